@@ -1,0 +1,168 @@
+"""What a daemon asks of an inference engine: pure steps on one thread; the daemon does all the talking.
+
+`--engine module:attribute` names a factory `(EngineConfig) -> PrefillEngine | DecodeEngine`; which one, `config.role` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..layout import Component
+from ..wire import Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What a daemon's flags say to its engine; an engine ignores what it has no use for."""
+
+    role: Literal["prefill", "decode"]
+    attention: Literal["mla", "gqa"] = "mla"
+    slots: int  # tokens that the pool (prefill) or the arena (decode) holds
+    page_size: int  # tokens; a power of two
+    host_layout: str = "page_first"  # the pool's or arena's layout: layer_first, page_first, page_first_direct, page_head
+    chunk_tokens: int = 512  # prefill computes, and may offer, this many tokens at a time
+    batch_max: int = 64  # requests in one decode step
+    device: str = "cpu"
+    options: dict[str, str] = field(default_factory=dict[str, str])  # --engine-option name=value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCard:
+    """What two engines must agree on, and the tables of what each holds.
+
+    The bases of `components` are offsets into `PrefillEngine.pool` or into the decode arena of `memory_bytes`.
+    """
+
+    model: str
+    weights: bytes  # digest; equal weights, equal digest
+    components: tuple[Component, ...]
+    memory_bytes: int
+    eos: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One room's work. `prompt` is int64 token ids."""
+
+    room: int
+    prompt: NDArray[np.int64]
+    sampling: Sampling
+    enable_hisparse: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """Prefill: rows [rows) of layers [layers) of one component are in the pool. `pages` holds rows[0] .. rows[1] in order:
+    row r of the room is in slot pages[r // page_size] * page_size + r % page_size; it names all pages of the room so far."""
+
+    room: int
+    component: str
+    rows: tuple[int, int]
+    layers: tuple[int, int]
+    pages: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilled:
+    """Prefill: all cells of the room were computed; `aux` is what decode needs to go on."""
+
+    room: int
+    aux: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """Decode: the token at `index` (0 is the first generated one, which prefill picked)."""
+
+    room: int
+    index: int
+    id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Decode: the room needs its slots no more. Digests as DESIGN's 'identical': tokens, logits, KV by (position, plane)."""
+
+    room: int
+    reason: Literal["stop", "length"]
+    tokens_digest: bytes = b""
+    logits_digest: bytes = b""
+    kv_digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """Either: this request failed inside the engine; others go on."""
+
+    room: int
+    detail: str
+
+
+class PrefillEngine(Protocol):
+    """Prefill on one thread. Every method is called on the engine thread, `card` and `pool` from anywhere."""
+
+    @property
+    def card(self) -> EngineCard: ...
+
+    @property
+    def pool(self) -> memoryview:
+        """The pool's bytes in this process; component bases are offsets into it."""
+        ...
+
+    def admit(self, request: Request) -> bool:
+        """Takes the request if pages for its whole prompt are free, else returns False: ask again after `free`.
+        Raises ValueError for one that can never fit or makes no sense."""
+        ...
+
+    def step(self) -> list[Computed | Prefilled | Broken]:
+        """Computes one chunk; an empty list when there is nothing to do."""
+        ...
+
+    def cancel(self, room: int) -> None:
+        """Stops computing; the pages stay until `free`. Unknown rooms are ignored."""
+        ...
+
+    def free(self, room: int) -> None:
+        """The room's pages may be reused: nothing reads them any more."""
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether step() would do nothing."""
+        ...
+
+
+class DecodeEngine(Protocol):
+    """Decode on one thread, out of the arena. Same threading as PrefillEngine."""
+
+    @property
+    def card(self) -> EngineCard: ...
+
+    def attach(self, arena: memoryview) -> None:
+        """The arena's bytes in this process, `card.memory_bytes` of them; called once, before the first admit."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request that this engine can never serve; cheap, called before slots are leased."""
+        ...
+
+    def admit(self, request: Request, slots: dict[str, NDArray[np.int64]], aux: bytes) -> None:
+        """The room has landed: `slots` holds, per component, the int64 slot of each row, growth included
+        (len(prompt) + max_tokens rows for a component with one token a row). No copy is made.
+        Raises ValueError where aux is not what this engine's prefill side makes."""
+        ...
+
+    def step(self) -> list[Token | Finished | Broken]:
+        """One decode step for up to batch_max rooms; after Finished or cancel the engine touches no slot of the room."""
+        ...
+
+    def cancel(self, room: int) -> None:
+        """Drops the room at once: when this returns the engine touches no slot of it. Unknown rooms are ignored."""
+        ...
+
+    @property
+    def idle(self) -> bool: ...

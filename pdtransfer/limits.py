@@ -1,0 +1,40 @@
+"""Every bound, with its reason. What the wire fixes is a constant; what a host may choose is in `Limits`, filled by config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Fixed by protocol v1: a frame beyond these is a breach, whoever sends it.
+FRAME_BYTES_MAX = 4 << 20  # a Register of 32,768 planes (128 layers x 2 x 128 heads, one plane a head) is 1.3 MiB
+AUX_BYTES_MAX = 64 << 10  # the first token, its logits' digest, sampler state; never KV
+NAME_LENGTH_MAX = 128  # node, model and component names
+TEXT_LENGTH_MAX = 512  # a reason for a person
+ADDRESS_LENGTH_MAX = 256  # an endpoint or a socket's path
+COMPONENTS_MAX = 16  # DeepSeek V4 has 7
+PLANES_MAX = 32_768
+FIELDS_MAX = 64  # fields that one Reject names
+PEERS_MAX = 256  # ranks that one room meets on the other side
+TOKENS_MAX = 1 << 24  # of one room: a context of 16 Mi tokens
+PART_EXTENTS_MAX = 1 << 17  # of one part: 1 MiB of start, count pairs
+PROMPT_BYTES_MAX = 2 << 20  # u32 token ids: 512 Ki tokens
+TOKENS_BURST_MAX = 4_096  # token ids in one Tokens frame
+DIGEST_BYTES_MAX = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one node allows itself and its peers; every field has a reason and a unit."""
+
+    window: int = 256  # unended grants a session: bounds the floor's memory and what one peer can hold
+    rooms_max: int = 4_096  # rooms not yet ended in one node: bounds its memory
+    queue_max: int = 1_024  # rooms waiting for slots: beyond it the answer is 429, not a longer wait
+    inflight_bytes_max: int = 64 << 30  # granted and not yet landed: bounds what a stall can strand
+    waiting_grants_max: int = 1_024  # grants a session whose room is not open yet
+    sessions_max: int = 1_024  # of one node, ended ones that still await a fence included
+    quarantine_fraction_max: float = 0.5  # of the arena that one silent peer may keep before it gets no more grants
+    room_deadline_ms: int = 60_000  # a room that nobody ends ends here
+    resend_ms: int = 200  # an unanswered request is repeated this often at first
+    resend_ms_max: int = 2_000  # and this often at last
+    ping_ms: int = 500  # how often a quiet peer is asked whether it lives
+    silence_ms: int = 2_000  # after this much silence a peer counts as lost: its rooms fail, its leases are quarantined
+    fence_poll_ms: int = 50  # how often a fence that is not yet proven is looked at

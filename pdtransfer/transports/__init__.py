@@ -1,0 +1,1 @@
+"""Transports carry rows into a peer's arena; `base` says what each of them promises."""

@@ -1,0 +1,95 @@
+"""What a transport promises: one-sided writes with honest outcomes, and a proof that a writer is quiet.
+
+A writer (prefill) maps an arena and writes into it; an arena's owner (decode) hands it over and fences writers.
+Neither decides anything: sessions do. No error code of a vendor leaves a transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..layout import Component
+from ..wire import Reach
+
+
+class Outcome(Enum):
+    """How a write ended. LANDED and FAILED are quiescent: no byte moves any more. After UNKNOWN bytes still may."""
+
+    LANDED = "landed"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """One cell's rows on their way into one grant's slots.
+
+    `source_slots` and `target_slots` are int64 of equal length, in slots of the component's layout on either side;
+    `layers` is [first, end). The slots were checked against both layouts before this was made.
+    """
+
+    session: int
+    grant: int
+    write: int  # unique in its session
+    component: int  # place in Register
+    layers: tuple[int, int]
+    source_slots: NDArray[np.int64]
+    target_slots: NDArray[np.int64]
+
+
+WriteDone = Callable[[Write, Outcome, str], None]
+"""Called once for each write, on the loop's thread, with a text for a person where it did not land."""
+
+
+class WriterTransport(Protocol):
+    """The prefill side. Everything here is called on the loop's thread and never blocks it."""
+
+    async def map(self, session: int, reach: Reach, components: tuple[Component, ...]) -> int:
+        """Maps the arena that `reach` names; returns how many of its bytes are ready. Raises TransportError."""
+        ...
+
+    def unmap(self, session: int) -> None:
+        """Lets the mapping go once the session's writes have ended; idempotent."""
+        ...
+
+    def write(self, order: Write, done: WriteDone) -> None:
+        """Starts a write; fair between grants: a small one does not wait for a large one."""
+        ...
+
+    def cancel(self, session: int, grant: int) -> None:
+        """Asks this grant's writes to stop early; each still reports its own outcome (FAILED if it stopped)."""
+        ...
+
+    async def close(self) -> None:
+        """Waits for what is in flight, unmaps everything."""
+        ...
+
+
+class ArenaTransport(Protocol):
+    """The decode side: hands one arena over to writers, and proves them quiet."""
+
+    def offer(self, session: int) -> Reach:
+        """Prepares one hand-over for this session: a fresh token, good once."""
+        ...
+
+    def revoke(self, session: int) -> None:
+        """No hand-over for this session any more; the first step of every fence. Idempotent."""
+        ...
+
+    def quiet(self, session: int) -> bool:
+        """Whether the kernel proves that nobody can write through this session's hand-over, now or later."""
+        ...
+
+    def forget(self, session: int) -> None:
+        """Drops what is kept of a session that was proven quiet."""
+        ...
+
+    async def close(self) -> None:
+        """Stops handing over; the arena itself is memory's to unmap."""
+        ...

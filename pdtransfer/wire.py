@@ -256,7 +256,9 @@ class Begin(_Wire):
     room: Id64
     prompt: Annotated[bytes, Meta(max_length=PROMPT_BYTES_MAX)]  # u32 token ids
     sampling: Sampling
-    peers: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=PEERS_MAX)]  # decode: endpoints of the prefill ranks to dial; prefill: nodes of the decode ranks
+    peers: Annotated[
+        tuple[Name, ...], Meta(min_length=1, max_length=PEERS_MAX)
+    ]  # decode: endpoints of the prefill ranks to dial; prefill: nodes of the decode ranks
     time_left_ms: Milliseconds
     enable_hisparse: bool = False
 

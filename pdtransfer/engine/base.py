@@ -23,7 +23,9 @@ class EngineConfig:
     attention: Literal["mla", "gqa"] = "mla"
     slots: int  # tokens that the pool (prefill) or the arena (decode) holds
     page_size: int  # tokens; a power of two
-    host_layout: str = "page_first"  # the pool's or arena's layout: layer_first, page_first, page_first_direct, page_head
+    host_layout: str = (
+        "page_first"  # the pool's or arena's layout: layer_first, page_first, page_first_direct, page_head
+    )
     chunk_tokens: int = 512  # prefill computes, and may offer, this many tokens at a time
     batch_max: int = 64  # requests in one decode step
     device: str = "cpu"

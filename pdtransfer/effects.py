@@ -1,10 +1,17 @@
-"""What sessions and services ask of the shell around them; the shell performs effects in order and decides nothing."""
+"""What sessions ask of the shell around them, and how writes end; the shell performs effects in order and decides nothing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
 
-from .wire import Message
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import Cause
+from .layout import Component
+from .wire import Message, Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,3 +20,134 @@ class Send:
 
     peer: str
     message: Message
+
+
+# Decode
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Prepare a hand-over of the arena for `session`, then call `offered` with its Reach."""
+
+    peer: str
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Revoke the session's hand-over and watch until it is proven quiet, then call `fenced`. Repeats are harmless."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The session is over and was proven quiet: drop what is kept of it."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Every byte of the room is in the arena: `slots` holds, per component, one int64 slot a row, growth included."""
+
+    room: int
+    slots: dict[str, NDArray[np.int64]]
+    aux: bytes
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoomFailed:
+    """The room ended without READY (decode) or without landing (prefill); said once, with the one root cause."""
+
+    room: int
+    cause: Cause
+    detail: str
+    retry_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRefused:
+    """The peer and this node can't work together; the text names each field with both values."""
+
+    peer: str
+    detail: str
+
+
+# Prefill
+
+
+class Outcome(Enum):
+    """How a write ended. LANDED and FAILED are quiescent: no byte moves any more. After UNKNOWN bytes still may."""
+
+    LANDED = "landed"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """Map the arena that `reach` names for `session`, then call `mapped` or `unmappable`."""
+
+    session: int
+    reach: Reach
+    components: tuple[Component, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unmap:
+    """The session is over and none of its writes is in flight: let its mapping go."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """One cell's rows on their way into one grant's slots; answered by `wrote`.
+
+    `source_slots` and `target_slots` are int64 of equal length, in slots of the component's layout on either side;
+    `layers` is [first, end). The slots were checked against both layouts before this was made.
+    """
+
+    session: int
+    grant: int
+    write: int  # unique in its session
+    component: int  # place in Register
+    layers: tuple[int, int]
+    source_slots: NDArray[np.int64]
+    target_slots: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StopWriting:
+    """Writes of this grant may stop early; each still reports its own outcome."""
+
+    session: int
+    grant: int
+
+
+@dataclass(frozen=True, slots=True)
+class FenceWriter:
+    """A write's outcome is unknown: kill what writes for this session, then call `fenced`."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Every grant of the room has landed."""
+
+    room: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The room has ended and nothing reads its pages any more: the engine may reuse them. Said once."""
+
+    room: int
+
+
+DecodeEffect: TypeAlias = Send | Offer | Fence | Forget | Ready | RoomFailed | PeerRefused
+PrefillEffect: TypeAlias = Send | Map | Unmap | Write | StopWriting | FenceWriter | Landed | RoomFailed | Drained

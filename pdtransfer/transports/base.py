@@ -7,40 +7,12 @@ Neither decides anything: sessions do. No error code of a vendor leaves a transp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ..effects import Outcome as Outcome
+from ..effects import Write as Write
 from ..layout import Component
 from ..wire import Reach
-
-
-class Outcome(Enum):
-    """How a write ended. LANDED and FAILED are quiescent: no byte moves any more. After UNKNOWN bytes still may."""
-
-    LANDED = "landed"
-    FAILED = "failed"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Write:
-    """One cell's rows on their way into one grant's slots.
-
-    `source_slots` and `target_slots` are int64 of equal length, in slots of the component's layout on either side;
-    `layers` is [first, end). The slots were checked against both layouts before this was made.
-    """
-
-    session: int
-    grant: int
-    write: int  # unique in its session
-    component: int  # place in Register
-    layers: tuple[int, int]
-    source_slots: NDArray[np.int64]
-    target_slots: NDArray[np.int64]
 
 
 WriteDone = Callable[[Write, Outcome, str], None]

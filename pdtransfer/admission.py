@@ -1,0 +1,88 @@
+"""One rule for who may have slots: first come, first served; nobody is admitted who could not grow to the end.
+
+Rows include growth, so an admitted request never asks again. A request that the empty arena could not hold is refused for ever;
+one that finds the queue full is refused with a hint. The head of the queue waits for slots; only slots, never for a peer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .arena import Arena, Holding
+from .errors import ArenaFullError
+from .limits import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a room needs: rows a component, growth included, and the bytes that will be in flight to it."""
+
+    rows: tuple[int, ...]
+    inflight_bytes: int
+
+
+class Admission:
+    """The queue before the arena; `ended` of rooms that left it makes the retry hint."""
+
+    def __init__(self, arena: Arena, limits: Limits) -> None:
+        self._arena, self._limits = arena, limits
+        self._queue: OrderedDict[int, Demand] = OrderedDict()
+        self.inflight_bytes = 0
+        self._admitted_ms = 0.0  # mean time between admissions, for the hint
+        self._admitted_at: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def check(self, rows: Sequence[int], *, rooms: int) -> None:
+        """Raises ArenaFullError for a request that may not even wait; `rooms` is how many this node has unended."""
+        if not self._arena.fits(rows):
+            wanted = {c.name: n for c, n in zip(self._arena.components, rows, strict=True)}
+            have = {c.name: free.slots for c, free in zip(self._arena.components, self._arena.free, strict=True)}
+            raise ArenaFullError(f"rows: {wanted} wanted, the whole arena has {have}", retry_ms=None)
+        if rooms >= self._limits.rooms_max:
+            raise ArenaFullError(f"rooms: {rooms} of rooms_max {self._limits.rooms_max}", retry_ms=self.retry_ms)
+        if len(self._queue) >= self._limits.queue_max:
+            raise ArenaFullError(f"queue: {len(self._queue)} of queue_max {self._limits.queue_max}", retry_ms=self.retry_ms)
+
+    @property
+    def retry_ms(self) -> int:
+        """When to ask again: the time in which the queue should have moved on by a tenth, at least."""
+        return int(min(max(100.0, self._admitted_ms * max(1, len(self._queue) // 10)), 60_000.0))
+
+    def enqueue(self, room: int, demand: Demand) -> None:
+        """Puts a room at the queue's end; each room is in it once."""
+        assert room not in self._queue
+        self._queue[room] = demand
+
+    def withdraw(self, room: int) -> None:
+        """Takes a room out of the queue; one that is not there is ignored."""
+        self._queue.pop(room, None)
+
+    def head(self) -> int | None:
+        """The room whose turn it is."""
+        return next(iter(self._queue), None)
+
+    def admit(self, now: float) -> Holding | None:
+        """Slots for the head of the queue, which leaves it; None when it has to wait on."""
+        room, demand = next(iter(self._queue.items()))
+        over = self.inflight_bytes + demand.inflight_bytes > self._limits.inflight_bytes_max
+        if over and self.inflight_bytes:  # alone it may exceed the bound, or it would wait for ever
+            return None
+        holding = self._arena.allocate(demand.rows)
+        if holding is None:
+            return None
+        del self._queue[room]
+        self.inflight_bytes += demand.inflight_bytes
+        if self._admitted_at is not None:
+            gap_ms = (now - self._admitted_at) * 1e3
+            self._admitted_ms += 0.1 * (gap_ms - self._admitted_ms)
+        self._admitted_at = now
+        return holding
+
+    def landed(self, demand: Demand) -> None:
+        """The room's bytes are no longer in flight, whichever way that ended."""
+        self.inflight_bytes -= demand.inflight_bytes
+        assert self.inflight_bytes >= 0

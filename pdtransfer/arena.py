@@ -1,0 +1,196 @@
+"""Slots of an arena: extents by best fit, leased for all components together or for none.
+
+Best fit keeps long runs whole, so that a request lands in few of them: over a network an operation costs the same whatever its size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .layout import Component
+
+Extents = NDArray[np.int64]
+"""(n, 2) int64: start, count."""
+
+
+class FreeExtents:
+    """The free slots of one component, in runs that never touch; sizes are multiples of `granule`, a page."""
+
+    def __init__(self, slots: int, granule: int = 1) -> None:
+        assert slots % granule == 0
+        self.slots, self.granule, self.free_slots = slots, granule, slots
+        self._starts: list[int] = [0]
+        self._count_at: dict[int, int] = {0: slots}
+        self._by_size: list[tuple[int, int]] = [(slots, 0)]
+
+    @property
+    def largest(self) -> int:
+        """Slots of the longest free run."""
+        return self._by_size[-1][0] if self._by_size else 0
+
+    @property
+    def fragmentation(self) -> float:
+        """1 - largest run / free slots: 0 when all that is free is one run."""
+        return 1.0 - self.largest / self.free_slots if self.free_slots else 0.0
+
+    def allocate(self, count: int) -> Extents | None:
+        """`count` slots, rounded up to whole pages, in as few runs as best fit finds; None when there are not as many."""
+        wanted = -(-count // self.granule) * self.granule
+        if wanted > self.free_slots:
+            return None
+        taken: list[tuple[int, int]] = []
+        while wanted:
+            place = bisect_left(self._by_size, (wanted, -1))
+            size, start = self._by_size[min(place, len(self._by_size) - 1)]
+            count_here = min(size, wanted)
+            self._remove(start)
+            if size > count_here:
+                self._insert(start + count_here, size - count_here)
+            taken.append((start, count_here))
+            wanted -= count_here
+            self.free_slots -= count_here
+        return np.array(taken, dtype=np.int64).reshape(-1, 2)
+
+    def free(self, extents: Extents) -> None:
+        """Gives runs back; freeing what is free already is our bug."""
+        for start, count in extents.tolist():
+            self._join(start, count)
+            self.free_slots += count
+
+    def _join(self, start: int, count: int) -> None:
+        place = bisect_left(self._starts, start)
+        if place < len(self._starts):
+            after = self._starts[place]
+            assert start + count <= after, f"slots {start}+{count} are free already"
+            if start + count == after:
+                count += self._remove(after)
+        if place:
+            before = self._starts[place - 1]
+            before_count = self._count_at[before]
+            assert before + before_count <= start, f"slots {start}+{count} are free already"
+            if before + before_count == start:
+                count += self._remove(before)
+                start = before
+        self._insert(start, count)
+
+    def _insert(self, start: int, count: int) -> None:
+        insort(self._starts, start)
+        insort(self._by_size, (count, start))
+        self._count_at[start] = count
+
+    def _remove(self, start: int) -> int:
+        count = self._count_at.pop(start)
+        del self._starts[bisect_left(self._starts, start)]
+        del self._by_size[bisect_left(self._by_size, (count, start))]
+        return count
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """What one room holds in the arena, one array of extents a component. It is free when the last claim on it has ended:
+    the room's own, and one for each lease."""
+
+    extents: tuple[Extents, ...]
+    claims: int = 1
+    bytes: int = field(default=0, kw_only=True)
+
+
+class Arena:
+    """The slots of every component of one decode node."""
+
+    def __init__(self, components: Sequence[Component]) -> None:
+        self.components = tuple(components)
+        self.free = tuple(FreeExtents(c.layout.slots, c.layout.page_size) for c in self.components)
+        self._row_bytes = tuple(c.layout.row_bytes for c in self.components)
+
+    def fits(self, rows: Sequence[int]) -> bool:
+        """Whether an empty arena could hold these rows."""
+        return all(self._pages(free, count) <= free.slots for free, count in zip(self.free, rows, strict=True))
+
+    def allocate(self, rows: Sequence[int]) -> Holding | None:
+        """Extents for `rows[i]` rows of component i, with the room's own claim; None, and nothing taken, when one lacks slots."""
+        if any(self._pages(free, count) > free.free_slots for free, count in zip(self.free, rows, strict=True)):
+            return None
+        extents: list[Extents] = []
+        for free, count in zip(self.free, rows, strict=True):
+            got = free.allocate(count)
+            assert got is not None
+            extents.append(got)
+        return Holding(tuple(extents), bytes=sum(b * n for b, n in zip(self._row_bytes, rows, strict=True)))
+
+    def drop(self, holding: Holding) -> bool:
+        """Ends one claim; returns whether it was the last one, so that the slots are free now."""
+        assert holding.claims > 0
+        holding.claims -= 1
+        if holding.claims:
+            return False
+        for free, extents in zip(self.free, holding.extents, strict=True):
+            free.free(extents)
+        return True
+
+    @staticmethod
+    def _pages(free: FreeExtents, count: int) -> int:
+        return -(-count // free.granule) * free.granule
+
+
+def slots_of(extents: Extents, *, first: int = 0, count: int | None = None) -> NDArray[np.int64]:
+    """The slots of extents in order, as int64, from the `first`-th on; `count` of them, or all."""
+    if len(extents) == 1:
+        start, length = int(extents[0, 0]) + first, int(extents[0, 1]) - first
+        return np.arange(start, start + (length if count is None else count), dtype=np.int64)
+    counts = extents[:, 1]
+    steps = np.ones(int(counts.sum()), dtype=np.int64)
+    if len(extents):
+        ends = np.cumsum(counts)[:-1]
+        steps[0] = extents[0, 0]
+        steps[ends] = extents[1:, 0] - (extents[:-1, 0] + counts[:-1] - 1)
+    slots = np.cumsum(steps)
+    return slots[first : None if count is None else first + count]
+
+
+def cut(extents: Extents, *, first: int, count: int) -> Extents:
+    """The extents of the slots [first, first + count) of `extents`, in order."""
+    ends = np.cumsum(extents[:, 1])
+    starts = ends - extents[:, 1]
+    low, high = np.maximum(starts, first), np.minimum(ends, first + count)
+    keep = high > low
+    return np.stack([extents[keep, 0] + (low - starts)[keep], (high - low)[keep]], axis=1)
+
+
+class ExtentSet:
+    """Disjoint extents, sorted; says when new ones overlap."""
+
+    def __init__(self) -> None:
+        self._edges: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # start, end, start, end, ... ascending
+
+    def add(self, extents: Extents) -> bool:
+        """Adds all of them, or none where one overlaps another or what is there; returns whether they were added."""
+        if not len(extents):
+            return True
+        order = np.argsort(extents[:, 0], kind="stable")
+        starts = extents[order, 0]
+        ends = starts + extents[order, 1]
+        if (starts[1:] < ends[:-1]).any():
+            return False
+        place = np.searchsorted(self._edges, starts, side="right")
+        if (place % 2).any() or (np.searchsorted(self._edges, ends, side="left") != place).any():
+            return False
+        edges = np.stack([starts, ends], axis=1).reshape(-1)
+        self._edges = np.insert(self._edges, np.repeat(place, 2), edges)
+        return True
+
+    def remove(self, extents: Extents) -> None:
+        """Takes out extents that were added in one `add`."""
+        if len(extents):
+            place = np.searchsorted(self._edges, extents[:, 0], side="right") - 1
+            # Where an extent starts at its neighbour's end, both edges are equal: the start is the later one.
+            assert (self._edges[place] == extents[:, 0]).all()
+            self._edges = np.delete(self._edges, np.concatenate([place, place + 1]))
+
+    def __len__(self) -> int:
+        return len(self._edges) // 2

@@ -1,4 +1,4 @@
-"""Every bound, with its reason. What the wire fixes is a constant; what a host may choose is in `Limits`, filled by config."""
+"""Every bound, with its reason: what the wire fixes is a constant, what a host may choose is in `Limits`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ PART_EXTENTS_MAX = 1 << 17  # of one part: 1 MiB of start, count pairs
 PROMPT_BYTES_MAX = 2 << 20  # u32 token ids: 512 Ki tokens
 TOKENS_BURST_MAX = 4_096  # token ids in one Tokens frame
 DIGEST_BYTES_MAX = 64
+ARRAYS_MAX = 1 << 16  # arrays in one frame: twice the planes; an empty one is 1 byte there and 64 in memory
+VALUES_MAX = 1 << 19  # elements of all arrays in one frame: 32,768 planes of up to 15 fields
+PLANE_BYTES_MIN = 8  # an array of more than PEERS_MAX elements holds planes: it cannot promise more than would fit
+
+ROUTERS_MAX = 64  # that one daemon knows
+ENDED_ROOMS_MAX = 8_192  # a router: what a late Begin must not revive; some seconds' worth at 5,000 rooms a second
+LIVES_MAX = 4  # earlier incarnations of a peer whose late words are told from a new process's
+LOAD_MS = 20  # a Load that changes is told this often at most
+HTTP_BODY_BYTES_MAX = 8 << 20  # 512 Ki token ids as JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,4 +46,5 @@ class Limits:
     resend_ms_max: int = 2_000  # and this often at last
     ping_ms: int = 500  # how often a quiet peer is asked whether it lives
     silence_ms: int = 2_000  # after this much silence a peer counts as lost: its rooms fail, its leases are quarantined
-    fence_poll_ms: int = 50  # how often a fence that is not yet proven is looked at
+    fence_poll_ms: int = 50  # how soon a fence that is not yet proven is looked at again, at first
+    fence_poll_ms_max: int = 500  # and at last

@@ -1,0 +1,357 @@
+"""Message structs of protocol v1: a frame is the array [version, kind, field...], fields in the order written here.
+
+Within a version fields are only appended, each with a default, so that a decoder fills what is missing and ignores what
+is extra. Times are remaining milliseconds; slots are little-endian u32. The comment beside a field is its meaning in
+proto/v1, whose tables are generated from this module.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
+
+from msgspec import Meta, Struct
+
+from ..layout import Components, Count16, Count32
+from ..limits import (
+    ADDRESS_LENGTH_MAX,
+    AUX_BYTES_MAX,
+    COMPONENTS_MAX,
+    DIGEST_BYTES_MAX,
+    FIELDS_MAX,
+    FRAME_BYTES_MAX,
+    NAME_LENGTH_MAX,
+    PART_EXTENTS_MAX,
+    PEERS_MAX,
+    PROMPT_BYTES_MAX,
+    TEXT_LENGTH_MAX,
+    TOKENS_BURST_MAX,
+    TOKENS_MAX,
+)
+
+VERSION = 1
+
+Id64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
+Bytes64 = Annotated[int, Meta(ge=0, le=1 << 62)]
+Milliseconds = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
+TokenCount = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
+GrantNumber = Annotated[int, Meta(ge=1, le=1 << 53)]  # dense from 1; exact in a double for those who log it as JSON
+Name = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
+Text = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
+Address = Annotated[str, Meta(max_length=ADDRESS_LENGTH_MAX)]
+Endpoint = Annotated[str, Meta(min_length=1, max_length=ADDRESS_LENGTH_MAX)]
+Digest = Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
+Reason = Annotated[str, Meta(min_length=1, max_length=32)]
+
+
+class Kind(IntEnum):
+    """The second field of every frame."""
+
+    HELLO = 1
+    WELCOME = 2
+    REJECT = 3
+    REGISTER = 4
+    REGISTERED = 5
+    GRANT = 6
+    GRANTED = 7
+    LANDED = 8
+    RELEASED = 9
+    FAILED = 10
+    ABORT = 11
+    DRAINED = 12
+    BEGIN = 13
+    BEGUN = 14
+    TOKENS = 15
+    TOKENS_ACKED = 16
+    END = 17
+    ENDED = 18
+    CANCEL = 19
+    LOAD = 20
+    PING = 21
+    PONG = 22
+    GOODBYE = 23
+
+
+class _Wire(Struct, array_like=True, frozen=True, gc=False):
+    """Fields in wire order; a field with a default was appended after v1.0 or is optional from the start."""
+
+    kind: ClassVar[Kind]
+
+
+class Ranks(Struct, array_like=True, frozen=True):
+    """A worker's place in its model's parallel groups; a group of one has rank 0 of size 1."""
+
+    tp_rank: Count16 = 0  # its place in the tensor-parallel group
+    tp_size: Annotated[int, Meta(ge=1, le=PEERS_MAX)] = 1  # ranks in that group
+    pp_rank: Count16 = 0  # its place in the pipeline
+    pp_size: Annotated[int, Meta(ge=1, le=PEERS_MAX)] = 1  # stages of the pipeline
+    dp_rank: Count16 = 0  # which data-parallel replica it is
+    dp_size: Annotated[int, Meta(ge=1, le=0xFFFF)] = 1  # replicas
+
+
+class Identity(Struct, array_like=True, frozen=True):
+    """Who a node says it is: what Hello and Welcome carry."""
+
+    node: Name  # its name, for people, and its identity where there are no keys
+    role: Literal["prefill", "decode", "router"]  # what it does
+    incarnation: Id64  # a random u64 of one process's life
+    ranks: Ranks  # its place in the model's parallel groups
+    model: Annotated[str, Meta(max_length=NAME_LENGTH_MAX)]  # the model's name; empty for a router
+    weights: Digest  # digest of the weights; empty for a router
+    window: Annotated[int, Meta(ge=1, le=0xFFFF)]  # unended grants a session that this node accepts
+    frame_bytes_max: Annotated[int, Meta(ge=1 << 16, le=FRAME_BYTES_MAX)] = FRAME_BYTES_MAX  # the longest it takes
+
+
+class Hello(_Wire, frozen=True):
+    """Opens a connection; says which versions the dialler speaks, and repeats until Welcome or Reject."""
+
+    kind = Kind.HELLO
+    version_min: Count16  # the lowest version that the dialler speaks
+    version_max: Count16  # the highest
+    identity: Identity  # who dials
+
+
+class Welcome(_Wire, frozen=True):
+    """Answers Hello: the version that both will speak, and who the listener is."""
+
+    kind = Kind.WELCOME
+    version: Count16  # the highest that both speak
+    identity: Identity  # who was dialled
+
+
+class Reject(_Wire, frozen=True):
+    """Refuses a Hello (session 0) or a session; `fields` names each field that was wrong, with both values."""
+
+    kind = Kind.REJECT
+    session: Id64  # the session refused; 0: the Hello
+    reason: Reason  # "unknown_session", a cause, or a newer peer's word
+    fields: Annotated[tuple[Text, ...], Meta(max_length=FIELDS_MAX)]  # one line a field: its name and both values
+
+
+class Reach(Struct, array_like=True, frozen=True):
+    """How a writer reaches the arena: over shm a Unix socket that hands its descriptor to whoever shows the token."""
+
+    transport: Literal["shm", "mooncake"]  # the way to write
+    host: Address  # shm: the boot id, equal only on one host; mooncake: host:port of the engine
+    address: Address  # shm: the socket's path, or "@name" in the abstract namespace
+    token: Annotated[bytes, Meta(max_length=32)]  # a secret for one hand-over
+    base: Bytes64  # mooncake: the arena's address there
+    arena_bytes: Bytes64  # the arena's length
+
+
+class Register(_Wire, frozen=True):
+    """Opens a session: what this writer may write, and how; repeats until Registered says that all bytes are ready."""
+
+    kind = Kind.REGISTER
+    session: Id64  # a random u64 that decode mints, never 0; every message down to Drained opens with it
+    components: Components  # only this rank's planes; bases are arena offsets
+    reach: Reach  # how to write there
+    enable_hisparse: bool = False  # what the decode rank can do; last of v1.0
+
+
+class Registered(_Wire, frozen=True):
+    """How many bytes of the arena the writer has ready, from offset 0; grants stay below."""
+
+    kind = Kind.REGISTERED
+    session: Id64  # Register's
+    bytes_ready: Bytes64  # arena_bytes once all are
+
+
+class Part(Struct, array_like=True, frozen=True):
+    """One component's share of a grant: rows [first_row, first_row + rows) of the room, in this order of slots."""
+
+    component: Annotated[int, Meta(ge=0, lt=COMPONENTS_MAX)]  # its place in Register
+    first_row: Count32  # of the room
+    rows: Count32  # the counts of all extents together
+    extents: Annotated[bytes, Meta(max_length=8 * PART_EXTENTS_MAX)]  # u32 start, count pairs; no count is 0
+
+
+class Grant(_Wire, frozen=True):
+    """Leases slots to one room on this session; repeats until Granted or an end."""
+
+    kind = Kind.GRANT
+    session: Id64  # Register's
+    grant: GrantNumber  # dense from 1 in its session
+    room: Id64  # the router's random u64 of this hand-off
+    tokens: TokenCount  # the room's total
+    prefix: TokenCount  # tokens that decode already holds: their rows are in no part
+    parts: Annotated[tuple[Part, ...], Meta(max_length=COMPONENTS_MAX)]  # none: this rank sends no rows
+    send_aux: bool  # exactly one rank of a room sends it
+    time_left_ms: Milliseconds  # after this the grant fails at prefill
+    enable_hisparse: bool = False  # what this request wants; last of v1.0
+
+
+class Granted(_Wire, frozen=True):
+    """The grant is known; it will end as Landed, Failed or Drained."""
+
+    kind = Kind.GRANTED
+    session: Id64  # Register's
+    grant: GrantNumber  # Grant's
+
+
+class Landed(_Wire, frozen=True):
+    """Every byte of the grant is written: proof that writing has ended. Repeats until Released."""
+
+    kind = Kind.LANDED
+    session: Id64  # Register's
+    grant: GrantNumber  # Grant's
+    kv_bytes: Bytes64  # written for this grant
+    aux: Annotated[bytes, Meta(max_length=AUX_BYTES_MAX)]  # what decode needs to go on: the first token and the like
+
+
+class Released(_Wire, frozen=True):
+    """The end of this grant has arrived, whichever of Landed, Failed, Drained it was; says nothing of the slots."""
+
+    kind = Kind.RELEASED
+    session: Id64  # Register's
+    grant: GrantNumber  # the ended grant
+
+
+class Failed(_Wire, frozen=True):
+    """The grant failed. Quiescent: proof that writing has ended, repeats until Released. Else Drained follows."""
+
+    kind = Kind.FAILED
+    session: Id64  # Register's
+    grant: GrantNumber  # Grant's
+    reason: Reason  # a cause
+    detail: Text  # for a person
+    quiescent: bool  # true: no access of this grant is, or ever will be, in flight
+
+
+class Abort(_Wire, frozen=True):
+    """Stop writing for this grant, or refuse it for ever; repeats until Drained, Landed or Failed(quiescent)."""
+
+    kind = Kind.ABORT
+    session: Id64  # Register's
+    grant: GrantNumber  # its Grant need not have arrived, nor been sent
+
+
+class Drained(_Wire, frozen=True):
+    """No access of this grant is, or ever will be, in flight. Repeats until Released."""
+
+    kind = Kind.DRAINED
+    session: Id64  # Register's
+    grant: GrantNumber  # the ended grant
+
+
+class Sampling(Struct, array_like=True, frozen=True):
+    """How decode picks tokens; temperature 0 is greedy."""
+
+    max_tokens: TokenCount  # generated ones, prefill's first included
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0  # 0 is greedy
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0  # the nucleus's share; 1 is all
+    seed: Id64 = 0  # equal seeds, equal picks
+    ignore_eos: bool = False  # go on to max_tokens
+
+
+class Begin(_Wire, frozen=True):
+    """The router starts a room on one daemon; repeats until Begun or End."""
+
+    kind = Kind.BEGIN
+    room: Id64  # a random u64; a retry is a new room
+    prompt: Annotated[bytes, Meta(max_length=PROMPT_BYTES_MAX)]  # u32 token ids
+    sampling: Sampling  # how tokens are picked
+    # To decode: endpoints of the prefill ranks to dial. To prefill: names of the decode ranks that will come.
+    peers: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=PEERS_MAX)]
+    time_left_ms: Milliseconds  # after this the room fails
+    enable_hisparse: bool = False  # what this request wants
+
+
+class Begun(_Wire, frozen=True):
+    """Begin has arrived; End will follow."""
+
+    kind = Kind.BEGUN
+    room: Id64  # Begin's
+
+
+class Tokens(_Wire, frozen=True):
+    """Generated ids from `first` on; what is not acknowledged is sent again."""
+
+    kind = Kind.TOKENS
+    room: Id64  # Begin's
+    first: TokenCount  # index of the first id here; the room's first generated token is 0
+    ids: Annotated[bytes, Meta(max_length=4 * TOKENS_BURST_MAX)]  # u32
+
+
+class TokensAcked(_Wire, frozen=True):
+    """Every generated id below `next` has arrived."""
+
+    kind = Kind.TOKENS_ACKED
+    room: Id64  # Begin's
+    next: TokenCount  # index of the first id that has not
+
+
+class End(_Wire, frozen=True):
+    """The room has ended on this daemon, once; repeats until Ended."""
+
+    kind = Kind.END
+    room: Id64  # Begin's
+    reason: Reason  # "stop", "length", "done" (prefill), or a cause
+    detail: Text  # for a person
+    tokens: TokenCount  # generated: the router waits for all of them
+    retry_ms: Milliseconds = 0  # reason "full": when to ask again
+    kv_bytes: Bytes64 = 0  # prefill: written; decode: landed
+    copy_us: Bytes64 = 0  # prefill: time that its copies took
+    stamp_ns: Bytes64 = 0  # CLOCK_MONOTONIC of the last byte written (prefill), of READY (decode): one host only
+    tokens_digest: Digest = b""  # of the generated ids
+    logits_digest: Digest = b""  # of the logits that they were picked from
+    kv_digest: Digest = b""  # of the KV by (position, plane)
+
+
+class Ended(_Wire, frozen=True):
+    """End has arrived."""
+
+    kind = Kind.ENDED
+    room: Id64  # End's
+
+
+class Cancel(_Wire, frozen=True):
+    """The router gives the room up; repeats until End."""
+
+    kind = Kind.CANCEL
+    room: Id64  # Begin's
+    reason: Reason  # a cause
+
+
+class Load(_Wire, frozen=True):
+    """What a daemon has and has left, sent to its routers when it changes and with every Pong."""
+
+    kind = Kind.LOAD
+    ready: bool  # takes rooms
+    draining: bool  # shuts down: no new rooms
+    rooms_running: Count32  # begun and not ended, the queued ones left out
+    rooms_queued: Count32  # wait for slots
+    slots_free: Bytes64  # of its pool or arena
+    slots_total: Bytes64  # of its pool or arena
+    slots_quarantined: Bytes64 = 0  # their writer has not been proven quiet
+    enable_hisparse: bool = False  # what this daemon can do
+
+
+class Ping(_Wire, frozen=True):
+    """Are you there, and still the one I know?"""
+
+    kind = Kind.PING
+    incarnation: Id64  # the asking process's own
+
+
+class Pong(_Wire, frozen=True):
+    """Answers Ping with the answering process's own incarnation."""
+
+    kind = Kind.PONG
+    incarnation: Id64  # the answering process's own
+
+
+class Goodbye(_Wire, frozen=True):
+    """This process ends its sessions in good order."""
+
+    kind = Kind.GOODBYE
+    incarnation: Id64  # the leaving process's own
+    reason: Reason  # a cause
+
+
+Message: TypeAlias = (
+    Hello | Welcome | Reject | Register | Registered | Grant | Granted | Landed | Released | Failed | Abort | Drained
+    | Begin | Begun | Tokens | TokensAcked | End | Ended | Cancel | Load | Ping | Pong | Goodbye
+)  # fmt: skip
+
+MESSAGES: dict[int, type[Message]] = {int(message.kind): message for message in get_args(Message)}

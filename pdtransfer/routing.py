@@ -1,0 +1,380 @@
+"""The router's core, sans I/O: each request gets a room on two workers, is streamed in order and ended once.
+
+A request is known by the label of its first room. A room that fails before a token was streamed is prefilled again
+once, under a new label. What workers say of rooms that are gone is answered, never believed: Cancel, or Ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from .effects import Send
+from .ends import SUCCESSES, cause_of
+from .errors import Cause, RemoteProtocolError
+from .limits import Limits
+from .routed import LEG, ROUTER_ROOM, Leg, LegEvent, Request, RoomLeg, RoutedRoom, RouterEvent, RouterRoom
+from .states import step
+from .timers import Timers
+from .wire import Begin, Begun, Cancel, End, Ended, Identity, Message, Tokens, TokensAcked, unpack_ids
+from .workers import NoPair, Pair, Worker, Workers
+
+STATUSES = {
+    Cause.ABORTED: 499,
+    Cause.DEADLINE: 504,
+    Cause.PEER_LOST: 503,
+    Cause.PEER_RESTARTED: 503,
+    Cause.BREACH: 502,
+    Cause.REFUSED: 400,
+    Cause.FULL: 429,
+    Cause.TRANSFER: 502,
+    Cause.ENGINE: 500,
+    Cause.SHUTDOWN: 503,
+}  # what a client is told, as HTTP says it
+FINAL_CAUSES = frozenset({Cause.ABORTED, Cause.DEADLINE})  # nobody waits any more: not tried again
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """The next generated ids of a request, in order, each once."""
+
+    request: int
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The request has all its tokens. `prefill` is None where that worker was lost after its part was done."""
+
+    request: int
+    room: int
+    decode: End
+    prefill: End | None
+    decode_node: str
+    prefill_node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request will get no more tokens; `retry_ms` says when it is worth asking again, 0 that nobody knows."""
+
+    request: int
+    cause: Cause
+    detail: str
+    status: int
+    retry_ms: int
+
+
+RoutingEffect: TypeAlias = Send | Emit | Finish | Fail
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The request is under way; it ends with one Finish or one Fail."""
+
+    request: int
+    effects: list[RoutingEffect]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The request was not taken: the same fields as Fail."""
+
+    cause: Cause
+    detail: str
+    status: int
+    retry_ms: int
+
+
+class Routing:
+    """All requests of one router. Peers are the endpoints of its workers, as decode dials prefill too."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        limits: Limits,
+        mint: Callable[[], int],
+    ) -> None:
+        self._limits, self._mint = limits, mint
+        self._effects: list[RoutingEffect] = []
+        self.workers = Workers(identity, prefill, decode, limits, self._effects_append, self._lost)
+        self._rooms: dict[int, RoutedRoom] = {}
+        self._requests: dict[int, RoutedRoom] = {}  # by label: the one room that still may answer
+        self._timers: Timers[tuple[str, int]] = Timers()
+        self._draining = False
+        self.retries = 0
+
+    @property
+    def request_count(self) -> int:
+        """Requests that were neither finished nor failed."""
+        return len(self._requests)
+
+    @property
+    def room_count(self) -> int:
+        """Rooms that have not ended on every worker."""
+        return len(self._rooms)
+
+    def start(self, now: float) -> list[RoutingEffect]:
+        """Greets the workers."""
+        self.workers.start(now)
+        return self._take()
+
+    def next_tick(self) -> float | None:
+        """When `tick` has something to do; None when nothing is due."""
+        due = [when for when in (self._timers.next(), self.workers.timers.next()) if when is not None]
+        return min(due, default=None)
+
+    def submit(self, request: Request, now: float) -> Accepted | Refusal:
+        """Begins a room for the request on the pair with the least to do."""
+        if self._draining:
+            return Refusal(Cause.SHUTDOWN, "the router is draining", 503, self._limits.resend_ms_max)
+        # Rooms that are still being cancelled count: their workers hold them.
+        if len(self._rooms) >= self._limits.rooms_max:
+            text = f"rooms: {len(self._rooms)} of rooms_max {self._limits.rooms_max}"
+            return Refusal(Cause.FULL, text, 429, self._limits.resend_ms_max)
+        pair = self._choose(request, (), now)
+        if isinstance(pair, NoPair):
+            if pair.retry_ms is None:
+                return Refusal(Cause.PEER_LOST, pair.detail, 503, self._limits.resend_ms_max)
+            return Refusal(Cause.FULL, pair.detail, 429, pair.retry_ms)
+        room = self._open(request, pair, None, now + self._limits.room_deadline_ms / 1e3, now)
+        return Accepted(room.label, self._take())
+
+    def cancel(self, request: int, now: float) -> list[RoutingEffect]:
+        """The client has left. A request that has ended is ignored."""
+        room = self._requests.get(request)
+        if room is not None:
+            self._fail(room, (), Cause.ABORTED, "the client has left", 0, now)
+        return self._take()
+
+    def receive(self, peer: str, message: Message, now: float) -> list[RoutingEffect]:
+        """Takes a message of the worker `peer`; RemoteProtocolError for a breach."""
+        worker = self.workers.by_peer[peer]
+        if not self.workers.receive(worker, message, now):
+            if not isinstance(message, Begun | Tokens | End):
+                raise RemoteProtocolError("kind", f"a worker sends a router no {type(message).__name__}")
+            room = self._rooms.get(message.room)
+            if room is None:
+                gone = Ended(message.room) if isinstance(message, End) else Cancel(message.room, Cause.ABORTED.value)
+                self._effects.append(Send(peer, gone))
+                return self._take()
+            leg = next((each for each in room.legs if each.worker is worker), None)
+            if leg is None:
+                raise RemoteProtocolError("room", f"{room.id:#x} is not on {peer}")
+            match message:
+                case Begun():
+                    self._begun(room, leg)
+                case Tokens():
+                    self._tokens(room, leg, message, now)
+                case End():
+                    self._end(room, leg, message, now)
+        return self._take()
+
+    def tick(self, now: float) -> list[RoutingEffect]:
+        """Repeats what is unanswered, and ends what has waited too long."""
+        self.workers.tick(now)
+        for what, room_id in self._timers.due(now):
+            room = self._rooms.get(room_id)
+            if room is None:
+                continue
+            if what == "deadline":
+                self._deadline(room, now)
+            else:
+                self._repeat(room, room.prefill if what == "prefill" else room.decode, now)
+        return self._take()
+
+    def drain(self) -> None:
+        """Takes no more requests; those under way go on."""
+        self._draining = True
+
+    def close(self, now: float) -> list[RoutingEffect]:
+        """Fails what is still under way, and tells the workers that this router is gone."""
+        self._draining = True
+        for room in list(self._requests.values()):
+            self._fail(room, (), Cause.SHUTDOWN, "the router shuts down", 0, now)
+        self.workers.goodbye(Cause.SHUTDOWN.value)
+        return self._take()
+
+    def _open(self, request: Request, pair: Pair, label: int | None, deadline: float, now: float) -> RoutedRoom:
+        room_id = self._mint()
+        while room_id in self._rooms or room_id in self._requests:
+            room_id = self._mint()
+        legs: list[RoomLeg] = []
+        assert pair.prefill.identity is not None
+        assert pair.decode.identity is not None
+        prefill_node, decode_node = pair.prefill.identity.node, pair.decode.identity.node
+        for worker, node, peers in (
+            (pair.prefill, prefill_node, (decode_node,)),
+            (pair.decode, decode_node, (pair.prefill.peer,)),
+        ):
+            begin = Begin(room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse)
+            legs.append(RoomLeg(worker, begin, node))
+            worker.rooms.add(room_id)
+        first = room_id if label is None else label
+        room = RoutedRoom(room_id, first, request, legs[0], legs[1], deadline, retried=label is not None)
+        self._rooms[room_id] = self._requests[first] = room
+        pair.prefill.prompt_tokens += len(request.prompt) // 4
+        pair.decode.promised_slots += len(request.prompt) // 4 + request.sampling.max_tokens
+        self._timers.set(("deadline", room_id), deadline)
+        for leg in legs:
+            self._repeat(room, leg, now)
+        return room
+
+    def _begun(self, room: RoutedRoom, leg: RoomLeg) -> None:
+        if leg.state is Leg.BEGINNING:
+            self._timers.clear((leg.worker.role, room.id))
+        leg.state = step(LEG, leg.state, LegEvent.BEGUN)
+
+    def _tokens(self, room: RoutedRoom, leg: RoomLeg, message: Tokens, now: float) -> None:
+        if leg is not room.decode:
+            raise RemoteProtocolError("Tokens.room", f"{room.id:#x} is not decoded on {leg.worker.peer}")
+        ids = unpack_ids("Tokens.ids", message.ids)
+        self._begun(room, leg)
+        if leg.state is not Leg.RUNNING:
+            return  # Its End is on the way, or has arrived: nobody waits for tokens.
+        upto = message.first + len(ids)
+        if upto > room.request.sampling.max_tokens:
+            text = f"{leg.node} sends {upto} tokens, max_tokens is {room.request.sampling.max_tokens}"
+            self._fail(room, (leg.worker,), Cause.BREACH, text, 0, now)
+            return
+        if message.first <= room.received < upto:
+            fresh: list[int] = ids[room.received - message.first :].tolist()
+            room.received = upto
+            room.deadline = now + self._limits.room_deadline_ms / 1e3
+            self._effects.append(Emit(room.label, fresh))
+        # Of a gap nothing is kept: what is below it comes again, and this with it.
+        self._effects.append(Send(leg.worker.peer, TokensAcked(room.id, room.received)))
+        if leg.held is not None and room.received >= leg.held.tokens:
+            self._ended(room, leg, leg.held, now)
+
+    def _end(self, room: RoutedRoom, leg: RoomLeg, end: End, now: float) -> None:
+        if leg.state is Leg.ENDED:
+            self._effects.append(Send(leg.worker.peer, Ended(room.id)))
+            return
+        if leg is room.decode and room.state is RouterRoom.OPEN and end.reason in SUCCESSES:
+            most = room.request.sampling.max_tokens
+            if not room.received <= end.tokens <= most:
+                text = f"End counts {end.tokens} tokens, {room.received} came, max_tokens is {most}"
+                end = replace(end, reason=Cause.BREACH.value, detail=text)
+            elif room.received < end.tokens:
+                leg.held = end  # Unanswered, so that it and the missing tokens are repeated.
+                self._begun(room, leg)
+                return
+        self._ended(room, leg, end, now)
+
+    def _ended(self, room: RoutedRoom, leg: RoomLeg, end: End, now: float) -> None:
+        leg.end = end
+        self._leave(room, leg, LegEvent.END)
+        self._effects.append(Send(leg.worker.peer, Ended(room.id)))
+        if end.reason not in SUCCESSES:
+            cause = cause_of(end.reason, Cause.ENGINE)
+            self._suffer(room, leg, cause, f"{leg.node}: {end.detail or end.reason}", end.retry_ms, now)
+        self._settle(room)
+
+    def _lost(self, worker: Worker, cause: Cause, detail: str, now: float) -> None:
+        for room_id in list(worker.rooms):
+            room = self._rooms[room_id]
+            leg = room.prefill if room.prefill.worker is worker else room.decode
+            self._leave(room, leg, LegEvent.LOSE)
+            self._suffer(room, leg, cause, detail, 0, now)
+            self._settle(room)
+
+    def _suffer(self, room: RoutedRoom, leg: RoomLeg, cause: Cause, detail: str, retry_ms: int, now: float) -> None:
+        """One leg has failed, and the room with it, unless it was a prefill that had done its part."""
+        if room.state is RouterRoom.OPEN and (leg is room.decode or not room.landed):
+            self._fail(room, (leg.worker,), cause, detail, retry_ms, now)
+
+    def _settle(self, room: RoutedRoom) -> None:
+        """Answers a room that has all it needs, and drops one that has ended everywhere."""
+        if any(leg.state is not Leg.ENDED for leg in room.legs):
+            return
+        if room.state is RouterRoom.OPEN:
+            assert room.decode.end is not None
+            room.state = step(ROUTER_ROOM, room.state, RouterEvent.FINISH)
+            del self._requests[room.label]
+            nodes = room.decode.node, room.prefill.node
+            self._effects.append(Finish(room.label, room.id, room.decode.end, room.prefill.end, *nodes))
+        del self._rooms[room.id]
+        self._timers.clear(("deadline", room.id))
+
+    def _fail(
+        self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, detail: str, retry_ms: int, now: float
+    ) -> None:
+        """Tries again where that makes sense, else answers; either way this room is over."""
+        if cause is Cause.FULL:
+            for worker in blamed:
+                worker.full_until = max(worker.full_until, now + retry_ms / 1e3)
+        pair = self._second(room, blamed, cause, now)
+        room.state, room.cause = step(ROUTER_ROOM, room.state, RouterEvent.FAIL), cause
+        self._timers.set(("deadline", room.id), now + self._limits.room_deadline_ms / 1e3)
+        for leg in room.legs:
+            if leg.state is not Leg.ENDED:
+                leg.state, leg.repeat_ms = step(LEG, leg.state, LegEvent.CANCEL), 0
+                self._repeat(room, leg, now)
+        if pair is not None:
+            self.retries += 1
+            self._open(room.request, pair, room.label, room.deadline, now)
+        else:
+            del self._requests[room.label]
+            self._effects.append(Fail(room.label, cause, detail, STATUSES[cause], retry_ms))
+
+    def _second(self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, now: float) -> Pair | None:
+        """Where a failed room is tried again, once. Who has refused it or is full is not asked a second time."""
+        if room.retried or room.received or cause in FINAL_CAUSES or self._draining:
+            return None
+        pair = self._choose(room.request, blamed, now)
+        if isinstance(pair, NoPair):
+            return None
+        again = pair.prefill in blamed or pair.decode in blamed
+        return None if again and cause in (Cause.REFUSED, Cause.FULL) else pair
+
+    def _choose(self, request: Request, avoid: tuple[Worker, ...], now: float) -> Pair | NoPair:
+        return self.workers.choose(model=request.model, enable_hisparse=request.enable_hisparse, avoid=avoid, now=now)
+
+    def _deadline(self, room: RoutedRoom, now: float) -> None:
+        if room.state is RouterRoom.OPEN:
+            if now < room.deadline:
+                self._timers.set(("deadline", room.id), room.deadline)
+            else:
+                text = f"no progress in {self._limits.room_deadline_ms} ms"
+                self._fail(room, (), Cause.DEADLINE, text, 0, now)
+            return
+        # Its workers live and yet never ended it: whatever they still say of it is answered as of any unknown room.
+        for leg in room.legs:
+            if leg.state is not Leg.ENDED:
+                self._leave(room, leg, LegEvent.LOSE)
+        self._settle(room)
+
+    def _leave(self, room: RoutedRoom, leg: RoomLeg, event: LegEvent) -> None:
+        leg.state = step(LEG, leg.state, event)
+        self._timers.clear((leg.worker.role, room.id))
+        leg.worker.rooms.discard(room.id)
+        if leg is room.prefill:
+            leg.worker.prompt_tokens -= len(room.request.prompt) // 4
+
+    def _repeat(self, room: RoutedRoom, leg: RoomLeg, now: float) -> None:
+        """Sends what this leg's worker has to answer, and does so again until it has."""
+        match leg.state:
+            case Leg.BEGINNING:
+                left_ms = max(0, int((room.deadline - now) * 1e3))
+                message = replace(leg.begin, time_left_ms=left_ms)
+            case Leg.CANCELLING:
+                message = Cancel(room.id, room.cause.value)
+            case _:
+                return
+        leg.repeat_ms = min(max(2 * leg.repeat_ms, self._limits.resend_ms), self._limits.resend_ms_max)
+        self._timers.set((leg.worker.role, room.id), now + leg.repeat_ms / 1e3)
+        self._effects.append(Send(leg.worker.peer, message))
+
+    def _effects_append(self, effect: Send) -> None:
+        self._effects.append(effect)
+
+    def _take(self) -> list[RoutingEffect]:
+        effects, self._effects = self._effects, []
+        return effects

@@ -1,0 +1,69 @@
+"""A room as a daemon keeps it for the router that began it, with its table, and that router."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from .errors import Cause
+from .limits import LIVES_MAX
+from .wire import End
+
+
+class ServiceRoom(Enum):
+    """A router's room on a daemon."""
+
+    RUNNING = "running"
+    STOPPING = "stopping"  # the router has given it up, the daemon has not ended it yet
+    ENDING = "ending"  # End repeats until Ended
+    ENDED = "ended"
+
+
+class ServiceEvent(Enum):
+    """What happens to a room on a daemon."""
+
+    STOP = "stop"
+    END = "end"
+    ACKNOWLEDGE = "acknowledge"
+
+
+_S, _E = ServiceRoom, ServiceEvent
+
+SERVICE_ROOM: dict[tuple[ServiceRoom, ServiceEvent], ServiceRoom] = {
+    (_S.RUNNING, _E.STOP): _S.STOPPING,
+    (_S.RUNNING, _E.END): _S.ENDING,
+    (_S.STOPPING, _E.STOP): _S.STOPPING,
+    (_S.STOPPING, _E.END): _S.ENDING,
+    (_S.ENDING, _E.STOP): _S.ENDING,
+    (_S.ENDING, _E.ACKNOWLEDGE): _S.ENDED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class ServedRouter:
+    """One process that begins rooms; `ended` holds what a late Begin or Cancel is answered with."""
+
+    peer: str
+    incarnation: int
+    heard: float
+    lives: deque[int] = field(default_factory=lambda: deque[int](maxlen=LIVES_MAX))  # earlier incarnations
+    rooms: dict[int, ServedRoom] = field(default_factory=dict[int, "ServedRoom"])
+    ended: OrderedDict[int, End] = field(default_factory=OrderedDict[int, End])
+
+
+@dataclass(slots=True, eq=False)
+class ServedRoom:
+    """`unacked` holds the generated ids from `acked` on; those below `sent` were sent at least once."""
+
+    id: int
+    router: ServedRouter
+    tokens_max: int
+    state: ServiceRoom = ServiceRoom.RUNNING
+    generated: int = 0
+    acked: int = 0
+    sent: int = 0
+    unacked: list[int] = field(default_factory=list[int])
+    cause: Cause | None = None  # why it was stopped
+    end: End | None = None
+    repeat_ms: int = 0

@@ -1,0 +1,354 @@
+"""The daemon's side of the router, sans I/O: rooms are started, streamed and ended, each once.
+
+A room's label belongs to the router that began it. A router that falls silent, says Goodbye or comes back as another
+process has its rooms stopped; what has ended is remembered, bounded, so that a late Begin revives nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from .effects import Send
+from .ends import SUCCESSES, cause_of
+from .errors import Cause, LocalProtocolError, RemoteProtocolError
+from .limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TOKENS_BURST_MAX, Limits
+from .served import SERVICE_ROOM, ServedRoom, ServedRouter, ServiceEvent, ServiceRoom
+from .states import step
+from .timers import Timers
+from .wire import (
+    VERSION,
+    Begin,
+    Begun,
+    Cancel,
+    End,
+    Ended,
+    Goodbye,
+    Hello,
+    Identity,
+    Load,
+    Message,
+    Ping,
+    Pong,
+    Reject,
+    Tokens,
+    TokensAcked,
+    Welcome,
+    negotiate,
+    pack_ids,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Do this room's work; said once a room. Answer with `tokens` and one `end`."""
+
+    peer: str
+    begin: Begin
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Nobody wants this room any more; said at most once. It still ends with `end`."""
+
+    room: int
+    cause: Cause
+
+
+ServiceEffect: TypeAlias = Send | Start | Stop
+
+
+class Service:
+    """One daemon towards its routers: peers whose Hello says role "router"."""
+
+    def __init__(self, identity: Identity, limits: Limits) -> None:
+        self._identity, self._limits = identity, limits
+        self._routers: dict[str, ServedRouter] = {}
+        self._rooms: dict[int, ServedRoom] = {}
+        self._timers: Timers[tuple[str, str | int]] = Timers()
+        self._load: Load | None = None
+        self._load_due = 0.0  # no Load is told unasked before
+        self._effects: list[ServiceEffect] = []
+
+    def knows(self, peer: str) -> bool:
+        """Whether this peer has said Hello as a router."""
+        return peer in self._routers
+
+    @property
+    def room_count(self) -> int:
+        """Rooms that have not ended, or whose End was not acknowledged."""
+        return len(self._rooms)
+
+    def next_tick(self) -> float | None:
+        """When `tick` has something to do; None when nothing is due."""
+        return self._timers.next()
+
+    def receive(self, peer: str, message: Message, now: float) -> list[ServiceEffect]:
+        """Takes a message of the router `peer`; RemoteProtocolError for a breach.
+
+        What comes before its Hello is dropped: the answer to its Ping tells it who we are.
+        """
+        router = self._routers.get(peer)
+        match message:
+            case Hello():
+                self._hello(peer, message, now)
+            case Ping():
+                self._ping(peer, router, message, now)
+            case Goodbye() if router is not None and message.incarnation == router.incarnation:
+                self._quit(router, now)
+            case Begin() if router is not None:
+                self._begin(router, message, now)
+            case Cancel() if router is not None:
+                self._cancel(router, message)
+            case TokensAcked() if router is not None:
+                self._acked(router, message, now)
+            case Ended() if router is not None:
+                self._acknowledged(router, message)
+            case Goodbye() | Begin() | Cancel() | TokensAcked() | Ended():
+                pass
+            case _:
+                raise RemoteProtocolError("kind", f"a router sends no {type(message).__name__}")
+        return self._take()
+
+    def tokens(self, room_id: int, ids: list[int], now: float) -> list[ServiceEffect]:
+        """The engine has generated `ids`. Those of a room that was stopped or has ended go nowhere."""
+        room = self._rooms.get(room_id)
+        if room is None or room.state is not ServiceRoom.RUNNING:
+            return []
+        if room.generated + len(ids) > room.tokens_max:
+            text = f"room {room_id:#x}: {room.generated + len(ids)} tokens generated, max_tokens is {room.tokens_max}"
+            raise LocalProtocolError(text)
+        room.unacked += ids
+        room.generated += len(ids)
+        self._stream(room)
+        if room.repeat_ms == 0:
+            self._schedule(room, now)
+        return self._take()
+
+    def end(self, end: End, now: float) -> list[ServiceEffect]:
+        """The room has ended here; only its first end counts. `tokens` is filled in; one that was stopped fails."""
+        room = self._rooms.get(end.room)
+        if room is None or room.state is ServiceRoom.ENDING:
+            return []
+        reason = room.cause.value if room.cause is not None and end.reason in SUCCESSES else end.reason
+        room.end = replace(end, reason=reason, tokens=room.generated)
+        room.state = step(SERVICE_ROOM, room.state, ServiceEvent.END)
+        room.repeat_ms = 0
+        self._send(room, room.end)
+        self._schedule(room, now)
+        return self._take()
+
+    def load(self, load: Load, now: float) -> list[ServiceEffect]:
+        """What this daemon has left now; told when it changed, but not too often. While it drains no room is begun."""
+        if load != self._load:
+            self._load = load
+            if now >= self._load_due:
+                self._tell_load(now)
+            else:
+                self._timers.set(("load", ""), self._load_due)
+        return self._take()
+
+    def tick(self, now: float) -> list[ServiceEffect]:
+        """Repeats what is unacknowledged, and stops the rooms of routers that have gone silent."""
+        for key in self._timers.due(now):
+            match key:
+                case ("room", int(room_id)):
+                    self._repeat(self._rooms[room_id], now)
+                case ("router", str(peer)):
+                    self._alive(self._routers[peer], now)
+                case _:
+                    self._tell_load(now)
+        return self._take()
+
+    def goodbye(self, reason: str) -> list[ServiceEffect]:
+        """This process ends: tells every router. Unended rooms are the routers' to give up."""
+        self._effects += [Send(peer, Goodbye(self._identity.incarnation, reason)) for peer in self._routers]
+        return self._take()
+
+    def _hello(self, peer: str, message: Hello, now: float) -> None:
+        theirs = message.identity
+        assert theirs.role == "router", "the daemon gives us routers only"
+        try:
+            version = negotiate(ours=(VERSION, VERSION), theirs=(message.version_min, message.version_max))
+        except RemoteProtocolError as error:
+            self._effects.append(Send(peer, Reject(0, Cause.REFUSED.value, (str(error),))))
+            return
+        router = self._routers.get(peer)
+        if router is None:
+            if len(self._routers) >= ROUTERS_MAX:
+                text = f"routers: {len(self._routers)} are known, the limit is {ROUTERS_MAX}"
+                self._effects.append(Send(peer, Reject(0, Cause.FULL.value, (text,))))
+                return
+            router = self._routers[peer] = ServedRouter(peer, theirs.incarnation, now)
+        elif theirs.incarnation in router.lives:
+            return  # A late word of a process that is gone.
+        elif theirs.incarnation != router.incarnation:
+            router.lives.append(router.incarnation)
+            router.incarnation = theirs.incarnation
+            self._stop_all(router, Cause.PEER_RESTARTED)
+        router.heard = now
+        self._timers.set(("router", peer), now + self._limits.ping_ms / 1e3)
+        self._effects.append(Send(peer, Welcome(version, self._identity)))
+        if self._load is not None:
+            self._effects.append(Send(peer, self._load))
+
+    def _ping(self, peer: str, router: ServedRouter | None, message: Ping, now: float) -> None:
+        if router is not None and message.incarnation != router.incarnation:
+            return
+        self._effects.append(Send(peer, Pong(self._identity.incarnation)))
+        if router is not None:
+            router.heard = now
+            if self._load is not None:
+                self._effects.append(Send(peer, self._load))
+
+    def _begin(self, router: ServedRouter, begin: Begin, now: float) -> None:
+        room = self._owned(router, begin.room)
+        if room is not None:
+            self._send(room, Begun(room.id) if room.end is None else room.end)
+        elif begin.room in router.ended:
+            self._effects.append(Send(router.peer, router.ended[begin.room]))
+        elif self._silent(router, now):
+            pass  # Its rooms were just stopped; it repeats this once its Ping is through.
+        elif self._load is not None and self._load.draining:
+            self._refuse(router, End(begin.room, Cause.SHUTDOWN.value, f"{self._identity.node} is draining", 0))
+        elif len(self._rooms) >= self._limits.rooms_max:
+            text = f"rooms: {len(self._rooms)} of rooms_max {self._limits.rooms_max}"
+            retry_ms = self._limits.resend_ms_max
+            self._refuse(router, End(begin.room, Cause.FULL.value, text, 0, retry_ms=retry_ms))
+        else:
+            room = ServedRoom(begin.room, router, begin.sampling.max_tokens)
+            self._rooms[room.id] = router.rooms[room.id] = room
+            self._effects.append(Start(router.peer, begin))
+            self._send(room, Begun(room.id))
+
+    def _refuse(self, router: ServedRouter, end: End) -> None:
+        """Answers with an End that is only remembered: the Begin repeats until it arrives."""
+        self._remember(router, end)
+        self._effects.append(Send(router.peer, end))
+
+    def _cancel(self, router: ServedRouter, message: Cancel) -> None:
+        room = self._owned(router, message.room)
+        if room is not None:
+            self._stop(room, cause_of(message.reason, Cause.ABORTED))
+            if room.end is not None:
+                self._send(room, room.end)
+            return
+        if message.room not in router.ended:
+            # Its Begin may still be on its way: refuse it for ever.
+            self._remember(router, End(message.room, Cause.ABORTED.value, "cancelled before it began", 0))
+        self._effects.append(Send(router.peer, router.ended[message.room]))
+
+    def _acked(self, router: ServedRouter, message: TokensAcked, now: float) -> None:
+        room = self._owned(router, message.room)
+        if room is None:
+            return
+        if message.next > room.generated:
+            raise RemoteProtocolError("TokensAcked.next", f"{message.next}, only {room.generated} were generated")
+        if message.next <= room.acked:
+            return
+        del room.unacked[: message.next - room.acked]
+        room.acked, room.sent = message.next, max(room.sent, message.next)
+        self._stream(room)
+        room.repeat_ms = 0
+        if room.unacked or room.end is not None:
+            self._schedule(room, now)
+        else:
+            self._timers.clear(("room", room.id))
+
+    def _acknowledged(self, router: ServedRouter, message: Ended) -> None:
+        room = self._owned(router, message.room)
+        if room is None:
+            return
+        if room.end is None:
+            raise RemoteProtocolError("Ended.room", f"{room.id:#x} has not ended")
+        room.state = step(SERVICE_ROOM, room.state, ServiceEvent.ACKNOWLEDGE)
+        self._forget(room, room.end)
+
+    def _forget(self, room: ServedRoom, end: End) -> None:
+        del self._rooms[room.id], room.router.rooms[room.id]
+        self._timers.clear(("room", room.id))
+        self._remember(room.router, end)
+
+    def _remember(self, router: ServedRouter, end: End) -> None:
+        router.ended[end.room] = end
+        if len(router.ended) > ENDED_ROOMS_MAX:
+            router.ended.popitem(last=False)
+
+    def _owned(self, router: ServedRouter, room_id: int) -> ServedRoom | None:
+        """The unended room of that label; another router's is a breach."""
+        room = self._rooms.get(room_id)
+        if room is not None and room.router is not router:
+            raise RemoteProtocolError("room", f"{room_id:#x} is not {router.peer}'s")
+        return room
+
+    def _stop(self, room: ServedRoom, cause: Cause) -> None:
+        if room.state is ServiceRoom.RUNNING:
+            room.cause = cause
+            self._effects.append(Stop(room.id, cause))
+        room.state = step(SERVICE_ROOM, room.state, ServiceEvent.STOP)
+        room.unacked.clear()
+        room.acked = room.sent = room.generated
+        if room.end is None:
+            room.repeat_ms = 0
+            self._timers.clear(("room", room.id))
+
+    def _stop_all(self, router: ServedRouter, cause: Cause) -> None:
+        for room in router.rooms.values():
+            if room.state is ServiceRoom.RUNNING:
+                self._stop(room, cause)
+
+    def _quit(self, router: ServedRouter, now: float) -> None:
+        router.heard = min(router.heard, now - self._limits.silence_ms / 1e3)
+        self._stop_all(router, Cause.SHUTDOWN)
+
+    def _silent(self, router: ServedRouter, now: float) -> bool:
+        return (now - router.heard) * 1e3 >= self._limits.silence_ms
+
+    def _alive(self, router: ServedRouter, now: float) -> None:
+        """A silent router's rooms stop; one that stays away, with nothing left running, is forgotten with its Ends."""
+        if self._silent(router, now):
+            self._stop_all(router, Cause.PEER_LOST)
+            away_ms = max(self._limits.room_deadline_ms, 2 * self._limits.silence_ms)
+            if (now - router.heard) * 1e3 >= away_ms and all(room.end is not None for room in router.rooms.values()):
+                for room in router.rooms.values():
+                    del self._rooms[room.id]
+                    self._timers.clear(("room", room.id))
+                del self._routers[router.peer]
+                return
+        self._timers.set(("router", router.peer), now + self._limits.ping_ms / 1e3)
+
+    def _stream(self, room: ServedRoom) -> None:
+        """Sends what was not sent yet, as far as the window goes."""
+        upto = min(room.generated, room.acked + TOKENS_BURST_MAX)
+        if room.sent < upto:
+            ids = room.unacked[room.sent - room.acked : upto - room.acked]
+            self._send(room, Tokens(room.id, room.sent, pack_ids(ids)))
+            room.sent = upto
+
+    def _repeat(self, room: ServedRoom, now: float) -> None:
+        """Nothing is repeated to a router that is silent: it may be gone."""
+        if not self._silent(room.router, now):
+            room.sent = room.acked
+            self._stream(room)
+            if room.end is not None:
+                self._send(room, room.end)
+        self._schedule(room, now)
+
+    def _schedule(self, room: ServedRoom, now: float) -> None:
+        room.repeat_ms = min(max(2 * room.repeat_ms, self._limits.resend_ms), self._limits.resend_ms_max)
+        self._timers.set(("room", room.id), now + room.repeat_ms / 1e3)
+
+    def _tell_load(self, now: float) -> None:
+        assert self._load is not None
+        self._load_due = now + LOAD_MS / 1e3
+        self._timers.clear(("load", ""))
+        self._effects += [Send(peer, self._load) for peer, each in self._routers.items() if not self._silent(each, now)]
+
+    def _send(self, room: ServedRoom, message: Message) -> None:
+        self._effects.append(Send(room.router.peer, message))
+
+    def _take(self) -> list[ServiceEffect]:
+        effects, self._effects = self._effects, []
+        return effects

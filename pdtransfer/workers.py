@@ -1,0 +1,265 @@
+"""The daemons that a router has dialled: who is there, what each has left, and which pair a request goes to.
+
+Hello repeats until Welcome; Ping asks whether the process that answered still lives. Only a Pong counts as life: it
+proves both directions. A worker that is lost is sought again for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from .effects import Send
+from .errors import Cause
+from .limits import LIVES_MAX, Limits
+from .states import step
+from .timers import Timers
+from .wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome
+
+
+class Presence(Enum):
+    """A worker as its router sees it."""
+
+    SOUGHT = "sought"  # Hello repeats
+    THERE = "there"
+
+
+class PresenceEvent(Enum):
+    """What happens to a worker."""
+
+    WELCOME = "welcome"
+    LOSE = "lose"
+
+
+_P, _E = Presence, PresenceEvent
+
+PRESENCE: dict[tuple[Presence, PresenceEvent], Presence] = {
+    (_P.SOUGHT, _E.WELCOME): _P.THERE,
+    (_P.THERE, _E.WELCOME): _P.THERE,
+    (_P.THERE, _E.LOSE): _P.SOUGHT,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One dialled daemon. `rooms` are the labels of the rooms that have not ended on it."""
+
+    peer: str
+    role: Literal["prefill", "decode"]
+    state: Presence = Presence.SOUGHT
+    identity: Identity | None = None
+    load: Load | None = None
+    heard: float = 0.0
+    why: str = "has not answered yet"  # it is not there
+    repeat_ms: int = 0
+    lives: deque[int] = field(default_factory=lambda: deque[int](maxlen=LIVES_MAX))  # earlier incarnations
+    rooms: set[int] = field(default_factory=set[int])
+    prompt_tokens: int = 0  # of its rooms
+    promised_slots: int = 0  # to rooms that were begun after its last Load
+    full_until: float = 0.0  # it has said so
+
+    @property
+    def usable(self) -> bool:
+        """Whether it takes rooms at all."""
+        return self.state is Presence.THERE and self.load is not None and self.load.ready and not self.load.draining
+
+    @property
+    def model(self) -> tuple[str, bytes]:
+        """What the two of a pair have in common: the model's name and its weights' digest."""
+        assert self.identity is not None
+        return self.identity.model, self.identity.weights
+
+    @property
+    def slots_left(self) -> int:
+        """Free slots, as far as this router can know; below 0 its newest rooms will queue."""
+        assert self.load is not None
+        return self.load.slots_free - self.promised_slots
+
+    def full_ms(self, now: float, limits: Limits) -> float:
+        """How long it will take no room, 0 if it takes one now. Rooms may wait for slots; only a full queue is full."""
+        assert self.load is not None
+        if now < self.full_until:
+            return (self.full_until - now) * 1e3
+        quarantined = 0 < self.load.slots_total <= self.load.slots_quarantined
+        return 1e3 if quarantined or self.load.rooms_queued >= limits.queue_max else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Where a room goes."""
+
+    prefill: Worker
+    decode: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class NoPair:
+    """Nowhere to go: `retry_ms` says when the full ones may have room, None that no ready workers match."""
+
+    detail: str
+    retry_ms: int | None
+
+
+class Workers:
+    """All of a router's workers. Messages go to `out`; `lost` is called for each that was there and is no longer."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        limits: Limits,
+        out: Callable[[Send], None],
+        lost: Callable[[Worker, Cause, str, float], None],
+    ) -> None:
+        self._identity, self._limits, self._out, self._lost = identity, limits, out, lost
+        workers = [Worker(peer, "prefill") for peer in prefill] + [Worker(peer, "decode") for peer in decode]
+        self.by_peer = {worker.peer: worker for worker in workers}
+        assert len(self.by_peer) == len(workers), "a worker is dialled once, in one role"
+        self.timers: Timers[str] = Timers()
+
+    def start(self, now: float) -> None:
+        """Says the first Hello to each."""
+        for worker in self.by_peer.values():
+            self._hello(worker, now)
+
+    def tick(self, now: float) -> None:
+        """Repeats Hello to those sought, Ping to those there, and looks for silence."""
+        for peer in self.timers.due(now):
+            worker = self.by_peer[peer]
+            if worker.state is Presence.SOUGHT:
+                self._hello(worker, now)
+                continue
+            silent_ms = (now - worker.heard) * 1e3
+            if silent_ms >= self._limits.silence_ms:
+                self._lose(worker, Cause.PEER_LOST, f"{peer} has been silent for {silent_ms:.0f} ms", now)
+            else:
+                self._ping(worker, now)
+
+    def receive(self, worker: Worker, message: Message, now: float) -> bool:
+        """Takes a message about the worker itself; False for any other."""
+        match message:
+            case Welcome():
+                self._welcome(worker, message, now)
+            case Reject():
+                text = f"{worker.peer} refuses ({message.reason}): " + "; ".join(message.fields)
+                self._refuse(worker, Cause.REFUSED, text, now)
+            case Pong():
+                self._pong(worker, message, now)
+            case Goodbye():
+                known = worker.identity
+                if worker.state is Presence.THERE and known is not None and known.incarnation == message.incarnation:
+                    self._lose(worker, Cause.PEER_LOST, f"{worker.peer} says goodbye ({message.reason})", now)
+            case Load():
+                worker.load, worker.promised_slots = message, 0
+            case _:
+                return False
+        return True
+
+    def choose(self, *, model: str | None, enable_hisparse: bool, avoid: Iterable[Worker], now: float) -> Pair | NoPair:
+        """The pair with the least to do: prefill by prompt tokens not yet done, decode by free slots, then by rooms.
+
+        Workers to `avoid` come last. A pair has one model; HiSparse wants a decode that can do it.
+        """
+        bad = set(avoid)
+        prefills, decodes = self._groups("prefill"), self._groups("decode")
+        best: Pair | None = None
+        waits_ms: list[float] = []
+        for key in prefills.keys() & decodes.keys():
+            able = [each for each in decodes[key] if not enable_hisparse or (each.load and each.load.enable_hisparse)]
+            if (model is not None and key[0] != model) or not able:
+                continue
+            wait_ms = max(min(each.full_ms(now, self._limits) for each in some) for some in (prefills[key], able))
+            if wait_ms > 0:
+                waits_ms.append(wait_ms)
+                continue
+            decode = min(
+                (each for each in able if each.full_ms(now, self._limits) == 0),
+                key=lambda each: (each in bad, -each.slots_left, len(each.rooms), each.peer),
+            )
+            if best is None or decode.slots_left > best.decode.slots_left:
+                prefill = min(
+                    (each for each in prefills[key] if each.full_ms(now, self._limits) == 0),
+                    key=lambda each: (each in bad, each.prompt_tokens, self._queued(each), len(each.rooms), each.peer),
+                )
+                best = Pair(prefill, decode)
+        if best is not None:
+            return best
+        if waits_ms:
+            return NoPair("every worker is full", int(min(waits_ms)) + 1)
+        what = "that can do HiSparse" if enable_hisparse else "of one model" if model is None else f"of model {model!r}"
+        return NoPair(f"no prefill and decode workers {what} are ready", None)
+
+    def models(self) -> list[str]:
+        """Models that a ready pair serves."""
+        return sorted({key[0] for key in self._groups("prefill").keys() & self._groups("decode").keys()})
+
+    def goodbye(self, reason: str) -> None:
+        """Tells each that is there."""
+        for worker in self.by_peer.values():
+            if worker.state is Presence.THERE:
+                self._out(Send(worker.peer, Goodbye(self._identity.incarnation, reason)))
+
+    def _groups(self, role: str) -> dict[tuple[str, bytes], list[Worker]]:
+        groups: dict[tuple[str, bytes], list[Worker]] = {}
+        for worker in self.by_peer.values():
+            if worker.role == role and worker.usable:
+                groups.setdefault(worker.model, []).append(worker)
+        return groups
+
+    @staticmethod
+    def _queued(worker: Worker) -> int:
+        assert worker.load is not None
+        return worker.load.rooms_queued
+
+    def _welcome(self, worker: Worker, message: Welcome, now: float) -> None:
+        theirs, known = message.identity, worker.identity
+        if theirs.incarnation in worker.lives:
+            return  # A late word of a process that is gone.
+        for name, there, here in (("version", message.version, VERSION), ("role", theirs.role, worker.role)):
+            if there != here:
+                text = f"{name}: {worker.peer} has {there!r}, this router expects {here!r}"
+                self._refuse(worker, Cause.REFUSED, text, now)
+                return
+        if known is not None and known.incarnation != theirs.incarnation:
+            if worker.state is Presence.THERE:
+                self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
+            worker.lives.append(known.incarnation)
+        worker.state = step(PRESENCE, worker.state, PresenceEvent.WELCOME)
+        worker.identity, worker.heard, worker.repeat_ms, worker.why = theirs, now, 0, ""
+        self._ping(worker, now)
+
+    def _pong(self, worker: Worker, message: Pong, now: float) -> None:
+        if worker.state is not Presence.THERE or message.incarnation in worker.lives:
+            return
+        assert worker.identity is not None
+        if message.incarnation == worker.identity.incarnation:
+            worker.heard = now
+        else:
+            self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
+
+    def _refuse(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
+        """It may be replaced by one that fits: ask again, at the slowest pace."""
+        if worker.state is Presence.THERE:
+            self._lose(worker, cause, text, now)
+        worker.why = text
+        worker.repeat_ms = self._limits.resend_ms_max
+        self.timers.set(worker.peer, now + worker.repeat_ms / 1e3)
+
+    def _lose(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
+        worker.state = step(PRESENCE, worker.state, PresenceEvent.LOSE)
+        worker.why, worker.load, worker.full_until, worker.repeat_ms = text, None, 0.0, 0
+        self._hello(worker, now)
+        self._lost(worker, cause, text, now)
+
+    def _hello(self, worker: Worker, now: float) -> None:
+        worker.repeat_ms = min(max(2 * worker.repeat_ms, self._limits.resend_ms), self._limits.resend_ms_max)
+        self.timers.set(worker.peer, now + worker.repeat_ms / 1e3)
+        self._out(Send(worker.peer, Hello(VERSION, VERSION, self._identity)))
+
+    def _ping(self, worker: Worker, now: float) -> None:
+        self.timers.set(worker.peer, now + self._limits.ping_ms / 1e3)
+        self._out(Send(worker.peer, Ping(self._identity.incarnation)))

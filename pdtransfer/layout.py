@@ -1,22 +1,38 @@
-"""Planes, layouts and components: the one table that kernels, copies, planner and bounds checks all read."""
+"""Planes, layouts and components: the one table that kernels, copies, planner and bounds checks all read.
+
+What is built here is valid: a Layout whose rows overlap, or whose addresses leave int64, cannot be made.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+from typing import Annotated, Literal, overload
 
 import msgspec
+import numpy as np
 from msgspec import Meta, Struct
+from numpy.typing import ArrayLike
 
+from . import geometry
+from .errors import LayoutMismatchError, LocalProtocolError
+from .geometry import BYTES_MAX, COLUMNS, ROW_BYTES_MAX, Int64s, first_true, read_only
 from .limits import COMPONENTS_MAX, NAME_LENGTH_MAX, PLANES_MAX
+from .mismatch import Held, differences
 
 Count16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 Count32 = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
-Bytes64 = Annotated[int, Meta(ge=0, le=(1 << 62))]
+Bytes64 = Annotated[int, Meta(ge=0, le=BYTES_MAX)]
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1,
     "uint8": 1, "int8": 1, "int32": 4, "int64": 8,
 }  # fmt: skip
+
+_KIND_LENGTH_MAX = 16
+_PAGE_SIZE_MAX = 1 << 20
+_SLOTS_MAX = 1 << 40
 
 
 class Plane(Struct, frozen=True, array_like=True):
@@ -27,29 +43,193 @@ class Plane(Struct, frozen=True, array_like=True):
     """
 
     layer: Count16
-    kind: Annotated[str, Meta(min_length=1, max_length=16)]  # k, v, latent, index, scale, values, state, ...
+    kind: Annotated[str, Meta(min_length=1, max_length=_KIND_LENGTH_MAX)]  # k, v, latent, index, scale, values, ...
     dtype: Annotated[str, Meta(max_length=16)]  # a key of DTYPE_BYTES
     head_start: Count16
     head_count: Count16
     base: Bytes64
     page_stride: Bytes64
-    row_stride: Bytes64
-    row_bytes: Annotated[int, Meta(ge=1, le=1 << 30)]
+    row_stride: Bytes64  # of no meaning where page_size is 1
+    row_bytes: Annotated[int, Meta(ge=1, le=ROW_BYTES_MAX)]
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head in one row."""
+        return self.row_bytes // self.head_count
 
 
-class Layout(Struct, frozen=True, array_like=True):
-    """A pool as a list of planes: address(plane, slot) = base + (slot // page_size) * page_stride + (slot % page_size) * row_stride."""
+_columns = attrgetter(*COLUMNS)
+
+
+class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
+    """A pool as a list of planes; each row lies at
+
+        address(plane, slot) = base + (slot // page_size) * page_stride + (slot % page_size) * row_stride
+
+    Raises ValueError, which msgspec.convert turns into its ValidationError, naming the field and both values, unless:
+    page_size is a power of two and divides slots; every field is within its bounds, also when made directly; every
+    plane's dtype is known and its row a whole number of elements a head; no (kind, layer, head) is there twice; all
+    bytes lie below 2**62; a plane's rows follow one another within a page and its pages within the pool; and no row
+    of any plane overlaps another, by a sufficient test: planes that interleave share the stride at which they do.
+    """
 
     planes: Annotated[tuple[Plane, ...], Meta(min_length=1, max_length=PLANES_MAX)]
-    page_size: Annotated[int, Meta(ge=1, le=1 << 20)]
-    slots: Annotated[int, Meta(ge=1, le=1 << 40)]
+    page_size: Annotated[int, Meta(ge=1, le=_PAGE_SIZE_MAX)]
+    slots: Annotated[int, Meta(ge=1, le=_SLOTS_MAX)]
+
+    def __post_init__(self) -> None:
+        _check_counts(self)
+        _check_names(self)
+        _check_rows(self)
+        geometry.check_strides(self.table, self.page_size, self.slots)
+        _check_heads(self)
+
+    @cached_property
+    def table(self) -> Int64s:
+        """Read-only int64 (planes, 7): layer, head_start, head_count, base, page_stride, row_stride, row_bytes."""
+        return geometry.table_of([_columns(plane) for plane in self.planes])
+
+    @cached_property
+    def ends(self) -> Int64s:
+        """Read-only int64 (planes,): one past the highest byte of each plane."""
+        return geometry.ends_of(self.table, self.page_size, self.slots)
+
+    @property
+    def end(self) -> int:
+        """One past the highest byte that a row of this layout touches."""
+        return int(self.ends.max())
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one slot over all planes."""
+        return int(self.table[:, 6].sum())
+
+    def row_bytes_of(self, first_layer: int, end_layer: int) -> int:
+        """Bytes of one slot over the planes of layers [first_layer, end_layer)."""
+        layers = self.table[:, 0]
+        return int(self.table[(layers >= first_layer) & (layers < end_layer), 6].sum())
+
+    @cached_property
+    def layer_range(self) -> tuple[int, int]:
+        """[first, end) of the layers; not every one between need be held."""
+        layers = self.table[:, 0]
+        return int(layers.min()), int(layers.max()) + 1
+
+    @property
+    def granule(self) -> int:
+        """Slots that are handed out together: a page."""
+        return self.page_size
+
+    @overload
+    def address(self, plane_index: int, slot: int) -> int: ...
+    @overload
+    def address(self, plane_index: int, slot: Int64s) -> Int64s: ...
+    def address(self, plane_index: int, slot: int | Int64s) -> int | Int64s:
+        """Where a slot's row starts. The slot is the caller's to have checked: 0 <= slot < slots."""
+        plane = self.planes[plane_index]
+        return plane.base + slot // self.page_size * plane.page_stride + slot % self.page_size * plane.row_stride
+
+    def layers(self, first: int, end: int) -> Layout:
+        """The planes of layers [first, end), a pipeline stage; LocalProtocolError where there is none."""
+        return self._of([plane for plane in self.planes if first <= plane.layer < end], f"layers {first}..{end - 1}")
+
+    def heads(self, first: int, end: int) -> Layout:
+        """Heads [first, end) of every plane, a tensor-parallel slice; LocalProtocolError where there is none.
+
+        A wide row is split at head boundaries: its base moves, row_bytes shrinks, the strides stay.
+        """
+        parts = [part for plane in self.planes for part in _heads_of(plane, first, end)]
+        return self._of(parts, f"heads {first}..{end - 1}")
+
+    def rebase(self, delta: int) -> Layout:
+        """The same bytes in another mapping, `delta` bytes further on; ValueError where a base leaves its bounds."""
+        planes = tuple(msgspec.structs.replace(plane, base=plane.base + delta) for plane in self.planes)
+        return Layout(planes, self.page_size, self.slots)
+
+    def check_within(self, byte_count: int, where: str) -> None:
+        """ValueError, named by `where`, with the plane and both values, unless every row lies in [0, byte_count)."""
+        if self.end > byte_count:
+            at = int(self.ends.argmax())
+            named = f"planes[{at}] (kind {self.planes[at].kind}, layer {self.planes[at].layer})"
+            raise ValueError(f"{where}: {named} ends at byte {self.end}, of {byte_count}")
+
+    def _of(self, planes: list[Plane], wanted: str) -> Layout:
+        if not planes:
+            first, end = self.layer_range
+            raise LocalProtocolError(f"{wanted}: none in {len(self.planes)} planes of layers {first}..{end - 1}")
+        return Layout(tuple(planes), self.page_size, self.slots)
+
+
+def _heads_of(plane: Plane, first: int, end: int) -> list[Plane]:
+    start, stop = max(first, plane.head_start), min(end, plane.head_start + plane.head_count)
+    if start >= stop:
+        return []
+    base = plane.base + (start - plane.head_start) * plane.head_bytes
+    row_bytes = (stop - start) * plane.head_bytes
+    return [msgspec.structs.replace(plane, head_start=start, head_count=stop - start, base=base, row_bytes=row_bytes)]
+
+
+def _check_counts(layout: Layout) -> None:
+    page_size, slots, count = layout.page_size, layout.slots, len(layout.planes)
+    if not 1 <= page_size <= _PAGE_SIZE_MAX or page_size & (page_size - 1):
+        raise ValueError(f"page_size: {page_size} is no power of two of 1..{_PAGE_SIZE_MAX}")
+    if not 1 <= slots <= _SLOTS_MAX or slots % page_size:
+        raise ValueError(f"slots: {slots} is no multiple of page_size {page_size} of 1..{_SLOTS_MAX}")
+    if not 1 <= count <= PLANES_MAX:
+        raise ValueError(f"planes: {count} of them, not 1..{PLANES_MAX}")
+
+
+def _check_names(layout: Layout) -> None:
+    dtypes, kinds = [plane.dtype for plane in layout.planes], [plane.kind for plane in layout.planes]
+    for dtype in set(dtypes) - DTYPE_BYTES.keys():
+        raise ValueError(f"planes[{dtypes.index(dtype)}].dtype: {dtype[:32]!r} is none of {', '.join(DTYPE_BYTES)}")
+    for kind in set(kinds):
+        if not (1 <= len(kind) <= _KIND_LENGTH_MAX and kind.isascii() and kind.isprintable()):
+            raise ValueError(f"planes[{kinds.index(kind)}].kind: {kind[:32]!r} is not 1..16 printable ASCII characters")
+
+
+def _check_rows(layout: Layout) -> None:
+    head_count, row_bytes = layout.table[:, 2], layout.table[:, 6]
+    element = head_count * np.array([DTYPE_BYTES[plane.dtype] for plane in layout.planes])
+    if (at := first_true(row_bytes % element != 0)) is not None:
+        by = f"head_count {head_count[at]} x {layout.planes[at].dtype}, {element[at]} bytes"
+        raise ValueError(f"planes[{at}].row_bytes: {row_bytes[at]} is no multiple of {by}")
+
+
+def _check_heads(layout: Layout) -> None:
+    starts, ends = _head_keys(layout, {kind: at for at, kind in enumerate({plane.kind for plane in layout.planes})})
+    order = np.argsort(starts)
+    if (at := first_true(starts[order[1:]] < ends[order[:-1]])) is not None:
+        two = int(order[at]), int(order[at + 1])
+        named, planes = " and ".join(f"planes[{at}]" for at in two), [layout.planes[at] for at in two]
+        heads = " and ".join(f"{plane.head_start}..{plane.head_start + plane.head_count - 1}" for plane in planes)
+        raise ValueError(f"{named}: kind {planes[0].kind} layer {planes[0].layer} heads {heads} overlap")
+
+
+def _head_keys(layout: Layout, kinds: dict[str, int]) -> tuple[Int64s, Int64s]:
+    """Each plane as [start, end) on one line where every (kind, layer, head) has its place, and no two layers touch."""
+    kind = np.array([kinds[plane.kind] for plane in layout.planes])
+    layer, head_start, head_count = layout.table.T[:3]
+    starts = (kind << 33) + (layer << 17) + head_start
+    return starts, starts + head_count
 
 
 class Span(Struct, frozen=True, array_like=True):
-    """Which tokens own a row: all of them, the last `tokens` ones (sliding window), or one row a request (state)."""
+    """Which tokens own a row: all of them, the last `tokens` ones (sliding window), or one row a request (state).
+
+    Raises ValueError unless `tokens` is at least 1 for last, and 0 for the others.
+    """
 
     kind: Literal["all", "last", "once"] = "all"
     tokens: Count32 = 0
+
+    def __post_init__(self) -> None:
+        bounds = {"all": (0, 0), "last": (1, 0xFFFF_FFFF), "once": (0, 0)}
+        if self.kind not in bounds:
+            raise ValueError(f"kind: {self.kind[:32]!r} is none of {', '.join(bounds)}")
+        low, high = bounds[self.kind]
+        if not low <= self.tokens <= high:
+            raise ValueError(f"tokens: {self.tokens} for kind {self.kind} is not in {low}..{high}")
 
 
 class Component(Struct, frozen=True, array_like=True):
@@ -61,7 +241,160 @@ class Component(Struct, frozen=True, array_like=True):
     span: Span
     layout: Layout
 
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.name) <= NAME_LENGTH_MAX:
+            raise ValueError(f"name: {len(self.name)} characters are not 1..{NAME_LENGTH_MAX}")
+        if self.memory not in ("dram", "hbm"):
+            raise ValueError(f"memory: {self.memory[:32]!r} is none of dram, hbm")
+        if not 1 <= self.tokens_per_row <= 0xFFFF:
+            raise ValueError(f"tokens_per_row: {self.tokens_per_row} is not in 1..65535")
+
+    def rows(self, tokens: int) -> int:
+        """Rows, and so slots, that a request of this many tokens owns."""
+        match self.span.kind:
+            case "all":
+                return -(-tokens // self.tokens_per_row)
+            case "last":
+                return -(-min(tokens, self.span.tokens) // self.tokens_per_row)
+            case "once":
+                return min(tokens, 1)
+
+    def bytes_of(self, rows: int) -> int:
+        """Bytes of so many rows over all planes."""
+        return rows * self.layout.row_bytes
+
 
 Components = Annotated[tuple[Component, ...], Meta(max_length=COMPONENTS_MAX)]
 
-_ = msgspec
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pairing:
+    """Where each plane's rows come from and go to, for two layouts that hold the same model.
+
+    `table` is read-only int64 (n, 7), ascending by target_base: source_base, source_page_stride, source_row_stride,
+    target_base, target_page_stride, target_row_stride, bytes of a row. `layers` is each row's layer, int64 (n,). A
+    row of either side lies at base + (slot // page_size) * page_stride + (slot % page_size) * row_stride.
+
+    A side whose slots lie at one stride in every plane (page size 1, one page, or pages without a gap) has page_size 1
+    here and page_stride == row_stride, whatever its layout's. So n consecutive slots that cross no page of a side are
+    n rows at its row_stride, and a side of page_size 1 has no page to cross.
+    """
+
+    table: Int64s
+    layers: Int64s
+    source_page_size: int
+    target_page_size: int
+    source_slots: int
+    target_slots: int
+
+    def within_layers(self, first: int, end: int) -> Pairing:
+        """The planes of layers [first, end); there may be none."""
+        inside = (self.layers >= first) & (self.layers < end)
+        return replace(self, table=read_only(self.table[inside]), layers=read_only(self.layers[inside]))
+
+    def fused(self) -> Pairing:
+        """The same bytes with planes made one where they are neighbours in source and target alike.
+
+        Pools that are both page_first become one wide plane a kind. `layers` then names the lowest layer of each.
+        """
+        width = self.table[:, 6]
+        behind = self.table[:-1, :6].copy()
+        behind[:, [0, 3]] += width[:-1, None]
+        opens = np.ones(len(width), dtype=np.bool_)
+        opens[1:] = (self.table[1:, :6] != behind).any(axis=1)
+        if opens.all():
+            return self
+        table = self.table[opens]
+        table[:, 6] = np.add.reduceat(width, np.flatnonzero(opens))
+        layers = np.minimum.reduceat(self.layers, np.flatnonzero(opens))
+        return replace(self, table=read_only(table), layers=read_only(layers))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one slot over all pairs."""
+        return int(self.table[:, 6].sum())
+
+
+def pair(source: Layout, target: Layout) -> Pairing:
+    """Pairs two layouts plane by plane on (kind, layer), wide rows split at the other side's head boundaries.
+
+    Both must hold the same (kind, layer, head) set, with equal dtype and bytes a head; page sizes, slots and strides
+    are each side's own. Raises LayoutMismatchError, whose `differences` lists every field that differs.
+    """
+    kinds = {kind: at for at, kind in enumerate({plane.kind for side in (source, target) for plane in side.planes})}
+    source_keys, target_keys = _head_keys(source, kinds), _head_keys(target, kinds)
+    cuts = np.unique(np.concatenate((*source_keys, *target_keys)))
+    ours, theirs = geometry.holder_of(cuts[:-1], *source_keys), geometry.holder_of(cuts[:-1], *target_keys)
+    held = ours >= 0
+    if not np.array_equal(held, theirs >= 0):
+        raise _mismatch(source, target)
+    ours, theirs, starts = ours[held], theirs[held], cuts[:-1][held]
+    head_bytes = [side.table[:, 6] // side.table[:, 2] for side in (source, target)]
+    dtypes = [np.array([plane.dtype for plane in side.planes]) for side in (source, target)]
+    if ((head_bytes[0][ours] != head_bytes[1][theirs]) | (dtypes[0][ours] != dtypes[1][theirs])).any():
+        raise _mismatch(source, target)
+    source_page_size, source_strides = _strides(source)
+    target_page_size, target_strides = _strides(target)
+    per_head = head_bytes[0][ours]
+    columns = (
+        (source.table[ours, 3] + (starts - source_keys[0][ours]) * per_head)[:, None], source_strides[ours],
+        (target.table[theirs, 3] + (starts - target_keys[0][theirs]) * per_head)[:, None], target_strides[theirs],
+        ((cuts[1:] - cuts[:-1])[held] * per_head)[:, None],
+    )  # fmt: skip
+    table = np.concatenate(columns, axis=1)
+    order = np.argsort(table[:, 3], kind="stable")
+    return Pairing(
+        table=read_only(table[order]),
+        layers=read_only(source.table[ours, 0][order]),
+        source_page_size=source_page_size,
+        target_page_size=target_page_size,
+        source_slots=source.slots,
+        target_slots=target.slots,
+    )
+
+
+def _strides(layout: Layout) -> tuple[int, Int64s]:
+    """A pairing's page size and (page_stride, row_stride), int64 (planes, 2), for one side."""
+    page_stride, row_stride = layout.table[:, 4], layout.table[:, 5]
+    if layout.page_size == 1:
+        return 1, np.stack((page_stride, page_stride), axis=1)
+    if layout.slots == layout.page_size or np.array_equal(page_stride, layout.page_size * row_stride):
+        return 1, np.stack((row_stride, row_stride), axis=1)
+    return layout.page_size, np.stack((page_stride, row_stride), axis=1)
+
+
+def _mismatch(source: Layout, target: Layout) -> LayoutMismatchError:
+    def held(layout: Layout) -> list[Held]:
+        planes = layout.planes
+        return [Held(p.kind, p.layer, p.head_start, p.head_start + p.head_count, p.dtype, p.head_bytes) for p in planes]
+
+    return LayoutMismatchError(differences(held(source), held(target)))
+
+
+def expand_pages(pages: ArrayLike, page_size: int, tokens: int) -> Int64s:
+    """The slot of each of `tokens` tokens, int64 (tokens,), whose pages are `pages`, integers (n,), in order.
+
+    Raises LocalProtocolError unless (n - 1) * page_size < tokens <= n * page_size, and for a
+    page that is negative or whose slots leave int64.
+    """
+    indices = np.asarray(pages)
+    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+        raise LocalProtocolError(f"pages: {indices.dtype} of shape {indices.shape}, not integers (n,)")
+    if page_size < 1 or page_size & (page_size - 1):
+        raise LocalProtocolError(f"page_size: {page_size} is no power of two")
+    if not (len(indices) - 1) * page_size < tokens <= len(indices) * page_size:
+        raise LocalProtocolError(f"tokens: {tokens} do not end in the last of {len(indices)} pages of {page_size}")
+    limit = np.iinfo(np.int64).max // page_size
+    if (at := first_true((indices < 0) | (indices >= limit))) is not None:
+        raise LocalProtocolError(f"pages[{at}]: {indices[at]} is not in 0..{limit - 1}")
+    slots = indices.astype(np.int64)[:, None] * page_size + np.arange(page_size)
+    return slots.reshape(-1)[:tokens]
+
+
+def check_slots(slots: Int64s, limit: int, field: str) -> None:
+    """ValueError, named by `field`, where a slot is outside [0, limit) or there twice: whose fault, callers know."""
+    if (at := first_true((slots < 0) | (slots >= limit))) is not None:
+        raise ValueError(f"{field}: slot {slots[at]} is outside 0..{limit - 1}")
+    ordered = np.sort(slots)
+    if (at := first_true(ordered[1:] == ordered[:-1])) is not None:
+        raise ValueError(f"{field}: slot {ordered[at]} is there twice")

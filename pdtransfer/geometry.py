@@ -1,0 +1,117 @@
+"""Planes as columns of integers: their bounds, and a proof that no two rows overlap. Knows no layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+
+BYTES_MAX = 1 << 62  # every address and every sum of two is within int64
+ROW_BYTES_MAX = 1 << 30
+
+COLUMNS = ("layer", "head_start", "head_count", "base", "page_stride", "row_stride", "row_bytes")
+_LOW = (0, 0, 1, 0, 0, 0, 1)
+_HIGH = (0xFFFF, 0xFFFF, 0xFFFF, BYTES_MAX, BYTES_MAX, BYTES_MAX, ROW_BYTES_MAX)
+
+
+def table_of(rows: list[tuple[int, ...]]) -> Int64s:
+    """COLUMNS of each plane as read-only int64 (planes, 7); ValueError for what is no integer within its bounds."""
+    table = np.array(rows)
+    if table.dtype == np.int64:
+        inside = (table >= _LOW) & (table <= _HIGH)
+    else:  # something is no integer, or beyond int64
+        inside = np.array(
+            [[type(v) is int and a <= v <= b for v, a, b in zip(row, _LOW, _HIGH, strict=True)] for row in rows]
+        )
+    if not inside.all():
+        plane, column = divmod(int(inside.argmin()), len(COLUMNS))
+        value, bounds = rows[plane][column], f"{_LOW[column]}..{_HIGH[column]}"
+        raise ValueError(f"planes[{plane}].{COLUMNS[column]}: {value!r} is no integer of {bounds}")
+    return read_only(table)
+
+
+def ends_of(table: Int64s, page_size: int, slots: int) -> Int64s:
+    """One past each plane's highest byte, read-only int64 (planes,)."""
+    _, _, _, base, page_stride, row_stride, row_bytes = table.T
+    return read_only(base + (slots // page_size - 1) * page_stride + (page_size - 1) * row_stride + row_bytes)
+
+
+def check_strides(table: Int64s, page_size: int, slots: int) -> None:
+    """ValueError unless strides clear what they step over, all bytes lie below 2**62, and no row overlaps another."""
+    page_count = slots // page_size
+    _, _, _, base, page_stride, row_stride, row_bytes = table.T
+    if page_size > 1 and (at := first_true(row_stride < row_bytes)) is not None:
+        raise ValueError(f"planes[{at}].row_stride: {row_stride[at]} is below row_bytes {row_bytes[at]}")
+    # Floats decide what is far beyond, where int64 has wrapped; int64 decides the rest, exactly.
+    rough = base + (page_count - 1.0) * page_stride + (page_size - 1.0) * row_stride + row_bytes
+    ends = ends_of(table, page_size, slots)
+    if (at := first_true((rough > 1.5 * BYTES_MAX) | (ends > BYTES_MAX))) is not None:
+        strides = f"base {base[at]}, page_stride {page_stride[at]}, row_stride {row_stride[at]}"
+        raise ValueError(f"planes[{at}]: {strides} and {slots} slots end beyond byte {BYTES_MAX}")
+    page_extent = (page_size - 1) * row_stride + row_bytes
+    if page_count > 1 and (at := first_true(page_stride < page_extent)) is not None:
+        raise ValueError(f"planes[{at}].page_stride: {page_stride[at]} is below the {page_extent[at]} bytes of a page")
+    nest = [(np.full_like(base, np.iinfo(np.int64).max), ends - base)]
+    nest += [(page_stride, page_extent)] if page_count > 1 else []
+    nest += [(row_stride, row_bytes)] if page_size > 1 else []
+    if (two := first_overlap(base, nest)) is not None:
+        named = " and ".join(f"planes[{at}].base {base[at]}" for at in two)
+        raise ValueError(f"{named}: their rows overlap, or interleave at unequal strides")
+
+
+def first_overlap(starts: Int64s, nest: Sequence[tuple[Int64s, Int64s]]) -> tuple[int, int] | None:
+    """Two of n nested progressions of bytes that may overlap, or None: proof that no two do.
+
+    `starts` is int64 (n,). `nest` goes from outside in: at each level the (stride, extent) of every progression,
+    int64 (n,) each, an extent within its stride; what repeats at one level fills the extent of the level above, and
+    the innermost extent is one row's bytes. Sound, not complete: progressions that cross at one level must share the
+    stride of the next, as all do in the field. O(levels * n log n); no value beyond the largest of starts + extents.
+    """
+    order = np.argsort(starts)
+    starts = starts[order]
+    group = np.zeros(len(starts), dtype=np.int64)
+    opens = np.ones(len(starts), dtype=np.bool_)
+    for stride, extent in nest:
+        # The first of a group is its origin: what crosses repeats in step, so that only phases within a stride count.
+        origin = np.searchsorted(group, group)
+        strides, extents = stride[order], extent[order]
+        starts = (starts - starts[origin]) % strides
+        if (at := first_true((strides != strides[origin]) | (starts > strides - extents))) is not None:
+            return int(order[origin[at]]), int(order[at])
+        sort = np.lexsort((starts, group))
+        order, group, starts = order[sort], group[sort], starts[sort]
+        ends_so_far = _running_max(starts + extents[sort], group)
+        opens[1:] = (group[1:] != group[:-1]) | (starts[1:] >= ends_so_far[:-1])
+        group = np.cumsum(opens) - 1
+        if opens.all():
+            return None
+    at = int(opens.argmin())
+    return int(order[at - 1]), int(order[at])
+
+
+def _running_max(values: Int64s, group: Int64s) -> Int64s:
+    """The maximum so far within each group; `group` ascends. By rank, since the values may be near the end of int64."""
+    ranked, rank = np.unique(values, return_inverse=True)
+    return ranked[np.maximum.accumulate(group * len(ranked) + rank) - group * len(ranked)]
+
+
+def holder_of(points: Int64s, starts: Int64s, ends: Int64s) -> Int64s:
+    """The index of the one [start, end) that holds each point; -1 where none does."""
+    order = np.argsort(starts)
+    before = np.searchsorted(starts[order], points, side="right") - 1
+    holder = order[before]
+    return np.where((before >= 0) & (points < ends[holder]), holder, -1)
+
+
+def first_true(found: NDArray[np.bool_]) -> int | None:
+    """The index of the first True."""
+    return int(found.argmax()) if found.any() else None
+
+
+def read_only(array: Int64s) -> Int64s:
+    """The array itself, from now on refused to writers."""
+    array.setflags(write=False)
+    return array

@@ -1,0 +1,123 @@
+"""Why two layouts do not pair, for people: a line names a field and both values; layers that differ alike share it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from .limits import FIELDS_MAX
+
+_LINE_LENGTH_MAX = 500  # below limits.TEXT_LENGTH_MAX: a Reject carries every line whole
+_VALUE_LENGTH_MAX = 200  # two fit a line
+
+
+class Held(NamedTuple):
+    """What one plane holds: heads [head_start, head_end) of one kind in one layer."""
+
+    kind: str
+    layer: int
+    head_start: int
+    head_end: int
+    dtype: str
+    head_bytes: int
+
+
+_Range = tuple[int, int]
+_Places = dict[tuple[str, int], list[Held]]
+_Difference = tuple[str, str, str]  # field, source's value, target's value
+
+
+def differences(source: Iterable[Held], target: Iterable[Held]) -> list[str]:
+    """Each field that differs, with both values, in at most FIELDS_MAX lines of 500 characters; none where none does.
+
+    On either side no two items hold the same head of one (kind, layer).
+    """
+    places = _by_place(source), _by_place(target)
+    lines = [*_kind_and_layer_lines(*places), *_plane_lines(*places)]
+    if len(lines) > FIELDS_MAX:
+        lines[FIELDS_MAX - 1 :] = [f"and {len(lines) - FIELDS_MAX + 1} more differences"]
+    return [line[:_LINE_LENGTH_MAX] for line in lines]
+
+
+def _by_place(held: Iterable[Held]) -> _Places:
+    places: _Places = defaultdict(list)
+    for item in sorted(held):
+        places[item.kind, item.layer].append(item)
+    return places
+
+
+def _kind_and_layer_lines(source: _Places, target: _Places) -> Iterator[str]:
+    source_layers, target_layers = _layers_by_kind(source), _layers_by_kind(target)
+    if source_layers.keys() != target_layers.keys():
+        yield _line("kinds", ", ".join(source_layers), ", ".join(target_layers))
+    common = [kind for kind in source_layers if kind in target_layers]
+    kinds: dict[_Difference, list[str]] = defaultdict(list)
+    for kind in common:
+        if source_layers[kind] != target_layers[kind]:
+            kinds["layers", _text(source_layers[kind]), _text(target_layers[kind])].append(kind)
+    for difference, differing in kinds.items():
+        where = "" if differing == common else f"kind {_short(', '.join(differing))} "
+        yield where + _line(*difference)
+
+
+def _layers_by_kind(places: _Places) -> dict[str, list[_Range]]:
+    layers: dict[str, list[_Range]] = defaultdict(list)
+    for kind, layer in places:
+        layers[kind].append((layer, layer + 1))
+    return {kind: _joined(ranges) for kind, ranges in layers.items()}
+
+
+def _plane_lines(source: _Places, target: _Places) -> Iterator[str]:
+    layers: dict[tuple[str, _Difference], list[_Range]] = defaultdict(list)
+    for (kind, layer), held in source.items():
+        if (kind, layer) in target:
+            for difference in _differences_at(held, target[kind, layer]):
+                layers[kind, difference].append((layer, layer + 1))
+    for (kind, difference), ranges in layers.items():
+        noun = "layer" if len(ranges) == 1 else "layers"
+        yield f"kind {kind} {noun} {_short(_text(_joined(ranges)))} {_line(*difference)}"
+
+
+def _differences_at(source: list[Held], target: list[Held]) -> Iterator[_Difference]:
+    """What differs in one (kind, layer), each difference once."""
+    source_heads, target_heads = (
+        _joined([(held.head_start, held.head_end) for held in side]) for side in (source, target)
+    )
+    if source_heads != target_heads:
+        yield "heads", _text(source_heads), _text(target_heads)
+    bytes_field = "row_bytes" if source_heads == target_heads == [(0, 1)] else "head_bytes"
+    found: dict[_Difference, None] = {}
+    ours, theirs = 0, 0
+    while ours < len(source) and theirs < len(target):
+        mine, other = source[ours], target[theirs]
+        if max(mine.head_start, other.head_start) < min(mine.head_end, other.head_end):
+            if mine.dtype != other.dtype:
+                found["dtype", mine.dtype, other.dtype] = None
+            if mine.head_bytes != other.head_bytes:
+                found[bytes_field, str(mine.head_bytes), str(other.head_bytes)] = None
+        ours, theirs = ours + (mine.head_end <= other.head_end), theirs + (other.head_end <= mine.head_end)
+    yield from found
+
+
+def _joined(ranges: list[_Range]) -> list[_Range]:
+    """Ascending [first, end) with neighbours made one."""
+    joined = ranges[:1]
+    for first, end in ranges[1:]:
+        if joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((first, end))
+    return joined
+
+
+def _text(ranges: list[_Range]) -> str:
+    return ", ".join(str(first) if first == end - 1 else f"{first}..{end - 1}" for first, end in ranges)
+
+
+def _line(field: str, source: str, target: str) -> str:
+    return f"{field}: source {_short(source)}, target {_short(target)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _VALUE_LENGTH_MAX else text[: _VALUE_LENGTH_MAX - 3] + "..."

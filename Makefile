@@ -1,0 +1,32 @@
+# make demo runs the main job, make test the tests; each first makes .venv with what it needs.
+PYTHON ?= python3
+ARGS ?=
+RUN := .venv/bin/python
+
+.PHONY: demo test check bench venv clean
+
+demo: .venv/.stamp
+	@$(RUN) -m pdtransfer demo $(ARGS)
+
+# Some tests start processes of their own, so more workers than this do not make it faster.
+test: .venv/.stamp
+	@$(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+check: .venv/.stamp
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m pyright
+	@.venv/bin/lint-imports
+	@$(RUN) -m pdtransfer.proto --check
+
+bench: .venv/.stamp
+	@for part in plan copy bus transfer handoff idle; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
+
+venv: .venv/.stamp
+
+.venv/.stamp: pyproject.toml tools/venv
+	@PYTHON='$(PYTHON)' tools/venv
+
+clean:
+	rm -rf .venv build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

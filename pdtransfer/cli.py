@@ -1,0 +1,236 @@
+"""The command pdtransfer: binds flags, environment and file to a config, and calls what does the work.
+
+Every command imports its own implementation when it runs, so that --help and the router never wait for torch. Exit
+status: 0 done, 1 failed, 2 misused, 130 interrupted; what went wrong is one line on standard error.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import os
+import sys
+from collections.abc import Sequence
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.config import Env
+from cyclopts.validators import Number
+
+from . import __version__
+from .config import PREFIX, Attention, DecodeConfig, DemoConfig, NodeConfig, PrefillConfig, RouterConfig, sources
+from .errors import ConfigError, PDTransferError
+
+FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+
+_FLAT = Parameter(name="*")
+Json = Annotated[bool, Parameter(help="Print one JSON object.")]
+
+
+def _count(text: str) -> Parameter:
+    return Parameter(help=text, validator=Number(gte=1, lte=1 << 30))
+
+
+app = App(
+    name="pdtransfer",
+    help="Carries the KV cache of a prefill worker straight into a decode worker's host DRAM.",
+    help_epilogue="Any flag of a command may stand in the environment instead, as PDTRANSFER_FLAG_NAME, or in the file "
+    "that --config names; a flag wins over the environment, and the environment over the file.",
+    version=__version__,
+    default_parameter=Parameter(negative=()),
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,
+)
+app.meta.suppress_keyboard_interrupt = False
+bench = App(name="bench", help="Measures one part on this host.")
+app.command(bench)
+
+
+@app.command
+def prefill(config: Annotated[PrefillConfig | None, _FLAT] = None) -> int:
+    """Runs a prefill daemon: computes prompts and writes their KV into decode's memory."""
+    from .daemon import run_prefill
+
+    config = config or PrefillConfig()
+    _log(config)
+    return run_prefill(config)
+
+
+@app.command
+def decode(config: Annotated[DecodeConfig | None, _FLAT] = None) -> int:
+    """Runs a decode daemon: owns the arena, and generates from it."""
+    from .daemon import run_decode
+
+    config = config or DecodeConfig()
+    _log(config)
+    return run_decode(config)
+
+
+@app.command
+def router(config: Annotated[RouterConfig | None, _FLAT] = None) -> int:
+    """Runs the router: /v1/completions in front of prefill and decode daemons."""
+    from .router import run
+
+    config = config or RouterConfig()
+    _log(config)
+    return run(config)
+
+
+@app.command
+def demo(config: Annotated[DemoConfig | None, _FLAT] = None) -> int:
+    """Starts everything on this host, sends prompts, and checks each answer against a single process."""
+    from .demo import run
+
+    return run(config or DemoConfig())
+
+
+@app.command
+def doctor(*, json: Json = False) -> int:
+    """Says what this host has and lacks, and the command that mends each; status 1 if something required is missing."""
+    from .doctor import run
+
+    return run(json=json)
+
+
+@app.command
+def keygen(
+    name: Annotated[str, Parameter(help="The node's name, after a directory if need be.")], /, *, json: Json = False
+) -> int:
+    """Makes NAME.key, which stays secret, and NAME.pub, whose line goes into the allow-list of every peer."""
+    from .keys import generate
+
+    line = generate(name)
+    print(dumps({"name": line.split()[0], "public": line.split()[1]}) if json else line)
+    return 0
+
+
+@bench.command(name="transfer")
+def bench_transfer(
+    *,
+    tokens: Annotated[int, _count("Tokens of one room.")] = 4_096,
+    rooms: Annotated[int, _count("Rooms to move.")] = 32,
+    attention: Annotated[Attention, Parameter(help="The reference model's attention.")] = "mla",
+    json: Json = False,
+) -> int:
+    """Whole rooms from one process's pool into another's arena, without an engine: GB/s."""
+    from .bench import run_transfer
+
+    return run_transfer(tokens=tokens, rooms=rooms, attention=attention, json=json)
+
+
+@bench.command(name="handoff")
+def bench_handoff(
+    *,
+    tokens: Annotated[int, _count("Tokens of one room.")] = 16,
+    rooms: Annotated[int, _count("Rooms to move.")] = 2_000,
+    concurrency: Annotated[int, _count("Rooms under way at once.")] = 64,
+    json: Json = False,
+) -> int:
+    """Small rooms between two processes: latency beside a raw ZMQ round trip, and hand-offs a second."""
+    from .bench import run_handoff
+
+    return run_handoff(tokens=tokens, rooms=rooms, concurrency=concurrency, json=json)
+
+
+@bench.command(name="copy")
+def bench_copy(
+    *,
+    tokens: Annotated[int, _count("Tokens of one room.")] = 8_192,
+    threads: Annotated[int, _count("Threads that copy.")] = 2,
+    json: Json = False,
+) -> int:
+    """The CPU copy against one memcpy of the same bytes, pages in a row and rows scattered."""
+    from .bench import run_copy
+
+    return run_copy(tokens=tokens, threads=threads, json=json)
+
+
+@bench.command(name="plan")
+def bench_plan(
+    *,
+    tokens: Annotated[int, _count("Tokens of one room.")] = 131_072,
+    planes: Annotated[int, _count("Planes that each token has.")] = 61,
+    json: Json = False,
+) -> int:
+    """The planner: slots and two layouts to slot runs, pages in a row and rows scattered."""
+    from .bench import run_plan
+
+    return run_plan(tokens=tokens, planes=planes, json=json)
+
+
+@bench.command(name="bus")
+def bench_bus(*, rounds: Annotated[int, _count("Messages to send.")] = 20_000, json: Json = False) -> int:
+    """Messages between two processes: round trip, and echoes a second."""
+    from .bench import run_bus
+
+    return run_bus(rounds=rounds, json=json)
+
+
+@bench.command(name="idle")
+def bench_idle(*, seconds: Annotated[int, _count("How long to watch.")] = 10, json: Json = False) -> int:
+    """What an idle daemon costs in CPU and memory."""
+    from .bench import run_idle
+
+    return run_idle(seconds=seconds, json=json)
+
+
+@app.meta.default
+def launch(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    config: Annotated[Path | None, Parameter(help="A TOML file of settings.")] = None,
+    debug: Annotated[bool, Parameter(help="Show the traceback of a failure.")] = False,
+) -> int:
+    """Binds what stands below the flags, runs the command, and answers with its status."""
+    try:
+        app.config = sources(config)
+        return app(tokens, exit_on_error=False, print_error=False, verbose=False) or 0
+    except (CycloptsError, ConfigError):
+        raise
+    except BrokenPipeError:
+        # Whoever read our output has gone: nothing is left to say, at interpreter exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception as error:  # the last place that can turn a failure into one line
+        if debug:
+            raise
+        return _complain(_line(error), FAILED)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns the exit status; never raises but under --debug."""
+    app.meta.config = [Env(PREFIX, command=False, show=False)]
+    try:
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        return app.meta(given, exit_on_error=False, print_error=False, verbose=False) or 0
+    except (CycloptsError, ConfigError) as error:
+        return _complain(str(error), MISUSED)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _line(error: Exception) -> str:
+    match error:
+        case PDTransferError():
+            return str(error)
+        case OSError():
+            return f"{error.filename or type(error).__name__}: {error.strerror or error}"
+        case _:
+            return f"a bug, not a misuse: {type(error).__name__}: {error}; --debug shows where"
+
+
+def _complain(text: str, status: int) -> int:
+    print("pdtransfer: " + " ".join(text.split()), file=sys.stderr)
+    return status
+
+
+def _log(config: NodeConfig) -> None:
+    # A watched file is opened anew once log rotation has moved it.
+    handler = logging.handlers.WatchedFileHandler(config.log_file) if config.log_file else logging.StreamHandler()
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s {config.node} %(name)s: %(message)s",
+        handlers=[handler],
+        force=True,
+    )

@@ -1,0 +1,392 @@
+"""What a process is told: TOML < environment PDTRANSFER_* < flags. The only reader of the environment.
+
+The dataclasses are plain values that check themselves, so a program that embeds a node builds them directly; the
+command line binds the same classes to its flags, over the two lower levels that `sources` reads. A wrong value is a
+ConfigError of one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, cast
+
+from cyclopts import Parameter
+from cyclopts.config import Dict, Env
+
+from .engine.base import EngineConfig
+from .errors import ConfigError
+from .keys import Endpoint, is_loopback
+from .limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
+
+PREFIX = "PDTRANSFER_"
+PAGE_SIZE_MAX = 65_536
+SLOTS_MAX = 1 << 32  # slots travel as u32
+SOCKET_DIRECTORY_LENGTH_MAX = 72  # a Unix socket's whole path ends at 107 bytes
+
+Attention = Literal["mla", "gqa"]
+HostLayout = Literal["layer_first", "page_first", "page_first_direct", "page_head"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+# The least and the most that a limit may be, where its unit does not say it.
+LIMIT_BOUNDS: dict[str, tuple[float, float]] = {
+    "window": (1, 0xFFFF),  # travels as u16
+    "queue_max": (0, 1 << 20),
+    "inflight_bytes_max": (1 << 20, 1 << 50),
+    "quarantine_fraction_max": (0.0, 1.0),
+}
+MILLISECONDS = (1, 86_400_000)
+COUNT = (1, 1 << 20)
+
+
+def _bound(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} = {value}: must be from {low} to {high}")
+
+
+def _power_of_two(name: str, value: int, high: int) -> None:
+    if not 1 <= value <= high or value & (value - 1):
+        raise ConfigError(f"{name} = {value}: must be a power of two from 1 to {high}")
+
+
+def _match(name: str, value: str, pattern: str, expected: str) -> None:
+    if re.fullmatch(pattern, value) is None:
+        raise ConfigError(f"{name} = {value!r}: must be {expected}")
+
+
+def _check_limits(limits: Limits) -> None:
+    values = {each.name: cast("float", getattr(limits, each.name)) for each in fields(limits)}
+    for name, value in values.items():
+        _bound(f"limits.{name}", value, *LIMIT_BOUNDS.get(name, MILLISECONDS if "_ms" in name else COUNT))
+    for name, value in values.items():
+        if value > (most := values.get(f"{name}_max", value)):
+            raise ConfigError(f"limits.{name} = {value}: is above limits.{name}_max {most}")
+    if limits.ping_ms >= limits.silence_ms:
+        raise ConfigError(f"limits.ping_ms = {limits.ping_ms}: must be below limits.silence_ms {limits.silence_ms}")
+
+
+def node_name(role: str) -> str:
+    """A name that no other process of this host has."""
+    return f"{role}-{socket.gethostname()[:64]}-{os.getpid()}"
+
+
+def socket_directory() -> Path:
+    """Where a user's private sockets live: created with mode 0700 by whoever binds one."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime) / "pdtransfer" if runtime else Path(f"/tmp/pdtransfer-{os.getuid()}")  # noqa: S108 (0700, owner checked)
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept between runs."""
+    if chosen := os.environ.get(PREFIX + "CACHE", ""):
+        return Path(chosen)
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if cache else Path.home() / ".cache") / "pdtransfer"
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for processes that we start and configure by flags alone: ours, less every PDTRANSFER_*
+    but the place of the cache."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == PREFIX + "CACHE"}
+
+
+def _help(text: str) -> Parameter:
+    return Parameter(help=text)
+
+
+_NODE = Parameter(help="Name among peers; by default role-host-pid.", show_default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """What every daemon is told. Peers off this host need keys: `insecure` says that one knows better."""
+
+    role: ClassVar[Literal["prefill", "decode", "router"]]
+
+    node: Annotated[str, _NODE]
+    key: Annotated[Path | None, _help("This node's secret key, as `pdtransfer keygen` writes it.")] = None
+    allow: Annotated[Path | None, _help("The list of peers: their names and public keys.")] = None
+    insecure: Annotated[bool, _help("Talk to other hosts without keys, for all to read and to write.")] = False
+    log_level: Annotated[LogLevel, _help("How much is logged.")] = "info"
+    log_file: Annotated[Path | None, _help("Log here; by default to standard error.")] = None
+    json: Annotated[bool, _help("Say on standard output, one JSON object a line, when ready and where.")] = False
+    limits: Annotated[Limits, Parameter(group="Limits")] = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        _match("node", self.node, rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", "letters, digits, . _ -")
+        _check_limits(self.limits)
+
+    def _check_bind(self, name: str, value: str, *, scheme: str = "") -> None:
+        """`value` is to be bound: scheme + host:port, and keys stand before whatever other hosts reach."""
+        try:
+            guarded = self.insecure or self.key is not None or is_loopback("tcp://" + value.removeprefix(scheme))
+        except ConfigError as error:
+            raise ConfigError(f"{name} = {value!r}: must be {scheme}host:port ({error})") from None
+        if not value.startswith(scheme):
+            raise ConfigError(f"{name} = {value!r}: must be {scheme}host:port")
+        if not guarded:
+            raise ConfigError(
+                f"{name} = {value!r}: other hosts could reach it: make keys (pdtransfer keygen NAME) and give key and "
+                "allow, or say insecure"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(NodeConfig):
+    """What a daemon with an engine is told besides."""
+
+    bind: Annotated[str, _help("Where peers reach this daemon; port 0 takes a free one.")] = "tcp://127.0.0.1:0"
+    http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for nowhere.")] = ""
+    engine: Annotated[str, _help("The engine's factory, module:attribute.")] = "pdtransfer.engine.reference:create"
+    engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
+    attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
+    slots: Annotated[int, _help("Tokens that the pool or the arena holds.")] = 65_536
+    page_size: Annotated[int, _help("Tokens a page; a power of two.")] = 64
+    host_layout: Annotated[HostLayout, _help("How the pool or the arena is laid out.")] = "layer_first"
+    device: Annotated[str, _help("Where the engine computes: cpu, cuda or cuda:N.")] = "cpu"
+
+    def __post_init__(self) -> None:
+        # Zero-argument super() does not work in a dataclass with slots before Python 3.14.
+        NodeConfig.__post_init__(self)
+        self._check_bind("bind", self.bind, scheme="tcp://")
+        if self.http:
+            self._check_bind("http", self.http)
+        if self.key is not None and self.allow is None:
+            raise ConfigError(f"key = '{self.key}': nobody could connect: name the list of peers as allow")
+        _match("engine", self.engine, r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:attribute")
+        for option in self.engine_option:
+            _match("engine_option", option, r"[\w.-]+=.*", "name=value")
+        _match("device", self.device, r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")
+        _power_of_two("page_size", self.page_size, PAGE_SIZE_MAX)
+        _bound("slots", self.slots, 1, SLOTS_MAX)
+        if self.slots % self.page_size:
+            raise ConfigError(f"slots = {self.slots}: must be a multiple of page_size {self.page_size}")
+
+    @property
+    def engine_options(self) -> dict[str, str]:
+        """`engine_option` as a mapping; of a name given twice the last one holds."""
+        return {name: value for name, _, value in (option.partition("=") for option in self.engine_option)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig(WorkerConfig):
+    """A prefill daemon."""
+
+    role: ClassVar[Literal["prefill", "decode", "router"]] = "prefill"
+
+    node: Annotated[str, _NODE] = field(default_factory=partial(node_name, "prefill"))
+    bind: Annotated[str, _help("Where decode and router reach this daemon; port 0 takes a free one.")] = (
+        "tcp://127.0.0.1:7101"
+    )
+    http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for nowhere.")] = "127.0.0.1:7102"
+    transport: Annotated[Literal["shm"], _help("How bytes reach decode's arena.")] = "shm"
+    chunk_tokens: Annotated[int, _help("Tokens that are computed, and offered to decode, at a time.")] = 512
+    copy_threads: Annotated[int, _help("Threads that copy rows into arenas.")] = 2
+
+    def __post_init__(self) -> None:
+        WorkerConfig.__post_init__(self)
+        _bound("chunk_tokens", self.chunk_tokens, 1, TOKENS_MAX)
+        _bound("copy_threads", self.copy_threads, 1, 64)
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """What the engine's factory is given."""
+        return EngineConfig(
+            role="prefill",
+            attention=self.attention,
+            slots=self.slots,
+            page_size=self.page_size,
+            host_layout=self.host_layout,
+            chunk_tokens=self.chunk_tokens,
+            device=self.device,
+            options=self.engine_options,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig(WorkerConfig):
+    """A decode daemon; `slots`, `page_size` and `host_layout` are those of its arena."""
+
+    role: ClassVar[Literal["prefill", "decode", "router"]] = "decode"
+
+    node: Annotated[str, _NODE] = field(default_factory=partial(node_name, "decode"))
+    bind: Annotated[str, _help("Where the router reaches this daemon; port 0 takes a free one.")] = (
+        "tcp://127.0.0.1:7201"
+    )
+    http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for nowhere.")] = "127.0.0.1:7202"
+    slots: Annotated[int, _help("Tokens that the arena holds.")] = 131_072
+    page_size: Annotated[int, _help("Tokens a page of the arena; a power of two.")] = 1
+    host_layout: Annotated[HostLayout, _help("How the arena is laid out.")] = "page_first"
+    batch_max: Annotated[int, _help("Requests in one decode step.")] = 64
+    huge_pages: Annotated[Literal["auto", "never", "always"], _help("Back the arena with 2 MiB pages.")] = "auto"
+    socket_directory: Annotated[
+        Path, Parameter(help="Where the arena is handed over; by default private to this user.", show_default=False)
+    ] = field(default_factory=socket_directory)
+    enable_hisparse: Annotated[bool, _help("Admit requests that keep their whole KV in host memory.")] = False
+
+    def __post_init__(self) -> None:
+        WorkerConfig.__post_init__(self)
+        _bound("batch_max", self.batch_max, 1, 65_536)
+        if len(os.fsencode(self.socket_directory)) > SOCKET_DIRECTORY_LENGTH_MAX:
+            raise ConfigError(
+                f"socket_directory = '{self.socket_directory}': longer than {SOCKET_DIRECTORY_LENGTH_MAX} bytes"
+            )
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """What the engine's factory is given."""
+        return EngineConfig(
+            role="decode",
+            attention=self.attention,
+            slots=self.slots,
+            page_size=self.page_size,
+            host_layout=self.host_layout,
+            batch_max=self.batch_max,
+            device=self.device,
+            options=self.engine_options,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig(NodeConfig):
+    """The router: an HTTP listener and the workers behind it; it takes `limits.rooms_max` requests at once."""
+
+    role: ClassVar[Literal["prefill", "decode", "router"]] = "router"
+
+    node: Annotated[str, _NODE] = field(default_factory=partial(node_name, "router"))
+    listen: Annotated[str, _help("Where /v1/completions, /health, /live and /metrics are served.")] = "127.0.0.1:8000"
+    prefill: Annotated[tuple[str, ...], _help("A prefill daemon, [KEY@]tcp://host:port; may be repeated.")] = ()
+    decode: Annotated[tuple[str, ...], _help("A decode daemon, [KEY@]tcp://host:port; may be repeated.")] = ()
+
+    def __post_init__(self) -> None:
+        NodeConfig.__post_init__(self)
+        self._check_bind("listen", self.listen)
+        for name, endpoints in (("prefill", self.prefill), ("decode", self.decode)):
+            for endpoint in endpoints:
+                self._check_peer(name, endpoint)
+
+    def _check_peer(self, name: str, value: str) -> None:
+        try:
+            peer = Endpoint.parse(value)
+            guarded = self.insecure or peer.server_key is not None or is_loopback(peer.address)
+        except ConfigError as error:
+            raise ConfigError(f"{name} = {value!r}: {error}") from None
+        if not guarded:
+            raise ConfigError(
+                f"{name} = {value!r}: is on another host: write its public key first, KEY@tcp://host:port"
+            )
+        if peer.server_key is not None and self.key is None:
+            raise ConfigError(f"{name} = {value!r}: wants keys, and this node has no key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoConfig:
+    """One router, some prefill and decode daemons, and prompts whose answers are held against a single process."""
+
+    requests: Annotated[int, _help("Prompts to send.")] = 32
+    concurrency: Annotated[int, _help("Requests under way at once.")] = 32
+    prompt_bytes_max: Annotated[int, _help("Prompts are of 1 to this many bytes.")] = 8_192
+    max_tokens: Annotated[int, _help("Tokens to generate for each.")] = 32
+    seed: Annotated[int, _help("Decides the prompts.")] = 0
+    attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
+    prefill: Annotated[int, _help("Prefill daemons.")] = 1
+    decode: Annotated[int, _help("Decode daemons.")] = 1
+    prefill_page_size: Annotated[int, _help("Tokens a page of prefill's pool; a power of two.")] = 64
+    decode_page_size: Annotated[int, _help("Tokens a page of decode's arena; a power of two.")] = 1
+    prefill_layout: Annotated[HostLayout, _help("How prefill's pool is laid out.")] = "layer_first"
+    decode_layout: Annotated[HostLayout, _help("How decode's arena is laid out.")] = "page_first"
+    json: Annotated[bool, _help("Print one JSON object instead of the table.")] = False
+
+    def __post_init__(self) -> None:
+        _bound("requests", self.requests, 1, 1_000_000)
+        _bound("concurrency", self.concurrency, 1, 4_096)
+        _bound("prompt_bytes_max", self.prompt_bytes_max, 1, 1 << 19)
+        _bound("max_tokens", self.max_tokens, 1, 65_536)
+        _bound("seed", self.seed, 0, (1 << 63) - 1)
+        _bound("prefill", self.prefill, 1, 64)
+        _bound("decode", self.decode, 1, 64)
+        _power_of_two("prefill_page_size", self.prefill_page_size, PAGE_SIZE_MAX)
+        _power_of_two("decode_page_size", self.decode_page_size, PAGE_SIZE_MAX)
+
+
+Config = PrefillConfig | DecodeConfig | RouterConfig | DemoConfig
+COMMANDS: dict[str, type[Config]] = {
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+    "router": RouterConfig,
+    "demo": DemoConfig,
+}
+
+
+def arguments(config: Config) -> list[str]:
+    """The flags that make a process build this very config: for those who start daemons."""
+    given: list[str] = []
+    for each in fields(config):
+        value = cast("object", getattr(config, each.name))
+        if isinstance(value, Limits):
+            given += [
+                f"--limits.{f.name.replace('_', '-')}={v}"
+                for f in fields(value)
+                if (v := getattr(value, f.name)) != f.default
+            ]
+        elif value != _default(each):
+            flag = f"--{each.name.replace('_', '-')}"
+            many = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+            given += [flag if one is True else f"{flag}={one}" for one in many]
+    return given
+
+
+def _default(each: Field[Any]) -> object:
+    return each.default if each.default_factory is MISSING else each.default_factory()
+
+
+def sources(path: Path | None) -> list[Dict | Env]:
+    """What stands behind the flags, the stronger first. Raises ConfigError for a file that does not make sense.
+
+    Variables that no command knows are left alone: container platforms put PDTRANSFER_*_PORT and the like there.
+    """
+    environment = Env(PREFIX, command=False, show=False)
+    if path is None:
+        return [environment]
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config = '{path}': {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"config = '{path}': not TOML: {error}") from error
+    return [environment, Dict(data=_sections(path, table), source=str(path))]
+
+
+def _sections(path: Path, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """One table for each command: its own over the keys that stand above all tables."""
+    known = {command: [each.name for each in fields(kind)] for command, kind in COMMANDS.items()}
+    limits = [each.name for each in fields(Limits)]
+    shared = {key: value for key, value in table.items() if key not in COMMANDS}
+    _known(path, "", shared, sorted({name for names in known.values() for name in names}))
+    sections: dict[str, dict[str, Any]] = {}
+    for command, names in known.items():
+        own = cast("dict[str, Any]", table.get(command, {}))
+        _known(path, f"[{command}] ", own, names)
+        for place, each in (("[limits] ", shared), (f"[{command}.limits] ", own)):
+            _known(path, place, each.get("limits", {}), limits)
+        merged = {key: value for key, value in shared.items() if key in names} | own
+        if "limits" in merged:
+            merged["limits"] = shared.get("limits", {}) | own.get("limits", {})
+        sections[command] = merged
+    return sections
+
+
+def _known(path: Path, place: str, table: object, names: list[str]) -> None:
+    if not isinstance(table, dict):
+        raise ConfigError(f"config = '{path}': {place}must be a table")
+    for key in cast("dict[str, object]", table):
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            raise ConfigError(f"config = '{path}': {place}{key} is unknown" + (f"; is it {near[0]}?" if near else ""))

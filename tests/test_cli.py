@@ -1,0 +1,256 @@
+"""The command line: one clear line for what went wrong, its exit status, and no torch where none is needed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import pdtransfer
+from pdtransfer import cli
+from pdtransfer.config import PREFIX
+from pdtransfer.errors import TransportError
+
+BENCHES = {
+    "transfer": ("run_transfer", {"tokens": 4_096, "rooms": 32, "attention": "mla", "json": False}),
+    "handoff": ("run_handoff", {"tokens": 16, "rooms": 2_000, "concurrency": 64, "json": False}),
+    "copy": ("run_copy", {"tokens": 8_192, "threads": 2, "json": False}),
+    "plan": ("run_plan", {"tokens": 131_072, "planes": 61, "json": False}),
+    "bus": ("run_bus", {"rounds": 20_000, "json": False}),
+    "idle": ("run_idle", {"seconds": 10, "json": False}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No settings of whoever runs the tests, and the log as it was."""
+    for name in os.environ:
+        if name.startswith(PREFIX):
+            monkeypatch.delenv(name)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+
+
+def put(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[..., int]) -> None:
+    """Puts functions in the place of a command's implementation."""
+    monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", SimpleNamespace(**functions))
+
+
+def fails(error: BaseException) -> Callable[..., int]:
+    def run(*_: object, **__: object) -> int:
+        raise error
+
+    return run
+
+
+def run_in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pdtransfer", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["prefill", "--slotz", "3"], ["--slotz", "--slots?"]),
+        (["prefill", "--limits.windows", "3"], ["--limits.windows", "--limits.window?"]),
+        (["prefil"], ["prefil", "prefill"]),
+        (["bench", "copies"], ["copies", "copy"]),
+        (["prefill", "--slots", "many"], ["--slots", "many", "int"]),
+        (["prefill", "--attention", "mha"], ["--attention", "mha", "mla", "gqa"]),
+        (["prefill", "--slots", "64", "--slots", "128"], ["--slots", "multiple times"]),
+        (["prefill", "stray"], ["stray"]),
+        (["decode", "--page-size", "48"], ["page_size", "48", "power of two"]),
+        (["bench", "copy", "--threads", "0"], ["--threads", "0", ">= 1"]),
+        (["doctor", "--jsn"], ["--jsn", "--json?"]),
+        (["keygen"], ["NAME"]),
+        (["prefill", "--no-insecure"], ["--no-insecure"]),
+    ],
+)
+def test_misuse_is_one_line_that_names_the_flag_and_status_2(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("pdtransfer: ")
+    assert captured.err.count("\n") == 1
+    for word in words:
+        assert word in captured.err
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TransportError("arena gone"), ["arena gone"]),
+        (FileNotFoundError(2, "No such file or directory", "/etc/x"), ["/etc/x", "No such file"]),
+        (OSError("address in use"), ["address in use"]),
+        (ZeroDivisionError("division by zero"), ["bug", "ZeroDivisionError", "--debug"]),
+        (ValueError("two\nlines"), ["two lines"]),
+    ],
+)
+def test_failure_is_one_line_and_status_1(
+    error: Exception, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(monkeypatch, "demo", run=fails(error))
+    assert cli.main(["demo"]) == 1
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    for word in words:
+        assert word in line
+
+
+def test_debug_lets_the_traceback_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, "demo", run=fails(ZeroDivisionError("x")))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["demo", "--debug"])
+
+
+def test_interrupt_is_status_130_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(monkeypatch, "demo", run=fails(KeyboardInterrupt()))
+    assert cli.main(["demo"]) == 130
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+@pytest.mark.parametrize("status", [0, 1, 7])
+def test_exit_status_is_what_the_command_answers(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, "demo", run=lambda _: status)
+    assert cli.main(["demo"]) == status
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_bench_passes_its_flags_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, defaults = BENCHES[name]
+    seen: list[dict[str, object]] = []
+    put(monkeypatch, "bench", **{function: lambda **given: seen.append(given) or 0})
+    assert cli.main(["bench", name]) == 0
+    first = next(key for key, value in defaults.items() if type(value) is int)
+    assert cli.main(["bench", name, f"--{first}", "5", "--json"]) == 0
+    assert seen == [defaults, {**defaults, first: 5, "json": True}]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [], ["prefill"], ["decode"], ["router"], ["demo"], ["doctor"], ["keygen"], ["bench"],
+        *(["bench", name] for name in BENCHES),
+    ],
+)  # fmt: skip
+def test_help_of_every_command_names_it_and_each_flag_with_a_word_on_it(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    assert cli.main([*command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"Usage: {' '.join(['pdtransfer', *command])} ")
+    silent = [
+        line
+        for line in out.splitlines()
+        if re.match(r"│ --(?!limits|help|version)[a-z-]+( [A-Z]+(\.\.\.)?)? *(\[|│)", line)
+    ]
+    assert silent == []
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == pdtransfer.__version__ + "\n"
+
+
+def test_keygen_writes_a_private_key_and_prints_the_line_for_the_allow_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["keygen", str(tmp_path / "p0")]) == 0
+    assert capsys.readouterr().out == (tmp_path / "p0.pub").read_text()
+    assert (tmp_path / "p0.key").stat().st_mode & 0o777 == 0o600
+    assert cli.main(["keygen", str(tmp_path / "p1"), "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (tmp_path / "p1.pub").read_text() == f"{made['name']} {made['public']}\n"
+    assert cli.main(["keygen", str(tmp_path / "p0")]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+def test_daemon_logs_where_and_how_much_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: object) -> int:
+        logging.getLogger("pdtransfer.test").debug("quiet")
+        logging.getLogger("pdtransfer.test").warning("loud")
+        return 0
+
+    put(monkeypatch, "router", run=run)
+    log = tmp_path / "router.log"
+    assert cli.main(["router", "--node", "r0", "--log-file", str(log), "--log-level", "info"]) == 0
+    (line,) = log.read_text().splitlines()
+    assert "WARNING r0 pdtransfer.test: loud" in line
+    assert cli.main(["router", "--log-file", str(log), "--log-level", "debug"]) == 0
+    assert "quiet" in log.read_text()
+
+
+def test_help_and_config_do_not_import_torch() -> None:
+    script = (
+        "import sys; from pdtransfer import cli; cli.main(['prefill', '--help']); cli.main(['router', '--slotz']); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "pdtransfer: Unknown option: --slotz. Did you mean --json?\n")
+
+
+def test_router_does_not_import_torch() -> None:
+    script = "import sys, pdtransfer.router; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_reader_that_leaves_early_is_no_error() -> None:
+    script = (
+        "import sys, types; from pdtransfer import cli; fake = types.SimpleNamespace("
+        "run=lambda _: [print('x' * 99) for _ in range(10_000)] and 0); sys.modules['pdtransfer.demo'] = fake; "
+        "sys.exit(cli.main(['demo']))"
+    )
+    command = [f"'{sys.executable}' -c \"$SCRIPT\" | head -n 1; echo ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(
+        ["bash", "-c", *command],
+        env={**os.environ, "SCRIPT": script},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["x" * 99, "141"]
+
+
+def test_interrupted_process_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
+    script = (
+        "import sys, time, types; from pdtransfer import cli; fake = types.SimpleNamespace("
+        "run=lambda _: (print('up', flush=True), time.sleep(60))); sys.modules['pdtransfer.demo'] = fake; "
+        "sys.exit(cli.main(['demo']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    time.sleep(0.1)
+    process.send_signal(2)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "")
+
+
+def test_module_runs_as_the_command() -> None:
+    done = run_in_process("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, pdtransfer.__version__)
+    done = run_in_process("prefill", "--slotz", "1")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)

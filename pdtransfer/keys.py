@@ -1,0 +1,243 @@
+"""Who may talk to whom: CURVE key pairs, the allow-list of peers, endpoints with a pinned key, binds without keys.
+
+Files are read strictly: every error is a ConfigError of one line that names file, line and field.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import stat
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import zmq
+from zmq.utils import z85
+
+from .errors import ConfigError
+from .limits import ADDRESS_LENGTH_MAX, NAME_LENGTH_MAX
+
+KEY_LENGTH = 40  # Z85 characters of 32 bytes
+FILE_BYTES_MAX = 1 << 20  # an allow-list of some 10,000 peers
+
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}")
+_ADDRESS = re.compile(r"tcp://(\[[0-9A-Za-z:.%_-]+\]|\*|[0-9A-Za-z._-]+):(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """One node's CURVE keys, 40 Z85 characters each; the secret one never shows in a repr."""
+
+    public: str
+    secret: str = field(repr=False)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """The pair in NAME.key. Raises ConfigError where the file is malformed, or open to anyone but its owner."""
+        text = _read(path, forbidden=0o077, advice=f"others may read or change it: chmod 600 {path}")
+        found: dict[str, str] = {}
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            if len(words) != 2 or words[0] not in ("public", "secret") or words[0] in found:
+                raise ConfigError(f"{path}:{number}: a key file has one line 'public KEY' and one line 'secret KEY'")
+            found[words[0]] = _checked_key(words[1], f"{path}:{number}: {words[0]}")
+        for missing in sorted({"public", "secret"} - found.keys()):
+            raise ConfigError(f"{path}: {missing}: no such line; is it the .pub file?")
+        if zmq.curve_public(found["secret"].encode()).decode() != found["public"]:
+            raise ConfigError(f"{path}: public: not the public key of this secret key")
+        return cls(public=found["public"], secret=found["secret"])
+
+
+def generate(path: str | Path) -> str:
+    """Writes NAME.key (both keys, mode 0600) and NAME.pub; returns the .pub's line, which is a line for an allow-list.
+
+    `path` is NAME, with a directory if need be. Raises ConfigError rather than overwrite either file.
+    """
+    stem = Path(str(path).removesuffix(".key"))
+    if not _NAME.fullmatch(stem.name):
+        raise ConfigError(f"{path}: name: {stem.name!r} is not letters, digits, '.', '_', '-'")
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    line = f"{stem.name} {public}"
+    key_path, pub_path = stem.with_name(stem.name + ".key"), stem.with_name(stem.name + ".pub")
+    _create(key_path, f"# CURVE key pair of {stem.name}: keep it secret\npublic {public}\nsecret {secret}\n", 0o600)
+    try:
+        _create(pub_path, line + "\n", 0o644)
+    except ConfigError:
+        key_path.unlink()
+        raise
+    return line
+
+
+@dataclass(frozen=True, slots=True)
+class AllowList:
+    """The peers that may talk to this node: `names` maps each public key to the name that its peer goes by."""
+
+    names: Mapping[str, str]
+
+    def name_of(self, public: str) -> str | None:
+        """The name listed for a public key, None for a stranger's."""
+        return self.names.get(public)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """The allow-list in a file; see `parse`."""
+        text = _read(path, forbidden=0o002, advice=f"anyone may change it: chmod o-w {path}")
+        return cls.parse(text, source=str(path))
+
+    @classmethod
+    def parse(cls, text: str, *, source: str) -> Self:
+        """One line a peer, `name Z85-public-key [# comment]`; empty lines and lines that open with # are skipped."""
+        names: dict[str, str] = {}
+        lines: dict[str, int] = {}  # by name
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.split(maxsplit=2)
+            if not words or words[0].startswith("#"):
+                continue
+            at = f"{source}:{number}"
+            if not _NAME.fullmatch(words[0]):
+                raise ConfigError(f"{at}: name: {words[0][:64]!r} is not letters, digits, '.', '_', '-'")
+            if len(words) < 2:
+                raise ConfigError(f"{at}: key: missing; a line is 'name Z85-public-key [# comment]'")
+            key = _checked_key(words[1], f"{at}: key")
+            if len(words) == 3 and not words[2].startswith("#"):
+                raise ConfigError(f"{at}: comment: {words[2][:64]!r} does not open with #")
+            if key in names:
+                raise ConfigError(f"{at}: key: the same as that of {names[key]!r} in line {lines[names[key]]}")
+            if words[0] in lines:
+                raise ConfigError(f"{at}: name: {words[0]!r} is already in line {lines[words[0]]}")
+            names[key], lines[words[0]] = words[0], number
+        return cls(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`tcp://host:port` or `tcp://host:first-last`; IPv6 hosts stand in brackets on the outside, without them here."""
+
+    host: str  # a name, an address, or "*": every interface
+    port_first: int
+    port_last: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ConfigError that says what an address looks like."""
+        match = _ADDRESS.fullmatch(text) if len(text) <= ADDRESS_LENGTH_MAX else None
+        if match is None:
+            raise ConfigError(f"endpoint {text[:64]!r}: is not tcp://host:port (IPv6 as tcp://[::1]:port)")
+        first, last = int(match[2]), int(match[3] or match[2])
+        if not first <= last <= 0xFFFF or (first == 0 and last > 0):
+            raise ConfigError(f"endpoint {text!r}: port: {match[2]} to {match[3] or match[2]} is not within 1 to 65535")
+        return cls(host=match[1].strip("[]"), port_first=first, port_last=last)
+
+    def at(self, host: str, port: int) -> str:
+        """The text of one host and port, as ZMQ wants it."""
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A peer to dial: `[KEY@]tcp://host:port`, KEY being the 40 Z85 characters of the listener's public key."""
+
+    address: str
+    server_key: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ConfigError. A key may itself hold '@' or ':', so it is told by its length and not by its end."""
+        server_key, address = None, text
+        if text[KEY_LENGTH : KEY_LENGTH + 7] == "@tcp://":
+            server_key, address = text[:KEY_LENGTH], text[KEY_LENGTH + 1 :]
+            _checked_key(server_key, f"endpoint {text[:64]!r}: key")
+        parsed = Address.parse(address)
+        if parsed.port_first != parsed.port_last or parsed.port_first == 0:
+            raise ConfigError(f"endpoint {text!r}: port: one port other than 0 is needed to dial")
+        if parsed.host == "*" or (is_literal(parsed.host) and ipaddress.ip_address(parsed.host).is_unspecified):
+            raise ConfigError(f"endpoint {text!r}: host: {parsed.host} can be bound, not dialled")
+        return cls(address=address, server_key=server_key)
+
+
+def is_literal(host: str) -> bool:
+    """Whether `host` is an IPv4 or IPv6 address rather than a name to resolve."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host can reach `tcp://host:port`: names are resolved, and every answer must be a loopback one.
+
+    Raises ConfigError for a name that does not resolve.
+    """
+    host = Address.parse(address).host
+    if host == "*":
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"endpoint {address!r}: host: {host} does not resolve: {error}") from None
+    return all(_is_loopback(str(answer[4][0])) for answer in found)
+
+
+def check_exposure(bind: str, keys: KeyPair | None, insecure: bool) -> None:
+    """Raises ConfigError where `bind` would let other hosts in without keys and nobody has said that they may come."""
+    if keys is None and not insecure and not is_loopback(bind):
+        raise ConfigError(
+            f"bind {bind}: other hosts could reach it and nothing would tell them apart: "
+            "make keys (pdtransfer keygen NAME) and give --key and --allow, or say --insecure"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    address = ipaddress.ip_address(host)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def _checked_key(text: str, at: str) -> str:
+    if len(text) != KEY_LENGTH:
+        raise ConfigError(f"{at}: {len(text)} characters, a Z85 key has {KEY_LENGTH}")
+    try:
+        exact = z85.encode(z85.decode(text.encode("ascii"))).decode() == text
+    except (KeyError, ValueError, struct.error):
+        exact = False
+    if not exact:
+        raise ConfigError(f"{at}: {text[:8]!r}... is not Z85")
+    return text
+
+
+def _create(path: Path, text: str, mode: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except FileExistsError:
+        raise ConfigError(f"{path}: exists; a key is never overwritten") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def _read(path: str | Path, *, forbidden: int, advice: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"{path}: is not a regular file")
+            if status.st_mode & forbidden:
+                raise ConfigError(f"{path}: mode {stat.S_IMODE(status.st_mode):o}: {advice}")
+            content = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    if len(content) > FILE_BYTES_MAX:
+        raise ConfigError(f"{path}: more than {FILE_BYTES_MAX} bytes")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8") from None

@@ -1,0 +1,66 @@
+"""How long a plan takes: the figures that say whether planning can stay off the list of costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from .layout import Layout, expand_pages, pair
+from .layouts import host_layout
+from .plan import plan
+
+_PIECE_BYTES = 4 << 20  # about what a ring takes at a time
+
+
+def plan_benchmark(
+    *, tokens: int = 131_072, layers: int = 61, page_size: int = 64, repeats: int = 51
+) -> dict[str, float]:
+    """Medians in milliseconds for one MLA request from layer_first pages into a token-granular page_first arena.
+
+    Contiguous: scattered pages into one extent. Scattered: every token from anywhere to anywhere. `pieces` multiplies
+    the contiguous plan out to byte runs, 4 MiB at a time, as a network transport does.
+    """
+    slots = 2 * -(-tokens // page_size) * page_size
+    source = _latent_pool("layer_first", layers=layers, slots=slots, page_size=page_size)
+    target = _latent_pool("page_first", layers=layers, slots=slots, page_size=1)
+    pairing = pair(source, target)
+    shuffle = np.random.default_rng(0).permutation
+    paged = expand_pages(shuffle(slots // page_size)[: slots // page_size // 2], page_size, tokens)
+    extent = np.arange(tokens)
+    anywhere = shuffle(slots)[:tokens], shuffle(slots)[:tokens]
+    contiguous = plan(pairing, paged, extent)
+    return {
+        "tokens": tokens,
+        "planes": layers,
+        "bytes": contiguous.bytes,
+        "runs_contiguous": len(contiguous.runs),
+        "pair_ms": _median_ms(lambda: pair(source, target), repeats),
+        "contiguous_ms": _median_ms(lambda: plan(pairing, paged, extent), repeats),
+        "scattered_ms": _median_ms(lambda: plan(pairing, *anywhere), repeats),
+        "pieces_ms": _median_ms(lambda: [piece.byte_runs() for piece in contiguous.pieces(_PIECE_BYTES)], 1),
+    }
+
+
+def _latent_pool(name: str, *, layers: int, slots: int, page_size: int) -> Layout:
+    return host_layout(
+        name,
+        kinds=("latent",),
+        layers=layers,
+        heads=1,
+        head_bytes=1_152,
+        dtype="bfloat16",
+        slots=slots,
+        page_size=page_size,
+    )
+
+
+def _median_ms(run: Callable[[], object], repeats: int) -> float:
+    times: list[float] = []
+    for _ in range(repeats):
+        start = perf_counter()
+        run()
+        times.append(perf_counter() - start)
+    return 1e3 * median(times)

@@ -1,0 +1,132 @@
+"""Which bytes go where: runs of slots, times planes, multiplied out only where a transport needs bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import LocalProtocolError
+from .geometry import Int64s, read_only
+from .layout import Pairing
+
+_BLOCK = 16_384  # slots looked at together: what is made on the way stays in the cache, and needs no fresh pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """Rows to copy: `runs` of slots, times the planes of `pairing`.
+
+    `runs` is read-only int64 (n, 3): source_start, target_start, count. Both sides advance slot by slot and cross no
+    page of their side in `pairing`, so that a run is, in every plane and on either side, `count` rows of the plane's
+    bytes from address(start) on, row_stride apart.
+    """
+
+    pairing: Pairing
+    runs: Int64s
+
+    @property
+    def rows(self) -> int:
+        """Slots on either side."""
+        return int(self.runs[:, 2].sum())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes over all runs and planes."""
+        return self.rows * self.pairing.row_bytes
+
+    def pieces(self, bytes_max: int) -> Iterator[Plan]:
+        """The same rows in the same order, as plans of at most `bytes_max` bytes, or of one row where rows are larger."""
+        rows, row_bytes = self.rows, self.pairing.row_bytes
+        if not rows * row_bytes:
+            return
+        step = max(1, bytes_max // row_bytes)
+        ends = np.cumsum(self.runs[:, 2])
+        for start in range(0, rows, step):
+            end = min(start + step, rows)
+            low, high = np.searchsorted(ends, (start + 1, end))
+            runs = self.runs[low : high + 1].copy()
+            runs[-1, 2] -= ends[high] - end
+            skipped = start - (ends[low] - self.runs[low, 2])
+            runs[0] += (skipped, skipped, -skipped)
+            yield Plan(pairing=self.pairing, runs=read_only(runs))
+
+    def byte_runs(self) -> Int64s:
+        """Every byte to copy as int64 (m, 3): source offset, target offset, length; ascending by target offset.
+
+        Coalesced over slots and neighbouring planes: no run goes on where another ends on both sides. Offsets are of
+        the layouts' own bases. At worst rows x planes long: take it of `pieces`.
+        """
+        pairing = self.pairing.fused()
+        table, width = pairing.table, pairing.table[:, 6]
+        # A plane whose rows touch on both sides takes a whole run at once, others take it row by row.
+        touching = (table[:, 2] == width) & (table[:, 5] == width)
+        runs = _times(self.runs, pairing, touching)
+        if not touching.all():
+            runs = np.concatenate((runs, _times(_rows_of(self.runs), pairing, ~touching)))
+        runs = runs[np.argsort(runs[:, 1], kind="stable")]
+        opens = np.ones(len(runs), dtype=np.bool_)
+        opens[1:] = (runs[1:, :2] != runs[:-1, :2] + runs[:-1, 2:]).any(axis=1)
+        if opens.all():
+            return runs
+        coalesced = runs[opens]
+        coalesced[:, 2] = np.add.reduceat(runs[:, 2], np.flatnonzero(opens))
+        return coalesced
+
+
+def plan(pairing: Pairing, source_slots: Int64s, target_slots: Int64s) -> Plan:
+    """The maximal runs that carry source_slots[i] to target_slots[i], both int64 (n,), in that order.
+
+    Slots were checked against repetition before (layout.check_slots). Raises LocalProtocolError, naming the values,
+    for a slot outside its side, since what comes of a plan is written without another look.
+    """
+    assert source_slots.shape == target_slots.shape == (len(source_slots),), (source_slots.shape, target_slots.shape)
+    count = len(source_slots)
+    sides = (
+        ("source_slots", source_slots, pairing.source_slots, pairing.source_page_size),
+        ("target_slots", target_slots, pairing.target_slots, pairing.target_page_size),
+    )
+    opens = np.ones(count + 1, dtype=np.bool_)  # where a run starts; the last one ends the last run
+    opens[1:count] = False
+    for name, slots, limit, page_size in sides:
+        if slots.min(initial=0) < 0 or slots.max(initial=0) >= limit:
+            outside = slots[(slots < 0) | (slots >= limit)]
+            raise LocalProtocolError(f"{name}: {outside[0]} and {len(outside) - 1} more are outside 0..{limit - 1}")
+        for low in range(1, count, _BLOCK):
+            high = min(low + _BLOCK, count)
+            opens[low:high] |= slots[low:high] - slots[low - 1 : high - 1] != 1
+            if page_size > 1:
+                opens[low:high] |= slots[low:high] & (page_size - 1) == 0
+    edges = np.flatnonzero(opens)
+    runs = np.empty((len(edges) - 1, 3), dtype=np.int64)
+    for low in range(0, len(runs), _BLOCK):
+        block, starts = runs[low : low + _BLOCK], edges[low : low + _BLOCK + 1]
+        block[:, 0], block[:, 1] = source_slots[starts[:-1]], target_slots[starts[:-1]]
+        np.subtract(starts[1:], starts[:-1], out=block[:, 2])
+    return Plan(pairing=pairing, runs=read_only(runs))
+
+
+def _rows_of(runs: Int64s) -> Int64s:
+    """The same slots in runs of one."""
+    counts = runs[:, 2]
+    if (counts == 1).all():
+        return runs
+    ends = np.cumsum(counts)
+    rows = np.repeat(runs, counts, axis=0)
+    rows[:, :2] += (np.arange(len(rows)) - np.repeat(ends - counts, counts))[:, None]
+    rows[:, 2] = 1
+    return rows
+
+
+def _times(runs: Int64s, pairing: Pairing, planes: NDArray[np.bool_]) -> Int64s:
+    """Runs x planes as byte runs, int64 (runs * planes, 3); in each of `planes` a run must be one stretch of bytes."""
+    table = pairing.table[planes]
+    product = np.empty((len(runs), len(table), 3), dtype=np.int64)
+    for side, page_size in enumerate((pairing.source_page_size, pairing.target_page_size)):
+        base, page_stride, row_stride = table[:, 3 * side : 3 * side + 3].T
+        page, row = np.divmod(runs[:, side, None], page_size)
+        product[:, :, side] = base + page * page_stride + row * row_stride
+    product[:, :, 2] = runs[:, 2, None] * table[:, 6]
+    return product.reshape(-1, 3)

@@ -16,7 +16,7 @@ check: .venv/.stamp
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m pyright
-	@.venv/bin/lint-imports
+	@.venv/bin/lint-imports --no-logo
 	@$(RUN) -m pdtransfer.proto --check
 
 bench: .venv/.stamp

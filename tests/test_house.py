@@ -1,0 +1,177 @@
+"""What holds the house together: the wheel's content, the layers, the examples in deploy/."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import pdtransfer
+from pdtransfer import cli
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONTRACTS = {contract["id"]: contract for contract in PYPROJECT["tool"]["importlinter"]["contracts"]}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """Every module of the package, by dotted name."""
+    for path in sorted((ROOT / "pdtransfer").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        yield name, ast.parse(path.read_text())
+
+
+def is_core(name: str) -> bool:
+    return any(name == module or name.startswith(module + ".") for module in CONTRACTS["core"]["source_modules"])
+
+
+def shared_files(folder: str) -> set[str]:
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        entry_points = archive.read(next(name for name in names if name.endswith("/entry_points.txt"))).decode()
+    shared = shared_files("kernels") | shared_files("proto")
+    assert any(name.startswith("kernels/") for name in shared)
+    assert {f"pdtransfer/_share/{name}" for name in shared} <= names
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "pdtransfer").rglob("*.py")} <= names
+    assert all(name.startswith(("pdtransfer/", f"pdtransfer-{pdtransfer.__version__}.dist-info/")) for name in names)
+    assert not any("__pycache__" in name for name in names)
+    assert "pdtransfer = pdtransfer.cli:main" in entry_points
+
+
+def test_version_is_said_once_by_all() -> None:
+    assert PYPROJECT["project"]["version"] == pdtransfer.__version__
+    assert pdtransfer.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_core_contract_names_every_module_below_the_shells() -> None:
+    layers = [set(re.findall(r"[\w.]+", layer)) for layer in CONTRACTS["layers"]["layers"]]
+    shells = next(at for at, layer in enumerate(layers) if "config" in layer)
+    below = {f"pdtransfer.{name}" for layer in layers[shells + 1 :] for name in layer}
+    assert below == set(CONTRACTS["core"]["source_modules"])
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "broken"),
+    [
+        ("arena.py", "import time", "The core has no I/O"),
+        ("session/links.py", "import zmq", "The core has no I/O"),
+        ("layout.py", "from .wire import Message", "Lower layers never import upper ones"),
+        ("errors.py", "from . import config", "Lower layers never import upper ones"),
+        ("engine/tokens.py", "from ..bus import Bus", "The reference engine knows the core"),
+        ("config.py", "from .engine.reference import create", "Daemons find their engine by name"),
+        ("novelty.py", '"""A module that has no place yet."""', "Lower layers never import upper ones"),
+    ],
+)
+def test_layer_contracts_catch_what_they_forbid(module: str, line: str, broken: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "pdtransfer", tmp_path / "pdtransfer", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    changed = tmp_path / "pdtransfer" / module
+    changed.write_text((changed.read_text() if changed.exists() else "") + f"\n{line}\n")
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command as c; c()",
+        "--no-cache",
+        "--no-logo",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    assert re.search(rf"{broken}.*BROKEN", done.stdout), done.stdout
+
+
+def test_only_config_reads_the_environment() -> None:
+    readers = {
+        name
+        for name, tree in modules()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv", "getenvb", "putenv"})
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {"environ", "getenv"} & {a.name for a in node.names}
+        )
+    }
+    assert readers == {"pdtransfer.config"}
+
+
+def test_core_draws_no_numpy_randomness_and_opens_or_prints_nothing() -> None:
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules()
+        if is_core(name)
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr == "random")
+        or (isinstance(node, ast.Name) and node.id in {"open", "print", "input"})
+    ]
+    assert found == []
+
+
+def test_every_module_opens_with_a_sentence() -> None:
+    found = [
+        name for name, tree in modules() if not (ast.get_docstring(tree) or "").split("\n\n")[0].endswith((".", ":"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_deployed_unit_starts_a_daemon_that_its_example_settings_satisfy(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit = (ROOT / "deploy" / f"pdtransfer-{role}.service").read_text()
+    program, *arguments = shlex.split(re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)[0])
+    assert Path(program).name == "pdtransfer"
+    for name in re.findall(r"^Environment=(PDTRANSFER_\w+)=(.*)$", unit, re.MULTILINE):
+        monkeypatch.setenv(*name)
+    at = arguments.index("--config") + 1
+    assert Path(arguments[at]).name == "pdtransfer.toml"
+    arguments[at] = str(ROOT / "deploy" / "pdtransfer.toml")
+    seen: list[Any] = []
+    run = {"prefill": "run_prefill", "decode": "run_decode", "router": "run"}[role]
+    module = "router" if role == "router" else "daemon"
+    fake = SimpleNamespace(**{run: lambda given: seen.append(given) or 0})
+    monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
+    assert cli.main(arguments) == 0
+    assert seen[0].role == role
+    for directory in re.findall(r"^RuntimeDirectory=(.*)$", unit, re.MULTILINE):
+        assert seen[0].socket_directory == Path("/run") / directory
+
+
+def test_prometheus_scrapes_where_the_example_settings_listen() -> None:
+    settings = tomllib.loads((ROOT / "deploy" / "pdtransfer.toml").read_text())
+    listeners = {settings["prefill"]["http"], settings["decode"]["http"], settings["router"]["listen"]}
+    targets = re.findall(r'targets: \["(.*?)"\]', (ROOT / "deploy" / "prometheus.yml").read_text())
+    assert set(targets) == listeners
+
+
+def test_image_copies_only_what_is_there_and_is_not_ignored() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = [
+        name
+        for line in re.findall(r"^COPY (?!--from)(.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+        for name in line.split()[:-1]
+    ]
+    assert set(copied) == kept
+    assert all((ROOT / name).exists() for name in copied)

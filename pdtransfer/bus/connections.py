@@ -1,0 +1,120 @@
+"""Who speaks on which connection of the listener; no I/O, times are arguments in seconds.
+
+A route is the id under which the listener's ROUTER files a connection. A name belongs to the connection that said Hello
+for it last, and to no other: what goes to a name goes there alone, what its older connections say is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import RemoteProtocolError
+from .limits import BusLimits
+
+ROUTE_BYTES = 5  # of an id that the ROUTER itself gave out; the first is 0
+
+
+class TurnedAwayError(RemoteProtocolError):
+    """No breach, but a connection without a name or a place; `reason` goes into the Reject."""
+
+    def __init__(self, reason: str, field: str, text: str) -> None:
+        super().__init__(field, text)
+        self.reason = reason
+
+
+HELLO_FIRST = "hello_first"
+SUPERSEDED = "superseded"
+FULL = "full"
+BREACH = "breach"
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One connection of the listener. `user` is its CURVE key, empty without keys; `name` is "" until its Hello."""
+
+    route: bytes
+    user: str
+    heard: float
+    name: str = ""
+    superseded: bool = False
+    muted_until: float = float("-inf")  # nothing is read before
+    told_until: float = float("-inf")  # no other Reject goes out before
+
+
+class Connections:
+    """The listener's table: bounded, nameless connections apart from named ones, which junk can never push out."""
+
+    def __init__(self, limits: BusLimits) -> None:
+        self._limits = limits
+        self._named: dict[bytes, Connection] = {}
+        self._unnamed: dict[bytes, Connection] = {}
+        self._routes: dict[str, bytes] = {}  # by name; values are keys of _named
+
+    def __len__(self) -> int:
+        return len(self._named) + len(self._unnamed)
+
+    def find(self, route: bytes, user: str, now: float) -> Connection:
+        """The connection that a frame came on; a new one where the route is new, or has come to another user."""
+        known = self._named.get(route) or self._unnamed.get(route)
+        if known is not None and known.user == user:
+            return known
+        self.forget(route)
+        connection = Connection(route, user, now)
+        self._keep_unnamed(connection)
+        return connection
+
+    def introduce(self, connection: Connection, name: str, now: float) -> None:
+        """Takes a Hello: binds `name` to the connection, superseding whichever had it. Raises RemoteProtocolError."""
+        route = connection.route
+        if connection.name == name and not connection.superseded:
+            return
+        if connection.name:
+            self.check(connection)
+            raise RemoteProtocolError("Hello.identity.node", f"{name}, this connection is {connection.name}'s")
+        # An id of the peer's own choice could be that of a peer that has gone, and would get what is meant for it.
+        if len(route) != ROUTE_BYTES or route[0] != 0:
+            raise RemoteProtocolError("routing id", f"{route[:16].hex()} was chosen by the dialler, who must set none")
+        elder = self._routes.get(name)
+        if elder is not None:
+            self._demote(elder)
+        elif len(self._named) >= self._limits.named_max:
+            self._make_place(now)
+        self._unnamed.pop(route, None)
+        connection.name, connection.heard = name, now
+        self._named[route] = connection
+        self._routes[name] = route
+
+    def check(self, connection: Connection) -> None:
+        """Raises TurnedAwayError unless the connection has said Hello and nobody after it has for the same name."""
+        if not connection.name:
+            raise TurnedAwayError(HELLO_FIRST, "kind", "the first message of a connection must be Hello")
+        if connection.superseded:
+            raise TurnedAwayError(SUPERSEDED, "connection", f"{connection.name} speaks over a newer one")
+
+    def route_of(self, name: str) -> bytes | None:
+        """Where to reach a name."""
+        return self._routes.get(name)
+
+    def forget(self, route: bytes) -> None:
+        """The connection is gone, or must say Hello again; unknown routes are ignored."""
+        self._unnamed.pop(route, None)
+        gone = self._named.pop(route, None)
+        if gone is not None:
+            del self._routes[gone.name]
+
+    def _demote(self, route: bytes) -> None:
+        elder = self._named.pop(route)
+        elder.superseded = True
+        self._keep_unnamed(elder)
+
+    def _keep_unnamed(self, connection: Connection) -> None:
+        while len(self._unnamed) >= self._limits.unnamed_max:
+            del self._unnamed[next(iter(self._unnamed))]
+        self._unnamed[connection.route] = connection
+
+    def _make_place(self, now: float) -> None:
+        silent = min(self._named.values(), key=lambda connection: connection.heard)
+        if now - silent.heard < self._limits.stale_ms / 1e3:
+            text = f"{len(self._named)} peers are connected, the limit is {self._limits.named_max}"
+            raise TurnedAwayError(FULL, "connections", text)
+        self.forget(silent.route)

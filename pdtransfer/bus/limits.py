@@ -1,0 +1,30 @@
+"""Every bound of a bus, with its reason; times are milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusLimits:
+    """What a bus allows itself and its peers."""
+
+    dials_max: int = 256  # endpoints dialled at once: each costs two descriptors
+    named_max: int = 1_024  # connections that have said Hello
+    unnamed_max: int = 1_024  # connections that have not: beyond it the oldest is forgotten
+    stale_ms: int = 10_000  # a named connection silent for so long makes place for a newcomer
+    turn_messages: int = 64  # taken from one socket before the loop's other work has its turn: some 0.5 ms
+    turn_bytes: int = 4 << 20  # and no more bytes than these: a large frame takes longer to decode
+    send_queue: int = 1_024  # messages queued for one peer; beyond it send() says False, and the protocol repeats
+    receive_queue: int = 256  # of one peer: beyond it TCP holds it back. Times a frame: what one hostile peer can fill
+    mute_ms: int = 1_000  # what follows a breach on its connection is dropped for so long
+    log_ms: int = 1_000  # refused strangers are logged this often
+    handshake_ms: int = 5_000  # a connection that has not authenticated by then ends
+    heartbeat_ms: int = 1_000
+    heartbeat_timeout_ms: int = 5_000  # half-open connections end; a silent peer is the protocol's own Ping to find
+    reconnect_ms: int = 100
+    reconnect_ms_max: int = 1_000
+    redial_ms: int = 2_000  # an endpoint that stays unreachable is resolved and dialled afresh, at first this soon
+    redial_ms_max: int = 8_000  # and at last this seldom
+    linger_ms: int = 200  # how long close() waits for last words to leave
+    backlog: int = 128

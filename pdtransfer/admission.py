@@ -1,7 +1,7 @@
 """One rule for who may have slots: first come, first served; nobody is admitted who could not grow to the end.
 
-Rows include growth, so an admitted request never asks again. A request that the empty arena could not hold is refused for ever;
-one that finds the queue full is refused with a hint. The head of the queue waits for slots; only slots, never for a peer.
+Rows include growth, so an admitted request never asks again. A request that the empty arena could not hold is refused
+for ever; one that finds the queue full is refused with a hint. The head of the queue waits for slots, never for a peer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Admission:
         if rooms >= self._limits.rooms_max:
             raise ArenaFullError(f"rooms: {rooms} of rooms_max {self._limits.rooms_max}", retry_ms=self.retry_ms)
         if len(self._queue) >= self._limits.queue_max:
-            raise ArenaFullError(f"queue: {len(self._queue)} of queue_max {self._limits.queue_max}", retry_ms=self.retry_ms)
+            raise ArenaFullError(
+                f"queue: {len(self._queue)} of queue_max {self._limits.queue_max}", retry_ms=self.retry_ms
+            )
 
     @property
     def retry_ms(self) -> int:

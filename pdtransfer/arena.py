@@ -168,21 +168,29 @@ class ExtentSet:
     def __init__(self) -> None:
         self._edges: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # start, end, start, end, ... ascending
 
+    def overlaps(self, extents: Extents) -> bool:
+        """Whether one of them overlaps another, or what is there."""
+        return self._places(extents) is None
+
     def add(self, extents: Extents) -> bool:
-        """Adds all of them, or none where one overlaps another or what is there; returns whether they were added."""
-        if not len(extents):
-            return True
+        """Adds all of them, or none where one overlaps; returns whether they were added."""
+        places = self._places(extents)
+        if places is None:
+            return False
+        self._edges = np.insert(self._edges, np.repeat(places[0], 2), places[1])
+        return True
+
+    def _places(self, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """Where each extent goes, and their edges in order; None when one overlaps."""
         order = np.argsort(extents[:, 0], kind="stable")
         starts = extents[order, 0]
         ends = starts + extents[order, 1]
         if (starts[1:] < ends[:-1]).any():
-            return False
+            return None
         place = np.searchsorted(self._edges, starts, side="right")
         if (place % 2).any() or (np.searchsorted(self._edges, ends, side="left") != place).any():
-            return False
-        edges = np.stack([starts, ends], axis=1).reshape(-1)
-        self._edges = np.insert(self._edges, np.repeat(place, 2), edges)
-        return True
+            return None
+        return place, np.stack([starts, ends], axis=1).reshape(-1)
 
     def remove(self, extents: Extents) -> None:
         """Takes out extents that were added in one `add`."""

@@ -63,6 +63,11 @@ class Cause(StrEnum):
     ENGINE = "engine"
     SHUTDOWN = "shutdown"
 
+    @classmethod
+    def of(cls, word: str) -> Cause:
+        """The cause that a peer names; a newer peer's word that we do not know counts as a failed transfer."""
+        return next((cause for cause in cls if cause.value == word), cls.TRANSFER)
+
 
 class RoomFailedError(WorldError):
     """A room ended without READY; `cause` is its root cause, `detail` says more to a person."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-from .states import step as step
-
 
 class Lease(Enum):
     """A grant as decode sees it: until ENDED its writer may touch the slots."""

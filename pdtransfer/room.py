@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-from .states import step as step
-
 
 class DecodeRoom(Enum):
     """A room on the decode side."""

@@ -10,7 +10,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Timers(Generic[Key]):
-    """At most one time a key; setting it again moves it. Stale entries stay in the heap until their time, or until they outnumber the live."""
+    """At most one time a key; setting it again moves it.
+
+    Stale entries stay in the heap until their time, or until they outnumber the live ones.
+    """
 
     def __init__(self) -> None:
         self._when: dict[Key, float] = {}
@@ -36,15 +39,14 @@ class Timers(Generic[Key]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def due(self, now: float) -> list[Key]:
-        """Takes out every key whose time has come, the earliest first."""
-        keys: list[Key] = []
-        while self._heap and self._heap[0][0] <= now:
-            when, _, key = heapq.heappop(self._heap)
-            if self._when.get(key) == when:
-                del self._when[key]
-                keys.append(key)
-        return keys
+    def pop(self, now: float) -> Key | None:
+        """Takes out the earliest key whose time has come; one at a time, since acting on it may clear others."""
+        when = self.next()
+        if when is None or when > now:
+            return None
+        key = heapq.heappop(self._heap)[2]
+        del self._when[key]
+        return key
 
     def __len__(self) -> int:
         return len(self._when)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 from ..arena import Holding
 from ..effects import DecodeEffect, Fence, Forget, Offer, PeerRefused, Send
@@ -59,6 +60,10 @@ SESSION: dict[tuple[SessionState, SessionEvent], SessionState] = {
 }
 
 
+TimerKey: TypeAlias = tuple[str, str | int, int]
+"""What is due: hello and alive of a peer, register and fence of a session, lease of a session's grant, room."""
+
+
 @dataclass(slots=True, eq=False)
 class LeaseEntry:
     """One grant as decode keeps it until a proof ends it; `room` is a label for people, the room finds its leases."""
@@ -87,6 +92,8 @@ class Session:
     reserved: int = 0  # places in the window that queued rooms will take
     leases: dict[int, LeaseEntry] = field(default_factory=dict[int, LeaseEntry])
     repeat_ms: int = 0
+    fence_ms: int = 0
+    verdict: Cause = Cause.PEER_LOST  # why it was condemned
 
     @property
     def has_place(self) -> bool:
@@ -135,7 +142,7 @@ class Links:
         self._up, self._lost, self._unreachable, self._quiet = up, lost, unreachable, quiet
         self.peers: dict[str, Peer] = {}
         self.sessions: dict[int, Session] = {}  # condemned ones too, until they are proven quiet
-        self.timers: Timers[tuple[str, str | int]] = Timers()
+        self.timers: Timers[TimerKey] = Timers()
 
     def dial(self, name: str, now: float) -> Peer:
         """The peer of that name; says Hello the first time."""
@@ -143,7 +150,7 @@ class Links:
         if peer is None:
             peer = self.peers[name] = Peer(name, heard=now)
             self._hello(peer, now)
-            self.timers.set(("alive", name), now + self._limits.ping_ms / 1e3)
+            self.timers.set(("alive", name, 0), now + self._limits.ping_ms / 1e3)
         return peer
 
     def of(self, name: str, session_id: int) -> Session | None:
@@ -159,6 +166,7 @@ class Links:
         peer.heard = now
         if session.state is SessionState.SILENT:
             session.state = step(SESSION, session.state, SessionEvent.HEAR)
+            session.fence_ms = 0
             self._up(peer, now)
 
     def welcome(self, name: str, message: Welcome, now: float) -> None:
@@ -179,7 +187,7 @@ class Links:
             self._refuse(peer, "; ".join(differences), now)
             return
         peer.heard, peer.refusal, peer.repeat_ms = now, None, 0
-        self.timers.clear(("hello", name))
+        self.timers.clear(("hello", name, 0))
         known = peer.identity
         peer.identity = theirs
         if peer.session is not None and known is not None and known.incarnation != theirs.incarnation:
@@ -208,7 +216,7 @@ class Links:
             raise RemoteProtocolError("Registered.bytes_ready", text)
         if session.state is SessionState.REGISTERING and message.bytes_ready == session.reach.arena_bytes:
             session.state = step(SESSION, session.state, SessionEvent.REGISTER)
-            self.timers.clear(("register", session.id))
+            self.timers.clear(("register", session.id, 0))
             self._up(self.peers[session.peer], now)
 
     def pong(self, name: str, incarnation: int, now: float) -> None:
@@ -251,8 +259,8 @@ class Links:
         peer = self.peers[session.peer]
         if peer.session is session:
             peer.session = None
-        self.timers.clear(("register", session.id))
-        self._out(Send(session.peer, Reject(session.id, cause.value, (detail[:500],))))
+        self.timers.clear(("register", session.id, 0))
+        session.verdict, session.fence_ms = cause, 0
         self._lost(session, cause, detail, now)
         self._fence(session, now)
 
@@ -263,7 +271,7 @@ class Links:
             return
         session.state = step(SESSION, session.state, SessionEvent.FENCE)
         del self.sessions[session_id]
-        self.timers.clear(("fence", session_id))
+        self.timers.clear(("fence", session_id, 0))
         self._quiet(session, now)
         self._out(Forget(session_id))
         peer = self.peers[session.peer]
@@ -272,22 +280,20 @@ class Links:
         if peer.session is None:
             self._hello(peer, now)
 
-    def tick(self, now: float) -> list[tuple[str, str | int]]:
-        """Repeats what is unanswered and looks for silence; returns keys that are not its own."""
-        others: list[tuple[str, str | int]] = []
-        for key in self.timers.due(now):
-            match key:
-                case ("hello", str(name)):
-                    self._hello(self.peers[name], now)
-                case ("alive", str(name)):
-                    self._alive(self.peers[name], now)
-                case ("register", int(session_id)):
-                    self._register(self.sessions[session_id], now)
-                case ("fence", int(session_id)):
-                    self._fence(self.sessions[session_id], now)
-                case _:
-                    others.append(key)
-        return others
+    def tick(self, key: TimerKey, now: float) -> bool:
+        """Acts on a key of its own that is due: repeats what is unanswered, looks for silence; False for others' keys."""
+        match key:
+            case ("hello", str(name), _):
+                self._hello(self.peers[name], now)
+            case ("alive", str(name), _):
+                self._alive(self.peers[name], now)
+            case ("register", int(session_id), _):
+                self._register(self.sessions[session_id], now)
+            case ("fence", int(session_id), _):
+                self._fence(self.sessions[session_id], now)
+            case _:
+                return False
+        return True
 
     def repeat_ms(self, last_ms: int) -> int:
         """The next interval of a repetition: doubled, within the limits."""
@@ -295,7 +301,7 @@ class Links:
 
     def _hello(self, peer: Peer, now: float) -> None:
         peer.repeat_ms = self.repeat_ms(peer.repeat_ms)
-        self.timers.set(("hello", peer.name), now + peer.repeat_ms / 1e3)
+        self.timers.set(("hello", peer.name, 0), now + peer.repeat_ms / 1e3)
         self._out(Send(peer.name, Hello(VERSION, VERSION, self.identity)))
 
     def _refuse(self, peer: Peer, text: str, now: float) -> None:
@@ -306,18 +312,18 @@ class Links:
         self._unreachable(peer, Cause.REFUSED, text, now)
         # It may be replaced by one that fits: ask again, at the slowest pace.
         peer.repeat_ms = self._limits.resend_ms_max
-        self.timers.set(("hello", peer.name), now + peer.repeat_ms / 1e3)
+        self.timers.set(("hello", peer.name, 0), now + peer.repeat_ms / 1e3)
 
     def _register(self, session: Session, now: float) -> None:
         assert session.reach is not None
         session.repeat_ms = self.repeat_ms(session.repeat_ms)
-        self.timers.set(("register", session.id), now + session.repeat_ms / 1e3)
+        self.timers.set(("register", session.id, 0), now + session.repeat_ms / 1e3)
         register = Register(session.id, session.components, session.reach, self._enable_hisparse)
         self._out(Send(session.peer, register))
 
     def _alive(self, peer: Peer, now: float) -> None:
         silent_ms = (now - peer.heard) * 1e3
-        self.timers.set(("alive", peer.name), now + self._limits.ping_ms / 1e3)
+        self.timers.set(("alive", peer.name, 0), now + self._limits.ping_ms / 1e3)
         if peer.identity is not None and silent_ms >= self._limits.ping_ms / 2:
             self._out(Send(peer.name, Ping(self.identity.incarnation)))
         if silent_ms < self._limits.silence_ms or peer.refusal is not None:
@@ -334,6 +340,10 @@ class Links:
         self._unreachable(peer, Cause.PEER_LOST, text, now)
 
     def _fence(self, session: Session, now: float) -> None:
-        if session.state in (SessionState.SILENT, SessionState.FENCING):
-            self.timers.set(("fence", session.id), now + self._limits.fence_poll_ms / 1e3)
-            self._out(Fence(session.id))
+        if session.state not in (SessionState.SILENT, SessionState.FENCING):
+            return
+        session.fence_ms = min(max(2 * session.fence_ms, self._limits.fence_poll_ms), self._limits.fence_poll_ms_max)
+        self.timers.set(("fence", session.id, 0), now + session.fence_ms / 1e3)
+        if session.state is SessionState.FENCING:
+            self._out(Send(session.peer, Reject(session.id, session.verdict.value, ())))
+        self._out(Fence(session.id))

@@ -1,0 +1,86 @@
+"""Decode's leases: what each says until it is answered, and the proof that ends it. They outlive their rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from ..arena import Arena
+from ..effects import DecodeEffect, Send
+from ..lease import LEASE, Lease, LeaseEvent
+from ..states import step
+from ..wire import Abort, Released
+from .links import LeaseEntry, Links, Session
+
+
+class Leases:
+    """Every unended lease of one decode node; `freed` is called when slots have come back."""
+
+    def __init__(
+        self, links: Links, arena: Arena, out: Callable[[DecodeEffect], None], freed: Callable[[float], None]
+    ) -> None:
+        self._links, self._arena, self._out, self._freed = links, arena, out, freed
+        self.quarantined_bytes = 0
+
+    def open(self, lease: LeaseEntry, now: float) -> None:
+        """The lease's own claim on the holding begins, and its Grant goes out."""
+        session = lease.session
+        session.leases[lease.message.grant] = lease
+        session.next_grant += 1
+        lease.holding.claims += 1
+        self.repeat(lease, now)
+
+    def repeat(self, lease: LeaseEntry, now: float) -> None:
+        """Says what the lease's state has to say, and again until that is answered."""
+        session, number = lease.session, lease.message.grant
+        if lease.state is Lease.GRANTED:
+            if lease.granted:
+                return
+            left_ms = max(0, int((lease.deadline - now) * 1e3))
+            self._out(Send(session.peer, msgspec.structs.replace(lease.message, time_left_ms=left_ms)))
+        else:
+            assert lease.state is not Lease.ENDED
+            self._out(Send(session.peer, Abort(session.id, number)))
+        lease.repeat_ms = self._links.repeat_ms(lease.repeat_ms)
+        self._links.timers.set(("lease", session.id, number), now + lease.repeat_ms / 1e3)
+
+    def abort(self, lease: LeaseEntry, now: float) -> None:
+        """The room needs it no more: Abort repeats until a proof."""
+        if lease.state in (Lease.GRANTED, Lease.ABORTING):
+            lease.state = step(LEASE, lease.state, LeaseEvent.ABORT)
+            lease.repeat_ms = 0
+            self.repeat(lease, now)
+
+    def proof(self, session: Session, number: int, now: float) -> None:
+        """An end of the grant has arrived: writing has ended. Answered whether or not it is news."""
+        self._out(Send(session.peer, Released(session.id, number)))
+        lease = session.leases.get(number)
+        if lease is not None:
+            self._end(lease, LeaseEvent.PROOF, now)
+
+    def quarantine(self, session: Session) -> None:
+        """The session was condemned or fell silent: its leases wait for a proof or the fence."""
+        for lease in session.leases.values():
+            if lease.state is not Lease.QUARANTINED:
+                lease.state = step(LEASE, lease.state, LeaseEvent.CONDEMN)
+                self._count(lease, 1)
+
+    def quiet(self, session: Session, now: float) -> None:
+        """The fence holds: no lease of this session is written any more."""
+        for lease in list(session.leases.values()):
+            self._end(lease, LeaseEvent.FENCE, now)
+
+    def _end(self, lease: LeaseEntry, event: LeaseEvent, now: float) -> None:
+        session, number = lease.session, lease.message.grant
+        if lease.state is Lease.QUARANTINED:
+            self._count(lease, -1)
+        lease.state = step(LEASE, lease.state, event)
+        del session.leases[number]
+        self._links.timers.clear(("lease", session.id, number))
+        if self._arena.drop(lease.holding):
+            self._freed(now)
+
+    def _count(self, lease: LeaseEntry, sign: int) -> None:
+        self.quarantined_bytes += sign * lease.kv_bytes
+        self._links.peers[lease.session.peer].quarantined_bytes += sign * lease.kv_bytes

@@ -1,0 +1,133 @@
+"""Planted bugs, one for each defence: with the defence gone the simulator has to find it within so many seeds.
+
+A mutant patches the code through `patch(owner, name, value)`, so that a test can take it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pdtransfer import effects as fx
+from pdtransfer.errors import Cause
+from pdtransfer.lease import DutyEvent, Lease, LeaseEvent
+from pdtransfer.room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
+from pdtransfer.session.decode import DecodeSessions
+from pdtransfer.session.duties import DutyEntry, WriterSession
+from pdtransfer.session.leases import Leases
+from pdtransfer.session.links import LeaseEntry, Session
+from pdtransfer.session.prefill import PrefillSessions
+
+Patch = Callable[[object, str, Any], None]
+
+
+def free_at_the_deadline(patch: Patch) -> None:
+    """A room that is given up frees its slots at once, as if a timeout were a proof."""
+
+    def abort(self: Leases, lease: LeaseEntry, now: float) -> None:
+        if lease.state is not Lease.ENDED:
+            self._end(lease, LeaseEvent.FENCE, now)
+
+    patch(Leases, "abort", abort)
+
+
+def drained_sent_early(patch: Patch) -> None:
+    """The writer says that it has stopped while a write is in flight."""
+
+    def stop(self: DutyEntry, event: DutyEvent) -> None:
+        self.step(event)
+
+    patch(DutyEntry, "stop", stop)
+
+
+def ended_grants_forgotten(patch: Patch) -> None:
+    """A number whose end was acknowledged is as good as new."""
+    patch(WriterSession, "known_end", lambda self, number: False)
+
+
+def late_message_revives_room(patch: Patch) -> None:
+    """A room that has failed stays findable, and Landed makes it READY."""
+    failed: dict[int, object] = {}
+    close = DecodeSessions._close
+
+    def keep(self: DecodeSessions, room: Any, now: float) -> None:
+        failed[room.id] = room
+        if room.id in self.rooms:
+            close(self, room, now)
+
+    def room_of(self: DecodeSessions, lease: LeaseEntry) -> Any:
+        room = self.rooms.get(lease.message.room) or failed.get(lease.message.room)
+        return room if room is not None and lease in room.leases else None
+
+    patch(DecodeSessions, "_close", keep)
+    patch(DecodeSessions, "_room_of", room_of)
+    patch(DECODE_ROOM, (DecodeRoom.FAILED, DecodeRoomEvent.COMPLETE), DecodeRoom.READY)
+    patch(DECODE_ROOM, (DecodeRoom.FAILED, DecodeRoomEvent.FAIL), DecodeRoom.FAILED)
+
+
+def silence_taken_for_a_fence(patch: Patch) -> None:
+    """A peer that says nothing is taken for dead, and for quiet."""
+    quarantine = Leases.quarantine
+
+    def end_all(self: Leases, session: Session) -> None:
+        quarantine(self, session)
+        self.quiet(session, 0.0)
+
+    patch(Leases, "quarantine", end_all)
+
+
+def new_incarnation_taken_for_a_fence(patch: Patch) -> None:
+    """The process that wrote is gone, so its leases end; but its child writes on."""
+    lost = DecodeSessions._session_lost
+
+    def end_all(self: DecodeSessions, session: Session, cause: Cause, detail: str, now: float) -> None:
+        lost(self, session, cause, detail, now)
+        if cause is Cause.PEER_RESTARTED:
+            self.leases.quiet(session, now)
+
+    patch(DecodeSessions, "_session_lost", end_all)
+
+
+def pages_reused_when_the_room_fails(patch: Patch) -> None:
+    """Prefill gives its pages back when the room has ended, whatever still reads them."""
+
+    def drain(self: PrefillSessions, room: Any) -> None:
+        if room.id in self.rooms and room.state.value in ("failed", "landed"):
+            del self.rooms[room.id]
+            self._out.append(fx.Drained(room.id))
+
+    patch(PrefillSessions, "_drain_if_quiet", drain)
+
+
+def one_queue_for_all_peers(patch: Patch) -> None:
+    """The oldest room waits for its peer at the head of everybody's queue."""
+    connect = DecodeSessions._connect
+
+    def in_order(self: DecodeSessions, name: str, now: float) -> None:
+        waiting = [room for room in self.rooms.values() if room.state is DecodeRoom.CONNECTING]
+        for room in waiting:
+            if any(self.links.peers[source].up is None for source in room.sources):
+                return
+            connect(self, room.sources[0], now)
+
+    def unreachable(self: DecodeSessions, *_: object) -> None:
+        """Nor does a silent peer's room fail before its deadline."""
+
+    patch(DecodeSessions, "_connect", in_order)
+    patch(DecodeSessions, "_peer_unreachable", unreachable)
+    patch(DecodeSessions, "_unfit", lambda self, peer, now: None)
+
+
+MUTANTS: dict[str, Callable[[Patch], None]] = {
+    mutant.__name__: mutant
+    for mutant in (
+        free_at_the_deadline,
+        drained_sent_early,
+        ended_grants_forgotten,
+        late_message_revives_room,
+        silence_taken_for_a_fence,
+        new_incarnation_taken_for_a_fence,
+        pages_reused_when_the_room_fails,
+        one_queue_for_all_peers,
+    )
+}

@@ -38,7 +38,7 @@ class Plan:
         return self.rows * self.pairing.row_bytes
 
     def pieces(self, bytes_max: int) -> Iterator[Plan]:
-        """The same rows in the same order, as plans of at most `bytes_max` bytes, or of one row where rows are larger."""
+        """The same rows in the same order, in plans of at most `bytes_max` bytes, or of one row if rows are larger."""
         rows, row_bytes = self.rows, self.pairing.row_bytes
         if not rows * row_bytes:
             return

@@ -1,0 +1,208 @@
+"""Pools as the field allocates them: torch tensors of the real shapes, to hold every layout's table against.
+
+A pool's tensors and its layout look at the same bytes. Contents are hashed of (kind, layer, head, token, offset), so
+that no two planes, slots or offsets hold equal rows: what lands in a wrong place shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pdtransfer.layout import Layout
+from pdtransfer.layouts import C4_PAGE_BYTES, C4_PAGE_SIZE, C4_PARTS, DSA_INDEX_PARTS, host_layout, item_layout
+
+Bytes = NDArray[np.uint8]
+Slots = NDArray[np.int64]
+
+CANARY = 0xEE
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+    "uint8": torch.uint8,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What two pools must share to pair. `parts` is (kind, dtype, bytes of a head) of each kind."""
+
+    parts: tuple[tuple[str, str, int], ...]
+    layers: range
+    heads: range
+    item_bytes: int | None = None  # pages that keep their parts apart have this many bytes; None: a tensor a kind
+
+    def rows(self) -> Iterator[tuple[str, int, int]]:
+        """Every (kind, layer, head)."""
+        for kind, _, _ in self.parts:
+            for layer in self.layers:
+                for head in self.heads:
+                    yield kind, layer, head
+
+    def head_bytes(self, kind: str) -> int:
+        return next(size for name, _, size in self.parts if name == kind)
+
+
+def mha(*, layers: range = range(3), heads: range = range(4), head_bytes: int = 16, dtype: str = "bfloat16") -> Model:
+    return Model(parts=(("k", dtype, head_bytes), ("v", dtype, head_bytes)), layers=layers, heads=heads)
+
+
+def mla(*, layers: range = range(3), head_bytes: int = 1_152, dtype: str = "bfloat16") -> Model:
+    return Model(parts=(("latent", dtype, head_bytes),), layers=layers, heads=range(1))
+
+
+def dsa_index(*, layers: range = range(3), page_size: int = 64) -> Model:
+    return Model(parts=tuple(DSA_INDEX_PARTS), layers=layers, heads=range(1), item_bytes=page_size * 132)
+
+
+def c4(*, layers: range = range(3)) -> Model:
+    return Model(parts=tuple(C4_PARTS), layers=layers, heads=range(1), item_bytes=C4_PAGE_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """A tensor of `name`'s shape at `base` of its memory, read and written by the tensor's own indexing alone."""
+
+    name: str
+    model: Model
+    page_size: int
+    slots: int
+    base: int = 0
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The table under test."""
+        m, common = self.model, {"slots": self.slots, "page_size": self.page_size, "base": self.base}
+        if m.item_bytes is not None:
+            parts = DSA_INDEX_PARTS if m.parts == DSA_INDEX_PARTS else C4_PARTS
+            return item_layout(self.name, parts=parts, layers=m.layers, item_bytes=m.item_bytes, **common)
+        kinds, (_, dtype, head_bytes) = [kind for kind, _, _ in m.parts], m.parts[0]
+        return host_layout(
+            self.name, kinds=kinds, layers=m.layers, heads=m.heads, head_bytes=head_bytes, dtype=dtype, **common
+        )
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """As DESIGN's table writes them; the head's axis is there also where it is 1, the kind's only for k and v."""
+        m, pages = self.model, self.slots // self.page_size
+        layers, heads = len(m.layers), len(m.heads)
+        if m.item_bytes is not None:
+            return {
+                "layer_first": (layers, pages, m.item_bytes),
+                "page_first": (pages, layers, m.item_bytes),
+                "page_first_direct": (pages, layers, 1, m.item_bytes),
+            }[self.name]
+        _, dtype, head_bytes = m.parts[0]
+        dim = head_bytes // TORCH_DTYPES[dtype].itemsize
+        one = {
+            "layer_first": (layers, self.slots, heads, dim),
+            "page_first": (self.slots, layers, heads, dim),
+            "page_first_direct": (pages, layers, self.page_size, heads, dim),
+            "page_head": (pages, heads, self.page_size, layers, dim),
+        }[self.name]
+        return one if len(m.parts) == 1 else (len(m.parts), *one)
+
+    @cached_property
+    def memory(self) -> Bytes:
+        """The whole mapping: `base` bytes that are not the pool's, the pool, and 64 bytes more."""
+        dtype = torch.uint8 if self.model.item_bytes is not None else TORCH_DTYPES[self.model.parts[0][1]]
+        byte_count = int(np.prod(self.shape)) * dtype.itemsize
+        return np.full(self.base + byte_count + 64, CANARY, dtype=np.uint8)
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        dtype = torch.uint8 if self.model.item_bytes is not None else TORCH_DTYPES[self.model.parts[0][1]]
+        return torch.from_numpy(self.memory[self.base : -64]).view(dtype).view(self.shape)
+
+    def view(self, kind: str, layer: int, head: int) -> torch.Tensor:
+        """All rows of one (kind, layer, head) by slot, as a view (pages, page_size, elements) of the tensor."""
+        m, t = self.model, self.tensor
+        at, h = m.layers.index(layer), m.heads.index(head)
+        if m.item_bytes is not None:
+            items = {
+                "layer_first": lambda: t[at],
+                "page_first": lambda: t[:, at],
+                "page_first_direct": lambda: t[:, at, 0],
+            }[self.name]()
+            (first, _, first_bytes), (_, _, second_bytes) = m.parts
+            split = self.page_size * first_bytes
+            flat = items[:, :split] if kind == first else items[:, split : split + self.page_size * second_bytes]
+            return flat.unflatten(1, (self.page_size, -1))
+        if len(m.parts) > 1:
+            t = t[[part[0] for part in m.parts].index(kind)]
+        return {
+            "layer_first": lambda: t[at, :, h].unflatten(0, (-1, self.page_size)),
+            "page_first": lambda: t[:, at, h].unflatten(0, (-1, self.page_size)),
+            "page_first_direct": lambda: t[:, at, :, h],
+            "page_head": lambda: t[:, h, :, at],
+        }[self.name]()
+
+    def read(self, kind: str, layer: int, head: int, slots: Slots) -> Bytes:
+        """uint8 (n, head_bytes) by the tensor's indexing."""
+        pages, rows = torch.from_numpy(slots // self.page_size), torch.from_numpy(slots % self.page_size)
+        return self.view(kind, layer, head)[pages, rows].contiguous().view(torch.uint8).numpy()
+
+    def fill(self, tokens: Slots) -> None:
+        """Gives slot i the content of token tokens[i], by the tensor's indexing."""
+        for kind, layer, head in self.model.rows():
+            rows = torch.from_numpy(content(kind, layer, head, tokens, self.model.head_bytes(kind)))
+            view = self.view(kind, layer, head)
+            view.copy_(rows.view(view.dtype).view(view.shape))
+
+
+def content(kind: str, layer: int, head: int, tokens: Slots, byte_count: int) -> Bytes:
+    """Hashed bytes of each token's row, uint8 (n, byte_count): splitmix64 of place and offset."""
+    place = np.uint64(int.from_bytes(kind.encode()[:3].ljust(3), "little") << 40 | layer << 20 | head << 4)
+    offsets = np.arange(-(-byte_count // 8), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        x = _mixed(_mixed(tokens.astype(np.uint64) + place * np.uint64(0x9E3779B97F4A7C15))[:, None] + offsets)
+    return np.ascontiguousarray(x).view(np.uint8)[:, :byte_count]
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def models() -> st.SearchStrategy[Model]:
+    """Models of every row of DESIGN's table, small; a rank may hold any range of layers and heads."""
+    ranges = st.builds(lambda first, count: range(first, first + count), st.integers(0, 40), st.integers(1, 4))
+    head_bytes = st.sampled_from([4, 16, 24])
+    dtypes = st.sampled_from(["bfloat16", "float16", "float32", "float8_e4m3", "uint8"])
+    return st.one_of(
+        st.builds(mha, layers=ranges, heads=ranges, head_bytes=head_bytes, dtype=dtypes),
+        st.builds(mla, layers=ranges, head_bytes=st.sampled_from([1_152, 656]), dtype=st.sampled_from(["bfloat16"])),
+        st.builds(dsa_index, layers=ranges, page_size=st.sampled_from([1, 4, 64])),
+        st.builds(c4, layers=ranges),
+    )
+
+
+@st.composite
+def pools(draw: Any, model: Model) -> Pool:
+    """Any pool of this model: every layout that it has, any page size that it may have."""
+    pages = draw(st.integers(1, 5))
+    base = 64 * draw(st.integers(0, 3))
+    if model.item_bytes is None:
+        name = draw(st.sampled_from(["layer_first", "page_first", "page_first_direct", "page_head"]))
+        page_size = 1 << draw(st.integers(0, 4))
+    else:
+        name = draw(st.sampled_from(["layer_first", "page_first", "page_first_direct"]))
+        page_size = C4_PAGE_SIZE if model.item_bytes == C4_PAGE_BYTES else model.item_bytes // 132
+    return Pool(name=name, model=model, page_size=page_size, slots=pages * page_size, base=base)
+
+
+def planes_of(layout: Layout) -> Iterator[tuple[int, str, int, Sequence[int]]]:
+    """(plane index, kind, layer, heads) of every plane."""
+    for at, plane in enumerate(layout.planes):
+        yield at, plane.kind, plane.layer, range(plane.head_start, plane.head_start + plane.head_count)

@@ -1,6 +1,6 @@
 """What a daemon asks of an inference engine: pure steps on one thread; the daemon does all the talking.
 
-`--engine module:attribute` names a factory `(EngineConfig) -> PrefillEngine | DecodeEngine`; which one, `config.role` says.
+`--engine module:attribute` names a factory `(EngineConfig) -> PrefillEngine | DecodeEngine`; `config.role` says which.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """Prefill: rows [rows) of layers [layers) of one component are in the pool. `pages` holds rows[0] .. rows[1] in order:
-    row r of the room is in slot pages[r // page_size] * page_size + r % page_size; it names all pages of the room so far."""
+    """Prefill: rows [rows) of layers [layers) of one component are in the pool.
+
+    `pages` names the pages of rows [0, rows[1]) in order: row r of the room is in slot
+    pages[r // page_size] * page_size + r % page_size.
+    """
 
     room: int
     component: str
@@ -87,7 +90,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Decode: the room needs its slots no more. Digests as DESIGN's 'identical': tokens, logits, KV by (position, plane)."""
+    """Decode: the room needs its slots no more. Digests of tokens, of their logits, of the KV by (position, plane)."""
 
     room: int
     reason: Literal["stop", "length"]
@@ -159,7 +162,7 @@ class DecodeEngine(Protocol):
         ...
 
     def step(self) -> list[Token | Finished | Broken]:
-        """One decode step for up to batch_max rooms; after Finished or cancel the engine touches no slot of the room."""
+        """One decode step for up to batch_max rooms; after Finished or Broken it touches no slot of the room."""
         ...
 
     def cancel(self, room: int) -> None:

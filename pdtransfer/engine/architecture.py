@@ -1,0 +1,136 @@
+"""What the reference model is: its sizes, its options, and its weights from a seed, with a digest to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta, Struct
+from torch import Tensor
+
+from ..errors import ConfigError
+from .tokens import EOS, VOCABULARY
+
+DIGEST_BYTES = 16
+
+# Random weights alone make attention nearly uniform and each token a function of the last one: sharpen it.
+_GAINS = {"query": 3.0, "output": 3.0, "head": 2.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Sizes in elements of float32. MLA keeps latent_dim + rope_dim a token and layer, GQA 2 * kv_heads * head_dim."""
+
+    attention: Literal["mla", "gqa"]
+    seed: int = 0
+    layers: int = 4
+    context_tokens: int = 16_384  # prompt and generated tokens of one room
+    width: int = 256
+    mlp_width: int = 768
+    vocabulary: int = VOCABULARY
+    head_dim: int = 64
+    mla_heads: int = 2
+    latent_dim: int = 512
+    rope_dim: int = 64
+    gqa_heads: int = 8
+    kv_heads: int = 4
+
+    @property
+    def name(self) -> str:
+        return f"reference-{self.attention}"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the cache keeps for one token in one layer: of each kind `cache_heads` of `cache_dim` elements."""
+        return ("latent",) if self.attention == "mla" else ("k", "v")
+
+    @property
+    def cache_heads(self) -> int:
+        return 1 if self.attention == "mla" else self.kv_heads
+
+    @property
+    def cache_dim(self) -> int:
+        return self.latent_dim + self.rope_dim if self.attention == "mla" else self.head_dim
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Weights of one layer in order; the last but one dimension is summed over."""
+        width, head = self.width, self.head_dim
+        match self.attention:
+            case "mla":
+                heads, latent, rope = self.mla_heads, self.latent_dim, self.rope_dim
+                attention = {
+                    "query": (width, heads * (head + rope)),
+                    "latent": (width, latent + rope),
+                    "key_up": (heads, head, latent),
+                    "value_up": (heads, latent, head),
+                    "output": (heads * head, width),
+                }
+            case "gqa":
+                attention = {
+                    "query": (width, self.gqa_heads * head),
+                    "key": (width, self.kv_heads * head),
+                    "value": (width, self.kv_heads * head),
+                    "output": (self.gqa_heads * head, width),
+                }
+        return attention | {
+            "gate": (width, self.mlp_width),
+            "up": (width, self.mlp_width),
+            "down": (self.mlp_width, width),
+        }
+
+
+class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `--engine-option name=value` may say to the reference engine."""
+
+    seed: Annotated[int, Meta(ge=0)] = 0
+    layers: Annotated[int, Meta(ge=1, le=64)] = 4
+    context_tokens: Annotated[int, Meta(ge=2, le=1 << 20)] = 16_384
+    layers_per_cell: Annotated[int, Meta(ge=0, le=64)] = 0  # prefill offers so many layers at a time; 0: all at once
+    eos: Annotated[int, Meta(ge=0, lt=VOCABULARY)] = EOS
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> Options:
+        """Raises ConfigError that names the option: unknown, no integer, or out of bounds."""
+        try:
+            return msgspec.convert(dict(options), cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"engine option: {error}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Normal float32 weights, drawn by numpy so that a seed means the same on every platform."""
+
+    embedding: Tensor  # (vocabulary, width)
+    layers: list[dict[str, Tensor]]  # by Architecture.shapes
+    head: Tensor  # (width, vocabulary)
+    digest: bytes  # of the architecture and every weight
+
+    @classmethod
+    def draw(cls, architecture: Architecture, device: torch.device) -> Weights:
+        random = np.random.Generator(np.random.PCG64(architecture.seed))
+        digest = blake2b(digest_size=DIGEST_BYTES)
+        for size in fields(architecture):
+            digest.update(f"{size.name}={getattr(architecture, size.name)};".encode())
+
+        def normal(shape: tuple[int, ...], deviation: float) -> Tensor:
+            drawn = random.standard_normal(shape, dtype=np.float32) * np.float32(deviation)
+            digest.update(drawn.data)
+            return torch.as_tensor(drawn, device=device)
+
+        def scaled(name: str, shape: tuple[int, ...]) -> Tensor:
+            return normal(shape, _GAINS.get(name, 1.0) * shape[-2] ** -0.5)
+
+        embedding = normal((architecture.vocabulary, architecture.width), 1.0)
+        layers = [
+            {name: scaled(name, shape) for name, shape in architecture.shapes.items()}
+            for _ in range(architecture.layers)
+        ]
+        head = scaled("head", (architecture.width, architecture.vocabulary))
+        return cls(embedding=embedding, layers=layers, head=head, digest=digest.digest())

@@ -1,0 +1,105 @@
+"""A KV cache read and written through its layout's table, whatever the layout is; and the pages of a paged pool.
+
+A row's place is (slot // page_size) * page_stride + (slot % page_size) * row_stride past its plane's base, so with one
+unit that divides both strides every plane is a two-dimensional view, and one index vector serves them all.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from math import gcd
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..layout import Layout, Plane
+from .architecture import DIGEST_BYTES, Architecture
+
+_DIGEST_ROWS = 1_024  # rows read at once: the digest needs no copy of a whole request
+
+
+class Cache:
+    """Views of one flat float32 tensor, which is the whole pool or arena."""
+
+    def __init__(self, flat: Tensor, layout: Layout, architecture: Architecture) -> None:
+        strides = {(plane.page_stride, plane.row_stride) for plane in layout.planes}
+        assert len(strides) == 1, strides
+        page_stride, row_stride = strides.pop()
+        unit = gcd(page_stride, row_stride)
+        self.page_size, self.slots = layout.page_size, layout.slots
+        self._page_step, self._row_step = page_stride // unit, row_stride // unit
+        self._architecture = architecture
+        self._planes: dict[tuple[str, int], list[tuple[slice, Tensor]]] = {}
+        for plane in sorted(layout.planes, key=lambda plane: plane.head_start):
+            heads = slice(plane.head_start, plane.head_start + plane.head_count)
+            self._planes.setdefault((plane.kind, plane.layer), []).append((heads, _view(flat, plane, unit)))
+
+    def index(self, slots: NDArray[np.int64], multiple: int) -> Tensor:
+        """Slots int64 (n,) -> cache rows int64, good for every plane; filled up to a multiple with the first one."""
+        pages, rows = np.divmod(np.pad(slots, (0, -len(slots) % multiple), constant_values=slots[0]), self.page_size)
+        return torch.as_tensor(pages * self._page_step + rows * self._row_step)
+
+    def read(self, kind: str, layer: int, index: Tensor) -> Tensor:
+        """Cache rows (n,) -> a fresh (n, heads, dim)."""
+        heads, dim = self._architecture.cache_heads, self._architecture.cache_dim
+        parts = self._planes[kind, layer]
+        if len(parts) == 1:
+            return torch.index_select(parts[0][1], 0, index).view(-1, heads, dim)
+        rows = parts[0][1].new_empty(len(index), heads, dim)
+        for place, view in parts:
+            rows[:, place] = torch.index_select(view, 0, index).view(len(index), -1, dim)
+        return rows
+
+    def write(self, kind: str, layer: int, index: Tensor, rows: Tensor) -> None:
+        """(n, heads, dim) to cache rows (n,)."""
+        for place, view in self._planes[kind, layer]:
+            view.index_copy_(0, index, rows[:, place].reshape(len(index), -1))
+
+    def digest(self, index: Tensor) -> bytes:
+        """Of the rows' bytes by (layer, kind, position, head): the same for equal KV in any layout."""
+        digest = blake2b(digest_size=DIGEST_BYTES)
+        for layer in range(self._architecture.layers):
+            for kind in self._architecture.kinds:
+                for first in range(0, len(index), _DIGEST_ROWS):
+                    rows = self.read(kind, layer, index[first : first + _DIGEST_ROWS])
+                    digest.update(rows.cpu().numpy().data)
+        return digest.digest()
+
+
+def _view(flat: Tensor, plane: Plane, unit: int) -> Tensor:
+    """The plane as (units, row elements): row i begins i units past the base; where a unit is less, rows overlap."""
+    size = flat.element_size()
+    assert plane.dtype == "float32", plane.dtype
+    assert not any(number % size for number in (plane.base, unit, plane.row_bytes)), (plane, unit)
+    elements, base, step = plane.row_bytes // size, plane.base // size, unit // size
+    return flat.as_strided((1 + (flat.numel() - base - elements) // step, elements), (step, 1), base)
+
+
+class Pages:
+    """The free pages of a pool, as a stack: in time the pages of one request come to lie anywhere."""
+
+    def __init__(self, *, count: int, page_size: int) -> None:
+        self.page_size = page_size
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def needed(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def take(self, tokens: int) -> NDArray[np.int64] | None:
+        """Pages for so many tokens, in order of their rows; None when there are not enough."""
+        count = self.needed(tokens)
+        if count > len(self._free):
+            return None
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return np.array(taken[::-1], dtype=np.int64)
+
+    def give(self, pages: NDArray[np.int64]) -> None:
+        """Takes back pages that nobody reads any more."""
+        self._free.extend(int(page) for page in pages)

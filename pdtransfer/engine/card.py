@@ -1,0 +1,87 @@
+"""What both sides of the reference engine make of a daemon's flags, and what both check of a request."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError, LocalProtocolError
+from ..layout import Component, Span
+from ..layouts import host_layout
+from .architecture import Architecture, Options
+from .base import EngineCard, EngineConfig, Request
+from .model import Model
+from .tokens import VOCABULARY
+
+COMPONENT = "kv"
+
+
+def build_model(config: EngineConfig, options: Options) -> Model:
+    """The model that a daemon's flags ask for. Raises ConfigError."""
+    if config.device != "cpu":
+        raise ConfigError(f"device: {config.device!r}, the reference engine runs on 'cpu'")
+    if config.attention not in ("mla", "gqa"):
+        raise ConfigError(f"attention: {config.attention!r} is none of mla, gqa")
+    if config.chunk_tokens < 1 or config.batch_max < 1:
+        raise ConfigError(f"chunk_tokens: {config.chunk_tokens}, batch_max: {config.batch_max}: both are at least 1")
+    architecture = Architecture(
+        attention=config.attention,
+        seed=options.seed,
+        layers=options.layers,
+        context_tokens=options.context_tokens,
+    )
+    return Model(architecture, torch.device(config.device))
+
+
+def build_card(config: EngineConfig, model: Model, options: Options) -> EngineCard:
+    """Raises ConfigError for slots, a page size or a layout that make no pool."""
+    architecture = model.architecture
+    try:
+        layout = host_layout(
+            config.host_layout,
+            kinds=architecture.kinds,
+            layers=architecture.layers,
+            heads=architecture.cache_heads,
+            head_bytes=4 * architecture.cache_dim,
+            dtype="float32",
+            slots=config.slots,
+            page_size=config.page_size,
+        )
+    except (LocalProtocolError, ValueError) as error:
+        raise ConfigError(f"no pool of {config.slots} slots, page_size {config.page_size}: {error}") from None
+    component = Component(name=COMPONENT, memory="dram", tokens_per_row=1, span=Span(), layout=layout)
+    return EngineCard(
+        model=architecture.name,
+        weights=model.weights.digest,
+        components=(component,),
+        memory_bytes=layout.end,
+        eos=options.eos,
+    )
+
+
+def check_request(request: Request, architecture: Architecture) -> None:
+    """Raises ValueError, naming both values, for a request that no engine of this architecture can serve."""
+    prompt, sampling = request.prompt, request.sampling
+    if prompt.ndim != 1 or prompt.dtype != np.int64:
+        raise ValueError(f"prompt: {prompt.dtype} of shape {prompt.shape}, expected int64 (tokens,)")
+    if len(prompt) == 0:
+        raise ValueError("prompt: 0 tokens, at least 1 is needed")
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= VOCABULARY:
+        raise ValueError(f"prompt: id {low if low < 0 else high} is not within [0, {VOCABULARY})")
+    if sampling.max_tokens < 1:
+        raise ValueError(f"max_tokens: {sampling.max_tokens}, at least 1 is needed")
+    if not isfinite(sampling.temperature) or sampling.temperature < 0:
+        raise ValueError(f"temperature: {sampling.temperature} is not finite and at least 0")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p: {sampling.top_p} is not within (0, 1]")
+    if not 0 <= sampling.seed < 1 << 64:
+        raise ValueError(f"seed: {sampling.seed} is not within [0, 2**64)")
+    total = len(prompt) + sampling.max_tokens
+    if total > architecture.context_tokens:
+        raise ValueError(
+            f"prompt of {len(prompt)} tokens and max_tokens {sampling.max_tokens} are {total} tokens, "
+            f"the context has {architecture.context_tokens}"
+        )

@@ -1,0 +1,187 @@
+"""The decode side of the reference model: continuous batches of steps, each reading every key out of the arena."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..layout import check_slots
+from .architecture import Options
+from .attention import KEY_BLOCK, Tiles, causal_bias
+from .base import Broken, EngineCard, EngineConfig, Finished, Request, Token
+from .cache import Cache
+from .card import COMPONENT, build_card, check_request
+from .model import Batch, Model
+from .numerics import block_up, single_threaded
+from .sampling import Handoff, chain, pick, tokens_digest
+
+_ROOMS_TOGETHER = 4  # folded together: their key blocks stay in the core's cache between two products
+
+
+@dataclass(slots=True)
+class _Room:
+    """A landed request. The keys of rows [0, position) are in the arena; the last id's are not yet."""
+
+    request: Request
+    index: Tensor  # (key blocks, KEY_BLOCK) int64 cache rows, growth included
+    logits_digest: bytes
+    ids: list[int] = field(default_factory=list[int])
+    told: bool = False  # whether step() has returned the first id, which came with aux
+
+    @property
+    def position(self) -> int:
+        return len(self.request.prompt) + len(self.ids) - 1
+
+    def end(self, eos: int) -> Literal["stop", "length"] | None:
+        """Why the last id was the last one, if it was."""
+        if self.ids[-1] == eos and not self.request.sampling.ignore_eos:
+            return "stop"
+        return "length" if len(self.ids) == self.request.sampling.max_tokens else None
+
+
+class ReferenceDecode:
+    """A base.DecodeEngine. Rooms beyond batch_max wait for a step and take turns."""
+
+    def __init__(self, config: EngineConfig, options: Options, model: Model) -> None:
+        self._config, self._options, self._model = config, options, model
+        self._card = build_card(config, model, options)
+        self._cache: Cache | None = None
+        self._rooms: dict[int, _Room] = {}
+
+    @property
+    def card(self) -> EngineCard:
+        return self._card
+
+    @property
+    def idle(self) -> bool:
+        return not self._rooms
+
+    def attach(self, arena: memoryview) -> None:
+        assert self._cache is None, "attach is called once"
+        if arena.nbytes < self._card.memory_bytes or arena.readonly:
+            kind = "read-only" if arena.readonly else "writable"
+            raise ValueError(f"arena: {arena.nbytes} {kind} bytes, expected {self._card.memory_bytes} writable ones")
+        flat = torch.frombuffer(arena, dtype=torch.float32, count=self._card.memory_bytes // 4)
+        self._cache = Cache(flat, self._card.components[0].layout, self._model.architecture)
+
+    def check(self, request: Request) -> None:
+        check_request(request, self._model.architecture)
+        tokens = len(request.prompt) + request.sampling.max_tokens
+        if tokens > self._config.slots:
+            raise ValueError(f"{tokens} tokens, the arena has {self._config.slots} slots")
+
+    def admit(self, request: Request, slots: dict[str, NDArray[np.int64]], aux: bytes) -> None:
+        assert self._cache is not None, "attach comes before admit"
+        self.check(request)
+        if request.room in self._rooms:
+            raise ValueError(f"room {request.room:#x} is here already")
+        handoff = Handoff.unpack(aux, len(request.prompt))
+        own = self._checked_slots(request, slots)
+        self._rooms[request.room] = _Room(
+            request=request,
+            index=self._cache.index(own, KEY_BLOCK).view(-1, KEY_BLOCK),
+            logits_digest=handoff.logits_digest,
+            ids=[handoff.first_token],
+        )
+
+    @torch.inference_mode()
+    def step(self) -> list[Token | Finished | Broken]:
+        single_threaded()
+        made: list[Token | Finished | Broken] = []
+        running: list[_Room] = []
+        for number in list(islice(self._rooms, self._config.batch_max)):
+            # To the end of the queue: every room has its turn.
+            room = self._rooms[number] = self._rooms.pop(number)
+            if room.told or not self._tell(room, made):
+                running.append(room)
+        if running:
+            running.sort(key=lambda room: room.position)
+            for room, logits in zip(running, self._forward(running), strict=True):
+                self._advance(room, logits, made)
+        return made
+
+    def cancel(self, room: int) -> None:
+        self._rooms.pop(room, None)
+
+    def _checked_slots(self, request: Request, slots: dict[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        if set(slots) != {COMPONENT}:
+            raise ValueError(f"slots: of components {sorted(slots)}, expected {COMPONENT!r}")
+        own, tokens = slots[COMPONENT], len(request.prompt) + request.sampling.max_tokens
+        if own.shape != (tokens,) or own.dtype != np.int64:
+            raise ValueError(f"slots: {own.dtype} of shape {own.shape}, expected int64 of {(tokens,)}")
+        check_slots(own, self._config.slots, "slots")
+        return own
+
+    def _forward(self, rooms: list[_Room]) -> NDArray[np.float32]:
+        """One row a room through all layers: each room's last id at its position. (rooms, vocabulary)."""
+        assert self._cache is not None
+        rows = block_up(len(rooms))
+        ids, positions = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
+        ids[: len(rooms)] = torch.tensor([room.ids[-1] for room in rooms])
+        positions[: len(rooms)] = torch.tensor([room.position for room in rooms])
+        batch = Batch(
+            ids=ids,
+            positions=positions,
+            own=slice(0, len(rooms)),
+            targets=torch.stack([room.index.view(-1)[room.position] for room in rooms]),
+            tile_rows=1,
+            tile_count=len(rooms),
+            tiles=[_tiles(rooms, at, positions) for at in range(0, len(rooms), _ROOMS_TOGETHER)],
+        )
+        hidden = self._model.embed(batch)
+        hidden = self._model.layers(hidden, batch, self._cache, 0, self._model.architecture.layers)
+        return self._model.logits(hidden)[: len(rooms)].cpu().numpy()
+
+    def _advance(self, room: _Room, logits: NDArray[np.float32], made: list[Token | Finished | Broken]) -> None:
+        if not np.isfinite(logits).all():
+            del self._rooms[room.request.room]
+            made.append(Broken(room=room.request.room, detail=f"the logits at position {room.position} are not finite"))
+            return
+        room.logits_digest = chain(room.logits_digest, logits)
+        room.ids.append(pick(logits, room.request.sampling, len(room.ids)))
+        self._tell(room, made)
+
+    def _tell(self, room: _Room, made: list[Token | Finished | Broken]) -> bool:
+        """Reports the last id, and the end if it was the last one; returns whether it was."""
+        assert self._cache is not None
+        room.told = True
+        number = room.request.room
+        made.append(Token(room=number, index=len(room.ids) - 1, id=room.ids[-1]))
+        reason = room.end(self._options.eos)
+        if reason is None:
+            return False
+        del self._rooms[number]
+        made.append(
+            Finished(
+                room=number,
+                reason=reason,
+                tokens_digest=tokens_digest(room.ids),
+                logits_digest=room.logits_digest,
+                kv_digest=self._cache.digest(room.index.view(-1)[: room.position]),
+            )
+        )
+        return True
+
+
+def _tiles(rooms: list[_Room], at: int, positions: Tensor) -> Tiles:
+    """A tile of one row for each of the rooms from `at` on, which ascend by position."""
+    group = rooms[at : at + _ROOMS_TOGETHER]
+    depths = [room.position // KEY_BLOCK for room in group]
+    sources = [
+        torch.cat([room.index[block] for room in group[bisect_left(depths, block) :]])
+        for block in range(depths[-1] + 1)
+    ]
+    return Tiles(
+        first=at,
+        depths=depths,
+        bias=causal_bias(positions[at : at + len(group)].unsqueeze(1)),
+        sources=sources,
+        ends=[room.position + 1 for room in group],
+    )

@@ -1,0 +1,88 @@
+"""The reference transformer: one forward pass for prefill and decode alike, which reads its keys from the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .architecture import Architecture, Weights
+from .attention import Tiles, attend
+from .cache import Cache
+from .numerics import Rope, linear, rms_norm, silu
+from .projection import GroupedProjection, LatentProjection, Projection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Rows that go through the layers together, padded to a multiple of BLOCK_ROWS.
+
+    `own` are the rows that are somebody's: their keys go to `targets`; the rest is padding, computed and dropped.
+    The first `tile_rows` rows are tile 0 and so on; rows after the last tile are padding that attends to nothing.
+    """
+
+    ids: Tensor  # (rows,) int64
+    positions: Tensor  # (rows,) int64, absolute
+    own: slice
+    targets: Tensor  # (own rows,) int64 cache rows
+    tile_rows: int
+    tile_count: int
+    tiles: list[Tiles]
+
+
+class Model:
+    """Weights and the forward pass; holds no state of any request."""
+
+    def __init__(self, architecture: Architecture, device: torch.device) -> None:
+        self.architecture, self.device = architecture, device
+        self.weights = Weights.draw(architecture, device)
+        # Padding in a prompt's last tile has positions past the prompt's end.
+        positions = architecture.context_tokens + 64
+        match architecture.attention:
+            case "mla":
+                rope = Rope(positions=positions, dim=architecture.rope_dim, device=device)
+                self._projection: Projection = LatentProjection(architecture, rope)
+            case "gqa":
+                rope = Rope(positions=positions, dim=architecture.head_dim, device=device)
+                self._projection = GroupedProjection(architecture, rope)
+
+    def embed(self, batch: Batch) -> Tensor:
+        """(rows,) ids -> (rows, width)."""
+        return self.weights.embedding[batch.ids]
+
+    def layers(self, x: Tensor, batch: Batch, cache: Cache, first: int, end: int) -> Tensor:
+        """Layers [first, end) over (rows, width); each writes its rows' keys to the cache before any row attends."""
+        for number in range(first, end):
+            weights = self.weights.layers[number]
+            projected = self._projection.project(weights, rms_norm(x), batch.positions)
+            for kind, rows in projected.kept.items():
+                cache.write(kind, number, batch.targets, rows[batch.own])
+            x = x + self._projection.merge(weights, self._attend(projected.query, batch, cache, number))
+            hidden = rms_norm(x)
+            x = x + linear(silu(linear(hidden, weights["gate"])) * linear(hidden, weights["up"]), weights["down"])
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(rows, width) -> (rows, vocabulary); rows is a multiple of BLOCK_ROWS."""
+        return linear(rms_norm(x), self.weights.head)
+
+    def _attend(self, query: Tensor, batch: Batch, cache: Cache, layer: int) -> Tensor:
+        """(rows, kv_heads, group, key_dim) -> (rows, kv_heads, group, value_dim), zero for rows after the last tile."""
+        rows, heads, group, _ = query.shape
+        value_dim = self._projection.value_dim
+        used = batch.tile_count * batch.tile_rows
+        tiled = query[:used].view(batch.tile_count, batch.tile_rows, heads, group, -1).permute(2, 0, 1, 3, 4)
+        tiled = tiled.reshape(heads, batch.tile_count, batch.tile_rows * group, -1)
+        mixed = query.new_zeros(rows, heads, group, value_dim)
+
+        def read(index: Tensor) -> tuple[Tensor, ...]:
+            return tuple(cache.read(kind, layer, index) for kind in self.architecture.kinds)
+
+        for tiles in batch.tiles:
+            count = len(tiles.depths)
+            part = attend(tiled[:, tiles.first : tiles.first + count], tiles, read, value_dim)
+            part = part.view(heads, count, batch.tile_rows, group, value_dim).permute(1, 2, 0, 3, 4)
+            place = slice(tiles.first * batch.tile_rows, (tiles.first + count) * batch.tile_rows)
+            mixed[place] = part.reshape(-1, heads, group, value_dim)
+        return mixed

@@ -1,0 +1,172 @@
+"""The prefill side of the reference model: chunks of prompts into a paged pool, cell by cell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..layout import expand_pages
+from .architecture import Options
+from .attention import KEY_BLOCK, Tiles, causal_bias
+from .base import Broken, Computed, EngineCard, EngineConfig, Prefilled, Request
+from .cache import Cache, Pages
+from .card import COMPONENT, build_card, check_request
+from .model import Batch, Model
+from .numerics import BLOCK_ROWS, block_up, single_threaded
+from .sampling import Handoff, chain, pick
+
+_TILES_TOGETHER = 4  # of 64 query rows: what they share of a key block stays in the core's cache
+
+
+@dataclass(slots=True)
+class _Room:
+    """A prompt on its way: rows [0, done) are in the pool in every layer, rows [done, end) in layers [0, layer)."""
+
+    request: Request
+    pages: NDArray[np.int64]
+    index: Tensor  # (key blocks, KEY_BLOCK) int64 cache rows
+    done: int = 0
+    end: int = 0
+    layer: int = 0
+    batch: Batch | None = None
+    hidden: Tensor | None = None
+
+    @property
+    def left(self) -> int:
+        return len(self.request.prompt) - self.done
+
+
+class ReferencePrefill:
+    """A base.PrefillEngine. The oldest room and the one with the least left take turns.
+
+    So a short prompt waits for one chunk of a long one, and a long one gets half of the time at the least.
+    """
+
+    def __init__(self, config: EngineConfig, options: Options, model: Model) -> None:
+        self._config, self._options, self._model = config, options, model
+        self._card = build_card(config, model, options)
+        self._flat = torch.zeros(self._card.memory_bytes // 4, dtype=torch.float32, device=model.device)
+        self._cache = Cache(self._flat, self._card.components[0].layout, model.architecture)
+        self._pages = Pages(count=config.slots // config.page_size, page_size=config.page_size)
+        self._held: dict[int, NDArray[np.int64]] = {}
+        self._rooms: dict[int, _Room] = {}
+        self._turn = 0
+
+    @property
+    def card(self) -> EngineCard:
+        return self._card
+
+    @property
+    def pool(self) -> memoryview:
+        return self._flat.numpy().data.cast("B")
+
+    @property
+    def idle(self) -> bool:
+        return not self._rooms
+
+    def admit(self, request: Request) -> bool:
+        return self.admit_with_growth(request, 0) is not None
+
+    def admit_with_growth(self, request: Request, growth: int) -> NDArray[np.int64] | None:
+        """As `admit`, with pages for `growth` more tokens for who decodes out of this pool; returns every slot."""
+        check_request(request, self._model.architecture)
+        if request.room in self._held:
+            raise ValueError(f"room {request.room:#x} is here already")
+        tokens = len(request.prompt) + growth
+        if tokens > self._config.slots:
+            raise ValueError(f"{tokens} tokens, the pool has {self._config.slots} slots")
+        pages = self._pages.take(tokens)
+        if pages is None:
+            return None
+        self._held[request.room] = pages
+        slots = expand_pages(pages, self._config.page_size, tokens)
+        index = self._cache.index(slots[: len(request.prompt)], KEY_BLOCK).view(-1, KEY_BLOCK)
+        self._rooms[request.room] = _Room(request=request, pages=pages, index=index)
+        return slots
+
+    @torch.inference_mode()
+    def step(self) -> list[Computed | Prefilled | Broken]:
+        single_threaded()
+        if not self._rooms:
+            return []
+        self._turn += 1
+        oldest = next(iter(self._rooms.values()))
+        room = oldest if self._turn % 2 else min(self._rooms.values(), key=lambda room: room.left)
+        if room.hidden is None:
+            room.end = min(room.done + self._config.chunk_tokens, len(room.request.prompt))
+            room.batch = self._batch(room)
+            room.hidden = self._model.embed(room.batch)
+        assert room.batch is not None
+        first, rows, number = room.layer, (room.done, room.end), room.request.room
+        count = self._model.architecture.layers
+        room.layer = min(count, first + (self._options.layers_per_cell or count))
+        room.hidden = self._model.layers(room.hidden, room.batch, self._cache, first, room.layer)
+        pages = room.pages[: self._pages.needed(room.end)]
+        made: list[Computed | Prefilled | Broken] = [
+            Computed(room=number, component=COMPONENT, rows=rows, layers=(first, room.layer), pages=pages)
+        ]
+        if room.layer < count:
+            return made
+        hidden, room.hidden, room.batch, room.layer, room.done = room.hidden, None, None, 0, room.end
+        if room.left == 0:
+            del self._rooms[number]
+            made.append(self._finish(room, hidden))
+        return made
+
+    def cancel(self, room: int) -> None:
+        self._rooms.pop(room, None)
+
+    def free(self, room: int) -> None:
+        self._rooms.pop(room, None)
+        pages = self._held.pop(room, None)
+        if pages is not None:
+            self._pages.give(pages)
+
+    def _batch(self, room: _Room) -> Batch:
+        """Rows [done, end) at their places in tiles that lie at multiples of BLOCK_ROWS of the prompt."""
+        first = room.done // BLOCK_ROWS * BLOCK_ROWS
+        rows = block_up(room.end - first)
+        own = slice(room.done - first, room.end - first)
+        ids = torch.zeros(rows, dtype=torch.int64)
+        ids[own] = torch.tensor(room.request.prompt[room.done : room.end])
+        positions = torch.arange(first, first + rows)
+        bias = causal_bias(positions.view(-1, BLOCK_ROWS))
+        depths = [int(position) // KEY_BLOCK for position in positions[::BLOCK_ROWS]]
+        tiles = [
+            Tiles(
+                first=at,
+                depths=depths[at : at + _TILES_TOGETHER],
+                bias=bias[at : at + _TILES_TOGETHER],
+                sources=[room.index[block] for block in range(depths[min(at + _TILES_TOGETHER, len(depths)) - 1] + 1)],
+                ends=[room.end],
+            )
+            for at in range(0, len(depths), _TILES_TOGETHER)
+        ]
+        targets = room.index.view(-1)[room.done : room.end]
+        return Batch(
+            ids=ids,
+            positions=positions,
+            own=own,
+            targets=targets,
+            tile_rows=BLOCK_ROWS,
+            tile_count=len(depths),
+            tiles=tiles,
+        )
+
+    def _finish(self, room: _Room, hidden: Tensor) -> Prefilled | Broken:
+        """The first token, by the logits of the prompt's last row."""
+        request = room.request
+        row = (len(request.prompt) - 1) % BLOCK_ROWS
+        logits = self._model.logits(hidden[-BLOCK_ROWS:])[row].cpu().numpy()
+        if not np.isfinite(logits).all():
+            return Broken(room=request.room, detail="the logits are not finite")
+        handoff = Handoff.of(
+            prompt_tokens=len(request.prompt),
+            first_token=pick(logits, request.sampling, 0),
+            logits_digest=chain(b"", logits),
+        )
+        return Prefilled(room=request.room, aux=handoff.pack())

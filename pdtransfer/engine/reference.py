@@ -1,0 +1,90 @@
+"""The reference engine: the factory that daemons call, and a single process that generates with nothing transferred.
+
+`generate_many` is what a disaggregated run is compared with: the same prefill and decode, both on one pool of pages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..wire import Sampling
+from .architecture import Options
+from .base import Broken, DecodeEngine, EngineConfig, Finished, Prefilled, PrefillEngine, Request, Token
+from .card import COMPONENT, build_model
+from .decode import ReferenceDecode
+from .prefill import ReferencePrefill
+
+
+def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
+    """The engine that `config.role` names. Raises ConfigError."""
+    options = Options.parse(config.options)
+    model = build_model(config, options)
+    match config.role:
+        case "prefill":
+            return ReferencePrefill(config, options, model)
+        case "decode":
+            return ReferenceDecode(config, options, model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One request's outcome, with DESIGN 10's three digests."""
+
+    tokens: tuple[int, ...]
+    reason: str  # "stop" or "length"
+    tokens_digest: bytes
+    logits_digest: bytes
+    kv_digest: bytes
+
+
+def generate(config: EngineConfig, prompt: NDArray[np.int64], sampling: Sampling) -> Generation:
+    """One request in this process. Raises ValueError for a request that makes no sense or does not fit."""
+    return generate_many(config, [(prompt, sampling)])[0]
+
+
+def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int64], Sampling]]) -> list[Generation]:
+    """Requests in this process, as many at a time as `config.slots` holds, outcomes in the order of requests.
+
+    `config.role` does not matter, and no other field but `attention` and `options` changes a bit of the outcome.
+    """
+    options = Options.parse(config.options)
+    model = build_model(config, options)
+    prefill = ReferencePrefill(replace(config, role="prefill"), options, model)
+    decode = ReferenceDecode(replace(config, role="decode"), options, model)
+    decode.attach(prefill.pool)
+    rooms = [Request(room=at, prompt=prompt, sampling=sampling) for at, (prompt, sampling) in enumerate(requests)]
+    waiting = deque(rooms)
+    slots: dict[int, NDArray[np.int64]] = {}
+    tokens: list[list[int]] = [[] for _ in requests]
+    outcomes: dict[int, Generation] = {}
+    while len(outcomes) < len(requests):
+        while waiting:
+            own = prefill.admit_with_growth(waiting[0], waiting[0].sampling.max_tokens)
+            if own is None:
+                break
+            slots[waiting.popleft().room] = own
+        for event in prefill.step() or decode.step():
+            match event:
+                case Prefilled(room=room, aux=aux):
+                    decode.admit(rooms[room], {COMPONENT: slots.pop(room)}, aux)
+                case Token(room=room, id=token):
+                    tokens[room].append(token)
+                case Finished(room=room):
+                    prefill.free(room)
+                    outcomes[room] = Generation(
+                        tokens=tuple(tokens[room]),
+                        reason=event.reason,
+                        tokens_digest=event.tokens_digest,
+                        logits_digest=event.logits_digest,
+                        kv_digest=event.kv_digest,
+                    )
+                case Broken(room=room, detail=detail):
+                    raise RuntimeError(f"request {room}: {detail}")
+                case _:
+                    pass
+    return [outcomes[at] for at in range(len(requests))]

@@ -1,0 +1,25 @@
+"""The reference model's tokeniser: ids 0 to 255 are bytes, EOS follows; no torch here, so that a router may use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+EOS = 256
+VOCABULARY = 257
+
+
+def encode(text: bytes) -> NDArray[np.int64]:
+    """One id a byte, int64; nothing is put in front of the text or behind it."""
+    return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+
+
+def decode(ids: Iterable[int]) -> bytes:
+    """The bytes among the ids, in order; EOS stands for no byte. Raises ValueError for an id out of the vocabulary."""
+    ids = list(ids)
+    for at, token in enumerate(ids):
+        if not 0 <= token < VOCABULARY:
+            raise ValueError(f"id {token} at {at} is not within [0, {VOCABULARY})")
+    return bytes(token for token in ids if token != EOS)

@@ -20,14 +20,14 @@ COPY kernels kernels
 COPY proto proto
 COPY pdtransfer pdtransfer
 RUN /opt/pdtransfer/bin/pip install --no-cache-dir . && /opt/pdtransfer/bin/pip uninstall --yes uv
+# The native copy is compiled here, for any CPU of this architecture, so that the image needs no compiler.
+RUN PDTRANSFER_CACHE=/var/cache/pdtransfer /opt/pdtransfer/bin/python -c \
+    "import sys; from pdtransfer.kernels import load; native = load(); print(native.text); sys.exit(not native.used)"
 
 FROM ${BASE}
-# The compiler makes the native copy on the first start; without it copies take the numpy path.
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/* \
-    && useradd --system --uid 10001 --create-home pdtransfer \
-    && install -d -o pdtransfer -g pdtransfer -m 0700 /run/pdtransfer /var/cache/pdtransfer
+RUN useradd --system --uid 10001 --create-home pdtransfer \
+    && install -d -o pdtransfer -g pdtransfer -m 0700 /run/pdtransfer
+COPY --from=build --chown=pdtransfer:pdtransfer /var/cache/pdtransfer /var/cache/pdtransfer
 COPY --from=build /opt/pdtransfer /opt/pdtransfer
 ENV PATH=/opt/pdtransfer/bin:$PATH \
     PYTHONUNBUFFERED=1 \

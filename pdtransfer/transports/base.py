@@ -14,16 +14,19 @@ from ..effects import Write as Write
 from ..layout import Component
 from ..wire import Reach
 
-
 WriteDone = Callable[[Write, Outcome, str], None]
-"""Called once for each write, on the loop's thread, with a text for a person where it did not land."""
+"""Called once for each write, on the loop's thread and never from within write(), with a text where it did not land."""
 
 
 class WriterTransport(Protocol):
     """The prefill side. Everything here is called on the loop's thread and never blocks it."""
 
     async def map(self, session: int, reach: Reach, components: tuple[Component, ...]) -> int:
-        """Maps the arena that `reach` names; returns how many of its bytes are ready. Raises TransportError."""
+        """Maps the arena that `reach` names; returns how many of its bytes are ready.
+
+        Raises TransportError where it cannot be reached, LayoutMismatchError where a component holds another model
+        than ours, RemoteProtocolError where its layout leaves the arena.
+        """
         ...
 
     def unmap(self, session: int) -> None:

@@ -36,13 +36,16 @@ def blame(message_type: type[Message], fields: list[object], text: str) -> Remot
     if not expected.startswith(("Expected ", "Invalid enum value ")):
         # A struct's own check names the values; where it opens with a field, that goes where fields go.
         inner = _FIELD.match(expected)
-        name, expected = (f"{name}.{inner[1]}", inner[2]) if inner else (name, expected)
-        return RemoteProtocolError(name, expected[:TEXT_LENGTH_MAX])
+        return _error(f"{name}.{inner[1]}", inner[2]) if inner else _error(name, expected)
     if isinstance(model, inspect.StructType) and isinstance(value, list):
         count, count_min = len(cast("list[object]", value)), sum(field.required for field in model.fields)
-        missing = f"{name}.{model.fields[count].name}"
-        return RemoteProtocolError(missing, f"missing: {count} fields, expected {count_min} at least")
-    return RemoteProtocolError(name, f"{shown(value)}, expected {_bound(model, expected)}")
+        return _error(f"{name}.{model.fields[count].name}", f"missing: {count} fields, expected {count_min} at least")
+    return _error(name, f"{shown(value)}, expected {_bound(model, expected)}")
+
+
+def _error(field: str, text: str) -> RemoteProtocolError:
+    """Short enough to travel in a Reject."""
+    return RemoteProtocolError(field, text[: TEXT_LENGTH_MAX - len(field) - 2])
 
 
 def _bound(model: inspect.Type, expected: str) -> str:
@@ -55,8 +58,9 @@ def shown(value: object) -> str:
     """A peer's value for a person: short, on one line, and never deep."""
     match value:
         case str():
-            more = f"... ({len(value)} characters)" if len(value) > _SHOWN_LENGTH_MAX else ""
-            return repr(value[:_SHOWN_LENGTH_MAX]) + more
+            text = repr(value[:_SHOWN_LENGTH_MAX])
+            whole = len(value) <= _SHOWN_LENGTH_MAX and len(text) <= 2 * _SHOWN_LENGTH_MAX
+            return text if whole else f"{text[: 2 * _SHOWN_LENGTH_MAX]}... ({len(value)} characters)"
         case bytes():
             return f"{len(value)} bytes"
         case list():

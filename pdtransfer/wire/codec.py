@@ -14,12 +14,9 @@ from ..errors import RemoteProtocolError
 from ..limits import (
     ARRAYS_MAX,
     FRAME_BYTES_MAX,
-    PART_EXTENTS_MAX,
     PEERS_MAX,
     PLANE_BYTES_MIN,
     PLANES_MAX,
-    PROMPT_BYTES_MAX,
-    TEXT_LENGTH_MAX,
     VALUES_MAX,
 )
 from .blame import blame, shown
@@ -47,8 +44,9 @@ def decode(frame: bytes | memoryview) -> Message:
         raw = _unpack(
             frame,
             raw=False,
-            max_str_len=4 * TEXT_LENGTH_MAX,
-            max_bin_len=max(8 * PART_EXTENTS_MAX, PROMPT_BYTES_MAX),
+            # One that is too long for its field is refused there, under the field's name.
+            max_str_len=FRAME_BYTES_MAX,
+            max_bin_len=FRAME_BYTES_MAX,
             # msgpack makes room for what an array's head promises, at every depth: hold promises to what may follow.
             max_array_len=max(PEERS_MAX, min(PLANES_MAX, frame_bytes // PLANE_BYTES_MIN)),
             max_map_len=0,

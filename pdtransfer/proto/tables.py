@@ -1,0 +1,100 @@
+"""The generated blocks of proto/v1/README.md: messages, structs, limits, states."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .. import lease, room, routed, served
+from ..errors import Cause
+from ..layout import DTYPE_BYTES
+from ..session import links
+from ..states import diagram
+from .schema import Json, choices, constants
+
+_STATES = {
+    "A room on the decode side": diagram(room.DECODE_ROOM, room.DecodeRoom.CONNECTING),
+    "A room on the prefill side": diagram(room.PREFILL_ROOM, room.PrefillRoom.OPEN),
+    "A grant on the decode side: its lease": diagram(lease.LEASE, lease.Lease.GRANTED),
+    "A grant on the prefill side: its duty": diagram(lease.DUTY, lease.Duty.WAITING),
+    "A session on the decode side": diagram(links.SESSION, links.SessionState.OFFERING),
+    "A room on a daemon, towards its router": diagram(served.SERVICE_ROOM, served.ServiceRoom.RUNNING),
+    "A room on one worker, as its router sees it": diagram(routed.LEG, routed.Leg.BEGINNING),
+}
+
+
+def filled(page: str, schema: Json) -> str:
+    """The page with everything from `<!-- name -->` to `<!-- /name -->` made anew."""
+    blocks = {
+        "messages": "\n".join(_section(entry, first=2) for entry in schema["messages"]),
+        "structs": "\n".join(_section(entry, first=0) for entry in schema["structs"]),
+        "limits": _rows(("limit", "value", "reason"), constants()),
+        "choices": _rows(("choice", "default", "reason"), choices()),
+        "states": "\n".join(f"### {title}\n\n```mermaid\n{drawn}\n```\n" for title, drawn in _STATES.items()),
+    }
+    words = {"dtypes": ", ".join(DTYPE_BYTES), "causes": ", ".join(f'"{cause.value}"' for cause in Cause)}
+    places = {name: f"\n\n{block}\n" for name, block in blocks.items()} | words
+    for name, text in places.items():
+        mark = re.compile(rf"(<!-- {name} -->).*?(<!-- /{name} -->)", re.DOTALL)
+        assert len(mark.findall(page)) == 1, f"README.md has no place for {name}"
+        page = mark.sub(lambda found, text=text: f"{found[1]}{text}{found[2]}", page)
+    return page
+
+
+def _section(entry: Json, *, first: int) -> str:
+    """`first` is the place of the first field in its array: a message's come after version and kind."""
+    title = f"### {entry['name']}"
+    if "kind" in entry:
+        title += f" ({entry['kind']}, {entry['way']})"
+    rows = [
+        (first + place, f"`{field['name']}`", _type(field["type"]), _default(field), field["meaning"])
+        for place, field in enumerate(entry["fields"])
+    ]
+    return f"{title}\n\n{entry['meaning']}\n\n{_rows(('place', 'field', 'type', 'default', 'meaning'), rows)}\n"
+
+
+def _rows(head: tuple[str, ...], rows: list[Any]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _default(field: Json) -> str:
+    match field.get("default", ...):
+        case builtins if builtins is ...:
+            return ""
+        case {"hex": ""}:
+            return "empty"
+        case bool() as flag:
+            return str(flag).lower()
+        case value:
+            return str(value)
+
+
+def _type(model: Json) -> str:
+    match model:
+        case {"is": "int", "min": least, "max": most}:
+            return f"int, {least} to {_power(most)}"
+        case {"is": "float", "max": most}:
+            return (
+                f"float, above {model['above']} to {most}" if "above" in model else f"float, {model['min']} to {most}"
+            )
+        case {"is": "str", "one_of": values}:
+            return "str, " + ", ".join(f'"{value}"' for value in values)
+        case {"is": "str"}:
+            return f"str of {model['length_min']} to {model['length_max']} characters"
+        case {"is": "bin"}:
+            return f"bin of {model['length_min']} to {model['length_max']} bytes"
+        case {"is": "struct", "struct": name}:
+            return f"[{name}](#{name.lower()})"
+        case {"is": "array", "of": item}:
+            return f"array of {model['length_min']} to {model['length_max']}: {_type(item)}"
+        case _:
+            return model["is"]
+
+
+def _power(value: int) -> str:
+    for exact, suffix in ((value, ""), (value + 1, " - 1")):
+        if value >= 1 << 16 and exact & (exact - 1) == 0:
+            return f"2^{exact.bit_length() - 1}{suffix}"
+    return str(value)

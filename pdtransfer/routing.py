@@ -179,10 +179,9 @@ class Routing:
     def tick(self, now: float) -> list[RoutingEffect]:
         """Repeats what is unanswered, and ends what has waited too long."""
         self.workers.tick(now)
-        for what, room_id in self._timers.due(now):
-            room = self._rooms.get(room_id)
-            if room is None:
-                continue
+        while (key := self._timers.pop(now)) is not None:
+            what, room_id = key
+            room = self._rooms[room_id]
             if what == "deadline":
                 self._deadline(room, now)
             else:

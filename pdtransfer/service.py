@@ -122,9 +122,10 @@ class Service:
             raise LocalProtocolError(text)
         room.unacked += ids
         room.generated += len(ids)
-        self._stream(room)
-        if room.repeat_ms == 0:
+        if room.sent == room.acked:
+            room.repeat_ms = 0  # Nothing was on its way: the first repetition comes soon.
             self._schedule(room, now)
+        self._stream(room)
         return self._take()
 
     def end(self, end: End, now: float) -> list[ServiceEffect]:
@@ -152,7 +153,7 @@ class Service:
 
     def tick(self, now: float) -> list[ServiceEffect]:
         """Repeats what is unacknowledged, and stops the rooms of routers that have gone silent."""
-        for key in self._timers.due(now):
+        while (key := self._timers.pop(now)) is not None:
             match key:
                 case ("room", int(room_id)):
                     self._repeat(self._rooms[room_id], now)
@@ -222,6 +223,7 @@ class Service:
             self._rooms[room.id] = router.rooms[room.id] = room
             self._effects.append(Start(router.peer, begin))
             self._send(room, Begun(room.id))
+            self._schedule(room, now)
 
     def _refuse(self, router: ServedRouter, end: End) -> None:
         """Answers with an End that is only remembered: the Begin repeats until it arrives."""
@@ -242,27 +244,19 @@ class Service:
 
     def _acked(self, router: ServedRouter, message: TokensAcked, now: float) -> None:
         room = self._owned(router, message.room)
-        if room is None:
-            return
-        if message.next > room.generated:
-            raise RemoteProtocolError("TokensAcked.next", f"{message.next}, only {room.generated} were generated")
-        if message.next <= room.acked:
+        # More than were generated: meant for a process that was here before us and had the same room.
+        if room is None or not room.acked < message.next <= room.generated:
             return
         del room.unacked[: message.next - room.acked]
         room.acked, room.sent = message.next, max(room.sent, message.next)
-        self._stream(room)
         room.repeat_ms = 0
-        if room.unacked or room.end is not None:
-            self._schedule(room, now)
-        else:
-            self._timers.clear(("room", room.id))
+        self._stream(room)
+        self._schedule(room, now)
 
     def _acknowledged(self, router: ServedRouter, message: Ended) -> None:
         room = self._owned(router, message.room)
-        if room is None:
-            return
-        if room.end is None:
-            raise RemoteProtocolError("Ended.room", f"{room.id:#x} has not ended")
+        if room is None or room.end is None:
+            return  # An answer to a process that was here before us.
         room.state = step(SERVICE_ROOM, room.state, ServiceEvent.ACKNOWLEDGE)
         self._forget(room, room.end)
 
@@ -328,17 +322,21 @@ class Service:
             room.sent = upto
 
     def _repeat(self, room: ServedRoom, now: float) -> None:
-        """Nothing is repeated to a router that is silent: it may be gone."""
+        """Says again what is unacknowledged. A room with nothing to say says Begun: a router that has forgotten it
+        answers Cancel. A silent router is told nothing: it may be gone."""
         if not self._silent(room.router, now):
             room.sent = room.acked
             self._stream(room)
             if room.end is not None:
                 self._send(room, room.end)
+            elif not room.unacked:
+                self._send(room, Begun(room.id))
         self._schedule(room, now)
 
     def _schedule(self, room: ServedRoom, now: float) -> None:
         room.repeat_ms = min(max(2 * room.repeat_ms, self._limits.resend_ms), self._limits.resend_ms_max)
-        self._timers.set(("room", room.id), now + room.repeat_ms / 1e3)
+        pause_ms = room.repeat_ms if room.unacked or room.end is not None else self._limits.resend_ms_max
+        self._timers.set(("room", room.id), now + pause_ms / 1e3)
 
     def _tell_load(self, now: float) -> None:
         assert self._load is not None

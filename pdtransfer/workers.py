@@ -128,7 +128,7 @@ class Workers:
 
     def tick(self, now: float) -> None:
         """Repeats Hello to those sought, Ping to those there, and looks for silence."""
-        for peer in self.timers.due(now):
+        while (peer := self.timers.pop(now)) is not None:
             worker = self.by_peer[peer]
             if worker.state is Presence.SOUGHT:
                 self._hello(worker, now)

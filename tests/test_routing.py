@@ -1,0 +1,490 @@
+"""The router's core and the daemons' services against each other, over a bad network in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from pdtransfer.effects import Send
+from pdtransfer.errors import Cause, RemoteProtocolError
+from pdtransfer.limits import Limits
+from pdtransfer.routing import Accepted, Emit, Fail, Finish, Refusal, Routing
+from pdtransfer.wire import (
+    Begin,
+    Begun,
+    Cancel,
+    End,
+    Ended,
+    Goodbye,
+    Hello,
+    Load,
+    Ping,
+    Pong,
+    Reject,
+    Tokens,
+    TokensAcked,
+    Welcome,
+    pack_ids,
+)
+from tests.routing_world import LIMITS, Faults, Net, World, identity, request
+
+P, P2, D, D2 = "tcp://p0:1", "tcp://p1:1", "tcp://d0:1", "tcp://d1:1"
+LOAD = Load(True, False, 0, 0, 1_000, 1_000)
+GENTLE = Limits(resend_ms=50, resend_ms_max=400, ping_ms=200, silence_ms=30_000, room_deadline_ms=60_000)
+
+
+class Bench:
+    """A Routing whose workers are played by the test."""
+
+    def __init__(self, *, prefill=(P,), decode=(D,), limits: Limits = LIMITS, loads: dict[str, Load] | None = None):
+        self.now, self._labels = 0.0, iter(range(1, 1_000))
+        self.routing = Routing(
+            identity("router", "router"),
+            prefill=prefill,
+            decode=decode,
+            limits=limits,
+            mint=lambda: next(self._labels),
+        )
+        self.effects = self.routing.start(self.now)
+        for peer in (*prefill, *decode):
+            self.welcome(peer)
+            self.hear(peer, (loads or {}).get(peer, LOAD))
+
+    def welcome(self, peer: str, incarnation: int = 1, **who) -> list:
+        role = "prefill" if peer in (P, P2) else "decode"
+        return self.hear(peer, Welcome(1, identity(peer[6:8], role, incarnation, **who)))
+
+    def hear(self, peer: str, *messages) -> list:
+        self.effects = [effect for each in messages for effect in self.routing.receive(peer, each, self.now)]
+        return self.effects
+
+    def submit(self, *args, **more) -> Accepted | Refusal:
+        taken = self.routing.submit(request(*args, **more), self.now)
+        self.effects = taken.effects if isinstance(taken, Accepted) else []
+        return taken
+
+    def wait(self, seconds: float) -> list:
+        """Lets time pass, while every worker that is there answers its Pings."""
+        end, self.effects = self.now + seconds, []
+        while (when := self.routing.next_tick()) is not None and when <= end:
+            self.now = when
+            for effect in self.routing.tick(self.now):
+                self.effects.append(effect)
+                if isinstance(effect, Send) and isinstance(effect.message, Ping):
+                    self.effects += self.routing.receive(effect.peer, Pong(1), self.now)
+        self.now = end
+        return self.effects
+
+    def silence(self, seconds: float) -> list:
+        end, self.effects = self.now + seconds, []
+        while (when := self.routing.next_tick()) is not None and when <= end:
+            self.now = when
+            self.effects += self.routing.tick(self.now)
+        self.now = end
+        return self.effects
+
+    def sent(self, kind: type, peer: str | None = None) -> list:
+        return [e.message for e in self.effects if isinstance(e, Send) and isinstance(e.message, kind)
+                and peer in (None, e.peer)]  # fmt: skip
+
+    def of(self, kind: type) -> list:
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+
+# The simulation
+
+
+def test_every_request_finishes_on_a_network_that_only_loses_repeats_and_reorders() -> None:
+    for seed in range(40):
+        world = World(seed, net=Net(0.25, 0.25, (0.001, 0.3)), limits=GENTLE)
+        world.run(3)
+        labels = [world.submit(request(seed + i, max_tokens=1 + i * 5)) for i in range(6)]
+        world.run(40)
+        assert all(isinstance(world.ends.get(label), Finish) for label in labels), f"seed {seed}"
+        world.heal()
+        world.run(10)
+        world.check_quiet()
+
+
+def storm(seed: int) -> World:
+    """Everything that can go wrong at once, then a healed network."""
+    net = Net(drop=0.15, duplicate=0.15, delay_s=(0.001, 0.25))
+    world = World(seed, net=net, faults=Faults(fail=0.1, full=0.05))
+    world.run(2)
+    for step in range(12):
+        for i in range(2):
+            label = world.submit(request(step * 10 + i, max_tokens=world.random.choice((1, 3, 20))))
+            if isinstance(label, int) and world.random.random() < 0.15:
+                wait = world.random.uniform(0, 1.5)
+                world.at(world.now + wait, lambda each=label: world.perform(world.routing.cancel(each, world.now)))
+        victim = world.random.choice(world.daemons)
+        match world.random.randrange(12):
+            case 0:
+                victim.start()
+            case 1:
+                world.cut.add(victim.node)
+                world.at(world.now + world.random.uniform(0.1, 3), lambda each=victim.node: world.cut.discard(each))
+            case 2:
+                world.restart_router()
+            case 3:
+                victim.perform(victim.service.goodbye("shutdown"))
+        world.run(world.random.uniform(0.05, 0.6))
+    world.heal()
+    world.run(40)
+    return world
+
+
+@pytest.mark.parametrize("first", range(0, 120, 30))
+def test_every_request_ends_once_and_nothing_is_left_after_a_storm(first: int) -> None:
+    finished = failed = 0
+    for seed in range(first, first + 30):
+        try:
+            world = storm(seed)
+            world.check_quiet()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        finished += sum(isinstance(end, Finish) for end in world.ends.values())
+        failed += sum(isinstance(end, Fail) for end in world.ends.values())
+    assert finished > failed, "most requests survive"
+
+
+# Placing
+
+
+def test_room_goes_to_prefill_with_least_prompt_tokens_and_decode_with_most_free_slots() -> None:
+    bench = Bench(prefill=(P, P2), decode=(D, D2), loads={D2: replace_load(slots_free=900)})
+    bench.submit(length=100)
+    first = {each.peer for each in bench.of(Send)}
+    bench.submit(length=10)
+    second = {each.peer for each in bench.of(Send)}
+    bench.submit(length=10)
+    third = {each.peer for each in bench.of(Send)}
+    assert first == {P, D}
+    assert second == {P2, D2}, "100 tokens wait on P, and 112 of D's slots are promised"
+    assert third == {P2, D}, "20 tokens are fewer than 100"
+
+
+def replace_load(**fields) -> Load:
+    return msgspec.structs.replace(LOAD, **fields)
+
+
+def test_begin_names_the_other_worker_as_its_reader_knows_it() -> None:
+    bench = Bench()
+    bench.submit(length=3, max_tokens=9, enable_hisparse=False)
+    (prefill,), (decode,) = bench.sent(Begin, P), bench.sent(Begin, D)
+    assert prefill.peers == ("d0",)
+    assert decode.peers == (P,)
+    assert prefill.room == decode.room
+    assert decode.time_left_ms == LIMITS.room_deadline_ms
+
+
+def test_nobody_ready_is_503_and_everybody_full_is_429() -> None:
+    bench = Bench(prefill=(P,), decode=(D,))
+    bench.hear(D, replace_load(ready=False))
+    refused = bench.submit()
+    assert (refused.status, refused.retry_ms > 0) == (503, True)
+    bench.hear(D, replace_load(slots_free=0, rooms_queued=LIMITS.queue_max))
+    refused = bench.submit()
+    assert (refused.status, refused.cause, refused.retry_ms > 0) == (429, Cause.FULL, True)
+    bench.hear(D, LOAD)
+    assert isinstance(bench.submit(), Accepted)
+
+
+def test_rooms_wait_for_slots_while_the_queue_is_short() -> None:
+    bench = Bench(loads={D: replace_load(slots_free=0, rooms_queued=3)})
+    assert isinstance(bench.submit(), Accepted)
+
+
+def test_too_many_rooms_is_429() -> None:
+    bench = Bench(limits=replace(LIMITS, rooms_max=2))
+    assert isinstance(bench.submit(), Accepted)
+    assert isinstance(bench.submit(), Accepted)
+    assert bench.submit().status == 429
+
+
+def test_draining_workers_get_no_rooms() -> None:
+    bench = Bench(prefill=(P, P2), loads={P: replace_load(draining=True)})
+    for _ in range(3):
+        bench.submit()
+        assert not bench.sent(Begin, P)
+        assert bench.sent(Begin, P2)
+
+
+def test_draining_router_takes_no_requests_and_finishes_those_it_has() -> None:
+    bench = Bench()
+    taken = bench.submit(max_tokens=1)
+    bench.routing.drain()
+    assert bench.submit().status == 503
+    finish(bench, taken.request)
+    assert bench.routing.request_count == 0
+
+
+def test_a_pair_has_one_model_and_equal_weights() -> None:
+    bench = Bench()
+    bench.welcome(D, 2, weights=b"other")
+    bench.hear(D, LOAD)
+    assert bench.submit().status == 503
+    assert bench.routing.workers.models() == []
+    bench.welcome(D, 3, weights=b"w")
+    bench.hear(D, LOAD)
+    assert bench.submit(model="another").status == 503
+    assert isinstance(bench.submit(model="m"), Accepted)
+
+
+def test_hisparse_goes_to_a_decode_that_can_do_it() -> None:
+    bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=10)})
+    assert bench.submit(enable_hisparse=True).status == 503
+    bench.hear(D2, replace_load(slots_free=10, enable_hisparse=True))
+    bench.submit(enable_hisparse=True)
+    assert bench.sent(Begin, D2)[0].enable_hisparse
+    assert not bench.sent(Begin, D)
+
+
+# One room
+
+
+def finish(bench: Bench, room: int, *, tokens: int = 1) -> list:
+    bench.hear(P, End(room, "done", "", 0))
+    return bench.hear(D, Tokens(room, 0, pack_ids(list(range(tokens)))), End(room, "length", "", tokens))
+
+
+def test_begin_repeats_until_begun() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    bench.hear(P, Begun(room))
+    bench.wait(0.6)
+    assert len(bench.sent(Begin, D)) >= 3
+    assert not bench.sent(Begin, P)
+    bench.hear(D, Begun(room))
+    assert not [each for each in bench.wait(1) if isinstance(each.message, Begin)]
+
+
+def test_repeated_overlapping_and_late_tokens_are_emitted_once_in_order() -> None:
+    bench = Bench()
+    room = bench.submit(max_tokens=9).request
+    assert bench.hear(D, Tokens(room, 2, pack_ids([2, 3]))) == [Send(D, TokensAcked(room, 0))]
+    assert bench.hear(D, Tokens(room, 0, pack_ids([0, 1]))) == [Emit(room, [0, 1]), Send(D, TokensAcked(room, 2))]
+    assert bench.hear(D, Tokens(room, 0, pack_ids([0, 1]))) == [Send(D, TokensAcked(room, 2))]
+    assert bench.hear(D, Tokens(room, 1, pack_ids([1, 2, 3]))) == [Emit(room, [2, 3]), Send(D, TokensAcked(room, 4))]
+
+
+def test_end_that_overtakes_its_tokens_waits_for_them() -> None:
+    bench = Bench()
+    room = bench.submit(max_tokens=3).request
+    bench.hear(P, End(room, "done", "", 0, kv_bytes=11))
+    assert bench.sent(Ended) == [Ended(room)]
+    last = End(room, "length", "", 3, tokens_digest=b"t")
+    assert bench.hear(D, last) == [], "unanswered, so that it repeats with what is missing"
+    bench.hear(D, Tokens(room, 0, pack_ids([5, 6, 7])))
+    done = Finish(room, room, last, End(room, "done", "", 0, kv_bytes=11), "d0", "p0")
+    assert bench.effects == [Emit(room, [5, 6, 7]), Send(D, TokensAcked(room, 3)), Send(D, Ended(room)), done]
+    assert bench.routing.room_count == 0
+
+
+def test_words_about_unknown_rooms_are_answered_so_that_their_worker_stops() -> None:
+    bench = Bench()
+    assert bench.hear(D, Begun(77)) == [Send(D, Cancel(77, "aborted"))]
+    assert bench.hear(D, Tokens(77, 0, b"")) == [Send(D, Cancel(77, "aborted"))]
+    assert bench.hear(D, End(77, "stop", "", 0)) == [Send(D, Ended(77))]
+
+
+def test_another_workers_room_and_another_kind_are_breaches() -> None:
+    bench = Bench(decode=(D, D2))
+    room = bench.submit().request
+    with pytest.raises(RemoteProtocolError, match=r"room: .* is not on"):
+        bench.hear(D2, End(room, "stop", "", 0))
+    with pytest.raises(RemoteProtocolError, match=r"Tokens\.room"):
+        bench.hear(P, Tokens(room, 0, pack_ids([1])))
+    with pytest.raises(RemoteProtocolError, match=r"kind: .*Cancel"):
+        bench.hear(D, Cancel(room, "aborted"))
+    with pytest.raises(RemoteProtocolError, match=r"Tokens\.ids"):
+        bench.hear(D, Tokens(room, 0, b"123"))
+    finish(bench, room)
+    assert bench.of(Finish), "the room goes on"
+
+
+def test_more_tokens_than_were_asked_for_fail_the_room() -> None:
+    bench = Bench()
+    room = bench.submit(max_tokens=2).request
+    bench.hear(D, Tokens(room, 0, pack_ids([1])), Tokens(room, 1, pack_ids([2, 3])))
+    (failed,) = bench.of(Fail)
+    assert (failed.cause, failed.status) == (Cause.BREACH, 502)
+    assert bench.of(Emit) == [Emit(room, [1])]
+
+
+def test_end_that_counts_other_tokens_than_came_fails_the_room() -> None:
+    bench = Bench()
+    room = bench.submit(max_tokens=5).request
+    bench.hear(D, Tokens(room, 0, pack_ids([1, 2])), End(room, "stop", "", 1))
+    assert bench.of(Fail)[0].cause is Cause.BREACH
+
+
+@pytest.mark.parametrize(("failing", "other"), [(P, D), (D, P)])
+def test_a_failing_end_cancels_the_other_side_until_it_ends(failing: str, other: str) -> None:
+    bench = Bench()
+    bench.submit()
+    # The second attempt, so that it is final.
+    bench.hear(failing, End(1, "engine", "broken", 0))
+    bench.hear(other, End(1, "aborted", "", 0))
+    bench.hear(other, Begun(2))
+    bench.hear(failing, End(2, "engine", "broken", 0))
+    assert bench.sent(Cancel, other) == [Cancel(2, "engine")]
+    (failed,) = bench.of(Fail)
+    assert (failed.request, failed.cause, failed.status) == (1, Cause.ENGINE, 500)
+    assert "broken" in failed.detail
+    bench.wait(1)
+    assert len(bench.sent(Cancel, other)) >= 3
+    assert not bench.sent(Cancel, failing)
+    assert bench.hear(other, End(2, "aborted", "", 0)) == [Send(other, Ended(2))]
+    assert bench.routing.room_count == 0
+
+
+def test_a_prefill_that_fails_after_the_first_token_changes_nothing() -> None:
+    bench = Bench()
+    room = bench.submit(max_tokens=2).request
+    bench.hear(D, Tokens(room, 0, pack_ids([1])))
+    assert bench.hear(P, Goodbye(1, "shutdown"))
+    assert not bench.of(Fail)
+    bench.hear(D, Tokens(room, 1, pack_ids([2])), End(room, "length", "", 2))
+    (done,) = bench.of(Finish)
+    assert done.prefill is None
+
+
+# Trying again
+
+
+def test_a_room_that_failed_before_its_first_token_is_tried_once_more_elsewhere() -> None:
+    bench = Bench(prefill=(P, P2))
+    bench.submit()
+    bench.hear(P, End(1, "transfer", "", 0))
+    assert bench.sent(Cancel, D) == [Cancel(1, "transfer")]
+    assert [each.room for each in bench.sent(Begin, P2)] == [2]
+    assert [each.room for each in bench.sent(Begin, D)] == [2]
+    assert not bench.of(Fail)
+    bench.hear(D, Tokens(2, 0, pack_ids([9])))
+    assert bench.of(Emit) == [Emit(1, [9])], "under the label that the client's request is known by"
+
+
+def test_a_second_failure_is_final() -> None:
+    bench = Bench(prefill=(P, P2))
+    bench.submit()
+    bench.hear(P, End(1, "transfer", "", 0))
+    bench.hear(P2, End(2, "transfer", "", 0))
+    assert not bench.sent(Begin)
+    assert bench.of(Fail)[0].request == 1
+
+
+def test_a_streamed_room_is_not_tried_again() -> None:
+    bench = Bench(decode=(D, D2))
+    room = bench.submit().request
+    bench.hear(D, Tokens(room, 0, pack_ids([1])), End(room, "engine", "", 1))
+    assert not bench.sent(Begin)
+    assert bench.of(Fail)[0].status == 500
+
+
+def test_a_full_worker_is_left_alone_for_as_long_as_it_said() -> None:
+    bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=500)})
+    bench.submit()
+    bench.hear(D, End(1, "full", "queue", 0, retry_ms=1_500))
+    assert bench.sent(Begin, D2)
+    bench.hear(D2, End(2, "full", "queue", 0, retry_ms=900))
+    (failed,) = bench.of(Fail)
+    assert (failed.status, failed.retry_ms) == (429, 900)
+    refused = bench.submit()
+    assert (refused.status, 800 < refused.retry_ms <= 901) == (429, True), "the first to have room again"
+    bench.wait(1.0)
+    assert isinstance(bench.submit(), Accepted)
+    assert not bench.sent(Begin, D)
+
+
+def test_what_its_only_worker_refuses_is_not_tried_again() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.hear(D, End(1, "refused", "too long", 0))
+    assert not bench.sent(Begin)
+    assert (bench.of(Fail)[0].status, bench.of(Fail)[0].cause) == (400, Cause.REFUSED)
+
+
+def test_cancel_ends_the_request_and_is_not_tried_again() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    bench.effects = bench.routing.cancel(room, bench.now)
+    assert {each.peer for each in bench.of(Send)} == {P, D}
+    assert bench.sent(Cancel) == [Cancel(room, "aborted")] * 2
+    assert bench.of(Fail)[0].cause is Cause.ABORTED
+    assert bench.routing.cancel(room, bench.now) == []
+    assert bench.routing.request_count == 0
+
+
+def test_a_room_without_progress_ends_at_its_deadline_and_is_forgotten_at_the_next() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    bench.hear(P, Begun(room))
+    bench.wait(5)
+    bench.hear(D, Tokens(room, 0, pack_ids([1])))
+    bench.wait(5)
+    assert not bench.of(Fail), "a token is progress"
+    bench.wait(4)
+    assert (bench.of(Fail)[0].cause, bench.of(Fail)[0].status) == (Cause.DEADLINE, 504)
+    assert bench.sent(Cancel, P)
+    bench.wait(LIMITS.room_deadline_ms / 1e3 + 1)
+    assert bench.routing.room_count == 0, "its workers never ended it"
+
+
+# Workers that come and go
+
+
+def test_hello_repeats_until_welcome() -> None:
+    routing = Routing(identity("router", "router"), prefill=(P,), decode=(), limits=LIMITS, mint=lambda: 1)
+    assert isinstance(routing.start(0.0)[0].message, Hello)
+    assert [type(each.message) for each in routing.tick(routing.next_tick())] == [Hello]
+    routing.receive(P, Welcome(1, identity("p0", "prefill")), 0.1)
+    assert [type(each.message) for each in routing.tick(routing.next_tick())] == [Ping]
+
+
+def test_a_silent_worker_is_lost_with_its_rooms_and_sought_again() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    bench.hear(D, Tokens(room, 0, pack_ids([1])))
+    bench.silence(LIMITS.silence_ms / 1e3 + 0.3)
+    (failed,) = bench.of(Fail)
+    assert (failed.cause, failed.status) == (Cause.PEER_LOST, 503)
+    assert bench.sent(Hello, D)
+    assert bench.submit().status == 503
+    for peer in (P, D):
+        bench.welcome(peer)
+        bench.hear(peer, LOAD)
+    assert isinstance(bench.submit(), Accepted)
+
+
+def test_a_restarted_worker_is_told_by_its_pong() -> None:
+    bench = Bench(decode=(D, D2))
+    bench.submit()
+    bench.hear(D, Pong(2))
+    assert bench.sent(Hello, D)
+    assert [each.room for each in bench.sent(Begin, D2)] == [2], "tried again where a worker is"
+    bench.welcome(D, 2)
+    bench.hear(D, Pong(1))
+    assert not bench.sent(Hello), "a late word of the old process"
+    assert bench.welcome(D, 1) == []
+
+
+def test_a_worker_of_another_role_or_one_that_refuses_is_not_used_and_says_why() -> None:
+    bench = Bench()
+    bench.hear(D, Welcome(1, identity("d0", "prefill", 2)))
+    assert "role" in bench.routing.workers.by_peer[D].why
+    assert bench.submit().status == 503
+    bench.hear(P, Reject(0, "refused", ("version: 2..3 against 1",)))
+    assert "version: 2..3 against 1" in bench.routing.workers.by_peer[P].why
+    bench.silence(LIMITS.resend_ms_max / 1e3)
+    assert len(bench.sent(Hello, P)) == 1, "asked again, slowly"
+
+
+def test_close_fails_what_is_open_and_says_goodbye() -> None:
+    bench = Bench()
+    bench.submit()
+    bench.effects = bench.routing.close(bench.now)
+    assert bench.of(Fail)[0].status == 503
+    assert {e.peer for e in bench.of(Send) if isinstance(e.message, Goodbye)} == {P, D}

@@ -374,15 +374,15 @@ def _mismatch(source: Layout, target: Layout) -> LayoutMismatchError:
 def expand_pages(pages: ArrayLike, page_size: int, tokens: int) -> Int64s:
     """The slot of each of `tokens` tokens, int64 (tokens,), whose pages are `pages`, integers (n,), in order.
 
-    Raises LocalProtocolError unless (n - 1) * page_size < tokens <= n * page_size, and for a
-    page that is negative or whose slots leave int64.
+    Raises LocalProtocolError unless (n - 1) * page_size < tokens <= n * page_size (a silent clip would hide a page size
+    that is not the pool's), and for a negative count of tokens, a negative page, or one whose slots leave int64.
     """
     indices = np.asarray(pages)
     if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
         raise LocalProtocolError(f"pages: {indices.dtype} of shape {indices.shape}, not integers (n,)")
     if page_size < 1 or page_size & (page_size - 1):
         raise LocalProtocolError(f"page_size: {page_size} is no power of two")
-    if not (len(indices) - 1) * page_size < tokens <= len(indices) * page_size:
+    if tokens < 0 or not (len(indices) - 1) * page_size < tokens <= len(indices) * page_size:
         raise LocalProtocolError(f"tokens: {tokens} do not end in the last of {len(indices)} pages of {page_size}")
     limit = np.iinfo(np.int64).max // page_size
     if (at := first_true((indices < 0) | (indices >= limit))) is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LayoutMismatchError, LocalProtocolError
@@ -597,9 +597,10 @@ def test_expand_pages_gives_each_token_its_slot() -> None:
 
 @bounded
 @given(st.integers(0, 6), st.integers(0, 4), st.integers(-2, 100))
+@example(0, 1, -1)
 def test_expand_pages_raises_unless_the_last_token_is_in_the_last_page(count: int, log2: int, tokens: int) -> None:
     page_size = 1 << log2
-    if (count - 1) * page_size < tokens <= count * page_size:
+    if max(0, (count - 1) * page_size + 1) <= tokens <= count * page_size:
         assert len(expand_pages(np.arange(count), page_size, tokens)) == tokens
     else:
         with pytest.raises(

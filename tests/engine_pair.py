@@ -1,0 +1,161 @@
+"""A prefill and a decode engine side by side, between them a copy that knows nothing but addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdtransfer.engine.base import Broken, Computed, EngineConfig, Finished, Prefilled, Request, Token
+from pdtransfer.engine.reference import Generation, create
+from pdtransfer.layout import Layout, expand_pages
+from pdtransfer.wire import Sampling
+
+SMALL = {"layers": "2"}  # every mechanism is there with two layers
+
+
+def config(role="prefill", *, attention="mla", slots=2048, page_size=16, host_layout="layer_first", **more):
+    more.setdefault("options", SMALL)
+    return EngineConfig(
+        role=role, attention=attention, slots=slots, page_size=page_size, host_layout=host_layout, **more
+    )
+
+
+def request(room, prompt, max_tokens=6, **sampling):
+    sampling.setdefault("ignore_eos", True)
+    return Request(room=room, prompt=prompt, sampling=Sampling(max_tokens=max_tokens, **sampling))
+
+
+def prompts(seed, lengths):
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 256, length) for length in lengths]
+
+
+def places(layout: Layout, kind, layer, head, slots):
+    """float32 indices (slots, elements of a head) of one head's rows in the flat pool, from the table's addresses."""
+    for number, plane in enumerate(layout.planes):
+        at = head - plane.head_start
+        if (plane.kind, plane.layer) == (kind, layer) and 0 <= at < plane.head_count:
+            head_bytes = plane.row_bytes // plane.head_count
+            starts = np.array([layout.address(number, int(slot)) + at * head_bytes for slot in slots]) // 4
+            return starts[:, None] + np.arange(head_bytes // 4)
+    raise AssertionError((kind, layer, head))
+
+
+def heads_of(layout: Layout):
+    return sorted(
+        (plane.kind, plane.layer, head)
+        for plane in layout.planes
+        for head in range(plane.head_start, plane.head_start + plane.head_count)
+    )
+
+
+def copy_rows(source, source_slots, target, target_slots):
+    """Rows of (flat float32, layout) to rows of another."""
+    for kind, layer, head in heads_of(source[1]):
+        target[0][places(target[1], kind, layer, head, target_slots)] = source[0][
+            places(source[1], kind, layer, head, source_slots)
+        ]
+
+
+@dataclass
+class Prefill:
+    """Runs prompts through a prefill engine to the end."""
+
+    engine: object
+    cells: dict[int, list[Computed]] = field(default_factory=dict)
+    aux: dict[int, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, **more):
+        return cls(create(config("prefill", **more)))
+
+    @property
+    def layout(self):
+        return self.engine.card.components[0].layout
+
+    @property
+    def memory(self):
+        return np.frombuffer(self.engine.pool, np.float32)
+
+    def step(self):
+        for event in self.engine.step():
+            match event:
+                case Computed():
+                    self.cells.setdefault(event.room, []).append(event)
+                case Prefilled():
+                    self.aux[event.room] = event.aux
+                case Broken():
+                    raise AssertionError(event)
+
+    def run(self, *requests):
+        for one in requests:
+            assert self.engine.admit(one)
+        while not self.engine.idle:
+            self.step()
+        return self
+
+    def slots(self, one: Request):
+        pages = self.cells[one.room][-1].pages
+        return expand_pages(pages, self.layout.page_size, len(one.prompt))
+
+
+@dataclass
+class Decode:
+    """A decode engine with an arena of NaN, so that a row read before it was written shows; slots in random order."""
+
+    engine: object
+    memory: np.ndarray
+    free: list[int]
+    slots: dict[int, np.ndarray] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    ends: dict[int, Finished | Broken] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, *, page_size=1, host_layout="page_first", seed=0, **more):
+        made = create(config("decode", page_size=page_size, host_layout=host_layout, **more))
+        memory = np.full(made.card.memory_bytes // 4, np.nan, np.float32)
+        made.attach(memory.data.cast("B"))
+        slots = made.card.components[0].layout.slots
+        return cls(made, memory, list(np.random.default_rng(seed).permutation(slots)))
+
+    @property
+    def layout(self):
+        return self.engine.card.components[0].layout
+
+    def land(self, one: Request, source: Prefill):
+        count = len(one.prompt) + one.sampling.max_tokens
+        self.slots[one.room] = np.array([self.free.pop() for _ in range(count)], np.int64)
+        target_slots = self.slots[one.room][: len(one.prompt)]
+        copy_rows((source.memory, source.layout), source.slots(one), (self.memory, self.layout), target_slots)
+
+    def admit(self, one: Request, source: Prefill):
+        self.land(one, source)
+        self.engine.admit(one, {"kv": self.slots[one.room]}, source.aux[one.room])
+
+    def step(self):
+        for event in self.engine.step():
+            match event:
+                case Token():
+                    mine = self.tokens.setdefault(event.room, [])
+                    assert event.index == len(mine)
+                    mine.append(event.id)
+                case Finished() | Broken():
+                    assert event.room not in self.ends
+                    self.ends[event.room] = event
+
+    def run(self):
+        while not self.engine.idle:
+            self.step()
+        return self
+
+    def outcome(self, room) -> Generation:
+        end = self.ends[room]
+        assert isinstance(end, Finished), end
+        return Generation(
+            tokens=tuple(self.tokens[room]),
+            reason=end.reason,
+            tokens_digest=end.tokens_digest,
+            logits_digest=end.logits_digest,
+            kv_digest=end.kv_digest,
+        )

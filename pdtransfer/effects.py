@@ -112,6 +112,7 @@ class Write:
 
     session: int
     grant: int
+    room: int
     write: int  # unique in its session
     component: int  # place in Register
     layers: tuple[int, int]
@@ -135,6 +136,13 @@ class FenceWriter:
 
 
 @dataclass(frozen=True, slots=True)
+class Leased:
+    """Every decode rank has leased slots for the room: what is computed now leaves at once."""
+
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
 class Landed:
     """Every grant of the room has landed."""
 
@@ -150,4 +158,6 @@ class Drained:
 
 
 DecodeEffect: TypeAlias = Send | Offer | Fence | Forget | Ready | RoomFailed | PeerRefused
-PrefillEffect: TypeAlias = Send | Map | Unmap | Write | StopWriting | FenceWriter | Landed | RoomFailed | Drained
+PrefillEffect: TypeAlias = (
+    Send | Map | Unmap | Write | StopWriting | FenceWriter | Leased | Landed | RoomFailed | Drained
+)

@@ -16,6 +16,7 @@ from ..effects import (
     Drained,
     FenceWriter,
     Landed,
+    Leased,
     Map,
     Outcome,
     PrefillEffect,
@@ -454,6 +455,8 @@ class PrefillSessions:
         elif len(room.duties) > room.grants:
             self._fail_duty(duty, Cause.BREACH, f"grants: {len(room.duties)}, the engine expects {room.grants}", now)
         else:
+            if len(room.duties) == room.grants:
+                self._out.append(Leased(room.id))
             for cell in room.cells:
                 self._write(duty, cell)
             self._complete(duty, room, now)
@@ -478,6 +481,7 @@ class PrefillSessions:
                 Write(
                     session=session.id,
                     grant=duty.number,
+                    room=duty.room,
                     write=write,
                     component=share.component,
                     layers=(first, end),

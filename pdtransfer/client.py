@@ -1,0 +1,315 @@
+"""What an inference engine embeds: submit from any thread, poll when fileno is readable; `aio` wraps it for asyncio.
+
+A client runs its node on a loop of its own, in a thread, so a scheduler that computes for a second delays no peer.
+Nothing here blocks but `start` and `close`. Misuse raises LocalProtocolError where it can be seen at once; what only
+the node can see, a cell offered twice say, fails the room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Self, TypeAlias, TypeVar
+
+import numpy as np
+import uvloop
+from numpy.typing import ArrayLike
+
+from .effects import Drained, Landed, Leased, Ready, RoomFailed
+from .errors import Cause, LocalProtocolError, PDTransferError
+from .layout import Component, expand_pages
+from .limits import TOKENS_MAX
+from .memory import Arena
+from .node import DecodeNode, Event, NodeSettings, PrefillNode
+from .port import Port
+from .session.prefill import Cell
+
+DecodeEvent: TypeAlias = Ready | RoomFailed
+PrefillEvent: TypeAlias = Leased | Landed | RoomFailed | Drained
+STATES_MAX = 65_536  # of ended rooms, kept for schedulers that ask late
+Node = TypeVar("Node", DecodeNode, PrefillNode)
+Said = TypeVar("Said")
+
+
+class KVPoll(IntEnum):
+    """A room as SGLang's schedulers ask for it: one integer, of which min() over ranks is the room's."""
+
+    FAILED = 0
+    BOOTSTRAPPING = (
+        1  # prefill: not every decode rank has leased slots; decode: the room waits, or its bytes are coming
+    )
+    WAITING_FOR_INPUT = 2  # prefill: slots are leased, cells may be pushed
+    TRANSFERRING = 3  # prefill: finish was called
+    SUCCESS = 4  # prefill: landed everywhere; decode: READY
+
+
+class _Thread(Generic[Node]):
+    """One node on its own loop and thread."""
+
+    def __init__(self, port: Port[Said], start: Callable[[], Awaitable[Node]]) -> None:
+        self._port, self._start = port, start
+        self._thread = threading.Thread(target=self._run, name="pdtransfer", daemon=True)
+        self._standing: Future[Callable[[], None]] = Future()  # what ends it
+        self.node: Node | None = None
+
+    def start(self) -> None:
+        """Returns when the node stands; raises what kept it from standing."""
+        self._thread.start()
+        self._standing.result()
+
+    def close(self) -> None:
+        """Ends the node in good order, and the thread; idempotent."""
+        if self._thread.is_alive():
+            self._standing.result()()
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            uvloop.run(self._main())
+        except PDTransferError as error:
+            self._standing.set_exception(error)
+
+    async def _main(self) -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        self.node = await self._start()
+        self._port.attach(loop)
+        self._standing.set_result(partial(_call, loop, stop.set))
+        await stop.wait()
+        await self.node.close()
+
+
+def _call(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    loop.call_soon_threadsafe(call)
+
+
+class _Client(Generic[Node, Said]):
+    """What both sides share: the port, the states, the life of the thread."""
+
+    def __init__(self, start: Callable[[], Awaitable[Node]]) -> None:
+        self._port: Port[Said] = Port()
+        self._thread: _Thread[Node] = _Thread(self._port, start)
+        self._states: dict[int, KVPoll] = {}
+        self._ended: deque[int] = deque()  # oldest first
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Opens sockets and the thread that serves them. Raises ConfigError and WorldError."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Says goodbye to peers, waits for writes in flight, ends the thread; idempotent."""
+        self._thread.close()
+        self._port.close()
+
+    def fileno(self) -> int:
+        """For select, poll, epoll, or loop.add_reader: readable while `poll` has something to say."""
+        return self._port.fileno()
+
+    def state(self, room: int) -> KVPoll:
+        """Where the room is, as far as `poll` has said; of ended rooms the last STATES_MAX. KeyError for others."""
+        return self._states[room]
+
+    def _begin(self, room: int, tokens: int) -> None:
+        if self._states.get(room, KVPoll.FAILED) not in (KVPoll.FAILED, KVPoll.SUCCESS):
+            raise LocalProtocolError(f"room: {room:#x} is in use, it is {self._states[room].name}")
+        if not 1 <= tokens <= TOKENS_MAX:
+            raise LocalProtocolError(f"tokens: {tokens}, from 1 to {TOKENS_MAX} are possible")
+        self._states[room] = KVPoll.BOOTSTRAPPING
+
+    def _step(self, room: int, state: KVPoll) -> None:
+        if room in self._states:
+            self._states[room] = state
+            if state in (KVPoll.FAILED, KVPoll.SUCCESS):
+                self._ended.append(room)
+                if len(self._ended) > STATES_MAX:
+                    self._states.pop(self._ended.popleft(), None)
+
+    @property
+    def _node(self) -> Node:
+        assert self._thread.node is not None, "start() comes first"
+        return self._thread.node
+
+    def _submit(self, room: int, call: Callable[[], None]) -> None:
+        def checked() -> None:
+            try:
+                call()
+            except LocalProtocolError as error:
+                self._node.abort(room, Cause.REFUSED, str(error))
+
+        self._port.submit(checked)
+
+
+class PrefillClient(_Client[PrefillNode, PrefillEvent]):
+    """A prefill rank. `components` are the engine's pools, their bases addresses, or offsets from `pool_address`.
+
+    The engine: `open`, then `push` and `finish`, or `abort`. It may reuse a room's pages once `poll` says Drained.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        components: Sequence[Component],
+        *,
+        bind: str = "tcp://127.0.0.1:0",
+        pool_address: int = 0,
+        copy_threads: int = 2,
+    ) -> None:
+        self.endpoint = bind  # as bound, once started
+        self._page_size = {component.name: component.layout.page_size for component in components}
+        self._components = {component.name: component for component in components}
+
+        async def start() -> PrefillNode:
+            node = PrefillNode(
+                settings, components, self._port.tell, pool_address=pool_address, copy_threads=copy_threads
+            )
+            self.endpoint = await node.bus.bind(bind)
+            return node
+
+        super().__init__(start)
+
+    def open(self, room: int, *, tokens: int, time_left_s: float = 60.0, grants: int = 1) -> None:
+        """A room of `tokens` tokens in all, for `grants` decode ranks; before or after their grants arrive."""
+        self._begin(room, tokens)
+        self._submit(
+            room,
+            lambda: self._node.open(room, tokens=tokens, time_left_s=time_left_s, grants=grants),
+        )
+
+    def push(
+        self,
+        room: int,
+        pages: ArrayLike,
+        *,
+        rows: tuple[int, int],
+        layers: tuple[int, int] | None = None,
+        component: str = "kv",
+        after: Event | None = None,
+    ) -> None:
+        """Offers rows [first, end) of layers [first, end), by default all, once `after` has fired.
+
+        `pages` are page indices of the room's rows from 0 to at least rows[1]; they must not change or be freed before
+        Drained. Raises LocalProtocolError where pages and rows do not fit.
+        """
+        held = self._components.get(component)
+        if held is None:
+            raise LocalProtocolError(f"component: {component!r} is none of {sorted(self._components)}")
+        first, end = rows
+        if not 0 <= first < end:
+            raise LocalProtocolError(f"rows: [{first}, {end}) is empty")
+        page_size = held.layout.page_size
+        slots = expand_pages(np.asarray(pages)[: -(-end // page_size)], page_size, end)[first:]
+        cell = Cell(component, first, layers or held.layout.layer_range, slots)
+        self._submit(room, lambda: self._node.push(room, cell, after=after))
+
+    def finish(self, room: int, *, aux: bytes = b"", after: Event | None = None) -> None:
+        """Every cell was pushed; `aux` is what decode needs to go on. Landed follows, then Drained."""
+        if self._states.get(room) in (KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT):
+            self._states[room] = KVPoll.TRANSFERRING
+        self._submit(room, lambda: self._node.finish(room, aux=aux, after=after))
+
+    def abort(self, room: int) -> None:
+        """Gives the room up. Its pages are safe when Drained says so, not before."""
+        self._submit(room, lambda: self._node.abort(room))
+
+    def poll(self) -> list[PrefillEvent]:
+        """What has happened since; never waits."""
+        events = self._port.poll()
+        for event in events:
+            match event:
+                case Leased(room) if self._states.get(room) is KVPoll.BOOTSTRAPPING:
+                    self._step(room, KVPoll.WAITING_FOR_INPUT)
+                case Landed(room):
+                    self._step(room, KVPoll.SUCCESS)
+                case RoomFailed(room):
+                    self._step(room, KVPoll.FAILED)
+                case _:
+                    pass
+        return events
+
+
+class DecodeClient(_Client[DecodeNode, DecodeEvent]):
+    """A decode rank, over its arena. The engine: `expect`, then `release` after Ready, or `abort` before it."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        components: Sequence[Component],
+        arena: Arena,
+        *,
+        socket_directory: Path | None = None,
+        enable_hisparse: bool = False,
+    ) -> None:
+        async def start() -> DecodeNode:
+            return DecodeNode(
+                settings,
+                components,
+                arena,
+                self._port.tell,
+                socket_directory=socket_directory,
+                enable_hisparse=enable_hisparse,
+            )
+
+        super().__init__(start)
+
+    def dial(self, source: str) -> None:
+        """Opens the session with a prefill rank ahead of its first room."""
+        self._port.submit(lambda: self._node.dial(source))
+
+    def expect(
+        self,
+        room: int,
+        *,
+        tokens: int,
+        sources: Sequence[str],
+        growth: int = 0,
+        prefix: int = 0,
+        time_left_s: float = 60.0,
+        enable_hisparse: bool = False,
+    ) -> None:
+        """Leases slots for `tokens` and `growth` more, and has the prefill ranks at `sources` write them.
+
+        Ends as Ready, whose slots are one a row, growth included, or as RoomFailed.
+        """
+        self._begin(room, tokens)
+        self._submit(
+            room,
+            lambda: self._node.expect(
+                room,
+                tokens=tokens,
+                sources=sources,
+                time_left_s=time_left_s,
+                growth=growth,
+                prefix=prefix,
+                enable_hisparse=enable_hisparse,
+            ),
+        )
+
+    def release(self, room: int, *, after: Event | None = None) -> None:
+        """The engine touches no slot of this READY room any more, once `after` has fired; idempotent."""
+        self._submit(room, lambda: self._node.release(room, after=after))
+
+    def abort(self, room: int) -> None:
+        """Gives a room up that is not READY; RoomFailed follows at once, its slots come back by proof."""
+        self._submit(room, lambda: self._node.abort(room))
+
+    def poll(self) -> list[DecodeEvent]:
+        """What has happened since; never waits."""
+        events = self._port.poll()
+        for event in events:
+            self._step(event.room, KVPoll.SUCCESS if isinstance(event, Ready) else KVPoll.FAILED)
+        return events

@@ -1,0 +1,188 @@
+"""The engine's thread: takes orders from its port, steps the engine while there is work, submits what came out.
+
+The engine is touched by this thread alone. One step's outcomes go to the loop in one call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .engine.base import (
+    Broken,
+    Computed,
+    DecodeEngine,
+    Finished,
+    Prefilled,
+    PrefillEngine,
+    Request,
+    Token,
+)
+from .errors import LocalProtocolError
+from .layout import expand_pages
+from .port import Port
+from .session.prefill import Cell
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Prefill: compute this prompt."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Decode: the room has landed."""
+
+    request: Request
+    slots: dict[str, NDArray[np.int64]]
+    aux: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Drop the room; answered by Dropped on decode."""
+
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Prefill: nothing reads the room's pages any more."""
+
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    """End the thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Decode: the engine touches no slot of this room any more."""
+
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Prefill: a cell of the room is computed."""
+
+    room: int
+    cell: Cell
+
+
+Order: TypeAlias = Compute | Generate | Cancel | Free | Quit
+PrefillOutcome: TypeAlias = Offered | Prefilled | Broken
+DecodeOutcome: TypeAlias = Token | Finished | Broken | Dropped
+
+
+class PrefillThread:
+    """Prompts wait here, in order, for the engine to have pages for them."""
+
+    def __init__(self, engine: PrefillEngine, port: Port[Order], heard: Callable[[list[PrefillOutcome]], None]) -> None:
+        self._engine, self._port, self._heard = engine, port, heard
+        self._waiting: deque[Request] = deque()
+        self._page_size = {component.name: component.layout.page_size for component in engine.card.components}
+
+    def run(self) -> None:
+        """Until Quit."""
+        while True:
+            if self._engine.idle:
+                self._port.wait(None)
+            for order in self._port.poll():
+                match order:
+                    case Compute(request):
+                        self._waiting.append(request)
+                    case Cancel(room):
+                        self._waiting = deque(request for request in self._waiting if request.room != room)
+                        self._engine.cancel(room)
+                    case Free(room):
+                        self._engine.free(room)
+                    case Quit():
+                        return
+                    case Generate():
+                        raise AssertionError("a prefill engine generates nothing")
+            outcomes = self._admit()
+            outcomes += [self._outcome(each) for each in self._engine.step()]
+            if outcomes:
+                self._port.submit(lambda outcomes=outcomes: self._heard(outcomes))
+
+    def _admit(self) -> list[PrefillOutcome]:
+        refused: list[PrefillOutcome] = []
+        while self._waiting:
+            try:
+                if not self._engine.admit(self._waiting[0]):
+                    break
+            except ValueError as error:
+                refused.append(Broken(room=self._waiting[0].room, detail=str(error)))
+            self._waiting.popleft()
+        return refused
+
+    def _outcome(self, outcome: Computed | Prefilled | Broken) -> PrefillOutcome:
+        if not isinstance(outcome, Computed):
+            return outcome
+        first, end = outcome.rows
+        page_size = self._page_size[outcome.component]
+        try:
+            slots = expand_pages(outcome.pages[: -(-end // page_size)], page_size, end)[first:]
+        except LocalProtocolError as error:
+            return Broken(room=outcome.room, detail=f"the engine's pages: {error}")
+        return Offered(outcome.room, Cell(outcome.component, first, outcome.layers, slots))
+
+
+class DecodeThread:
+    """Rooms that have landed go straight into the engine's batch."""
+
+    def __init__(self, engine: DecodeEngine, port: Port[Order], heard: Callable[[list[DecodeOutcome]], None]) -> None:
+        self._engine, self._port, self._heard = engine, port, heard
+
+    def run(self) -> None:
+        """Until Quit."""
+        while True:
+            outcomes: list[DecodeOutcome] = []
+            if self._engine.idle:
+                self._port.wait(None)
+            for order in self._port.poll():
+                match order:
+                    case Generate(request, slots, aux):
+                        try:
+                            self._engine.admit(request, slots, aux)
+                        except ValueError as error:
+                            outcomes.append(Broken(room=request.room, detail=str(error)))
+                    case Cancel(room):
+                        self._engine.cancel(room)
+                        outcomes.append(Dropped(room))
+                    case Quit():
+                        return
+                    case Compute() | Free():
+                        raise AssertionError("a decode engine computes no prompt")
+            outcomes += self._engine.step()
+            if outcomes:
+                self._port.submit(lambda outcomes=outcomes: self._heard(outcomes))
+
+
+def start(work: PrefillThread | DecodeThread, died: Callable[[BaseException], None]) -> threading.Thread:
+    """Runs the work on a thread of its own; `died` hears, there, of an engine that broke down altogether."""
+
+    def run() -> None:
+        try:
+            work.run()
+        except BaseException as error:
+            log.exception("the engine broke down")
+            died(error)
+
+    thread = threading.Thread(target=run, name="engine", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,343 @@
+"""The only loop and the only clock: a node hands inputs to its core and performs the effects that come back, in order.
+
+Everything here runs on one event loop's thread. `tell` gets what the engine has to hear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, Literal, Protocol, TypeVar
+
+from .bus import Bus
+from .effects import (
+    DecodeEffect,
+    Drained,
+    Fence,
+    FenceWriter,
+    Forget,
+    Landed,
+    Leased,
+    Map,
+    Offer,
+    Outcome,
+    PeerRefused,
+    PrefillEffect,
+    Ready,
+    RoomFailed,
+    Send,
+    StopWriting,
+    Unmap,
+    Write,
+)
+from .errors import Cause, ConfigError, PDTransferError, WorldError
+from .keys import AllowList, KeyPair
+from .layout import Component
+from .limits import Limits
+from .memory import Arena
+from .session.decode import DecodeSessions
+from .session.prefill import Cell, PrefillSessions
+from .transports.base import ArenaTransport, WriterTransport
+from .transports.shm import ShmArena, ShmWriter
+from .wire import Goodbye, Identity, Message, Ranks
+
+log = logging.getLogger(__name__)
+
+EVENT_POLL_S = 0.0002  # how often an event that has not fired is asked again
+Effect = TypeVar("Effect")
+
+
+class Event(Protocol):
+    """What `after=` takes: torch.cuda.Event, or anything that can be asked."""
+
+    def query(self) -> bool:
+        """Whether everything before it is done."""
+        ...
+
+
+class Ticker:
+    """Calls `tick` when the core's next time has come."""
+
+    def __init__(self, next_tick: Callable[[], float | None], tick: Callable[[], None]) -> None:
+        self._next_tick, self._tick = next_tick, tick
+        self._loop = asyncio.get_running_loop()
+        self._armed: asyncio.TimerHandle | None = None
+
+    def arm(self) -> None:
+        """Looks at the next time; cheap when what is armed comes no later."""
+        when = self._next_tick()
+        if when is None or (self._armed is not None and self._armed.when() <= when):
+            return
+        self.stop()
+        self._armed = self._loop.call_at(when, self._fire)
+
+    def stop(self) -> None:
+        """Calls no more."""
+        if self._armed is not None:
+            self._armed.cancel()
+            self._armed = None
+
+    def _fire(self) -> None:
+        self._armed = None
+        self._tick()
+        self.arm()
+
+
+class Performer(Generic[Effect]):
+    """Performs effects one after the other, also those that come while one is being performed."""
+
+    def __init__(self, perform: Callable[[Effect], None], ticker: Ticker) -> None:
+        self._perform, self.ticker = perform, ticker
+        self._effects: deque[Effect] = deque()
+        self._busy = False
+
+    def __call__(self, effects: Sequence[Effect]) -> None:
+        self._effects.extend(effects)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._effects:
+                self._perform(self._effects.popleft())
+        finally:
+            self._busy = False
+        self.ticker.arm()
+
+
+def when_fired(after: Event | None, call: Callable[[], None]) -> None:
+    """Calls once the event has fired; now, if it has. The loop never waits for a GPU, it asks."""
+    if after is None or after.query():
+        call()
+    else:
+        asyncio.get_running_loop().call_later(EVENT_POLL_S, when_fired, after, call)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """Who a node is, and how it meets its peers. `weights` is a digest: equal weights, equal digest."""
+
+    node: str
+    model: str
+    weights: bytes
+    keys: KeyPair | None = None
+    allowed: AllowList | None = None
+    insecure: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
+    limits: Limits = field(default_factory=Limits)
+
+    def identity(self, role: Literal["prefill", "decode"]) -> Identity:
+        """A new life under this name."""
+        incarnation = secrets.randbits(64)
+        return Identity(self.node, role, incarnation, self.ranks, self.model, self.weights, self.limits.window)
+
+    def bus(self, receive: Callable[[str, Message], None]) -> Bus:
+        """This node's sockets; breaches that the bus itself finds are logged."""
+        return Bus(
+            node=self.node,
+            keys=self.keys,
+            allowed=self.allowed,
+            insecure=self.insecure,
+            receive=receive,
+            refused=lambda peer, error: log.warning("%s: %s", peer, error),
+        )
+
+
+class DecodeNode:
+    """A decode rank on the loop: expects rooms, hands its arena over, fences writers."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        components: Sequence[Component],
+        arena: Arena,
+        tell: Callable[[Ready | RoomFailed], None],
+        *,
+        socket_directory: Path | None = None,
+        enable_hisparse: bool = False,
+    ) -> None:
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        core = self.core = DecodeSessions(
+            settings.identity("decode"),
+            components,
+            settings.limits,
+            lambda: secrets.randbits(64) or 1,  # 0 is no session
+            enable_hisparse=enable_hisparse,
+        )
+        self._transport: ArenaTransport = ShmArena(arena, directory=socket_directory)
+        self.bus = settings.bus(self.receive)
+        ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._loop.time())))
+        self._run: Performer[DecodeEffect] = Performer(self._perform, ticker)
+
+    def dial(self, source: str) -> None:
+        """Opens a session with a prefill rank ahead of its first room. Raises as Bus.dial."""
+        self.bus.dial(source)
+        self._run(self.core.dial(source, self._loop.time()))
+
+    def expect(
+        self,
+        room: int,
+        *,
+        tokens: int,
+        sources: Sequence[str],
+        time_left_s: float,
+        growth: int = 0,
+        prefix: int = 0,
+        enable_hisparse: bool = False,
+    ) -> None:
+        """As DecodeSessions.expect; a source that may not be dialled fails the room, too."""
+        now = self._loop.time()
+        try:
+            for source in sources:
+                self.bus.dial(source)
+        except (ConfigError, WorldError) as error:
+            self._tell(RoomFailed(room, Cause.REFUSED, str(error)))
+            return
+        effects = self.core.expect(
+            room, tokens=tokens, sources=sources, now=now, deadline=now + time_left_s, growth=growth, prefix=prefix,
+            enable_hisparse=enable_hisparse,
+        )  # fmt: skip
+        self._run(effects)
+
+    def release(self, room: int, *, after: Event | None = None) -> None:
+        """The engine is done with a READY room once `after` has fired."""
+        when_fired(after, lambda: self._run(self.core.release(room, self._loop.time())))
+
+    def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
+        """Gives a room up that is not READY."""
+        self._run(self.core.abort(room, self._loop.time(), cause, detail))
+
+    def receive(self, peer: str, message: Message) -> None:
+        """A message of a prefill rank."""
+        self._run(self.core.receive(peer, message, self._loop.time()))
+
+    async def close(self) -> None:
+        """Says goodbye, stops the clock and the hand-over."""
+        for name, peer in self.core.links.peers.items():
+            if peer.identity is not None:
+                self.bus.send(name, Goodbye(self.core.links.identity.incarnation, Cause.SHUTDOWN.value))
+        self._run.ticker.stop()
+        await self._transport.close()
+        await self.bus.close()
+
+    def _perform(self, effect: DecodeEffect) -> None:
+        match effect:
+            case Send(peer, message):
+                self.bus.send(peer, message)
+            case Ready() | RoomFailed():
+                self._tell(effect)
+            case Offer(_, session):
+                reach = self._transport.offer(session)
+                self._run(self.core.offered(session, reach, self._loop.time()))
+            case Fence(session):
+                self._transport.revoke(session)
+                if self._transport.quiet(session):
+                    self._run(self.core.fenced(session, self._loop.time()))
+            case Forget(session):
+                self._transport.forget(session)
+            case PeerRefused(_, detail):
+                log.warning("%s", detail)
+
+
+class PrefillNode:
+    """A prefill rank on the loop: maps arenas, writes cells, says when pages are safe."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        components: Sequence[Component],
+        tell: Callable[[Leased | Landed | RoomFailed | Drained], None],
+        *,
+        pool_address: int = 0,
+        copy_threads: int = 2,
+    ) -> None:
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        core = self.core = PrefillSessions(settings.identity("prefill"), components, settings.limits)
+        self._transport: WriterTransport = ShmWriter(
+            tuple(components), pool_address=pool_address, copy_threads=copy_threads
+        )
+        self.bus = settings.bus(self.receive)
+        ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._loop.time())))
+        self._run: Performer[PrefillEffect] = Performer(self._perform, ticker)
+        self._mappings: set[asyncio.Task[None]] = set()
+        self._started_ns: dict[tuple[int, int], int] = {}
+        self.copy_ns: dict[int, int] = {}  # by room, until it is drained: the time that its writes took
+
+    def open(self, room: int, *, tokens: int, time_left_s: float, grants: int = 1) -> None:
+        """As PrefillSessions.open."""
+        now = self._loop.time()
+        self._run(self.core.open(room, tokens=tokens, now=now, deadline=now + time_left_s, grants=grants))
+
+    def push(self, room: int, cell: Cell, *, after: Event | None = None) -> None:
+        """Offers a cell once `after` has fired; it is read until the room is drained."""
+        when_fired(after, lambda: self._run(self.core.push(room, cell)))
+
+    def finish(self, room: int, *, aux: bytes, after: Event | None = None) -> None:
+        """No more cells; `after` must fire no earlier than those of the cells."""
+        when_fired(after, lambda: self._run(self.core.finish(room, aux=aux, now=self._loop.time())))
+
+    def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
+        """Gives a room up; Drained says when its pages are safe."""
+        self._run(self.core.abort(room, self._loop.time(), cause, detail))
+
+    def receive(self, peer: str, message: Message) -> None:
+        """A message of a decode node."""
+        self._run(self.core.receive(peer, message, self._loop.time()))
+
+    async def close(self) -> None:
+        """Says goodbye, stops the clock, and waits for what is in flight."""
+        for name in self.core.peers:
+            self.bus.send(name, Goodbye(self.core.identity.incarnation, Cause.SHUTDOWN.value))
+        self._run.ticker.stop()
+        for task in self._mappings:
+            task.cancel()
+        await self._transport.close()
+        await self.bus.close()
+
+    def _perform(self, effect: PrefillEffect) -> None:
+        match effect:
+            case Send(peer, message):
+                self.bus.send(peer, message)
+            case Write():
+                self._started_ns[effect.session, effect.write] = time.monotonic_ns()
+                self._transport.write(effect, self._wrote)
+            case Leased() | Landed() | RoomFailed():
+                self._tell(effect)
+            case Drained(room):
+                self._tell(effect)
+                self.copy_ns.pop(room, None)
+            case StopWriting(session, grant):
+                self._transport.cancel(session, grant)
+            case Map():
+                task = self._loop.create_task(self._map(effect))
+                self._mappings.add(task)
+                task.add_done_callback(self._mappings.discard)
+            case Unmap(session):
+                self._transport.unmap(session)
+            case FenceWriter(session):
+                # The only writer here is this process: what it left unknown stays quarantined until it is gone.
+                log.critical(
+                    "session %#x: a write's outcome is unknown; restart this process to give its slots back", session
+                )
+
+    def _wrote(self, order: Write, outcome: Outcome, detail: str) -> None:
+        self.copy_ns[order.room] = (
+            self.copy_ns.get(order.room, 0) + time.monotonic_ns() - self._started_ns.pop((order.session, order.write))
+        )
+        self._run(self.core.wrote(order.session, order.write, outcome, detail, self._loop.time()))
+
+    async def _map(self, effect: Map) -> None:
+        try:
+            bytes_ready = await self._transport.map(effect.session, effect.reach, effect.components)
+        except PDTransferError as error:
+            log.warning("session %#x: %s", effect.session, error)
+            self._run(self.core.unmappable(effect.session, str(error), self._loop.time()))
+        else:
+            self._run(self.core.mapped(effect.session, bytes_ready))

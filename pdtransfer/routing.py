@@ -15,11 +15,11 @@ from msgspec.structs import replace
 from .effects import Send
 from .ends import SUCCESSES, cause_of
 from .errors import Cause, RemoteProtocolError
-from .limits import Limits
+from .limits import TEXT_LENGTH_MAX, Limits
 from .routed import LEG, ROUTER_ROOM, Leg, LegEvent, Request, RoomLeg, RoutedRoom, RouterEvent, RouterRoom
 from .states import step
 from .timers import Timers
-from .wire import Begin, Begun, Cancel, End, Ended, Identity, Message, Tokens, TokensAcked, unpack_ids
+from .wire import Begin, Begun, Cancel, End, Ended, Identity, Message, Reject, Tokens, TokensAcked, unpack_ids
 from .workers import NoPair, Pair, Worker, Workers
 
 STATUSES = {
@@ -174,6 +174,13 @@ class Routing:
                     self._tokens(room, leg, message, now)
                 case End():
                     self._end(room, leg, message, now)
+        return self._take()
+
+    def breach(self, peer: str, error: RemoteProtocolError, now: float) -> list[RoutingEffect]:
+        """The worker `peer` broke the protocol: ends with it, and greets it afresh in a while."""
+        worker = self.workers.by_peer[peer]
+        self._effects.append(Send(peer, Reject(0, Cause.BREACH.value, (str(error)[:TEXT_LENGTH_MAX],))))
+        self.workers.refuse(worker, Cause.BREACH, f"{peer} broke the protocol: {error}", now)
         return self._take()
 
     def tick(self, now: float) -> list[RoutingEffect]:

@@ -98,6 +98,8 @@ class Service:
                 self._ping(peer, router, message, now)
             case Goodbye() if router is not None and message.incarnation == router.incarnation:
                 self._quit(router, now)
+            case Reject() if router is not None:
+                self._stop_all(router, cause_of(message.reason, Cause.BREACH))
             case Begin() if router is not None:
                 self._begin(router, message, now)
             case Cancel() if router is not None:
@@ -106,7 +108,7 @@ class Service:
                 self._acked(router, message, now)
             case Ended() if router is not None:
                 self._acknowledged(router, message)
-            case Goodbye() | Begin() | Cancel() | TokensAcked() | Ended():
+            case Goodbye() | Reject() | Begin() | Cancel() | TokensAcked() | Ended():
                 pass
             case _:
                 raise RemoteProtocolError("kind", f"a router sends no {type(message).__name__}")

@@ -13,11 +13,14 @@ from enum import Enum
 from typing import Literal
 
 from .effects import Send
+from .ends import cause_of
 from .errors import Cause
 from .limits import LIVES_MAX, Limits
 from .states import step
 from .timers import Timers
 from .wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome
+
+GREETINGS_WANTED = frozenset({"hello_first", "hello_required"})  # a Reject that only wants to know who speaks
 
 
 class Presence(Enum):
@@ -144,9 +147,11 @@ class Workers:
         match message:
             case Welcome():
                 self._welcome(worker, message, now)
+            case Reject(reason=reason) if reason in GREETINGS_WANTED:
+                self._hello(worker, now)
             case Reject():
                 text = f"{worker.peer} refuses ({message.reason}): " + "; ".join(message.fields)
-                self._refuse(worker, Cause.REFUSED, text, now)
+                self.refuse(worker, cause_of(message.reason, Cause.REFUSED), text, now)
             case Pong():
                 self._pong(worker, message, now)
             case Goodbye():
@@ -222,7 +227,7 @@ class Workers:
         for name, there, here in (("version", message.version, VERSION), ("role", theirs.role, worker.role)):
             if there != here:
                 text = f"{name}: {worker.peer} has {there!r}, this router expects {here!r}"
-                self._refuse(worker, Cause.REFUSED, text, now)
+                self.refuse(worker, Cause.REFUSED, text, now)
                 return
         if known is not None and known.incarnation != theirs.incarnation:
             if worker.state is Presence.THERE:
@@ -241,8 +246,8 @@ class Workers:
         else:
             self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
 
-    def _refuse(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
-        """It may be replaced by one that fits: ask again, at the slowest pace."""
+    def refuse(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
+        """This router and the worker cannot go on. It may be replaced by one that fits: ask again, at the slowest pace."""
         if worker.state is Presence.THERE:
             self._lose(worker, cause, text, now)
         worker.why = text

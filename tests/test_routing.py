@@ -482,6 +482,23 @@ def test_a_worker_of_another_role_or_one_that_refuses_is_not_used_and_says_why()
     assert len(bench.sent(Hello, P)) == 1, "asked again, slowly"
 
 
+def test_a_worker_that_breaks_the_protocol_is_given_up_with_its_rooms() -> None:
+    bench = Bench(decode=(D, D2))
+    bench.submit()
+    bench.effects = bench.routing.breach(D, RemoteProtocolError("Tokens.ids", "3 bytes"), bench.now)
+    assert bench.sent(Reject, D)[0].fields == ("Tokens.ids: 3 bytes",)
+    assert bench.sent(Begin, D2)
+    bench.silence(LIMITS.resend_ms_max / 1e3)
+    assert bench.sent(Hello, D)
+
+
+def test_a_worker_that_wants_to_know_who_speaks_is_greeted_and_kept() -> None:
+    bench = Bench()
+    bench.submit()
+    assert [type(each.message) for each in bench.hear(D, Reject(0, "hello_required", ()))] == [Hello]
+    assert bench.routing.room_count == 1
+
+
 def test_close_fails_what_is_open_and_says_goodbye() -> None:
     bench = Bench()
     bench.submit()

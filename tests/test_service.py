@@ -263,6 +263,13 @@ def test_goodbye_stops_a_routers_rooms() -> None:
     assert daemon.hear(A, Goodbye(1, "shutdown")) == [Stop(7, Cause.SHUTDOWN)]
 
 
+def test_a_router_that_rejects_us_has_its_rooms_stopped() -> None:
+    daemon = Daemon()
+    daemon.hear(A, begin(7))
+    daemon.hear(B, begin(8))
+    assert daemon.hear(A, Reject(0, "breach", ("Tokens.ids: 3 bytes",))) == [Stop(7, Cause.BREACH)]
+
+
 def test_a_full_or_draining_daemon_refuses_and_says_so_again() -> None:
     daemon = Daemon(rooms_max=1)
     daemon.hear(A, begin(7))

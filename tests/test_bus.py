@@ -9,7 +9,6 @@ import logging
 import os
 import socket as tcp
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 
@@ -590,7 +589,7 @@ async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: z
         assert flooding.wait(20)
         thread.join()
         good.say(*[Ping(n) for n in range(1, 6)])
-        time.sleep(0.1)
+        flood.socket.poll(100)  # blocking: both are in by then
         bursts, seen = [0], 0
         while len(prefill.heard) < 20_005:
             await asyncio.sleep(0)

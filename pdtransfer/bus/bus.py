@@ -19,7 +19,7 @@ from ..wire import Hello, Message, Reject, decode, encode
 from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwayError
 from .dialled import Dialled
 from .limits import BusLimits
-from .sockets import Drain, Frames, open_socket, resolve
+from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, open_socket, resolve
 from .zap import DOMAIN, Authenticator
 
 
@@ -232,8 +232,8 @@ class Bus:
             return False
         self._router_drain.check()
         try:
-            self._router.send(route, zmq.NOBLOCK | zmq.SNDMORE)
-            self._router.send(frame, zmq.NOBLOCK)
+            self._router.send(route, NOBLOCK_MORE)
+            self._router.send(frame, NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -247,7 +247,7 @@ class Bus:
 def _decode(frame: zmq.Frame) -> Message:
     if frame.more:
         raise RemoteProtocolError("frames", "more than 1 in one message")
-    return decode(frame.buffer)
+    return decode(frame.bytes)
 
 
 def _reject(reason: str, error: RemoteProtocolError) -> bytes:

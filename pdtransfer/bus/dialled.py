@@ -10,7 +10,7 @@ import zmq
 
 from ..keys import Address, Endpoint, KeyPair
 from .limits import BusLimits
-from .sockets import Drain, Frames, open_socket, resolve
+from .sockets import NOBLOCK, Drain, Frames, open_socket, resolve
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Dialled:
             return False
         self._drain.check()
         try:
-            self._socket.send(frame, zmq.NOBLOCK)
+            self._socket.send(frame, NOBLOCK)
         except zmq.Again:
             return False
         return True

@@ -18,8 +18,8 @@ from .limits import BusLimits
 
 ENVELOPE_BYTES = 256  # what CURVE adds to a frame is 33 bytes; `wire` holds the frame itself to FRAME_BYTES_MAX
 
-_NOBLOCK = zmq.NOBLOCK
-_EVENTS = zmq.EVENTS
+# As plain integers: arithmetic on pyzmq's enums costs as much as a receive.
+NOBLOCK, NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 
@@ -81,6 +81,7 @@ class Drain:
         self._was_writable = False
         self._due = False  # a look is scheduled
         self._turning = False  # within a turn, which ends with a look
+        self._stopped = False
         loop.add_reader(self._fd, self._turn)
         self.check()
 
@@ -92,19 +93,20 @@ class Drain:
 
     def stop(self) -> None:
         """Drains no more; must come before the socket is closed, whose FD may then be another's."""
+        self._stopped = True
         self._loop.remove_reader(self._fd)
 
     def _look(self) -> None:
         self._due = False
-        if not self._socket.closed and self._readable():
+        if not self._stopped and self._readable():
             self._turn()
 
     def _readable(self) -> bool:
-        events = int(self._socket.get(_EVENTS))
+        events = int(self._socket.get(zmq.EVENTS))
         while self._writable is not None and self._was_writable is not bool(events & _POLLOUT):
             self._was_writable = not self._was_writable
             self._writable(self._was_writable)
-            events = int(self._socket.get(_EVENTS))
+            events = int(self._socket.get(zmq.EVENTS))
         return bool(events & _POLLIN)
 
     def _turn(self) -> None:
@@ -121,7 +123,7 @@ class Drain:
         size = 0
         for taken in range(self._limits.turn_messages):
             # A message alone is the common case, and asking is cheaper than zmq.Again; after a second one it is not.
-            if self._socket.closed or (taken == 1 and not self._readable()):
+            if self._stopped or (taken == 1 and not self._readable()):
                 return True
             try:
                 size += self._take()
@@ -146,11 +148,11 @@ class Frames:
     def __call__(self) -> int:
         """Bytes taken; zmq.Again when there are none."""
         if self._more:
-            frame = self._socket.recv(_NOBLOCK, copy=False)
+            frame = self._socket.recv(NOBLOCK, copy=False)
             self._more = frame.more
             return len(frame)
-        route = self._socket.recv(_NOBLOCK) if self._routed else b""
-        frame = self._socket.recv(_NOBLOCK, copy=False)
+        route = self._socket.recv(NOBLOCK) if self._routed else b""
+        frame = self._socket.recv(NOBLOCK, copy=False)
         self._more = frame.more
         self._take(route, frame)
         return len(frame)

@@ -14,7 +14,7 @@ from zmq.utils import z85
 
 from ..keys import AllowList
 from .limits import BusLimits
-from .sockets import Drain, Seldom
+from .sockets import NOBLOCK, Drain, Seldom
 
 DOMAIN = "pdtransfer"
 _VERSION = b"1.0"
@@ -47,8 +47,8 @@ class Authenticator:
         self._socket.close()
 
     def _take(self) -> int:
-        request = self._socket.recv_multipart(zmq.NOBLOCK)
-        self._socket.send_multipart(self.answer(request), zmq.NOBLOCK)
+        request = self._socket.recv_multipart(NOBLOCK)
+        self._socket.send_multipart(self.answer(request), NOBLOCK)
         return 0
 
     def answer(self, request: list[bytes]) -> list[bytes]:

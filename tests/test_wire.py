@@ -31,6 +31,7 @@ from pdtransfer.wire import (
     unpack_extents,
     unpack_ids,
 )
+from pdtransfer.wire.blame import blame
 from tests import fuzz_wire
 
 GRANT = [1, 7, 5, 1000, 0, [[0, 0, 1000, bytes(7) + b"\1"]], True, 60000, True]
@@ -167,6 +168,12 @@ def test_an_error_fits_a_reject_and_writes_nothing_but_one_line(value):
         assert str(error).isprintable()
     reject = decode(encode(MESSAGES[3](0, "breach", (str(error),))))
     assert reject.fields == (str(error),)
+
+
+def test_a_struct_may_say_much_and_its_error_still_fits_a_reject():
+    error = blame(Register, SPECIMENS["Register"][2:], "planes: " + "much " * 200 + " - at `$[1][0][4]`")
+    assert error.field == "Register.components[0].layout.planes"
+    assert len(str(error)) == TEXT_LENGTH_MAX
 
 
 # Regressions: each was accepted, or ended in something else than a RemoteProtocolError

@@ -56,7 +56,7 @@ def decode(frame: bytes | memoryview) -> Message:
             # A shorter frame cannot hold more than either limit.
             list_hook=_census() if frame_bytes > ARRAYS_MAX else None,
         )
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+    except ValueError as error:
         raise RemoteProtocolError("frame", f"not msgpack within the limits: {_fault(error)}") from None
     array = cast("list[object]", raw)
     if not isinstance(raw, list) or len(array) < 2:
@@ -101,7 +101,7 @@ def _census() -> Callable[[list[object]], list[object]]:
 
 def _fault(error: BaseException) -> str:
     match error:
-        case msgpack.StackError() | RecursionError():
+        case msgpack.StackError():
             return "nested too deep"
         case msgpack.ExtraData():
             return "bytes after the end of the array"
@@ -117,7 +117,7 @@ def negotiate(*, ours: tuple[int, int], theirs: tuple[int, int]) -> int:
     """The highest version in both ranges (min, max), ends included; RemoteProtocolError that names both otherwise."""
     assert ours[0] <= ours[1], ours
     version = min(ours[1], theirs[1])
-    if version < max(ours[0], theirs[0]) or theirs[0] > theirs[1]:
+    if version < max(ours[0], theirs[0]):
         raise RemoteProtocolError(
             "version", f"the peer speaks {theirs[0]} to {theirs[1]}, this side {ours[0]} to {ours[1]}"
         )

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ..effects import Outcome as Outcome
-from ..effects import Write as Write
+from ..effects import Outcome, Write
 from ..layout import Component
 from ..wire import Reach
 

@@ -1,0 +1,237 @@
+"""Finds, compiles, caches and loads the host copy of kernels/, and carries out plans with it; without one, with numpy.
+
+The library is built for no particular CPU, since it picks its stores when it runs: its cache is keyed by source, flags,
+compiler and platform alone. The cache directory belongs to this user and nobody else may write there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import stat
+import subprocess
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from . import rows
+from .cancel import Cancel
+from .geometry import read_only
+from .plan import Plan
+
+_ABI = 1  # of kernels/host_copy.c
+_FLAGS = ("-O3", "-fPIC", "-shared", "-fvisibility=hidden")
+_COMPILERS = {  # C first: there is more often a C compiler than one of C++
+    **dict.fromkeys(("cc", "gcc", "clang"), ("-x", "c", "-std=c11")),
+    **dict.fromkeys(("c++", "g++", "clang++"), ("-x", "c++", "-std=c++11")),
+}
+_COMPILE_SECONDS_MAX = 120.0
+_STREAMS = ("ordinary stores", "SSE2 streaming stores", "AVX streaming stores", "AVX-512 streaming stores")
+_STREAM_BYTES_MIN = 1 << 20  # below, the reader finds the rows in a cache, and the writer ends sooner
+
+_Copy = Callable[[int, int, int, int, int, int, int, int, int, int], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Native:
+    """Which copy this process has: the compiled one at `path`, or numpy (None); `text` tells a person which, or why."""
+
+    path: Path | None
+    text: str
+    streams: int = 0  # the widest streaming stores, as kernels/host_copy.c numbers them
+    copy: _Copy | None = None
+
+    @property
+    def used(self) -> bool:
+        """Whether the compiled copy is used."""
+        return self.copy is not None
+
+
+class _UnusableError(Exception):
+    """Why there is no compiled copy, or no cache; its text is for a person."""
+
+
+def source_directory() -> Path:
+    """kernels/ of the installed package, or of the checkout."""
+    package = Path(__file__).resolve().parent
+    shared = package / "_share" / "kernels"
+    return shared if shared.is_dir() else package.parent / "kernels"
+
+
+_lock = threading.Lock()
+_chosen: Native | None = None
+
+
+def native(cache: Path | None = None) -> Native:
+    """The copy of this process, chosen once: the first call may compile for a second, so make it off the loop.
+
+    `cache` is where compiled kernels are kept, by default config's. Where there is no compiler the numpy path is used,
+    and `text` says what to install.
+    """
+    global _chosen  # noqa: PLW0603 (one process has one copy)
+    with _lock:
+        if _chosen is None:
+            _chosen = load(cache)
+        return _chosen
+
+
+def load(cache: Path | None = None) -> Native:
+    """What `native` finds, found anew."""
+    try:
+        return _loaded(cache)
+    except _UnusableError as error:
+        return Native(path=None, text=f"numpy copies: {error}")
+
+
+def _loaded(cache: Path | None) -> Native:
+    source = source_directory() / "host_copy.c"
+    try:
+        key = hashlib.sha256(source.read_bytes())
+    except OSError as error:
+        raise _UnusableError(f"{source} cannot be read ({error.strerror})") from None
+    key.update(repr((_FLAGS, _COMPILERS, sysconfig.get_config_var("SOABI"))).encode())
+    stem = f"host_copy-{key.hexdigest()[:20]}"
+    try:
+        directory = _private(cache)
+    except _UnusableError:
+        # Nothing is kept then: a loaded library outlives its file.
+        with tempfile.TemporaryDirectory(prefix="pdtransfer-") as aside:
+            return _opened(_compiled(source, Path(aside), stem))
+    path = _compiled(source, directory, stem)
+    try:
+        return _opened(path)
+    except _UnusableError:
+        path.unlink(missing_ok=True)  # damaged: once more from the source
+        return _opened(_compiled(source, directory, stem))
+
+
+def _private(cache: Path | None) -> Path:
+    if cache is None:
+        from .config import cache_directory  # the only reader of the environment
+
+        cache = cache_directory()
+    directory = cache / "kernels"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        raise _UnusableError(f"{directory}: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise _UnusableError(f"{directory} is not this user's alone")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise _UnusableError(f"{directory} cannot be written")
+    return directory
+
+
+def _compiled(source: Path, directory: Path, stem: str) -> Path:
+    """The library in `directory`, compiled if it is not there; without a compiler any one of this source will do."""
+    compiler = next((name for name in _COMPILERS if shutil.which(name)), None)
+    if compiler is None:
+        if kept := sorted(directory.glob(f"{stem}-*.so")):
+            return kept[0]
+        raise _UnusableError(f"no C or C++ compiler ({', '.join(_COMPILERS)}): install gcc or clang")
+    version = _run([compiler, "--version"])
+    path = directory / f"{stem}-{hashlib.sha256(f'{compiler} {version}'.encode()).hexdigest()[:12]}.so"
+    if not path.exists():
+        aside = directory / f".{path.name}.{os.getpid()}.{threading.get_ident()}"
+        try:
+            _run([compiler, *_COMPILERS[compiler], *_FLAGS, "-o", str(aside), str(source)])
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+    return path
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(  # noqa: S603 (a compiler of this host's PATH, on our own source)
+            command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS_MAX, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _UnusableError(f"{command[0]}: {error}") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise _UnusableError(f"{' '.join(command)}: {lines[-1][:300]}")
+    return done.stdout
+
+
+def _opened(path: Path) -> Native:
+    try:
+        library = ctypes.CDLL(str(path))
+        abi = library.pdtransfer_abi()
+        streams: int = library.pdtransfer_streams()
+        function = library.pdtransfer_copy
+    except (OSError, AttributeError) as error:
+        raise _UnusableError(f"{path}: {error}") from None
+    if abi != _ABI:
+        raise _UnusableError(f"{path}: its interface is {abi}, not {_ABI}")
+    address, count = ctypes.c_uint64, ctypes.c_int64
+    function.argtypes = (address, count, address, count, count, count, address, address, ctypes.c_int32, address)
+    function.restype = ctypes.c_int32
+    return Native(path=path, text=f"compiled copy, {_STREAMS[streams]}: {path}", streams=streams, copy=function)
+
+
+def copy(
+    plan: Plan,
+    source_address: int,
+    target_address: int,
+    *,
+    threads: int = 1,
+    cancel: Cancel | None = None,
+    by: Native | None = None,
+) -> bool:
+    """Carries out `plan` between two mappings, whose addresses are added to its bases; False when `cancel` stopped it.
+
+    Returns when no store of it is pending any more. It holds the GIL for no copied byte. `by` is for those who compare.
+    """
+    by = by or native()
+    parts = list(_shares(plan, threads)) if threads > 1 else [plan]
+    streams = by.streams if plan.bytes >= _STREAM_BYTES_MIN else 0
+    ended: list[bool] = []
+
+    def carry(part: Plan) -> None:
+        ended.append(_carry(part, source_address, target_address, cancel or Cancel(), by, streams))
+
+    others = [threading.Thread(target=carry, args=(part,), name="pdtransfer-copy") for part in parts[1:]]
+    for other in others:
+        other.start()
+    for part in parts[:1]:
+        carry(part)
+    for other in others:
+        other.join()
+    assert len(ended) == len(parts), "a copy thread has died"
+    return all(ended)
+
+
+def _carry(plan: Plan, source_address: int, target_address: int, cancel: Cancel, by: Native, streams: int) -> bool:
+    if by.copy is None:
+        return rows.copy(plan, source_address, target_address, cancel)
+    table, runs = plan.pairing.table, plan.runs
+    assert table.flags.c_contiguous
+    assert runs.flags.c_contiguous
+    assert table.dtype == runs.dtype == np.int64
+    sizes = plan.pairing.source_page_size, plan.pairing.target_page_size
+    sides = table.ctypes.data, len(table), runs.ctypes.data, len(runs)
+    return bool(by.copy(*sides, *sizes, source_address, target_address, streams, cancel.address))
+
+
+def _shares(plan: Plan, threads: int) -> Iterator[Plan]:
+    """At most `threads` plans of about equal bytes, together `plan`: by rows, or by planes where rows are few."""
+    if plan.rows >= 4 * threads:
+        yield from plan.pieces(-(-plan.rows // threads) * plan.pairing.row_bytes)
+        return
+    pairing = plan.pairing
+    ends = np.cumsum(pairing.table[:, 6])
+    cuts = np.searchsorted(ends, np.arange(1, threads) * (pairing.row_bytes / threads), side="right")
+    for low, high in zip((0, *cuts), (*cuts, len(ends)), strict=True):
+        if low < high:
+            part = slice(int(low), int(high))
+            table, layers = read_only(pairing.table[part]), read_only(pairing.layers[part])
+            yield Plan(pairing=replace(pairing, table=table, layers=layers), runs=plan.runs)

@@ -1,0 +1,225 @@
+"""Memory with an address: sealed memfd arenas, mappings of received ones, pools; and what backs them.
+
+What a mapping's address points at stays mapped until close. Prefaulting takes long: call it off the loop.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import TransportError, WorldError
+from .headroom import HUGE_PAGE_BYTES, headroom, huge_pages_free
+
+HugePages = Literal["auto", "never", "always"]
+Progress = Callable[[int], None]
+"""Called in the thread that prefaults, with the bytes that are ready so far."""
+
+# fcntl's own names for these come with Python 3.13.
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEALS = {"SEAL": 1, "SHRINK": 2, "GROW": 4}
+_SEALS_OF_WRITES = {"WRITE": 8, "FUTURE_WRITE": 16}
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_CHUNK_BYTES = 64 << 20  # prefaulted at a time: some 35 ms with pages of 4 KiB
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
+
+
+class Mapping:
+    """Bytes that are mapped into this process until `close`, at `address`."""
+
+    __slots__ = ("_map", "address", "byte_count")
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._map = mapped
+        self.byte_count = len(mapped)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, writable; close refuses while a view lives."""
+        return memoryview(self._map)
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        """The bytes as uint8 (byte_count,); close refuses while it lives."""
+        return np.frombuffer(self._map, np.uint8)
+
+    def prefault(self, progress: Progress | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Backs every byte with memory and enters it in this process's page table; contents stay.
+
+        Goes in bounded chunks without the GIL, until `stop` says so: False then. Raises WorldError where the kernel
+        has none.
+        """
+        for start in range(0, self.byte_count, _CHUNK_BYTES):
+            if stop():
+                return False
+            end = min(start + _CHUNK_BYTES, self.byte_count)
+            self._populate(start, end - start)
+            if progress is not None:
+                progress(end)
+        return True
+
+    def _populate(self, start: int, byte_count: int) -> None:
+        while _libc.madvise(self.address + start, byte_count, _MADV_POPULATE_WRITE):
+            match ctypes.get_errno():
+                case errno.EINTR | errno.EAGAIN:
+                    continue
+                case errno.EINVAL:  # an older kernel. Others may be writing here, so it must be a read.
+                    self.array[start : start + byte_count : mmap.PAGESIZE].max()
+                    return
+                case number:
+                    left = headroom()
+                    raise WorldError(
+                        f"prefault: {byte_count} bytes at {start} of {self.byte_count}: {os.strerror(number)}; "
+                        f"{left.what}: {left.bytes} bytes"
+                    )
+
+    def close(self) -> None:
+        """Unmaps; idempotent. Raises BufferError while a view of it lives: somebody would read what is no more."""
+        self._map.close()
+
+
+class Arena:
+    """Decode's memory that prefill writes into: one memfd, mapped here, whose size is sealed."""
+
+    __slots__ = ("bytes_ready", "fd", "huge", "mapping")
+
+    def __init__(self, fd: int, mapping: Mapping, *, huge: bool) -> None:
+        self.fd, self.mapping, self.huge = fd, mapping, huge
+        self.bytes_ready = 0  # prefaulted, from 0
+
+    @classmethod
+    def create(cls, byte_count: int, *, huge_pages: HugePages = "auto", name: str = "pdtransfer-arena") -> Arena:
+        """An arena of at least `byte_count` bytes, rounded up to whole pages, all zero and not yet backed by memory.
+
+        `auto` takes huge pages where enough are free. Raises WorldError, naming what was asked for and what there is,
+        where the host or a cgroup cannot back it: later that would be a SIGBUS, or the end of some process.
+        """
+        assert byte_count > 0
+        if huge_pages != "never":
+            wanted, free = -(-byte_count // HUGE_PAGE_BYTES), huge_pages_free()
+            if wanted <= free:
+                try:
+                    return cls._of(wanted * HUGE_PAGE_BYTES, name, huge=True)
+                except WorldError:
+                    if huge_pages == "always":
+                        raise  # somebody was faster, or a cgroup forbids it
+            elif huge_pages == "always":
+                raise WorldError(
+                    f"huge_pages = always: {byte_count} bytes are {wanted} pages of 2 MiB, {free} are free; "
+                    f"sysctl vm.nr_hugepages={wanted} sets them aside"
+                )
+        byte_count = -(-byte_count // mmap.PAGESIZE) * mmap.PAGESIZE
+        if (left := headroom()).bytes < byte_count:
+            raise WorldError(f"an arena of {byte_count} bytes: {left.what} is {left.bytes} bytes")
+        arena = cls._of(byte_count, name, huge=False)
+        if huge_pages == "auto":
+            _advise_huge(arena.mapping)
+        return arena
+
+    @classmethod
+    def _of(cls, byte_count: int, name: str, *, huge: bool) -> Arena:
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge else 0)
+        try:
+            fd = os.memfd_create(name, flags)
+        except OSError as error:
+            raise WorldError(f"an arena of {byte_count} bytes: {error.strerror}") from None
+        try:
+            os.ftruncate(fd, byte_count)
+            # Not sealed against writes: writers are what it is for.
+            fcntl.fcntl(fd, _F_ADD_SEALS, sum(_SEALS.values()))
+            return cls(fd, Mapping(mmap.mmap(fd, byte_count)), huge=huge)
+        except OSError as error:
+            os.close(fd)
+            raise WorldError(f"an arena of {byte_count} bytes: {error.strerror}") from None
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the memfd and of the mapping."""
+        return self.mapping.byte_count
+
+    def prefault(self, progress: Progress | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
+        """As Mapping.prefault; `bytes_ready` follows.
+
+        Raises WorldError also where headroom runs out on the way, before the kernel would kill somebody for it.
+        """
+
+        def stopped() -> bool:
+            unbacked = self.byte_count - os.fstat(self.fd).st_blocks * 512
+            if not self.huge and (left := headroom()).bytes < min(unbacked, _CHUNK_BYTES):
+                raise WorldError(f"prefault: {unbacked} bytes are to be backed, {left.what} is {left.bytes} bytes")
+            return stop()
+
+        def ready(byte_count: int) -> None:
+            self.bytes_ready = byte_count
+            if progress is not None:
+                progress(byte_count)
+
+        return self.mapping.prefault(ready, stopped)
+
+    def reopen(self) -> int:
+        """A descriptor of another open file description of the same memfd; the caller's to close."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Unmaps and lets the memfd go; who has mapped it keeps it. Idempotent. BufferError while a view lives."""
+        self.mapping.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def map_received(fd: int, byte_count: int) -> Mapping:
+    """Maps an arena that a peer has handed over; `fd` stays the caller's.
+
+    Raises TransportError, naming both values, unless its seals hold it at exactly `byte_count` bytes: a shrinking file
+    would end this process by SIGBUS.
+    """
+    try:
+        found = os.fstat(fd)
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:
+        raise TransportError(f"arena: what was received is no memfd ({error.strerror})") from None
+    if not stat.S_ISREG(found.st_mode) or found.st_size != byte_count:
+        raise TransportError(f"arena: {found.st_size} bytes were received, {byte_count} were said")
+    if missing := [name for name, seal in _SEALS.items() if not seals & seal]:
+        raise TransportError(f"arena: seals {seals:#x}, without {', '.join(missing)}")
+    if barred := [name for name, seal in _SEALS_OF_WRITES.items() if seals & seal]:
+        raise TransportError(f"arena: seals {seals:#x}, with {', '.join(barred)}: it cannot be written")
+    try:
+        return Mapping(mmap.mmap(fd, byte_count))
+    except OSError as error:
+        raise TransportError(f"arena: {byte_count} bytes cannot be mapped ({error.strerror})") from None
+
+
+def allocate(byte_count: int, *, huge_pages: HugePages = "auto") -> Mapping:
+    """Private zeroed memory for a prefill engine's pool, page-aligned, in transparent huge pages where there are some.
+
+    Raises WorldError where the host or a cgroup cannot back it.
+    """
+    assert byte_count > 0
+    if (left := headroom()).bytes < byte_count:
+        raise WorldError(f"a pool of {byte_count} bytes: {left.what} is {left.bytes} bytes")
+    try:
+        pool = Mapping(mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except OSError as error:
+        raise WorldError(f"a pool of {byte_count} bytes: {error.strerror}") from None
+    if huge_pages != "never":
+        _advise_huge(pool)
+    return pool
+
+
+def _advise_huge(mapping: Mapping) -> None:
+    """Asks for transparent huge pages; a kernel without them says EINVAL, and nothing is lost."""
+    _libc.madvise(mapping.address, mapping.byte_count, mmap.MADV_HUGEPAGE)

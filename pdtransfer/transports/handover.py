@@ -1,0 +1,285 @@
+"""Both ends of the Unix socket over which an arena's descriptor goes to whoever shows the session's token.
+
+The listener lives on the loop and never blocks it. A connection has 48 bytes to send and little time to send them;
+when there are too many, the one that has kept silent longest goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import stat
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import TransportError
+from ..wire import Reach
+
+_MAGIC = b"pdt-shm1"
+_REQUEST = struct.Struct("<8sQ32s")  # magic, session, token
+_REPLY = struct.Struct("<8sQ")  # magic, bytes of the arena; the descriptor comes with it
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_PATH_BYTES_MAX = 107
+_RETRY_SECONDS = 0.01
+TOKEN_BYTES = 32
+
+Give = Callable[[int, bytes], int | None]
+"""(session, token) to a descriptor, which the listener sends and closes, or None to refuse."""
+
+
+def host() -> str:
+    """The kernel that this process runs on, and its network namespace: what Reach.host says over shm.
+
+    Sockets in the file system connect wherever the file is seen, on one kernel; abstract ones within one namespace.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    socket: socket.socket
+    timer: asyncio.TimerHandle
+    shown: bytearray = field(default_factory=bytearray)
+
+
+class Listener:
+    """Hands descriptors over, on `address`, until close. Make it on the loop's thread.
+
+    `directory` is made with mode 0700, and must be this user's alone; None binds in the abstract namespace, which every
+    process of the network namespace sees. Peers of other users than `uids` are turned away, whatever they show.
+    """
+
+    def __init__(
+        self,
+        give: Give,
+        *,
+        byte_count: int,
+        directory: Path | None,
+        uids: frozenset[int] | None = None,
+        connections_max: int = 64,
+        seconds: float = 2.0,
+    ) -> None:
+        self._give, self._byte_count, self._seconds = give, byte_count, seconds
+        self._uids = uids if uids is not None else frozenset((0, os.geteuid()))
+        self._connections_max = connections_max
+        self._loop = asyncio.get_running_loop()
+        self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
+        self._resume: asyncio.TimerHandle | None = None
+        self._socket, self._path = _bound(directory)
+        self.address = str(self._path) if self._path else "@" + self._socket.getsockname()[1:].decode()
+        self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(self._connections_max):
+            try:
+                accepted, _ = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # out of descriptors, or gone before it was accepted
+                self._pause()
+                return
+            accepted.setblocking(False)
+            if _uid_of(accepted) not in self._uids:
+                accepted.close()
+                continue
+            if len(self._connections) >= self._connections_max:
+                self._drop(next(iter(self._connections)))
+            number = accepted.fileno()
+            timer = self._loop.call_later(self._seconds, self._drop, number)
+            self._connections[number] = _Connection(accepted, timer)
+            self._loop.add_reader(number, self._read, number)
+
+    def _pause(self) -> None:
+        """Stops looking for a moment, lest a socket that stays readable keep the loop busy."""
+        self._loop.remove_reader(self._socket)
+        self._resume = self._loop.call_later(0.1, self._loop.add_reader, self._socket, self._accept)
+
+    def _read(self, number: int) -> None:
+        connection = self._connections[number]
+        try:
+            shown = connection.socket.recv(_REQUEST.size + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            shown = b""
+        connection.shown += shown
+        if shown and len(connection.shown) < _REQUEST.size:
+            return
+        if len(connection.shown) == _REQUEST.size:
+            self._answer(connection)
+        self._drop(number)
+
+    def _answer(self, connection: _Connection) -> None:
+        magic, session, token = _REQUEST.unpack(connection.shown)
+        fd = self._give(session, token) if magic == _MAGIC else None
+        if fd is None:
+            return
+        try:
+            # The socket's buffer is empty, so that this never waits.
+            socket.send_fds(connection.socket, [_REPLY.pack(_MAGIC, self._byte_count)], [fd])
+        except OSError:
+            pass  # the writer has left: with our copy closed nobody has the descriptor
+        finally:
+            os.close(fd)
+
+    def _drop(self, number: int) -> None:
+        connection = self._connections.pop(number)
+        connection.timer.cancel()
+        self._loop.remove_reader(number)
+        connection.socket.close()
+
+    def close(self) -> None:
+        """Turns everybody away and removes the socket; idempotent."""
+        for number in list(self._connections):
+            self._drop(number)
+        if self._resume is not None:
+            self._resume.cancel()
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+            self._path = None
+
+
+def _bound(directory: Path | None) -> tuple[socket.socket, Path | None]:
+    """A listening socket, and its path unless it is abstract. Raises TransportError."""
+    name = secrets.token_hex(8)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        if directory is None:
+            listener.bind(f"\0pdtransfer-{name}")
+            listener.listen(128)
+            return listener, None
+        _check_private(directory)
+        path, aside = directory / f"arena-{name}", directory / f".{name}"
+        if len(os.fsencode(path)) > _PATH_BYTES_MAX:
+            raise TransportError(f"socket {path}: {len(os.fsencode(path))} bytes, a path has {_PATH_BYTES_MAX} at most")
+        _sweep(directory)
+        listener.bind(str(aside))
+        listener.listen(128)
+        aside.rename(path)  # only now: whoever sweeps takes one that does not listen for a dead process's
+    except OSError as error:
+        listener.close()
+        raise TransportError(f"socket in {directory or 'the abstract namespace'}: {error.strerror}") from None
+    except TransportError:
+        listener.close()
+        raise
+    return listener, path
+
+
+def _check_private(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        held = f"mode {stat.filemode(found.st_mode)}, owner {found.st_uid}"
+        raise TransportError(f"socket directory {directory}: {held}; it must be drwx------, owner {os.geteuid()}")
+
+
+def _sweep(directory: Path) -> None:
+    """Removes the sockets that killed processes have left."""
+    for path in directory.glob("arena-*"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue  # busy, or no socket: not ours to judge
+
+
+def _uid_of(peer: socket.socket) -> int:
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(credentials)[1]
+    return uid
+
+
+async def receive(reach: Reach, session: int, *, seconds: float, uids: frozenset[int] | None = None) -> int:
+    """The arena's descriptor, the caller's to close. Raises TransportError, also when nobody answers in `seconds`.
+
+    The owner must run as one of `uids`, by default this user or root: nobody else is shown the token.
+    """
+    _check_reachable(reach)
+    if uids is None:
+        uids = frozenset((0, os.geteuid()))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as peer:
+        try:
+            async with asyncio.timeout(seconds):
+                await _connect(peer, reach.address)
+                if (uid := _uid_of(peer)) not in uids:
+                    raise TransportError(f"{reach.address} is user {uid}'s, not one of {sorted(uids)}")
+                peer.sendall(_REQUEST.pack(_MAGIC, session, reach.token))
+                return await _answer(peer, reach)
+        except TimeoutError:
+            raise TransportError(f"{reach.address}: no answer within {seconds:g} s") from None
+        except OSError as error:
+            raise TransportError(f"{reach.address}: {error.strerror}{_hint(error)}") from None
+
+
+def _check_reachable(reach: Reach) -> None:
+    here, (boot, _, namespace) = host().partition(" "), reach.host.partition(" ")
+    if reach.transport != "shm":
+        raise TransportError(f"transport {reach.transport!r}, this is shm")
+    if boot != here[0]:
+        raise TransportError(f"the arena is on another host: its boot id is {boot!r}, here it is {here[0]!r}")
+    if reach.address.startswith("@"):
+        if namespace != here[2]:
+            raise TransportError(f"{reach.address}: network namespace {namespace!r}, here it is {here[2]!r}")
+    elif not reach.address.startswith("/") or "\0" in reach.address:
+        raise TransportError(f"address {reach.address!r} is neither a path nor an abstract name")
+    if len(os.fsencode(reach.address)) > _PATH_BYTES_MAX:
+        raise TransportError(f"address {reach.address!r} is longer than {_PATH_BYTES_MAX} bytes")
+    if len(reach.token) != TOKEN_BYTES:
+        raise TransportError(f"token: {len(reach.token)} bytes, not {TOKEN_BYTES}")
+
+
+def _hint(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "; containers must share the directory"
+    return ""
+
+
+async def _connect(peer: socket.socket, address: str) -> None:
+    while True:
+        try:
+            peer.connect("\0" + address[1:] if address.startswith("@") else address)
+        except BlockingIOError:  # its backlog is full
+            await asyncio.sleep(_RETRY_SECONDS)
+        else:
+            return
+
+
+async def _answer(peer: socket.socket, reach: Reach) -> int:
+    """The one descriptor that comes with a whole and right reply; whatever else comes is closed."""
+    await _readable(peer)
+    # One message on an empty stream arrives in one piece.
+    reply, fds, flags, _ = socket.recv_fds(peer, _REPLY.size, 4, socket.MSG_CMSG_CLOEXEC)
+    right = reply == _REPLY.pack(_MAGIC, reach.arena_bytes) and len(fds) == 1 and not flags & socket.MSG_CTRUNC
+    if right:
+        return fds[0]
+    for fd in fds:
+        os.close(fd)
+    if not reply:
+        raise TransportError(f"{reach.address}: the arena's owner refused the token")
+    held = f"{len(reply)} bytes {reply.hex()} with {len(fds)} descriptors"
+    raise TransportError(f"{reach.address}: an answer of {held}, for an arena of {reach.arena_bytes} bytes")
+
+
+async def _readable(peer: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+
+    def told() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(peer, told)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(peer)

@@ -1,0 +1,306 @@
+"""Shared memory on one host: prefill maps decode's arena and copies into it; the fence is a lock its mapping holds.
+
+For each writer the arena's memfd is reopened, an open-file-description lock is taken on a byte of that writer's own,
+and that descriptor is handed over and closed here. The lock is gone when the last mapping and descriptor of it is,
+whoever forked, froze or was killed: then, and only then, nobody can write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import struct
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hmac import compare_digest
+from pathlib import Path
+
+from .. import kernels
+from ..effects import Outcome, Write
+from ..errors import LayoutMismatchError, RemoteProtocolError, TransportError
+from ..layout import Component, Pairing, pair
+from ..memory import Arena, Mapping, map_received
+from ..wire import Reach
+from .base import WriteDone
+from .copier import Copier, Job
+from .handover import TOKEN_BYTES, Listener, host, receive
+from .reports import Reports
+
+# From <fcntl.h>: Python's fcntl module has them on some builds only.
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
+_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
+
+_INLINE_BYTES_MAX = 256 << 10  # copied on the loop at once: some 30 us, less than waking a thread and being woken
+_INLINE_BYTES_TURN = 1 << 20  # and so many in one turn of the loop, lest it stall
+_HANDOVER_SECONDS = 5.0
+_MAP_THREADS = 4
+
+
+@dataclass(slots=True, eq=False)
+class _HandOver:
+    """One session's: a token until it is shown or revoked, and the bytes whose locks went away with descriptors."""
+
+    token: bytes = b""
+    locked: list[int] = field(default_factory=list[int])
+
+
+class ShmArena:
+    """Decode's side, an ArenaTransport. Make it on the loop's thread, with the arena open until after close.
+
+    `directory` holds the socket, is made private and must be this user's alone; None takes the abstract namespace.
+    Writers of other users than `uids` (this one and root) are turned away.
+    """
+
+    def __init__(self, arena: Arena, *, directory: Path | None, uids: frozenset[int] | None = None) -> None:
+        self._arena = arena
+        self._sessions: dict[int, _HandOver] = {}
+        self._next_byte = 0  # never used twice; a lock may lie beyond the file's end
+        self._listener = Listener(self._give, byte_count=arena.byte_count, directory=directory, uids=uids)
+
+    def offer(self, session: int) -> Reach:
+        """A fresh token for this session, good once; one that was offered before is good no more."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._sessions.setdefault(session, _HandOver()).token = token
+        return Reach(
+            transport="shm",
+            host=host(),
+            address=self._listener.address,
+            token=token,
+            base=0,
+            arena_bytes=self._arena.byte_count,
+        )
+
+    def revoke(self, session: int) -> None:
+        """The token is good no more. A descriptor that was handed over stays where it is."""
+        if (hand := self._sessions.get(session)) is not None:
+            hand.token = b""
+
+    def quiet(self, session: int) -> bool:
+        """Whether no token is good and every lock that was handed over is free, which the kernel says."""
+        if (hand := self._sessions.get(session)) is None:
+            return True
+        hand.locked = [byte for byte in hand.locked if self._held(byte)]
+        return not hand.token and not hand.locked
+
+    def forget(self, session: int) -> None:
+        """Drops what is kept of a session that was proven quiet."""
+        assert self.quiet(session), f"session {session:#x} is not quiet"
+        self._sessions.pop(session, None)
+
+    async def close(self) -> None:
+        """Stops handing over. `quiet` answers as long as the arena is open."""
+        self._listener.close()
+
+    def _give(self, session: int, token: bytes) -> int | None:
+        hand = self._sessions.get(session)
+        if hand is None or not hand.token or not compare_digest(hand.token, token):
+            return None
+        try:
+            fd = self._arena.reopen()
+        except OSError:  # out of descriptors: the token stays good
+            return None
+        hand.token = b""
+        byte, self._next_byte = self._next_byte, self._next_byte + 1
+        fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        hand.locked.append(byte)
+        return fd
+
+    def _held(self, byte: int) -> bool:
+        """Whether a description other than the arena's own, which never takes a lock, has the byte locked."""
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        kind: int = _FLOCK.unpack(fcntl.fcntl(self._arena.fd, _F_OFD_GETLK, asked))[0]
+        return kind != fcntl.F_UNLCK
+
+
+_Cuts = dict[tuple[int, tuple[int, int]], Pairing]
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """One mapped arena, or one that is being mapped (None)."""
+
+    mapping: Mapping | None = None
+    pairings: tuple[Pairing, ...] = ()  # a component of Register each, in order
+    cuts: _Cuts = field(default_factory=_Cuts)
+    writes: int = 0  # not yet reported
+    leaving: bool = False
+
+    def pairing(self, component: int, layers: tuple[int, int]) -> Pairing:
+        """The component's planes of these layers, neighbours made one."""
+        if (cut := self.cuts.get((component, layers))) is None:
+            cut = self.cuts[component, layers] = self.pairings[component].within_layers(*layers).fused()
+        return cut
+
+
+_Attached = tuple[Mapping, tuple[Pairing, ...]]
+
+
+class ShmWriter:
+    """Prefill's side, a WriterTransport. Make it on the loop's thread.
+
+    `components` are the pool's own, whose bases are offsets from `pool_address`, or addresses where that is 0; the pool
+    stays mapped until after close. They meet a session's components by name.
+    """
+
+    def __init__(
+        self,
+        components: tuple[Component, ...],
+        *,
+        pool_address: int = 0,
+        copy_threads: int = 2,
+        uids: frozenset[int] | None = None,
+    ) -> None:
+        self._components = {component.name: component for component in components}
+        self._pool_address, self._uids = pool_address, uids
+        self._loop = asyncio.get_running_loop()
+        self._reports: Reports[Job] = Reports(self._ended)
+        self._copier = Copier(copy_threads, self._reports.tell)
+        self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
+        self._sessions: dict[int, _Session] = {}
+        self._jobs: dict[tuple[int, int], set[Job]] = {}  # by session and grant
+        self._inline_bytes = 0  # copied in this turn of the loop
+        self._closing = False
+        self._unmapped = asyncio.Event()
+
+    async def map(self, session: int, reach: Reach, components: tuple[Component, ...]) -> int:
+        """As WriterTransport says; the whole arena is ready then, and in this process's page table."""
+        assert session not in self._sessions, f"session {session:#x} is mapped already"
+        if self._closing:
+            raise TransportError("this writer is closing")
+        mapped = self._sessions[session] = _Session()
+        try:
+            fd = await receive(reach, session, seconds=_HANDOVER_SECONDS, uids=self._uids)
+            attached = self._apart.submit(self._attach, fd, reach.arena_bytes, components)
+            try:
+                mapping, mapped.pairings = await asyncio.shield(asyncio.wrap_future(attached))
+            except asyncio.CancelledError:
+                attached.add_done_callback(_discard)
+                raise
+            if mapped.leaving:
+                self._apart.submit(mapping.close)
+                raise TransportError("the session was unmapped while its arena was being mapped")
+        except BaseException:
+            self._forget(session)
+            raise
+        mapped.mapping = mapping
+        return mapping.byte_count
+
+    def _attach(self, fd: int, arena_bytes: int, components: tuple[Component, ...]) -> _Attached:
+        """In a worker thread. The mapping keeps the lock that came with `fd`, which is closed here."""
+        try:
+            pairings = tuple(self._paired(index, theirs, arena_bytes) for index, theirs in enumerate(components))
+            mapping = map_received(fd, arena_bytes)
+        finally:
+            os.close(fd)
+        try:
+            kernels.native()
+            mapping.prefault()
+        except BaseException:
+            mapping.close()
+            raise
+        return mapping, pairings
+
+    def _paired(self, index: int, theirs: Component, arena_bytes: int) -> Pairing:
+        named = f"component {theirs.name!r}"
+        if (ours := self._components.get(theirs.name)) is None:
+            raise LayoutMismatchError([f"{named}: this pool holds {', '.join(self._components)}"])
+        try:
+            theirs.layout.check_within(arena_bytes, named)
+        except ValueError as error:
+            raise RemoteProtocolError(f"components[{index}].layout", str(error)) from None
+        fields = {
+            "tokens_per_row": (theirs.tokens_per_row, ours.tokens_per_row),
+            "span": (theirs.span, ours.span),
+        }
+        if differences := [f"{named}.{name}: {a} there, {b} here" for name, (a, b) in fields.items() if a != b]:
+            raise LayoutMismatchError(differences)
+        return pair(ours.layout, theirs.layout)
+
+    def unmap(self, session: int) -> None:
+        """Lets the mapping go, and with it the lock, once the session's writes have been reported; idempotent."""
+        if (mapped := self._sessions.get(session)) is not None:
+            mapped.leaving = True
+            self._leave(session, mapped)
+
+    def _leave(self, session: int, mapped: _Session) -> None:
+        if mapped.leaving and mapped.mapping is not None and not mapped.writes:
+            self._apart.submit(mapped.mapping.close)  # a large one takes its time
+            self._forget(session)
+
+    def _forget(self, session: int) -> None:
+        del self._sessions[session]
+        if not self._sessions:
+            self._unmapped.set()
+
+    def write(self, order: Write, done: WriteDone) -> None:
+        """A small write is copied at once, on the loop; a larger one in copy threads, in turn with other grants'."""
+        mapped = self._sessions.get(order.session)
+        if mapped is None or mapped.mapping is None or mapped.leaving:
+            self._loop.call_soon(done, order, Outcome.FAILED, f"session {order.session:#x} is not mapped")
+            return
+        pairing = mapped.pairing(order.component, order.layers)
+        job = Job(
+            order=order,
+            done=done,
+            pairing=pairing,
+            source_address=self._pool_address,
+            target_address=mapped.mapping.address,
+        )
+        mapped.writes += 1
+        self._jobs.setdefault(job.turn, set()).add(job)
+        if self._may_inline(len(order.source_slots) * pairing.row_bytes):
+            job.carry()
+            self._reports.tell(job)
+        else:
+            self._copier.add(job)
+
+    def _may_inline(self, byte_count: int) -> bool:
+        if byte_count > _INLINE_BYTES_MAX or self._inline_bytes + byte_count > _INLINE_BYTES_TURN:
+            return False
+        if not self._inline_bytes:
+            self._loop.call_soon(self._next_turn)
+        self._inline_bytes += byte_count
+        return True
+
+    def _next_turn(self) -> None:
+        self._inline_bytes = 0
+
+    def _ended(self, job: Job) -> None:
+        """On the loop. FAILED is quiescent like LANDED: the copy has returned, and its stores with it."""
+        jobs = self._jobs[job.turn]
+        jobs.remove(job)
+        if not jobs:
+            del self._jobs[job.turn]
+        mapped = self._sessions[job.order.session]
+        mapped.writes -= 1
+        try:
+            job.done(job.order, Outcome.FAILED if job.text else Outcome.LANDED, job.text)
+        finally:
+            self._leave(job.order.session, mapped)
+
+    def cancel(self, session: int, grant: int) -> None:
+        """Stops this grant's writes at their next rows; each still reports, FAILED unless it was through."""
+        for job in self._jobs.get((session, grant), ()):
+            job.cancel.set()
+
+    async def close(self) -> None:
+        """Waits for what is in flight, unmaps everything, joins every thread."""
+        self._closing = True
+        self._unmapped.clear()
+        for session in list(self._sessions):
+            self.unmap(session)
+        if self._sessions:
+            await self._unmapped.wait()
+        await self._loop.run_in_executor(None, self._join)
+
+    def _join(self) -> None:
+        self._copier.close()
+        self._apart.shutdown()
+
+
+def _discard(attached: Future[_Attached]) -> None:
+    """In the worker thread, when nobody waits for its mapping any more."""
+    if attached.exception() is None:
+        attached.result()[0].close()

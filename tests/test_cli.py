@@ -138,9 +138,9 @@ def test_bench_passes_its_flags_on(name: str, monkeypatch: pytest.MonkeyPatch) -
     seen: list[dict[str, object]] = []
     put(monkeypatch, "bench", **{function: lambda **given: seen.append(given) or 0})
     assert cli.main(["bench", name]) == 0
-    first = next(key for key, value in defaults.items() if type(value) is int)
-    assert cli.main(["bench", name, f"--{first}", "5", "--json"]) == 0
-    assert seen == [defaults, {**defaults, first: 5, "json": True}]
+    given = {key: 5 + at for at, (key, value) in enumerate(defaults.items()) if type(value) is int}
+    assert cli.main(["bench", name, *(f"--{key}={value}" for key, value in given.items()), "--json"]) == 0
+    assert seen == [defaults, {**defaults, **given, "json": True}]
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,10 @@ EVENT_POLL_S = 0.0002  # how often an event that has not fired is asked again
 Effect = TypeVar("Effect")
 
 
+Others = Callable[[str, Message], bool]
+"""Takes what is no node's business, a router's messages say; says whether it did."""
+
+
 class Event(Protocol):
     """What `after=` takes: torch.cuda.Event, or anything that can be asked."""
 
@@ -67,15 +71,16 @@ class Ticker:
     def __init__(self, next_tick: Callable[[], float | None], tick: Callable[[], None]) -> None:
         self._next_tick, self._tick = next_tick, tick
         self._loop = asyncio.get_running_loop()
-        self._armed: asyncio.TimerHandle | None = None
+        self._armed: asyncio.Handle | None = None
+        self._when = 0.0
 
     def arm(self) -> None:
         """Looks at the next time; cheap when what is armed comes no later."""
         when = self._next_tick()
-        if when is None or (self._armed is not None and self._armed.when() <= when):
+        if when is None or (self._armed is not None and self._when <= when):
             return
         self.stop()
-        self._armed = self._loop.call_at(when, self._fire)
+        self._armed, self._when = self._loop.call_at(when, self._fire), when
 
     def stop(self) -> None:
         """Calls no more."""
@@ -160,8 +165,9 @@ class DecodeNode:
         *,
         socket_directory: Path | None = None,
         enable_hisparse: bool = False,
+        others: Others | None = None,
     ) -> None:
-        self._tell = tell
+        self._tell, self._others = tell, others
         self._loop = asyncio.get_running_loop()
         core = self.core = DecodeSessions(
             settings.identity("decode"),
@@ -214,8 +220,9 @@ class DecodeNode:
         self._run(self.core.abort(room, self._loop.time(), cause, detail))
 
     def receive(self, peer: str, message: Message) -> None:
-        """A message of a prefill rank."""
-        self._run(self.core.receive(peer, message, self._loop.time()))
+        """A message of a prefill rank, unless it is somebody else's."""
+        if self._others is None or not self._others(peer, message):
+            self._run(self.core.receive(peer, message, self._loop.time()))
 
     async def close(self) -> None:
         """Says goodbye, stops the clock and the hand-over."""
@@ -256,8 +263,9 @@ class PrefillNode:
         *,
         pool_address: int = 0,
         copy_threads: int = 2,
+        others: Others | None = None,
     ) -> None:
-        self._tell = tell
+        self._tell, self._others = tell, others
         self._loop = asyncio.get_running_loop()
         core = self.core = PrefillSessions(settings.identity("prefill"), components, settings.limits)
         self._transport: WriterTransport = ShmWriter(
@@ -288,8 +296,9 @@ class PrefillNode:
         self._run(self.core.abort(room, self._loop.time(), cause, detail))
 
     def receive(self, peer: str, message: Message) -> None:
-        """A message of a decode node."""
-        self._run(self.core.receive(peer, message, self._loop.time()))
+        """A message of a decode node, unless it is somebody else's."""
+        if self._others is None or not self._others(peer, message):
+            self._run(self.core.receive(peer, message, self._loop.time()))
 
     async def close(self) -> None:
         """Says goodbye, stops the clock, and waits for what is in flight."""

@@ -1,0 +1,64 @@
+"""The router's Service on the loop: performs its effects, and hands what a router starts and stops to the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from .effects import Send
+from .errors import Cause, RemoteProtocolError
+from .node import Ticker
+from .service import Service, ServiceEffect, Start, Stop
+from .wire import Begin, End, Load, Message, Reject
+
+log = logging.getLogger(__name__)
+
+
+class Desk:
+    """The service on the loop: performs its effects, and hands `start` and `stop` to the daemon."""
+
+    def __init__(
+        self,
+        service: Service,
+        send: Callable[[str, Message], bool],
+        *,
+        start: Callable[[Begin], None],
+        stop: Callable[[int, Cause], None],
+        load: Callable[[], Load],
+    ) -> None:
+        self.service, self._send, self._start, self._stop, self._load = service, send, start, stop, load
+        self._loop = asyncio.get_running_loop()
+        self.ticker = Ticker(service.next_tick, lambda: self.run(service.tick(self._loop.time())))
+
+    def receive(self, peer: str, message: Message) -> None:
+        """A message of a router; a breach is answered, and costs only that message."""
+        try:
+            self.run(self.service.receive(peer, message, self._loop.time()))
+        except RemoteProtocolError as error:
+            log.warning("%s: %s", peer, error)
+            self._send(peer, Reject(0, Cause.BREACH.value, (str(error)[:500],)))
+
+    def tokens(self, room: int, ids: list[int]) -> None:
+        """The engine has generated these."""
+        self.run(self.service.tokens(room, ids, self._loop.time()))
+
+    def end(self, end: End) -> None:
+        """The room has ended here."""
+        self.run(self.service.end(end, self._loop.time()))
+
+    def run(self, effects: list[ServiceEffect]) -> None:
+        """Performs, and tells the routers what is left then."""
+        self._perform(effects)
+        self._perform(self.service.load(self._load(), self._loop.time()))
+        self.ticker.arm()
+
+    def _perform(self, effects: list[ServiceEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(peer, message):
+                    self._send(peer, message)
+                case Start(_, begin):
+                    self._start(begin)
+                case Stop(room, cause):
+                    self._stop(room, cause)

@@ -83,19 +83,13 @@ def first_overlap(starts: Int64s, nest: Sequence[tuple[Int64s, Int64s]]) -> tupl
             return int(order[origin[at]]), int(order[at])
         sort = np.lexsort((starts, group))
         order, group, starts = order[sort], group[sort], starts[sort]
-        ends_so_far = _running_max(starts + extents[sort], group)
-        opens[1:] = (group[1:] != group[:-1]) | (starts[1:] >= ends_so_far[:-1])
+        # Neighbours tell all: one that holds another whole still does so at the next level, and is caught at the last.
+        opens[1:] = (group[1:] != group[:-1]) | (starts[1:] >= (starts + extents[sort])[:-1])
         group = np.cumsum(opens) - 1
         if opens.all():
             return None
     at = int(opens.argmin())
     return int(order[at - 1]), int(order[at])
-
-
-def _running_max(values: Int64s, group: Int64s) -> Int64s:
-    """The maximum so far within each group; `group` ascends. By rank, since the values may be near the end of int64."""
-    ranked, rank = np.unique(values, return_inverse=True)
-    return ranked[np.maximum.accumulate(group * len(ranked) + rank) - group * len(ranked)]
 
 
 def holder_of(points: Int64s, starts: Int64s, ends: Int64s) -> Int64s:

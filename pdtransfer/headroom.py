@@ -8,6 +8,7 @@ from pathlib import Path
 
 HUGE_PAGE_BYTES = 2 << 20
 _CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 _HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _UNLIMITED = 1 << 60  # cgroup v1 writes a figure near 2**63
 
@@ -45,7 +46,7 @@ def _host() -> Headroom:
 
 
 def _cgroups() -> Iterator[Headroom]:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in _OWN_CGROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             yield from _limits(_CGROUPS, path, ("memory.max", "memory.current", "inactive_file"))

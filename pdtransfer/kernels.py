@@ -157,8 +157,8 @@ def _run(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _UnusableError(f"{command[0]}: {error}") from None
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
-        raise _UnusableError(f"{' '.join(command)}: {lines[-1][:300]}")
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
+        raise _UnusableError(f"{' '.join(command)}: {lines[0][:300]}")
     return done.stdout
 
 

@@ -1,0 +1,324 @@
+"""Copies of plans: every implementation against the layouts' own addresses, and the cache against its enemies."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import shutil
+import stat
+import subprocess
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pdtransfer import kernels
+from pdtransfer.cancel import Cancel
+from pdtransfer.kernels import Native
+from pdtransfer.layout import Layout, Plane, pair
+from pdtransfer.plan import Plan, plan
+
+NUMPY = Native(path=None, text="numpy")
+MARGIN = 256
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Native:
+    found = kernels.load(tmp_path_factory.mktemp("cache"))
+    assert found.used, found.text
+    return found
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Native:
+    """The same source as C++, which reports undefined behaviour on standard error."""
+    path = tmp_path_factory.mktemp("sanitized") / "host_copy.so"
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    flags = [
+        "-x",
+        "c++",
+        "-std=c++11",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-fsanitize=undefined",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ]
+    built = subprocess.run(
+        ["c++", *flags, "-o", path, kernels.source_directory() / "host_copy.c"], capture_output=True, text=True
+    )
+    if "cannot find" in built.stderr:
+        pytest.skip("no sanitizer")
+    assert not built.returncode, built.stderr
+    return kernels._opened(path)
+
+
+@dataclass(frozen=True)
+class Side:
+    """How one side lays the same planes out."""
+
+    page_size: int
+    pages: int
+    interleaved: bool
+    base: int
+    gap: int
+
+    def layout(self, widths: list[int]) -> Layout:
+        planes: list[Plane] = []
+        at, item = self.base, sum(widths) + self.gap
+        for layer, width in enumerate(widths):
+            row = item if self.interleaved else width + self.gap
+            page = row * self.page_size + (0 if self.interleaved else self.gap)
+            planes.append(Plane(layer, "k", "uint8", 0, 1, at, page, row, width))
+            at += width if self.interleaved else page * self.pages
+        return Layout(tuple(planes), self.page_size, self.page_size * self.pages)
+
+
+SIDES = st.builds(
+    Side,
+    page_size=st.sampled_from((1, 2, 8, 64)),
+    pages=st.integers(1, 6),
+    interleaved=st.booleans(),
+    base=st.integers(0, 70),
+    gap=st.sampled_from((0, 0, 1, 3, 48, 64)),
+)
+WIDTHS = st.lists(
+    st.one_of(st.integers(1, 200), st.sampled_from((4, 64, 576, 656, 1152, 9_217, 20_001))), min_size=1, max_size=4
+)
+
+
+def some_slots(rng: random.Random, limit: int, count: int) -> NDArray[np.int64]:
+    """Slots in runs of any length, none twice."""
+    slots: list[int] = []
+    free = set(range(limit))
+    while len(slots) < count:
+        slot = rng.choice(sorted(free))
+        for _ in range(rng.choice((1, 1, 3, 9, 70))):
+            if slot in free and len(slots) < count:
+                free.discard(slot)
+                slots.append(slot)
+            slot += 1
+    return np.array(slots, np.int64)
+
+
+@dataclass
+class Case:
+    """Two pools of random bytes, what to copy, and what must come of it: nothing else may change, margins included."""
+
+    work: Plan
+    source: NDArray[np.uint8]
+    target: NDArray[np.uint8]
+    wanted: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, widths: list[int], source: Side, target: Side, seed: int) -> Case:
+        rng = random.Random(seed)
+        ours, theirs = source.layout(widths), target.layout(widths)
+        count = rng.randint(1, min(ours.slots, theirs.slots))
+        source_slots, target_slots = some_slots(rng, ours.slots, count), some_slots(rng, theirs.slots, count)
+        pools = [np.frombuffer(rng.randbytes(MARGIN + side.end + MARGIN), np.uint8).copy() for side in (ours, theirs)]
+        wanted = pools[1].copy()
+        for at, width in enumerate(widths):
+            for here, there in zip(source_slots.tolist(), target_slots.tolist(), strict=True):
+                a, b = MARGIN + ours.address(at, here), MARGIN + theirs.address(at, there)
+                wanted[b : b + width] = pools[0][a : a + width]
+        return cls(plan(pair(ours, theirs).fused(), source_slots, target_slots), *pools, wanted)
+
+    def check(self, by: Native, **how: object) -> None:
+        target = self.target.copy()
+        where = self.source.ctypes.data + MARGIN, target.ctypes.data + MARGIN
+        assert kernels.copy(self.work, *where, by=by, **how)  # type: ignore[arg-type]
+        wrong = np.flatnonzero(target != self.wanted)
+        assert not len(wrong), f"{len(wrong)} bytes differ, the first at {wrong[0] - MARGIN}"
+
+
+def by_stores(by: Native) -> list[Native]:
+    """The copy with each kind of store that this CPU has."""
+    return [replace(by, streams=streams) for streams in range(by.streams + 1)]
+
+
+PROPERTY = settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@pytest.fixture(autouse=True)
+def small_copies_stream_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_STREAM_BYTES_MIN", 0)
+
+
+@PROPERTY
+@given(WIDTHS, SIDES, SIDES, st.integers(0, 1 << 32))
+@example([1152] * 3, Side(64, 4, False, 0, 0), Side(64, 4, True, 0, 0), 1)
+@example([1152] * 3, Side(64, 4, False, 0, 0), Side(64, 4, False, 0, 0), 2)
+@example([20_001, 7], Side(8, 6, False, 3, 1), Side(1, 48, False, 5, 0), 3)
+def test_every_store_copies_the_rows_and_nothing_else(
+    compiled: Native, widths: list[int], source: Side, target: Side, seed: int
+) -> None:
+    case = Case.of(widths, source, target, seed)
+    for by in by_stores(compiled):
+        case.check(by)
+
+
+@PROPERTY
+@given(WIDTHS, SIDES, SIDES, st.integers(0, 1 << 32))
+def test_numpy_copies_the_same(widths: list[int], source: Side, target: Side, seed: int) -> None:
+    Case.of(widths, source, target, seed).check(NUMPY)
+
+
+@PROPERTY
+@given(WIDTHS, SIDES, SIDES, st.integers(0, 1 << 32), st.integers(2, 5))
+def test_threads_share_a_copy_without_losing_a_row(
+    compiled: Native, widths: list[int], source: Side, target: Side, seed: int, threads: int
+) -> None:
+    case = Case.of(widths, source, target, seed)
+    case.check(compiled, threads=threads)
+    case.check(NUMPY, threads=threads)
+
+
+def test_threads_share_few_wide_rows_by_planes(compiled: Native) -> None:
+    case = Case.of([500, 300, 900, 40], Side(1, 2, False, 0, 0), Side(1, 2, False, 9, 3), 5)
+    shares = list(kernels._shares(case.work, 3))
+    assert 1 < len(shares) <= 3
+    assert sum(share.bytes for share in shares) == case.work.bytes
+    case.check(compiled, threads=3)
+
+
+def test_the_compiled_copy_has_no_undefined_behaviour(sanitized: Native, capfd: pytest.CaptureFixture[str]) -> None:
+    rng = random.Random(11)
+    for seed in range(60):
+        widths = [rng.choice((1, 7, 64, 656, 1152, 20_001)) for _ in range(rng.randint(1, 3))]
+        sides = [
+            Side(
+                rng.choice((1, 8, 64)),
+                rng.randint(1, 4),
+                rng.random() < 0.5,
+                rng.randint(0, 70),
+                rng.choice((0, 1, 48)),
+            )
+            for _ in range(2)
+        ]
+        case = Case.of(widths, *sides, seed)
+        for by in by_stores(sanitized):
+            case.check(by)
+    assert "runtime error" not in capfd.readouterr().err
+
+
+def endless() -> tuple[Plan, NDArray[np.uint8], NDArray[np.uint8]]:
+    """A long plan over little memory: the same rows again and again."""
+    layout = Layout((Plane(0, "k", "uint8", 0, 1, 0, 4_096, 4_096, 4_096),), 1, 64)
+    pairing = pair(layout, layout)
+    once = plan(pairing, np.arange(0, 64, 2), np.arange(0, 64, 2))
+    runs = np.tile(once.runs, (1 << 15, 1))
+    return Plan(pairing=pairing, runs=runs), np.zeros(layout.end, np.uint8), np.zeros(layout.end, np.uint8)
+
+
+@pytest.mark.parametrize("path", ["compiled", "numpy"])
+def test_cancel_stops_a_copy_that_runs(compiled: Native, path: str) -> None:
+    work, source, target = endless()
+    cancel, ended = Cancel(), list[bool]()
+    by = compiled if path == "compiled" else NUMPY
+    thread = threading.Thread(
+        target=lambda: ended.append(
+            kernels.copy(work, source.ctypes.data, target.ctypes.data, cancel=cancel, by=by, threads=2)
+        )
+    )
+    thread.start()
+    cancel.set()
+    thread.join(20)
+    assert ended == [False]
+
+
+@pytest.mark.parametrize("path", ["compiled", "numpy"])
+def test_a_cancelled_copy_writes_nothing_more(compiled: Native, path: str) -> None:
+    case = Case.of([1152], Side(64, 4, False, 0, 0), Side(64, 4, False, 0, 0), 3)
+    target, cancel = case.target.copy(), Cancel()
+    cancel.set()
+    by = compiled if path == "compiled" else NUMPY
+    assert not kernels.copy(
+        case.work, case.source.ctypes.data + MARGIN, target.ctypes.data + MARGIN, cancel=cancel, by=by
+    )
+    assert np.array_equal(target, case.target)
+
+
+def test_the_library_is_compiled_once_into_a_private_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = kernels.load(tmp_path)
+    assert first.path is not None
+    assert first.path.parent == tmp_path / "kernels"
+    assert stat.S_IMODE(first.path.parent.stat().st_mode) == 0o700
+    assert os.listdir(first.path.parent) == [first.path.name]
+    compile_time = first.path.stat().st_mtime_ns
+    assert kernels.load(tmp_path).path == first.path
+    assert first.path.stat().st_mtime_ns == compile_time
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert kernels.load(tmp_path).path == first.path, "what was compiled outlives its compiler"
+
+
+def test_without_a_compiler_numpy_copies_and_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    found = kernels.load(tmp_path)
+    assert not found.used
+    assert "install gcc" in found.text
+    Case.of([64], Side(8, 2, False, 0, 0), Side(8, 2, False, 0, 0), 1).check(found)
+
+
+def test_a_source_that_does_not_compile_leaves_numpy_and_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "host_copy.c").write_text("int broken(")
+    monkeypatch.setattr(kernels, "source_directory", lambda: tmp_path)
+    found = kernels.load(tmp_path / "cache")
+    assert not found.used
+    assert "error" in found.text
+    assert os.listdir(tmp_path / "cache" / "kernels") == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720])
+def test_a_cache_that_others_may_write_is_not_used(tmp_path: Path, mode: int) -> None:
+    directory = tmp_path / "kernels"
+    directory.mkdir()
+    directory.chmod(mode)
+    found = kernels.load(tmp_path)
+    assert found.used, "it is compiled aside"
+    assert found.path is not None
+    assert not found.path.exists()
+    assert os.listdir(directory) == []
+
+
+def test_a_cache_behind_a_link_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "kernels").symlink_to(tmp_path / "elsewhere")
+    assert kernels.load(tmp_path).used
+    assert os.listdir(tmp_path / "elsewhere") == []
+
+
+def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
+    first = kernels.load(tmp_path)
+    assert first.path is not None
+    aside = tmp_path / "damaged"
+    aside.write_bytes(first.path.read_bytes()[:1_000])
+    aside.replace(first.path)  # another file: the one that is loaded stays whole
+    again = kernels.load(tmp_path)
+    assert again.used
+    assert ctypes.CDLL(str(first.path)).pdtransfer_abi() == kernels._ABI
+
+
+def test_the_source_is_found_in_a_wheel_and_in_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (kernels.source_directory() / "host_copy.c").is_file()
+    package = tmp_path / "pdtransfer"
+    package.mkdir()
+    monkeypatch.setattr(kernels, "__file__", str(package / "kernels.py"))
+    assert kernels.source_directory() == tmp_path / "kernels"
+    (package / "_share" / "kernels").mkdir(parents=True)
+    assert kernels.source_directory() == package / "_share" / "kernels"

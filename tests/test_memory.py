@@ -1,0 +1,270 @@
+"""Arenas: sealed, prefaulted, refused where memory does not suffice; received ones, mapped only when sound."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdtransfer import headroom, memory
+from pdtransfer.errors import TransportError, WorldError
+from pdtransfer.memory import Arena, allocate, map_received
+
+F_ADD_SEALS, SEAL, SHRINK, GROW, WRITE, FUTURE_WRITE = 1033, 1, 2, 4, 8, 16
+MIB = 1 << 20
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena.create(4 * MIB)
+    yield made
+    made.close()
+
+
+def open_files() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:  # the listing's own
+            continue
+    return sorted(found)
+
+
+def test_an_arena_cannot_change_its_size_and_can_be_written_and_locked(arena: Arena) -> None:
+    for size in (arena.byte_count - mmap.PAGESIZE, arena.byte_count + mmap.PAGESIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(arena.fd, F_ADD_SEALS, WRITE)
+    fd = arena.reopen()
+    os.pwrite(fd, b"written", 100)
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, arena.byte_count + 5)
+    os.close(fd)
+    assert bytes(arena.mapping.view[100:107]) == b"written"
+    assert not os.get_inheritable(arena.fd)
+
+
+def test_address_view_and_array_are_the_same_bytes(arena: Arena) -> None:
+    arena.mapping.view[7:10] = b"abc"
+    assert ctypes.string_at(arena.mapping.address + 7, 3) == b"abc"
+    assert arena.mapping.array[7:10].tobytes() == b"abc"
+    assert arena.mapping.address % mmap.PAGESIZE == 0
+
+
+def test_an_arena_is_whole_pages_and_at_least_what_was_asked() -> None:
+    made = Arena.create(mmap.PAGESIZE + 1, huge_pages="never")
+    assert made.byte_count == 2 * mmap.PAGESIZE == os.fstat(made.fd).st_size
+    made.close()
+
+
+@pytest.mark.parametrize("kernel", ["this one", "older than 5.14"])
+def test_prefault_backs_every_byte_and_keeps_what_is_there(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    monkeypatch.setattr(memory, "_CHUNK_BYTES", MIB)
+    if kernel != "this one":
+        monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9_999)  # EINVAL
+    arena.mapping.view[5] = 77
+    ready: list[int] = []
+    assert arena.prefault(ready.append)
+    assert ready == [MIB, 2 * MIB, 3 * MIB, 4 * MIB]
+    assert arena.bytes_ready == arena.byte_count
+    assert os.fstat(arena.fd).st_blocks * 512 >= arena.byte_count
+    assert arena.mapping.view[5] == 77
+    assert not np.flatnonzero(arena.mapping.array)[1:].size
+
+
+def test_prefault_stops_when_told(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_CHUNK_BYTES", MIB)
+    assert not arena.prefault(stop=lambda: arena.bytes_ready >= 2 * MIB)
+    assert arena.bytes_ready == 2 * MIB
+
+
+def test_an_arena_beyond_the_hosts_memory_is_refused_with_both_values() -> None:
+    left = headroom.headroom()
+    with pytest.raises(WorldError, match=rf"{left.bytes * 2} bytes.*is \d+ bytes"):
+        Arena.create(left.bytes * 2, huge_pages="never")
+    with pytest.raises(WorldError, match=rf"{left.bytes * 2} bytes.*is \d+ bytes"):
+        allocate(left.bytes * 2)
+
+
+def test_memory_that_runs_out_on_the_way_ends_the_prefault(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_CHUNK_BYTES", MIB)
+    figures = iter([100 * MIB, 100 * MIB, MIB // 2])
+    monkeypatch.setattr(memory, "headroom", lambda: headroom.Headroom("a cgroup", next(figures)))
+    with pytest.raises(WorldError, match=f"{2 * MIB} bytes.*a cgroup is {MIB // 2} bytes"):
+        arena.prefault()
+    assert arena.bytes_ready == 2 * MIB
+
+
+def test_a_chunk_that_the_kernel_cannot_back_is_an_error_and_no_signal(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Libc:
+        @staticmethod
+        def madvise(*_: int) -> int:
+            ctypes.set_errno(errno.ENOMEM)
+            return -1
+
+    monkeypatch.setattr(memory, "_libc", Libc)
+    with pytest.raises(WorldError, match=f"of {4 * MIB}: Cannot allocate memory; .*: \\d+ bytes"):
+        arena.prefault()
+
+
+def cgroup_v2(root: Path) -> str:
+    for name, limit, usage in (("pod", 1_000 * MIB, 900 * MIB), ("pod/box", 400 * MIB, 350 * MIB)):
+        (root / name).mkdir()
+        (root / name / "memory.max").write_text(f"{limit}\n")
+        (root / name / "memory.current").write_text(f"{usage}\n")
+        (root / name / "memory.stat").write_text(f"anon 1\ninactive_file {20 * MIB}\n")
+    return "0::/pod/box\n"
+
+
+def cgroup_v1(root: Path) -> str:
+    for name, limit in (("", (1 << 63) - 4096), ("box", 400 * MIB)):
+        directory = root / "memory" / name
+        directory.mkdir(exist_ok=True)
+        (directory / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (directory / "memory.usage_in_bytes").write_text(f"{350 * MIB}\n")
+        (directory / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {20 * MIB}\n")
+    return "5:devices:/\n4:cpu,memory:/box\n"
+
+
+def cgroup_v2_seen_from_inside(root: Path) -> str:
+    (root / "memory.max").write_text(f"{400 * MIB}\n")
+    (root / "memory.current").write_text(f"{350 * MIB}\n")
+    (root / "memory.stat").write_text(f"inactive_file {20 * MIB}\n")
+    return "0::/not/visible/here\n"
+
+
+@pytest.mark.parametrize("world", [cgroup_v2, cgroup_v1, cgroup_v2_seen_from_inside])
+def test_the_tightest_cgroup_limits_an_arena(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: Callable[[Path], str]
+) -> None:
+    (tmp_path / "memory").mkdir()
+    own = tmp_path / "own"
+    own.write_text(world(tmp_path))
+    monkeypatch.setattr(headroom, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(headroom, "_OWN_CGROUPS", own)
+    assert headroom.headroom().bytes == 70 * MIB
+    with pytest.raises(WorldError, match=rf"{80 * MIB} bytes: memory\S+ of cgroup {tmp_path}\S* is {70 * MIB} bytes"):
+        Arena.create(80 * MIB, huge_pages="never")
+
+
+def test_huge_pages_that_are_not_there_are_named_with_the_command_that_mends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "huge_pages_free", lambda: 3)
+    with pytest.raises(WorldError, match=r"4 pages of 2 MiB, 3 are free; sysctl vm.nr_hugepages=4"):
+        Arena.create(7 * MIB, huge_pages="always")
+    auto = Arena.create(7 * MIB, huge_pages="auto")
+    assert not auto.huge
+    auto.close()
+
+
+def test_huge_pages_that_somebody_else_took_first_fall_back_when_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    if headroom.huge_pages_free():
+        pytest.skip("this host has huge pages")
+    monkeypatch.setattr(memory, "huge_pages_free", lambda: 100)
+    auto = Arena.create(7 * MIB, huge_pages="auto")
+    assert not auto.huge
+    auto.close()
+    with pytest.raises(WorldError, match=f"{8 * MIB} bytes"):
+        Arena.create(7 * MIB, huge_pages="always")
+
+
+def test_huge_pages_back_an_arena_where_there_are_some() -> None:
+    if headroom.huge_pages_free() < 4:
+        pytest.skip("no huge pages are set aside")
+    made = Arena.create(7 * MIB, huge_pages="always")
+    assert made.huge
+    assert made.byte_count == 8 * MIB
+    assert made.prefault()
+    made.close()
+
+
+def test_close_gives_back_memory_and_descriptors() -> None:
+    before = open_files()
+    made = Arena.create(MIB)
+    received = map_received(made.fd, MIB)
+    fd = made.reopen()
+    os.close(fd)
+    for each in (made, received, made, received):
+        each.close()
+    assert open_files() == before
+
+
+def test_close_refuses_while_a_view_lives(arena: Arena) -> None:
+    view = arena.mapping.view
+    with pytest.raises(BufferError):
+        arena.close()
+    view.release()
+    arena.close()
+
+
+def memfd(byte_count: int, seals: int) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, byte_count)
+    fcntl.fcntl(fd, F_ADD_SEALS, seals)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("seals", "named"),
+    [
+        (0, "without SEAL, SHRINK, GROW"),
+        (SEAL | GROW, "without SHRINK"),
+        (SEAL | SHRINK, "without GROW"),
+        (SHRINK | GROW, "without SEAL"),
+        (SEAL | SHRINK | GROW | WRITE, "with WRITE"),
+        (SEAL | SHRINK | GROW | FUTURE_WRITE, "with FUTURE_WRITE"),
+    ],
+)
+def test_a_received_arena_without_the_right_seals_is_refused(seals: int, named: str) -> None:
+    fd = memfd(MIB, seals)
+    with pytest.raises(TransportError, match=named):
+        map_received(fd, MIB)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("said", [MIB - 4096, MIB + 4096, 0])
+def test_a_received_arena_of_another_size_is_refused_with_both_values(said: int) -> None:
+    fd = memfd(MIB, SEAL | SHRINK | GROW)
+    with pytest.raises(TransportError, match=f"{MIB} bytes were received, {said} were said"):
+        map_received(fd, said)
+    os.close(fd)
+
+
+def test_what_is_no_memfd_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(MIB))
+    pipe, other = os.pipe()
+    file = os.open(path, os.O_RDWR)
+    for fd in (file, pipe):
+        with pytest.raises(TransportError, match=r"no memfd|seals"):
+            map_received(fd, MIB)
+    for fd in (file, pipe, other):
+        os.close(fd)
+
+
+def test_what_is_received_is_the_arena_itself(arena: Arena) -> None:
+    received = map_received(arena.fd, arena.byte_count)
+    received.view[3] = 9
+    assert arena.mapping.view[3] == 9
+    received.close()
+
+
+def test_a_pool_is_zeroed_and_writable() -> None:
+    pool = allocate(MIB)
+    assert not pool.array.any()
+    pool.view[:3] = b"abc"
+    assert pool.array[1] == ord("b")
+    pool.close()

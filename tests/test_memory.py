@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = Arena.create(4 * MIB)
+    made = Arena.create(4 * MIB, huge_pages="never")
     yield made
     made.close()
 
@@ -193,7 +193,7 @@ def test_huge_pages_back_an_arena_where_there_are_some() -> None:
 
 def test_close_gives_back_memory_and_descriptors() -> None:
     before = open_files()
-    made = Arena.create(MIB)
+    made = Arena.create(MIB, huge_pages="never")
     received = map_received(made.fd, MIB)
     fd = made.reopen()
     os.close(fd)

@@ -139,6 +139,7 @@ class Workers:
             silent_ms = (now - worker.heard) * 1e3
             if silent_ms >= self._limits.silence_ms:
                 self._lose(worker, Cause.PEER_LOST, f"{peer} has been silent for {silent_ms:.0f} ms", now)
+                self._hello(worker, now)
             else:
                 self._ping(worker, now)
 
@@ -158,6 +159,7 @@ class Workers:
                 known = worker.identity
                 if worker.state is Presence.THERE and known is not None and known.incarnation == message.incarnation:
                     self._lose(worker, Cause.PEER_LOST, f"{worker.peer} says goodbye ({message.reason})", now)
+                    self._hello(worker, now)
             case Load():
                 worker.load, worker.promised_slots = message, 0
             case _:
@@ -245,9 +247,10 @@ class Workers:
             worker.heard = now
         else:
             self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
+            self._hello(worker, now)
 
     def refuse(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
-        """This router and the worker cannot go on. It may be replaced by one that fits: ask again, at the slowest pace."""
+        """Ends with a worker. It may be replaced by one that fits: it is asked again, at the slowest pace."""
         if worker.state is Presence.THERE:
             self._lose(worker, cause, text, now)
         worker.why = text
@@ -257,7 +260,6 @@ class Workers:
     def _lose(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
         worker.state = step(PRESENCE, worker.state, PresenceEvent.LOSE)
         worker.why, worker.load, worker.full_until, worker.repeat_ms = text, None, 0.0, 0
-        self._hello(worker, now)
         self._lost(worker, cause, text, now)
 
     def _hello(self, worker: Worker, now: float) -> None:

@@ -264,4 +264,4 @@ class World:
         for daemon in self.daemons:
             assert not daemon.live, f"{daemon.node} still works on rooms"
             assert daemon.service.room_count == 0
-            assert not [key for key in daemon.service._timers._when if key[0] == "room"]
+            assert not [room for room in daemon.started if ("room", room) in daemon.service._timers]

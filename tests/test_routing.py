@@ -488,6 +488,7 @@ def test_a_worker_that_breaks_the_protocol_is_given_up_with_its_rooms() -> None:
     bench.effects = bench.routing.breach(D, RemoteProtocolError("Tokens.ids", "3 bytes"), bench.now)
     assert bench.sent(Reject, D)[0].fields == ("Tokens.ids: 3 bytes",)
     assert bench.sent(Begin, D2)
+    assert not bench.sent(Hello, D)
     bench.silence(LIMITS.resend_ms_max / 1e3)
     assert bench.sent(Hello, D)
 

@@ -1,0 +1,68 @@
+"""What every process serves over HTTP, /health, /live and /metrics, and the listener below it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from .errors import WorldError
+
+CLOSE_S = 2.0  # how long answers may take to leave once the listener closes
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether this process does its work now, and what a person should know about it."""
+
+    ready: bool
+    detail: dict[str, object]
+
+
+def application(
+    health: Callable[[], Health], registry: CollectorRegistry, *, body_bytes_max: int = 1 << 16
+) -> web.Application:
+    """/health is 503 until ready; /live is 200 as long as the loop turns; /metrics is the registry as text."""
+
+    async def on_health(_: web.Request) -> web.Response:
+        now = health()
+        body = msgspec.json.encode({"ready": now.ready, **now.detail})
+        return web.Response(status=200 if now.ready else 503, body=body, content_type="application/json")
+
+    async def on_live(_: web.Request) -> web.Response:
+        return web.Response(body=b'{"live":true}', content_type="application/json")
+
+    async def on_metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    app = web.Application(client_max_size=body_bytes_max)
+    app.add_routes([web.get("/health", on_health), web.get("/live", on_live), web.get("/metrics", on_metrics)])
+    return app
+
+
+class Listener:
+    """An application on one host:port. A client that leaves has its task cancelled."""
+
+    def __init__(self, app: web.Application) -> None:
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S)
+
+    async def open(self, listen: str) -> str:
+        """Listens on host:port, port 0 for any; returns host:port as bound. Raises WorldError."""
+        host, _, port = listen.rpartition(":")
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host.strip("[]"), int(port)).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise WorldError(f"cannot listen on {listen}: {reason}") from None
+        return f"{host}:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        """Takes no more connections, and ends those there are."""
+        await self._runner.cleanup()

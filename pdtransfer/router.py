@@ -1,0 +1,299 @@
+"""The router's shell: OpenAI's HTTP on one side, the bus on the other, on one loop. It imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from dataclasses import replace
+
+import msgspec
+import uvloop
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from .bus import Bus
+from .completions import Answer, BadRequestError, Completion, Text, error, models, parse
+from .config import RouterConfig
+from .effects import Send
+from .errors import Cause, ConfigError, RemoteProtocolError
+from .http import Health, Listener, application
+from .keys import AllowList, KeyPair
+from .limits import HTTP_BODY_BYTES_MAX
+from .node import Performer, Ticker
+from .router_metrics import RouterMetrics
+from .routing import Emit, Fail, Finish, Refusal, Routing, RoutingEffect
+from .signals import Stop
+from .wire import Identity, Message, Ranks
+
+log = logging.getLogger(__name__)
+
+JSON = "application/json"
+
+
+class Reply:
+    """What a request has been answered and its client's task has not taken yet: at most max_tokens ids."""
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.streaming = False
+        self._ids: list[int] = []
+        self._news = asyncio.Event()
+        self.end: Finish | Fail | None = None
+
+    def put(self, ids: list[int]) -> None:
+        """More ids."""
+        self.streaming = True
+        self._ids += ids
+        self._news.set()
+
+    def close(self, end: Finish | Fail) -> None:
+        """No more ids."""
+        self.end = end
+        self._news.set()
+
+    async def take(self) -> tuple[list[int], Finish | Fail | None]:
+        """All ids that have come since the last time, and the end if nothing follows them; waits for either."""
+        await self._news.wait()
+        if self.end is None:
+            self._news.clear()
+        ids, self._ids = self._ids, []
+        return ids, self.end
+
+
+class Router:
+    """One router process: `open`, then `drain` and `close`."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        workers = (*config.prefill, *config.decode)
+        if len(set(workers)) < len(workers):
+            twice = next(each for each in workers if workers.count(each) > 1)
+            raise ConfigError(f"prefill, decode = {twice!r}: named twice")
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self.incarnation = secrets.randbits(64)
+        self._created = int(time.time())
+        self._bus = Bus(
+            node=config.node,
+            keys=None if config.key is None else KeyPair.read(config.key),
+            allowed=None if config.allow is None else AllowList.read(config.allow),
+            receive=self._receive,
+            refused=self._refused,
+            insecure=config.insecure,
+        )
+        self.routing = Routing(
+            Identity(config.node, "router", self.incarnation, Ranks(), "", b"", config.limits.window),
+            prefill=config.prefill,
+            decode=config.decode,
+            limits=config.limits,
+            mint=lambda: secrets.randbits(64),
+        )
+        self._perform = Performer(self._perform_one, Ticker(self.routing.next_tick, self._tick))
+        self._replies: dict[int, Reply] = {}
+        self._idle = asyncio.Event()  # set while there are none
+        self._idle.set()
+        self.metrics = RouterMetrics(self.routing, self._bus)
+        app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
+        app.middlewares.append(_as_objects)
+        app.add_routes([web.post("/v1/completions", self._completions), web.get("/v1/models", self._models)])
+        self._listener = Listener(app)
+        self._draining = False
+
+    async def open(self) -> str:
+        """Dials the workers and listens; returns host:port. Raises ConfigError or WorldError."""
+        for endpoint in (*self._config.prefill, *self._config.decode):
+            self._bus.dial(endpoint)
+        self._perform(self.routing.start(self._loop.time()))
+        return await self._listener.open(self._config.listen)
+
+    async def drain(self, hurry: asyncio.Event) -> None:
+        """Takes no more requests, and waits a bounded time for those under way, less if somebody is in a hurry."""
+        self._draining = True
+        self.routing.drain()
+        waits = [self._loop.create_task(each.wait()) for each in (self._idle, hurry)]
+        await asyncio.wait(waits, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
+
+    async def close(self) -> None:
+        """Fails what is still under way, says goodbye to the workers, and lets everything go."""
+        self._perform(self.routing.close(self._loop.time()))
+        self._perform.ticker.stop()
+        await self._listener.close()
+        await self._bus.close()
+
+    def _receive(self, peer: str, message: Message) -> None:
+        try:
+            effects = self.routing.receive(peer, message, self._loop.time())
+        except RemoteProtocolError as breach:
+            self._refused(peer, breach)
+            return
+        self._perform(effects)
+
+    def _refused(self, peer: str, breach: RemoteProtocolError) -> None:
+        """A worker broke the protocol; the bus finds what is no message, the core what makes no sense."""
+        self.metrics.breaches.inc()
+        log.warning("%s broke the protocol: %s", peer, breach)
+        self._perform(self.routing.breach(peer, breach, self._loop.time()))
+
+    def _tick(self) -> None:
+        self._perform(self.routing.tick(self._loop.time()))
+
+    def _perform_one(self, effect: RoutingEffect) -> None:
+        match effect:
+            case Send(peer, message):
+                self._bus.send(peer, message)
+            case Emit(request, ids):
+                reply = self._replies[request]
+                if not reply.streaming:
+                    self.metrics.first_token_seconds.observe(self._loop.time() - reply.began)
+                reply.put(ids)
+                self.metrics.generated_tokens.inc(len(ids))
+            case Finish() | Fail():
+                self._replies[effect.request].close(effect)
+
+    def _health(self) -> Health:
+        workers = [
+            {"peer": each.peer, "role": each.role, "usable": each.usable, "why": each.why or None}
+            for each in self.routing.workers.by_peer.values()
+        ]
+        ready = not self._draining and bool(self.routing.workers.models())
+        return Health(ready, {"draining": self._draining, "workers": workers})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.Response(body=models(self.routing.workers.models(), self._created), content_type=JSON)
+
+    async def _completions(self, http: web.Request) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                body = await http.read()
+            asked = self._of_one_model(parse(body, seed=secrets.randbits(63)))
+        except TimeoutError:
+            return self._refuse(_error(408, "the body did not come in time"))
+        except BadRequestError as bad:
+            return self._refuse(_error(404 if bad.code else 400, str(bad), param=bad.param, code=bad.code))
+        if len(self._replies) >= self._config.limits.rooms_max:
+            return self._refuse(_error(429, "too many answers are still being read", code=Cause.FULL.value))
+        taken = self.routing.submit(asked.request, self._loop.time())
+        if isinstance(taken, Refusal):
+            return self._refuse(_failed(taken))
+        reply = self._replies[taken.request] = Reply(self._loop.time())
+        self._idle.clear()
+        self._perform(taken.effects)
+        self.metrics.prompt_tokens.inc(asked.prompt_tokens)
+        answer = Answer(taken.request, asked.request.model or "", int(time.time()), asked.prompt_tokens)
+        try:
+            return await (self._stream(http, reply, answer) if asked.stream else self._whole(reply, answer))
+        except (ConnectionError, TimeoutError):
+            if http.transport is not None:
+                http.transport.abort()
+            return web.Response()  # Nobody reads it.
+        finally:
+            if reply.end is None:
+                self._perform(self.routing.cancel(taken.request, self._loop.time()))
+            del self._replies[taken.request]
+            if not self._replies:
+                self._idle.set()
+            self._count(reply)
+
+    def _of_one_model(self, asked: Completion) -> Completion:
+        """With its model filled in; BadRequestError where the one it names is not served, or it names none of many."""
+        served, model = self.routing.workers.models(), asked.request.model
+        if not served or model in served:
+            return asked
+        if model is not None:
+            raise BadRequestError("model", f"{model!r} is not served, {', '.join(served)} is", code="model_not_found")
+        if len(served) > 1:
+            raise BadRequestError("model", f"missing, and there are {', '.join(served)}")
+        return replace(asked, request=replace(asked.request, model=served[0]))
+
+    async def _whole(self, reply: Reply, answer: Answer) -> web.StreamResponse:
+        ids, end = await reply.take()
+        while end is None:
+            more, end = await reply.take()
+            ids += more
+        if isinstance(end, Fail):
+            return _failed(end)
+        return web.Response(body=answer.last(Text().feed(ids, final=True), end), content_type=JSON)
+
+    async def _stream(self, http: web.Request, reply: Reply, answer: Answer) -> web.StreamResponse:
+        (ids, end), text = await reply.take(), Text()
+        if isinstance(end, Fail):
+            return _failed(end)  # Nothing was promised yet: a status can still say it.
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(http)
+        while end is None:
+            await self._say(response, answer.piece(text.feed(ids)))
+            ids, end = await reply.take()
+        if isinstance(end, Finish):
+            await self._say(response, answer.last(text.feed(ids, final=True), end))
+            await self._say(response, b"[DONE]")
+        else:
+            await self._say(response, error(end.status, end.detail, code=end.cause.value))
+        await response.write_eof()
+        return response
+
+    async def _say(self, response: web.StreamResponse, event: bytes) -> None:
+        """A client that does not read holds up its own task and nobody else; not for ever, though."""
+        async with asyncio.timeout(self._patience_s):
+            await response.write(b"data: " + event + b"\n\n")
+
+    @property
+    def _patience_s(self) -> float:
+        return self._config.limits.room_deadline_ms / 1e3
+
+    def _refuse(self, response: web.Response) -> web.Response:
+        self.metrics.requests.labels(str(response.status)).inc()
+        return response
+
+    def _count(self, reply: Reply) -> None:
+        assert reply.end is not None
+        status = 200 if isinstance(reply.end, Finish) else reply.end.status
+        self.metrics.requests.labels(str(status)).inc()
+        self.metrics.request_seconds.observe(self._loop.time() - reply.began)
+
+
+def _failed(end: Fail | Refusal) -> web.Response:
+    return _error(end.status, end.detail, code=end.cause.value, retry_ms=end.retry_ms)
+
+
+def _error(
+    status: int, text: str, *, param: str | None = None, code: str | None = None, retry_ms: int = 0
+) -> web.Response:
+    headers = {"Retry-After": str(max(1, math.ceil(retry_ms / 1e3)))} if status in (429, 503) else {}
+    body = error(status, text, param=param, code=code)
+    return web.Response(status=status, body=body, headers=headers, content_type=JSON)
+
+
+@web.middleware
+async def _as_objects(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refusals of the HTTP library, in OpenAI's form where its clients look."""
+    try:
+        return await handler(request)
+    except web.HTTPException as refusal:
+        if not request.path.startswith("/v1/"):
+            raise
+        return _error(refusal.status, refusal.text or refusal.reason)
+
+
+async def serve(config: RouterConfig) -> None:
+    """Runs a router until SIGTERM or SIGINT, drains it, and closes it; a later signal cuts the draining short."""
+    stop, router = Stop(), Router(config)
+    try:
+        address = await router.open()
+        log.info("%s listens on %s", config.node, address)
+        if config.json:
+            line = {"ready": True, "role": config.role, "node": config.node, "http": address}
+            print(msgspec.json.encode(line).decode(), flush=True)
+        await stop.asked.wait()
+        await router.drain(stop.hurried)
+    finally:
+        await router.close()
+
+
+def run(config: RouterConfig) -> int:
+    """The command `pdtransfer router`; returns its exit status. Raises ConfigError or WorldError."""
+    uvloop.run(serve(config))
+    return 0

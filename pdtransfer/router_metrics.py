@@ -1,0 +1,50 @@
+"""The router's figures for /metrics; what its core knows anyhow is read when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .bus import Bus
+from .routing import Routing
+
+SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class RouterMetrics(Collector):
+    """The router's figures; what the core knows anyhow is read when somebody asks."""
+
+    def __init__(self, routing: Routing, bus: Bus) -> None:
+        self.registry = CollectorRegistry()
+        self._routing, self._bus = routing, bus
+        of = self.registry
+        self.requests = Counter("pdtransfer_requests", "Completions answered", ["status"], registry=of)
+        self.prompt_tokens = Counter("pdtransfer_prompt_tokens", "Tokens of accepted prompts", registry=of)
+        self.generated_tokens = Counter("pdtransfer_generated_tokens", "Tokens generated", registry=of)
+        self.breaches = Counter("pdtransfer_breaches", "Messages of workers that broke the protocol", registry=of)
+        seconds = "pdtransfer_first_token_seconds", "From a request's acceptance to its first token"
+        self.first_token_seconds = Histogram(*seconds, buckets=SECONDS_BUCKETS, registry=of)
+        seconds = "pdtransfer_request_seconds", "From a request's acceptance to its end"
+        self.request_seconds = Histogram(*seconds, buckets=SECONDS_BUCKETS, registry=of)
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges of the moment, and counters that live elsewhere."""
+        yield GaugeMetricFamily("pdtransfer_requests_open", "Requests under way", self._routing.request_count)
+        yield GaugeMetricFamily("pdtransfer_rooms", "Rooms not ended on every worker", self._routing.room_count)
+        yield CounterMetricFamily("pdtransfer_retries", "Rooms that were prefilled again", self._routing.retries)
+        yield CounterMetricFamily("pdtransfer_bus_sent", "Messages sent", self._bus.sent)
+        yield CounterMetricFamily("pdtransfer_bus_received", "Messages received", self._bus.received)
+        yield CounterMetricFamily("pdtransfer_bus_dropped", "Messages that could not be sent", self._bus.dropped)
+        labels = ["peer", "role"]
+        usable = GaugeMetricFamily("pdtransfer_worker_usable", "1 where rooms may be begun", labels=labels)
+        free = GaugeMetricFamily("pdtransfer_worker_slots_free", "As the worker said last", labels=labels)
+        for worker in self._routing.workers.by_peer.values():
+            usable.add_metric([worker.peer, worker.role], worker.usable)
+            if worker.load is not None:
+                free.add_metric([worker.peer, worker.role], worker.load.slots_free)
+        yield usable
+        yield free

@@ -23,6 +23,7 @@ _MAGIC = b"pdt-shm1"
 _REQUEST = struct.Struct("<8sQ32s")  # magic, session, token
 _REPLY = struct.Struct("<8sQ")  # magic, bytes of the arena; the descriptor comes with it
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_INT = struct.Struct("i")
 _PATH_BYTES_MAX = 107
 _RETRY_SECONDS = 0.01
 TOKEN_BYTES = 32
@@ -258,7 +259,9 @@ async def _answer(peer: socket.socket, reach: Reach) -> int:
     """The one descriptor that comes with a whole and right reply; whatever else comes is closed."""
     await _readable(peer)
     # One message on an empty stream arrives in one piece.
-    reply, fds, flags, _ = socket.recv_fds(peer, _REPLY.size, 4, socket.MSG_CMSG_CLOEXEC)
+    # Not socket.recv_fds: it drops the flag, and a child started just then would keep the arena, and its lock.
+    reply, ancillary, flags, _ = peer.recvmsg(_REPLY.size, socket.CMSG_SPACE(4 * _INT.size), socket.MSG_CMSG_CLOEXEC)
+    fds = [fd for *_, held in ancillary for (fd,) in _INT.iter_unpack(held[: len(held) // _INT.size * _INT.size])]
     right = reply == _REPLY.pack(_MAGIC, reach.arena_bytes) and len(fds) == 1 and not flags & socket.MSG_CTRUNC
     if right:
         return fds[0]

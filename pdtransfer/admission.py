@@ -24,14 +24,14 @@ class Demand:
 
 
 class Admission:
-    """The queue before the arena; `ended` of rooms that left it makes the retry hint."""
+    """The queue before the arena; how fast it moves makes the retry hint."""
 
     def __init__(self, arena: Arena, limits: Limits) -> None:
         self._arena, self._limits = arena, limits
         self._queue: OrderedDict[int, Demand] = OrderedDict()
         self.inflight_bytes = 0
-        self._admitted_ms = 0.0  # mean time between admissions, for the hint
-        self._admitted_at: float | None = None
+        self._admitted_ms = 0.0  # mean time between admissions while rooms waited
+        self._admitted_at: float | None = None  # None while none wait: idle time says nothing of how fast a queue moves
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -62,13 +62,15 @@ class Admission:
     def withdraw(self, room: int) -> None:
         """Takes a room out of the queue; one that is not there is ignored."""
         self._queue.pop(room, None)
+        if not self._queue:
+            self._admitted_at = None
 
     def head(self) -> int | None:
         """The room whose turn it is."""
         return next(iter(self._queue), None)
 
     def admit(self, now: float) -> Holding | None:
-        """Slots for the head of the queue, which leaves it; None when it has to wait on."""
+        """Slots for the head of the queue, which leaves it; None when it has to wait on. Somebody must be queued."""
         room, demand = next(iter(self._queue.items()))
         over = self.inflight_bytes + demand.inflight_bytes > self._limits.inflight_bytes_max
         if over and self.inflight_bytes:  # alone it may exceed the bound, or it would wait for ever
@@ -81,7 +83,7 @@ class Admission:
         if self._admitted_at is not None:
             gap_ms = (now - self._admitted_at) * 1e3
             self._admitted_ms += 0.1 * (gap_ms - self._admitted_ms)
-        self._admitted_at = now
+        self._admitted_at = now if self._queue else None
         return holding
 
     def landed(self, demand: Demand) -> None:

@@ -1,6 +1,7 @@
 """Slots of an arena: extents by best fit, leased for all components together or for none.
 
-Best fit keeps long runs whole, so that a request lands in few of them: over a network an operation costs the same whatever its size.
+Best fit keeps long runs whole, so that a request lands in few of them: over a network an operation costs the same,
+whatever its size.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class FreeExtents:
         return 1.0 - self.largest / self.free_slots if self.free_slots else 0.0
 
     def allocate(self, count: int) -> Extents | None:
-        """`count` slots, rounded up to whole pages, in as few runs as best fit finds; None when there are not as many."""
+        """`count` slots, rounded up to whole pages, in as few runs as best fit finds; None if so many are not free."""
         wanted = -(-count // self.granule) * self.granule
         if wanted > self.free_slots:
             return None
@@ -59,6 +60,7 @@ class FreeExtents:
     def free(self, extents: Extents) -> None:
         """Gives runs back; freeing what is free already is our bug."""
         for start, count in extents.tolist():
+            assert 0 <= start < start + count <= self.slots, f"{start}+{count} is no extent of {self.slots} slots"
             self._join(start, count)
             self.free_slots += count
 
@@ -92,8 +94,10 @@ class FreeExtents:
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """What one room holds in the arena, one array of extents a component. It is free when the last claim on it has ended:
-    the room's own, and one for each lease."""
+    """What one room holds in the arena, one array of extents a component.
+
+    It is free when the last claim on it has ended: the room's own, and one for each lease.
+    """
 
     extents: tuple[Extents, ...]
     claims: int = 1
@@ -113,7 +117,8 @@ class Arena:
         return all(self._pages(free, count) <= free.slots for free, count in zip(self.free, rows, strict=True))
 
     def allocate(self, rows: Sequence[int]) -> Holding | None:
-        """Extents for `rows[i]` rows of component i, with the room's own claim; None, and nothing taken, when one lacks slots."""
+        """Extents for `rows[i]` rows of component i, with the room's own claim; None, with nothing taken, where one
+        component lacks slots."""
         if any(self._pages(free, count) > free.free_slots for free, count in zip(self.free, rows, strict=True)):
             return None
         extents: list[Extents] = []
@@ -187,8 +192,9 @@ class ExtentSet:
         ends = starts + extents[order, 1]
         if (starts[1:] < ends[:-1]).any():
             return None
-        place = np.searchsorted(self._edges, starts, side="right")
-        if (place % 2).any() or (np.searchsorted(self._edges, ends, side="left") != place).any():
+        place = np.asarray(np.searchsorted(self._edges, starts, side="right"), dtype=np.int64)
+        end_place = np.asarray(np.searchsorted(self._edges, ends, side="left"), dtype=np.int64)
+        if (place % 2 != 0).any() or (end_place != place).any():
             return None
         return place, np.stack([starts, ends], axis=1).reshape(-1)
 

@@ -1,4 +1,5 @@
-"""What sessions ask of the shell around them, and how writes end; the shell performs effects in order and decides nothing."""
+"""What sessions ask of the shell around them, and how writes end; the shell performs effects in order, and decides
+nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from .wire import Message, Reach
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hand `message` to `peer`: the endpoint that was dialled, or the authenticated name of who dialled. May be lost."""
+    """Hand `message` to `peer`: an endpoint that was dialled, or the authenticated name of who dialled. May be lost."""
 
     peer: str
     message: Message
@@ -65,6 +66,13 @@ class RoomFailed:
     cause: Cause
     detail: str
     retry_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """The peer is forgotten: close what was dialled. The next room that needs it dials again."""
+
+    peer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +165,7 @@ class Drained:
     room: int
 
 
-DecodeEffect: TypeAlias = Send | Offer | Fence | Forget | Ready | RoomFailed | PeerRefused
+DecodeEffect: TypeAlias = Send | Offer | Fence | Forget | Ready | RoomFailed | HangUp | PeerRefused
 PrefillEffect: TypeAlias = (
     Send | Map | Unmap | Write | StopWriting | FenceWriter | Leased | Landed | RoomFailed | Drained
 )

@@ -10,7 +10,7 @@ class Lease(Enum):
 
     GRANTED = "granted"
     ABORTING = "aborting"  # Abort repeats until a proof
-    QUARANTINED = "quarantined"  # its session was condemned or fell silent: a proof or a fence ends it
+    QUARANTINED = "quarantined"  # condemned, silent, or deaf to Abort for silence_ms: a proof or a fence ends it
     ENDED = "ended"
 
 
@@ -30,12 +30,9 @@ LEASE: dict[tuple[Lease, LeaseEvent], Lease] = {
     (_L.GRANTED, _LE.CONDEMN): _L.QUARANTINED,
     (_L.GRANTED, _LE.PROOF): _L.ENDED,
     (_L.GRANTED, _LE.FENCE): _L.ENDED,
-    (_L.ABORTING, _LE.ABORT): _L.ABORTING,
     (_L.ABORTING, _LE.CONDEMN): _L.QUARANTINED,
     (_L.ABORTING, _LE.PROOF): _L.ENDED,
     (_L.ABORTING, _LE.FENCE): _L.ENDED,
-    (_L.QUARANTINED, _LE.ABORT): _L.QUARANTINED,
-    (_L.QUARANTINED, _LE.CONDEMN): _L.QUARANTINED,
     (_L.QUARANTINED, _LE.PROOF): _L.ENDED,
     (_L.QUARANTINED, _LE.FENCE): _L.ENDED,
 }
@@ -75,8 +72,6 @@ DUTY: dict[tuple[Duty, DutyEvent], Duty] = {
     (_W.ACTIVE, _WE.FAIL_BUSY): _W.STOPPING,
     (_W.ACTIVE, _WE.ABORT): _W.DRAINED,
     (_W.ACTIVE, _WE.ABORT_BUSY): _W.STOPPING,
-    (_W.STOPPING, _WE.FAIL_BUSY): _W.STOPPING,
-    (_W.STOPPING, _WE.ABORT_BUSY): _W.STOPPING,
     (_W.STOPPING, _WE.QUIET): _W.DRAINED,
 }
 

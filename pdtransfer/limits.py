@@ -38,13 +38,15 @@ class Limits:
     rooms_max: int = 4_096  # rooms not yet ended in one node: bounds its memory
     queue_max: int = 1_024  # rooms waiting for slots: beyond it the answer is 429, not a longer wait
     inflight_bytes_max: int = 64 << 30  # granted and not yet landed: bounds what a stall can strand
-    sessions_max: int = 1_024  # of one node, ended ones that still await a fence included
+    sessions_max: int = 1_024  # of one node, ended ones that still await a fence included; as many peers at most
+    peer_sessions_max: int = 4  # the same of one peer, so that none can use up the others'
     quarantine_fraction_max: float = 0.5  # of the arena that one silent peer may keep before it gets no more grants
     room_deadline_ms: int = 60_000  # a room that nobody ends ends here
     resend_ms: int = 200  # an unanswered request is repeated this often at first
     resend_ms_max: int = 2_000  # and this often at last
     ping_ms: int = 500  # how often a quiet peer is asked whether it lives
     silence_ms: int = 2_000  # after this much silence a peer counts as lost: its rooms fail, its leases are quarantined
+    forget_ms: int = 600_000  # a dialled peer unheard of for so long, that has nothing left to end, is forgotten
     session_silence_ms: int = 30_000  # a decode node silent this long loses its sessions on the prefill side
     fence_poll_ms: int = 50  # how soon a fence that is not yet proven is looked at again, at first
     fence_poll_ms_max: int = 500  # and at last

@@ -9,18 +9,20 @@ import msgspec
 from ..arena import Arena
 from ..effects import DecodeEffect, Send
 from ..lease import LEASE, Lease, LeaseEvent
+from ..limits import Limits
 from ..states import step
 from ..wire import Abort, Released
-from .links import LeaseEntry, Links, Session
+from .ledger import LeaseEntry, Session, SessionState
+from .links import Links
+
+TIME_LEFT_MS_MAX = 0xFFFF_FFFF  # that a Grant can say
 
 
 class Leases:
-    """Every unended lease of one decode node; `freed` is called when slots have come back."""
+    """Every unended lease of one decode node."""
 
-    def __init__(
-        self, links: Links, arena: Arena, out: Callable[[DecodeEffect], None], freed: Callable[[float], None]
-    ) -> None:
-        self._links, self._arena, self._out, self._freed = links, arena, out, freed
+    def __init__(self, links: Links, arena: Arena, limits: Limits, out: Callable[[DecodeEffect], None]) -> None:
+        self._links, self._arena, self._limits, self._out = links, arena, limits, out
         self.quarantined_bytes = 0
 
     def open(self, lease: LeaseEntry, now: float) -> None:
@@ -37,50 +39,57 @@ class Leases:
         if lease.state is Lease.GRANTED:
             if lease.granted:
                 return
-            left_ms = max(0, int((lease.deadline - now) * 1e3))
+            left_ms = int(min(max(0.0, (lease.deadline - now) * 1e3), TIME_LEFT_MS_MAX))
             self._out(Send(session.peer, msgspec.structs.replace(lease.message, time_left_ms=left_ms)))
         else:
             assert lease.state is not Lease.ENDED
+            if session.state is SessionState.FENCING:
+                return  # Its Reject repeats, and says as much.
+            if (now - lease.aborted) * 1e3 >= self._limits.silence_ms:
+                self._condemn(lease)
             self._out(Send(session.peer, Abort(session.id, number)))
         lease.repeat_ms = self._links.repeat_ms(lease.repeat_ms)
         self._links.timers.set(("lease", session.id, number), now + lease.repeat_ms / 1e3)
 
     def abort(self, lease: LeaseEntry, now: float) -> None:
-        """The room needs it no more: Abort repeats until a proof."""
-        if lease.state in (Lease.GRANTED, Lease.ABORTING):
+        """The room needs it no more: Abort repeats until a proof. After silence_ms without one it is quarantined."""
+        if lease.state is Lease.GRANTED:
             lease.state = step(LEASE, lease.state, LeaseEvent.ABORT)
-            lease.repeat_ms = 0
+            lease.repeat_ms, lease.aborted = 0, now
             self.repeat(lease, now)
 
-    def proof(self, session: Session, number: int, now: float) -> None:
+    def proof(self, session: Session, number: int) -> None:
         """An end of the grant has arrived: writing has ended. Answered whether or not it is news."""
         self._out(Send(session.peer, Released(session.id, number)))
         lease = session.leases.get(number)
         if lease is not None:
-            self._end(lease, LeaseEvent.PROOF, now)
+            self._end(lease, LeaseEvent.PROOF)
 
     def quarantine(self, session: Session) -> None:
         """The session was condemned or fell silent: its leases wait for a proof or the fence."""
         for lease in session.leases.values():
-            if lease.state is not Lease.QUARANTINED:
-                lease.state = step(LEASE, lease.state, LeaseEvent.CONDEMN)
-                self._count(lease, 1)
+            self._condemn(lease)
 
-    def quiet(self, session: Session, now: float) -> None:
+    def quiet(self, session: Session) -> None:
         """The fence holds: no lease of this session is written any more."""
         for lease in list(session.leases.values()):
-            self._end(lease, LeaseEvent.FENCE, now)
+            self._end(lease, LeaseEvent.FENCE)
 
-    def _end(self, lease: LeaseEntry, event: LeaseEvent, now: float) -> None:
+    def _condemn(self, lease: LeaseEntry) -> None:
+        if lease.state is not Lease.QUARANTINED:
+            lease.state = step(LEASE, lease.state, LeaseEvent.CONDEMN)
+            self._count(lease, 1)
+
+    def _end(self, lease: LeaseEntry, event: LeaseEvent) -> None:
         session, number = lease.session, lease.message.grant
         if lease.state is Lease.QUARANTINED:
             self._count(lease, -1)
         lease.state = step(LEASE, lease.state, event)
         del session.leases[number]
         self._links.timers.clear(("lease", session.id, number))
-        if self._arena.drop(lease.holding):
-            self._freed(now)
+        self._arena.drop(lease.holding)
 
     def _count(self, lease: LeaseEntry, sign: int) -> None:
-        self.quarantined_bytes += sign * lease.kv_bytes
-        self._links.peers[lease.session.peer].quarantined_bytes += sign * lease.kv_bytes
+        """Counted by what the room holds, growth included: so much cannot be leased again."""
+        self.quarantined_bytes += sign * lease.holding.bytes
+        self._links.peers[lease.session.peer].quarantined_bytes += sign * lease.holding.bytes

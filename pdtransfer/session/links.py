@@ -1,123 +1,26 @@
 """Decode's peers and its sessions with them: who was dialled, who answers, which session may be granted on.
 
-A peer is dialled once and kept: Hello repeats until Welcome, a session is minted, Register repeats until the arena is
-mapped there. A peer that falls silent keeps its session, quarantined; it comes back by answering, or by its fence.
+A peer that was dialled is greeted until it answers, a session is minted, Register repeats until the arena is mapped
+there. A peer that falls silent keeps its session, quarantined; it comes back by answering, or by its fence.
+Whoever has no session is being greeted: a Hello is due, or on its way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TypeAlias
 
-from ..arena import Holding
-from ..effects import DecodeEffect, Fence, Forget, Offer, PeerRefused, Send
+from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, PeerRefused, Send
 from ..errors import Cause, RemoteProtocolError
 from ..layout import Component
-from ..lease import Lease
-from ..limits import Limits
+from ..limits import TEXT_LENGTH_MAX, Limits
 from ..states import step
 from ..timers import Timers
-from ..wire import VERSION, Grant, Hello, Identity, Ping, Reach, Register, Registered, Reject, Welcome
+from ..wire import VERSION, Goodbye, Hello, Identity, Ping, Reach, Register, Registered, Reject, Welcome
+from .ledger import SESSION, Peer, Session, SessionEvent, SessionState, TimerKey
 
+GREETINGS_WANTED = frozenset({"hello_required", "hello_first"})  # a Reject that only wants to know who speaks
 
-class SessionState(Enum):
-    """A session on the decode side; only UP may be granted on."""
-
-    OFFERING = "offering"  # the shell prepares the hand-over
-    REGISTERING = "registering"
-    UP = "up"
-    SILENT = "silent"  # unheard of for silence_ms: nothing is granted, its leases are quarantined
-    FENCING = "fencing"  # condemned: waits for the proof that its writer is quiet
-    CLOSED = "closed"
-
-
-class SessionEvent(Enum):
-    """What happens to a session."""
-
-    OFFER = "offer"
-    REGISTER = "register"
-    SILENCE = "silence"
-    HEAR = "hear"
-    CONDEMN = "condemn"
-    FENCE = "fence"
-
-
-_S, _SE = SessionState, SessionEvent
-
-SESSION: dict[tuple[SessionState, SessionEvent], SessionState] = {
-    (_S.OFFERING, _SE.OFFER): _S.REGISTERING,
-    (_S.OFFERING, _SE.CONDEMN): _S.FENCING,
-    (_S.REGISTERING, _SE.REGISTER): _S.UP,
-    (_S.REGISTERING, _SE.CONDEMN): _S.FENCING,
-    (_S.UP, _SE.SILENCE): _S.SILENT,
-    (_S.UP, _SE.CONDEMN): _S.FENCING,
-    (_S.SILENT, _SE.HEAR): _S.UP,
-    (_S.SILENT, _SE.CONDEMN): _S.FENCING,
-    (_S.SILENT, _SE.FENCE): _S.CLOSED,
-    (_S.FENCING, _SE.FENCE): _S.CLOSED,
-}
-
-
-TimerKey: TypeAlias = tuple[str, str | int, int]
-"""What is due: hello and alive of a peer, register and fence of a session, lease of a session's grant, room."""
-
-
-@dataclass(slots=True, eq=False)
-class LeaseEntry:
-    """One grant as decode keeps it until a proof ends it; `room` is a label for people, the room finds its leases."""
-
-    session: Session
-    message: Grant
-    holding: Holding
-    kv_bytes: int
-    deadline: float
-    state: Lease = Lease.GRANTED
-    granted: bool = False
-    repeat_ms: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One prefill rank's right to write. `leases` holds the unended grants, oldest first."""
-
-    id: int
-    peer: str
-    components: tuple[Component, ...]  # what this rank may write
-    window: int
-    state: SessionState = SessionState.OFFERING
-    reach: Reach | None = None
-    next_grant: int = 1
-    reserved: int = 0  # places in the window that queued rooms will take
-    leases: dict[int, LeaseEntry] = field(default_factory=dict[int, LeaseEntry])
-    repeat_ms: int = 0
-    fence_ms: int = 0
-    verdict: Cause = Cause.PEER_LOST  # why it was condemned
-
-    @property
-    def has_place(self) -> bool:
-        """Whether one more grant would lie inside the window."""
-        oldest = next(iter(self.leases), self.next_grant)
-        return self.next_grant + self.reserved - oldest < self.window
-
-
-@dataclass(slots=True, eq=False)
-class Peer:
-    """One dialled prefill rank."""
-
-    name: str
-    heard: float
-    identity: Identity | None = None
-    refusal: str | None = None
-    session: Session | None = None
-    repeat_ms: int = 0
-    quarantined_bytes: int = 0
-
-    @property
-    def up(self) -> Session | None:
-        """The session that may be granted on, if there is one."""
-        return self.session if self.session is not None and self.session.state is SessionState.UP else None
+_OPENING = (SessionState.OFFERING, SessionState.REGISTERING)
 
 
 class Links:
@@ -132,10 +35,10 @@ class Links:
         out: Callable[[DecodeEffect], None],
         *,
         enable_hisparse: bool,
-        up: Callable[[Peer, float], None],
+        up: Callable[[Peer], None],
         lost: Callable[[Session, Cause, str, float], None],
         unreachable: Callable[[Peer, Cause, str, float], None],
-        quiet: Callable[[Session, float], None],
+        quiet: Callable[[Session], None],
     ) -> None:
         self.identity, self._components, self._limits, self._mint, self._out = identity, components, limits, mint, out
         self._enable_hisparse = enable_hisparse
@@ -144,12 +47,12 @@ class Links:
         self.sessions: dict[int, Session] = {}  # condemned ones too, until they are proven quiet
         self.timers: Timers[TimerKey] = Timers()
 
-    def dial(self, name: str, now: float) -> Peer:
-        """The peer of that name; says Hello the first time."""
+    def dial(self, name: str, now: float) -> Peer | None:
+        """The peer of that name, greeted from now on; None where no more can be known."""
         peer = self.peers.get(name)
-        if peer is None:
+        if peer is None and len(self.peers) < self._limits.sessions_max:
             peer = self.peers[name] = Peer(name, heard=now)
-            self._hello(peer, now)
+            self._greet(peer, now)
             self.timers.set(("alive", name, 0), now + self._limits.ping_ms / 1e3)
         return peer
 
@@ -161,18 +64,22 @@ class Links:
         return session
 
     def heard(self, session: Session, now: float) -> None:
-        """The peer spoke on this session, so it is the process that we know."""
+        """The peer spoke on this session. What an earlier process left on its way says nothing of the one there now."""
         peer = self.peers[session.peer]
+        if peer.session is not session:
+            return
         peer.heard = now
         if session.state is SessionState.SILENT:
             session.state = step(SESSION, session.state, SessionEvent.HEAR)
             session.fence_ms = 0
-            self._up(peer, now)
+            self._up(peer)
 
     def welcome(self, name: str, message: Welcome, now: float) -> None:
         """Hello was answered: checks whom we found, and opens a session if there is none."""
         peer = self.peers[name]
-        theirs, ours = message.identity, self.identity
+        theirs, ours, known = message.identity, self.identity, peer.identity
+        if ("hello", name, 0) not in self.timers or theirs.incarnation in peer.lives:
+            return  # Nobody asked, or it is a late word of a process that is gone.
         differences = [
             f"{field}: {name} has {there!r}, this node {here!r}"
             for field, there, here in (
@@ -186,19 +93,24 @@ class Links:
         if differences:
             self._refuse(peer, "; ".join(differences), now)
             return
-        peer.heard, peer.refusal, peer.repeat_ms = now, None, 0
+        if known is not None and known.incarnation != theirs.incarnation:
+            peer.lives.append(known.incarnation)
+            if peer.session is not None:
+                self.condemn(peer.session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
+        peer.heard, peer.refusal, peer.identity = now, None, theirs
+        if peer.session is None and not self._may_open(peer):
+            self._greet_later(peer, now)
+            self._unreachable(peer, Cause.FULL, f"{name} has to wait until an ended session is fenced", now)
+            return
+        peer.repeat_ms = 0
         self.timers.clear(("hello", name, 0))
-        known = peer.identity
-        peer.identity = theirs
-        if peer.session is not None and known is not None and known.incarnation != theirs.incarnation:
-            self.condemn(peer.session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
         if peer.session is not None:
             self.heard(peer.session, now)
-        elif len(self.sessions) < self._limits.sessions_max:
-            session = Session(self._mint(), name, self._components, min(theirs.window, self._limits.window))
-            self.sessions[session.id] = peer_session = session
-            peer.session = peer_session
-            self._out(Offer(name, session.id))
+            return
+        window = min(theirs.window, self._limits.window)
+        peer.session = Session(self._mint(), name, self._components, window, theirs.frame_bytes_max)
+        self.sessions[peer.session.id] = peer.session
+        self._out(Offer(name, peer.session.id))
 
     def offered(self, session_id: int, reach: Reach, now: float) -> None:
         """The hand-over is prepared: registers."""
@@ -208,61 +120,69 @@ class Links:
             session.reach = reach
             self._register(session, now)
 
-    def registered(self, session: Session, message: Registered, now: float) -> None:
+    def registered(self, session: Session, message: Registered) -> None:
         """The writer says how much of the arena it has ready."""
-        assert session.reach is not None
+        if session.reach is None:
+            raise RemoteProtocolError("Registered.session", f"{session.id:#x} was not registered yet")
         if message.bytes_ready > session.reach.arena_bytes:
             text = f"{message.bytes_ready}, the arena has {session.reach.arena_bytes}"
             raise RemoteProtocolError("Registered.bytes_ready", text)
         if session.state is SessionState.REGISTERING and message.bytes_ready == session.reach.arena_bytes:
             session.state = step(SESSION, session.state, SessionEvent.REGISTER)
             self.timers.clear(("register", session.id, 0))
-            self._up(self.peers[session.peer], now)
+            self._up(self.peers[session.peer])
 
     def pong(self, name: str, incarnation: int, now: float) -> None:
         """The peer lives; under another incarnation it is another process, which has to be greeted anew."""
         peer = self.peers[name]
-        if peer.identity is None or peer.identity.incarnation == incarnation:
-            peer.heard = now
-            if peer.session is not None:
-                self.heard(peer.session, now)
+        if peer.identity is None or incarnation in peer.lives:
             return
-        if peer.session is not None:
-            self.condemn(peer.session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
-        self._hello(peer, now)
+        if peer.identity.incarnation != incarnation:
+            if peer.session is not None:
+                self.condemn(peer.session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
+        elif peer.session is not None:
+            self.heard(peer.session, now)
+        else:
+            peer.heard = now
+
+    def goodbye(self, name: str, message: Goodbye, now: float) -> None:
+        """The process leaves. Whoever comes in its place is greeted, without haste."""
+        peer = self.peers[name]
+        if peer.identity is not None and peer.identity.incarnation == message.incarnation:
+            self._greet_later(peer, now)
+            if peer.session is not None:
+                self.condemn(peer.session, Cause.PEER_LOST, f"{name} says goodbye: {message.reason}", now)
 
     def rejected(self, name: str, message: Reject, now: float) -> None:
-        """The peer refuses our Hello, or a session."""
+        """The peer refuses our Hello, or a session; or it does not know us."""
         peer = self.peers[name]
+        if message.session == 0 and message.reason in GREETINGS_WANTED:
+            self._greet(peer, now)
+            return
         text = f"{name} refuses ({message.reason}): " + "; ".join(message.fields)
-        if message.session == 0:
-            if peer.identity is None:
-                self._refuse(peer, text, now)
-            else:
-                self._hello(peer, now)  # a process that does not know us: its Welcome will say which
-            return
         session = self.of(name, message.session)
-        if session is None or session.state is SessionState.FENCING:
-            return
-        if session.state in (SessionState.OFFERING, SessionState.REGISTERING):
-            self.condemn(session, Cause.REFUSED, text, now)
+        if message.session == 0 or (session is not None and session.state in _OPENING):
             self._refuse(peer, text, now)
-        else:
+        elif session is not None:
             self.condemn(session, Cause.PEER_LOST, text, now)
-            self._hello(peer, now)
+
+    def breach(self, name: str, session_id: int, text: str, now: float) -> None:
+        """The peer broke the protocol: the session that it was about ends, if it is the peer's own."""
+        peer, session = self.peers[name], self.sessions.get(session_id)
+        if session is not None and session is peer.session:
+            self._greet_later(peer, now)
+            self.condemn(session, Cause.BREACH, f"{name} broke the protocol: {text}", now)
 
     def condemn(self, session: Session, cause: Cause, detail: str, now: float) -> None:
         """Nothing more is granted on this session, and every lease on it waits for a proof or the fence."""
-        if session.state in (SessionState.FENCING, SessionState.CLOSED):
+        if session.state is SessionState.FENCING:
             return
         session.state = step(SESSION, session.state, SessionEvent.CONDEMN)
-        peer = self.peers[session.peer]
-        if peer.session is session:
-            peer.session = None
         self.timers.clear(("register", session.id, 0))
-        session.verdict, session.fence_ms = cause, 0
+        session.verdict, session.fence_ms = (cause, detail), 0
         self._lost(session, cause, detail, now)
         self._fence(session, now)
+        self._detach(session, now)
 
     def fenced(self, session_id: int, now: float) -> None:
         """The writer is proven quiet, for ever: its session is over."""
@@ -272,16 +192,12 @@ class Links:
         session.state = step(SESSION, session.state, SessionEvent.FENCE)
         del self.sessions[session_id]
         self.timers.clear(("fence", session_id, 0))
-        self._quiet(session, now)
+        self._quiet(session)
         self._out(Forget(session_id))
-        peer = self.peers[session.peer]
-        if peer.session is session:
-            peer.session = None
-        if peer.session is None:
-            self._hello(peer, now)
+        self._detach(session, now)
 
     def tick(self, key: TimerKey, now: float) -> bool:
-        """Acts on a key of its own that is due: repeats what is unanswered, looks for silence; False for others' keys."""
+        """Acts on a key of its own that is due: repeats what is unanswered, looks for silence. False: not its own."""
         match key:
             case ("hello", str(name), _):
                 self._hello(self.peers[name], now)
@@ -299,20 +215,46 @@ class Links:
         """The next interval of a repetition: doubled, within the limits."""
         return min(max(2 * last_ms, self._limits.resend_ms), self._limits.resend_ms_max)
 
+    def _may_open(self, peer: Peer) -> bool:
+        of_peer = sum(session.peer == peer.name for session in self.sessions.values())
+        return len(self.sessions) < self._limits.sessions_max and of_peer < self._limits.peer_sessions_max
+
+    def _detach(self, session: Session, now: float) -> None:
+        peer = self.peers[session.peer]
+        if peer.session is session:
+            peer.session = None
+            self._greet(peer, now)
+
+    def _greet(self, peer: Peer, now: float) -> None:
+        """Hello from now on, until Welcome; whatever provokes it, at most one in resend_ms."""
+        if ("hello", peer.name, 0) in self.timers:
+            return
+        when = peer.greeted + self._limits.resend_ms / 1e3
+        if when <= now:
+            self._hello(peer, now)
+        else:
+            self.timers.set(("hello", peer.name, 0), when)
+
+    def _greet_later(self, peer: Peer, now: float) -> None:
+        """Hello at the slowest pace."""
+        peer.repeat_ms = self._limits.resend_ms_max
+        self.timers.set(("hello", peer.name, 0), now + peer.repeat_ms / 1e3)
+
     def _hello(self, peer: Peer, now: float) -> None:
-        peer.repeat_ms = self.repeat_ms(peer.repeat_ms)
+        peer.repeat_ms, peer.greeted = self.repeat_ms(peer.repeat_ms), now
         self.timers.set(("hello", peer.name, 0), now + peer.repeat_ms / 1e3)
         self._out(Send(peer.name, Hello(VERSION, VERSION, self.identity)))
 
     def _refuse(self, peer: Peer, text: str, now: float) -> None:
+        """It may be replaced by one that fits, so it is asked again, without haste."""
+        self._greet_later(peer, now)
+        if peer.session is not None:
+            self.condemn(peer.session, Cause.REFUSED, text, now)
         peer.heard, peer.identity = now, None
         if peer.refusal != text:
             peer.refusal = text
             self._out(PeerRefused(peer.name, text))
         self._unreachable(peer, Cause.REFUSED, text, now)
-        # It may be replaced by one that fits: ask again, at the slowest pace.
-        peer.repeat_ms = self._limits.resend_ms_max
-        self.timers.set(("hello", peer.name, 0), now + peer.repeat_ms / 1e3)
 
     def _register(self, session: Session, now: float) -> None:
         assert session.reach is not None
@@ -336,8 +278,15 @@ class Links:
             self._fence(session, now)
         elif session is not None and session.state is not SessionState.SILENT:
             self.condemn(session, Cause.PEER_LOST, text, now)
-            self._hello(peer, now)
         self._unreachable(peer, Cause.PEER_LOST, text, now)
+        if silent_ms >= self._limits.forget_ms and all(s.peer != peer.name for s in self.sessions.values()):
+            self._forget(peer)
+
+    def _forget(self, peer: Peer) -> None:
+        del self.peers[peer.name]
+        self.timers.clear(("hello", peer.name, 0))
+        self.timers.clear(("alive", peer.name, 0))
+        self._out(HangUp(peer.name))
 
     def _fence(self, session: Session, now: float) -> None:
         if session.state not in (SessionState.SILENT, SessionState.FENCING):
@@ -345,5 +294,6 @@ class Links:
         session.fence_ms = min(max(2 * session.fence_ms, self._limits.fence_poll_ms), self._limits.fence_poll_ms_max)
         self.timers.set(("fence", session.id, 0), now + session.fence_ms / 1e3)
         if session.state is SessionState.FENCING:
-            self._out(Send(session.peer, Reject(session.id, session.verdict.value, ())))
+            cause, detail = session.verdict
+            self._out(Send(session.peer, Reject(session.id, cause.value, (detail[:TEXT_LENGTH_MAX],))))
         self._out(Fence(session.id))

@@ -15,7 +15,7 @@ from pdtransfer.room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
 from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.duties import DutyEntry, WriterSession
 from pdtransfer.session.leases import Leases
-from pdtransfer.session.links import LeaseEntry, Session
+from pdtransfer.session.ledger import LeaseEntry, Session
 from pdtransfer.session.prefill import PrefillSessions
 
 Patch = Callable[[object, str, Any], None]
@@ -26,7 +26,7 @@ def free_at_the_deadline(patch: Patch) -> None:
 
     def abort(self: Leases, lease: LeaseEntry, now: float) -> None:
         if lease.state is not Lease.ENDED:
-            self._end(lease, LeaseEvent.FENCE, now)
+            self._end(lease, LeaseEvent.FENCE)
 
     patch(Leases, "abort", abort)
 
@@ -50,10 +50,10 @@ def late_message_revives_room(patch: Patch) -> None:
     failed: dict[int, object] = {}
     close = DecodeSessions._close
 
-    def keep(self: DecodeSessions, room: Any, now: float) -> None:
+    def keep(self: DecodeSessions, room: Any) -> None:
         failed[room.id] = room
         if room.id in self.rooms:
-            close(self, room, now)
+            close(self, room)
 
     def room_of(self: DecodeSessions, lease: LeaseEntry) -> Any:
         room = self.rooms.get(lease.message.room) or failed.get(lease.message.room)
@@ -71,7 +71,7 @@ def silence_taken_for_a_fence(patch: Patch) -> None:
 
     def end_all(self: Leases, session: Session) -> None:
         quarantine(self, session)
-        self.quiet(session, 0.0)
+        self.quiet(session)
 
     patch(Leases, "quarantine", end_all)
 
@@ -83,7 +83,7 @@ def new_incarnation_taken_for_a_fence(patch: Patch) -> None:
     def end_all(self: DecodeSessions, session: Session, cause: Cause, detail: str, now: float) -> None:
         lost(self, session, cause, detail, now)
         if cause is Cause.PEER_RESTARTED:
-            self.leases.quiet(session, now)
+            self.leases.quiet(session)
 
     patch(DecodeSessions, "_session_lost", end_all)
 
@@ -103,19 +103,19 @@ def one_queue_for_all_peers(patch: Patch) -> None:
     """The oldest room waits for its peer at the head of everybody's queue."""
     connect = DecodeSessions._connect
 
-    def in_order(self: DecodeSessions, name: str, now: float) -> None:
+    def in_order(self: DecodeSessions, name: str) -> None:
         waiting = [room for room in self.rooms.values() if room.state is DecodeRoom.CONNECTING]
         for room in waiting:
             if any(self.links.peers[source].up is None for source in room.sources):
                 return
-            connect(self, room.sources[0], now)
+            connect(self, room.sources[0])
 
     def unreachable(self: DecodeSessions, *_: object) -> None:
         """Nor does a silent peer's room fail before its deadline."""
 
     patch(DecodeSessions, "_connect", in_order)
     patch(DecodeSessions, "_peer_unreachable", unreachable)
-    patch(DecodeSessions, "_unfit", lambda self, peer, now: None)
+    patch(DecodeSessions, "_unfit", lambda self, name, now: None)
 
 
 MUTANTS: dict[str, Callable[[Patch], None]] = {

@@ -1,0 +1,142 @@
+"""Decode's ledger: its peers, the sessions with them, the unended grants of each, and the rooms that they are for."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from ..admission import Demand
+from ..arena import Holding
+from ..errors import Cause
+from ..layout import Component
+from ..lease import Lease
+from ..limits import LIVES_MAX
+from ..room import DecodeRoom
+from ..wire import Grant, Identity, Reach
+
+
+class SessionState(Enum):
+    """A session on the decode side; only UP may be granted on."""
+
+    OFFERING = "offering"  # the shell prepares the hand-over
+    REGISTERING = "registering"
+    UP = "up"
+    SILENT = "silent"  # unheard of for silence_ms: nothing is granted, its leases are quarantined
+    FENCING = "fencing"  # condemned: waits for the proof that its writer is quiet
+    CLOSED = "closed"
+
+
+class SessionEvent(Enum):
+    """What happens to a session."""
+
+    OFFER = "offer"
+    REGISTER = "register"
+    SILENCE = "silence"
+    HEAR = "hear"
+    CONDEMN = "condemn"
+    FENCE = "fence"
+
+
+_S, _SE = SessionState, SessionEvent
+
+SESSION: dict[tuple[SessionState, SessionEvent], SessionState] = {
+    (_S.OFFERING, _SE.OFFER): _S.REGISTERING,
+    (_S.OFFERING, _SE.CONDEMN): _S.FENCING,
+    (_S.REGISTERING, _SE.REGISTER): _S.UP,
+    (_S.REGISTERING, _SE.CONDEMN): _S.FENCING,
+    (_S.UP, _SE.SILENCE): _S.SILENT,
+    (_S.UP, _SE.CONDEMN): _S.FENCING,
+    (_S.SILENT, _SE.HEAR): _S.UP,
+    (_S.SILENT, _SE.CONDEMN): _S.FENCING,
+    (_S.SILENT, _SE.FENCE): _S.CLOSED,
+    (_S.FENCING, _SE.FENCE): _S.CLOSED,
+}
+
+TimerKey: TypeAlias = tuple[str, str | int, int]
+"""What is due: hello and alive of a peer, register and fence of a session, lease of a session's grant, room."""
+
+
+@dataclass(slots=True, eq=False)
+class LeaseEntry:
+    """One grant as decode keeps it until a proof ends it; the room finds its leases, not they their room."""
+
+    session: Session
+    message: Grant
+    holding: Holding
+    deadline: float
+    state: Lease = Lease.GRANTED
+    granted: bool = False
+    aborted: float = 0.0  # when Abort first went out
+    repeat_ms: int = 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the writer has to write."""
+        components = self.session.components
+        return sum(components[part.component].bytes_of(part.rows) for part in self.message.parts)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One prefill rank's right to write. `leases` holds the unended grants, oldest first."""
+
+    id: int
+    peer: str
+    components: tuple[Component, ...]  # what this rank may write
+    window: int
+    frame_bytes_max: int  # that its peer takes
+    state: SessionState = SessionState.OFFERING
+    reach: Reach | None = None
+    next_grant: int = 1
+    reserved: int = 0  # places in the window that queued rooms will take
+    leases: dict[int, LeaseEntry] = field(default_factory=dict[int, LeaseEntry])
+    repeat_ms: int = 0
+    fence_ms: int = 0
+    verdict: tuple[Cause, str] = Cause.PEER_LOST, ""  # why it was condemned
+
+    @property
+    def has_place(self) -> bool:
+        """Whether one more grant would lie inside the window."""
+        oldest = next(iter(self.leases), self.next_grant)
+        return self.next_grant + self.reserved - oldest < self.window
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One dialled prefill rank."""
+
+    name: str
+    heard: float
+    greeted: float = float("-inf")  # when Hello last went out
+    identity: Identity | None = None
+    lives: deque[int] = field(default_factory=lambda: deque[int](maxlen=LIVES_MAX))  # earlier incarnations
+    refusal: str | None = None
+    session: Session | None = None
+    repeat_ms: int = 0
+    quarantined_bytes: int = 0
+
+    @property
+    def up(self) -> Session | None:
+        """The session that may be granted on, if there is one."""
+        return self.session if self.session is not None and self.session.state is SessionState.UP else None
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    """One request's hand-off on the decode side."""
+
+    id: int
+    tokens: int
+    prefix: int
+    rows: tuple[int, ...]  # a component, growth included
+    demand: Demand
+    sources: tuple[str, ...]
+    deadline: float
+    enable_hisparse: bool
+    state: DecodeRoom = DecodeRoom.CONNECTING
+    places: dict[str, Session] = field(default_factory=dict[str, Session])  # reserved in windows, by source
+    holding: Holding | None = None
+    leases: list[LeaseEntry] = field(default_factory=list[LeaseEntry])
+    aux: bytes = b""

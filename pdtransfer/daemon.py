@@ -10,10 +10,9 @@ import asyncio
 import importlib
 import json
 import logging
-import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,16 +22,19 @@ import uvloop
 
 from . import engine_thread
 from .config import DecodeConfig, PrefillConfig
+from .daemon_metrics import DecodeMetrics, PrefillMetrics
 from .desk import Desk
 from .effects import Drained, Landed, Leased, Ready, RoomFailed
 from .engine.base import Broken, DecodeEngine, EngineConfig, Finished, Prefilled, PrefillEngine, Request, Token
 from .engine_thread import Cancel, Compute, DecodeOutcome, Dropped, Free, Generate, Offered, Order, PrefillOutcome, Quit
 from .errors import Cause, ConfigError
+from .http import Health, Listener, application
 from .keys import AllowList, KeyPair
 from .memory import Arena
 from .node import DecodeNode, NodeSettings, PrefillNode
 from .port import Port
 from .service import Service
+from .signals import Stop
 from .wire import Begin, End, Hello, Load, Message, unpack_ids
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,6 @@ log = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005  # a busy Python thread otherwise delays the loop by 5 ms
 DRAIN_POLL_S = 0.05
 JOIN_S = 5.0  # an engine's step is over by then
-HURRY_S = 1.0  # two signals at once are one: timeout(1) and terminals send them to process and group
 
 
 class PrefillDaemon:
@@ -61,6 +62,7 @@ class PrefillDaemon:
         service = Service(self.node.core.identity, config.limits)
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
         self._tokens: dict[int, int] = {}  # of rooms whose pages the engine has, or waits for
+        self.metrics = PrefillMetrics(self.node)
         self.thread = engine_thread.PrefillThread(engine, port, self._heard)
 
     @property
@@ -121,7 +123,9 @@ class PrefillDaemon:
                 pass
             case Landed(room, kv_bytes):
                 copy_us = self.node.copy_ns.get(room, 0) // 1_000
-                end = End(room, "done", "", 0, kv_bytes=kv_bytes, copy_us=copy_us, stamp_ns=time.monotonic_ns())
+                self.metrics.rooms.kv_bytes.inc(kv_bytes)
+                self.metrics.rooms.copy_seconds.observe(copy_us / 1e6)
+                end = End(room, "done", "", 0, kv_bytes=kv_bytes, copy_us=copy_us, stamp_ns=self.node.stamp_ns)
                 self.desk.end(end)
             case RoomFailed(room, cause, detail, retry_ms):
                 self.port.tell(Cancel(room))
@@ -159,6 +163,7 @@ class DecodeDaemon:
         service = Service(self.node.core.links.identity, config.limits)
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
         self._work: dict[int, Work] = {}
+        self.metrics = DecodeMetrics(self.node)
         self.thread = engine_thread.DecodeThread(engine, port, self._heard)
 
     @property
@@ -267,6 +272,9 @@ class DecodeDaemon:
         self.desk.end(end)
 
 
+Daemon = PrefillDaemon | DecodeDaemon
+
+
 def _end(room: int, cause: Cause, detail: str, retry_ms: int = 0) -> End:
     return End(room, cause.value, detail[:500], 0, retry_ms=retry_ms)
 
@@ -330,51 +338,46 @@ def _prefault(arena: Arena) -> None:
     arena.prefault(progress)
 
 
-async def _serve(config: PrefillConfig | DecodeConfig, make: Callable[[], Any]) -> int:
+async def _serve(config: PrefillConfig | DecodeConfig, make: Callable[[], Awaitable[Daemon]]) -> int:
     """From the first line to the last: engine, node, sockets, then whatever peers and signals bring."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    loop = asyncio.get_running_loop()
-    stop, hurried, died = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    hurry_at: float | None = None  # from then on another signal means now
-
-    def signalled() -> None:
-        nonlocal hurry_at
-        if hurry_at is None:
-            log.info("draining: no new rooms, those under way run to their end; signal again to end them now")
-            hurry_at = loop.time() + HURRY_S
-            stop.set()
-        elif loop.time() >= hurry_at:
-            hurried.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled)
-    daemon = cast("PrefillDaemon | DecodeDaemon", await make())
-
-    def died_there(_: BaseException) -> None:
-        loop.call_soon_threadsafe(died.set)
-
-    daemon.port.attach(loop)
-    endpoint = await daemon.node.bus.bind(config.bind)
-    thread = engine_thread.start(daemon.thread, died_there)
-    log.info("%s %s is ready at %s", config.role, config.node, endpoint)
-    if config.json:
-        print(
-            json.dumps({"event": "ready", "role": config.role, "node": config.node, "endpoint": endpoint}), flush=True
-        )
-    stopped = [asyncio.ensure_future(event.wait()) for event in (stop, died)]
-    await asyncio.wait(stopped, return_when=asyncio.FIRST_COMPLETED)
-    daemon.node.core.drain()
-    while not (daemon.idle or hurried.is_set() or died.is_set()):
-        daemon.desk.run([])
-        await asyncio.sleep(DRAIN_POLL_S)
-    failed = died.is_set()
-    daemon.desk.run(daemon.desk.service.goodbye((Cause.ENGINE if failed else Cause.SHUTDOWN).value))
-    daemon.desk.ticker.stop()
-    await daemon.node.close()
+    loop, stop, died = asyncio.get_running_loop(), Stop(), asyncio.Event()
+    daemon = await make()
+    listener = Listener(application(lambda: _health(daemon, stop), daemon.metrics.registry))
+    try:
+        daemon.port.attach(loop)
+        endpoint = await daemon.node.bus.bind(config.bind)
+        http = await listener.open(config.http) if config.http else ""
+        thread = engine_thread.start(daemon.thread, lambda _: _call(loop, died.set))
+        log.info("%s %s is ready at %s", config.role, config.node, endpoint)
+        if config.json:
+            ready = {"ready": True, "role": config.role, "node": config.node, "endpoint": endpoint, "http": http}
+            print(json.dumps(ready), flush=True)
+        waits = [asyncio.ensure_future(event.wait()) for event in (stop.asked, died)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        daemon.node.core.drain()
+        while not (daemon.idle or stop.hurried.is_set() or died.is_set()):
+            daemon.desk.run([])
+            await asyncio.sleep(DRAIN_POLL_S)
+        cause = Cause.ENGINE if died.is_set() else Cause.SHUTDOWN
+        daemon.desk.run(daemon.desk.service.goodbye(cause.value))
+        for wait in waits:
+            wait.cancel()
+    finally:
+        daemon.desk.ticker.stop()
+        await daemon.node.close()
+        await listener.close()
     daemon.port.tell(Quit())
-    if not failed:
+    if not died.is_set():
         await asyncio.to_thread(thread.join, JOIN_S)
-    for future in stopped:
-        future.cancel()
-    return 1 if failed else 0
+    return 1 if died.is_set() else 0
+
+
+def _call(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    loop.call_soon_threadsafe(call)
+
+
+def _health(daemon: Daemon, stop: Stop) -> Health:
+    load = daemon.load()
+    detail: dict[str, object] = {"role": daemon.config.role, "node": daemon.config.node, "draining": load.draining}
+    return Health(not stop.asked.is_set(), detail | {"rooms": load.rooms_running, "slots_free": load.slots_free})

@@ -22,6 +22,7 @@ from .effects import (
     Fence,
     FenceWriter,
     Forget,
+    HangUp,
     Landed,
     Leased,
     Map,
@@ -248,6 +249,8 @@ class DecodeNode:
                     self._run(self.core.fenced(session, self._loop.time()))
             case Forget(session):
                 self._transport.forget(session)
+            case HangUp(peer):
+                self.bus.hang_up(peer)
             case PeerRefused(_, detail):
                 log.warning("%s", detail)
 
@@ -276,6 +279,7 @@ class PrefillNode:
         self._run: Performer[PrefillEffect] = Performer(self._perform, ticker)
         self._mappings: set[asyncio.Task[None]] = set()
         self._started_ns: dict[tuple[int, int], int] = {}
+        self.stamp_ns = 0  # CLOCK_MONOTONIC of the latest write's end, or finish: what lands a room
         self.copy_ns: dict[int, int] = {}  # by room, until it is drained: the time that its writes took
 
     def open(self, room: int, *, tokens: int, time_left_s: float, grants: int = 1) -> None:
@@ -289,7 +293,7 @@ class PrefillNode:
 
     def finish(self, room: int, *, aux: bytes, after: Event | None = None) -> None:
         """No more cells; `after` must fire no earlier than those of the cells."""
-        when_fired(after, lambda: self._run(self.core.finish(room, aux=aux, now=self._loop.time())))
+        when_fired(after, lambda: self._finish(room, aux))
 
     def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
         """Gives a room up; Drained says when its pages are safe."""
@@ -336,10 +340,14 @@ class PrefillNode:
                     "session %#x: a write's outcome is unknown; restart this process to give its slots back", session
                 )
 
+    def _finish(self, room: int, aux: bytes) -> None:
+        self.stamp_ns = time.monotonic_ns()
+        self._run(self.core.finish(room, aux=aux, now=self._loop.time()))
+
     def _wrote(self, order: Write, outcome: Outcome, detail: str) -> None:
-        self.copy_ns[order.room] = (
-            self.copy_ns.get(order.room, 0) + time.monotonic_ns() - self._started_ns.pop((order.session, order.write))
-        )
+        self.stamp_ns = time.monotonic_ns()
+        took_ns = self.stamp_ns - self._started_ns.pop((order.session, order.write))
+        self.copy_ns[order.room] = self.copy_ns.get(order.room, 0) + took_ns
         self._run(self.core.wrote(order.session, order.write, outcome, detail, self._loop.time()))
 
     async def _map(self, effect: Map) -> None:

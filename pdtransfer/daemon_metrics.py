@@ -1,0 +1,92 @@
+"""The daemons' figures for /metrics; what the core knows anyhow is read when somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .bus import Bus
+from .node import DecodeNode, PrefillNode
+from .session.links import SessionState
+
+COPY_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+
+
+class RoomMetrics:
+    """What both roles count as it happens."""
+
+    def __init__(self, of: CollectorRegistry) -> None:
+        self.ended = Counter("pdtransfer_rooms_ended", "Rooms that ended, by reason", ["reason"], registry=of)
+        self.kv_bytes = Counter("pdtransfer_kv_bytes", "Bytes of KV written, or landed", registry=of)
+        self.copy_seconds = Histogram(
+            "pdtransfer_copy_seconds", "Time that one room's writes took", buckets=COPY_BUCKETS, registry=of
+        )
+
+
+class PrefillMetrics(Collector):
+    """A prefill daemon's figures."""
+
+    def __init__(self, node: PrefillNode) -> None:
+        self.registry, self._node = CollectorRegistry(), node
+        self.rooms = RoomMetrics(self.registry)
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges of the moment, and counters that live elsewhere."""
+        core = self._node.core
+        grants = sum(len(session.duties) for session in core.sessions.values())
+        yield GaugeMetricFamily("pdtransfer_rooms", "Rooms that are open, or not drained", len(core.rooms))
+        yield GaugeMetricFamily("pdtransfer_sessions", "Decode ranks that this one may write to", len(core.sessions))
+        yield GaugeMetricFamily("pdtransfer_grants", "Grants whose end is not acknowledged", grants)
+        yield from _bus(self._node.bus)
+
+
+class DecodeMetrics(Collector):
+    """A decode daemon's figures."""
+
+    def __init__(self, node: DecodeNode) -> None:
+        self.registry, self._node = CollectorRegistry(), node
+        self.rooms = RoomMetrics(self.registry)
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Gauges of the moment, and counters that live elsewhere."""
+        core = self._node.core
+        sessions = core.links.sessions.values()
+        yield GaugeMetricFamily("pdtransfer_rooms", "Rooms that have not ended", len(core.rooms))
+        yield GaugeMetricFamily("pdtransfer_rooms_queued", "Rooms that wait for slots", len(core.admission))
+        leases = sum(len(session.leases) for session in sessions)
+        yield GaugeMetricFamily("pdtransfer_leases", "Grants that nobody has proven ended", leases)
+        states = GaugeMetricFamily("pdtransfer_sessions", "Sessions with prefill ranks", labels=["state"])
+        for state in SessionState:
+            if state is not SessionState.CLOSED:
+                states.add_metric([state.value], sum(session.state is state for session in sessions))
+        yield states
+        slots = GaugeMetricFamily("pdtransfer_slots", "Slots of the arena", labels=["component"])
+        free = GaugeMetricFamily("pdtransfer_slots_free", "Slots that nobody holds", labels=["component"])
+        fragmentation = GaugeMetricFamily(
+            "pdtransfer_fragmentation_ratio", "1 - longest free run / free slots", labels=["component"]
+        )
+        for component, extents in zip(core.arena.components, core.arena.free, strict=True):
+            slots.add_metric([component.name], extents.slots)
+            free.add_metric([component.name], extents.free_slots)
+            fragmentation.add_metric([component.name], extents.fragmentation)
+        yield slots
+        yield free
+        yield fragmentation
+        quarantined = core.leases.quarantined_bytes
+        yield GaugeMetricFamily("pdtransfer_quarantined_bytes", "Leased to writers not proven quiet", quarantined)
+        inflight = core.admission.inflight_bytes
+        yield GaugeMetricFamily("pdtransfer_inflight_bytes", "Granted and not yet landed", inflight)
+        yield from _bus(self._node.bus)
+
+
+def _bus(bus: Bus) -> Iterator[Metric]:
+    yield CounterMetricFamily("pdtransfer_bus_sent", "Messages sent", bus.sent)
+    yield CounterMetricFamily("pdtransfer_bus_received", "Messages received", bus.received)
+    yield CounterMetricFamily("pdtransfer_bus_refused", "Breaches, and messages out of turn", bus.refused)
+    yield CounterMetricFamily("pdtransfer_bus_dropped", "Messages that could not be sent", bus.dropped)
+    yield CounterMetricFamily("pdtransfer_bus_strangers", "Handshakes refused", bus.strangers)

@@ -1,0 +1,327 @@
+"""The main job, shown and checked: daemons as processes, prompts, each answer held against a single process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .config import DecodeConfig, DemoConfig, PrefillConfig, RouterConfig
+from .errors import WorldError
+from .fleet import Fleet
+from .limits import Limits
+
+WORDS = [
+    "the",
+    "cache",
+    "of",
+    "a",
+    "prefill",
+    "worker",
+    "crosses",
+    "once",
+    "and",
+    "lands",
+    "where",
+    "decode",
+    "will",
+    "read",
+    "it",
+    "no",
+    "copy",
+    "between",
+    "them",
+    "a",
+    "slot",
+    "is",
+    "free",
+    "when",
+    "its",
+    "last",
+    "lease",
+    "has",
+    "ended",
+    "and",
+    "not",
+    "before",
+    "because",
+    "a",
+    "timeout",
+    "proves",
+    "nothing",
+    "about",
+    "what",
+    "is",
+    "still",
+    "in",
+    "flight",
+]
+SETTLE_S = 3.0  # by then every slot is back
+RETRIES = 100  # of one request that meets a full fleet
+SLOTS_MAX = 131_072
+LIMITS = Limits(room_deadline_ms=600_000)  # the last of 32 prompts waits for the others, on a slow host for long
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back for one prompt."""
+
+    prompt: str
+    seconds: float = 0.0
+    tokens: int = 0
+    error: str = ""
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])  # the router's `pdtransfer` object
+    identical: bool = False
+
+
+def prompts(config: DemoConfig) -> list[str]:
+    """Text of 1 to prompt_bytes_max bytes, log-uniform, both ends among them; the same for the same seed."""
+    rng = random.Random(config.seed)  # noqa: S311 (text to look at, not a secret)
+    most = config.prompt_bytes_max
+    sizes = [1, most, *(round(most ** rng.random()) for _ in range(config.requests))][: config.requests]
+    rng.shuffle(sizes)
+    texts = [" ".join(rng.choices(WORDS, k=size)) for size in sizes]
+    return [text[:size] for text, size in zip(texts, sizes, strict=True)]
+
+
+def run(config: DemoConfig) -> int:
+    """The command `pdtransfer demo`; exit status 1 when an answer is not identical, or a slot is lost."""
+    return uvloop.run(_run(config))
+
+
+async def _run(config: DemoConfig) -> int:
+    console = Console(stderr=True, quiet=config.json)
+    texts = prompts(config)
+    with tempfile.TemporaryDirectory(prefix="pdtransfer-demo-") as logs:
+        with _stage(console, f"starting {config.prefill} prefill, {config.decode} decode and a router"):
+            fleet = await _fleet(config, texts, Path(logs)).__aenter__()
+        try:
+            answers, seconds = await _ask(config, fleet, texts, console)
+            leaked = await _leaked(fleet)
+        finally:
+            await fleet.__aexit__()
+    with _stage(console, "the same prompts in a single process, nothing transferred"):
+        reference = await _reference(config, texts)
+    for answer, expected in zip(answers, reference, strict=True):
+        answer.identical = not answer.error and all(answer.facts.get(name) == expected[name] for name in expected)
+    report = _report(config, answers, seconds, leaked)
+    if config.json:
+        print(json.dumps(report))
+    else:
+        _print(answers, report)
+    return 0 if report["all_identical"] and not leaked else 1
+
+
+def _stage(console: Console, text: str) -> AbstractContextManager[object]:
+    return console.status(text) if console.is_terminal else nullcontext(console.print(text))
+
+
+def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
+    """Pools that hold the whole load, up to a bound: beyond it requests wait their turn."""
+    wanted = sum(len(text) + config.max_tokens for text in texts) + config.prompt_bytes_max
+    slots = min(SLOTS_MAX, -(-wanted // 65_536) * 65_536)
+    prefill = [
+        PrefillConfig(
+            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
+            page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}", limits=LIMITS,
+        )
+        for number in range(config.prefill)
+    ]  # fmt: skip
+    decode = [
+        DecodeConfig(
+            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
+            page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=LIMITS,
+            socket_directory=logs / "sockets",
+        )
+        for number in range(config.decode)
+    ]  # fmt: skip
+    return Fleet(prefill, decode, RouterConfig(listen="127.0.0.1:0", node="router", limits=LIMITS), logs)
+
+
+async def _ask(config: DemoConfig, fleet: Fleet, texts: Sequence[str], console: Console) -> tuple[list[Answer], float]:
+    """Sends every prompt, some at a time, and streams what comes back."""
+    answers = [Answer(text) for text in texts]
+    gate = asyncio.Semaphore(config.concurrency)
+    progress = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    )  # fmt: skip
+    with progress:
+        requests = progress.add_task("requests", total=len(texts))
+        tokens = progress.add_task("tokens", total=len(texts) * config.max_tokens)
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=120.0)
+        async with aiohttp.ClientSession(fleet.url, timeout=timeout) as session:
+            await _ready(session)
+
+            async def one(answer: Answer) -> None:
+                async with gate:
+                    await _complete(config, session, answer, lambda: progress.advance(tokens))
+                    progress.advance(requests)
+
+            start = time.perf_counter()
+            await asyncio.gather(*(one(answer) for answer in answers))
+    return answers, time.perf_counter() - start
+
+
+async def _ready(session: aiohttp.ClientSession) -> None:
+    for _ in range(200):
+        async with session.get("/health") as response:
+            if response.status == 200:
+                return
+        await asyncio.sleep(0.05)
+    raise WorldError("the router finds no pair of workers")
+
+
+async def _complete(
+    config: DemoConfig, session: aiohttp.ClientSession, answer: Answer, heard: Callable[[], None]
+) -> None:
+    greedy = {"temperature": 0, "ignore_eos": True}
+    body = {"prompt": answer.prompt, "max_tokens": config.max_tokens, "stream": True, **greedy}
+    start = time.perf_counter()
+    for _ in range(RETRIES):
+        async with session.post("/v1/completions", json=body) as response:
+            if response.status == 429:
+                await asyncio.sleep(float(response.headers.get("Retry-After", "1")))
+                continue
+            if response.status != 200:
+                answer.error = (await response.text())[:200]
+                return
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    _event(answer, json.loads(line[6:]), heard)
+        answer.seconds = time.perf_counter() - start
+        return
+    answer.error = "the fleet stayed full"
+
+
+def _event(answer: Answer, event: dict[str, Any], heard: Callable[[], None]) -> None:
+    if "error" in event:
+        answer.error = str(event["error"].get("message", event["error"]))
+        return
+    heard()
+    if "pdtransfer" in event:
+        answer.facts = event["pdtransfer"]
+        answer.tokens = event["usage"]["completion_tokens"]
+
+
+async def _leaked(fleet: Fleet) -> int:
+    """Slots of all decode daemons that have not come back, once nothing runs any more."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    async def missing(session: aiohttp.ClientSession, http: str) -> int:
+        async with session.get(f"http://{http}/metrics") as response:
+            families = text_string_to_metric_families(await response.text())
+            values = {family.name: sum(sample.value for sample in family.samples) for family in families}
+        return int(values["pdtransfer_slots"] - values["pdtransfer_slots_free"])
+
+    deadline = time.monotonic() + SETTLE_S
+    async with aiohttp.ClientSession() as session:
+        while True:
+            leaked = sum([await missing(session, daemon.ready["http"]) for daemon in fleet.of("decode")])
+            if not leaked or time.monotonic() >= deadline:
+                return leaked
+            await asyncio.sleep(0.05)
+
+
+async def _reference(config: DemoConfig, texts: Sequence[str]) -> list[dict[str, str]]:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(pool, _generate, config.attention, config.max_tokens, list(texts))
+
+
+def _generate(attention: str, max_tokens: int, texts: list[str]) -> list[dict[str, str]]:
+    """In a process of its own: the digests that each answer has to have."""
+    import numpy as np
+
+    from .engine.base import EngineConfig
+    from .engine.reference import generate_many
+    from .wire import Sampling
+
+    prompts = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
+    longest = max(len(prompt) for prompt in prompts) + max_tokens
+    slots = -(-max(longest, 32_768) // 64) * 64
+    config = EngineConfig(role="decode", attention=attention, slots=slots, page_size=64, host_layout="layer_first")  # pyright: ignore[reportArgumentType]
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    return [
+        {
+            "tokens_digest": outcome.tokens_digest.hex(),
+            "logits_digest": outcome.logits_digest.hex(),
+            "kv_digest": outcome.kv_digest.hex(),
+        }
+        for outcome in generate_many(config, [(prompt, sampling) for prompt in prompts])
+    ]
+
+
+def _report(config: DemoConfig, answers: Sequence[Answer], seconds: float, leaked: int) -> dict[str, Any]:
+    done = [answer for answer in answers if answer.facts]
+    handoffs_ms = sorted(a.facts["handoff_us"] / 1e3 for a in done if a.facts.get("handoff_us") is not None)
+    copied = [(a.facts["kv_bytes"], a.facts["copy_us"]) for a in done]
+    copy_us = sum(us for _, us in copied)
+    tokens = sum(answer.tokens for answer in answers)
+    return {
+        "requests": len(answers),
+        "identical": sum(answer.identical for answer in answers),
+        "all_identical": all(answer.identical for answer in answers),
+        "failed": sum(bool(answer.error) for answer in answers),
+        "attention": config.attention,
+        "prefill": config.prefill,
+        "decode": config.decode,
+        "bytes": sum(byte_count for byte_count, _ in copied),
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "requests_per_s": round(len(done) / seconds, 2),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "handoff_ms_p50": round(median(handoffs_ms), 3) if handoffs_ms else None,
+        "handoff_ms_p99": round(handoffs_ms[int(0.99 * (len(handoffs_ms) - 1))], 3) if handoffs_ms else None,
+        "copy_gb_s": round(sum(b for b, _ in copied) / copy_us / 1e3, 3) if copy_us else None,
+        "slots_leaked": leaked,
+    }
+
+
+def _print(answers: Sequence[Answer], report: dict[str, Any]) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("prompt", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
+        table.add_column(name, justify="right")
+    for answer in sorted(answers, key=lambda each: len(each.prompt)):
+        facts = answer.facts
+        if answer.error:
+            table.add_row(f"{len(answer.prompt)} B", "", "", "", "", "", f"[red]failed: {answer.error}")
+            continue
+        handoff_us, copy_us = facts.get("handoff_us"), facts["copy_us"]
+        table.add_row(
+            f"{len(answer.prompt):,} B",
+            f"{facts['kv_bytes']:,}",
+            f"{facts['kv_bytes'] / copy_us / 1e3:.2f}" if copy_us else "-",
+            f"{handoff_us / 1e3:.2f} ms" if handoff_us is not None else "-",
+            str(answer.tokens),
+            f"{answer.seconds:.2f} s",
+            "[green]yes" if answer.identical else "[red]NO",
+        )
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    good = report["all_identical"] and not report["slots_leaked"]
+    console.print(
+        f"\n{report['requests']} requests, {report['bytes'] / 1e6:,.1f} MB of KV in {report['seconds']:.1f} s: "
+        f"{report['requests_per_s']:.1f} requests/s, {report['tokens_per_s']:.0f} tokens/s, "
+        f"copies at {report['copy_gb_s']} GB/s\n"
+        f"hand-off, last cell written to READY: p50 {report['handoff_ms_p50']} ms, p99 {report['handoff_ms_p99']} ms\n"
+        f"[{'green' if good else 'red'}]{report['identical']} of {report['requests']} identical to a single process "
+        f"(tokens, logits, KV); {report['slots_leaked']} slots leaked"
+    )

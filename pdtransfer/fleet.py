@@ -1,0 +1,105 @@
+"""Daemons as child processes: started by their own command line, awaited until ready, ended in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .config import Config, DecodeConfig, PrefillConfig, RouterConfig, arguments, child_environment
+from .errors import WorldError
+
+READY_S = 60.0  # an arena of some GiB is prefaulted within it
+STOP_S = 10.0
+LOG_LINES = 15  # of a daemon that failed, for the person who reads the error
+
+
+class Daemon:
+    """One child process of `pdtransfer ROLE`; `ready` is what it said of itself."""
+
+    def __init__(self, role: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.role, self.process, self.log = role, process, log
+        self.ready: dict[str, Any] = {}
+
+    @classmethod
+    async def start(cls, config: PrefillConfig | DecodeConfig | RouterConfig, log: Path) -> Daemon:
+        """Starts it with the flags that make this very config; its log goes to `log`."""
+        with log.open("ab") as stderr:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "pdtransfer", config.role, *arguments(_quiet(config)),
+                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=stderr,
+                env=child_environment(), start_new_session=True,
+            )  # fmt: skip
+        return cls(config.role, process, log)
+
+    async def wait_ready(self) -> dict[str, Any]:
+        """What the daemon says when it is ready. Raises WorldError, with the end of its log, when it does not."""
+        assert self.process.stdout is not None
+        try:
+            line = await asyncio.wait_for(self.process.stdout.readline(), READY_S)
+        except TimeoutError:
+            line = b""
+        if not line:
+            last = "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+            raise WorldError(f"the {self.role} daemon did not get ready (status {self.process.returncode}):\n{last}")
+        self.ready = json.loads(line)
+        return self.ready
+
+    async def stop(self) -> int:
+        """SIGTERM, and SIGKILL for one that does not end in time; its exit status."""
+        if self.process.returncode is None:
+            self.process.terminate()
+            try:
+                await asyncio.wait_for(self.process.wait(), STOP_S)
+            except TimeoutError:
+                self.process.kill()
+        return await self.process.wait()
+
+
+class Fleet:
+    """A router before some prefill and decode daemons, all of this host: `async with Fleet(...) as fleet`."""
+
+    def __init__(
+        self, prefills: Sequence[PrefillConfig], decodes: Sequence[DecodeConfig], router: RouterConfig, logs: Path
+    ) -> None:
+        self._configs, self._router, self._logs = (*prefills, *decodes), router, logs
+        self.daemons: list[Daemon] = []
+
+    async def __aenter__(self) -> Fleet:
+        try:
+            for number, config in enumerate(self._configs):
+                self.daemons.append(await Daemon.start(config, self._logs / f"{config.role}-{number}.log"))
+            await asyncio.gather(*(daemon.wait_ready() for daemon in self.daemons))
+            endpoints = {role: tuple(d.ready["endpoint"] for d in self.of(role)) for role in ("prefill", "decode")}
+            router = _replace(self._router, prefill=endpoints["prefill"], decode=endpoints["decode"])
+            self.daemons.append(await Daemon.start(router, self._logs / "router.log"))
+            await self.daemons[-1].wait_ready()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(daemon.stop() for daemon in reversed(self.daemons)))
+
+    def of(self, role: str) -> list[Daemon]:
+        """The daemons of one role."""
+        return [daemon for daemon in self.daemons if daemon.role == role]
+
+    @property
+    def url(self) -> str:
+        """Where the router listens."""
+        return f"http://{self.of('router')[0].ready['http']}"
+
+
+def _quiet(config: PrefillConfig | DecodeConfig | RouterConfig) -> Config:
+    return _replace(config, json=True)
+
+
+def _replace(config: Any, **changes: object) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(config, **changes)

@@ -1,0 +1,30 @@
+"""SIGTERM and SIGINT, for every process: the first one drains, another one a second later means now."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+log = logging.getLogger(__name__)
+
+HURRY_S = 1.0  # two signals at once are one: timeout(1) and terminals send them to the process and to its group
+
+
+class Stop:
+    """Two events of the running loop: `asked`, and `hurried`."""
+
+    def __init__(self) -> None:
+        self.asked, self.hurried = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._hurry_at = 0.0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        if not self.asked.is_set():
+            log.info("draining: no new requests, those under way run to their end; signal again to end them now")
+            self._hurry_at = self._loop.time() + HURRY_S
+            self.asked.set()
+        elif self._loop.time() >= self._hurry_at:
+            self.hurried.set()

@@ -177,6 +177,17 @@ class ExtentSet:
         """Whether one of them overlaps another, or what is there."""
         return self._places(extents) is None
 
+    def clash(self, extents: Extents) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of extents that overlap: two (start, count) that do, the first of them a new one; for people."""
+        seen = ExtentSet()
+        seen._edges = self._edges
+        for start, count in extents.tolist():
+            if not seen.add(np.array([[start, count]], dtype=np.int64)):
+                at = int((seen._edges[1::2] <= start).sum())
+                low, high = int(seen._edges[2 * at]), int(seen._edges[2 * at + 1])
+                return (start, count), (low, high - low)
+        raise AssertionError("none of them overlaps")
+
     def add(self, extents: Extents) -> bool:
         """Adds all of them, or none where one overlaps; returns whether they were added."""
         places = self._places(extents)

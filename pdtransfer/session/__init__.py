@@ -1,1 +1,5 @@
-"""The hand-off itself, sans I/O: inputs go in, effects come out. `links` keeps peers and sessions, `decode` and `prefill` keep rooms."""
+"""The hand-off itself, sans I/O: inputs go in, effects come out.
+
+Rooms are `decode`'s and `prefill`'s. Below them decode has `links` (peers and sessions) and `leases` (grants), over its
+`ledger`; prefill has `writers` (peers and sessions) and `grants`, over its `duties` and `cells`.
+"""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -15,31 +16,59 @@ from numpy.typing import NDArray
 
 from ..arena import Extents, ExtentSet, slots_of
 from ..errors import Cause, RemoteProtocolError
-from ..layout import Component, Layout
+from ..layout import Component
 from ..lease import DUTY, DUTY_ENDS, Duty, DutyEvent
+from ..limits import TEXT_LENGTH_MAX
 from ..states import step
-from ..wire import Drained, Failed, Grant, Landed, Part, unpack_extents
+from ..wire import Drained, Failed, Grant, Landed, Part, Reach, unpack_extents
+from .parts import prefix_rows
 
 EndMessage: TypeAlias = Landed | Failed | Drained
 
 
 class WriterState(Enum):
-    """A session on the prefill side."""
+    """A session on the prefill side; only MAPPING and UP take messages."""
 
-    MAPPING = "mapping"
+    MAPPING = "mapping"  # the shell maps the arena
     UP = "up"
-    CLOSED = "closed"  # takes no message any more; its mapping goes when its last write has ended
+    ABANDONED = "abandoned"  # closed while the shell maps: what it maps goes at once
+    CLOSING = "closing"  # its mapping goes when its last write has ended
+    CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True)
+class WriterEvent(Enum):
+    """What happens to a session on the prefill side."""
+
+    MAP = "map"
+    CLOSE = "close"
+    QUIET = "quiet"
+
+
+_S, _SE = WriterState, WriterEvent
+
+WRITER: dict[tuple[WriterState, WriterEvent], WriterState] = {
+    (_S.MAPPING, _SE.MAP): _S.UP,
+    (_S.MAPPING, _SE.CLOSE): _S.ABANDONED,
+    (_S.UP, _SE.MAP): _S.UP,
+    (_S.UP, _SE.CLOSE): _S.CLOSING,
+    (_S.ABANDONED, _SE.QUIET): _S.CLOSED,
+    (_S.CLOSING, _SE.QUIET): _S.CLOSED,
+}
+
+
+@dataclass(frozen=True)
 class Share:
     """One part of a grant, checked: row first_row + i of the room goes to target_slots[i]."""
 
     component: int
     first_row: int
     rows: int
-    target_slots: NDArray[np.int64]
     extents: Extents
+
+    @cached_property
+    def target_slots(self) -> NDArray[np.int64]:
+        """A slot for each row, int64 (rows,). Made when first asked for: a grant that only waits costs its extents."""
+        return slots_of(self.extents)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,17 +77,40 @@ class DutyEntry:
 
     session: WriterSession
     number: int
-    room: int
-    tokens: int
+    message: Grant | None  # None: it was refused before it came
     shares: tuple[Share, ...]
-    send_aux: bool
-    kv_bytes: int  # that it has to write
     deadline: float
     state: Duty = Duty.WAITING
     written_bytes: int = 0
     in_flight: int = 0
     repeat_ms: int = 0
     end: EndMessage | None = None
+
+    @property
+    def room(self) -> int | None:
+        """The label of the room that it is for."""
+        return None if self.message is None else self.message.room
+
+    @property
+    def kv_bytes(self) -> int:
+        """What it has to write."""
+        components = self.session.components
+        return sum(components[share.component].bytes_of(share.rows) for share in self.shares)
+
+    def check_same(self, message: Grant) -> None:
+        """RemoteProtocolError where a Grant of the same number says something else than the first one did."""
+        first = self.message
+        if first is None:
+            return
+        for name in ("room", "tokens", "prefix", "send_aux", "enable_hisparse"):
+            was, now = getattr(first, name), getattr(message, name)
+            if was != now:
+                raise RemoteProtocolError(f"Grant.{name}", f"{now}, grant {self.number} had {was} before")
+        if message.parts != first.parts:
+            text = (
+                f"{len(message.parts)} parts that are not the {len(first.parts)} which grant {self.number} had before"
+            )
+            raise RemoteProtocolError("Grant.parts", text)
 
     def step(self, event: DutyEvent) -> None:
         """Moves on in the table; a duty that stops claims its target slots no more once it is quiet."""
@@ -79,6 +131,7 @@ class WriterSession:
     id: int
     peer: str
     components: tuple[Component, ...]
+    reach: Reach
     window: int
     state: WriterState = WriterState.MAPPING
     bytes_ready: int = 0
@@ -86,9 +139,18 @@ class WriterSession:
     acked: set[int] = field(default_factory=set[int])  # the same, above the floor
     duties: dict[int, DutyEntry] = field(default_factory=dict[int, DutyEntry])
     writes: dict[int, tuple[DutyEntry, int]] = field(default_factory=dict[int, tuple[DutyEntry, int]])
-    unknown: set[int] = field(default_factory=set[int])  # writes that may still move bytes until the fence
     next_write: int = 1
     _claims: dict[int, ExtentSet] = field(default_factory=dict[int, ExtentSet])
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes messages."""
+        return self.state in (WriterState.MAPPING, WriterState.UP)
+
+    @property
+    def granting(self) -> bool:
+        """Whether every byte of the arena may be granted; before that a Grant is a breach."""
+        return self.state is WriterState.UP and self.bytes_ready >= self.reach.arena_bytes
 
     def known_end(self, number: int) -> bool:
         """Whether this grant has ended and decode knows it."""
@@ -113,26 +175,18 @@ class WriterSession:
         shares: list[Share] = []
         try:
             for index, part in enumerate(message.parts):
-                shares.append(self._share(f"Grant.parts[{index}]", part, message.tokens, shares))
+                shares.append(self._share(f"Grant.parts[{index}]", part, message, shares))
         except RemoteProtocolError:
             self.unclaim(tuple(shares))
             raise
-        duty = DutyEntry(
-            session=self,
-            number=message.grant,
-            room=message.room,
-            tokens=message.tokens,
-            shares=tuple(shares),
-            send_aux=message.send_aux,
-            kv_bytes=sum(self.components[s.component].layout.row_bytes * s.rows for s in shares),
-            deadline=now + message.time_left_ms / 1e3,
-        )
+        deadline = now + message.time_left_ms / 1e3
+        duty = DutyEntry(self, message.grant, message, tuple(shares), deadline)
         self.duties[message.grant] = duty
         return duty
 
     def refuse(self, number: int) -> DutyEntry:
         """An aborted number that was never granted: ended from the start, so that its Grant finds it so."""
-        duty = DutyEntry(self, number, 0, 0, (), send_aux=False, kv_bytes=0, deadline=0.0)
+        duty = DutyEntry(self, number, None, (), 0.0)
         duty.step(DutyEvent.ABORT)
         self.duties[number] = duty
         return duty
@@ -142,14 +196,17 @@ class WriterSession:
         for share in shares:
             self._claims[share.component].remove(share.extents)
 
-    def _share(self, field_name: str, part: Part, tokens: int, before: list[Share]) -> Share:
+    def _share(self, field_name: str, part: Part, message: Grant, before: list[Share]) -> Share:
         if part.component >= len(self.components):
             text = f"{part.component}, Register names {len(self.components)}"
             raise RemoteProtocolError(f"{field_name}.component", text)
         if any(share.component == part.component for share in before):
             raise RemoteProtocolError(f"{field_name}.component", f"{part.component} a second time")
         component = self.components[part.component]
-        rows_total = component.rows(tokens)
+        tokens, rows_total = message.tokens, component.rows(message.tokens)
+        if part.first_row < (held := prefix_rows(component, message.prefix)):
+            text = f"{part.first_row}, decode holds {held} rows of {component.name} for a prefix of {message.prefix}"
+            raise RemoteProtocolError(f"{field_name}.first_row", text)
         if part.rows < 1 or part.first_row + part.rows > rows_total:
             text = f"rows {part.first_row}+{part.rows}, {component.name} has {rows_total} for {tokens} tokens"
             raise RemoteProtocolError(f"{field_name}.rows", text)
@@ -160,10 +217,12 @@ class WriterSession:
         if int((extents[:, 0] + extents[:, 1]).max()) > slots:
             worst = int((extents[:, 0] + extents[:, 1]).max())
             raise RemoteProtocolError(f"{field_name}.extents", f"end at slot {worst}, {component.name} has {slots}")
-        if not self._claims.setdefault(part.component, ExtentSet()).add(extents):
-            text = "overlap each other, or another grant that has not ended"
+        claims = self._claims.setdefault(part.component, ExtentSet())
+        if not claims.add(extents):
+            (start, count), (other, other_count) = claims.clash(extents)
+            text = f"{start}+{count} overlaps {other}+{other_count}, of this grant or of one that has not ended"
             raise RemoteProtocolError(f"{field_name}.extents", text)
-        return Share(part.component, part.first_row, part.rows, slots_of(extents), extents)
+        return Share(part.component, part.first_row, part.rows, extents)
 
 
 def end_message(duty: DutyEntry, *, aux: bytes, cause: Cause, detail: str) -> EndMessage:
@@ -171,16 +230,10 @@ def end_message(duty: DutyEntry, *, aux: bytes, cause: Cause, detail: str) -> En
     session, number = duty.session.id, duty.number
     match duty.state:
         case Duty.LANDED:
-            return Landed(session, number, duty.written_bytes, aux if duty.send_aux else b"")
+            send_aux = duty.message is not None and duty.message.send_aux
+            return Landed(session, number, duty.written_bytes, aux if send_aux else b"")
         case Duty.FAILED:
-            return Failed(session, number, cause.value, detail[:500], quiescent=True)
+            return Failed(session, number, cause.value, detail[:TEXT_LENGTH_MAX], quiescent=True)
         case _:
             assert duty.state is Duty.DRAINED
             return Drained(session, number)
-
-
-def layer_bytes(layout: Layout, first: int, end: int) -> int:
-    """Bytes that one slot has in the layers [first, end)."""
-    if (first, end) == layout.layer_range:
-        return layout.row_bytes
-    return sum(plane.row_bytes for plane in layout.planes if first <= plane.layer < end)

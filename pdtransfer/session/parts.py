@@ -15,14 +15,14 @@ _PART_BYTES = 32  # of a part without its extents, and more than it has
 
 def sent_bytes(components: Sequence[Component], *, tokens: int, prefix: int) -> int:
     """Bytes that cross for a room of `tokens` tokens, the first `prefix` of which decode already holds."""
-    return sum(c.bytes_of(c.rows(tokens) - _prefix_rows(c, prefix)) for c in components)
+    return sum(c.bytes_of(c.rows(tokens) - prefix_rows(c, prefix)) for c in components)
 
 
 def parts_of(components: Sequence[Component], holding: Holding, *, tokens: int, prefix: int) -> tuple[Part, ...]:
     """One part for each component that has rows to send; growth is in none."""
     parts: list[Part] = []
     for index, (component, extents) in enumerate(zip(components, holding.extents, strict=True)):
-        first = _prefix_rows(component, prefix)
+        first = prefix_rows(component, prefix)
         rows = component.rows(tokens) - first
         if rows > 0:
             parts.append(Part(index, first, rows, pack_extents(cut(extents, first=first, count=rows))))
@@ -35,6 +35,6 @@ def fits_a_grant(extents: Sequence[Extents], frame_bytes_max: int) -> bool:
     return frame_bytes <= frame_bytes_max and all(len(each) <= PART_EXTENTS_MAX for each in extents)
 
 
-def _prefix_rows(component: Component, prefix: int) -> int:
+def prefix_rows(component: Component, prefix: int) -> int:
     """Rows that decode already holds: whole rows of components that every token owns; the others cross anew."""
     return prefix // component.tokens_per_row if component.span.kind == "all" else 0

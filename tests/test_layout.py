@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LayoutMismatchError, LocalProtocolError
@@ -16,7 +16,7 @@ from pdtransfer.layouts import C4_PARTS, HOST_LAYOUTS, host_layout, item_layout
 from pdtransfer.limits import FIELDS_MAX, PLANES_MAX
 from tests.layout_tensors import CANARY, Model, Pool, c4, content, dsa_index, mha, mla, models, planes_of, pools
 
-bounded = settings(max_examples=60, deadline=None)
+bounded = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # Each row of DESIGN's table, at its real shape and row bytes.
 TABLE = [
@@ -360,7 +360,7 @@ def test_a_layout_at_the_edge_of_what_may_be_is_taken(planes: list[Plane], page_
     assert layout.end == max(layout.address(at, slots - 1) + 64 for at in range(len(planes)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_what_is_taken_never_overlaps(data: Any) -> None:
     # Small numbers, so that all bytes can be counted: soundness of the cheap test, whatever it refuses.
@@ -389,7 +389,7 @@ def test_what_is_taken_never_overlaps(data: Any) -> None:
     assert touched.max() + 1 == layout.end
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_array_of_plausible_types_converts_or_is_a_validation_error(data: Any) -> None:
     numbers = st.one_of(st.integers(-1, 70), st.sampled_from([1 << 16, 1 << 30, HUGE, (1 << 63) - 1, (1 << 64) - 1]))
@@ -572,6 +572,28 @@ def test_mismatch_lines_are_bounded() -> None:
     assert len(lines) == FIELDS_MAX
     assert max(map(len, lines)) <= 500
     assert lines[-1].endswith("more differences")
+
+
+def test_a_line_of_many_ranges_is_cut() -> None:
+    # Every other layer holds every other head: each value of the line alone would be longer than the line may be.
+    planes = [
+        plane(layer=layer, head_start=head, head_count=1, base=(layer * 100 + head) * 2048)
+        for layer in range(0, 200, 2)
+        for head in range(100)
+    ]
+    even = Layout(tuple(p for p in planes if p.head_start % 2 == 0), 16, 32)
+    odd = Layout(tuple(p for p in planes if p.head_start % 2), 16, 32)
+    (line,) = differences(even, odd)
+    assert line.startswith("kind k layers 0, 2, 4, ")
+    assert "heads: source 0, 2, 4, " in line
+    assert len(line) == 500
+
+
+def test_a_difference_in_one_head_of_a_wide_row_is_found() -> None:
+    wide, split = pool_of("page_first", mha()), pool_of("page_head", mha())
+    odd = changed(split, lambda p: (p.kind, p.layer, p.head_start) == ("k", 1, 2), dtype="float16")
+    assert differences(wide, odd) == ["kind k layer 1 dtype: source bfloat16, target float16"]
+    assert differences(odd, wide) == ["kind k layer 1 dtype: source float16, target bfloat16"]
 
 
 @pytest.mark.parametrize("name", ["layer_first", "page_head"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.bench_plan import plan_benchmark
@@ -16,7 +16,7 @@ from pdtransfer.layouts import HOST_LAYOUTS
 from pdtransfer.plan import Plan, plan
 from tests.layout_tensors import CANARY, Model, Pool, c4, content, dsa_index, mha, mla, models, pools
 
-bounded = settings(max_examples=60, deadline=None)
+bounded = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def copy_byte_runs(plan: Plan, source: np.ndarray, target: np.ndarray) -> None:
@@ -164,6 +164,8 @@ def test_runs_are_maximal_beyond_one_block() -> None:
     assert plan(pairing, source_slots, target_slots).runs.tolist() == runs_one_by_one(
         pairing, source_slots, target_slots
     )
+    backwards = slots[::-1]
+    assert plan(pairing, backwards, slots).runs.tolist() == [[39_999 - slot, slot, 1] for slot in range(40_000)]
 
 
 @pytest.mark.parametrize(

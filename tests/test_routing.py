@@ -283,6 +283,13 @@ def test_end_that_overtakes_its_tokens_waits_for_them() -> None:
     assert bench.routing.room_count == 0
 
 
+def test_an_end_that_repeats_while_the_other_worker_goes_on_is_answered_again() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    for _ in range(2):
+        assert bench.hear(P, End(room, "done", "", 0)) == [Send(P, Ended(room))]
+
+
 def test_words_about_unknown_rooms_are_answered_so_that_their_worker_stops() -> None:
     bench = Bench()
     assert bench.hear(D, Begun(77)) == [Send(D, Cancel(77, "aborted"))]

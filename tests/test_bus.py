@@ -25,6 +25,7 @@ from pdtransfer.wire import Goodbye, Grant, Hello, Identity, Message, Part, Ping
 
 LIMITS = BusLimits(reconnect_ms=20, reconnect_ms_max=50, redial_ms=200, redial_ms_max=400, linger_ms=500)
 ANY_PORT = "tcp://127.0.0.1:0"
+LARGE = Grant(1, 1, 1, 1, 0, (Part(0, 0, 1, bytes(1 << 20)),), True, 1)
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -41,7 +42,7 @@ def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 - what is waited for happens in other threads
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.001)
 
 
 def pair() -> KeyPair:
@@ -181,12 +182,38 @@ def with_extents(part: Part, size: int) -> Part:
 
 @on_loop
 async def test_last_words_arrive_when_the_bus_closes_right_after() -> None:
-    async with Node("p") as prefill:
-        decode_node = Node("d")
+    # Megabytes stand before the Goodbye, so that it is still here when the bus closes.
+    limits = replace(LIMITS, linger_ms=10_000)
+    async with Node("p", limits=limits) as prefill:
+        decode_node = Node("d", limits=limits)
         peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
-        decode_node.bus.send(peer, Goodbye(7, "shutdown"))
+        for _ in range(20):
+            assert decode_node.bus.send(peer, LARGE)
+        assert decode_node.bus.send(peer, Goodbye(7, "shutdown"))
         await decode_node.bus.close()
         await until(lambda: prefill.heard[-1:] == [("node:d", Goodbye(7, "shutdown"))])
+
+        listener = Node("l", limits=limits)
+        peer = await prefill.meet(await listener.bus.bind(ANY_PORT), "p")
+        await until(lambda: len(listener.heard) == 1)
+        for _ in range(20):
+            assert listener.bus.send("node:p", LARGE)
+        assert listener.bus.send("node:p", Goodbye(8, "shutdown"))
+        await listener.bus.close()
+        await until(lambda: prefill.heard[-1:] == [(peer, Goodbye(8, "shutdown"))])
+
+
+@on_loop
+async def test_no_answer_is_missed_when_sends_swallow_the_sockets_signals() -> None:
+    async with Node("p") as prefill, Node("d") as decode_node:
+        peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
+        await decode_node.ping(peer, 1_000)
+        for number in range(1, 300):
+            assert decode_node.bus.send(peer, Ping(number))
+            await until(lambda n=number: decode_node.heard[-1] == (peer, Pong(n)))
+        for number in range(1, 300):
+            assert prefill.bus.send("node:d", Ping(number))
+            await until(lambda n=number: prefill.heard[-1] == ("node:d", Pong(n)))
 
 
 @on_loop
@@ -392,6 +419,7 @@ async def test_a_newer_connection_supersedes_the_older_one_of_its_name(
         answer = await old.hear()
         assert isinstance(answer, Reject)
         assert answer.reason == "superseded"
+        assert [name for name, _ in prefill.refusals] == ["unknown:127.0.0.1"]
         prefill.bus.send("node:d", Ping(5))
         assert await new.hear() == Ping(5)
         await asyncio.sleep(0.05)
@@ -609,9 +637,8 @@ async def test_a_peer_that_does_not_read_blocks_nobody(context: zmq.Context[zmq.
         deaf.say(hello("deaf"))
         good.say(hello("good"))
         await until(lambda: len(prefill.heard) == 2)
-        large = Grant(1, 1, 1, 1, 0, (Part(0, 0, 1, bytes(1 << 20)),), True, 1)
         refused_after = 0
-        while prefill.bus.send("node:deaf", large) and refused_after < 3_000:
+        while prefill.bus.send("node:deaf", LARGE) and refused_after < 3_000:
             refused_after += 1
             await asyncio.sleep(0)
         assert refused_after < 3_000
@@ -696,6 +723,32 @@ async def test_an_endpoint_that_refused_us_is_dialled_until_it_lets_us_in(
             assert prefill.heard[0] == ("key:d", hello("d"))
 
 
+@pytest.mark.parametrize(
+    ("listener", "text"),
+    [
+        ("nobody", "nobody listens there"),
+        ("does not list us", "it refused our key; is it on its allow-list?"),
+        ("has another key", "it hung up on our handshake; is its key the one given?"),
+        ("has no keys", "has one side keys, the other none?"),
+    ],
+)
+@on_loop
+async def test_the_log_says_why_there_is_no_connection(
+    listener: str, text: str, context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d, other = pair(), pair(), pair()
+    async with Node("p", p if listener == "does not list us" else other, {}) as prefill, Node("d", d, {"p": p}) as node:
+        bound = await prefill.bus.bind(ANY_PORT)
+        if listener == "nobody":
+            await prefill.bus.close()
+        elif listener == "has no keys":
+            keyless = context.socket(zmq.ROUTER)
+            bound = f"tcp://127.0.0.1:{keyless.bind_to_random_port('tcp://127.0.0.1')}"
+        node.bus.dial(f"{p.public}@{bound}")
+        await until(lambda: f"no connection to {p.public}@{bound}: " in caplog.text)
+        assert text in caplog.text
+
+
 async def rebind(node: Node, endpoint: str) -> None:
     while True:
         try:
@@ -768,6 +821,7 @@ def named(connections: Connections, number: int, now: float) -> None:
 def test_junk_connections_push_out_each_other_and_never_a_named_one() -> None:
     connections = Connections(BusLimits(named_max=4, unnamed_max=8))
     named(connections, 0, 0.0)
+    assert len(connections) == 1
     for number in range(1, 1_000):
         connections.find(route(number), "", 0.0)
     assert len(connections) == 1 + 8

@@ -17,7 +17,7 @@ from ..keys import Address, AllowList, Endpoint, KeyPair, check_exposure
 from ..limits import TEXT_LENGTH_MAX
 from ..wire import Hello, Message, Reject, decode, encode
 from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwayError
-from .dialled import Dialled
+from .dialled import SOCKETS, Dialled
 from .limits import BusLimits
 from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, open_socket, resolve
 from .zap import DOMAIN, Authenticator
@@ -52,7 +52,7 @@ class Bus:
         self._limits = limits or BusLimits()
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 2 * self._limits.dials_max + 8)
+        self._context.set(zmq.MAX_SOCKETS, 2 * SOCKETS * self._limits.dials_max + 8)
         self._zap = None if allowed is None else Authenticator(self._context, self._loop, allowed, self._limits)
         self._router: zmq.Socket[bytes] | None = None
         self._router_drain: Drain | None = None

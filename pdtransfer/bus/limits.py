@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class BusLimits:
     """What a bus allows itself and its peers."""
 
-    dials_max: int = 256  # endpoints dialled at once: each costs two descriptors
+    dials_max: int = 256  # endpoints dialled at once: each costs four descriptors
     named_max: int = 1_024  # connections that have said Hello
     unnamed_max: int = 1_024  # connections that have not: beyond it the oldest is forgotten
     stale_ms: int = 10_000  # a named connection silent for so long makes place for a newcomer

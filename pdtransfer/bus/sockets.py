@@ -20,7 +20,7 @@ ENVELOPE_BYTES = 256  # what CURVE adds to a frame is 33 bytes; `wire` holds the
 
 # As plain integers: arithmetic on pyzmq's enums costs as much as a receive.
 NOBLOCK, NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+_POLLIN = int(zmq.POLLIN)
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: BusLimits) -> zmq.Socket[bytes]:
@@ -64,8 +64,7 @@ class Drain:
     """Calls `take` while its socket has something to read, at most `turn_messages` and `turn_bytes` a turn of the loop.
 
     `take` reads one frame or message without blocking, lets zmq.Again through, and returns how many bytes it took.
-    `writable` hears when the socket's readiness to send has changed. An exception of `take` reaches the loop's
-    exception handler, and the rest is drained all the same.
+    An exception of `take` reaches the loop's exception handler, and the rest is drained all the same.
     """
 
     def __init__(
@@ -74,11 +73,9 @@ class Drain:
         socket: zmq.Socket[bytes],
         take: Callable[[], int],
         limits: BusLimits,
-        writable: Callable[[bool], None] | None = None,
     ) -> None:
-        self._loop, self._socket, self._take, self._limits, self._writable = loop, socket, take, limits, writable
+        self._loop, self._socket, self._take, self._limits = loop, socket, take, limits
         self._fd = int(socket.get(zmq.FD))
-        self._was_writable = False
         self._due = False  # a look is scheduled
         self._turning = False  # within a turn, which ends with a look
         self._stopped = False
@@ -102,12 +99,7 @@ class Drain:
             self._turn()
 
     def _readable(self) -> bool:
-        events = int(self._socket.get(zmq.EVENTS))
-        while self._writable is not None and self._was_writable is not bool(events & _POLLOUT):
-            self._was_writable = not self._was_writable
-            self._writable(self._was_writable)
-            events = int(self._socket.get(zmq.EVENTS))
-        return bool(events & _POLLIN)
+        return bool(int(self._socket.get(zmq.EVENTS)) & _POLLIN)
 
     def _turn(self) -> None:
         self._turning, drained = True, False
@@ -128,7 +120,7 @@ class Drain:
             try:
                 size += self._take()
             except zmq.Again:
-                return not self._readable()
+                return True
             if size > self._limits.turn_bytes:
                 return False
         return False

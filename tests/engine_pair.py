@@ -37,7 +37,7 @@ def places(layout: Layout, kind, layer, head, slots):
         at = head - plane.head_start
         if (plane.kind, plane.layer) == (kind, layer) and 0 <= at < plane.head_count:
             head_bytes = plane.row_bytes // plane.head_count
-            starts = np.array([layout.address(number, int(slot)) + at * head_bytes for slot in slots]) // 4
+            starts = (layout.address(number, slots) + at * head_bytes) // 4
             return starts[:, None] + np.arange(head_bytes // 4)
     raise AssertionError((kind, layer, head))
 

@@ -39,6 +39,15 @@ def test_a_row_of_a_product_is_the_same_at_any_place_and_in_any_company(summed, 
         assert torch.equal(linear(crowd, weight)[place], expected), place
 
 
+def test_every_product_has_one_shape_whatever_the_row_count(monkeypatch):
+    """On one CPU other shapes may happen to agree; on the next they do not."""
+    seen = []
+    plain = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, *, out: seen.append(a.shape[0]) or plain(a, b, out=out))
+    linear(torch.randn(5 * BLOCK_ROWS, 8), torch.randn(8, 8))
+    assert seen == [BLOCK_ROWS] * 5
+
+
 def test_a_product_of_rows_that_are_no_whole_blocks_is_our_own_mistake():
     with pytest.raises(AssertionError):
         linear(torch.zeros(BLOCK_ROWS + 1, 8), torch.zeros(8, 8))

@@ -28,7 +28,7 @@ class Cache:
         assert len(strides) == 1, strides
         page_stride, row_stride = strides.pop()
         unit = gcd(page_stride, row_stride)
-        self.page_size, self.slots = layout.page_size, layout.slots
+        self._page_size = layout.page_size
         self._page_step, self._row_step = page_stride // unit, row_stride // unit
         self._architecture = architecture
         self._planes: dict[tuple[str, int], list[tuple[slice, Tensor]]] = {}
@@ -38,7 +38,7 @@ class Cache:
 
     def index(self, slots: NDArray[np.int64], multiple: int) -> Tensor:
         """Slots int64 (n,) -> cache rows int64, good for every plane; filled up to a multiple with the first one."""
-        pages, rows = np.divmod(np.pad(slots, (0, -len(slots) % multiple), constant_values=slots[0]), self.page_size)
+        pages, rows = np.divmod(np.pad(slots, (0, -len(slots) % multiple), constant_values=slots[0]), self._page_size)
         return torch.as_tensor(pages * self._page_step + rows * self._row_step)
 
     def read(self, kind: str, layer: int, index: Tensor) -> Tensor:
@@ -81,15 +81,11 @@ class Pages:
     """The free pages of a pool, as a stack: in time the pages of one request come to lie anywhere."""
 
     def __init__(self, *, count: int, page_size: int) -> None:
-        self.page_size = page_size
+        self._page_size = page_size
         self._free = list(range(count - 1, -1, -1))
 
-    @property
-    def free_count(self) -> int:
-        return len(self._free)
-
     def needed(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+        return -(-tokens // self._page_size)
 
     def take(self, tokens: int) -> NDArray[np.int64] | None:
         """Pages for so many tokens, in order of their rows; None when there are not enough."""

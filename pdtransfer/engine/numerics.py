@@ -1,6 +1,7 @@
 """The arithmetic of the reference model; rule: no row's result may depend on how many rows share a call.
 
 Matrix products run in zero-padded blocks of BLOCK_ROWS rows, since a library picks its order of summation by shape.
+Even so equal bits need equal processors: the library picks its code by instruction set, too.
 Elementwise functions run over whole vectors, since the scalar code for a tail rounds differently from the vector code.
 """
 

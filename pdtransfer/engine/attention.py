@@ -2,7 +2,7 @@
 
 A query row meets blocks 0 .. position // KEY_BLOCK, whatever else is computed beside it; a block that would be masked
 entirely changes nothing and is not visited. Blocks are read from the cache as they are folded: no copy outlives a call.
-Tiles of one height agree bitwise; a decode step (1 row) and a prefill (64 rows) of one position may differ in last bits.
+Only tiles of one height agree bitwise: decode (1 row) and prefill (64 rows) of one position may differ in last bits.
 """
 
 from __future__ import annotations

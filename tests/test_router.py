@@ -41,12 +41,14 @@ def generated(begin: Begin) -> list[int]:
 
 
 class Worker:
-    """A daemon whose engine gives the prompt back. `gate` holds its rooms, `failure` ends them."""
+    """A daemon whose engine gives the prompt back. `gate` holds its rooms, `more` what follows the first piece of
+    each, and `failure` ends them."""
 
     def __init__(self, node: str, role: str, *, model: str = "m") -> None:
         self.node, self.role, self.model = node, role, model
-        self.gate, self.failure, self.piece = asyncio.Event(), "", 3
+        self.gate, self.more, self.failure, self.piece = asyncio.Event(), asyncio.Event(), "", 3
         self.gate.set()
+        self.more.set()
         self.begun: list[Begin] = []
         self.stopped: list[Stop] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -99,7 +101,7 @@ class Worker:
             return
         ids = generated(begin)
         for place in range(0, len(ids), self.piece):
-            await self.gate.wait()
+            await (self.more if place else self.gate).wait()
             self.perform(self.service.tokens(room, ids[place : place + self.piece], self._loop.time()))
             await asyncio.sleep(0)
             if self.failure:
@@ -122,16 +124,6 @@ class Site:
     async def post(self, **body) -> tuple[int, dict, aiohttp.ClientResponse]:
         async with self.http.post(self.url + "/v1/completions", json=body) as response:
             return response.status, await response.json(), response
-
-    async def events(self, **body) -> list:
-        """What a stream says, each event parsed, [DONE] as it is."""
-        async with self.http.post(self.url + "/v1/completions", json={"stream": True, **body}) as response:
-            assert response.status == 200
-            assert response.content_type == "text/event-stream"
-            text = (await response.read()).decode()
-        assert text.endswith("\n\n")
-        said = [each.removeprefix("data: ") for each in text[:-2].split("\n\n")]
-        return [each if each == "[DONE]" else json.loads(each) for each in said]
 
     async def get(self, path: str) -> tuple[int, str]:
         async with self.http.get(self.url + path) as response:
@@ -205,8 +197,17 @@ def test_a_completion_comes_whole_with_its_usage_and_how_it_fared() -> None:
 def test_a_stream_says_the_same_piece_by_piece_and_then_done() -> None:
     async def case() -> None:
         async with site() as it:
-            *pieces, last, done = await it.events(prompt="żółw", max_tokens=16)
+            it.decode[0].more.clear()
+            body = {"prompt": "żółw", "max_tokens": 16, "stream": True}
+            async with it.http.post(it.url + "/v1/completions", json=body) as response:
+                assert (response.status, response.content_type) == (200, "text/event-stream")
+                said = await response.content.readuntil(b"\n\n")
+                it.decode[0].more.set()
+                said += await response.content.read()
+            assert said.endswith(b"\n\n")
+            *events, done = [each.removeprefix("data: ") for each in said.decode()[:-2].split("\n\n")]
             assert done == "[DONE]"
+            *pieces, last = [json.loads(each) for each in events]
             assert len(pieces) >= 1
             assert all(each["choices"][0]["finish_reason"] is None for each in pieces)
             # Backwards its bytes are no characters, piece by piece as little as in one.
@@ -321,6 +322,7 @@ def test_full_workers_are_429_with_the_time_that_they_said(stream: bool) -> None
     async def case() -> None:
         async with site() as it:
             it.prefill[0].failure = "full"
+            it.decode[0].gate.clear()
             status, answer, response = await it.post(prompt="a", stream=stream)
             assert (status, answer["error"]["code"], response.headers["Retry-After"]) == (429, "full", "3")
             assert response.content_type == "application/json"
@@ -331,13 +333,18 @@ def test_full_workers_are_429_with_the_time_that_they_said(stream: bool) -> None
 def test_a_failed_prefill_is_done_again_elsewhere_and_the_client_sees_one_answer() -> None:
     async def case() -> None:
         async with site(prefill=2) as it:
-            it.prefill[0].failure = "transfer"
-            it.decode[0].gate.clear()
+            for worker in (*it.prefill, *it.decode):
+                worker.gate.clear()
             task = asyncio.create_task(it.post(prompt="abc", max_tokens=2))
-            await until(lambda: it.prefill[1].begun)
-            it.decode[0].gate.set()
+            await until(lambda: it.prefill[0].begun or it.prefill[1].begun)
+            first, second = it.prefill if it.prefill[0].begun else it.prefill[::-1]
+            first.failure = "transfer"
+            first.gate.set()
+            await until(lambda: second.begun)
+            for worker in (*it.prefill, *it.decode):
+                worker.gate.set()
             status, answer, _ = await task
-            assert (status, answer["choices"][0]["text"], answer["pdtransfer"]["prefill"]) == (200, "cb", "p1")
+            assert (status, answer["choices"][0]["text"], answer["pdtransfer"]["prefill"]) == (200, "cb", second.node)
             assert it.router.routing.retries == 1
 
     run(case)

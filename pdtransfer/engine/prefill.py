@@ -49,7 +49,8 @@ class ReferencePrefill:
     def __init__(self, config: EngineConfig, options: Options, model: Model) -> None:
         self._config, self._options, self._model = config, options, model
         self._card = build_card(config, model, options)
-        self._flat = torch.zeros(self._card.memory_bytes // 4, dtype=torch.float32, device=model.device)
+        # From numpy, since torch.zeros would touch every page of a pool that may never be full.
+        self._flat = torch.as_tensor(np.zeros(self._card.memory_bytes // 4, dtype=np.float32), device=model.device)
         self._cache = Cache(self._flat, self._card.components[0].layout, model.architecture)
         self._pages = Pages(count=config.slots // config.page_size, page_size=config.page_size)
         self._held: dict[int, NDArray[np.int64]] = {}

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from .effects import Send
 from .ends import SUCCESSES, cause_of
 from .errors import Cause, LocalProtocolError, RemoteProtocolError
-from .limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TOKENS_BURST_MAX, Limits
+from .limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX, Limits
 from .served import SERVICE_ROOM, ServedRoom, ServedRouter, ServiceEvent, ServiceRoom
 from .states import step
 from .timers import Timers
@@ -136,7 +136,7 @@ class Service:
         if room is None or room.state is ServiceRoom.ENDING:
             return []
         reason = room.cause.value if room.cause is not None and end.reason in SUCCESSES else end.reason
-        room.end = replace(end, reason=reason, tokens=room.generated)
+        room.end = replace(end, reason=reason, detail=end.detail[:TEXT_LENGTH_MAX], tokens=room.generated)
         room.state = step(SERVICE_ROOM, room.state, ServiceEvent.END)
         room.repeat_ms = 0
         self._send(room, room.end)

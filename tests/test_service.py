@@ -8,7 +8,7 @@ import pytest
 
 from pdtransfer.effects import Send
 from pdtransfer.errors import Cause, LocalProtocolError, RemoteProtocolError
-from pdtransfer.limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TOKENS_BURST_MAX
+from pdtransfer.limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX
 from pdtransfer.service import Service, Start, Stop
 from pdtransfer.wire import (
     Begin,
@@ -26,6 +26,8 @@ from pdtransfer.wire import (
     Tokens,
     TokensAcked,
     Welcome,
+    decode,
+    encode,
     pack_ids,
 )
 from tests.routing_world import LIMITS, Faults, Net, World, identity, request
@@ -204,6 +206,13 @@ def test_end_repeats_until_ended_with_what_is_unacknowledged() -> None:
     assert set(messages(again, Tokens)) == {Tokens(7, 0, pack_ids([1, 2]))}
     daemon.hear(A, Ended(7))
     assert not daemon.wait(1)
+
+
+def test_a_long_reason_is_cut_to_what_the_wire_takes() -> None:
+    daemon = Daemon()
+    daemon.hear(A, begin(7))
+    (end,) = daemon.service.end(End(7, "engine", "x" * 10_000, 0), daemon.now)
+    assert decode(encode(end.message)).detail == "x" * TEXT_LENGTH_MAX
 
 
 def test_ended_for_a_room_that_runs_changes_nothing() -> None:

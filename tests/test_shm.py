@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -830,20 +831,28 @@ async def test_the_loop_copies_a_bounded_share_of_small_writes_itself(
 ) -> None:
     both = Pair(arena, directory)
     await both.map()
-    here, inline = threading.get_ident(), list[int]()
-    copy = kernels.copy
+    loop, here, inline = asyncio.get_running_loop(), threading.get_ident(), Counter[int]()
+    copy, turn = kernels.copy, 0
+
+    def next_turn() -> None:
+        nonlocal turn
+        turn += 1
+        loop.call_soon(next_turn)
 
     def seen(work: object, *args: object, **kwargs: object) -> bool:
-        if threading.get_ident() == here:
-            inline.append(work.bytes)  # type: ignore[attr-defined]
+        assert threading.get_ident() == here
+        inline[turn] += work.bytes  # type: ignore[attr-defined]
         return copy(work, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(kernels, "copy", seen)
     rows = np.arange(40)  # 184,320 bytes
     for at in range(100):
         both.want(both.write(rows + 40 * at, rows + 40 * at, grant=at + 1))
-    assert inline == [184_320] * 5
+    assert inline == {0: 5 * 184_320}
+    next_turn()
     await until(lambda: len(both.ended) == 100)
+    assert max(inline.values()) == 5 * 184_320
+    assert len(inline) == 20
     assert both.right
     await both.close()
 

@@ -47,6 +47,11 @@ class Job:
         """What takes turns: session and grant."""
         return self.order.session, self.order.grant
 
+    @property
+    def byte_count(self) -> int:
+        """What it copies."""
+        return len(self.order.source_slots) * self.pairing.row_bytes
+
     def carry(self) -> None:
         """Does all of it, here and now."""
         plan, self.text = _attempt(self._plan)

@@ -12,6 +12,7 @@ import fcntl
 import os
 import secrets
 import struct
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hmac import compare_digest
@@ -32,7 +33,7 @@ from .reports import Reports
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 
-_INLINE_BYTES_MAX = 256 << 10  # copied on the loop at once: some 30 us, less than waking a thread and being woken
+_INLINE_BYTES_MAX = 256 << 10  # copied on the loop: some 30 us, less than waking a thread and being woken
 _INLINE_BYTES_TURN = 1 << 20  # and so many in one turn of the loop, lest it stall
 _HANDOVER_SECONDS = 5.0
 _MAP_THREADS = 4
@@ -161,6 +162,7 @@ class ShmWriter:
         self._sessions: dict[int, _Session] = {}
         self._jobs: dict[tuple[int, int], set[Job]] = {}  # by session and grant
         self._inline_bytes = 0  # copied in this turn of the loop
+        self._small: deque[Job] = deque()  # that this turn has no bytes left for
         self._closing = False
         self._unmapped = asyncio.Event()
 
@@ -225,7 +227,7 @@ class ShmWriter:
             self._leave(session, mapped)
 
     def _leave(self, session: int, mapped: _Session) -> None:
-        if mapped.leaving and mapped.mapping is not None and not mapped.writes:
+        if mapped.leaving and mapped.mapping is not None and not mapped.writes and session in self._sessions:
             self._apart.submit(mapped.mapping.close)  # a large one takes its time
             self._forget(session)
 
@@ -235,7 +237,8 @@ class ShmWriter:
             self._unmapped.set()
 
     def write(self, order: Write, done: WriteDone) -> None:
-        """A small write is copied at once, on the loop; a larger one in copy threads, in turn with other grants'."""
+        """A small write is copied on the loop, in this turn or a next one; a larger one in copy threads, in turn with
+        other grants'."""
         mapped = self._sessions.get(order.session)
         if mapped is None or mapped.mapping is None or mapped.leaving:
             self._loop.call_soon(done, order, Outcome.FAILED, f"session {order.session:#x} is not mapped")
@@ -250,22 +253,27 @@ class ShmWriter:
         )
         mapped.writes += 1
         self._jobs.setdefault(job.turn, set()).add(job)
-        if self._may_inline(len(order.source_slots) * pairing.row_bytes):
-            job.carry()
-            self._reports.tell(job)
-        else:
+        if job.byte_count > _INLINE_BYTES_MAX:
             self._copier.add(job)
+        elif self._has_turn(job):
+            self._carry(job)
+        else:
+            self._small.append(job)
 
-    def _may_inline(self, byte_count: int) -> bool:
-        if byte_count > _INLINE_BYTES_MAX or self._inline_bytes + byte_count > _INLINE_BYTES_TURN:
-            return False
+    def _has_turn(self, job: Job) -> bool:
+        return self._inline_bytes + job.byte_count <= _INLINE_BYTES_TURN
+
+    def _carry(self, job: Job) -> None:
         if not self._inline_bytes:
             self._loop.call_soon(self._next_turn)
-        self._inline_bytes += byte_count
-        return True
+        self._inline_bytes += job.byte_count
+        job.carry()
+        self._reports.tell(job)
 
     def _next_turn(self) -> None:
         self._inline_bytes = 0
+        while self._small and self._has_turn(self._small[0]):
+            self._carry(self._small.popleft())
 
     def _ended(self, job: Job) -> None:
         """On the loop. FAILED is quiescent like LANDED: the copy has returned, and its stores with it."""

@@ -92,10 +92,9 @@ class Answer:
 
 
 def prompts(config: DemoConfig) -> list[str]:
-    """Text of 1 to prompt_bytes_max bytes, log-uniform, both ends among them; the same for the same seed."""
+    """Text of 1 to prompt_bytes_max bytes, spaced log-uniformly, in random order; the same for the same seed."""
     rng = random.Random(config.seed)  # noqa: S311 (text to look at, not a secret)
-    most = config.prompt_bytes_max
-    sizes = [1, most, *(round(most ** rng.random()) for _ in range(config.requests))][: config.requests]
+    sizes = [round(config.prompt_bytes_max ** (at / max(1, config.requests - 1))) for at in range(config.requests)]
     rng.shuffle(sizes)
     texts = [" ".join(rng.choices(WORDS, k=size)) for size in sizes]
     return [text[:size] for text, size in zip(texts, sizes, strict=True)]

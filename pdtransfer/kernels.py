@@ -191,13 +191,14 @@ def copy(
 
     Returns when no store of it is pending any more. It holds the GIL for no copied byte. `by` is for those who compare.
     """
-    by = by or native()
-    parts = list(_shares(plan, threads)) if threads > 1 else [plan]
+    by, cancel = by or native(), cancel or Cancel()
     streams = by.streams if plan.bytes >= _STREAM_BYTES_MIN else 0
-    ended: list[bool] = []
+    if threads == 1:
+        return _carry(plan, source_address, target_address, cancel, by, streams)
+    parts, ended = list(_shares(plan, threads)), list[bool]()
 
     def carry(part: Plan) -> None:
-        ended.append(_carry(part, source_address, target_address, cancel or Cancel(), by, streams))
+        ended.append(_carry(part, source_address, target_address, cancel, by, streams))
 
     others = [threading.Thread(target=carry, args=(part,), name="pdtransfer-copy") for part in parts[1:]]
     for other in others:

@@ -12,6 +12,7 @@ from .errors import LocalProtocolError
 from .geometry import Int64s, read_only
 from .layout import Pairing
 
+_FEW = 32  # slots: for so few, numpy's calls take longer than what they do
 _BLOCK = 16_384  # slots looked at together: what is made on the way stays in the cache, and needs no fresh pages
 
 
@@ -83,17 +84,38 @@ def plan(pairing: Pairing, source_slots: Int64s, target_slots: Int64s) -> Plan:
     for a slot outside its side, since what comes of a plan is written without another look.
     """
     assert source_slots.shape == target_slots.shape == (len(source_slots),), (source_slots.shape, target_slots.shape)
+    runs_of = _runs_of_few if len(source_slots) <= _FEW else _runs_of_many
+    return Plan(pairing=pairing, runs=read_only(runs_of(pairing, source_slots, target_slots)))
+
+
+def _runs_of_few(pairing: Pairing, source_slots: Int64s, target_slots: Int64s) -> Int64s:
+    sources, targets = source_slots.tolist(), target_slots.tolist()
+    for name, slots, listed, limit in (
+        ("source_slots", source_slots, sources, pairing.source_slots),
+        ("target_slots", target_slots, targets, pairing.target_slots),
+    ):
+        _check_inside(name, slots, min(listed, default=0), max(listed, default=0), limit)
+    source_row, target_row = pairing.source_page_size - 1 or -1, pairing.target_page_size - 1 or -1  # masks
+    runs: list[list[int]] = []
+    source_next = target_next = -1
+    for source, target in zip(sources, targets, strict=True):
+        if source == source_next and target == target_next and source & source_row and target & target_row:
+            runs[-1][2] += 1
+        else:
+            runs.append([source, target, 1])
+        source_next, target_next = source + 1, target + 1
+    return np.array(runs, dtype=np.int64).reshape(-1, 3)
+
+
+def _runs_of_many(pairing: Pairing, source_slots: Int64s, target_slots: Int64s) -> Int64s:
     count = len(source_slots)
-    sides = (
-        ("source_slots", source_slots, pairing.source_slots, pairing.source_page_size),
-        ("target_slots", target_slots, pairing.target_slots, pairing.target_page_size),
-    )
     opens = np.ones(count + 1, dtype=np.bool_)  # where a run starts; the last one ends the last run
     opens[1:count] = False
-    for name, slots, limit, page_size in sides:
-        if slots.min(initial=0) < 0 or slots.max(initial=0) >= limit:
-            outside = slots[(slots < 0) | (slots >= limit)]
-            raise LocalProtocolError(f"{name}: {outside[0]} and {len(outside) - 1} more are outside 0..{limit - 1}")
+    for name, slots, limit, page_size in (
+        ("source_slots", source_slots, pairing.source_slots, pairing.source_page_size),
+        ("target_slots", target_slots, pairing.target_slots, pairing.target_page_size),
+    ):
+        _check_inside(name, slots, int(slots.min(initial=0)), int(slots.max(initial=0)), limit)
         for low in range(1, count, _BLOCK):
             high = min(low + _BLOCK, count)
             opens[low:high] |= slots[low:high] - slots[low - 1 : high - 1] != 1
@@ -105,7 +127,14 @@ def plan(pairing: Pairing, source_slots: Int64s, target_slots: Int64s) -> Plan:
         block, starts = runs[low : low + _BLOCK], edges[low : low + _BLOCK + 1]
         block[:, 0], block[:, 1] = source_slots[starts[:-1]], target_slots[starts[:-1]]
         np.subtract(starts[1:], starts[:-1], out=block[:, 2])
-    return Plan(pairing=pairing, runs=read_only(runs))
+    return runs
+
+
+def _check_inside(name: str, slots: Int64s, low: int, high: int, limit: int) -> None:
+    """LocalProtocolError unless the lowest slot and the highest lie in [0, limit)."""
+    if low < 0 or high >= limit:
+        outside = slots[(slots < 0) | (slots >= limit)]
+        raise LocalProtocolError(f"{name}: {outside[0]} and {len(outside) - 1} more are outside 0..{limit - 1}")
 
 
 def _rows_of(runs: Int64s) -> Int64s:

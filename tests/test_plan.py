@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdtransfer import plan as plan_module
 from pdtransfer.bench_plan import plan_benchmark
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.layout import Pairing, expand_pages, pair
@@ -126,6 +127,8 @@ def test_a_slice_of_layers_and_heads_moves_nothing_else() -> None:
 
 # Runs
 
+FEW = (-1, 1 << 20)  # plan() has one way for few slots and one for many: either has to serve all
+
 
 def runs_one_by_one(pairing: Pairing, source_slots: np.ndarray, target_slots: np.ndarray) -> list[list[int]]:
     """What plan() does, said slowly."""
@@ -145,7 +148,9 @@ def runs_one_by_one(pairing: Pairing, source_slots: np.ndarray, target_slots: np
 def test_runs_are_maximal(data: Any) -> None:
     source, target, source_slots, target_slots = drawn(data)
     pairing = pair(source.layout, target.layout)
-    planned = plan(pairing, source_slots, target_slots)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "_FEW", data.draw(st.sampled_from(FEW)))
+        planned = plan(pairing, source_slots, target_slots)
     assert planned.runs.tolist() == runs_one_by_one(pairing, source_slots, target_slots)
     assert planned.rows == len(source_slots)
     assert planned.bytes == len(source_slots) * source.layout.row_bytes
@@ -207,7 +212,11 @@ def test_an_empty_plan_has_nothing() -> None:
         ([0, 1, 2], [-3, 99, 1 << 60], r"target_slots: -3 and 2 more are outside"),
     ],
 )
-def test_slots_outside_a_pool_make_no_plan(source_slots: list[int], target_slots: list[int], text: str) -> None:
+@pytest.mark.parametrize("few", FEW)
+def test_slots_outside_a_pool_make_no_plan(
+    few: int, source_slots: list[int], target_slots: list[int], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "_FEW", few)
     source, target = (Pool(name="page_head", model=mha(), page_size=8, slots=slots).layout for slots in (32, 16))
     with pytest.raises(LocalProtocolError, match=text):
         plan(pair(source, target), np.array(source_slots), np.array(target_slots))

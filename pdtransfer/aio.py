@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Generic, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
 from .client import DecodeClient, DecodeEvent, PrefillClient, PrefillEvent
 from .effects import Drained, Landed, Leased, Ready, RoomFailed
-from .errors import Cause, LocalProtocolError, RoomFailedError
+from .errors import RoomFailedError
 from .node import Event
 
 Said = TypeVar("Said")
 
 
-class _Rooms(Generic[Said]):
-    """Futures by room, filled from a client's events on the caller's own loop."""
+class _Client(Protocol[Said]):
+    def fileno(self) -> int: ...
+    def poll(self) -> list[Said]: ...
+    def close(self) -> None: ...
 
-    def __init__(self, fileno: int, poll: Callable[[], Sequence[Said]], take: Callable[[Said], None]) -> None:
-        self._loop, self._fd = asyncio.get_running_loop(), fileno
-        self._loop.add_reader(fileno, lambda: [take(said) for said in poll()])
 
-    def close(self) -> None:
+class _Events(Generic[Said]):
+    """A client's events, taken on the caller's own loop until the client is closed."""
+
+    def __init__(self, client: _Client[Said], take: Callable[[Said], None]) -> None:
+        self._client, self._take = client, take
+        self._loop, self._fd = asyncio.get_running_loop(), client.fileno()
+        self._loop.add_reader(self._fd, self._poll)
+
+    async def close(self) -> None:
+        """Closes the client, and takes its last words: every room that was under way has failed."""
         self._loop.remove_reader(self._fd)
+        await asyncio.to_thread(self._client.close)
+        self._poll()
+
+    def _poll(self) -> None:
+        for said in self._client.poll():
+            self._take(said)
 
 
 class DecodeHand:
@@ -55,14 +69,11 @@ class AsyncDecode:
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.client.start)
-        self._rooms = _Rooms(self.client.fileno(), self.client.poll, self._heard)
+        self._events = _Events(self.client, self._heard)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._rooms.close()
-        await asyncio.to_thread(self.client.close)
-        for future in self._ready.values():
-            _fail(future, RoomFailed(0, Cause.SHUTDOWN, "this node is closed"))
+        await self._events.close()
 
     def expect(
         self,
@@ -71,30 +82,29 @@ class AsyncDecode:
         tokens: int,
         sources: Sequence[str],
         growth: int = 0,
+        prefix: int = 0,
         time_left_s: float = 60.0,
         enable_hisparse: bool = False,
     ) -> DecodeHand:
         """As DecodeClient.expect."""
-        if room in self._ready:
-            raise LocalProtocolError(f"room: {room:#x} is expected already")
-        future = self._ready[room] = asyncio.get_running_loop().create_future()
         self.client.expect(
             room,
             tokens=tokens,
             sources=sources,
             growth=growth,
+            prefix=prefix,
             time_left_s=time_left_s,
             enable_hisparse=enable_hisparse,
         )
+        future = self._ready[room] = asyncio.get_running_loop().create_future()
         return DecodeHand(self.client, room, future)
 
     def _heard(self, event: DecodeEvent) -> None:
         future = self._ready.pop(event.room, None)
         if future is None:
-            return
+            return  # expected through the client itself
         if isinstance(event, Ready):
-            if not future.cancelled():
-                future.set_result(event)
+            _resolve(future, event)
         else:
             _fail(future, event)
 
@@ -141,19 +151,16 @@ class AsyncPrefill:
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.client.start)
-        self._rooms = _Rooms(self.client.fileno(), self.client.poll, self._heard)
+        self._events = _Events(self.client, self._heard)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.client.close)
-        self._rooms.close()
+        await self._events.close()
 
     def open(self, room: int, *, tokens: int, time_left_s: float = 60.0, grants: int = 1) -> PrefillHand:
         """As PrefillClient.open."""
-        if room in self._open:
-            raise LocalProtocolError(f"room: {room:#x} is open already")
-        handing = self._open[room] = PrefillHand(self.client, room)
         self.client.open(room, tokens=tokens, time_left_s=time_left_s, grants=grants)
+        handing = self._open[room] = PrefillHand(self.client, room)
         return handing
 
     def _heard(self, event: PrefillEvent) -> None:
@@ -162,14 +169,19 @@ class AsyncPrefill:
             return
         match event:
             case Landed():
-                handing.landed.set_result(event)
+                _resolve(handing.landed, event)
             case RoomFailed():
                 _fail(handing.landed, event)
             case Drained(room):
                 del self._open[room]
-                handing.drained.set_result(None)
+                _resolve(handing.drained, None)
             case Leased():
                 pass
+
+
+def _resolve(future: asyncio.Future[Said], result: Said) -> None:
+    if not future.done():  # whoever awaited it may have been cancelled, and the future with them
+        future.set_result(result)
 
 
 def _fail(future: asyncio.Future[Said], event: RoomFailed) -> None:

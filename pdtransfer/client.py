@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
@@ -23,7 +22,7 @@ import uvloop
 from numpy.typing import ArrayLike
 
 from .effects import Drained, Landed, Leased, Ready, RoomFailed
-from .errors import Cause, LocalProtocolError, PDTransferError
+from .errors import LocalProtocolError, PDTransferError
 from .layout import Component, expand_pages
 from .limits import TOKENS_MAX
 from .memory import Arena
@@ -67,13 +66,16 @@ class _Thread(Generic[Node]):
     def close(self) -> None:
         """Ends the node in good order, and the thread; idempotent."""
         if self._thread.is_alive():
-            self._standing.result()()
+            if self._standing.exception() is None:
+                self._standing.result()()
             self._thread.join()
 
     def _run(self) -> None:
         try:
             uvloop.run(self._main())
-        except PDTransferError as error:
+        except Exception as error:
+            if self._standing.done():
+                raise
             self._standing.set_exception(error)
 
     async def _main(self) -> None:
@@ -96,7 +98,8 @@ class _Client(Generic[Node, Said]):
         self._port: Port[Said] = Port()
         self._thread: _Thread[Node] = _Thread(self._port, start)
         self._states: dict[int, KVPoll] = {}
-        self._ended: deque[int] = deque()  # oldest first
+        self._ended: dict[int, None] = {}  # oldest first
+        self._closed = False
 
     def __enter__(self) -> Self:
         self.start()
@@ -112,7 +115,11 @@ class _Client(Generic[Node, Said]):
         self._thread.start()
 
     def close(self) -> None:
-        """Says goodbye to peers, waits for writes in flight, ends the thread; idempotent."""
+        """Fails what is under way, says goodbye to peers, ends the thread; idempotent.
+
+        `poll` has the last words. No page is read any more; into an arena peers may write until they have heard it.
+        """
+        self._closed = True
         self._thread.close()
         self._port.close()
 
@@ -125,33 +132,26 @@ class _Client(Generic[Node, Said]):
         return self._states[room]
 
     def _begin(self, room: int, tokens: int) -> None:
-        if self._states.get(room, KVPoll.FAILED) not in (KVPoll.FAILED, KVPoll.SUCCESS):
-            raise LocalProtocolError(f"room: {room:#x} is in use, it is {self._states[room].name}")
+        if self._closed:
+            raise LocalProtocolError(f"room: {room:#x} comes too late, this client is closed")
+        if room in self._states:  # The peer remembers it, too: what is still on its way must not find another room.
+            text = f"room: {room:#x} was used already, it is {self._states[room].name}; a retry takes a new label"
+            raise LocalProtocolError(text)
         if not 1 <= tokens <= TOKENS_MAX:
             raise LocalProtocolError(f"tokens: {tokens}, from 1 to {TOKENS_MAX} are possible")
         self._states[room] = KVPoll.BOOTSTRAPPING
 
-    def _step(self, room: int, state: KVPoll) -> None:
-        if room in self._states:
-            self._states[room] = state
-            if state in (KVPoll.FAILED, KVPoll.SUCCESS):
-                self._ended.append(room)
-                if len(self._ended) > STATES_MAX:
-                    self._states.pop(self._ended.popleft(), None)
+    def _end(self, room: int) -> None:
+        """Nobody holds anything of the room; its state is kept for a while."""
+        self._ended[room] = None
+        if len(self._ended) > STATES_MAX:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest], self._states[oldest]
 
     @property
     def _node(self) -> Node:
         assert self._thread.node is not None, "start() comes first"
         return self._thread.node
-
-    def _submit(self, room: int, call: Callable[[], None]) -> None:
-        def checked() -> None:
-            try:
-                call()
-            except LocalProtocolError as error:
-                self._node.abort(room, Cause.REFUSED, str(error))
-
-        self._port.submit(checked)
 
 
 class PrefillClient(_Client[PrefillNode, PrefillEvent]):
@@ -170,23 +170,28 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         copy_threads: int = 2,
     ) -> None:
         self.endpoint = bind  # as bound, once started
-        self._page_size = {component.name: component.layout.page_size for component in components}
         self._components = {component.name: component for component in components}
 
         async def start() -> PrefillNode:
             node = PrefillNode(
                 settings, components, self._port.tell, pool_address=pool_address, copy_threads=copy_threads
             )
-            self.endpoint = await node.bus.bind(bind)
+            try:
+                self.endpoint = await node.bus.bind(bind)
+            except PDTransferError:
+                await node.close()
+                raise
             return node
 
         super().__init__(start)
 
     def open(self, room: int, *, tokens: int, time_left_s: float = 60.0, grants: int = 1) -> None:
-        """A room of `tokens` tokens in all, for `grants` decode ranks; before or after their grants arrive."""
+        """A room of `tokens` tokens in all, for `grants` decode ranks; before or after their grants arrive.
+
+        `room` is a u64 that both sides know it by, and no other room, before or after.
+        """
         self._begin(room, tokens)
-        self._submit(
-            room,
+        self._port.submit(
             lambda: self._node.open(room, tokens=tokens, time_left_s=time_left_s, grants=grants),
         )
 
@@ -214,31 +219,33 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         page_size = held.layout.page_size
         slots = expand_pages(np.asarray(pages)[: -(-end // page_size)], page_size, end)[first:]
         cell = Cell(component, first, layers or held.layout.layer_range, slots)
-        self._submit(room, lambda: self._node.push(room, cell, after=after))
+        self._port.submit(lambda: self._node.push(room, cell, after=after))
 
     def finish(self, room: int, *, aux: bytes = b"", after: Event | None = None) -> None:
         """Every cell was pushed; `aux` is what decode needs to go on. Landed follows, then Drained."""
         if self._states.get(room) in (KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT):
             self._states[room] = KVPoll.TRANSFERRING
-        self._submit(room, lambda: self._node.finish(room, aux=aux, after=after))
+        self._port.submit(lambda: self._node.finish(room, aux=aux, after=after))
 
     def abort(self, room: int) -> None:
         """Gives the room up. Its pages are safe when Drained says so, not before."""
-        self._submit(room, lambda: self._node.abort(room))
+        self._port.submit(lambda: self._node.abort(room))
 
     def poll(self) -> list[PrefillEvent]:
         """What has happened since; never waits."""
         events = self._port.poll()
         for event in events:
             match event:
-                case Leased(room) if self._states.get(room) is KVPoll.BOOTSTRAPPING:
-                    self._step(room, KVPoll.WAITING_FOR_INPUT)
-                case Landed(room):
-                    self._step(room, KVPoll.SUCCESS)
-                case RoomFailed(room):
-                    self._step(room, KVPoll.FAILED)
-                case _:
+                case Leased(room) if self._states[room] is KVPoll.BOOTSTRAPPING:
+                    self._states[room] = KVPoll.WAITING_FOR_INPUT
+                case Leased():
                     pass
+                case Landed(room):
+                    self._states[room] = KVPoll.SUCCESS
+                case RoomFailed(room):
+                    self._states[room] = KVPoll.FAILED
+                case Drained(room):
+                    self._end(room)
         return events
 
 
@@ -283,11 +290,11 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
     ) -> None:
         """Leases slots for `tokens` and `growth` more, and has the prefill ranks at `sources` write them.
 
+        `room` is the label under which they open it; `prefix` tokens are here already, and do not cross.
         Ends as Ready, whose slots are one a row, growth included, or as RoomFailed.
         """
         self._begin(room, tokens)
-        self._submit(
-            room,
+        self._port.submit(
             lambda: self._node.expect(
                 room,
                 tokens=tokens,
@@ -301,15 +308,24 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
 
     def release(self, room: int, *, after: Event | None = None) -> None:
         """The engine touches no slot of this READY room any more, once `after` has fired; idempotent."""
-        self._submit(room, lambda: self._node.release(room, after=after))
+        if self._states.get(room) is KVPoll.SUCCESS:
+            self._end(room)
+        self._port.submit(lambda: self._node.release(room, after=after))
 
     def abort(self, room: int) -> None:
-        """Gives a room up that is not READY; RoomFailed follows at once, its slots come back by proof."""
-        self._submit(room, lambda: self._node.abort(room))
+        """Gives a room up that is not READY; RoomFailed follows at once, its slots come back by proof.
+
+        Ready may have been on its way already: such a room is to be released like any other.
+        """
+        self._port.submit(lambda: self._node.abort(room))
 
     def poll(self) -> list[DecodeEvent]:
         """What has happened since; never waits."""
         events = self._port.poll()
         for event in events:
-            self._step(event.room, KVPoll.SUCCESS if isinstance(event, Ready) else KVPoll.FAILED)
+            if isinstance(event, Ready):
+                self._states[event.room] = KVPoll.SUCCESS
+            else:
+                self._states[event.room] = KVPoll.FAILED
+                self._end(event.room)
         return events

@@ -37,7 +37,7 @@ from .effects import (
     Unmap,
     Write,
 )
-from .errors import Cause, ConfigError, PDTransferError, WorldError
+from .errors import Cause, LocalProtocolError, PDTransferError, WorldError
 from .keys import AllowList, KeyPair
 from .layout import Component
 from .limits import Limits
@@ -116,12 +116,20 @@ class Performer(Generic[Effect]):
         self.ticker.arm()
 
 
-def when_fired(after: Event | None, call: Callable[[], None]) -> None:
-    """Calls once the event has fired; now, if it has. The loop never waits for a GPU, it asks."""
-    if after is None or after.query():
+def when_fired(after: Event | None, call: Callable[[], None], broken: Callable[[Exception], None]) -> None:
+    """Calls once the event has fired; now, if it has. The loop never waits for a GPU, it asks.
+
+    `broken` hears of an event that can be asked no more: what came before it may still be under way.
+    """
+    try:
+        fired = after is None or after.query()
+    except Exception as error:  # noqa: BLE001 (whatever library the event is of)
+        broken(error)
+        return
+    if fired:
         call()
     else:
-        asyncio.get_running_loop().call_later(EVENT_POLL_S, when_fired, after, call)
+        asyncio.get_running_loop().call_later(EVENT_POLL_S, when_fired, after, call, broken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,23 +206,27 @@ class DecodeNode:
         prefix: int = 0,
         enable_hisparse: bool = False,
     ) -> None:
-        """As DecodeSessions.expect; a source that may not be dialled fails the room, too."""
+        """As DecodeSessions.expect; what makes no sense, and a source that may not be dialled, fail the room."""
         now = self._loop.time()
         try:
             for source in sources:
                 self.bus.dial(source)
-        except (ConfigError, WorldError) as error:
+            effects = self.core.expect(
+                room, tokens=tokens, sources=sources, now=now, deadline=now + time_left_s, growth=growth, prefix=prefix,
+                enable_hisparse=enable_hisparse,
+            )  # fmt: skip
+        except (LocalProtocolError, WorldError) as error:
             self._tell(RoomFailed(room, Cause.REFUSED, str(error)))
             return
-        effects = self.core.expect(
-            room, tokens=tokens, sources=sources, now=now, deadline=now + time_left_s, growth=growth, prefix=prefix,
-            enable_hisparse=enable_hisparse,
-        )  # fmt: skip
         self._run(effects)
 
     def release(self, room: int, *, after: Event | None = None) -> None:
-        """The engine is done with a READY room once `after` has fired."""
-        when_fired(after, lambda: self._run(self.core.release(room, self._loop.time())))
+        """The engine is done with a READY room once `after` has fired. A room that is not READY fails."""
+
+        def broken(error: Exception) -> None:
+            log.critical("room %#x keeps its slots, nothing says when they are quiet: %s", room, error)
+
+        when_fired(after, lambda: self._release(room), broken)
 
     def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
         """Gives a room up that is not READY."""
@@ -226,13 +238,24 @@ class DecodeNode:
             self._run(self.core.receive(peer, message, self._loop.time()))
 
     async def close(self) -> None:
-        """Says goodbye, stops the clock and the hand-over."""
+        """Fails what is not READY, says goodbye, stops the clock and the hand-over.
+
+        Peers may write on until they have heard it: the arena's bytes are nobody else's until its last mapping is gone.
+        """
+        for room in list(self.core.rooms):
+            self.abort(room, Cause.SHUTDOWN, "this node is closed")
         for name, peer in self.core.links.peers.items():
             if peer.identity is not None:
                 self.bus.send(name, Goodbye(self.core.links.identity.incarnation, Cause.SHUTDOWN.value))
         self._run.ticker.stop()
         await self._transport.close()
         await self.bus.close()
+
+    def _release(self, room: int) -> None:
+        try:
+            self._run(self.core.release(room, self._loop.time()))
+        except LocalProtocolError as error:
+            self.abort(room, Cause.REFUSED, str(error))
 
     def _perform(self, effect: DecodeEffect) -> None:
         match effect:
@@ -283,17 +306,25 @@ class PrefillNode:
         self.copy_ns: dict[int, int] = {}  # by room, until it is drained: the time that its writes took
 
     def open(self, room: int, *, tokens: int, time_left_s: float, grants: int = 1) -> None:
-        """As PrefillSessions.open."""
+        """As PrefillSessions.open; numbers that make no sense fail the room."""
         now = self._loop.time()
-        self._run(self.core.open(room, tokens=tokens, now=now, deadline=now + time_left_s, grants=grants))
+        try:
+            effects = self.core.open(room, tokens=tokens, now=now, deadline=now + time_left_s, grants=grants)
+        except LocalProtocolError as error:
+            if room in self.core.rooms:
+                raise  # Drained would be a lie about the room that has this label.
+            self._tell(RoomFailed(room, Cause.REFUSED, str(error)))
+            self._tell(Drained(room))
+            return
+        self._run(effects)
 
     def push(self, room: int, cell: Cell, *, after: Event | None = None) -> None:
-        """Offers a cell once `after` has fired; it is read until the room is drained."""
-        when_fired(after, lambda: self._run(self.core.push(room, cell)))
+        """Offers a cell once `after` has fired; it is read until the room is drained. A wrong one fails the room."""
+        self._when_fired(after, room, lambda: self._run(self.core.push(room, cell)))
 
     def finish(self, room: int, *, aux: bytes, after: Event | None = None) -> None:
         """No more cells; `after` must fire no earlier than those of the cells."""
-        when_fired(after, lambda: self._finish(room, aux))
+        self._when_fired(after, room, lambda: self._finish(room, aux))
 
     def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
         """Gives a room up; Drained says when its pages are safe."""
@@ -305,7 +336,9 @@ class PrefillNode:
             self._run(self.core.receive(peer, message, self._loop.time()))
 
     async def close(self) -> None:
-        """Says goodbye, stops the clock, and waits for what is in flight."""
+        """Fails what is open, says goodbye, stops the clock, and waits for what is in flight: pages are safe then."""
+        for room in list(self.core.rooms):
+            self.abort(room, Cause.SHUTDOWN, "this node is closed")
         for name in self.core.peers:
             self.bus.send(name, Goodbye(self.core.identity.incarnation, Cause.SHUTDOWN.value))
         self._run.ticker.stop()
@@ -339,6 +372,15 @@ class PrefillNode:
                 log.critical(
                     "session %#x: a write's outcome is unknown; restart this process to give its slots back", session
                 )
+
+    def _when_fired(self, after: Event | None, room: int, call: Callable[[], None]) -> None:
+        def checked() -> None:
+            try:
+                call()
+            except LocalProtocolError as error:
+                self.abort(room, Cause.REFUSED, str(error))
+
+        when_fired(after, checked, lambda error: self.abort(room, Cause.ENGINE, f"its event: {error}"))
 
     def _finish(self, room: int, aux: bytes) -> None:
         self.stamp_ns = time.monotonic_ns()

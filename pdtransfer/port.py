@@ -42,11 +42,12 @@ class Port(Generic[Said]):
             self._wake()
 
     def poll(self) -> list[Said]:
-        """Takes everything that was said; never waits."""
-        try:
-            os.eventfd_read(self._fd)
-        except BlockingIOError:
-            return []
+        """Takes everything that was said; never waits. After close it takes what was left."""
+        if self._fd >= 0:
+            try:
+                os.eventfd_read(self._fd)
+            except BlockingIOError:
+                return []
         said: list[Said] = []
         while self._said:
             said.append(self._said.popleft())
@@ -59,7 +60,7 @@ class Port(Generic[Said]):
         return bool(waiting.poll(None if timeout_s is None else timeout_s * 1e3))
 
     def fileno(self) -> int:
-        """For select, poll, epoll: readable while something was said that was not polled."""
+        """For select, poll, epoll: readable while something was said that was not polled; -1 after close."""
         return self._fd
 
     # The loop's side

@@ -11,6 +11,7 @@ import socket as tcp
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import uvloop
@@ -18,6 +19,7 @@ import zmq
 
 from pdtransfer.bus import Bus, BusLimits
 from pdtransfer.bus.connections import Connections, TurnedAwayError
+from pdtransfer.bus.sockets import resolve
 from pdtransfer.errors import ConfigError, RemoteProtocolError, WorldError
 from pdtransfer.keys import AllowList, KeyPair
 from pdtransfer.limits import FRAME_BYTES_MAX
@@ -204,16 +206,24 @@ async def test_last_words_arrive_when_the_bus_closes_right_after() -> None:
 
 
 @on_loop
-async def test_no_answer_is_missed_when_sends_swallow_the_sockets_signals() -> None:
+async def test_a_message_is_heard_though_a_send_has_swallowed_its_signal(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
     async with Node("p") as prefill, Node("d") as decode_node:
-        peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
-        await decode_node.ping(peer, 1_000)
-        for number in range(1, 300):
-            assert decode_node.bus.send(peer, Ping(number))
-            await until(lambda n=number: decode_node.heard[-1] == (peer, Pong(n)))
-        for number in range(1, 300):
-            assert prefill.bus.send("node:d", Ping(number))
-            await until(lambda n=number: prefill.heard[-1] == ("node:d", Pong(n)))
+        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+        raw.say(hello("d"))
+        peer = await decode_node.meet(f"tcp://127.0.0.1:{port}", "d")
+        await until(lambda: len(prefill.heard) == 1 and router.poll(0) != 0)
+        route = router.recv_multipart()[0]
+        raw.say(Pong(1))
+        router.send_multipart([route, encode(Pong(2))])
+        raw.socket.poll(100)  # blocking: both are in by then, and the loop has not looked yet
+        assert prefill.bus.send("node:d", Ping(3))
+        assert decode_node.bus.send(peer, Ping(4))
+        await until(lambda: prefill.heard[-1] == ("node:d", Pong(1)))
+        await until(lambda: decode_node.heard == [(peer, Pong(2))])
 
 
 @on_loop
@@ -587,6 +597,8 @@ async def test_a_breach_of_a_dialled_peer_is_told_by_its_endpoint(context: zmq.C
         route, opening = router.recv_multipart()
         assert decode(opening) == hello("d")
         router.send_multipart([route, b"junk"])
+        router.send_multipart([route, encode(Ping(1))])
+        await until(lambda: decode_node.bus.dropped == 1 + 1)  # the Ping; the Hello had to wait
         await until(lambda: len(decode_node.refusals) == 1 and router.poll(0) != 0)
         assert decode_node.refusals[0][0] == peer
         assert isinstance(decode(router.recv_multipart()[1]), Reject)
@@ -663,6 +675,70 @@ async def test_sending_to_who_has_gone_is_false_and_no_exception(context: zmq.Co
         await until(lambda: not decode_node.bus.send(peer, Ping(1)))
         await decode_node.bus.close()
         assert not decode_node.bus.send(peer, Ping(1))
+
+
+@on_loop
+async def test_a_listener_that_does_not_read_blocks_nobody(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    router = context.socket(zmq.ROUTER)
+    router.set(zmq.RCVHWM, 1)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    async with Node("p") as prefill, Node("d", limits=replace(LIMITS, send_queue=8)) as decode_node:
+        deaf = await decode_node.meet(f"tcp://127.0.0.1:{port}", "d")
+        taken = 0
+        while decode_node.bus.send(deaf, LARGE) and taken < 3_000:
+            taken += 1
+            await asyncio.sleep(0)
+        assert taken < 3_000
+        await decode_node.ping(await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d"), 1)
+
+
+@on_loop
+async def test_a_peer_that_is_not_read_is_held_back(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p", limits=replace(LIMITS, receive_queue=4)) as prefill:
+        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+        raw.say(hello("d"))
+        await until(lambda: len(prefill.heard) == 1)
+        raw.socket.set(zmq.SNDHWM, 4)
+        # The loop stands still meanwhile; what the kernel holds is some megabytes.
+        taken = 0
+        while raw.socket.poll(200, zmq.POLLOUT) and taken < 200:
+            raw.say(LARGE)
+            taken += 1
+        assert taken < 200
+
+
+@on_loop
+async def test_large_frames_take_turns_by_their_bytes(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p", limits=replace(LIMITS, turn_bytes=1)) as prefill:
+        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+        raw.say(hello("d"), *[LARGE] * 20)
+        raw.socket.poll(200)  # blocking: they are in by then
+        bursts = [0]
+        while len(prefill.heard) < 21:
+            before = len(prefill.heard)
+            await asyncio.sleep(0)
+            bursts.append(len(prefill.heard) - before)
+        assert max(bursts) <= 2
+
+
+@on_loop
+async def test_a_connection_that_never_greets_ends() -> None:
+    async with Node("p", limits=replace(LIMITS, handshake_ms=100)) as prefill:
+        port = int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read()  # ZMQ's greeting, then the end
+        writer.close()
+
+
+@on_loop
+async def test_a_connection_that_answers_no_heartbeat_ends() -> None:
+    async with Node("p", limits=replace(LIMITS, heartbeat_ms=50, heartbeat_timeout_ms=100)) as prefill:
+        port = int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        writer.write(b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER")
+        assert b"PING" in await reader.read()
+        writer.close()
 
 
 # Coming back
@@ -747,6 +823,42 @@ async def test_the_log_says_why_there_is_no_connection(
         node.bus.dial(f"{p.public}@{bound}")
         await until(lambda: f"no connection to {p.public}@{bound}: " in caplog.text)
         assert text in caplog.text
+
+
+@on_loop
+async def test_an_outage_is_logged_at_first_and_then_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    async with Node("d", limits=replace(LIMITS, redial_ms=10, redial_ms_max=40)) as decode_node:
+        listener = Node("p")
+        bound = await listener.bus.bind(ANY_PORT)
+        await listener.bus.close()
+        dialled = decode_node.bus._dialled[decode_node.bus.dial(bound)]
+        await until(lambda: dialled._attempt > 5)
+        assert caplog.text.count("no connection") == 2  # after 10 and 20 ms
+        async with Node("p") as listener:
+            await rebind(listener, bound)
+            await decode_node.ping(await decode_node.meet(bound, "d") if not dialled.connected else bound, 1)
+        await until(lambda: dialled._attempt > 10)
+        assert caplog.text.count("no connection") == 4
+
+
+@on_loop
+async def test_nothing_is_dialled_after_hanging_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with Node("d", limits=replace(LIMITS, redial_ms=20, redial_ms_max=40)) as decode_node:
+        peer = decode_node.bus.dial("tcp://127.0.0.1:9")
+        dialled = decode_node.bus._dialled[peer]
+        await asyncio.sleep(0.01)
+        decode_node.bus.hang_up(peer)
+        await asyncio.sleep(0.1)
+        assert (dialled._attempt, dialled.connected, caplog.text) == (0, False, "")
+
+
+@on_loop
+async def test_names_resolve_to_ipv4_first() -> None:
+    async def answer(*_: object, **__: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        return [(0, 0, 0, "", (address, 0)) for address in ("::1", "127.0.0.1", "::1", "127.0.0.2")]
+
+    loop = SimpleNamespace(getaddrinfo=answer)
+    assert await resolve(loop, "prefill-0.kv") == ["127.0.0.1", "127.0.0.2", "::1"]
 
 
 async def rebind(node: Node, endpoint: str) -> None:

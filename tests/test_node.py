@@ -1,0 +1,456 @@
+"""The shell of a node: its clock, the order of its effects, events it waits for, and what it tells of a bad peer."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import uvloop
+import zmq
+import zmq.asyncio
+
+from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
+from pdtransfer.errors import Cause, LocalProtocolError
+from pdtransfer.memory import Arena
+from pdtransfer.node import DecodeNode, Performer, PrefillNode, Ticker, when_fired
+from pdtransfer.session.prefill import Cell
+from pdtransfer.wire import (
+    Begin,
+    Goodbye,
+    Hello,
+    Message,
+    Ping,
+    Reach,
+    Register,
+    Registered,
+    Reject,
+    Sampling,
+    Welcome,
+    decode,
+    encode,
+    pack_ids,
+)
+from tests.client_pair import Late, component, settings
+from tests.layout_tensors import CANARY, Pool, mla
+
+
+def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(30):
+                await test(*args, **kwargs)
+
+        uvloop.run(bounded())
+
+    return run
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 (what it waits for tells nobody)
+        await asyncio.sleep(0.005)
+
+
+# Ticker
+
+
+class Times:
+    """Timers of a core: ticks when the earliest has come."""
+
+    def __init__(self) -> None:
+        self.loop, self.due, self.ticked = asyncio.get_running_loop(), [], []
+        self.ticker = Ticker(lambda: min(self.due, default=None), self._tick)
+
+    def at(self, seconds: float) -> float:
+        self.due.append(self.loop.time() + seconds)
+        self.ticker.arm()
+        return self.due[-1]
+
+    def _tick(self) -> None:
+        now = self.loop.time()
+        self.ticked.append(now)
+        self.due = [when for when in self.due if when > now]
+
+
+@on_loop
+async def test_ticks_come_when_they_are_due_and_not_before() -> None:
+    times = Times()
+    late, early = times.at(0.06), times.at(0.02)
+    await until(lambda: not times.due)
+    # libuv counts milliseconds: a tick may come that much early, and then comes again.
+    assert min(times.ticked) >= early - 0.002
+    assert times.ticked[-1] >= late
+    ticks = len(times.ticked)
+    await asyncio.sleep(0.03)
+    assert len(times.ticked) == ticks
+
+
+@on_loop
+async def test_an_earlier_time_moves_the_tick_forward() -> None:
+    times = Times()
+    times.at(20.0)
+    times.at(0.01)
+    await until(lambda: times.ticked)
+    assert len(times.due) == 1
+
+
+@on_loop
+async def test_a_time_that_was_given_up_ticks_for_nobody() -> None:
+    times = Times()
+    times.at(0.02)
+    times.due.clear()
+    times.at(0.05)
+    await until(lambda: not times.due)
+    assert not times.due
+
+
+@on_loop
+async def test_a_stopped_ticker_ticks_no_more() -> None:
+    times = Times()
+    times.at(0.02)
+    times.ticker.stop()
+    await asyncio.sleep(0.06)
+    assert times.ticked == []
+
+
+# Performer
+
+
+class Performed:
+    """Effects are numbers; some make others while they are performed, one breaks."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+        self.ticker = Ticker(lambda: None, lambda: None)
+        self.perform: Performer[int] = Performer(self._perform, self.ticker)
+        self.makes: dict[int, list[int]] = {}
+
+    def _perform(self, effect: int) -> None:
+        if effect < 0:
+            raise RuntimeError(effect)
+        self.done.append(effect)
+        self.perform(self.makes.get(effect, []))
+
+
+@on_loop
+async def test_effects_of_effects_come_after_those_that_are_due() -> None:
+    performed = Performed()
+    performed.makes = {1: [10, 11], 10: [100]}
+    performed.perform([1, 2, 3])
+    assert performed.done == [1, 2, 3, 10, 11, 100]
+
+
+@on_loop
+async def test_an_effect_that_breaks_costs_none_of_the_others() -> None:
+    performed = Performed()
+    with pytest.raises(RuntimeError):
+        performed.perform([1, -1, 2])
+    performed.perform([3])
+    assert performed.done == [1, 2, 3]
+
+
+# Events
+
+
+@on_loop
+async def test_a_fired_event_calls_at_once_and_none_is_as_good() -> None:
+    called: list[str] = []
+    fired = Late()
+    fired.fired = True
+    when_fired(fired, lambda: called.append("fired"), called.append)
+    when_fired(None, lambda: called.append("none"), called.append)
+    assert called == ["fired", "none"]
+
+
+@on_loop
+async def test_a_late_event_calls_once_and_the_loop_goes_on_meanwhile() -> None:
+    called: list[str] = []
+    late = Late()
+    when_fired(late, lambda: called.append("fired"), called.append)
+    await until(lambda: late.asked > 10)
+    assert called == []
+    late.fired = True
+    await until(lambda: called)
+    asked = late.asked
+    await asyncio.sleep(0.01)
+    assert (called, late.asked) == (["fired"], asked)
+
+
+@on_loop
+async def test_an_event_that_breaks_is_told_and_asked_no_more() -> None:
+    class Breaks(Late):
+        def query(self) -> bool:
+            if super().query() or self.asked == 3:
+                raise RuntimeError("no such stream")
+            return False
+
+    event, told = Breaks(), []
+    when_fired(event, lambda: told.append("fired"), lambda error: told.append(str(error)))
+    await until(lambda: told)
+    await asyncio.sleep(0.01)
+    assert (told, event.asked) == (["no such stream"], 3)
+
+
+# Nodes
+
+
+SOURCE = Pool(name="layer_first", model=mla(layers=range(2)), page_size=16, slots=128)
+TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=64)
+
+
+class Nodes:
+    """A prefill and a decode node on this very loop, and what they tell."""
+
+    def __init__(self, arena: Arena, directory: Path | None = None) -> None:
+        SOURCE.fill(np.arange(SOURCE.slots))
+        self.told_p: list[Leased | Landed | RoomFailed | Drained] = []
+        self.told_d: list[Ready | RoomFailed] = []
+        self.prefill = PrefillNode(
+            settings("p"), [component(SOURCE)], self.told_p.append, pool_address=SOURCE.memory.ctypes.data
+        )
+        self.decode = DecodeNode(
+            settings("d"), [component(TARGET)], arena, self.told_d.append, socket_directory=directory
+        )
+        self.endpoint = ""
+
+    def expect(self, room: int, **more: Any) -> None:
+        self.decode.expect(room, **{"tokens": 10, "sources": [self.endpoint], "time_left_s": 20, **more})
+
+    def send(self, room: int) -> None:
+        self.prefill.open(room, tokens=10, time_left_s=20)
+        self.prefill.push(room, Cell("kv", 0, (0, 2), np.arange(10)))
+        self.prefill.finish(room, aux=b"")
+
+    async def ready(self, room: int) -> Ready:
+        await until(lambda: any(told.room == room for told in self.told_d))
+        (told,) = (told for told in self.told_d if told.room == room)
+        assert isinstance(told, Ready), told
+        return told
+
+
+@asynccontextmanager
+async def nodes(directory: Path | None = None) -> AsyncIterator[Nodes]:
+    arena = Arena.create(TARGET.layout.end, huge_pages="never")
+    arena.mapping.array[:] = CANARY
+    made = Nodes(arena, directory)
+    made.endpoint = await made.prefill.bus.bind("tcp://127.0.0.1:0")
+    try:
+        yield made
+    finally:
+        await made.decode.close()
+        await made.prefill.close()
+        arena.close()
+
+
+@on_loop
+async def test_a_dialled_peer_has_its_session_before_the_first_room_comes() -> None:
+    async with nodes() as it:
+        it.decode.dial(it.endpoint)
+        await until(lambda: it.prefill.core.sessions and next(iter(it.prefill.core.sessions.values())).granting)
+        assert [session.state.value for session in it.decode.core.links.sessions.values()] == ["up"]
+
+
+@on_loop
+async def test_the_arena_is_handed_over_by_a_socket_in_the_directory_that_was_named(tmp_path: Path) -> None:
+    async with nodes(tmp_path / "sockets") as it:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        assert [each.is_socket() for each in (tmp_path / "sockets").iterdir()] == [True]
+    assert list((tmp_path / "sockets").iterdir()) == []
+
+
+@on_loop
+async def test_what_copies_took_is_kept_until_the_room_is_drained() -> None:
+    async with nodes() as it:
+        kept: list[int] = []
+        it.prefill._tell = lambda told: kept.append(it.prefill.copy_ns.get(told.room, 0))
+        it.send(1)
+        it.expect(1)
+        ready_after = it.prefill.stamp_ns
+        await until(lambda: len(kept) == 3)  # leased, landed, drained
+        assert kept[1] > 0
+        assert it.prefill.copy_ns == {}
+        assert it.prefill.stamp_ns > ready_after
+
+
+@on_loop
+async def test_open_of_a_label_whose_pages_are_still_read_says_no_drained() -> None:
+    async with nodes() as it:
+        it.prefill.open(1, tokens=10, time_left_s=20)
+        with pytest.raises(LocalProtocolError, match="open already"):
+            it.prefill.open(1, tokens=10, time_left_s=20)
+        assert it.told_p == []
+
+
+@on_loop
+async def test_a_release_whose_event_breaks_keeps_the_slots_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Breaks:
+        def query(self) -> bool:
+            raise RuntimeError("no such stream")
+
+    async with nodes() as it:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        it.decode.release(1, after=Breaks())
+        assert 1 in it.decode.core.rooms
+        assert ("CRITICAL", "room 0x1 keeps its slots, nothing says when they are quiet: no such stream") in [
+            (record.levelname, record.getMessage()) for record in caplog.records
+        ]
+
+
+@on_loop
+async def test_a_source_that_keys_do_not_allow_fails_the_room_with_the_reason() -> None:
+    async with nodes() as it:
+        key = "A" * 39 + "0"
+        it.expect(1, sources=[f"{key}@{it.endpoint}"])
+        (failed,) = it.told_d
+        assert isinstance(failed, RoomFailed)
+        assert failed.cause is Cause.REFUSED
+        assert key in failed.detail
+
+
+@on_loop
+async def test_goodbye_is_said_to_both_sides_so_that_nobody_waits_for_silence() -> None:
+    async with nodes() as it:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        session = it.decode.core.links.peers[it.endpoint].session
+        assert session is not None
+        await it.prefill.close()
+        await until(lambda: session.state.value == "closed")
+        assert session.verdict == (Cause.PEER_LOST, f"{it.endpoint} says goodbye: shutdown")
+        it.decode.release(1)
+        assert it.decode.core.idle
+
+
+class Stranger:
+    """A raw socket that speaks to a listener, as somebody else's implementation would, or worse."""
+
+    def __init__(self, endpoint: str, context: zmq.asyncio.Context) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(endpoint)
+
+    async def say(self, *frames: Message | bytes) -> None:
+        for frame in frames:
+            await self._socket.send(frame if isinstance(frame, bytes) else encode(frame))
+
+    async def hear(self, kind: type[Message]) -> Any:
+        """The next message of that kind."""
+        while True:
+            message = decode(await self._socket.recv())
+            if isinstance(message, kind):
+                return message
+
+
+@asynccontextmanager
+async def stranger(endpoint: str) -> AsyncIterator[Stranger]:
+    context = zmq.asyncio.Context()
+    try:
+        yield Stranger(endpoint, context)
+    finally:
+        context.destroy(linger=0)
+
+
+@on_loop
+async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on() -> None:
+    async with nodes() as it, stranger(it.endpoint) as other:
+        identity = replace_identity(it, node="other")
+        await other.say(Hello(1, 1, identity))
+        assert (await other.hear(Welcome)).identity.node == "p"
+        reach = Reach("shm", "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)
+        await other.say(Register(5, (component(TARGET),), reach))
+        refused = await other.hear(Reject)
+        assert (refused.session, refused.reason) == (5, "transfer")
+        assert "another" in refused.fields[0]
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+
+
+@on_loop
+async def test_a_message_that_is_no_nodes_business_is_a_breach_and_ends_nothing_else() -> None:
+    async with nodes() as it, stranger(it.endpoint) as other:
+        await other.say(Hello(1, 1, replace_identity(it, node="other")))
+        await other.hear(Welcome)
+        begin = Begin(1, pack_ids([1, 2]), Sampling(3), ("x",), 1_000)
+        await other.say(begin)
+        assert "Begin" in (await other.hear(Reject)).fields[0]
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+
+
+@on_loop
+async def test_others_take_what_is_theirs_before_the_core_sees_it() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def others(peer: str, message: Message) -> bool:
+        seen.append((peer, type(message).__name__))
+        return isinstance(message, Ping)
+
+    node = PrefillNode(settings("p"), [component(SOURCE)], lambda _: None, others=others)
+    endpoint = await node.bus.bind("tcp://127.0.0.1:0")
+    try:
+        async with stranger(endpoint) as other:
+            hello = Hello(1, 1, settings("other").identity("decode"))
+            await other.say(hello, Ping(hello.identity.incarnation))
+            await other.hear(Welcome)
+            await until(lambda: len(seen) == 2)
+            assert seen == [("node:other", "Hello"), ("node:other", "Ping")]
+            assert not node.core.draining
+    finally:
+        await node.close()
+
+
+def replace_identity(it: Nodes, *, node: str) -> Any:
+    return msgspec.structs.replace(it.decode.core.links.identity, node=node, incarnation=77)
+
+
+@on_loop
+async def test_who_is_refused_is_logged_once_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
+    arena = Arena.create(TARGET.layout.end, huge_pages="never")
+    told: list[Ready | RoomFailed] = []
+    prefill = PrefillNode(settings("p"), [component(SOURCE)], lambda _: None)
+    endpoint = await prefill.bus.bind("tcp://127.0.0.1:0")
+    decode_node = DecodeNode(replace(settings("d"), model="another"), [component(TARGET)], arena, told.append)
+    try:
+        for room in (1, 2):
+            decode_node.expect(room, tokens=10, sources=[endpoint], time_left_s=20)
+            await until(lambda room=room: len(told) == room)
+        assert all(failed.cause is Cause.REFUSED and "'another'" in failed.detail for failed in told)
+        lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert lines == [f"{endpoint} refuses (refused): model: d has 'another', p 'm'"]
+    finally:
+        await decode_node.close()
+        await prefill.close()
+        arena.close()
+
+
+@on_loop
+async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer() -> None:
+    async with nodes() as it, stranger(it.endpoint) as other:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        session = next(iter(it.decode.core.links.sessions))
+        await other.say(Hello(1, 1, replace_identity(it, node="other")))
+        await other.hear(Welcome)
+        await other.say(Goodbye(it.decode.core.links.identity.incarnation, "shutdown"), Registered(session, 1))
+        await other.hear(Reject)
+        assert it.prefill.core.sessions[session].open
+        it.expect(2)
+        it.send(2)
+        await it.ready(2)

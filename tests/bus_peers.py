@@ -1,0 +1,136 @@
+"""Peers for the tests of the bus: nodes that mean well, and bare sockets that say what they like."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+import uvloop
+import zmq
+
+from pdtransfer.bus import Bus, BusLimits
+from pdtransfer.errors import RemoteProtocolError, WorldError
+from pdtransfer.keys import AllowList, KeyPair
+from pdtransfer.wire import Grant, Hello, Identity, Message, Part, Ping, Pong, Ranks, decode, encode
+
+LIMITS = BusLimits(reconnect_ms=20, reconnect_ms_max=50, redial_ms=200, redial_ms_max=400, linger_ms=500)
+ANY_PORT = "tcp://127.0.0.1:0"
+LARGE = Grant(1, 1, 1, 1, 0, (Part(0, 0, 1, bytes(1 << 20)),), True, 1)
+
+
+def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(30):
+                await test(*args, **kwargs)
+
+        uvloop.run(bounded())
+
+    return run
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for happens in other threads
+        await asyncio.sleep(0.001)
+
+
+def pair() -> KeyPair:
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    return KeyPair(public=public, secret=secret)
+
+
+def hello(node: str) -> Hello:
+    return Hello(1, 1, Identity(node, "decode", 7, Ranks(), "model", b"", 16))
+
+
+class Node:
+    """A bus that keeps what it hears, and answers each Ping with a Pong."""
+
+    def __init__(
+        self,
+        name: str,
+        keys: KeyPair | None = None,
+        allowed: dict[str, KeyPair] | None = None,
+        limits: BusLimits = LIMITS,
+    ) -> None:
+        names = None if allowed is None else AllowList({pair.public: name for name, pair in allowed.items()})
+        self.heard: list[tuple[str, Message]] = []
+        self.refusals: list[tuple[str, RemoteProtocolError]] = []
+        self.bus = Bus(node=name, keys=keys, allowed=names, receive=self.receive, refused=self.refused, limits=limits)
+
+    def receive(self, peer: str, message: Message) -> None:
+        self.heard.append((peer, message))
+        if type(message) is Ping:
+            self.bus.send(peer, Pong(message.incarnation))
+
+    def refused(self, peer: str, error: RemoteProtocolError) -> None:
+        self.refusals.append((peer, error))
+
+    async def __aenter__(self) -> Node:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.bus.close()
+
+    async def meet(self, endpoint: str, name: str) -> str:
+        """Dials and says Hello, once; the peer's name when it went out."""
+        peer = self.bus.dial(endpoint)
+        assert not self.bus.send(peer, hello(name)), "it goes out with the connection"
+        await until(lambda: self.bus._dialled[peer].connected)
+        return peer
+
+    async def ping(self, peer: str, number: int) -> None:
+        """Pings until this very number is answered."""
+        while (peer, Pong(number)) not in self.heard:
+            self.bus.send(peer, Ping(number))
+            await asyncio.sleep(0.01)
+
+
+class Raw:
+    """A hostile peer: a bare socket that says what it likes."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, *, keys: KeyPair | None = None, server: str = "",
+        routing_id: bytes = b"",
+    ) -> None:  # fmt: skip
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.SNDHWM, 0)
+        if routing_id:
+            self.socket.set(zmq.ROUTING_ID, routing_id)
+        if keys is not None:
+            self.socket.set(zmq.CURVE_PUBLICKEY, keys.public.encode())
+            self.socket.set(zmq.CURVE_SECRETKEY, keys.secret.encode())
+            self.socket.set(zmq.CURVE_SERVERKEY, server.encode())
+        self.socket.connect(endpoint)
+
+    def say(self, *messages: Message | bytes) -> None:
+        for message in messages:
+            self.socket.send(message if isinstance(message, bytes) else encode(message))
+
+    async def hear(self) -> Message:
+        await until(lambda: not self.quiet)
+        return decode(self.socket.recv())
+
+    @property
+    def quiet(self) -> bool:
+        return not self.socket.poll(0)
+
+
+async def rebind(node: Node, endpoint: str) -> None:
+    while True:
+        try:
+            await node.bus.bind(endpoint)
+            return
+        except WorldError:
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)

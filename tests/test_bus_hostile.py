@@ -1,0 +1,339 @@
+"""What hostile peers cannot do to the others: take a name or its replies, break the bus, or make it wait."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from dataclasses import replace
+
+import pytest
+import zmq
+
+from pdtransfer.bus import BusLimits
+from pdtransfer.bus.connections import Connections, TurnedAwayError
+from pdtransfer.limits import FRAME_BYTES_MAX
+from pdtransfer.wire import Ping, Pong, Reject, decode, encode
+from tests.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, on_loop, pair, until
+
+__all__ = ["context"]  # a fixture
+
+
+@on_loop
+async def test_a_routing_id_of_the_dialers_choice_is_refused(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    p, d = pair(), pair()
+    async with Node("p", p, {"d": d}) as prefill:
+        raw = Raw(context, await prefill.bus.bind(ANY_PORT), keys=d, server=p.public, routing_id=b"decode")
+        raw.say(hello("d"))
+        answer = await raw.hear()
+        assert isinstance(answer, Reject)
+        assert answer.fields[0].startswith("routing id")
+        assert not prefill.bus.send("key:d", Ping(1))
+        assert prefill.heard == []
+
+
+@on_loop
+async def test_who_takes_the_routing_id_of_a_living_peer_hears_and_says_nothing(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    p, v, t = pair(), pair(), pair()
+    async with Node("p", p, {"victim": v, "thief": t}) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        victim = Raw(context, bound, keys=v, server=p.public)
+        victim.say(hello("v"), Ping(1))
+        assert await victim.hear() == Pong(1)
+        route = prefill.bus._connections.route_of("key:victim")
+        assert route is not None
+        thief = Raw(context, bound, keys=t, server=p.public, routing_id=route)
+        thief.say(hello("v"), Ping(2))
+        await asyncio.sleep(0.3)
+        assert prefill.bus.send("key:victim", Ping(3))
+        assert await victim.hear() == Ping(3)
+        assert thief.quiet
+        assert {name for name, _ in prefill.heard} == {"key:victim"}
+
+
+@on_loop
+async def test_who_takes_the_routing_id_of_a_peer_that_left_is_heard_only_under_its_own_key(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    # No peer is ever told a routing id, so this one cheats: even a right guess gives no other name, and no replies.
+    p, v, t = pair(), pair(), pair()
+    async with Node("p", p, {"victim": v, "thief": t}) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        victim = Raw(context, bound, keys=v, server=p.public)
+        victim.say(hello("v"), Ping(1))
+        assert await victim.hear() == Pong(1)
+        route = prefill.bus._connections.route_of("key:victim")
+        assert route is not None
+        victim.socket.close()
+        await asyncio.sleep(0.1)
+        thief = Raw(context, bound, keys=t, server=p.public, routing_id=route)
+        thief.say(Ping(2))
+        answer = await thief.hear()
+        assert isinstance(answer, Reject)
+        assert answer.reason == "hello_first"
+        assert not prefill.bus.send("key:victim", Ping(3))
+        thief.say(hello("v"), Ping(4))
+        assert await thief.hear() == Pong(4)
+        assert [name for name, _ in prefill.heard] == ["key:victim"] * 2 + ["key:thief"] * 2
+
+
+@on_loop
+async def test_a_breach_names_its_field_mutes_its_connection_and_nobody_elses(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    async with Node("p", limits=replace(LIMITS, mute_ms=300)) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        bad, good = Raw(context, bound), Raw(context, bound)
+        bad.say(hello("bad"), encode(Ping(1))[:-9] + b"\xa1x", Ping(2))
+        good.say(hello("good"), Ping(3))
+        answer = await bad.hear()
+        assert isinstance(answer, Reject)
+        assert (answer.reason, len(answer.fields)) == ("breach", 1)
+        assert await good.hear() == Pong(3)
+        [(name, error)] = prefill.refusals
+        assert name == "node:bad"
+        assert answer.fields[0].startswith(f"{error.field}: ")
+        assert ("node:bad", Ping(2)) not in prefill.heard
+        assert prefill.bus.dropped == 1
+        await asyncio.sleep(0.35)
+        bad.say(Ping(4))
+        assert await bad.hear() == Pong(4)
+
+
+@on_loop
+async def test_junk_of_any_kind_is_refused_and_the_bus_goes_on(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p", limits=replace(LIMITS, mute_ms=0)) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        bad, good = Raw(context, bound), Raw(context, bound)
+        bad.say(hello("bad"))
+        junk = [b"", b"\0", b"\xc1", b"\x90", b"\x93\x01\x15", b"\xdd\xff\xff\xff\xff"]
+        junk += [os.urandom(40) for _ in range(200)]
+        bad.say(*junk)
+        good.say(hello("good"))
+        await until(lambda: len(prefill.refusals) == len(junk))
+        assert {name for name, _ in prefill.refusals} == {"node:bad"}
+        good.say(Ping(1))
+        assert await good.hear() == Pong(1)
+
+
+@on_loop
+async def test_an_oversize_frame_ends_its_connection_and_no_other(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p") as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        bad, good = Raw(context, bound), Raw(context, bound)
+        good.say(hello("good"))
+        bad.say(hello("bad"))
+        await until(lambda: len(prefill.heard) == 2)
+        monitor = bad.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        bad.say(b"\x93\x01\x15" + bytes(FRAME_BYTES_MAX + 4_096))
+        await until(lambda: monitor.poll(0) != 0)
+        good.say(Ping(1))
+        assert await good.hear() == Pong(1)
+        assert len(prefill.heard) == 3
+
+
+@on_loop
+async def test_a_message_of_several_frames_is_a_breach_however_many(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p", limits=replace(LIMITS, mute_ms=0)) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        bad, good = Raw(context, bound), Raw(context, bound)
+        bad.say(hello("bad"))
+        bad.socket.send_multipart([encode(Ping(1)), encode(Ping(2))])
+        bad.socket.send_multipart([encode(Ping(3))] * 10_000)
+        bad.say(Ping(4))
+        good.say(hello("good"), Ping(5))
+        assert await good.hear() == Pong(5)
+        await until(lambda: ("node:bad", Ping(4)) in prefill.heard)
+        assert [message for name, message in prefill.heard if name == "node:bad"] == [hello("bad"), Ping(4)]
+        assert [(name, error.field) for name, error in prefill.refusals] == [("node:bad", "frames")] * 2
+
+
+@on_loop
+async def test_a_breach_of_a_dialled_peer_is_told_by_its_endpoint(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    async with Node("d") as decode_node:
+        peer = await decode_node.meet(f"tcp://127.0.0.1:{port}", "d")
+        await until(lambda: router.poll(0) != 0)
+        route, opening = router.recv_multipart()
+        assert decode(opening) == hello("d")
+        router.send_multipart([route, b"junk"])
+        router.send_multipart([route, encode(Ping(1))])
+        await until(lambda: decode_node.bus.dropped == 1 + 1)  # the Ping; the Hello had to wait
+        await until(lambda: len(decode_node.refusals) == 1 and router.poll(0) != 0)
+        assert decode_node.refusals[0][0] == peer
+        assert isinstance(decode(router.recv_multipart()[1]), Reject)
+
+
+@on_loop
+async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    limits = replace(LIMITS, turn_messages=16, receive_queue=100_000)
+    async with Node("p", limits=limits) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        flood, good = Raw(context, bound), Raw(context, bound)
+        flood.say(hello("flood"))
+        good.say(hello("good"))
+        await until(lambda: len(prefill.heard) == 2)
+        prefill.heard.clear()
+        flooding = threading.Event()
+
+        def fill() -> None:
+            flood.say(*[Pong(1)] * 20_000)
+            flooding.set()
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        # The loop stands still until the flood is in, so that the good peer's words come last of all.
+        assert flooding.wait(20)
+        thread.join()
+        good.say(*[Ping(n) for n in range(1, 6)])
+        flood.socket.poll(100)  # blocking: both are in by then
+        bursts, seen = [0], 0
+        while len(prefill.heard) < 20_005:
+            await asyncio.sleep(0)
+            bursts.append(len(prefill.heard) - seen)
+            seen = len(prefill.heard)
+        places = [place for place, (name, _) in enumerate(prefill.heard) if name == "node:good"]
+        assert max(bursts) <= 2 * limits.turn_messages  # the reader's turn and the scheduled one
+        assert places[-1] < 10_000
+
+
+@on_loop
+async def test_a_peer_that_does_not_read_blocks_nobody(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p", limits=replace(LIMITS, send_queue=8)) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        deaf, good = Raw(context, bound), Raw(context, bound)
+        deaf.socket.set(zmq.RCVHWM, 1)
+        deaf.say(hello("deaf"))
+        good.say(hello("good"))
+        await until(lambda: len(prefill.heard) == 2)
+        refused_after = 0
+        while prefill.bus.send("node:deaf", LARGE) and refused_after < 3_000:
+            refused_after += 1
+            await asyncio.sleep(0)
+        assert refused_after < 3_000
+        assert prefill.bus.dropped == 1
+        good.say(Ping(1))
+        assert await good.hear() == Pong(1)
+
+
+@on_loop
+async def test_sending_to_who_has_gone_is_false_and_no_exception(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p") as prefill, Node("d") as decode_node:
+        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+        raw.say(hello("d"))
+        await until(lambda: len(prefill.heard) == 1)
+        raw.socket.close()
+        await until(lambda: not prefill.bus.send("node:d", Ping(1)))
+        assert not prefill.bus.send("node:nobody", Ping(1))
+
+        listener = Node("x")
+        peer = await decode_node.meet(await listener.bus.bind(ANY_PORT), "d")
+        await listener.bus.close()
+        await until(lambda: not decode_node.bus.send(peer, Ping(1)))
+        await decode_node.bus.close()
+        assert not decode_node.bus.send(peer, Ping(1))
+
+
+@on_loop
+async def test_a_listener_that_does_not_read_blocks_nobody(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    router = context.socket(zmq.ROUTER)
+    router.set(zmq.RCVHWM, 1)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    async with Node("p") as prefill, Node("d", limits=replace(LIMITS, send_queue=8)) as decode_node:
+        deaf = await decode_node.meet(f"tcp://127.0.0.1:{port}", "d")
+        taken = 0
+        while decode_node.bus.send(deaf, LARGE) and taken < 3_000:
+            taken += 1
+            await asyncio.sleep(0)
+        assert taken < 3_000
+        await decode_node.ping(await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d"), 1)
+
+
+@on_loop
+async def test_a_peer_that_is_not_read_is_held_back(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p", limits=replace(LIMITS, receive_queue=4)) as prefill:
+        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+        raw.say(hello("d"))
+        await until(lambda: len(prefill.heard) == 1)
+        raw.socket.set(zmq.SNDHWM, 4)
+        # The loop stands still meanwhile; what the kernel holds is some megabytes.
+        taken = 0
+        while raw.socket.poll(200, zmq.POLLOUT) and taken < 200:
+            raw.say(LARGE)
+            taken += 1
+        assert taken < 200
+
+
+@on_loop
+async def test_large_frames_take_turns_by_their_bytes(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p", limits=replace(LIMITS, turn_bytes=1)) as prefill:
+        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+        raw.say(hello("d"), *[LARGE] * 20)
+        raw.socket.poll(200)  # blocking: they are in by then
+        bursts = [0]
+        while len(prefill.heard) < 21:
+            before = len(prefill.heard)
+            await asyncio.sleep(0)
+            bursts.append(len(prefill.heard) - before)
+        assert max(bursts) <= 2
+
+
+@on_loop
+async def test_a_connection_that_never_greets_ends() -> None:
+    async with Node("p", limits=replace(LIMITS, handshake_ms=100)) as prefill:
+        port = int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read()  # ZMQ's greeting, then the end
+        writer.close()
+
+
+@on_loop
+async def test_a_connection_that_answers_no_heartbeat_ends() -> None:
+    async with Node("p", limits=replace(LIMITS, heartbeat_ms=50, heartbeat_timeout_ms=100)) as prefill:
+        port = int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        writer.write(b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER")
+        assert b"PING" in await reader.read()
+        writer.close()
+
+
+def route(number: int) -> bytes:
+    return b"\0" + number.to_bytes(4, "big")
+
+
+def named(connections: Connections, number: int, now: float) -> None:
+    connections.introduce(connections.find(route(number), "", now), f"node:{number}", now)
+
+
+def test_junk_connections_push_out_each_other_and_never_a_named_one() -> None:
+    connections = Connections(BusLimits(named_max=4, unnamed_max=8))
+    named(connections, 0, 0.0)
+    assert len(connections) == 1
+    for number in range(1, 1_000):
+        connections.find(route(number), "", 0.0)
+    assert len(connections) == 1 + 8
+    assert connections.route_of("node:0") == route(0)
+    assert connections.find(route(0), "", 0.0).name == "node:0"
+
+
+def test_a_full_table_turns_newcomers_away_until_somebody_has_long_been_silent() -> None:
+    connections = Connections(BusLimits(named_max=2, stale_ms=10_000))
+    named(connections, 1, 0.0)
+    named(connections, 2, 5.0)
+    with pytest.raises(TurnedAwayError) as refusal:
+        named(connections, 3, 9.9)
+    assert refusal.value.reason == "full"
+    named(connections, 3, 10.1)
+    assert [connections.route_of(f"node:{n}") for n in (1, 2, 3)] == [None, route(2), route(3)]
+
+
+def test_superseded_connections_are_bounded_too() -> None:
+    connections = Connections(BusLimits(named_max=4, unnamed_max=8))
+    for number in range(100):
+        connections.introduce(connections.find(route(number), "", 0.0), "node:d", 0.0)
+    assert len(connections) <= 1 + 8
+    assert connections.route_of("node:d") == route(99)

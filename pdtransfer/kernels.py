@@ -235,4 +235,4 @@ def _shares(plan: Plan, threads: int) -> Iterator[Plan]:
         if low < high:
             part = slice(int(low), int(high))
             table, layers = read_only(pairing.table[part]), read_only(pairing.layers[part])
-            yield Plan(pairing=replace(pairing, table=table, layers=layers), runs=plan.runs)
+            yield Plan(pairing=replace(pairing, table=table, layers=layers), runs=plan.runs, rows=plan.rows)

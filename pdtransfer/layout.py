@@ -267,7 +267,7 @@ class Component(Struct, frozen=True, array_like=True):
 Components = Annotated[tuple[Component, ...], Meta(max_length=COMPONENTS_MAX)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Pairing:
     """Where each plane's rows come from and go to, for two layouts that hold the same model.
 
@@ -309,7 +309,7 @@ class Pairing:
         layers = np.minimum.reduceat(self.layers, np.flatnonzero(opens))
         return replace(self, table=read_only(table), layers=read_only(layers))
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one slot over all pairs."""
         return int(self.table[:, 6].sum())

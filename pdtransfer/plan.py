@@ -27,11 +27,7 @@ class Plan:
 
     pairing: Pairing
     runs: Int64s
-
-    @property
-    def rows(self) -> int:
-        """Slots on either side."""
-        return int(self.runs[:, 2].sum())
+    rows: int  # slots on either side: the counts of all runs together
 
     @property
     def bytes(self) -> int:
@@ -52,7 +48,7 @@ class Plan:
             runs[-1, 2] -= ends[high] - end
             skipped = start - (ends[low] - self.runs[low, 2])
             runs[0] += (skipped, skipped, -skipped)
-            yield Plan(pairing=self.pairing, runs=read_only(runs))
+            yield Plan(pairing=self.pairing, runs=read_only(runs), rows=end - start)
 
     def byte_runs(self) -> Int64s:
         """Every byte to copy as int64 (m, 3): source offset, target offset, length; ascending by target offset.
@@ -84,8 +80,9 @@ def plan(pairing: Pairing, source_slots: Int64s, target_slots: Int64s) -> Plan:
     for a slot outside its side, since what comes of a plan is written without another look.
     """
     assert source_slots.shape == target_slots.shape == (len(source_slots),), (source_slots.shape, target_slots.shape)
-    runs_of = _runs_of_few if len(source_slots) <= _FEW else _runs_of_many
-    return Plan(pairing=pairing, runs=read_only(runs_of(pairing, source_slots, target_slots)))
+    rows = len(source_slots)
+    runs_of = _runs_of_few if rows <= _FEW else _runs_of_many
+    return Plan(pairing=pairing, runs=read_only(runs_of(pairing, source_slots, target_slots)), rows=rows)
 
 
 def _runs_of_few(pairing: Pairing, source_slots: Int64s, target_slots: Int64s) -> Int64s:

@@ -219,7 +219,8 @@ def endless() -> tuple[Plan, NDArray[np.uint8], NDArray[np.uint8]]:
     pairing = pair(layout, layout)
     once = plan(pairing, np.arange(0, 64, 2), np.arange(0, 64, 2))
     runs = np.tile(once.runs, (1 << 15, 1))
-    return Plan(pairing=pairing, runs=runs), np.zeros(layout.end, np.uint8), np.zeros(layout.end, np.uint8)
+    repeated = Plan(pairing=pairing, runs=runs, rows=once.rows << 15)
+    return repeated, np.zeros(layout.end, np.uint8), np.zeros(layout.end, np.uint8)
 
 
 @pytest.mark.parametrize("path", ["compiled", "numpy"])

@@ -29,10 +29,9 @@ class RoomMetrics:
 class PrefillMetrics(Collector):
     """A prefill daemon's figures."""
 
-    def __init__(self, node: PrefillNode) -> None:
-        self.registry, self._node = CollectorRegistry(), node
-        self.rooms = RoomMetrics(self.registry)
-        self.registry.register(self)
+    def __init__(self, node: PrefillNode, registry: CollectorRegistry) -> None:
+        self._node, self.rooms = node, RoomMetrics(registry)
+        registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         """Gauges of the moment, and counters that live elsewhere."""
@@ -47,10 +46,9 @@ class PrefillMetrics(Collector):
 class DecodeMetrics(Collector):
     """A decode daemon's figures."""
 
-    def __init__(self, node: DecodeNode) -> None:
-        self.registry, self._node = CollectorRegistry(), node
-        self.rooms = RoomMetrics(self.registry)
-        self.registry.register(self)
+    def __init__(self, node: DecodeNode, registry: CollectorRegistry) -> None:
+        self._node, self.rooms = node, RoomMetrics(registry)
+        registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
         """Gauges of the moment, and counters that live elsewhere."""

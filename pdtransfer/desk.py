@@ -7,12 +7,27 @@ import logging
 from collections.abc import Callable
 
 from .effects import Send
+from .engine.base import Request
 from .errors import Cause, RemoteProtocolError
+from .limits import TEXT_LENGTH_MAX
 from .node import Ticker
 from .service import Service, ServiceEffect, Start, Stop
-from .wire import Begin, End, Load, Message, Reject
+from .wire import Begin, End, Load, Message, Reject, unpack_ids
 
 log = logging.getLogger(__name__)
+
+
+def request_of(begin: Begin) -> Request:
+    """What the engine has to do. Raises RemoteProtocolError and ValueError for a prompt that is none."""
+    prompt = unpack_ids("prompt", begin.prompt)
+    if not len(prompt):
+        raise ValueError("prompt: no tokens")
+    return Request(room=begin.room, prompt=prompt, sampling=begin.sampling, enable_hisparse=begin.enable_hisparse)
+
+
+def failure(room: int, cause: Cause, detail: str, retry_ms: int = 0) -> End:
+    """The End of a room that failed."""
+    return End(room, cause.value, detail[:TEXT_LENGTH_MAX], 0, retry_ms=retry_ms)
 
 
 class Desk:
@@ -37,7 +52,7 @@ class Desk:
             self.run(self.service.receive(peer, message, self._loop.time()))
         except RemoteProtocolError as error:
             log.warning("%s: %s", peer, error)
-            self._send(peer, Reject(0, Cause.BREACH.value, (str(error)[:500],)))
+            self._send(peer, Reject(0, Cause.BREACH.value, (str(error)[:TEXT_LENGTH_MAX],)))
 
     def tokens(self, room: int, ids: list[int]) -> None:
         """The engine has generated these."""

@@ -1,0 +1,182 @@
+"""A decode daemon: KV in, tokens out. The node lands rooms in the arena, the engine generates from where they lie."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from . import engine_thread
+from .config import DecodeConfig
+from .daemon_metrics import DecodeMetrics
+from .desk import Desk, failure, request_of
+from .effects import Ready, RoomFailed
+from .engine.base import Broken, DecodeEngine, Finished, Request, Token
+from .engine_thread import Cancel, DecodeOutcome, Dropped, Generate, Order
+from .errors import Cause, LocalProtocolError, RemoteProtocolError
+from .limits import TEXT_LENGTH_MAX
+from .memory import Arena
+from .node import DecodeNode, NodeSettings
+from .port import Port
+from .service import Service
+from .wire import Begin, End, Load, Message
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One room that decodes, or will."""
+
+    request: Request
+    ready_ns: int = 0
+    kv_bytes: int = 0
+    dropped: tuple[Cause, str] | None = None  # why it is to end early
+
+
+class DecodeDaemon:
+    """KV in, tokens out: the node lands rooms in the arena, the engine generates from them where they lie."""
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        settings: NodeSettings,
+        engine: DecodeEngine,
+        arena: Arena,
+        port: Port[Order],
+        registry: CollectorRegistry,
+    ) -> None:
+        self.config, self._engine, self.port = config, engine, port
+        card = engine.card
+        self.node = DecodeNode(
+            settings,
+            card.components,
+            arena,
+            self._told,
+            socket_directory=config.socket_directory,
+            enable_hisparse=config.enable_hisparse,
+            others=self._receive,
+        )
+        service = Service(self.node.core.links.identity, config.limits)
+        self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
+        self._work: dict[int, Work] = {}
+        self.metrics = DecodeMetrics(self.node, registry)
+        self.thread = engine_thread.DecodeThread(engine, port, self._heard)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, no lease is open, nothing waits to be acknowledged."""
+        return self.node.core.idle and not self.desk.service.room_count
+
+    def load(self) -> Load:
+        """What there is and what is left, in slots of the component that has fewest left."""
+        core = self.node.core
+        free = min(core.arena.free, key=lambda each: each.free_slots / each.slots)
+        row_bytes = sum(component.layout.row_bytes for component in core.arena.components)
+        return Load(
+            ready=True,
+            draining=self.node.core.draining,
+            rooms_running=len(core.rooms) - len(core.admission),
+            rooms_queued=len(core.admission),
+            slots_free=free.free_slots,
+            slots_total=free.slots,
+            slots_quarantined=core.leases.quarantined_bytes // row_bytes,
+            enable_hisparse=self.config.enable_hisparse,
+        )
+
+    def _receive(self, peer: str, message: Message) -> bool:
+        """Whether the message came from one who dialled us, which only routers do."""
+        router = peer not in self.node.core.links.peers
+        if router:
+            self.desk.receive(peer, message)
+        return router
+
+    def _start(self, begin: Begin) -> None:
+        try:
+            request = request_of(begin)
+            if begin.enable_hisparse and not self.config.enable_hisparse:
+                raise ValueError("enable_hisparse: the request wants it, this node is run without it")
+            self._engine.check(request)
+        except (ValueError, RemoteProtocolError) as error:
+            self._end(failure(begin.room, Cause.REFUSED, str(error)))
+            return
+        self._work[begin.room] = Work(request)
+        self.node.expect(
+            begin.room,
+            tokens=len(request.prompt),
+            sources=begin.peers,
+            time_left_s=begin.time_left_ms / 1e3,
+            growth=begin.sampling.max_tokens,
+            enable_hisparse=begin.enable_hisparse,
+        )
+
+    def _stop(self, room: int, cause: Cause) -> None:
+        if room in self._work and self._work[room].ready_ns:
+            self._drop(room, cause, "the router gave it up")
+        else:
+            self.node.abort(room, cause, "the router gave it up")
+
+    def _drop(self, room: int, cause: Cause, detail: str) -> None:
+        """Of a READY room: its slots are the engine's until Dropped."""
+        self._work[room].dropped = cause, detail
+        self.port.tell(Cancel(room))
+
+    def _told(self, event: Ready | RoomFailed) -> None:
+        match event:
+            case Ready(room, slots, aux, kv_bytes):
+                work = self._work[room]
+                work.ready_ns, work.kv_bytes = time.monotonic_ns(), kv_bytes
+                self.metrics.rooms.kv_bytes.inc(kv_bytes)
+                self.port.tell(Generate(work.request, slots, aux))
+            case RoomFailed(room, cause, detail, retry_ms):
+                del self._work[room]
+                self._end(failure(room, cause, detail, retry_ms))
+
+    def _heard(self, outcomes: list[DecodeOutcome]) -> None:
+        """What the engine's thread has done; a room's tokens of one step go out in one message."""
+        tokens: dict[int, list[int]] = {}
+        for outcome in outcomes:
+            if isinstance(outcome, Token):
+                tokens.setdefault(outcome.room, []).append(outcome.id)
+        for room, ids in tokens.items():
+            try:
+                self.desk.tokens(room, ids)
+            except LocalProtocolError as error:  # more than it was asked for
+                self._drop(room, Cause.ENGINE, str(error))
+        for outcome in outcomes:
+            match outcome:
+                case Token():
+                    pass
+                case Finished():
+                    self._close(outcome.room, outcome.reason, "", outcome)
+                case Broken():
+                    self._close(outcome.room, Cause.ENGINE.value, outcome.detail)
+                case Dropped(room):
+                    if room in self._work:  # else it finished before the Cancel came
+                        self._close(room, Cause.ABORTED.value, "")
+
+    def _close(self, room: int, reason: str, detail: str, finished: Finished | None = None) -> None:
+        """The engine touches no slot of the room any more."""
+        work = self._work.pop(room, None)
+        if work is None:
+            log.error("the engine ends room %#x, which it has not", room)
+            return
+        self.node.release(room)
+        if work.dropped is not None:
+            reason, detail, finished = work.dropped[0].value, work.dropped[1], None
+        end = End(room, reason, detail[:TEXT_LENGTH_MAX], 0, kv_bytes=work.kv_bytes, stamp_ns=work.ready_ns)
+        if finished is not None:
+            end = msgspec.structs.replace(
+                end,
+                tokens_digest=finished.tokens_digest,
+                logits_digest=finished.logits_digest,
+                kv_digest=finished.kv_digest,
+            )
+        self._end(end)
+
+    def _end(self, end: End) -> None:
+        self.metrics.rooms.ended.labels(end.reason).inc()
+        self.desk.end(end)

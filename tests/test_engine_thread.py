@@ -1,0 +1,305 @@
+"""The engine's thread: orders in, steps, outcomes out, whatever the engine refuses, breaks or gets wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from pdtransfer import engine_thread
+from pdtransfer.engine.base import Broken, Computed, EngineCard, Finished, Prefilled, Request, Token
+from pdtransfer.engine_thread import (
+    Cancel,
+    Compute,
+    DecodeThread,
+    Dropped,
+    Free,
+    Generate,
+    Offered,
+    Order,
+    PrefillThread,
+    Quit,
+)
+from pdtransfer.layout import Component, Span
+from pdtransfer.layouts import host_layout
+from pdtransfer.port import Port
+from pdtransfer.wire import Sampling
+
+PAGE = 16
+CARD = EngineCard(
+    model="m",
+    weights=b"w",
+    components=(
+        Component(
+            "kv",
+            "dram",
+            1,
+            Span(),
+            host_layout(
+                "layer_first",
+                kinds=("latent",),
+                layers=2,
+                heads=1,
+                head_bytes=64,
+                dtype="float32",
+                slots=64 * PAGE,
+                page_size=PAGE,
+            ),
+        ),
+    ),
+    memory_bytes=1,
+)
+
+
+def request(room: int, tokens: int = 20) -> Request:
+    return Request(room=room, prompt=np.arange(tokens), sampling=Sampling(max_tokens=3))
+
+
+@dataclass
+class Engine:
+    """Does a room a step, oldest first. What it is asked is written down, with the thread that asks."""
+
+    pages_free: int = 4
+    rooms: dict[int, Request] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+    steps: int = 0
+    made: Callable[[Request], list] = lambda request: []
+    card = CARD
+
+    def _note(self, what: str, room: int) -> None:
+        self.calls.append((what, room))
+        self.threads.add(threading.get_ident())
+
+    @property
+    def idle(self) -> bool:
+        self.threads.add(threading.get_ident())
+        return not self.rooms
+
+    def step(self) -> list:
+        self.steps += 1
+        self.threads.add(threading.get_ident())
+        return self.made(self.rooms.pop(next(iter(self.rooms)))) if self.rooms else []
+
+    def cancel(self, room: int) -> None:
+        self._note("cancel", room)
+        self.rooms.pop(room, None)
+
+    def free(self, room: int) -> None:
+        self._note("free", room)
+        self.pages_free += self.held.pop(room, 0)
+
+
+class Prefill(Engine):
+    def admit(self, request: Request) -> bool:
+        self._note("admit", request.room)
+        pages = -(-len(request.prompt) // PAGE)
+        if pages > 8:
+            raise ValueError(f"{len(request.prompt)} tokens never fit")
+        if pages > self.pages_free:
+            return False
+        self.pages_free -= pages
+        self.held[request.room] = pages
+        self.rooms[request.room] = request
+        return True
+
+
+class Decode(Engine):
+    def admit(self, request: Request, slots: dict, aux: bytes) -> None:
+        self._note("admit", request.room)
+        if aux != b"aux":
+            raise ValueError(f"aux: {aux!r}")
+        self.rooms[request.room] = request
+
+
+def computed(request: Request, *, pages: int | None = None) -> list:
+    tokens = len(request.prompt)
+    count = -(-tokens // PAGE) if pages is None else pages
+    cell = Computed(room=request.room, component="kv", rows=(4, tokens), layers=(0, 2), pages=np.arange(count) + 7)
+    return [cell, Prefilled(room=request.room, aux=b"aux")]
+
+
+def generated(request: Request) -> list:
+    ids = [Token(room=request.room, index=at, id=at) for at in range(3)]
+    return [*ids, Finished(room=request.room, reason="length")]
+
+
+class Site:
+    """A thread with its engine; the test is the loop, and takes the calls that were submitted to it."""
+
+    def __init__(self, engine: Engine, kind: type[PrefillThread] | type[DecodeThread]) -> None:
+        self.engine, self.port, self.outcomes = engine, Port[Order](), []
+        self.died: list[BaseException] = []
+        self.bursts: list[int] = []
+        self.thread = engine_thread.start(kind(engine, self.port, self._heard), self.died.append)
+
+    def _heard(self, outcomes: list) -> None:
+        self.bursts.append(len(outcomes))
+        self.outcomes += outcomes
+
+    def tell(self, *orders: Order) -> None:
+        for order in orders:
+            self.port.tell(order)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, (self.outcomes, self.engine)
+            while self.port._calls:
+                self.port._calls.popleft()()
+            time.sleep(0.001)
+
+    def of(self, room: int) -> list:
+        return [each for each in self.outcomes if each.room == room]
+
+
+@pytest.fixture
+def prefill() -> Iterator[Site]:
+    yield from site(Site(Prefill(made=computed), PrefillThread))
+
+
+@pytest.fixture
+def decode() -> Iterator[Site]:
+    yield from site(Site(Decode(made=generated), DecodeThread))
+
+
+def site(made: Site) -> Iterator[Site]:
+    yield made
+    if made.thread.is_alive():
+        made.tell(Quit())
+    made.thread.join(10)
+    assert not made.thread.is_alive()
+    made.port.close()
+
+
+def test_a_prompts_cells_come_as_slots_of_its_pages_and_then_its_aux(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, tokens=20)))
+    prefill.until(lambda: len(prefill.of(1)) == 2)
+    offered, prefilled = prefill.of(1)
+    assert isinstance(offered, Offered)
+    assert (offered.cell.component, offered.cell.first_row, offered.cell.layers) == ("kv", 4, (0, 2))
+    assert offered.cell.source_slots.tolist() == list(range(7 * PAGE + 4, 7 * PAGE + 20))
+    assert prefilled == Prefilled(room=1, aux=b"aux")
+    assert prefill.bursts == [2]  # one call to the loop for all that one step made
+
+
+def test_prompts_wait_in_order_for_pages_and_go_on_when_some_are_free(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, 60)), Compute(request(2, 40)), Compute(request(3, 5)))
+    prefill.until(lambda: len(prefill.of(1)) == 2)
+    assert prefill.of(3) == []  # it would fit, and it is not its turn
+    prefill.tell(Free(1))
+    prefill.until(lambda: len(prefill.of(2)) == 2 and len(prefill.of(3)) == 2)
+    assert [each.room for each in prefill.outcomes] == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_prompt_that_waits_for_pages_costs_no_turns_of_the_thread(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, 60)), Compute(request(2, 40)))
+    prefill.until(lambda: len(prefill.of(1)) == 2)
+    steps = prefill.engine.steps
+    time.sleep(0.1)
+    assert prefill.engine.steps <= steps + 1
+
+
+def test_a_prompt_that_never_fits_is_refused_and_those_behind_it_go_on(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, 500)), Compute(request(2, 20)))
+    prefill.until(lambda: len(prefill.of(2)) == 2)
+    assert prefill.of(1) == [Broken(room=1, detail="500 tokens never fit")]
+
+
+def test_a_cancelled_prompt_that_waits_is_never_computed(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, 60)))
+    prefill.until(lambda: len(prefill.of(1)) == 2)
+    prefill.tell(Compute(request(2, 40)), Compute(request(3, 5)), Cancel(2))
+    prefill.until(lambda: ("cancel", 2) in prefill.engine.calls)
+    prefill.tell(Free(1))
+    prefill.until(lambda: len(prefill.of(3)) == 2)
+    assert prefill.of(2) == []
+    assert ("cancel", 2) in prefill.engine.calls
+
+
+def test_pages_are_freed_by_the_engines_thread(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, 60)))
+    prefill.until(lambda: prefill.of(1))
+    prefill.tell(Cancel(1), Free(1))
+    prefill.until(lambda: prefill.engine.pages_free == 4)
+    assert prefill.engine.calls == [("admit", 1), ("cancel", 1), ("free", 1)]
+    assert prefill.engine.threads == {prefill.thread.ident}
+
+
+def test_an_engine_whose_pages_do_not_fit_its_rows_breaks_that_room_alone(prefill: Site) -> None:
+    prefill.engine.made = lambda each: computed(each, pages=1 if each.room == 1 else None)
+    prefill.tell(Compute(request(1, 20)), Compute(request(2, 20)))
+    prefill.until(lambda: len(prefill.of(2)) == 2)
+    broken = prefill.of(1)[0]
+    assert isinstance(broken, Broken)
+    assert "20" in broken.detail
+    assert "1 pages of 16" in broken.detail
+    assert isinstance(prefill.of(2)[0], Offered)
+
+
+def test_a_landed_room_is_generated_from(decode: Site) -> None:
+    decode.tell(Generate(request(1), {"kv": np.arange(23)}, b"aux"))
+    decode.until(lambda: len(decode.of(1)) == 4)
+    assert [each.id for each in decode.of(1)[:3]] == [0, 1, 2]
+    assert decode.of(1)[3] == Finished(room=1, reason="length")
+    assert decode.engine.threads == {decode.thread.ident}
+
+
+def test_a_room_that_the_engine_refuses_is_broken_and_others_go_on(decode: Site) -> None:
+    decode.tell(Generate(request(1), {}, b"another"), Generate(request(2), {}, b"aux"))
+    decode.until(lambda: len(decode.of(2)) == 4)
+    assert decode.of(1) == [Broken(room=1, detail="aux: b'another'")]
+
+
+def test_cancel_is_answered_once_the_engine_has_dropped_the_room(decode: Site) -> None:
+    seen: list[bool] = []
+    cancel = decode.engine.cancel
+    decode.engine.cancel = lambda room: (
+        cancel(room),
+        seen.append(any(isinstance(e, Dropped) for e in decode.outcomes)),
+    )
+    decode.engine.made = lambda each: []
+    decode.tell(Generate(request(1), {}, b"aux"), Cancel(1), Cancel(9))
+    decode.until(lambda: Dropped(9) in decode.outcomes)
+    assert decode.outcomes == [Dropped(1), Dropped(9)]
+    assert seen == [False, False]
+
+
+def test_an_engine_that_breaks_down_ends_the_thread_and_says_why(
+    decode: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(_: Request) -> list:
+        raise RuntimeError("out of memory")
+
+    decode.engine.made = breaks
+    decode.tell(Generate(request(1), {}, b"aux"))
+    decode.until(lambda: decode.died)
+    assert str(decode.died[0]) == "out of memory"
+    assert "the engine broke down" in caplog.text
+
+
+def test_quit_ends_the_thread_with_work_left(decode: Site) -> None:
+    decode.engine.made = lambda each: decode.engine.rooms.setdefault(each.room, each) and []
+    decode.tell(Generate(request(1), {}, b"aux"))
+    decode.until(lambda: decode.engine.steps > 3)
+    decode.tell(Quit())
+    decode.thread.join(10)
+    assert not decode.thread.is_alive()
+    assert decode.died == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"), [("prefill", Generate(request(1), {}, b"aux")), ("decode", Compute(request(1)))]
+)
+def test_an_order_of_the_other_role_is_our_own_bug(
+    kind: str, order: Order, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = request.getfixturevalue(kind)
+    site.tell(order)
+    site.until(lambda: site.died)
+    assert isinstance(site.died[0], AssertionError)

@@ -20,7 +20,7 @@ from cyclopts.config import Env
 from cyclopts.validators import Number
 
 from . import __version__
-from .config import PREFIX, Attention, DecodeConfig, DemoConfig, NodeConfig, PrefillConfig, RouterConfig, sources
+from .config import PREFIX, BenchModel, DecodeConfig, DemoConfig, NodeConfig, PrefillConfig, RouterConfig, sources
 from .errors import ConfigError, PDTransferError
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
@@ -111,13 +111,13 @@ def bench_transfer(
     *,
     tokens: Annotated[int, _count("Tokens of one room.")] = 4_096,
     rooms: Annotated[int, _count("Rooms to move.")] = 32,
-    attention: Annotated[Attention, Parameter(help="The reference model's attention.")] = "mla",
+    model: Annotated[BenchModel, Parameter(help="Whose KV: DeepSeek V3's, or the reference model's.")] = "deepseek",
     json: Json = False,
 ) -> int:
-    """Whole rooms from one process's pool into another's arena, without an engine: GB/s."""
+    """Whole rooms from one process's pool into another's arena, without an engine: GB/s, beside memcpy."""
     from .bench import run_transfer
 
-    return run_transfer(tokens=tokens, rooms=rooms, attention=attention, json=json)
+    return run_transfer(tokens=tokens, rooms=rooms, model=model, json=json)
 
 
 @bench.command(name="handoff")

@@ -32,6 +32,7 @@ SLOTS_MAX = 1 << 32  # slots travel as u32
 SOCKET_DIRECTORY_LENGTH_MAX = 72  # a Unix socket's whole path ends at 107 bytes
 
 Attention = Literal["mla", "gqa"]
+BenchModel = Literal["deepseek", "mla", "gqa"]  # 61 planes of MLA in bfloat16, or the reference model's own
 HostLayout = Literal["layer_first", "page_first", "page_first_direct", "page_head"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 

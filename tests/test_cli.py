@@ -21,7 +21,7 @@ from pdtransfer.config import PREFIX
 from pdtransfer.errors import TransportError
 
 BENCHES = {
-    "transfer": ("run_transfer", {"tokens": 4_096, "rooms": 32, "attention": "mla", "json": False}),
+    "transfer": ("run_transfer", {"tokens": 4_096, "rooms": 32, "model": "deepseek", "json": False}),
     "handoff": ("run_handoff", {"tokens": 16, "rooms": 2_000, "concurrency": 64, "json": False}),
     "copy": ("run_copy", {"tokens": 8_192, "threads": 2, "json": False}),
     "plan": ("run_plan", {"tokens": 131_072, "planes": 61, "json": False}),

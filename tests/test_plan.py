@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer import plan as plan_module
-from pdtransfer.bench_plan import plan_benchmark
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.layout import Pairing, expand_pages, pair
 from pdtransfer.layouts import HOST_LAYOUTS
@@ -284,10 +283,3 @@ def test_a_plan_cannot_be_changed() -> None:
     for array in (planned.runs, planned.pairing.table, planned.pairing.layers, layout.table):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
-
-
-def test_the_benchmark_reports_what_it_planned() -> None:
-    figures = plan_benchmark(tokens=1_000, layers=3, page_size=16, repeats=1)
-    assert figures["bytes"] == 1_000 * 3 * 1_152
-    assert 1 < figures["runs_contiguous"] <= 63
-    assert all(figures[name] > 0 for name in ("pair_ms", "contiguous_ms", "scattered_ms", "pieces_ms"))

@@ -8,16 +8,23 @@ from time import perf_counter
 
 import numpy as np
 
-from .layout import Layout, expand_pages, pair
-from .layouts import host_layout
-from .plan import plan
+from ..layout import Layout, expand_pages, pair
+from ..layouts import host_layout
+from ..plan import plan
+from .report import Figures, Line
 
 _PIECE_BYTES = 4 << 20  # about what a ring takes at a time
 
 
-def plan_benchmark(
-    *, tokens: int = 131_072, layers: int = 61, page_size: int = 64, repeats: int = 51
-) -> dict[str, float]:
+LINES = (
+    Line("pages into one extent", "{contiguous_ms:.2f} ms", "{tokens} tokens x {planes} planes; aim: 1"),
+    Line("tokens from anywhere to anywhere", "{scattered_ms:.2f} ms", "aim: 5"),
+    Line("pages into one extent, as byte runs", "{pieces_ms:.1f} ms", "what a network transport asks for"),
+    Line("pairing of two layouts", "{pair_ms:.2f} ms", "once a session"),
+)
+
+
+def measure(*, tokens: int = 131_072, layers: int = 61, page_size: int = 64, repeats: int = 51) -> Figures:
     """Medians in milliseconds for one MLA request from layer_first pages into a token-granular page_first arena.
 
     Contiguous: scattered pages into one extent. Scattered: every token from anywhere to anywhere. `pieces` multiplies

@@ -12,21 +12,28 @@ from statistics import median
 import uvloop
 import zmq
 
-from .bus import Bus
-from .errors import RemoteProtocolError
-from .keys import AllowList, KeyPair
-from .wire import VERSION, Hello, Identity, Message, Ping, Pong, Ranks, encode
+from ..bus import Bus
+from ..errors import RemoteProtocolError
+from ..keys import AllowList, KeyPair
+from ..wire import VERSION, Hello, Identity, Message, Ping, Pong, Ranks, encode
+from .report import Figures, Line
+
+LINES = tuple(
+    Line(what, f"{{{name}_us_p50:.0f}} us", f"p99 {{{name}_us_p99:.0f}} us; {{{name}_echoes_s:,.0f}} echoes a second")
+    for what, name in (("bare sockets, round trip", "raw"), ("bus", "bus"), ("bus with keys", "bus_curve"))
+)
 
 _ANY_PORT = "tcp://127.0.0.1:0"
 
 
-def measure(*, rounds: int = 5, messages: int = 4_000, in_flight: int = 64) -> dict[str, float]:
+def measure(*, rounds: int = 5, messages: int = 4_000, in_flight: int = 64) -> Figures:
     """Times Ping and Pong of bare sockets (ROUTER/DEALER, blocking), of the bus, and of the bus with CURVE keys.
 
     Returns microseconds and echoes a second, each the median over `rounds` rounds, which take turns so that a busy
     host is busy for all three. Each round sends `messages` one after the other, then as many with `in_flight` at once.
     """
     client, server = _pair(), _pair()
+    in_flight = min(in_flight, messages)
     runs: dict[str, Callable[[int, int], _Round]] = {
         "raw": _bare,
         "bus": lambda messages, in_flight: _over_bus(messages, in_flight, None, None),
@@ -36,12 +43,12 @@ def measure(*, rounds: int = 5, messages: int = 4_000, in_flight: int = 64) -> d
     for _ in range(rounds):
         for name, run in runs.items():
             results[name].append(run(messages, in_flight))
-    figures: dict[str, float] = {"messages": messages, "rounds": rounds, "in_flight": in_flight}
+    figures: Figures = {"messages": messages, "rounds": rounds, "in_flight": in_flight}
     for name, taken in results.items():
         figures[f"{name}_us_p50"] = median(one.microseconds(0.50) for one in taken)
         figures[f"{name}_us_p99"] = median(one.microseconds(0.99) for one in taken)
         figures[f"{name}_echoes_s"] = median(one.echoes_s for one in taken)
-    figures["bus_to_raw_p50"] = figures["bus_us_p50"] / figures["raw_us_p50"]
+    figures["bus_to_raw_p50"] = float(figures["bus_us_p50"]) / float(figures["raw_us_p50"])
     return figures
 
 
@@ -187,8 +194,3 @@ def _pair() -> KeyPair:
 
 def _refused(peer: str, error: RemoteProtocolError) -> None:
     raise AssertionError(f"{peer}: {error}")
-
-
-if __name__ == "__main__":
-    for name, figure in measure().items():
-        print(f"{name:>20} {figure:12.1f}")

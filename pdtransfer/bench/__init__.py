@@ -1,0 +1,45 @@
+"""What each part costs on this host: `pdtransfer bench PART` runs one of these, prints it, and answers with a status.
+
+A part's `measure` returns figures and says in its docstring how they are come by. Whatever is compared, a bare round
+trip or a memcpy, is timed in the same run, in turn with what it is compared with: a busy host is busy for both.
+"""
+
+from __future__ import annotations
+
+from ..config import BenchModel
+from .report import show
+
+
+def run_transfer(*, tokens: int, rooms: int, model: BenchModel, json: bool) -> int:
+    """Whole rooms from one process's pool into another's arena."""
+    from . import transfer
+
+    return show(transfer.measure(tokens=tokens, rooms=rooms, model=model), transfer.LINES, json=json)
+
+
+def run_handoff(*, tokens: int, rooms: int, concurrency: int, json: bool) -> int:
+    """Small rooms between two processes."""
+    from . import handoff
+
+    return show(handoff.measure(tokens=tokens, rooms=rooms, concurrency=concurrency), handoff.LINES, json=json)
+
+
+def run_plan(*, tokens: int, planes: int, json: bool) -> int:
+    """The planner."""
+    from . import plan
+
+    return show(plan.measure(tokens=tokens, layers=planes), plan.LINES, json=json)
+
+
+def run_bus(*, rounds: int, json: bool) -> int:
+    """Messages between two processes."""
+    from . import bus
+
+    return show(bus.measure(messages=max(1, rounds // 5), rounds=5), bus.LINES, json=json)
+
+
+def run_idle(*, seconds: int, json: bool) -> int:
+    """Daemons that have nothing to do."""
+    from . import idle
+
+    return show(idle.measure(seconds=seconds), idle.LINES, json=json)

@@ -1,0 +1,88 @@
+"""Small rooms between two processes: how late decode hears of the last byte, and how many rooms pass in a second."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import numpy as np
+
+from .models import PAGE_SIZE, components
+from .ranks import Ranks
+from .report import Figures, Line
+
+ROOM_BYTES_MAX = 64 << 10  # of the rooms whose rate is measured
+_POOL_PAGES = 64  # 36 MiB of the reference model's KV: more than the caches next to a core
+
+LINES = (
+    Line(
+        "hand-off, last cell written to READY, p50",
+        "{handoff_us_p50:.0f} us",
+        "{handoff_to_raw_p50:.1f} x a bare ZMQ round trip of {raw_us_p50:.0f} us ({handoff_to_raw_p50_min:.1f} to "
+        "{handoff_to_raw_p50_max:.1f}); aim: 4",
+    ),
+    Line("hand-off, p99", "{handoff_us_p99:.0f} us", "bare round trip {raw_us_p99:.0f} us"),
+    Line("expect to READY, p50", "{ready_us_p50:.0f} us", "{tokens} tokens, {room_bytes} bytes, one at a time"),
+    Line(
+        "hand-offs a second",
+        "{handoffs_s:,.0f}",
+        "{handoffs_s_min:,.0f} to {handoffs_s_max:,.0f}; {rate_room_bytes} bytes, {concurrency} under way; aim: 5,000",
+    ),
+    Line("CPU a hand-off", "{prefill_cpu_us:.0f} + {decode_cpu_us:.0f} us", "prefill + decode, all their threads"),
+)
+
+
+def measure(*, tokens: int = 16, rooms: int = 2_000, concurrency: int = 64, rounds: int = 10) -> Figures:
+    """Hand-offs of the reference model's KV over shm, between a node in one process and a node in another.
+
+    The rounds take turns with: bare ROUTER/DEALER round trips of a Grant's bytes between the same two processes,
+    with blocking sockets; rooms of `tokens` tokens, one at a time, as many of both as make `rooms` in all; and `rooms`
+    rooms of at most ROOM_BYTES_MAX bytes, `concurrency` of them under way.
+
+    A hand-off lasts from the stamp in prefill's process right behind the copy of the room's only cell, before anybody
+    is told of it, to READY in decode's; `ready` from decode's `expect`, so that it holds Grant and copy as well. Each
+    figure is the median over rounds of the round's own percentile, ratio or rate; `_min` and `_max` are the extremes.
+    """
+    count = max(1, rooms // rounds)
+    source, target = components("mla", source_slots=_POOL_PAGES * PAGE_SIZE, target_slots=2 * tokens * concurrency)
+    row_bytes = source.layout.row_bytes
+    rate_tokens = max(1, min(tokens, ROOM_BYTES_MAX // row_bytes))
+    figures: Figures = {
+        "tokens": tokens,
+        "room_bytes": tokens * row_bytes,
+        "rate_room_bytes": rate_tokens * row_bytes,
+        "rooms": rooms,
+        "concurrency": concurrency,
+        "rounds": rounds,
+    }
+    taken: dict[str, list[float]] = {}
+    with Ranks(source, target) as ranks:
+        ranks.hand_off(concurrency, tokens=rate_tokens, at_once=concurrency)
+        ranks.hand_off(count, tokens=tokens)
+        ranks.echo(count)
+        for _ in range(rounds):
+            raw = _percentiles(ranks.echo(count))
+            one = ranks.hand_off(count, tokens=tokens)
+            many = ranks.hand_off(rooms, tokens=rate_tokens, at_once=concurrency)
+            handed, ready = _percentiles(one.ready - one.written), _percentiles(one.ready - one.expected)
+            for name, value in {
+                "raw_us_p50": raw[0],
+                "raw_us_p99": raw[1],
+                "handoff_us_p50": handed[0],
+                "handoff_us_p99": handed[1],
+                "handoff_to_raw_p50": handed[0] / raw[0],
+                "ready_us_p50": ready[0],
+                "ready_us_p99": ready[1],
+                "handoffs_s": rooms / many.seconds,
+                "prefill_cpu_us": many.prefill_cpu_ns / rooms / 1e3,
+                "decode_cpu_us": many.decode_cpu_ns / rooms / 1e3,
+            }.items():
+                taken.setdefault(name, []).append(value)
+    for name, values in taken.items():
+        figures |= {name: median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+    return figures
+
+
+def _percentiles(nanoseconds: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> tuple[float, float]:
+    """p50 and p99 in microseconds."""
+    p50, p99 = np.percentile(nanoseconds, (50, 99)) / 1e3
+    return float(p50), float(p99)

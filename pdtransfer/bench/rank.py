@@ -1,0 +1,276 @@
+"""What runs in the two processes of a bench: a node on its loop, no engine, and batches of rooms that a pipe orders.
+
+Decode expects a batch's rooms, some at once. Prefill has as many open, and offers the one cell of a room when its grant
+has come, in a turn of the loop of its own, as an engine would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import numpy as np
+import uvloop
+import zmq
+from numpy.typing import NDArray
+
+from ..daemon import SWITCH_INTERVAL_S
+from ..effects import Drained, Landed, Leased, Ready, RoomFailed
+from ..errors import PDTransferError
+from ..layout import Component, expand_pages
+from ..memory import Arena, allocate
+from ..node import DecodeNode, NodeSettings, PrefillNode
+from ..session.prefill import Cell
+from ..wire import Grant, Part, encode
+
+_ANY_PORT = "tcp://127.0.0.1:0"
+_AUX = b"\0" * 32  # about what the reference engine says of a room
+_ROOM_SECONDS = 60.0
+_ECHO = encode(Grant(1 << 63, 1, 1 << 63, 16, 0, (Part(0, 0, 16, b"\0" * 8),), send_aux=True, time_left_ms=1))
+_PAGE_STEP = 7  # rooms take every 7th page: what was just read is not read again at once
+
+
+class Batch(NamedTuple):
+    """Rooms first .. first + rooms - 1 of `tokens` tokens each, `at_once` of them under way."""
+
+    first: int
+    rooms: int
+    tokens: int
+    at_once: int
+
+
+class Echoes(NamedTuple):
+    """So many bare round trips, with blocking sockets: no loop runs meanwhile."""
+
+    trips: int
+
+
+class Memcpy(NamedTuple):
+    """One memcpy of so many bytes of the pool."""
+
+    byte_count: int
+
+
+class Fragment(NamedTuple):
+    """Decode holds every second slot of its arena from now on."""
+
+
+class Failure(NamedTuple):
+    """Why there is no answer, for a person."""
+
+    text: str
+
+
+class _Rank(ABC):
+    """One process. It ends when its pipe does."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._loop, self._over = pipe, asyncio.get_running_loop(), asyncio.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._batch = Batch(1, 0, 0, 0)
+        self._started = self._ended = 0  # rooms of the batch
+        self._cpu_ns = 0
+        self._loop.add_reader(pipe.fileno(), self._asked)
+
+    async def serve(self) -> None:
+        """Until the pipe ends."""
+        await self._over.wait()
+        self._loop.remove_reader(self._pipe.fileno())
+        self._context.destroy(linger=0)
+
+    def fail(self, text: str) -> None:
+        """The batch cannot end as it should."""
+        if not self._over.is_set():
+            self._over.set()
+            self._pipe.send(Failure(text))
+
+    def begin(self, batch: Batch) -> None:
+        """Starts as many rooms as may be under way."""
+        self._batch, self._started, self._ended, self._cpu_ns = batch, 0, 0, time.process_time_ns()
+        for _ in range(min(batch.at_once, batch.rooms)):
+            self._next()
+
+    def room_over(self) -> bool:
+        """Starts another room, if there is one; whether the batch is over."""
+        self._ended += 1
+        if self._started < self._batch.rooms:
+            self._next()
+        return self._ended == self._batch.rooms
+
+    @property
+    def cpu_ns(self) -> int:
+        """This process's since the batch began."""
+        return time.process_time_ns() - self._cpu_ns
+
+    def _next(self) -> None:
+        self._started += 1
+        self.start(self._batch.first + self._started - 1)
+
+    def _asked(self) -> None:
+        try:
+            self.perform(self._pipe.recv())
+        except (EOFError, ConnectionResetError):
+            self._over.set()
+
+    @abstractmethod
+    def perform(self, order: object) -> None:
+        """Does what was asked, and answers now or when it is done."""
+
+    @abstractmethod
+    def start(self, room: int) -> None:
+        """Starts one room of the batch."""
+
+
+class _PrefillRank(_Rank):
+    def __init__(self, pipe: Connection, source: Component, copy_threads: int) -> None:
+        super().__init__(pipe)
+        self._source, self._page_count = source, source.layout.slots // source.layout.page_size
+        self._pool = allocate(source.layout.end)
+        self._pool.array[:] = 7
+        self._copy: Arena | None = None
+        self._node = PrefillNode(
+            _settings("prefill"), (source,), self._told, pool_address=self._pool.address, copy_threads=copy_threads
+        )
+        self._router = self._context.socket(zmq.ROUTER)
+        self._written = np.zeros(0, np.int64)
+
+    async def serve(self) -> None:
+        port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self._pipe.send((await self._node.bus.bind(_ANY_PORT), f"tcp://127.0.0.1:{port}"))
+        await super().serve()
+        await self._node.close()
+
+    def perform(self, order: object) -> None:
+        match order:
+            case Batch():
+                self._written = np.zeros(order.rooms, np.int64)
+                self.begin(order)
+            case Echoes(trips):
+                for _ in range(trips):
+                    route, frame = self._router.recv(), self._router.recv()
+                    self._router.send(route, zmq.SNDMORE)
+                    self._router.send(frame)
+                self._pipe.send(None)
+            case Memcpy(byte_count):
+                self._pipe.send(self._memcpy(byte_count))
+            case _:
+                raise AssertionError(order)
+
+    def start(self, room: int) -> None:
+        self._node.open(room, tokens=self._batch.tokens, time_left_s=_ROOM_SECONDS)
+
+    def _told(self, event: Leased | Landed | RoomFailed | Drained) -> None:
+        match event:
+            case Leased(room):
+                self._loop.call_soon(self._offer, room)
+            case Landed():
+                pass
+            case RoomFailed(room, _, detail):
+                self.fail(f"room {room} failed at prefill: {detail}")
+            case Drained():
+                if self.room_over():
+                    self._pipe.send((self._written, self.cpu_ns))
+
+    def _offer(self, room: int) -> None:
+        tokens, page_size = self._batch.tokens, self._source.layout.page_size
+        needed = -(-tokens // page_size)
+        pages = (room * needed + np.arange(needed)) * _PAGE_STEP % self._page_count
+        cell = Cell(self._source.name, 0, self._source.layout.layer_range, expand_pages(pages, page_size, tokens))
+        self._node.push(room, cell)
+        # A small room's cell is written by now: nothing of what follows is left out of its hand-off.
+        self._written[room - self._batch.first] = time.monotonic_ns()
+        self._node.finish(room, aux=_AUX)
+
+    def _memcpy(self, byte_count: int) -> int:
+        if self._copy is None:
+            self._copy = Arena.create(byte_count)
+            self._copy.prefault()
+        start = time.monotonic_ns()
+        ctypes.memmove(self._copy.mapping.address, self._pool.address, byte_count)
+        return time.monotonic_ns() - start
+
+
+class _DecodeRank(_Rank):
+    def __init__(self, pipe: Connection, target: Component, endpoint: str, bare: str) -> None:
+        super().__init__(pipe)
+        arena = Arena.create(target.layout.end)
+        arena.prefault()
+        self._node = DecodeNode(_settings("decode"), (target,), arena, self._told)
+        self._sources = (endpoint,)
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.connect(bare)
+        self._expected = self._ready = np.zeros(0, np.int64)
+
+    async def serve(self) -> None:
+        await super().serve()
+        await self._node.close()
+
+    def perform(self, order: object) -> None:
+        match order:
+            case Batch():
+                self._expected, self._ready = np.zeros((2, order.rooms), np.int64)
+                self.begin(order)
+            case Echoes(trips):
+                self._pipe.send(self._echo(trips))
+            case Fragment():
+                arena = self._node.core.arena
+                holdings = [arena.allocate((1,)) for _ in range(arena.free[0].free_slots)]
+                for holding in holdings[::2]:
+                    assert holding is not None
+                    arena.drop(holding)
+                self._pipe.send(arena.free[0].largest)
+            case _:
+                raise AssertionError(order)
+
+    def start(self, room: int) -> None:
+        self._expected[room - self._batch.first] = time.monotonic_ns()
+        self._node.expect(room, tokens=self._batch.tokens, sources=self._sources, time_left_s=_ROOM_SECONDS)
+
+    def _told(self, event: Ready | RoomFailed) -> None:
+        if isinstance(event, RoomFailed):
+            self.fail(f"room {event.room} failed at decode: {event.detail}")
+            return
+        self._ready[event.room - self._batch.first] = time.monotonic_ns()
+        self._node.release(event.room)
+        if self.room_over():
+            self._pipe.send((self._expected, self._ready, self.cpu_ns))
+
+    def _echo(self, trips: int) -> NDArray[np.int64]:
+        took = np.zeros(trips, np.int64)
+        for at in range(trips):
+            start = time.monotonic_ns()
+            self._dealer.send(_ECHO)
+            self._dealer.recv()
+            took[at] = time.monotonic_ns() - start
+        return took
+
+
+def run_prefill(pipe: Connection, source: Component, copy_threads: int) -> None:
+    """The prefill process: answers first with the node's endpoint and the bare socket's."""
+    _run(pipe, lambda: _PrefillRank(pipe, source, copy_threads))
+
+
+def run_decode(pipe: Connection, target: Component, endpoint: str, bare: str) -> None:
+    """The decode process."""
+    _run(pipe, lambda: _DecodeRank(pipe, target, endpoint, bare))
+
+
+def _run(pipe: Connection, make: Callable[[], _Rank]) -> None:
+    async def serve() -> None:
+        await make().serve()
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        uvloop.run(serve())
+    except PDTransferError as error:
+        pipe.send(Failure(str(error)))
+
+
+def _settings(role: str) -> NodeSettings:
+    return NodeSettings(node=f"bench-{role}", model="bench", weights=b"")

@@ -1,0 +1,115 @@
+"""A prefill and a decode rank as two processes, seen from the bench that drives them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import WorldError
+from ..layout import Component
+from .rank import Batch, Echoes, Failure, Fragment, Memcpy, run_decode, run_prefill
+
+_ANSWER_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamps:
+    """When each room of a batch got somewhere: CLOCK_MONOTONIC in ns, int64 (rooms,) each, in the order of rooms."""
+
+    expected: NDArray[np.int64]
+    written: NDArray[np.int64]  # its last cell
+    ready: NDArray[np.int64]
+    prefill_cpu_ns: int  # of all threads, over the whole batch
+    decode_cpu_ns: int
+
+    @property
+    def seconds(self) -> float:
+        """From the first room expected to the last one READY."""
+        return float(self.ready.max() - self.expected.min()) / 1e9
+
+
+class Ranks:
+    """Both processes: a node on a loop each, no engine. `source` is what prefill's pool holds, `target` decode's arena.
+
+    Whatever fails in one of them is raised here as WorldError.
+    """
+
+    def __init__(self, source: Component, target: Component, *, copy_threads: int = 2) -> None:
+        self._processes: list[SpawnProcess] = []
+        self._prefill = self._start(run_prefill, source, copy_threads)
+        endpoint, bare = _answer(self._prefill)
+        self._decode = self._start(run_decode, target, endpoint, bare)
+        self._next_room = 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pipe in (self._decode, self._prefill):
+            pipe.close()  # which ends them
+        for process in self._processes:
+            process.join(10.0)
+            process.kill()
+
+    def hand_off(self, rooms: int, *, tokens: int, at_once: int = 1) -> Stamps:
+        """Moves `rooms` rooms of `tokens` tokens, `at_once` of them under way at any time."""
+        batch = Batch(self._next_room, rooms, tokens, at_once)
+        self._next_room += rooms
+        self._prefill.send(batch)
+        self._decode.send(batch)
+        expected, ready, decode_cpu_ns = _answer(self._decode)
+        written, prefill_cpu_ns = _answer(self._prefill)
+        return Stamps(
+            expected=expected,
+            written=written,
+            ready=ready,
+            prefill_cpu_ns=prefill_cpu_ns,
+            decode_cpu_ns=decode_cpu_ns,
+        )
+
+    def echo(self, trips: int) -> NDArray[np.int64]:
+        """Nanoseconds of `trips` bare ROUTER/DEALER round trips between the two processes, one after the other."""
+        self._prefill.send(Echoes(trips))
+        self._decode.send(Echoes(trips))
+        _answer(self._prefill)
+        return _answer(self._decode)
+
+    def memcpy(self, byte_count: int) -> int:
+        """Nanoseconds of one memcpy in the prefill process, from the pool into shared memory."""
+        self._prefill.send(Memcpy(byte_count))
+        return _answer(self._prefill)
+
+    def fragment(self) -> int:
+        """From here on no two free slots of the arena are neighbours; returns how many the longest free run has."""
+        self._decode.send(Fragment())
+        return _answer(self._decode)
+
+    def _start(self, run: Callable[..., None], *arguments: object) -> Connection:
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=run, args=(theirs, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        return ours
+
+
+def _answer(pipe: Connection) -> Any:
+    if not pipe.poll(_ANSWER_SECONDS):
+        raise WorldError(f"a rank has said nothing for {_ANSWER_SECONDS:.0f} s")
+    try:
+        answer = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        raise WorldError("a rank has died") from None
+    if isinstance(answer, Failure):
+        raise WorldError(answer.text)
+    return answer

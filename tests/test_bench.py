@@ -1,0 +1,154 @@
+"""Benches run, with counts so small that their figures mean nothing, and tell what they say they measure."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pdtransfer.bench import bus, handoff, idle, models, plan, report, run_plan, transfer
+from pdtransfer.bench.ranks import Ranks
+from pdtransfer.errors import WorldError
+
+ROW_BYTES = 4 * 576 * 4  # of a token in the reference model's MLA: layers, elements, float32
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    source, target = models.components("mla", source_slots=256, target_slots=64)
+    with Ranks(source, target) as ranks:
+        yield ranks
+
+
+def told(lines: tuple[report.Line, ...], figures: report.Figures, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a person gets to read; KeyError where a line names a figure that is not there."""
+    assert report.show(figures, lines, json=False) == 0
+    return capsys.readouterr().out
+
+
+def sizes(figures: report.Figures, suffix: str) -> list[float]:
+    return [float(value) for name, value in figures.items() if name.endswith(suffix)]
+
+
+# Two ranks
+
+
+def test_rooms_are_expected_then_written_then_ready(ranks: Ranks) -> None:
+    stamps = ranks.hand_off(5, tokens=16)
+    assert (stamps.expected < stamps.written).all()
+    assert (stamps.written < stamps.ready).all()
+    assert (stamps.ready[:-1] <= stamps.expected[1:]).all()  # one at a time
+    assert stamps.seconds == (stamps.ready[-1] - stamps.expected[0]) / 1e9
+    assert min(stamps.prefill_cpu_ns, stamps.decode_cpu_ns) > 0
+
+
+def test_as_many_rooms_are_under_way_as_were_asked_for(ranks: Ranks) -> None:
+    stamps = ranks.hand_off(40, tokens=7, at_once=8)
+    # A room that is READY makes place for the next one, which is expected after that.
+    steps = sorted([(at, 1) for at in stamps.expected.tolist()] + [(at, -1) for at in stamps.ready.tolist()])
+    under_way = np.cumsum([step for _, step in steps])
+    assert under_way.max() == 8
+
+
+def test_a_room_that_fails_ends_the_bench_with_its_cause() -> None:
+    source, target = models.components("mla", source_slots=128, target_slots=64)
+    with Ranks(source, target) as ranks, pytest.raises(WorldError, match=r"room 1 failed at decode: .*64"):
+        ranks.hand_off(1, tokens=65)
+
+
+def test_a_fragmented_arena_has_single_slots() -> None:
+    source, target = models.components("mla", source_slots=64, target_slots=64)
+    with Ranks(source, target) as ranks:
+        assert ranks.fragment() == 1
+        assert (ranks.hand_off(3, tokens=32).ready > 0).all()
+
+
+def test_echoes_and_memcpys_are_timed_one_by_one(ranks: Ranks) -> None:
+    trips_ns = ranks.echo(5)
+    assert trips_ns.shape == (5,)
+    assert (trips_ns > 0).all()
+    assert ranks.memcpy(1 << 20) > 0
+
+
+# The benches
+
+
+def test_handoff_sets_latency_beside_a_bare_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = handoff.measure(tokens=16, rooms=20, concurrency=4, rounds=2)
+    assert figures["room_bytes"] == 16 * ROW_BYTES
+    assert figures["rate_room_bytes"] == 7 * ROW_BYTES <= 64 << 10
+    assert 0 < float(figures["handoff_us_p50"]) < float(figures["ready_us_p50"])
+    assert float(figures["handoff_us_p50"]) <= float(figures["handoff_us_p99"])
+    assert float(figures["handoffs_s_min"]) <= float(figures["handoffs_s"]) <= float(figures["handoffs_s_max"])
+    assert min(sizes(figures, "_us_p50") + sizes(figures, "_cpu_us") + sizes(figures, "_to_raw_p50")) > 0
+    assert "a bare ZMQ round trip" in told(handoff.LINES, figures, capsys)
+
+
+@pytest.mark.parametrize(("model", "row_bytes"), [("deepseek", 61 * 1_152), ("gqa", 4 * 2 * 4 * 64 * 4)])
+def test_transfer_sets_rooms_beside_a_memcpy(
+    model: models.BenchModel, row_bytes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = transfer.measure(tokens=100, rooms=1, model=model)
+    assert figures["room_mib"] == 100 * row_bytes / (1 << 20)
+    names = {f"{arena}_{threads}" for arena in ("fresh", "fragmented") for threads in (1, 2)}
+    for name in names:
+        assert float(figures[f"{name}_gb_s"]) > 0
+        assert float(figures[f"{name}_to_memcpy"]) > 0
+    assert "fragmented arena, 2 copy threads" in told(transfer.LINES, figures, capsys)
+
+
+def test_plan_says_what_it_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = plan.measure(tokens=1_000, layers=3, page_size=16, repeats=1)
+    assert figures["bytes"] == 1_000 * 3 * 1_152
+    assert 1 < int(figures["runs_contiguous"]) <= 63
+    assert min(sizes(figures, "_ms")) > 0
+    assert "1000 tokens x 3 planes" in told(plan.LINES, figures, capsys)
+
+
+def test_bus_is_set_beside_bare_sockets(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = bus.measure(rounds=1, messages=20)
+    assert min(sizes(figures, "_us_p50") + sizes(figures, "_echoes_s")) > 0
+    assert figures["bus_to_raw_p50"] == float(figures["bus_us_p50"]) / float(figures["raw_us_p50"])
+    assert "bus with keys" in told(bus.LINES, figures, capsys)
+
+
+@pytest.mark.slow
+def test_idle_watches_both_daemons_alone_and_with_a_session(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = idle.measure(seconds=1)
+    for name in ("prefill_alone", "decode_alone", "prefill_session", "decode_session", "torch"):
+        private, pss, rss = (float(figures[f"{name}_{size}_mib"]) for size in ("private", "pss", "rss"))
+        assert 0 < private <= pss <= rss
+    assert all(0 <= percent < 100 for percent in sizes(figures, "_cpu_percent"))
+    assert len(sizes(figures, "_cpu_percent")) == 4
+    assert "decode, with a session" in told(idle.LINES, figures, capsys)
+
+
+def test_memory_is_what_the_kernel_says_of_the_process() -> None:
+    before = idle.memory_of(os.getpid())
+    held = np.ones(64 << 20, np.uint8)
+    after = idle.memory_of(os.getpid())
+    assert after.rss >= after.pss >= after.private >= len(held)
+    assert after.private - before.private > len(held) // 2
+
+
+# How they are told
+
+
+def test_json_is_one_object_with_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan(tokens=1_000, planes=2, json=True) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    figures = json.loads(line)
+    assert figures["bytes"] == 1_000 * 2 * 1_152
+    assert set(plan.measure(tokens=64, layers=1, repeats=1)) | {"load_1min"} == set(figures)
+
+
+def test_table_has_a_row_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [report.Line("speed", "{gb_s:.1f} GB/s", "aim {aim}"), report.Line("name", "{name}")]
+    report.show({"gb_s": 1.25, "aim": 2, "name": "x"}, lines, json=False)
+    first, second, load = capsys.readouterr().out.splitlines()
+    assert first.split() == ["speed", "1.2", "GB/s", "aim", "2"]
+    assert second.split() == ["name", "x"]
+    assert load.startswith("load ")

@@ -76,6 +76,14 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """Prefill: the engine can never compute this prompt."""
+
+    room: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class Offered:
     """Prefill: a cell of the room is computed."""
 
@@ -84,7 +92,7 @@ class Offered:
 
 
 Order: TypeAlias = Compute | Generate | Cancel | Free | Quit
-PrefillOutcome: TypeAlias = Offered | Prefilled | Broken
+PrefillOutcome: TypeAlias = Offered | Prefilled | Broken | Refused
 DecodeOutcome: TypeAlias = Token | Finished | Broken | Dropped
 
 
@@ -126,7 +134,7 @@ class PrefillThread:
                 if not self._engine.admit(self._waiting[0]):
                     break
             except ValueError as error:
-                refused.append(Broken(room=self._waiting[0].room, detail=str(error)))
+                refused.append(Refused(self._waiting[0].room, str(error)))
             self._waiting.popleft()
         return refused
 

@@ -15,7 +15,7 @@ from .daemon_metrics import PrefillMetrics
 from .desk import Desk, failure, request_of
 from .effects import Drained, Landed, Leased, RoomFailed
 from .engine.base import Broken, Prefilled, PrefillEngine
-from .engine_thread import Cancel, Compute, Free, Offered, Order, PrefillOutcome
+from .engine_thread import Cancel, Compute, Free, Offered, Order, PrefillOutcome, Refused
 from .errors import Cause, RemoteProtocolError
 from .node import NodeSettings, PrefillNode
 from .port import Port
@@ -99,6 +99,8 @@ class PrefillDaemon:
                     self.node.finish(outcome.room, aux=outcome.aux)
                 case Broken():
                     self.node.abort(outcome.room, Cause.ENGINE, outcome.detail)
+                case Refused(room, detail):
+                    self.node.abort(room, Cause.REFUSED, detail)
 
     def _told(self, event: Leased | Landed | RoomFailed | Drained) -> None:
         """What has become of a room; Drained always comes last."""

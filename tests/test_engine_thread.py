@@ -23,6 +23,7 @@ from pdtransfer.engine_thread import (
     Order,
     PrefillThread,
     Quit,
+    Refused,
 )
 from pdtransfer.layout import Component, Span
 from pdtransfer.layouts import host_layout
@@ -208,7 +209,7 @@ def test_a_prompt_that_waits_for_pages_costs_no_turns_of_the_thread(prefill: Sit
 def test_a_prompt_that_never_fits_is_refused_and_those_behind_it_go_on(prefill: Site) -> None:
     prefill.tell(Compute(request(1, 500)), Compute(request(2, 20)))
     prefill.until(lambda: len(prefill.of(2)) == 2)
-    assert prefill.of(1) == [Broken(room=1, detail="500 tokens never fit")]
+    assert prefill.of(1) == [Refused(1, "500 tokens never fit")]
 
 
 def test_a_cancelled_prompt_that_waits_is_never_computed(prefill: Site) -> None:

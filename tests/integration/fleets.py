@@ -1,0 +1,305 @@
+"""Real processes for tests: a fleet with small engines, its clients, and what must be true of it when nothing runs.
+
+Every wait is for a condition and bounded. Ports are the system's choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdtransfer.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.engine.base import EngineConfig
+from pdtransfer.engine.reference import Generation, generate_many
+from pdtransfer.fleet import Daemon, Fleet
+from pdtransfer.limits import Limits
+from pdtransfer.wire import Sampling
+
+REPO = Path(__file__).resolve().parents[2]
+ENGINE = "tests.integration.engines:create"
+LAYERS = "layers=2"
+SLOTS = 2_048
+TOKENS = 6  # generated for each prompt where a test does not say otherwise
+PATIENCE_S = 60.0
+LIMITS = Limits(ping_ms=250, fence_poll_ms=25, room_deadline_ms=30_000)
+Result = TypeVar("Result")
+
+
+async def until(condition: Callable[[], Awaitable[object]], what: str = "", seconds: float = PATIENCE_S) -> None:
+    """Waits for what happens in other processes."""
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline, f"not in {seconds} s: {what or condition}"
+        await asyncio.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client got: a status, and a completion or an error."""
+
+    status: int
+    body: dict[str, Any]
+    retry_after: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.body["choices"][0]["text"]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.body["pdtransfer"]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.body["error"]
+
+
+def equal(answer: Answer, expected: Generation) -> bool:
+    """Tokens, logits and KV are those of a single process."""
+    names = ("tokens_digest", "logits_digest", "kv_digest")
+    return answer.status == 200 and all(answer.facts[name] == getattr(expected, name).hex() for name in names)
+
+
+@cache
+def generated(attention: str, prompt: str, max_tokens: int = TOKENS) -> Generation:
+    """What a single process makes of the prompt."""
+    config = EngineConfig(
+        role="decode",
+        attention=attention,
+        slots=SLOTS,
+        page_size=64,
+        host_layout="layer_first",
+        options={"layers": "2"},
+    )
+    ids = np.frombuffer(prompt.encode(), np.uint8).astype(np.int64)
+    (outcome,) = generate_many(config, [(ids, Sampling(max_tokens=max_tokens, ignore_eos=True))])
+    return outcome
+
+
+def prompts(seed: int, *sizes: int) -> list[str]:
+    """Lower-case text of so many bytes each."""
+    random = np.random.default_rng(seed)
+    return ["".join(map(chr, random.integers(97, 123, size))) for size in sizes]
+
+
+class Site:
+    """A fleet that runs, and a client in front of it."""
+
+    def __init__(self, fleet: Fleet, http: aiohttp.ClientSession, configs: dict[str, Any], logs: Path) -> None:
+        self.fleet, self.http, self.configs, self.logs = fleet, http, configs, logs
+
+    @property
+    def prefill(self) -> Daemon:
+        return self.fleet.of("prefill")[0]
+
+    @property
+    def decode(self) -> Daemon:
+        return self.fleet.of("decode")[0]
+
+    @property
+    def router(self) -> Daemon:
+        return self.fleet.of("router")[0]
+
+    # The client
+
+    def _body(self, prompt: str | None, more: dict[str, Any]) -> dict[str, Any]:
+        body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **more}
+        return {name: value for name, value in body.items() if value is not None}
+
+    async def complete(self, prompt: str | None, **more: Any) -> Answer:
+        """One completion, whole."""
+        async with self.http.post("/v1/completions", json=self._body(prompt, more)) as response:
+            return Answer(response.status, await response.json(), response.headers.get("Retry-After"))
+
+    async def stream(self, prompt: str, **more: Any) -> list[dict[str, Any]]:
+        """The events of one completion; the last is the one with the usage, or an error."""
+        return [event async for event in self.events(prompt, **more)]
+
+    async def events(self, prompt: str, **more: Any) -> AsyncIterator[dict[str, Any]]:
+        """The events of one completion as they come."""
+        async with self.http.post("/v1/completions", json=self._body(prompt, {"stream": True, **more})) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+                else:
+                    assert line.strip() in (b"", b"data: [DONE]"), line
+
+    async def served(self, attention: str = "mla", prompt: str = "does it work") -> None:
+        """A request is answered as it should be."""
+        assert equal(await self.complete(prompt), generated(attention, prompt))
+
+    # The daemons
+
+    async def get(self, daemon: Daemon, path: str) -> tuple[int, str]:
+        async with self.http.get(f"http://{daemon.ready['http']}{path}") as response:
+            return response.status, await response.text()
+
+    async def health(self, daemon: Daemon) -> dict[str, Any]:
+        return json.loads((await self.get(daemon, "/health"))[1])
+
+    async def usable(self, *, prefill: int = 1, decode: int = 1) -> None:
+        """The router has so many workers."""
+        want = {"prefill": prefill, "decode": decode}
+
+        async def known() -> bool:
+            workers = (await self.health(self.router))["workers"]
+            return want == {role: sum(w["role"] == role and w["usable"] for w in workers) for role in want}
+
+        await until(known, f"workers {want}")
+
+    async def metrics(self, daemon: Daemon) -> dict[str, float]:
+        """Each metric's sum over its labels, by its name; each sample too, by name{label}."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families((await self.get(daemon, "/metrics"))[1]):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0) + sample.value
+                for label in sample.labels.values():
+                    found[f"{sample.name}{{{label}}}"] = sample.value
+        return found
+
+    async def holds(self, daemon: Daemon) -> dict[str, float]:
+        """What a daemon still holds; nothing, when all is over."""
+        m = await self.metrics(daemon)
+        if daemon.role == "prefill":
+            names = ("pdtransfer_rooms", "pdtransfer_grants")
+        else:
+            names = (
+                "pdtransfer_rooms",
+                "pdtransfer_rooms_queued",
+                "pdtransfer_leases",
+                "pdtransfer_quarantined_bytes",
+                "pdtransfer_inflight_bytes",
+            )
+        held = {name: m[name] for name in names if m[name]}
+        if daemon.role == "decode" and (used := m["pdtransfer_slots"] - m["pdtransfer_slots_free"]):
+            held["slots"] = used
+        return held
+
+    async def settled(self) -> None:
+        """Every slot, lease, grant and room of every living daemon is back where it started."""
+        held: dict[str, Any] = {}
+
+        async def nothing() -> bool:
+            living = [each for each in self.fleet.daemons if each.role != "router" and each.process.returncode is None]
+            held.clear()
+            held.update({each.ready["node"]: some for each in living if (some := await self.holds(each))})
+            return not held
+
+        try:
+            await until(nothing)
+        except AssertionError:
+            raise AssertionError(f"not given back: {held}") from None
+
+    async def restart(self, daemon: Daemon) -> Daemon:
+        """Another process in the place of one that has ended, at the same endpoint."""
+        assert daemon.process.returncode is not None
+        config = replace(self.configs[daemon.ready["node"]], bind=daemon.ready["endpoint"].rpartition("@")[2])
+        again = await Daemon.start(config, self.logs / f"{daemon.ready['node']}-again.log")
+        self.fleet.daemons[self.fleet.daemons.index(daemon)] = again
+        await again.wait_ready()
+        return again
+
+    def log(self, daemon: Daemon) -> str:
+        return daemon.log.read_text()
+
+
+def open_files(daemon: Daemon) -> int:
+    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+def prefill_config(number: int = 0, **more: Any) -> PrefillConfig:
+    return PrefillConfig(
+        **{
+            "bind": "tcp://127.0.0.1:0",
+            "http": "127.0.0.1:0",
+            "node": f"prefill-{number}",
+            "slots": SLOTS,
+            "chunk_tokens": 64,
+            "engine_option": (LAYERS,),
+            "limits": LIMITS,
+            **more,
+        }
+    )
+
+
+def decode_config(sockets: Path, number: int = 0, **more: Any) -> DecodeConfig:
+    return DecodeConfig(
+        **{
+            "bind": "tcp://127.0.0.1:0",
+            "http": "127.0.0.1:0",
+            "node": f"decode-{number}",
+            "slots": SLOTS,
+            "engine_option": (LAYERS,),
+            "limits": LIMITS,
+            "socket_directory": sockets,
+            "huge_pages": "never",
+            **more,
+        }
+    )
+
+
+@asynccontextmanager
+async def fleet(
+    logs: Path,
+    *,
+    prefills: Sequence[dict[str, Any]] = ({},),
+    decodes: Sequence[dict[str, Any]] = ({},),
+    router: dict[str, Any] | None = None,
+    ready: bool = True,
+) -> AsyncIterator[Site]:
+    """Each of `prefills` and `decodes` says what is not as usual of one daemon."""
+    sockets = logs / "s"
+    prefill = [prefill_config(number, **more) for number, more in enumerate(prefills)]
+    decode = [decode_config(sockets, number, **more) for number, more in enumerate(decodes)]
+    front = RouterConfig(**{"listen": "127.0.0.1:0", "node": "router", "limits": LIMITS, **(router or {})})
+    async with Fleet(prefill, decode, front, logs) as running:
+        timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(running.url, timeout=timeout, connector=connector) as http:
+            configs = {each.node: each for each in (*prefill, *decode, front)}
+            made = Site(running, http, configs, logs)
+            if ready:
+                await made.usable(prefill=len(prefill), decode=len(decode))
+            yield made
+
+
+class Running:
+    """A site for the tests of one module, each of which takes turns on its loop."""
+
+    def __init__(self, runner: asyncio.Runner, site: Site) -> None:
+        self._runner, self.site = runner, site
+
+    def __call__(self, case: Callable[[Site], Awaitable[Result]]) -> Result:
+        async def bounded() -> Result:
+            async with asyncio.timeout(2 * PATIENCE_S):
+                return await case(self.site)
+
+        return self._runner.run(bounded())
+
+
+@contextmanager
+def running(logs: Path, **more: Any) -> Iterator[Running]:
+    """A fleet outside of any loop, until the context is left; no log holds a traceback then."""
+    os.environ.setdefault("PYTHONPATH", str(REPO))
+    with asyncio.Runner() as runner:
+        context = fleet(logs, **more)
+        site = runner.run(context.__aenter__())
+        try:
+            yield Running(runner, site)
+        finally:
+            runner.run(context.__aexit__(None, None, None))
+        for log in logs.glob("*.log"):
+            assert "Traceback" not in log.read_text(), log.read_text()

@@ -1,5 +1,6 @@
 import json
 import shutil
+from typing import Annotated
 
 import msgspec
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.proto import vectors
 from pdtransfer.proto.__main__ import main
+from pdtransfer.proto.schema import type_of
 from pdtransfer.wire import MESSAGES, Begin, Grant, Tokens, decode, unpack_extents, unpack_ids
 from tests import stranger
 from tests.stranger import ROOT, SCHEMA, STRUCTS, unhex
@@ -143,6 +145,13 @@ def test_every_message_and_field_has_a_meaning():
     for entry in [*SCHEMA["messages"], *SCHEMA["structs"]]:
         assert entry["meaning"]
         assert [field["name"] for field in entry["fields"] if not field["meaning"]] == [], entry["name"]
+
+
+def test_a_float_keeps_its_bounds_where_an_equal_annotation_has_integers():
+    shared = msgspec.inspect.type_info(Annotated[float, msgspec.Meta(ge=0, le=7)])
+    assert json.dumps(type_of(shared)) == '{"is": "float", "min": 0.0, "max": 7.0}'
+    shared = msgspec.inspect.type_info(Annotated[float, msgspec.Meta(gt=0, le=7)])
+    assert json.dumps(type_of(shared)) == '{"is": "float", "above": 0.0, "max": 7.0}'
 
 
 def test_nothing_generated_is_stale():

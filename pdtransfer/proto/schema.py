@@ -152,8 +152,11 @@ def type_of(model: inspect.Type) -> Json:
             most = model.le if model.lt is None else model.lt - 1
             return {"is": "int", "min": least, "max": 2**64 - 1 if most is None else most}
         case inspect.FloatType():
-            above = {"above": model.gt} if model.ge is None else {"min": model.ge}
-            return {"is": "float", **above, "max": model.le}
+            least = model.gt if model.ge is None else model.ge
+            assert least is not None, "every float has a least value"
+            assert model.le is not None, "every float has a greatest value"
+            # typing keeps one of two equal annotations: that somebody wrote 0 for 0.0 elsewhere changes nothing here.
+            return {"is": "float", "above" if model.ge is None else "min": float(least), "max": float(model.le)}
         case inspect.StrType():
             return {"is": "str", "length_min": model.min_length or 0, "length_max": model.max_length}
         case inspect.BytesType():

@@ -10,8 +10,8 @@ from .effects import Send
 from .engine.base import Request
 from .errors import Cause, RemoteProtocolError
 from .limits import TEXT_LENGTH_MAX
-from .node import Ticker
 from .service import Service, ServiceEffect, Start, Stop
+from .turn import Ticker
 from .wire import Begin, End, Load, Message, Reject, unpack_ids
 
 log = logging.getLogger(__name__)

@@ -9,11 +9,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 from .bus import Bus
 from .effects import (
@@ -46,12 +45,12 @@ from .session.decode import DecodeSessions
 from .session.prefill import Cell, PrefillSessions
 from .transports.base import ArenaTransport, WriterTransport
 from .transports.shm import ShmArena, ShmWriter
+from .turn import Performer, Ticker
 from .wire import Goodbye, Identity, Message, Ranks
 
 log = logging.getLogger(__name__)
 
 EVENT_POLL_S = 0.0002  # how often an event that has not fired is asked again
-Effect = TypeVar("Effect")
 
 
 Others = Callable[[str, Message], bool]
@@ -64,56 +63,6 @@ class Event(Protocol):
     def query(self) -> bool:
         """Whether everything before it is done."""
         ...
-
-
-class Ticker:
-    """Calls `tick` when the core's next time has come."""
-
-    def __init__(self, next_tick: Callable[[], float | None], tick: Callable[[], None]) -> None:
-        self._next_tick, self._tick = next_tick, tick
-        self._loop = asyncio.get_running_loop()
-        self._armed: asyncio.Handle | None = None
-        self._when = 0.0
-
-    def arm(self) -> None:
-        """Looks at the next time; cheap when what is armed comes no later."""
-        when = self._next_tick()
-        if when is None or (self._armed is not None and self._when <= when):
-            return
-        self.stop()
-        self._armed, self._when = self._loop.call_at(when, self._fire), when
-
-    def stop(self) -> None:
-        """Calls no more."""
-        if self._armed is not None:
-            self._armed.cancel()
-            self._armed = None
-
-    def _fire(self) -> None:
-        self._armed = None
-        self._tick()
-        self.arm()
-
-
-class Performer(Generic[Effect]):
-    """Performs effects one after the other, also those that come while one is being performed."""
-
-    def __init__(self, perform: Callable[[Effect], None], ticker: Ticker) -> None:
-        self._perform, self.ticker = perform, ticker
-        self._effects: deque[Effect] = deque()
-        self._busy = False
-
-    def __call__(self, effects: Sequence[Effect]) -> None:
-        self._effects.extend(effects)
-        if self._busy:
-            return
-        self._busy = True
-        try:
-            while self._effects:
-                self._perform(self._effects.popleft())
-        finally:
-            self._busy = False
-        self.ticker.arm()
 
 
 def when_fired(after: Event | None, call: Callable[[], None], broken: Callable[[Exception], None]) -> None:

@@ -22,10 +22,10 @@ from .errors import Cause, ConfigError, RemoteProtocolError
 from .http import Health, Listener, application
 from .keys import AllowList, KeyPair
 from .limits import HTTP_BODY_BYTES_MAX
-from .node import Performer, Ticker
 from .router_metrics import RouterMetrics
 from .routing import Emit, Fail, Finish, Refusal, Routing, RoutingEffect
 from .signals import Stop
+from .turn import Performer, Ticker
 from .wire import Identity, Message, Ranks
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ import zmq.asyncio
 from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.memory import Arena
-from pdtransfer.node import DecodeNode, Performer, PrefillNode, Ticker, when_fired
+from pdtransfer.node import DecodeNode, PrefillNode, when_fired
 from pdtransfer.session.prefill import Cell
+from pdtransfer.turn import Performer, Ticker
 from pdtransfer.wire import (
     Begin,
     Goodbye,

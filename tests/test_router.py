@@ -24,9 +24,9 @@ from pdtransfer.config import RouterConfig
 from pdtransfer.effects import Send
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX, Limits
-from pdtransfer.node import Performer, Ticker
 from pdtransfer.router import Router
 from pdtransfer.service import Service, Start, Stop
+from pdtransfer.turn import Performer, Ticker
 from pdtransfer.wire import Begin, End, Load, Tokens, unpack_ids
 from tests.routing_world import identity
 

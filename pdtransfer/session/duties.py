@@ -220,7 +220,7 @@ class WriterSession:
         claims = self._claims.setdefault(part.component, ExtentSet())
         if not claims.add(extents):
             (start, count), (other, other_count) = claims.clash(extents)
-            text = f"{start}+{count} overlaps {other}+{other_count}, of this grant or of one that has not ended"
+            text = f"{start}+{count} and {other}+{other_count} overlap, in this grant or with one that has not ended"
             raise RemoteProtocolError(f"{field_name}.extents", text)
         return Share(part.component, part.first_row, part.rows, extents)
 

@@ -97,6 +97,9 @@ class Links:
             peer.lives.append(known.incarnation)
             if peer.session is not None:
                 self.condemn(peer.session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
+        elif peer.session is not None and peer.session.state not in _OPENING:
+            # It had asked who we are, so it keeps no session with us.
+            self.condemn(peer.session, Cause.PEER_LOST, f"{name} had forgotten this node", now)
         peer.heard, peer.refusal, peer.identity = now, None, theirs
         if peer.session is None and not self._may_open(peer):
             self._greet_later(peer, now)
@@ -161,7 +164,8 @@ class Links:
             return
         text = f"{name} refuses ({message.reason}): " + "; ".join(message.fields)
         session = self.of(name, message.session)
-        if message.session == 0 or (session is not None and session.state in _OPENING):
+        refused = session is not None and session.state in _OPENING and message.reason != "unknown_session"
+        if message.session == 0 or refused:
             self._refuse(peer, text, now)
         elif session is not None:
             self.condemn(session, Cause.PEER_LOST, text, now)

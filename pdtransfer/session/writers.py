@@ -152,11 +152,13 @@ class Writers:
         match key:
             case ("alive", str(name), _):
                 peer = self.peers[name]
-                silent_ms = (now - peer.heard) * 1e3
-                if silent_ms >= self._limits.session_silence_ms:
-                    self._depart(peer, Cause.PEER_LOST, f"{name} has been silent for {silent_ms:.0f} ms", now)
+                # One sum for both: (now - heard) rounds otherwise, and what is not yet silent is due for ever.
+                silent_at = peer.heard + self._limits.session_silence_ms / 1e3
+                if now >= silent_at:
+                    text = f"{name} has been silent for {(now - peer.heard) * 1e3:.0f} ms"
+                    self._depart(peer, Cause.PEER_LOST, text, now)
                 else:
-                    self._timers.set(key, peer.heard + self._limits.session_silence_ms / 1e3)
+                    self._timers.set(key, silent_at)
             case _:
                 return False
         return True

@@ -113,6 +113,7 @@ async def _serve(
             await daemon.node.close()
     finally:
         await listener.close()
+        stop.close()
     return 1 if died.is_set() else 0
 
 
@@ -122,7 +123,7 @@ async def _live(
     """Serves until it is asked to stop or the engine dies, and lets what is under way end."""
     loop = asyncio.get_running_loop()
     daemon.port.attach(loop)
-    endpoint = await daemon.node.bus.bind(config.bind)
+    endpoint = _public(config) + await daemon.node.bus.bind(config.bind)
     thread = engine_thread.start(daemon.thread, lambda _: _call(loop, died.set))
     log.info("%s %s is ready at %s", config.role, config.node, endpoint)
     if config.json:
@@ -141,6 +142,11 @@ async def _live(
     daemon.port.tell(Quit())
     if not died.is_set():
         await asyncio.to_thread(thread.join, JOIN_S)
+
+
+def _public(config: PrefillConfig | DecodeConfig) -> str:
+    """What stands before an endpoint that wants keys."""
+    return f"{KeyPair.read(config.key).public}@" if config.key is not None else ""
 
 
 def _call(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -68,8 +68,8 @@ class DecodeDaemon:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, no lease is open, nothing waits to be acknowledged."""
-        return self.node.core.idle and not self.desk.service.room_count
+        """Nothing runs, nothing waits to be acknowledged; a lease whose writer is not proven quiet holds up nobody."""
+        return not self.node.core.rooms and self.desk.idle
 
     def load(self) -> Load:
         """What there is and what is left, in slots of the component that has fewest left."""

@@ -46,6 +46,11 @@ class Desk:
         self._loop = asyncio.get_running_loop()
         self.ticker = Ticker(service.next_tick, lambda: self.run(service.tick(self._loop.time())))
 
+    @property
+    def idle(self) -> bool:
+        """As Service.idle."""
+        return self.service.idle(self._loop.time())
+
     def receive(self, peer: str, message: Message) -> None:
         """A message of a router; a breach is answered, and costs only that message."""
         try:

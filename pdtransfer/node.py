@@ -243,6 +243,7 @@ class PrefillNode:
         self._tell, self._others = tell, others
         self._loop = asyncio.get_running_loop()
         core = self.core = PrefillSessions(settings.identity("prefill"), components, settings.limits)
+        self._silence_s = settings.limits.silence_ms / 1e3
         self._transport: WriterTransport = ShmWriter(
             tuple(components), pool_address=pool_address, copy_threads=copy_threads
         )
@@ -283,6 +284,13 @@ class PrefillNode:
         """A message of a decode node, unless it is somebody else's."""
         if self._others is None or not self._others(peer, message):
             self._run(self.core.receive(peer, message, self._loop.time()))
+
+    @property
+    def idle(self) -> bool:
+        """No room is open, no write in flight, and no decode node that lives has an end to acknowledge."""
+        silent = self._loop.time() - self._silence_s
+        waits = (self.core.peers.get(each.peer) for each in self.core.sessions.values() if each.open and each.duties)
+        return not self.core.rooms and all(peer is None or peer.heard < silent for peer in waits)
 
     async def close(self) -> None:
         """Fails what is open, says goodbye, stops the clock, and waits for what is in flight: pages are safe then."""

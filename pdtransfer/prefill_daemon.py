@@ -53,8 +53,8 @@ class PrefillDaemon:
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, nothing waits to be acknowledged."""
-        return self.node.core.idle and not self.desk.service.room_count
+        """Nothing runs, nothing waits to be acknowledged by anybody who lives."""
+        return self.node.idle and self.desk.idle
 
     def load(self) -> Load:
         """What there is and what is left, in tokens of the pool."""

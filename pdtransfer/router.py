@@ -291,6 +291,7 @@ async def serve(config: RouterConfig) -> None:
         await router.drain(stop.hurried)
     finally:
         await router.close()
+        stop.close()
 
 
 def run(config: RouterConfig) -> int:

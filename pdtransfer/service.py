@@ -81,6 +81,10 @@ class Service:
         """Rooms that have not ended, or whose End was not acknowledged."""
         return len(self._rooms)
 
+    def idle(self, now: float) -> bool:
+        """Whether nothing runs, and no router that lives has still to acknowledge an End."""
+        return all(room.end is not None and self._silent(room.router, now) for room in self._rooms.values())
+
     def next_tick(self) -> float | None:
         """When `tick` has something to do; None when nothing is due."""
         return self._timers.next()

@@ -8,6 +8,7 @@ import signal
 
 log = logging.getLogger(__name__)
 
+_NUMBERS = (signal.SIGTERM, signal.SIGINT)
 HURRY_S = 1.0  # two signals at once are one: timeout(1) and terminals send them to the process and to its group
 
 
@@ -18,8 +19,14 @@ class Stop:
         self.asked, self.hurried = asyncio.Event(), asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._hurry_at = 0.0
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _NUMBERS:
             self._loop.add_signal_handler(number, self._signalled)
+
+    def close(self) -> None:
+        """The process ends by itself now, with its own status: signals change nothing any more."""
+        for number in _NUMBERS:
+            self._loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
     def _signalled(self) -> None:
         if not self.asked.is_set():

@@ -291,8 +291,11 @@ class Running:
 
 
 @contextmanager
-def running(logs: Path, **more: Any) -> Iterator[Running]:
-    """A fleet outside of any loop, until the context is left; no log holds a traceback then."""
+def running(logs: Path, ends_as: tuple[int, ...] = (), **more: Any) -> Iterator[Running]:
+    """A fleet outside of any loop, until the context is left. Its processes end as asked then, without a traceback.
+
+    `ends_as` are statuses that are right beside 0, where a test has killed some.
+    """
     os.environ.setdefault("PYTHONPATH", str(REPO))
     with asyncio.Runner() as runner:
         context = fleet(logs, **more)
@@ -300,6 +303,9 @@ def running(logs: Path, **more: Any) -> Iterator[Running]:
         try:
             yield Running(runner, site)
         finally:
+            left = list(site.fleet.daemons)
             runner.run(context.__aexit__(None, None, None))
+        statuses = {daemon.ready["node"]: daemon.process.returncode for daemon in left}
+        assert set(statuses.values()) <= {0, *ends_as}, statuses  # each ended by itself, and in time
         for log in logs.glob("*.log"):
             assert "Traceback" not in log.read_text(), log.read_text()

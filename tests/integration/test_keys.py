@@ -1,0 +1,89 @@
+"""CURVE keys on every process: who is on the allow-lists works, who is not is refused, and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from pdtransfer.keys import generate
+from pdtransfer.wire import Hello, Identity, Ranks, encode
+from tests.integration.fleets import Running, Site, equal, generated, prompts, running, until
+
+NODES = ("router", "prefill-0", "decode-0", "decode-1")
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Of two decodes the second is unknown to the prefill, though the router knows it."""
+    here = tmp_path_factory.mktemp("k")
+    lines = {node: generate(here / node) for node in NODES}
+    (here / "all").write_text("\n".join(lines.values()) + "\n")
+    (here / "prefills").write_text("\n".join((lines["router"], lines["decode-0"])) + "\n")
+
+    def keys(node: str, allow: str) -> dict[str, Path]:
+        return {"key": here / f"{node}.key", "allow": here / allow}
+
+    with running(
+        tmp_path_factory.mktemp("f"),
+        prefills=[keys("prefill-0", "prefills")],
+        decodes=[keys("decode-0", "all"), keys("decode-1", "all")],
+        router=keys("router", "all"),
+    ) as made:
+        yield made
+
+
+def test_who_is_on_the_lists_serves_and_who_is_not_costs_no_request(keyed: Running) -> None:
+    texts = prompts(1, *[30] * 6)
+
+    async def case(site: Site) -> None:
+        answers = await asyncio.gather(*(site.complete(text) for text in texts))
+        for text, answer in zip(texts, answers, strict=True):
+            assert equal(answer, generated("mla", text)), answer
+            assert answer.facts["decode"] == "decode-0"
+        prefill = await site.metrics(site.prefill)
+        assert prefill["pdtransfer_bus_strangers_total"] >= 1
+        assert prefill["pdtransfer_sessions"] == 1
+        assert "not on the allow-list" in site.log(site.prefill)
+        await site.settled()
+
+    keyed(case)
+
+
+def test_a_stranger_hears_nothing_and_is_counted(keyed: Running) -> None:
+    async def case(site: Site) -> None:
+        before = (await site.metrics(site.prefill))["pdtransfer_bus_strangers_total"]
+        endpoint: str = site.prefill.ready["endpoint"]
+        key, _, address = endpoint.rpartition("@")
+        context = zmq.Context()
+        try:
+            socket = context.socket(zmq.DEALER)
+            public, secret = zmq.curve_keypair()
+            socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = key.encode(), public, secret
+            bare = context.socket(zmq.DEALER)
+            for each in (socket, bare):
+                each.connect(address)
+                each.send(encode(Hello(1, 1, Identity("decode-0", "decode", 5, Ranks(), "reference-mla", b"w", 16))))
+
+            async def counted() -> bool:
+                return (await site.metrics(site.prefill))["pdtransfer_bus_strangers_total"] > before
+
+            await until(counted, "strangers are counted")
+            assert not socket.poll(200)
+            assert not bare.poll(0)
+        finally:
+            context.destroy(linger=0)
+        await site.served()
+
+    keyed(case)
+
+
+def test_a_ready_daemon_says_the_endpoint_that_its_peers_dial(keyed: Running) -> None:
+    async def case(site: Site) -> None:
+        public = (site.configs["prefill-0"].key.with_suffix(".pub")).read_text().split()[1]
+        assert site.prefill.ready["endpoint"].startswith(f"{public}@tcp://127.0.0.1:")
+
+    keyed(case)

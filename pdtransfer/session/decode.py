@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ..admission import Admission, Demand
 from ..arena import Arena, slots_of
-from ..effects import DecodeEffect, Ready, RoomFailed, Send
+from ..effects import DecodeEffect, PeerRefused, Ready, RoomFailed, Send
 from ..errors import ArenaFullError, Cause, LocalProtocolError, RemoteProtocolError
 from ..layout import Component
 from ..lease import Lease
@@ -76,7 +76,9 @@ class DecodeSessions:
 
     def dial(self, peer: str, now: float) -> list[DecodeEffect]:
         """Opens a session with a prefill rank ahead of its first room; idempotent."""
-        self.links.dial(peer, now)
+        if self.links.dial(peer, now) is None:
+            text = f"{peer} is not dialled: {len(self.links.peers)} peers of sessions_max {self._limits.sessions_max}"
+            self._out.append(PeerRefused(peer, text))
         return self._effects(now)
 
     def expect(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
@@ -12,9 +11,9 @@ from ..arena import Holding
 from ..errors import Cause
 from ..layout import Component
 from ..lease import Lease
-from ..limits import LIVES_MAX
 from ..room import DecodeRoom
 from ..wire import Grant, Identity, Reach
+from .lives import Lives
 
 
 class SessionState(Enum):
@@ -109,9 +108,9 @@ class Peer:
 
     name: str
     heard: float
+    lives: Lives
     greeted: float = float("-inf")  # when Hello last went out
     identity: Identity | None = None
-    lives: deque[int] = field(default_factory=lambda: deque[int](maxlen=LIVES_MAX))  # earlier incarnations
     refusal: str | None = None
     session: Session | None = None
     repeat_ms: int = 0

@@ -17,6 +17,7 @@ from ..states import step
 from ..timers import Timers
 from ..wire import VERSION, Goodbye, Hello, Identity, Ping, Reach, Register, Registered, Reject, Welcome
 from .ledger import SESSION, Peer, Session, SessionEvent, SessionState, TimerKey
+from .lives import Lives
 
 GREETINGS_WANTED = frozenset({"hello_required", "hello_first"})  # a Reject that only wants to know who speaks
 
@@ -51,7 +52,7 @@ class Links:
         """The peer of that name, greeted from now on; None where no more can be known."""
         peer = self.peers.get(name)
         if peer is None and len(self.peers) < self._limits.sessions_max:
-            peer = self.peers[name] = Peer(name, heard=now)
+            peer = self.peers[name] = Peer(name, now, Lives(self._limits.silence_ms))
             self._greet(peer, now)
             self.timers.set(("alive", name, 0), now + self._limits.ping_ms / 1e3)
         return peer
@@ -78,7 +79,7 @@ class Links:
         """Hello was answered: checks whom we found, and opens a session if there is none."""
         peer = self.peers[name]
         theirs, ours, known = message.identity, self.identity, peer.identity
-        if ("hello", name, 0) not in self.timers or theirs.incarnation in peer.lives:
+        if ("hello", name, 0) not in self.timers or peer.lives.late(theirs.incarnation, now):
             return  # Nobody asked, or it is a late word of a process that is gone.
         differences = [
             f"{field}: {name} has {there!r}, this node {here!r}"
@@ -94,7 +95,7 @@ class Links:
             self._refuse(peer, "; ".join(differences), now)
             return
         if known is not None and known.incarnation != theirs.incarnation:
-            peer.lives.append(known.incarnation)
+            peer.lives.end(known.incarnation, now)
             if peer.session is not None:
                 self.condemn(peer.session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
         elif peer.session is not None and peer.session.state not in _OPENING:
@@ -138,7 +139,7 @@ class Links:
     def pong(self, name: str, incarnation: int, now: float) -> None:
         """The peer lives; under another incarnation it is another process, which has to be greeted anew."""
         peer = self.peers[name]
-        if peer.identity is None or incarnation in peer.lives:
+        if peer.identity is None or peer.lives.late(incarnation, now):
             return
         if peer.identity.incarnation != incarnation:
             if peer.session is not None:
@@ -152,9 +153,11 @@ class Links:
         """The process leaves. Whoever comes in its place is greeted, without haste."""
         peer = self.peers[name]
         if peer.identity is not None and peer.identity.incarnation == message.incarnation:
+            text = f"{name} says goodbye: {message.reason}"
             self._greet_later(peer, now)
             if peer.session is not None:
-                self.condemn(peer.session, Cause.PEER_LOST, f"{name} says goodbye: {message.reason}", now)
+                self.condemn(peer.session, Cause.PEER_LOST, text, now)
+            self._unreachable(peer, Cause.PEER_LOST, text, now)
 
     def rejected(self, name: str, message: Reject, now: float) -> None:
         """The peer refuses our Hello, or a session; or it does not know us."""
@@ -171,11 +174,13 @@ class Links:
             self.condemn(session, Cause.PEER_LOST, text, now)
 
     def breach(self, name: str, session_id: int, text: str, now: float) -> None:
-        """The peer broke the protocol: the session that it was about ends, if it is the peer's own."""
+        """The peer broke the protocol: it is told how, and the session that it was about ends, if it is its own."""
         peer, session = self.peers[name], self.sessions.get(session_id)
         if session is not None and session is peer.session:
             self._greet_later(peer, now)
             self.condemn(session, Cause.BREACH, f"{name} broke the protocol: {text}", now)
+        else:
+            self._out(Send(name, Reject(session_id, Cause.BREACH.value, (text[:TEXT_LENGTH_MAX],))))
 
     def condemn(self, session: Session, cause: Cause, detail: str, now: float) -> None:
         """Nothing more is granted on this session, and every lease on it waits for a proof or the fence."""
@@ -272,9 +277,12 @@ class Links:
         self.timers.set(("alive", peer.name, 0), now + self._limits.ping_ms / 1e3)
         if peer.identity is not None and silent_ms >= self._limits.ping_ms / 2:
             self._out(Send(peer.name, Ping(self.identity.incarnation)))
-        if silent_ms < self._limits.silence_ms or peer.refusal is not None:
-            return
-        text = f"{peer.name} has been silent for {silent_ms:.0f} ms"
+        if silent_ms >= self._limits.silence_ms and peer.refusal is None:
+            self._silence(peer, f"{peer.name} has been silent for {silent_ms:.0f} ms", now)
+        if silent_ms >= self._limits.forget_ms and all(s.peer != peer.name for s in self.sessions.values()):
+            self._forget(peer)
+
+    def _silence(self, peer: Peer, text: str, now: float) -> None:
         session = peer.session
         if session is not None and session.state is SessionState.UP:
             session.state = step(SESSION, session.state, SessionEvent.SILENCE)
@@ -283,8 +291,6 @@ class Links:
         elif session is not None and session.state is not SessionState.SILENT:
             self.condemn(session, Cause.PEER_LOST, text, now)
         self._unreachable(peer, Cause.PEER_LOST, text, now)
-        if silent_ms >= self._limits.forget_ms and all(s.peer != peer.name for s in self.sessions.values()):
-            self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:
         del self.peers[peer.name]

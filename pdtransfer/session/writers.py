@@ -34,6 +34,7 @@ from ..wire import (
     negotiate,
 )
 from .duties import WRITER, WriterEvent, WriterSession, WriterState
+from .lives import Lives
 
 TimerKey: TypeAlias = tuple[str, str | int, int]
 """What is due: alive of a peer, grant (that waits) and end of a session's grant, room."""
@@ -47,7 +48,7 @@ class DecodePeer:
     incarnation: int
     window: int
     heard: float
-    lives: deque[int] = field(default_factory=lambda: deque[int](maxlen=LIVES_MAX))  # earlier incarnations
+    lives: Lives
     ended: deque[int] = field(default_factory=lambda: deque[int](maxlen=LIVES_MAX))  # the latest sessions of it
 
 
@@ -175,9 +176,9 @@ class Writers:
     def _hello(self, name: str, message: Hello, now: float) -> None:
         theirs, ours, peer = message.identity, self.identity, self.peers.get(name)
         if peer is not None and peer.incarnation != theirs.incarnation:
-            if theirs.incarnation in peer.lives:
-                return  # A late word of a process that is gone.
-            peer.lives.append(peer.incarnation)
+            if peer.lives.late(theirs.incarnation, now):
+                return
+            peer.lives.end(peer.incarnation, now)
             peer.incarnation = theirs.incarnation
             for session in self._open_of(name):
                 self.close(session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
@@ -198,7 +199,8 @@ class Writers:
             if len(self.peers) >= self._limits.sessions_max:
                 self._reject(name, 0, Cause.FULL, f"peers: {len(self.peers)} of {self._limits.sessions_max}")
                 return
-            peer = self.peers[name] = DecodePeer(name, theirs.incarnation, theirs.window, now)
+            lives = Lives(self._limits.silence_ms)
+            peer = self.peers[name] = DecodePeer(name, theirs.incarnation, theirs.window, now, lives)
             self._timers.set(("alive", name, 0), now + self._limits.session_silence_ms / 1e3)
         peer.heard, peer.window = now, min(theirs.window, self._limits.window)
         self._out(Send(name, Welcome(version, ours)))

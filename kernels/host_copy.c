@@ -17,10 +17,11 @@
 
 enum {
     ABI = 1,            /* changes with the meaning of any argument */
-    BATCH_BYTES = 9216, /* fetched before it is stored: more leaves the L1 cache, less does not hide memory's latency */
+    BATCH_BYTES = 4608, /* fetched before it is stored: a few KiB hide memory's latency and stay in the L1 cache */
     BATCH_ROWS = 256,
-    TILE_ROWS = 64,     /* rows of long runs that are taken through all planes before the next rows are */
-    TILE_RUNS = 2048,   /* the same for short runs: many rows of one plane in turn spare the TLB */
+    TILE_ROWS = 64,       /* rows of long runs that are taken through all planes before the next rows are */
+    TILE_RUNS = 2048,     /* the same for short runs: many rows of one plane in turn spare the TLB */
+    TILE_RUNS_WOVEN = 16, /* and where the planes of a target row lie together, and are better written together */
     LONG_RUN_ROWS = 8,
     LINE = 64
 };
@@ -175,6 +176,11 @@ static int plane(Batch *batch, const Pair *pair, const Segment *segments, int co
     return 1;
 }
 
+/* Whether the planes of a target row lie together. Pairs ascend by target. */
+static int woven(const Pair *pairs, int64_t pair_count) {
+    return pair_count > 1 && pairs[1].target_base - pairs[0].target_base < pairs[0].target_row_stride;
+}
+
 /* Copies every run of every pair. A page size is a power of two.
  *
  * source_at and target_at are added to the pairs' bases. `streams` is at most pdtransfer_streams(), 0 for ordinary
@@ -192,11 +198,11 @@ EXPORT int32_t pdtransfer_copy(const Pair *pairs, int64_t pair_count, const Run 
     int source_shift = __builtin_ctzll((unsigned long long)source_page_size);
     int target_shift = __builtin_ctzll((unsigned long long)target_page_size);
     int64_t run = 0, done = 0; /* the next row is the run's row `done` */
-    int complete = 1;
+    int complete = 1, most = woven(pairs, pair_count) ? TILE_RUNS_WOVEN : TILE_RUNS;
     while (complete && run < run_count) {
         int count = 0;
         int64_t rows = 0;
-        while (run < run_count && count < TILE_RUNS) {
+        while (run < run_count && count < most) {
             int64_t part = runs[run].count - done;
             /* Short runs fill a tile of many rows; one that has reached TILE_ROWS takes no long one any more. */
             if (part >= LONG_RUN_ROWS && part > TILE_ROWS - rows) part = TILE_ROWS - rows;

@@ -168,54 +168,50 @@ def cut(extents: Extents, *, first: int, count: int) -> Extents:
 
 
 class ExtentSet:
-    """Disjoint extents, sorted; says when new ones overlap."""
+    """Disjoint extents; says when new ones overlap."""
 
     def __init__(self) -> None:
-        self._edges: NDArray[np.int64] = np.empty(0, dtype=np.int64)  # start, end, start, end, ... ascending
+        self._starts: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._ends = self._starts  # both ascending: of disjoint extents, they take turns
 
     def overlaps(self, extents: Extents) -> bool:
         """Whether one of them overlaps another, or what is there."""
-        return self._places(extents) is None
-
-    def clash(self, extents: Extents) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of extents that overlap: two (start, count) that do, the first of them a new one; for people."""
-        seen = ExtentSet()
-        seen._edges = self._edges
-        for start, count in extents.tolist():
-            if not seen.add(np.array([[start, count]], dtype=np.int64)):
-                at = int((seen._edges[1::2] <= start).sum())
-                low, high = int(seen._edges[2 * at]), int(seen._edges[2 * at + 1])
-                return (start, count), (low, high - low)
-        raise AssertionError("none of them overlaps")
+        return self._with(extents) is None
 
     def add(self, extents: Extents) -> bool:
         """Adds all of them, or none where one overlaps; returns whether they were added."""
-        places = self._places(extents)
-        if places is None:
+        edges = self._with(extents)
+        if edges is None:
             return False
-        self._edges = np.insert(self._edges, np.repeat(places[0], 2), places[1])
+        self._starts, self._ends = edges
         return True
 
-    def _places(self, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """Where each extent goes, and their edges in order; None when one overlaps."""
-        order = np.argsort(extents[:, 0], kind="stable")
-        starts = extents[order, 0]
-        ends = starts + extents[order, 1]
-        if (starts[1:] < ends[:-1]).any():
-            return None
-        place = np.asarray(np.searchsorted(self._edges, starts, side="right"), dtype=np.int64)
-        end_place = np.asarray(np.searchsorted(self._edges, ends, side="left"), dtype=np.int64)
-        if (place % 2 != 0).any() or (end_place != place).any():
-            return None
-        return place, np.stack([starts, ends], axis=1).reshape(-1)
-
     def remove(self, extents: Extents) -> None:
-        """Takes out extents that were added in one `add`."""
-        if len(extents):
-            place = np.searchsorted(self._edges, extents[:, 0], side="right") - 1
-            # Where an extent starts at its neighbour's end, both edges are equal: the start is the later one.
-            assert (self._edges[place] == extents[:, 0]).all()
-            self._edges = np.delete(self._edges, np.concatenate([place, place + 1]))
+        """Takes out extents that were added."""
+        starts, ends = extents[:, 0], extents[:, 0] + extents[:, 1]
+        start_places, end_places = np.searchsorted(self._starts, starts), np.searchsorted(self._ends, ends)
+        assert np.array_equal(start_places, end_places), "no such extents"
+        self._starts, self._ends = np.delete(self._starts, start_places), np.delete(self._ends, end_places)
+
+    def clash(self, extents: Extents) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of extents that overlap each other or what is there: two (start, count) that do, for people."""
+        starts = np.concatenate([self._starts, extents[:, 0]])
+        ends = np.concatenate([self._ends, extents[:, 0] + extents[:, 1]])
+        order = np.argsort(starts, kind="stable")
+        starts, ends = starts[order], ends[order]
+        second = int((starts[1:] < np.maximum.accumulate(ends)[:-1]).argmax()) + 1
+        first = int(ends[:second].argmax())
+        low, high = int(starts[first]), int(starts[second])
+        assert high < int(ends[first]), "none of them overlaps"
+        return (low, int(ends[first]) - low), (high, int(ends[second]) - high)
+
+    def _with(self, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """Starts and ends with the new ones among them; None when two overlap, so that a start comes out of turn."""
+        starts = np.concatenate([self._starts, extents[:, 0]])
+        ends = np.concatenate([self._ends, extents[:, 0] + extents[:, 1]])
+        starts.sort(kind="stable")  # two ascending runs are merged in one pass
+        ends.sort(kind="stable")
+        return None if (starts[1:] < ends[:-1]).any() else (starts, ends)
 
     def __len__(self) -> int:
-        return len(self._edges) // 2
+        return len(self._starts)

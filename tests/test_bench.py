@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pdtransfer.bench import bus, handoff, idle, models, plan, report, run_plan, transfer
+from pdtransfer.bench import bus, copy, handoff, idle, models, plan, report, run_plan, transfer
 from pdtransfer.bench.ranks import Ranks
 from pdtransfer.errors import WorldError
 
@@ -106,6 +106,14 @@ def test_plan_says_what_it_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 < int(figures["runs_contiguous"]) <= 63
     assert min(sizes(figures, "_ms")) > 0
     assert "1000 tokens x 3 planes" in told(plan.LINES, figures, capsys)
+
+
+def test_copy_is_set_beside_a_memcpy(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = copy.measure(tokens=100)
+    assert figures["bytes"] == 128 * 61 * 1_152  # whole pages
+    assert len(sizes(figures, "_1")) == len(sizes(figures, "_2")) == len(sizes(figures, "_numpy")) == 6
+    assert min(sizes(figures, "_1") + sizes(figures, "_2") + sizes(figures, "_numpy")) > 0
+    assert "rows anywhere" in told(copy.LINES, figures, capsys)
 
 
 def test_bus_is_set_beside_bare_sockets(capsys: pytest.CaptureFixture[str]) -> None:

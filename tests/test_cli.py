@@ -23,7 +23,7 @@ from pdtransfer.errors import TransportError
 BENCHES = {
     "transfer": ("run_transfer", {"tokens": 4_096, "rooms": 32, "model": "deepseek", "json": False}),
     "handoff": ("run_handoff", {"tokens": 16, "rooms": 2_000, "concurrency": 64, "json": False}),
-    "copy": ("run_copy", {"tokens": 8_192, "threads": 2, "json": False}),
+    "copy": ("run_copy", {"tokens": 4_096, "json": False}),
     "plan": ("run_plan", {"tokens": 131_072, "planes": 61, "json": False}),
     "bus": ("run_bus", {"rounds": 20_000, "json": False}),
     "idle": ("run_idle", {"seconds": 10, "json": False}),
@@ -72,7 +72,7 @@ def run_in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["prefill", "--slots", "64", "--slots", "128"], ["--slots", "multiple times"]),
         (["prefill", "stray"], ["stray"]),
         (["decode", "--page-size", "48"], ["page_size", "48", "power of two"]),
-        (["bench", "copy", "--threads", "0"], ["--threads", "0", ">= 1"]),
+        (["bench", "copy", "--tokens", "0"], ["--tokens", "0", ">= 1"]),
         (["doctor", "--jsn"], ["--jsn", "--json?"]),
         (["keygen"], ["NAME"]),
         (["prefill", "--no-insecure"], ["--no-insecure"]),

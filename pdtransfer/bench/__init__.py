@@ -24,6 +24,13 @@ def run_handoff(*, tokens: int, rooms: int, concurrency: int, json: bool) -> int
     return show(handoff.measure(tokens=tokens, rooms=rooms, concurrency=concurrency), handoff.LINES, json=json)
 
 
+def run_copy(*, tokens: int, json: bool) -> int:
+    """The CPU copy."""
+    from . import copy
+
+    return show(copy.measure(tokens=tokens), copy.LINES, json=json)
+
+
 def run_plan(*, tokens: int, planes: int, json: bool) -> int:
     """The planner."""
     from . import plan

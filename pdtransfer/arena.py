@@ -6,7 +6,8 @@ whatever its size.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from array import array
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from .layout import Component
 
 Extents = NDArray[np.int64]
 """(n, 2) int64: start, count."""
+
+_FEW = 16  # extents: so many are put in their places one by one, more by one pass over all
 
 
 class FreeExtents:
@@ -44,25 +47,58 @@ class FreeExtents:
         wanted = -(-count // self.granule) * self.granule
         if wanted > self.free_slots:
             return None
+        self.free_slots -= wanted
         taken: list[tuple[int, int]] = []
-        while wanted:
-            place = bisect_left(self._by_size, (wanted, -1))
-            size, start = self._by_size[min(place, len(self._by_size) - 1)]
-            count_here = min(size, wanted)
+        while self.largest < wanted:  # no run holds the rest: the longest is used up
+            size, start = self._by_size.pop()
+            taken.append((start, size))
+            wanted -= size
+        if taken:
+            self._forget([start for start, _ in taken])
+        if wanted:
+            size, start = self._by_size[bisect_left(self._by_size, (wanted, -1))]
             self._remove(start)
-            if size > count_here:
-                self._insert(start + count_here, size - count_here)
-            taken.append((start, count_here))
-            wanted -= count_here
-            self.free_slots -= count_here
+            if size > wanted:
+                self._insert(start + wanted, size - wanted)
+            taken.append((start, wanted))
         return np.array(taken, dtype=np.int64).reshape(-1, 2)
+
+    def _forget(self, starts: list[int]) -> None:
+        """Takes runs out that are in `_by_size` no more."""
+        for start in starts:
+            del self._count_at[start]
+        if len(starts) <= _FEW:
+            for start in starts:
+                del self._starts[bisect_left(self._starts, start)]
+        else:
+            self._starts = [start for start in self._starts if start in self._count_at]
 
     def free(self, extents: Extents) -> None:
         """Gives runs back; freeing what is free already is our bug."""
+        if len(extents) > _FEW:
+            self._join_many(extents)
+            return
         for start, count in extents.tolist():
             assert 0 <= start < start + count <= self.slots, f"{start}+{count} is no extent of {self.slots} slots"
             self._join(start, count)
             self.free_slots += count
+
+    def _join_many(self, extents: Extents) -> None:
+        """As `_join` for each, in one pass over what is free."""
+        low, high = extents[:, 0], extents[:, 0] + extents[:, 1]
+        assert ((low >= 0) & (low < high) & (high <= self.slots)).all(), f"{extents} are none of {self.slots} slots"
+        here = np.array(list(self._count_at.items()), dtype=np.int64).reshape(-1, 2)
+        runs = np.concatenate([here, extents])
+        starts, counts = runs[np.argsort(runs[:, 0], kind="stable")].T
+        ends = starts + counts
+        assert (starts[1:] >= ends[:-1]).all(), "some of these slots are free already"
+        opens = np.flatnonzero(np.concatenate([[True], starts[1:] != ends[:-1]]))
+        starts, counts = starts[opens], np.add.reduceat(counts, opens)
+        self._starts = starts.tolist()
+        self._count_at = dict(zip(self._starts, counts.tolist(), strict=True))
+        self.free_slots = int(counts.sum())
+        order = np.lexsort((starts, counts))
+        self._by_size = list(zip(counts[order].tolist(), starts[order].tolist(), strict=True))
 
     def _join(self, start: int, count: int) -> None:
         place = bisect_left(self._starts, start)
@@ -160,6 +196,8 @@ def slots_of(extents: Extents, *, first: int = 0, count: int | None = None) -> N
 
 def cut(extents: Extents, *, first: int, count: int) -> Extents:
     """The extents of the slots [first, first + count) of `extents`, in order."""
+    if len(extents) == 1 and count:
+        return np.array([[int(extents[0, 0]) + first, count]], dtype=np.int64)
     ends = np.cumsum(extents[:, 1])
     starts = ends - extents[:, 1]
     low, high = np.maximum(starts, first), np.minimum(ends, first + count)
@@ -171,27 +209,43 @@ class ExtentSet:
     """Disjoint extents; says when new ones overlap."""
 
     def __init__(self) -> None:
-        self._starts: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._ends = self._starts  # both ascending: of disjoint extents, they take turns
+        self._starts, self._ends = array("q"), array("q")  # both ascending: of disjoint extents, they take turns
 
     def overlaps(self, extents: Extents) -> bool:
         """Whether one of them overlaps another, or what is there."""
+        if len(extents) == 1:
+            return self._gap(*extents[0].tolist()) is None
         return self._with(extents) is None
 
     def add(self, extents: Extents) -> bool:
         """Adds all of them, or none where one overlaps; returns whether they were added."""
+        if len(extents) == 1:  # as of most rooms: numpy would take ten times as long
+            start, count = extents[0].tolist()
+            place = self._gap(start, count)
+            if place is None:
+                return False
+            self._starts.insert(place, start)
+            self._ends.insert(place, start + count)
+            return True
         edges = self._with(extents)
         if edges is None:
             return False
-        self._starts, self._ends = edges
+        self._starts, self._ends = (array("q", side.tobytes()) for side in edges)
         return True
 
     def remove(self, extents: Extents) -> None:
         """Takes out extents that were added."""
+        if len(extents) == 1:
+            start, count = extents[0].tolist()
+            place = bisect_left(self._starts, start)
+            assert self._ends[place] == start + count, "no such extent"
+            del self._starts[place], self._ends[place]
+            return
         starts, ends = extents[:, 0], extents[:, 0] + extents[:, 1]
         start_places, end_places = np.searchsorted(self._starts, starts), np.searchsorted(self._ends, ends)
         assert np.array_equal(start_places, end_places), "no such extents"
-        self._starts, self._ends = np.delete(self._starts, start_places), np.delete(self._ends, end_places)
+        self._starts = array("q", np.delete(self._starts, start_places).tobytes())
+        self._ends = array("q", np.delete(self._ends, end_places).tobytes())
 
     def clash(self, extents: Extents) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of extents that overlap each other or what is there: two (start, count) that do, for people."""
@@ -204,6 +258,11 @@ class ExtentSet:
         low, high = int(starts[first]), int(starts[second])
         assert high < int(ends[first]), "none of them overlaps"
         return (low, int(ends[first]) - low), (high, int(ends[second]) - high)
+
+    def _gap(self, start: int, count: int) -> int | None:
+        """Where an extent goes; None when it overlaps another."""
+        place = bisect_right(self._ends, start)
+        return None if place < len(self._starts) and self._starts[place] < start + count else place
 
     def _with(self, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
         """Starts and ends with the new ones among them; None when two overlap, so that a start comes out of turn."""

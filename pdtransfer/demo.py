@@ -139,7 +139,8 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
     prefill = [
         PrefillConfig(
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
-            page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}", limits=LIMITS,
+            page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}",
+            limits=LIMITS,
         )
         for number in range(config.prefill)
     ]  # fmt: skip

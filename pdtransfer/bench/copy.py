@@ -1,9 +1,24 @@
-"""The CPU copy, told: what was measured is in bench_copy."""
+"""How fast plans are copied on the CPU, each beside one memcpy of the same bytes in the same run."""
 
 from __future__ import annotations
 
-from ..bench_copy import copy_benchmark
+import ctypes
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from .. import kernels
+from ..geometry import Int64s
+from ..kernels import Native
+from ..layout import expand_pages, pair
+from ..memory import Arena, Mapping, allocate
+from ..plan import Plan, plan
+from .models import PAGE_SIZE, latent_layout
 from .report import Figures, Line
+
+_NUMPY = Native(path=None, text="numpy")
 
 _CASES = (
     ("pages_layer_first_to_layer_first", "pages to pages, layer_first to layer_first"),
@@ -24,7 +39,70 @@ LINES = (
 )
 
 
-def measure(*, tokens: int = 4_096) -> Figures:
-    """As copy_benchmark, in a pool of twice as many slots."""
-    tokens = -(-tokens // 64) * 64
-    return dict(copy_benchmark(tokens=tokens, slots=2 * tokens))
+def measure(*, tokens: int = 4_096, repeats: int = 9) -> Figures:
+    """Shares of one memcpy's rate for an MLA request, 61 planes of 1,152-byte rows, from a pool into a shared arena.
+
+    The room has `tokens` tokens, rounded up to whole pages, and either pool twice as many slots.
+    Each figure is the median over `repeats` of (time of a memcpy of the same bytes) / (time of the copy), the two
+    timed one after the other, so that a busy host costs both; destinations are shared 4 KiB pages, all touched.
+    `pages` go from scattered pages of 64 to scattered pages, `extent` to consecutive slots; `scattered` goes from
+    random slots to random slots, row by row.
+    """
+    tokens = -(-tokens // PAGE_SIZE) * PAGE_SIZE
+    slots = 2 * tokens
+    shuffle = np.random.default_rng(0).permutation
+
+    def pages() -> Int64s:
+        return expand_pages(shuffle(slots // PAGE_SIZE)[: tokens // PAGE_SIZE], PAGE_SIZE, tokens)
+
+    def rows() -> Int64s:
+        return shuffle(slots)[:tokens]
+
+    extent = np.arange(tokens)
+    cases = {
+        "pages_layer_first_to_layer_first": _plan("layer_first", "layer_first", slots, pages(), pages()),
+        "pages_layer_first_to_page_first": _plan("layer_first", "page_first", slots, pages(), pages()),
+        "pages_page_first_to_layer_first": _plan("page_first", "layer_first", slots, pages(), pages()),
+        "extent_layer_first_to_page_first": _plan("layer_first", "page_first", slots, pages(), extent),
+        "scattered_layer_first_to_layer_first": _plan("layer_first", "layer_first", slots, rows(), rows()),
+        "scattered_layer_first_to_page_first": _plan("layer_first", "page_first", slots, rows(), rows()),
+    }
+    native, bytes_copied = kernels.native(), next(iter(cases.values())).bytes
+    pool_bytes = 2 * bytes_copied
+    source, arena = allocate(pool_bytes), Arena.create(pool_bytes, huge_pages="never")
+    try:
+        source.array[:] = 7
+        arena.prefault()
+        memcpy = _memcpy(source, arena.mapping, bytes_copied)
+        figures: Figures = {"native": native.text, "bytes": bytes_copied}
+        figures["memcpy_gb_s"] = bytes_copied / median(_seconds(memcpy) for _ in range(repeats)) / 1e9
+        for name, work in cases.items():
+            for label, threads, by in (("1", 1, native), ("2", 2, native), ("numpy", 1, _NUMPY)):
+                copy = _copy(work, source, arena.mapping, threads, by)
+                figures[f"{name}_{label}"] = median(_seconds(memcpy) / _seconds(copy) for _ in range(repeats))
+        return figures
+    finally:
+        source.close()
+        arena.close()
+
+
+def _plan(source: str, target: str, slots: int, source_slots: Int64s, target_slots: Int64s) -> Plan:
+    layouts = (latent_layout(name, slots=slots, page_size=PAGE_SIZE) for name in (source, target))
+    return plan(pair(*layouts).fused(), source_slots, target_slots)
+
+
+def _memcpy(source: Mapping, target: Mapping, byte_count: int) -> Callable[[], object]:
+    function = ctypes.CDLL(None).memcpy
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    function.restype = ctypes.c_void_p
+    return lambda: function(target.address, source.address, byte_count)
+
+
+def _copy(work: Plan, source: Mapping, target: Mapping, threads: int, by: Native) -> Callable[[], object]:
+    return lambda: kernels.copy(work, source.address, target.address, threads=threads, by=by)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start

@@ -8,9 +8,9 @@ from time import perf_counter
 
 import numpy as np
 
-from ..layout import Layout, expand_pages, pair
-from ..layouts import host_layout
+from ..layout import expand_pages, pair
 from ..plan import plan
+from .models import latent_layout
 from .report import Figures, Line
 
 _PIECE_BYTES = 4 << 20  # about what a ring takes at a time
@@ -31,8 +31,8 @@ def measure(*, tokens: int = 131_072, layers: int = 61, page_size: int = 64, rep
     the contiguous plan out to byte runs, 4 MiB at a time, as a network transport does.
     """
     slots = 2 * -(-tokens // page_size) * page_size
-    source = _latent_pool("layer_first", layers=layers, slots=slots, page_size=page_size)
-    target = _latent_pool("page_first", layers=layers, slots=slots, page_size=1)
+    source = latent_layout("layer_first", layers=layers, slots=slots, page_size=page_size)
+    target = latent_layout("page_first", layers=layers, slots=slots, page_size=1)
     pairing = pair(source, target)
     shuffle = np.random.default_rng(0).permutation
     paged = expand_pages(shuffle(slots // page_size)[: slots // page_size // 2], page_size, tokens)
@@ -49,19 +49,6 @@ def measure(*, tokens: int = 131_072, layers: int = 61, page_size: int = 64, rep
         "scattered_ms": _median_ms(lambda: plan(pairing, *anywhere), repeats),
         "pieces_ms": _median_ms(lambda: [piece.byte_runs() for piece in contiguous.pieces(_PIECE_BYTES)], 1),
     }
-
-
-def _latent_pool(name: str, *, layers: int, slots: int, page_size: int) -> Layout:
-    return host_layout(
-        name,
-        kinds=("latent",),
-        layers=layers,
-        heads=1,
-        head_bytes=1_152,
-        dtype="bfloat16",
-        slots=slots,
-        page_size=page_size,
-    )
 
 
 def _median_ms(run: Callable[[], object], repeats: int) -> float:

@@ -1,0 +1,212 @@
+"""One end of a session for tests that play the other: a core, its clock, and what it has just asked for."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pdtransfer import effects as fx
+from pdtransfer.limits import Limits
+from pdtransfer.session.decode import DecodeSessions
+from pdtransfer.session.prefill import Cell, PrefillSessions
+from pdtransfer.wire import (
+    VERSION,
+    Grant,
+    Hello,
+    Identity,
+    Landed,
+    Message,
+    Part,
+    Ping,
+    Pong,
+    Ranks,
+    Reach,
+    Register,
+    Registered,
+    Reject,
+    Released,
+    Welcome,
+    pack_extents,
+)
+from tests.sim.pools import LAYERS, ROW, components
+
+P, P2 = "tcp://p0", "tcp://p1"
+D, D2 = "node:d0", "node:d1"
+SLOTS = 64  # of each component, on either side
+ARENA_BYTES = 2 * SLOTS * LAYERS * ROW
+LIMITS = Limits(
+    window=4, resend_ms=100, resend_ms_max=400, ping_ms=500, silence_ms=2_000, session_silence_ms=5_000,
+    fence_poll_ms=50, fence_poll_ms_max=200,
+)  # fmt: skip
+REACH = Reach("shm", "host", "@arena", b"token", 0, ARENA_BYTES)
+Kind = TypeVar("Kind")
+
+
+def identity(node: str, role: Any, incarnation: int = 1, **changes: Any) -> Identity:
+    fields = {"model": "m", "weights": b"w", "window": 64} | changes
+    return Identity(node, role, incarnation, Ranks(), **fields)
+
+
+def of(effects: list[Any], kind: type[Kind]) -> list[Kind]:
+    """The effects of one kind."""
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def sent(effects: list[Any], kind: type[Kind]) -> list[Kind]:
+    """The messages of one kind."""
+    return [effect.message for effect in effects if isinstance(effect, fx.Send) and isinstance(effect.message, kind)]
+
+
+def kv_bytes(tokens: int) -> int:
+    """What a room of so many tokens moves: a kv row a token and a c4 row for every 4."""
+    return (tokens + -(-tokens // 4)) * LAYERS * ROW
+
+
+class DecodeEnd:
+    """A DecodeSessions whose prefill ranks are played by the test."""
+
+    def __init__(self, limits: Limits = LIMITS, slots: int = SLOTS) -> None:
+        self.now = 0.0
+        ids = iter(range(0xA0, 0xFFF))
+        own = components(slots, 1, page_first=True)
+        self.core = DecodeSessions(identity("d0", "decode", window=limits.window), own, limits, lambda: next(ids))
+        self.incarnation = 1
+
+    def hear(self, *messages: Message, peer: str = P) -> list[Any]:
+        return [effect for each in messages for effect in self.core.receive(peer, each, self.now)]
+
+    def tick(self, seconds: float) -> list[Any]:
+        """Lets so much time pass, and does what falls due in it when it does."""
+        end, effects = self.now + seconds, []
+        while (when := self.core.next_tick()) is not None and when <= end:
+            self.now = max(self.now, when)
+            effects += self.core.tick(self.now)
+        self.now = end
+        return effects
+
+    def live(self, seconds: float, *peers: str) -> list[Any]:
+        """The same, while these peers answer every Ping and Hello."""
+        effects = []
+        for _ in range(round(seconds * 10)):
+            for effect in self.tick(0.1):
+                effects.append(effect)
+                if isinstance(effect, fx.Send) and effect.peer in peers:
+                    effects += self.answer(effect)
+        return effects
+
+    def answer(self, effect: fx.Send) -> list[Any]:
+
+        match effect.message:
+            case Ping():
+                return self.hear(Pong(self.incarnation), peer=effect.peer)
+            case Hello():
+                return self.hear(self.welcome(), peer=effect.peer)
+            case _:
+                return []
+
+    def welcome(self, incarnation: int | None = None, **changes: Any) -> Welcome:
+        self.incarnation = self.incarnation if incarnation is None else incarnation
+        return Welcome(VERSION, identity("p0", "prefill", self.incarnation, **changes))
+
+    def up(self, peer: str = P) -> int:
+        """A session with this peer, up; its id."""
+        self.core.dial(peer, self.now)
+        (offer,) = of(self.hear(self.welcome(), peer=peer), fx.Offer)
+        (register,) = sent(self.core.offered(offer.session, REACH, self.now), Register)
+        self.hear(Registered(register.session, ARENA_BYTES), peer=peer)
+        assert self.core.links.peers[peer].up is not None
+        return register.session
+
+    def expect(self, room: int, tokens: int = 8, *sources: str, **options: Any) -> list[Any]:
+        options = {"deadline": self.now + 60.0} | options
+        return self.core.expect(room, tokens=tokens, sources=sources or (P,), now=self.now, **options)
+
+    def granted(self, room: int, tokens: int = 8, *sources: str, **options: Any) -> Grant:
+        """The Grant of a new room of one rank."""
+        (grant,) = sent(self.expect(room, tokens, *sources, **options), Grant)
+        return grant
+
+    def land(self, grant: Grant, peer: str = P, aux: bytes = b"") -> list[Any]:
+        rows = sum(part.rows for part in grant.parts)
+        return self.hear(Landed(grant.session, grant.grant, rows * LAYERS * ROW, aux), peer=peer)
+
+    @property
+    def free(self) -> list[int]:
+        """Free slots of each component."""
+        return [free.free_slots for free in self.core.arena.free]
+
+
+class PrefillEnd:
+    """A PrefillSessions whose decode ranks are played by the test."""
+
+    def __init__(self, limits: Limits = LIMITS, slots: int = SLOTS) -> None:
+        self.now = 0.0
+        self.components = components(slots, 4, page_first=False)
+        self.core = PrefillSessions(identity("p0", "prefill", 9, window=limits.window), self.components, limits)
+
+    def hear(self, *messages: Message, peer: str = D) -> list[Any]:
+        return [effect for each in messages for effect in self.core.receive(peer, each, self.now)]
+
+    def tick(self, seconds: float) -> list[Any]:
+        """Lets so much time pass, and does what falls due in it when it does."""
+        end, effects = self.now + seconds, []
+        while (when := self.core.next_tick()) is not None and when <= end:
+            self.now = max(self.now, when)
+            effects += self.core.tick(self.now)
+        self.now = end
+        return effects
+
+    def hello(self, incarnation: int = 1, **changes: Any) -> Hello:
+        return Hello(VERSION, VERSION, identity("d0", "decode", incarnation, **changes))
+
+    def register(self, session: int = 0xA0, **changes: Any) -> Register:
+        fields = {"components": components(SLOTS, 1, page_first=True), "reach": REACH} | changes
+        return Register(session, **fields)
+
+    def up(self, session: int = 0xA0, peer: str = D, incarnation: int = 1) -> int:
+        """A session of this peer, up."""
+        self.hear(self.hello(incarnation), peer=peer)
+        assert of(self.hear(self.register(session), peer=peer), fx.Map)
+        assert sent(self.core.mapped(session, ARENA_BYTES), Registered)
+        return session
+
+    def open(self, room: int = 1, tokens: int = 8, **options: Any) -> list[Any]:
+        options = {"deadline": self.now + 60.0} | options
+        return self.core.open(room, tokens=tokens, now=self.now, **options)
+
+    def push(self, room: int = 1, tokens: int = 8, **changes: Any) -> list[Any]:
+        """Every cell of the room, one a component, or those that `changes` name."""
+        effects = []
+        for component in self.components:
+            fields = {"first_row": 0, "layers": (0, LAYERS), "source_slots": np.arange(component.rows(tokens))}
+            if changes.get("component", component.name) == component.name:
+                effects += self.core.push(room, Cell(**({"component": component.name} | fields | changes)))
+        return effects
+
+    def finish(self, room: int = 1, aux: bytes = b"aux") -> list[Any]:
+        return self.core.finish(room, aux=aux, now=self.now)
+
+    def wrote(self, write: fx.Write, outcome: fx.Outcome = fx.Outcome.LANDED) -> list[Any]:
+        return self.core.wrote(write.session, write.write, outcome, "so it ended", self.now)
+
+    def released(self, number: int, session: int = 0xA0) -> list[Any]:
+        return self.hear(Released(session, number))
+
+
+def grant(
+    number: int = 1, room: int = 1, tokens: int = 8, *, at: int = 0, session: int = 0xA0, **changes: Any
+) -> Grant:
+    """A Grant of all rows of a room, in slots from `at` on."""
+    parts = tuple(
+        Part(index, 0, component.rows(tokens), pack_extents(np.array([[at, component.rows(tokens)]])))
+        for index, component in enumerate(components(SLOTS, 1, page_first=True))
+    )
+    fields = {"prefix": 0, "parts": parts, "send_aux": True, "time_left_ms": 30_000} | changes
+    return Grant(session, number, room, tokens, **fields)
+
+
+def refusal(effects: list[Any]) -> str:
+    """What the one Reject among these effects says."""
+    (reject,) = sent(effects, Reject)
+    return "; ".join(reject.fields)

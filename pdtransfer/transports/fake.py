@@ -162,11 +162,12 @@ class FakeWriter:
         self._sessions.clear()
 
     async def close(self) -> None:
-        """What pends ends as FAILED."""
+        """What pends ends as FAILED, and is heard before this returns."""
         for session, mapped in list(self._sessions.items()):
             for pending in list(mapped.pending):
                 self.lose(pending) if pending.said else self.end(pending, Outcome.FAILED, "closed")
             self.unmap(session)
+        await asyncio.sleep(0)  # what was reported is heard
 
     def _leave(self, session: int, mapped: _Mapped) -> None:
         if mapped.leaving and not mapped.pending and session in self._sessions:

@@ -158,7 +158,8 @@ class PrefillEnd:
         return effects
 
     def hello(self, incarnation: int = 1, **changes: Any) -> Hello:
-        return Hello(VERSION, VERSION, identity("d0", "decode", incarnation, **changes))
+        node = changes.pop("node", "d0")
+        return Hello(VERSION, VERSION, identity(node, "decode", incarnation, **changes))
 
     def register(self, session: int = 0xA0, **changes: Any) -> Register:
         fields = {"components": components(SLOTS, 1, page_first=True), "reach": REACH} | changes

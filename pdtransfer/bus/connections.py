@@ -64,11 +64,17 @@ class Connections:
         return connection
 
     def introduce(self, connection: Connection, name: str, now: float) -> None:
-        """Takes a Hello: binds `name` to the connection, superseding whichever had it. Raises RemoteProtocolError."""
+        """Takes a Hello: binds `name` to the connection, superseding whichever had it. Raises RemoteProtocolError.
+
+        A superseded connection gets its name back once the newer one has been silent for stale_ms: whoever it was, it
+        is gone, and two processes under one name by mistake must not go on to disturb each other.
+        """
         route = connection.route
         if connection.name == name and not connection.superseded:
             return
-        if connection.name:
+        if connection.name == name and self._is_stale(name, now):
+            connection.superseded = False
+        elif connection.name:
             self.check(connection)
             raise RemoteProtocolError("Hello.identity.node", f"{name}, this connection is {connection.name}'s")
         # An id of the peer's own choice could be that of a peer that has gone, and would get what is meant for it.
@@ -101,6 +107,10 @@ class Connections:
         gone = self._named.pop(route, None)
         if gone is not None:
             del self._routes[gone.name]
+
+    def _is_stale(self, name: str, now: float) -> bool:
+        route = self._routes.get(name)
+        return route is None or now - self._named[route].heard >= self._limits.stale_ms / 1e3
 
     def _demote(self, route: bytes) -> None:
         elder = self._named.pop(route)

@@ -139,7 +139,8 @@ class Site:
 
     async def served(self, attention: str = "mla", prompt: str = "does it work") -> None:
         """A request is answered as it should be."""
-        assert equal(await self.complete(prompt), generated(attention, prompt))
+        answer = await self.complete(prompt)
+        assert equal(answer, generated(attention, prompt)), answer
 
     # The daemons
 

@@ -66,10 +66,16 @@ def test_a_fragmented_arena_has_single_slots() -> None:
         assert (ranks.hand_off(3, tokens=32).ready > 0).all()
 
 
-def test_echoes_and_memcpys_are_timed_one_by_one(ranks: Ranks) -> None:
-    trips_ns = ranks.echo(5)
-    assert trips_ns.shape == (5,)
-    assert (trips_ns > 0).all()
+@pytest.mark.parametrize("blocking", [False, True])
+def test_echoes_are_timed_one_by_one(ranks: Ranks, blocking: bool) -> None:
+    for trips in (1, 5):
+        trips_ns = ranks.echo(trips, blocking=blocking)
+        assert trips_ns.shape == (trips,)
+        assert (trips_ns > 0).all()
+    assert (ranks.hand_off(1, tokens=1).ready > 0).all()  # the nodes have their loops again
+
+
+def test_a_memcpy_is_timed(ranks: Ranks) -> None:
     assert ranks.memcpy(1 << 20) > 0
 
 
@@ -83,8 +89,16 @@ def test_handoff_sets_latency_beside_a_bare_round_trip(capsys: pytest.CaptureFix
     assert 0 < float(figures["handoff_us_p50"]) < float(figures["ready_us_p50"])
     assert float(figures["handoff_us_p50"]) <= float(figures["handoff_us_p99"])
     assert float(figures["handoffs_s_min"]) <= float(figures["handoffs_s"]) <= float(figures["handoffs_s_max"])
-    assert min(sizes(figures, "_us_p50") + sizes(figures, "_cpu_us") + sizes(figures, "_to_raw_p50")) > 0
-    assert "a bare ZMQ round trip" in told(handoff.LINES, figures, capsys)
+    assert (
+        min(
+            sizes(figures, "_us_p50")
+            + sizes(figures, "_cpu_us")
+            + sizes(figures, "_to_raw_p50")
+            + sizes(figures, "_to_blocking_p50")
+        )
+        > 0
+    )
+    assert "ZMQ's round trip" in told(handoff.LINES, figures, capsys)
 
 
 @pytest.mark.parametrize(("model", "row_bytes"), [("deepseek", 61 * 1_152), ("gqa", 4 * 2 * 4 * 64 * 4)])

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import uvloop
 import zmq
-from numpy.typing import NDArray
 
+from ..bus import BusLimits
+from ..bus.sockets import NOBLOCK, NOBLOCK_MORE, Drain
 from ..daemon import SWITCH_INTERVAL_S
 from ..effects import Drained, Landed, Leased, Ready, RoomFailed
 from ..errors import PDTransferError
@@ -46,9 +47,13 @@ class Batch(NamedTuple):
 
 
 class Echoes(NamedTuple):
-    """So many bare round trips, with blocking sockets: no loop runs meanwhile."""
+    """So many bare round trips, one after the other: drained on the loop as a bus is, or with blocking sockets.
+
+    Prefill is asked for the blocking ones alone, and says twice that it has heard: before and after.
+    """
 
     trips: int
+    blocking: bool
 
 
 class Memcpy(NamedTuple):
@@ -138,12 +143,14 @@ class _PrefillRank(_Rank):
             _settings("prefill"), (source,), self._told, pool_address=self._pool.address, copy_threads=copy_threads
         )
         self._router = self._context.socket(zmq.ROUTER)
+        self._echoing = Drain(self._loop, self._router, self._echo, BusLimits())
         self._written = np.zeros(0, np.int64)
 
     async def serve(self) -> None:
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
         self._pipe.send((await self._node.bus.bind(_ANY_PORT), f"tcp://127.0.0.1:{port}"))
         await super().serve()
+        self._echoing.stop()
         await self._node.close()
 
     def perform(self, order: object) -> None:
@@ -152,10 +159,9 @@ class _PrefillRank(_Rank):
                 self._written = np.zeros(order.rooms, np.int64)
                 self.begin(order)
             case Echoes(trips):
+                self._pipe.send(None)
                 for _ in range(trips):
-                    route, frame = self._router.recv(), self._router.recv()
-                    self._router.send(route, zmq.SNDMORE)
-                    self._router.send(frame)
+                    self._echo(flags=0)
                 self._pipe.send(None)
             case Memcpy(byte_count):
                 self._pipe.send(self._memcpy(byte_count))
@@ -187,6 +193,13 @@ class _PrefillRank(_Rank):
         self._written[room - self._batch.first] = time.monotonic_ns()
         self._node.finish(room, aux=_AUX)
 
+    def _echo(self, flags: int = NOBLOCK) -> int:
+        route, frame = self._router.recv(flags), self._router.recv(flags)
+        self._echoing.check()
+        self._router.send(route, NOBLOCK_MORE)
+        self._router.send(frame, NOBLOCK)
+        return len(frame)
+
     def _memcpy(self, byte_count: int) -> int:
         if self._copy is None:
             self._copy = Arena.create(byte_count)
@@ -205,10 +218,14 @@ class _DecodeRank(_Rank):
         self._sources = (endpoint,)
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.connect(bare)
+        self._echoes = Drain(self._loop, self._dealer, self._answered, BusLimits())
+        self._trips_ns: list[int] = []
+        self._trips_left = self._sent_ns = 0
         self._expected = self._ready = np.zeros(0, np.int64)
 
     async def serve(self) -> None:
         await super().serve()
+        self._echoes.stop()
         await self._node.close()
 
     def perform(self, order: object) -> None:
@@ -216,8 +233,11 @@ class _DecodeRank(_Rank):
             case Batch():
                 self._expected, self._ready = np.zeros((2, order.rooms), np.int64)
                 self.begin(order)
-            case Echoes(trips):
-                self._pipe.send(self._echo(trips))
+            case Echoes(trips, blocking):
+                self._trips_ns, self._trips_left = [], trips
+                self._ask()
+                while blocking and self._trips_left:
+                    self._answered(flags=0)
             case Fragment():
                 arena = self._node.core.arena
                 holdings = [arena.allocate((1,)) for _ in range(arena.free[0].free_slots)]
@@ -241,14 +261,20 @@ class _DecodeRank(_Rank):
         if self.room_over():
             self._pipe.send((self._expected, self._ready, self.cpu_ns))
 
-    def _echo(self, trips: int) -> NDArray[np.int64]:
-        took = np.zeros(trips, np.int64)
-        for at in range(trips):
-            start = time.monotonic_ns()
-            self._dealer.send(_ECHO)
-            self._dealer.recv()
-            took[at] = time.monotonic_ns() - start
-        return took
+    def _ask(self) -> None:
+        self._sent_ns = time.monotonic_ns()
+        self._echoes.check()
+        self._dealer.send(_ECHO, NOBLOCK)
+
+    def _answered(self, flags: int = NOBLOCK) -> int:
+        frame = self._dealer.recv(flags)
+        self._trips_ns.append(time.monotonic_ns() - self._sent_ns)
+        self._trips_left -= 1
+        if self._trips_left:
+            self._ask()
+        else:
+            self._pipe.send(np.array(self._trips_ns))
+        return len(frame)
 
 
 def run_prefill(pipe: Connection, source: Component, copy_threads: int) -> None:

@@ -77,12 +77,20 @@ class Ranks:
             decode_cpu_ns=decode_cpu_ns,
         )
 
-    def echo(self, trips: int) -> NDArray[np.int64]:
-        """Nanoseconds of `trips` bare ROUTER/DEALER round trips between the two processes, one after the other."""
-        self._prefill.send(Echoes(trips))
-        self._decode.send(Echoes(trips))
-        _answer(self._prefill)
-        return _answer(self._decode)
+    def echo(self, trips: int, *, blocking: bool) -> NDArray[np.int64]:
+        """Nanoseconds of `trips` bare ROUTER/DEALER round trips between the two processes, one after the other.
+
+        The sockets are blocking ones, or drained by the same two loops that the nodes run on, as their buses are.
+        """
+        order = Echoes(trips, blocking)
+        if blocking:
+            self._prefill.send(order)
+            _answer(self._prefill)
+        self._decode.send(order)
+        trips_ns = _answer(self._decode)
+        if blocking:
+            _answer(self._prefill)
+        return trips_ns
 
     def memcpy(self, byte_count: int) -> int:
         """Nanoseconds of one memcpy in the prefill process, from the pool into shared memory."""

@@ -15,9 +15,10 @@ RUN apt-get update \
 # As in tools/venv: a wheel at hand where the base image's pip is told of one, else the build that TORCH names.
 RUN python3 -m venv /opt/pdtransfer \
     && cd /opt/pdtransfer/bin \
-    && (./pip install --no-cache-dir --no-index --no-deps "torch>=2.9,<3" \
+    && torch="torch>=2.9,<3" \
+    && (./pip install --no-cache-dir --no-index --no-deps "$torch" \
         || (./pip install --no-cache-dir uv \
-            && ./uv pip install --no-cache --python ./python --torch-backend=${TORCH} "torch>=2.9,<3" \
+            && ./uv pip install --no-cache --python ./python --torch-backend=${TORCH} "$torch" \
             && ./pip uninstall --yes uv))
 WORKDIR /src
 COPY pyproject.toml README.md ./

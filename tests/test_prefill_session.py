@@ -669,7 +669,7 @@ def test_a_decode_node_that_falls_silent_loses_its_sessions() -> None:
 
 
 def test_silence_is_noticed_however_times_round() -> None:
-    """Simulated, seed 176: now - heard rounded to less than the limit when heard + limit was due, so tick never ended."""
+    """Simulated, seed 176: now - heard rounded below the limit when heard + limit was due, so that tick never ended."""
     limit = LIMITS.session_silence_ms / 1e3
     heard = next(t for t in (0.1 * n + 4.18 for n in range(10_000)) if (t + limit - t) * 1e3 < limit * 1e3)
     end = PrefillEnd()

@@ -1,0 +1,100 @@
+"""The simulator as a test: a thousand worlds, every planted bug caught, and only the seed decides what happens."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.sim.__main__ import main, run
+from tests.sim.mutants import MUTANTS
+from tests.sim.world import World
+
+CHUNK, CHUNKS = 25, 40  # seeds a test, so that several workers can share them
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_world_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK))
+    assert not tally.failure, tally.failure
+
+
+def test_worlds_show_what_they_are_for() -> None:
+    """Invariants hold easily where nothing happens: most rooms are READY, and each fault was there."""
+    seen = run(range(120)).seen
+    assert seen["ready"] >= seen["rooms"] / 2
+    for what in (
+        "lost messages", "repeated messages", "freezes", "prefill kills", "decode kills", "silent peers back",
+        "writes of unknown outcome", "writers killed", "fences", "fences that had to wait", "steps with quarantine",
+        "pieces by orphans", "pieces after the room failed", "repeated ends", "Landed that met an Abort",
+        "Abort before its Grant", "Abort after the end", "Grant after the end", "Grant after the end was acknowledged",
+    ):  # fmt: skip
+        assert seen[what] > 0, f"{what}: {sorted(seen.items())}"
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_planted_bug_is_caught_within_its_seeds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def plant(owner: Any, key: Any, value: Any) -> None:
+        if isinstance(owner, dict):
+            monkeypatch.setitem(owner, key, value)
+        else:
+            monkeypatch.setattr(owner, key, value)
+
+    mutant = MUTANTS[name]
+    mutant.plant(plant)
+    tally = run(range(mutant.seeds))
+    assert tally.failure, f"{name!r} lived through {tally.seeds} seeds"
+    assert f"replay: python -m tests.sim --seed {tally.seeds - 1} --trace" in tally.failure
+
+
+def test_the_required_mutants_are_there() -> None:
+    required = {
+        "free at the deadline", "Drained sent early", "ended grants forgotten", "a late message revives a room"
+    }  # fmt: skip
+    assert required <= MUTANTS.keys()
+
+
+def test_a_seed_decides_everything() -> None:
+    """The same messages at the same times, whatever order Python's hashes bring."""
+    traces = [
+        subprocess.run(
+            [sys.executable, "-m", "tests.sim", "--seed", "2", "--trace"],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.splitlines()[:-1]
+        for hash_seed in ("1", "2")
+    ]
+    assert len(traces[0]) > 100
+    assert traces[0] == traces[1]
+
+
+def test_any_exception_of_the_code_under_test_is_a_failure_with_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: World) -> Counter[str]:
+        raise KeyError("a peer")
+
+    monkeypatch.setattr(World, "run", broken)
+    tally = run([7, 8])
+    assert tally.seeds == 1
+    assert "KeyError: 'a peer'" in tally.failure
+    assert tally.failure.endswith("replay: python -m tests.sim --seed 7 --trace")
+
+
+def test_by_hand_any_seeds_run_in_several_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sim", "--seeds", "4", "--first", "6", "--jobs", "2"])
+    assert main() == 0
+    assert "4 seeds, " in capsys.readouterr().out
+
+
+def test_help_says_how_to_replay_a_seed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["sim", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "python -m tests.sim --seed 7 --trace" in capsys.readouterr().out

@@ -6,13 +6,15 @@ import asyncio
 import json
 import multiprocessing
 import random
+import re
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,56 +26,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from .config import DecodeConfig, DemoConfig, PrefillConfig, RouterConfig
-from .errors import WorldError
-from .fleet import Fleet
+from .errors import PDTransferError, WorldError
+from .fleet import Fleet, end_with_parent
 from .limits import Limits
 
-WORDS = [
-    "the",
-    "cache",
-    "of",
-    "a",
-    "prefill",
-    "worker",
-    "crosses",
-    "once",
-    "and",
-    "lands",
-    "where",
-    "decode",
-    "will",
-    "read",
-    "it",
-    "no",
-    "copy",
-    "between",
-    "them",
-    "a",
-    "slot",
-    "is",
-    "free",
-    "when",
-    "its",
-    "last",
-    "lease",
-    "has",
-    "ended",
-    "and",
-    "not",
-    "before",
-    "because",
-    "a",
-    "timeout",
-    "proves",
-    "nothing",
-    "about",
-    "what",
-    "is",
-    "still",
-    "in",
-    "flight",
-]
-SETTLE_S = 3.0  # by then every slot is back
+TEXT = (
+    "the cache of a prefill worker crosses once and lands where decode will read it no copy between them "
+    "a slot is free when its last lease has ended and not before because a timeout proves nothing about what is still "
+    "in flight"
+)
+CONTEXT_TOKENS = 16_384  # the reference model's own, unless a prompt is longer
+SETTLE_S = 10.0  # by then every slot is back
+COMPLAINT = re.compile(r" (WARNING|ERROR|CRITICAL) ")
+COMPLAINTS_MAX = 20  # lines of the daemons' logs that are shown where the demo fails
 RETRIES = 100  # of one request that meets a full fleet
 SLOTS_MAX = 131_072
 LIMITS = Limits(room_deadline_ms=600_000)  # the last of 32 prompts waits for the others, on a slow host for long
@@ -96,26 +61,58 @@ def prompts(config: DemoConfig) -> list[str]:
     rng = random.Random(config.seed)  # noqa: S311 (text to look at, not a secret)
     sizes = [round(config.prompt_bytes_max ** (at / max(1, config.requests - 1))) for at in range(config.requests)]
     rng.shuffle(sizes)
-    texts = [" ".join(rng.choices(WORDS, k=size)) for size in sizes]
+    words = TEXT.split()
+    texts = [" ".join(rng.choices(words, k=size)) for size in sizes]
     return [text[:size] for text, size in zip(texts, sizes, strict=True)]
 
 
 def run(config: DemoConfig) -> int:
     """The command `pdtransfer demo`; exit status 1 when an answer is not identical, or a slot is lost."""
-    return uvloop.run(_run(config))
+    return uvloop.run(_until_stopped(config))
+
+
+async def _until_stopped(config: DemoConfig) -> int:
+    """Whoever ends it, by SIGTERM or by closing the terminal, ends the daemons with it, as Ctrl-C does."""
+    loop, demo = asyncio.get_running_loop(), asyncio.ensure_future(_run(config))
+    stopped: list[int] = []
+
+    def stop(number: int) -> None:
+        stopped.append(number)
+        demo.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await demo
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        return 128 + stopped[0]
 
 
 async def _run(config: DemoConfig) -> int:
+    with tempfile.TemporaryDirectory(prefix="pdtransfer-demo-") as logs:
+        try:
+            status = await _show(config, Path(logs))
+        except PDTransferError:
+            _complain(Path(logs))
+            raise
+        if status:
+            _complain(Path(logs))
+    return status
+
+
+async def _show(config: DemoConfig, logs: Path) -> int:
+    """Starts, asks, compares, prints; the exit status."""
     console = Console(stderr=True, quiet=config.json)
     texts = prompts(config)
-    with tempfile.TemporaryDirectory(prefix="pdtransfer-demo-") as logs:
-        with _stage(console, f"starting {config.prefill} prefill, {config.decode} decode and a router"):
-            fleet = await _fleet(config, texts, Path(logs)).__aenter__()
-        try:
-            answers, seconds = await _ask(config, fleet, texts, console)
-            leaked = await _leaked(fleet)
-        finally:
-            await fleet.__aexit__()
+    with _stage(console, f"starting {config.prefill} prefill, {config.decode} decode and a router"):
+        fleet = await _fleet(config, texts, logs).__aenter__()
+    try:
+        answers, seconds = await _ask(config, fleet, texts, console)
+        leaked = await _leaked(fleet)
+    finally:
+        await fleet.__aexit__()
     with _stage(console, "the same prompts in a single process, nothing transferred"):
         reference = await _reference(config, texts)
     for answer, expected in zip(answers, reference, strict=True):
@@ -128,6 +125,13 @@ async def _run(config: DemoConfig) -> int:
     return 0 if report["all_identical"] and not leaked else 1
 
 
+def _complain(logs: Path) -> None:
+    """Says what the daemons have complained of: their logs go with the demo."""
+    lines = [line for log in sorted(logs.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
+    for line in [line for line in lines if COMPLAINT.search(line)][-COMPLAINTS_MAX:]:
+        print(line, file=sys.stderr)
+
+
 def _stage(console: Console, text: str) -> AbstractContextManager[object]:
     return console.status(text) if console.is_terminal else nullcontext(console.print(text))
 
@@ -136,11 +140,12 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
     """Pools that hold the whole load, up to a bound: beyond it requests wait their turn."""
     wanted = sum(len(text) + config.max_tokens for text in texts) + config.prompt_bytes_max
     slots = min(SLOTS_MAX, -(-wanted // 65_536) * 65_536)
+    options = tuple(f"{name}={value}" for name, value in _engine_options(config).items())
     prefill = [
         PrefillConfig(
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}",
-            limits=LIMITS,
+            limits=LIMITS, engine_option=options,
         )
         for number in range(config.prefill)
     ]  # fmt: skip
@@ -148,11 +153,16 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
         DecodeConfig(
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=LIMITS,
-            socket_directory=logs / "sockets",
+            socket_directory=logs / "sockets", engine_option=options,
         )
         for number in range(config.decode)
     ]  # fmt: skip
     return Fleet(prefill, decode, RouterConfig(listen="127.0.0.1:0", node="router", limits=LIMITS), logs)
+
+
+def _engine_options(config: DemoConfig) -> dict[str, str]:
+    longest = config.prompt_bytes_max + config.max_tokens
+    return {"context_tokens": str(longest)} if longest > CONTEXT_TOKENS else {}
 
 
 async def _ask(config: DemoConfig, fleet: Fleet, texts: Sequence[str], console: Console) -> tuple[list[Answer], float]:
@@ -166,13 +176,14 @@ async def _ask(config: DemoConfig, fleet: Fleet, texts: Sequence[str], console: 
     with progress:
         requests = progress.add_task("requests", total=len(texts))
         tokens = progress.add_task("tokens", total=len(texts) * config.max_tokens)
-        timeout = aiohttp.ClientTimeout(total=None, sock_read=120.0)
-        async with aiohttp.ClientSession(fleet.url, timeout=timeout) as session:
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=LIMITS.room_deadline_ms / 1e3)
+        connector = aiohttp.TCPConnector(limit=config.concurrency)
+        async with aiohttp.ClientSession(fleet.url, timeout=timeout, connector=connector) as session:
             await _ready(session)
 
             async def one(answer: Answer) -> None:
                 async with gate:
-                    await _complete(config, session, answer, lambda: progress.advance(tokens))
+                    await _complete(config, session, answer, lambda count: progress.advance(tokens, count))
                     progress.advance(requests)
 
             start = time.perf_counter()
@@ -190,7 +201,16 @@ async def _ready(session: aiohttp.ClientSession) -> None:
 
 
 async def _complete(
-    config: DemoConfig, session: aiohttp.ClientSession, answer: Answer, heard: Callable[[], None]
+    config: DemoConfig, session: aiohttp.ClientSession, answer: Answer, heard: Callable[[int], None]
+) -> None:
+    try:
+        await _attempts(config, session, answer, heard)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+
+
+async def _attempts(
+    config: DemoConfig, session: aiohttp.ClientSession, answer: Answer, heard: Callable[[int], None]
 ) -> None:
     greedy = {"temperature": 0, "ignore_eos": True}
     body = {"prompt": answer.prompt, "max_tokens": config.max_tokens, "stream": True, **greedy}
@@ -211,14 +231,17 @@ async def _complete(
     answer.error = "the fleet stayed full"
 
 
-def _event(answer: Answer, event: dict[str, Any], heard: Callable[[], None]) -> None:
+def _event(answer: Answer, event: dict[str, Any], heard: Callable[[int], None]) -> None:
+    """A piece holds one token at least; how many there were in all, the last one says."""
     if "error" in event:
         answer.error = str(event["error"].get("message", event["error"]))
         return
-    heard()
+    tokens = answer.tokens + 1
     if "pdtransfer" in event:
         answer.facts = event["pdtransfer"]
-        answer.tokens = event["usage"]["completion_tokens"]
+        tokens = event["usage"]["completion_tokens"]
+    heard(tokens - answer.tokens)
+    answer.tokens = tokens
 
 
 async def _leaked(fleet: Fleet) -> int:
@@ -226,9 +249,12 @@ async def _leaked(fleet: Fleet) -> int:
     from prometheus_client.parser import text_string_to_metric_families
 
     async def missing(session: aiohttp.ClientSession, http: str) -> int:
-        async with session.get(f"http://{http}/metrics") as response:
-            families = text_string_to_metric_families(await response.text())
-            values = {family.name: sum(sample.value for sample in family.samples) for family in families}
+        try:
+            async with session.get(f"http://{http}/metrics") as response:
+                families = text_string_to_metric_families(await response.text())
+        except aiohttp.ClientError as error:
+            raise WorldError(f"a decode daemon is gone: {error}") from error
+        values = {family.name: sum(sample.value for sample in family.samples) for family in families}
         return int(values["pdtransfer_slots"] - values["pdtransfer_slots_free"])
 
     deadline = time.monotonic() + SETTLE_S
@@ -241,13 +267,30 @@ async def _leaked(fleet: Fleet) -> int:
 
 
 async def _reference(config: DemoConfig, texts: Sequence[str]) -> list[dict[str, str]]:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(pool, _generate, config.attention, config.max_tokens, list(texts))
+    """In a process of its own: it needs torch, and can be left at any time."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_tell, args=(theirs, config, list(texts)), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        return await asyncio.to_thread(ours.recv)
+    except EOFError:
+        raise WorldError("the single process that answers are held against has failed") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
 
 
-def _generate(attention: str, max_tokens: int, texts: list[str]) -> list[dict[str, str]]:
-    """In a process of its own: the digests that each answer has to have."""
+def _tell(pipe: Connection, config: DemoConfig, texts: list[str]) -> None:
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us hears it, too
+    pipe.send(_generate(config, texts))
+
+
+def _generate(demo: DemoConfig, texts: list[str]) -> list[dict[str, str]]:
+    """The digests that each answer has to have."""
     import numpy as np
 
     from .engine.base import EngineConfig
@@ -255,10 +298,16 @@ def _generate(attention: str, max_tokens: int, texts: list[str]) -> list[dict[st
     from .wire import Sampling
 
     prompts = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
-    longest = max(len(prompt) for prompt in prompts) + max_tokens
-    slots = -(-max(longest, 32_768) // 64) * 64
-    config = EngineConfig(role="decode", attention=attention, slots=slots, page_size=64, host_layout="layer_first")  # pyright: ignore[reportArgumentType]
-    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    longest = max(len(prompt) for prompt in prompts) + demo.max_tokens
+    config = EngineConfig(
+        role="decode",
+        attention=demo.attention,
+        slots=-(-max(longest, 32_768) // 64) * 64,
+        page_size=64,
+        host_layout="layer_first",
+        options=_engine_options(demo),
+    )
+    sampling = Sampling(max_tokens=demo.max_tokens, ignore_eos=True)
     return [
         {
             "tokens_digest": outcome.tokens_digest.hex(),

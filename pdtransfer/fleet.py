@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
+import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .config import Config, DecodeConfig, PrefillConfig, RouterConfig, arguments, child_environment
+from .config import DecodeConfig, PrefillConfig, RouterConfig, arguments, child_environment
 from .errors import WorldError
 
 READY_S = 60.0  # an arena of some GiB is prefaulted within it
 STOP_S = 10.0
 LOG_LINES = 15  # of a daemon that failed, for the person who reads the error
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_libc = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """In a child: it gets SIGTERM when the thread that started it is gone, however that went."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Daemon:
@@ -29,9 +39,9 @@ class Daemon:
         """Starts it with the flags that make this very config; its log goes to `log`."""
         with log.open("ab") as stderr:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "pdtransfer", config.role, *arguments(_quiet(config)),
+                sys.executable, "-m", "pdtransfer", config.role, *arguments(replace(config, json=True)),
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=stderr,
-                env=child_environment(), start_new_session=True,
+                env=child_environment(), start_new_session=True, preexec_fn=end_with_parent,
             )  # fmt: skip
         return cls(config.role, process, log)
 
@@ -74,7 +84,7 @@ class Fleet:
                 self.daemons.append(await Daemon.start(config, self._logs / f"{config.role}-{number}.log"))
             await asyncio.gather(*(daemon.wait_ready() for daemon in self.daemons))
             endpoints = {role: tuple(d.ready["endpoint"] for d in self.of(role)) for role in ("prefill", "decode")}
-            router = _replace(self._router, prefill=endpoints["prefill"], decode=endpoints["decode"])
+            router = replace(self._router, prefill=endpoints["prefill"], decode=endpoints["decode"])
             self.daemons.append(await Daemon.start(router, self._logs / "router.log"))
             await self.daemons[-1].wait_ready()
         except BaseException:
@@ -93,13 +103,3 @@ class Fleet:
     def url(self) -> str:
         """Where the router listens."""
         return f"http://{self.of('router')[0].ready['http']}"
-
-
-def _quiet(config: PrefillConfig | DecodeConfig | RouterConfig) -> Config:
-    return _replace(config, json=True)
-
-
-def _replace(config: Any, **changes: object) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(config, **changes)

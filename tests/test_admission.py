@@ -98,10 +98,12 @@ def test_an_idle_hour_does_not_count_as_a_slow_queue() -> None:
         assert held is not None
         arena.drop(held)
     assert queue.retry_ms == 100
-    queue.enqueue(7, demand(100))
-    queue.withdraw(7)
-    queue.enqueue(8, demand(1))
+    queue.enqueue(7, demand(1))
+    queue.enqueue(8, demand(100))
     assert queue.admit(9 * 3600.0) is not None
+    queue.withdraw(8)
+    queue.enqueue(9, demand(1))
+    assert queue.admit(10 * 3600.0) is not None
     assert queue.retry_ms == 100
 
 

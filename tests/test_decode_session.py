@@ -646,6 +646,30 @@ def test_a_word_of_an_earlier_process_changes_nothing() -> None:
     assert of(end.land(grant), Ready)
 
 
+def test_a_late_welcome_of_an_earlier_process_does_not_answer_a_hello_to_the_new_one() -> None:
+    end = DecodeEnd()
+    end.up()
+    end.tick(0.3)
+    end.hear(Pong(2))
+    (offer,) = of(end.hear(end.welcome(incarnation=2)), Offer)
+    end.tick(0.3)
+    assert sent(end.hear(Reject(0, "hello_required", ())), Hello)
+    assert end.hear(end.welcome(incarnation=1)) == []
+    assert end.core.links.peers[P].session.id == offer.session
+
+
+def test_what_an_earlier_process_left_on_its_way_does_not_make_the_new_one_heard() -> None:
+    end = DecodeEnd()
+    end.up()
+    grant = end.granted(1)
+    end.hear(Pong(2))
+    (offer,) = of(end.hear(end.welcome(incarnation=2)), Offer)
+    end.tick(1.5)
+    end.hear(Drained(grant.session, grant.grant))
+    end.tick(1.5)
+    assert end.core.links.sessions[offer.session].state is SessionState.FENCING
+
+
 def test_a_process_that_speaks_on_after_it_was_taken_for_gone_is_heard() -> None:
     """Simulated, seed 4304, on the other side: the first word of a dead process came after the living one's."""
     end = DecodeEnd()

@@ -103,7 +103,6 @@ class Links:
             self.condemn(peer.session, Cause.PEER_LOST, f"{name} had forgotten this node", now)
         peer.heard, peer.refusal, peer.identity = now, None, theirs
         if peer.session is None and not self._may_open(peer):
-            self._greet_later(peer, now)
             self._unreachable(peer, Cause.FULL, f"{name} has to wait until an ended session is fenced", now)
             return
         peer.repeat_ms = 0

@@ -205,10 +205,10 @@ def test_a_router_drains_as_its_workers_do(slow: Running) -> None:
         endpoints = {role: (site.fleet.of(role)[0].ready["endpoint"],) for role in ("prefill", "decode")}
         config = RouterConfig(listen="127.0.0.1:0", node="router-2", json=True, limits=LIMITS, **endpoints)
         router = await Daemon.start(config, site.logs / "router-2.log")
-        await router.wait_ready()
-        async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
-            second = Site(site.fleet, http, site.configs, site.logs)
-            try:
+        try:
+            await router.wait_ready()
+            async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
+                second = Site(site.fleet, http, site.configs, site.logs)
                 await until(lambda: is_ready(second, router), "the second router has its workers")
                 async with under_way(second) as stream:
                     router.process.terminate()
@@ -218,8 +218,8 @@ def test_a_router_drains_as_its_workers_do(slow: Running) -> None:
                     assert not stream.done()
                 assert finished(await stream)
                 assert await ended(site, router) == 0
-            finally:
-                await router.stop()
+        finally:
+            await router.stop()
         await site.served()
         await site.settled()
 
@@ -239,18 +239,21 @@ def test_a_router_that_is_killed_has_its_rooms_stopped(slow: Running) -> None:
         endpoints = {role: (site.fleet.of(role)[0].ready["endpoint"],) for role in ("prefill", "decode")}
         config = RouterConfig(listen="127.0.0.1:0", node="router-3", json=True, limits=LIMITS, **endpoints)
         router = await Daemon.start(config, site.logs / "router-3.log")
-        await router.wait_ready()
-        async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
-            second = Site(site.fleet, http, site.configs, site.logs)
-            await until(lambda: is_ready(second, router), "the third router has its workers")
-            events = second.events("left alone", max_tokens=1_500)
-            async for _ in events:
-                break
-            router.process.kill()
-            await router.process.wait()
-            await site.settled()
-            with pytest.raises(aiohttp.ClientError):
-                await events.__anext__()
+        try:
+            await router.wait_ready()
+            async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
+                second = Site(site.fleet, http, site.configs, site.logs)
+                await until(lambda: is_ready(second, router), "the third router has its workers")
+                events = second.events("left alone", max_tokens=1_500)
+                async for _ in events:
+                    break
+                router.process.kill()
+                await router.process.wait()
+                await site.settled()
+                with pytest.raises(aiohttp.ClientError):
+                    await events.__anext__()
+        finally:
+            await router.stop()
         await site.served()
 
     slow(case)

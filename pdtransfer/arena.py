@@ -238,14 +238,15 @@ class ExtentSet:
         if len(extents) == 1:
             start, count = extents[0].tolist()
             place = bisect_left(self._starts, start)
-            assert self._ends[place] == start + count, "no such extent"
+            assert (self._starts[place], self._ends[place]) == (start, start + count), "no such extent"
             del self._starts[place], self._ends[place]
             return
         starts, ends = extents[:, 0], extents[:, 0] + extents[:, 1]
-        start_places, end_places = np.searchsorted(self._starts, starts), np.searchsorted(self._ends, ends)
-        assert np.array_equal(start_places, end_places), "no such extents"
-        self._starts = array("q", np.delete(self._starts, start_places).tobytes())
-        self._ends = array("q", np.delete(self._ends, end_places).tobytes())
+        before = np.array(self._starts), np.array(self._ends)
+        places = np.searchsorted(before[0], starts)
+        assert np.array_equal(before[0][places], starts), "no such extents"
+        assert np.array_equal(before[1][places], ends), "no such extents"
+        self._starts, self._ends = (array("q", np.delete(side, places).tobytes()) for side in before)
 
     def clash(self, extents: Extents) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of extents that overlap each other or what is there: two (start, count) that do, for people."""

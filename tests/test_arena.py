@@ -255,6 +255,9 @@ def test_neighbours_do_not_overlap() -> None:
 
 def test_removing_what_was_never_added_is_caught() -> None:
     claims = ExtentSet()
-    assert claims.add(extents((4, 4)))
-    with pytest.raises(AssertionError):
-        claims.remove(extents((4, 2)))
+    assert claims.add(extents((4, 4), (20, 4)))
+    for never in (extents((4, 2)), extents((2, 6)), extents((4, 4), (20, 3)), extents((4, 4), (18, 6))):
+        with pytest.raises(AssertionError, match="no such extent"):
+            claims.remove(never)
+    claims.remove(extents((20, 4), (4, 4)))
+    assert len(claims) == 0

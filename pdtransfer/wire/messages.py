@@ -132,7 +132,7 @@ class Reach(Struct, array_like=True, frozen=True):
     """How a writer reaches the arena: over shm a Unix socket that hands its descriptor to whoever shows the token."""
 
     transport: Literal["shm", "mooncake"]  # the way to write
-    host: Address  # shm: boot id and network namespace, compared as a whole; mooncake: host:port
+    host: Address  # shm: boot id and network namespace; mooncake: host:port
     address: Address  # shm: the socket's path, or "@name" in the abstract namespace
     token: Annotated[bytes, Meta(max_length=32)]  # a secret for one hand-over
     base: Bytes64  # mooncake: the arena's address there

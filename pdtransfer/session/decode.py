@@ -225,31 +225,28 @@ class DecodeSessions:
             if lease is not None:
                 lease.granted = True
             return
-        if lease is not None:
-            self._heed(lease, message, now)
+        room = None if lease is None else self._room_of(lease)
+        if lease is not None and isinstance(message, Landed):
+            self._landed(lease, message, room)
         if not isinstance(message, Failed) or message.quiescent:
             self.leases.proof(session, message.grant)
-            self._connect(session.peer)  # its window may have a place again
+        if room is not None and isinstance(message, Failed):
+            detail = f"{session.peer}: {message.detail or message.reason}"
+            self._fail(room, Cause.of(message.reason), detail, now)
+        elif room is not None and isinstance(message, Drained):
+            self._fail(room, Cause.TRANSFER, f"{session.peer} stopped writing", now)
+        self._connect(session.peer)  # its window may have a place again
 
-    def _heed(self, lease: LeaseEntry, message: Landed | Failed | Drained, now: float) -> None:
-        """What an end, or a failure that is none yet, means for the room."""
-        room, name = self._room_of(lease), lease.session.peer
-        match message:
-            case Landed(kv_bytes=kv_bytes, aux=aux):
-                if kv_bytes != lease.kv_bytes:
-                    raise RemoteProtocolError("Landed.kv_bytes", f"{kv_bytes}, the grant is {lease.kv_bytes}")
-                if aux and not lease.message.send_aux:
-                    raise RemoteProtocolError("Landed.aux", f"{len(aux)} bytes, 0 from a rank that sends none")
-                if room is not None:
-                    room.aux = room.aux or aux
-                    if all(each is lease or each.state is Lease.ENDED for each in room.leases):
-                        self._ready(room)
-            case Failed() if room is not None:
-                self._fail(room, Cause.of(message.reason), f"{name}: {message.detail or message.reason}", now)
-            case Drained() if room is not None:
-                self._fail(room, Cause.TRANSFER, f"{name} stopped writing", now)
-            case _:
-                pass  # The room has ended already.
+    def _landed(self, lease: LeaseEntry, message: Landed, room: Room | None) -> None:
+        """Checks what the writer says; the room, unless it has ended, is ready when this was its last grant."""
+        if message.kv_bytes != lease.kv_bytes:
+            raise RemoteProtocolError("Landed.kv_bytes", f"{message.kv_bytes}, the grant is {lease.kv_bytes}")
+        if message.aux and not lease.message.send_aux:
+            raise RemoteProtocolError("Landed.aux", f"{len(message.aux)} bytes, 0 from a rank that sends none")
+        if room is not None:
+            room.aux = room.aux or message.aux
+            if all(each is lease or each.state is Lease.ENDED for each in room.leases):
+                self._ready(room)
 
     # Rooms
 

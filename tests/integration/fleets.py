@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -262,9 +263,10 @@ async def fleet(
     ready: bool = True,
 ) -> AsyncIterator[Site]:
     """Each of `prefills` and `decodes` says what is not as usual of one daemon."""
-    sockets = logs / "s"
+    # Not below `logs`: a Unix socket's path has 107 bytes, and pytest's directories grow with the tests' names.
+    sockets = tempfile.TemporaryDirectory(prefix="pdt-")
     prefill = [prefill_config(number, **more) for number, more in enumerate(prefills)]
-    decode = [decode_config(sockets, number, **more) for number, more in enumerate(decodes)]
+    decode = [decode_config(Path(sockets.name) / "s", number, **more) for number, more in enumerate(decodes)]
     front = RouterConfig(**{"listen": "127.0.0.1:0", "node": "router", "limits": LIMITS, **(router or {})})
     async with Fleet(prefill, decode, front, logs) as running:
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
@@ -275,6 +277,7 @@ async def fleet(
             if ready:
                 await made.usable(prefill=len(prefill), decode=len(decode))
             yield made
+    sockets.cleanup()
 
 
 class Running:

@@ -115,7 +115,7 @@ def test_junk_is_refused_and_the_honest_go_on(fleet: Running, role: str) -> None
 @asynccontextmanager
 async def mallory(site: Site, tmp_path: Path) -> AsyncIterator[FakeDecode]:
     """A decode of the right model, with an arena of its own, that has said Hello."""
-    engine = create(decode_config(tmp_path).engine_config)
+    engine = create(decode_config(Path("s")).engine_config)
     (component,) = engine.card.components
     async with dialler(site.prefill) as dial:
         like = msgspec.structs.replace(identity("prefill", _Like(engine), "x"))
@@ -277,7 +277,7 @@ def test_who_takes_an_honest_nodes_name_disturbs_it_and_no_more(fleet: Running, 
 
     async def case(site: Site) -> None:
         async with dialler(site.prefill) as dial:
-            engine = create(decode_config(tmp_path).engine_config)
+            engine = create(decode_config(Path("s")).engine_config)
             thief = dial()
             await thief.say(Hello(1, 1, identity("decode", _Like(engine), "decode-0")))
             await thief.hear(Welcome)

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -801,8 +802,8 @@ def test_what_the_loop_does_not_expect_is_raised_by_start(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(client_module, "PrefillNode", breaks)
     client = PrefillClient(settings("p"), [component(Pool(name="layer_first", model=mla(), page_size=16, slots=64))])
-    with pytest.raises(RuntimeError, match="no such thing"):
-        client.start()
+    with ThreadPoolExecutor(1) as apart, pytest.raises(RuntimeError, match="no such thing"):
+        apart.submit(client.start).result(10)
     client.close()
 
 

@@ -145,6 +145,21 @@ def test_nothing_said_meanwhile_is_missed(port: Port[int]) -> None:
     assert heard == list(range(count))
 
 
+def test_what_wakes_the_reader_is_there_when_it_looks(port: Port[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader wakes, and polls, in the very moment in which it is woken."""
+    heard: list[int] = []
+    write = os.eventfd_write
+
+    def wake(fd: int, value: int) -> None:
+        write(fd, value)
+        heard.extend(port.poll())
+
+    monkeypatch.setattr(port_module.os, "eventfd_write", wake)
+    port.tell(1)
+    port.tell(2)
+    assert heard == [1, 2]
+
+
 def test_wait_ends_with_its_time_or_with_news(port: Port[int]) -> None:
     assert port.wait(0.01) is False
     threading.Timer(0.05, port.tell, (1,)).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -210,13 +212,26 @@ def test_a_prompt_beyond_the_models_context_makes_a_longer_context() -> None:
     assert demo._engine_options(DemoConfig()) == {}
 
 
-def test_the_single_process_is_one_of_its_own_and_ends() -> None:
+def test_the_single_process_is_one_of_its_own_and_is_killed_when_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn, made = multiprocessing.get_context("spawn"), []
+
+    def process(*arguments: Any, **named: Any) -> Any:
+        made.append(spawn.Process(*arguments, **named))
+        return made[-1]
+
+    context = SimpleNamespace(Pipe=spawn.Pipe, Process=process)
+    monkeypatch.setattr(demo.multiprocessing, "get_context", lambda _: context)
+
     async def case() -> None:
         config = DemoConfig(requests=1, max_tokens=2)
-        (made,) = await demo._reference(config, ["some text"])
-        assert set(made) == set(DIGESTS)
-        assert (await demo._reference(config, ["some text"])) == [made]
-        assert (await demo._reference(config, ["some texu"])) != [made]
+        one, other = await asyncio.gather(
+            demo._reference(config, ["some text", "some text"]), demo._reference(config, ["some texu"])
+        )
+        assert set(one[0]) == set(DIGESTS)
+        assert one[0] == one[1]
+        assert one[0] != other[0]
         task = asyncio.ensure_future(demo._reference(config, ["x" * 4_000]))
         await asyncio.sleep(0.2)
         task.cancel()
@@ -224,7 +239,7 @@ def test_the_single_process_is_one_of_its_own_and_ends() -> None:
             await task
 
     asyncio.run(case())
-    assert not children(os.getpid(), "spawn_main")
+    assert made[-1].exitcode == -signal.SIGKILL
 
 
 # The real thing

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from .client import DecodeClient, DecodeEvent, PrefillClient, PrefillEvent
 from .effects import Drained, Landed, Leased, Ready, RoomFailed
 from .errors import RoomFailedError
-from .node import Event
+from .events import Event
 
 Said = TypeVar("Said")
 

@@ -23,10 +23,11 @@ from numpy.typing import ArrayLike
 
 from .effects import Drained, Landed, Leased, Ready, RoomFailed
 from .errors import LocalProtocolError, PDTransferError
+from .events import Event
 from .layout import Component, expand_pages
 from .limits import TOKENS_MAX
 from .memory import Arena
-from .node import DecodeNode, Event, NodeSettings, PrefillNode
+from .node import DecodeNode, NodeSettings, PrefillNode
 from .port import Port
 from .session.prefill import Cell
 
@@ -207,8 +208,8 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
     ) -> None:
         """Offers rows [first, end) of layers [first, end), by default all, once `after` has fired.
 
-        `pages` are page indices of the room's rows from 0 to at least rows[1]; they must not change or be freed before
-        Drained. Raises LocalProtocolError where pages and rows do not fit.
+        Cells of a room go in the order of their pushes. `pages` are page indices of the room's rows from 0 to at least
+        rows[1]; they must not change or be freed before Drained. Raises LocalProtocolError where they do not fit.
         """
         held = self._components.get(component)
         if held is None:
@@ -222,7 +223,10 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         self._port.submit(lambda: self._node.push(room, cell, after=after))
 
     def finish(self, room: int, *, aux: bytes = b"", after: Event | None = None) -> None:
-        """Every cell was pushed; `aux` is what decode needs to go on. Landed follows, then Drained."""
+        """Every cell was pushed, if its event has fired or not. `aux` is what decode needs to go on.
+
+        Landed follows, then Drained.
+        """
         if self._states.get(room) in (KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT):
             self._states[room] = KVPoll.TRANSFERRING
         self._port.submit(lambda: self._node.finish(room, aux=aux, after=after))

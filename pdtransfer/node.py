@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from .bus import Bus
 from .effects import (
@@ -37,6 +37,7 @@ from .effects import (
     Write,
 )
 from .errors import Cause, LocalProtocolError, PDTransferError, WorldError
+from .events import Event, EventQueue
 from .keys import AllowList, KeyPair
 from .layout import Component
 from .limits import Limits
@@ -50,35 +51,8 @@ from .wire import Goodbye, Identity, Message, Ranks
 
 log = logging.getLogger(__name__)
 
-EVENT_POLL_S = 0.0002  # how often an event that has not fired is asked again
-
-
 Others = Callable[[str, Message], bool]
 """Takes what is no node's business, a router's messages say; says whether it did."""
-
-
-class Event(Protocol):
-    """What `after=` takes: torch.cuda.Event, or anything that can be asked."""
-
-    def query(self) -> bool:
-        """Whether everything before it is done."""
-        ...
-
-
-def when_fired(after: Event | None, call: Callable[[], None], broken: Callable[[Exception], None]) -> None:
-    """Calls once the event has fired; now, if it has. The loop never waits for a GPU, it asks.
-
-    `broken` hears of an event that can be asked no more: what came before it may still be under way.
-    """
-    try:
-        fired = after is None or after.query()
-    except Exception as error:  # noqa: BLE001 (whatever library the event is of)
-        broken(error)
-        return
-    if fired:
-        call()
-    else:
-        asyncio.get_running_loop().call_later(EVENT_POLL_S, when_fired, after, call, broken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +112,7 @@ class DecodeNode:
         self.bus = settings.bus(self.receive)
         ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._loop.time())))
         self._run: Performer[DecodeEffect] = Performer(self._perform, ticker)
+        self._events = EventQueue(self._never_quiet)
 
     def dial(self, source: str) -> None:
         """Opens a session with a prefill rank ahead of its first room. Raises as Bus.dial."""
@@ -171,11 +146,7 @@ class DecodeNode:
 
     def release(self, room: int, *, after: Event | None = None) -> None:
         """The engine is done with a READY room once `after` has fired. A room that is not READY fails."""
-
-        def broken(error: Exception) -> None:
-            log.critical("room %#x keeps its slots, nothing says when they are quiet: %s", room, error)
-
-        when_fired(after, lambda: self._release(room), broken)
+        self._events.call(room, after, lambda: self._release(room))
 
     def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
         """Gives a room up that is not READY."""
@@ -197,8 +168,12 @@ class DecodeNode:
             if peer.identity is not None:
                 self.bus.send(name, Goodbye(self.core.links.identity.incarnation, Cause.SHUTDOWN.value))
         self._run.ticker.stop()
+        self._events.stop()
         await self._transport.close()
         await self.bus.close()
+
+    def _never_quiet(self, room: int, error: Exception) -> None:
+        log.critical("room %#x keeps its slots, nothing says when they are quiet: %s", room, error)
 
     def _release(self, room: int) -> None:
         try:
@@ -250,6 +225,7 @@ class PrefillNode:
         self.bus = settings.bus(self.receive)
         ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._loop.time())))
         self._run: Performer[PrefillEffect] = Performer(self._perform, ticker)
+        self._events = EventQueue(lambda room, error: self.abort(room, Cause.ENGINE, f"its event: {error}"))
         self._mappings: set[asyncio.Task[None]] = set()
         self._started_ns: dict[tuple[int, int], int] = {}
         self.stamp_ns = 0  # CLOCK_MONOTONIC of the latest write's end, or finish: what lands a room
@@ -269,12 +245,15 @@ class PrefillNode:
         self._run(effects)
 
     def push(self, room: int, cell: Cell, *, after: Event | None = None) -> None:
-        """Offers a cell once `after` has fired; it is read until the room is drained. A wrong one fails the room."""
-        self._when_fired(after, room, lambda: self._run(self.core.push(room, cell)))
+        """Offers a cell once `after` and the events of the room's earlier cells have fired; read until it is drained.
+
+        A wrong cell fails the room.
+        """
+        self._call(room, after, lambda: self._run(self.core.push(room, cell)))
 
     def finish(self, room: int, *, aux: bytes, after: Event | None = None) -> None:
-        """No more cells; `after` must fire no earlier than those of the cells."""
-        self._when_fired(after, room, lambda: self._finish(room, aux))
+        """No more cells, once `after` has fired and every cell has been offered."""
+        self._call(room, after, lambda: self._finish(room, aux))
 
     def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
         """Gives a room up; Drained says when its pages are safe."""
@@ -299,6 +278,7 @@ class PrefillNode:
         for name in self.core.peers:
             self.bus.send(name, Goodbye(self.core.identity.incarnation, Cause.SHUTDOWN.value))
         self._run.ticker.stop()
+        self._events.stop()
         for task in self._mappings:
             task.cancel()
         await self._transport.close()
@@ -314,8 +294,9 @@ class PrefillNode:
             case Leased() | Landed() | RoomFailed():
                 self._tell(effect)
             case Drained(room):
-                self._tell(effect)
+                self._events.forget(room)
                 self.copy_ns.pop(room, None)
+                self._tell(effect)
             case StopWriting(session, grant):
                 self._transport.cancel(session, grant)
             case Map():
@@ -330,14 +311,14 @@ class PrefillNode:
                     "session %#x: a write's outcome is unknown; restart this process to give its slots back", session
                 )
 
-    def _when_fired(self, after: Event | None, room: int, call: Callable[[], None]) -> None:
+    def _call(self, room: int, after: Event | None, call: Callable[[], None]) -> None:
         def checked() -> None:
             try:
                 call()
             except LocalProtocolError as error:
                 self.abort(room, Cause.REFUSED, str(error))
 
-        when_fired(after, checked, lambda error: self.abort(room, Cause.ENGINE, f"its event: {error}"))
+        self._events.call(room, after, checked)
 
     def _finish(self, room: int, aux: bytes) -> None:
         self.stamp_ns = time.monotonic_ns()

@@ -20,8 +20,9 @@ import zmq.asyncio
 
 from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.errors import Cause, LocalProtocolError
+from pdtransfer.events import Event, EventQueue
 from pdtransfer.memory import Arena
-from pdtransfer.node import DecodeNode, PrefillNode, when_fired
+from pdtransfer.node import DecodeNode, PrefillNode
 from pdtransfer.session.prefill import Cell
 from pdtransfer.turn import Performer, Ticker
 from pdtransfer.wire import (
@@ -162,28 +163,98 @@ async def test_an_effect_that_breaks_costs_none_of_the_others() -> None:
 # Events
 
 
+class Queued:
+    """A queue, what it has called, and what it says has broken."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.broken: list[tuple[int, str]] = []
+        self.queue = EventQueue(lambda room, error: self.broken.append((room, str(error))))
+
+    def call(self, room: int, after: Event | None, name: str) -> None:
+        self.queue.call(room, after, lambda: self.called.append(name))
+
+
 @on_loop
 async def test_a_fired_event_calls_at_once_and_none_is_as_good() -> None:
-    called: list[str] = []
+    queued = Queued()
     fired = Late()
     fired.fired = True
-    when_fired(fired, lambda: called.append("fired"), called.append)
-    when_fired(None, lambda: called.append("none"), called.append)
-    assert called == ["fired", "none"]
+    queued.call(1, fired, "fired")
+    queued.call(1, None, "none")
+    assert queued.called == ["fired", "none"]
 
 
 @on_loop
 async def test_a_late_event_calls_once_and_the_loop_goes_on_meanwhile() -> None:
-    called: list[str] = []
-    late = Late()
-    when_fired(late, lambda: called.append("fired"), called.append)
+    queued, late = Queued(), Late()
+    queued.call(1, late, "late")
     await until(lambda: late.asked > 10)
-    assert called == []
+    assert queued.called == []
     late.fired = True
-    await until(lambda: called)
+    await until(lambda: queued.called)
     asked = late.asked
     await asyncio.sleep(0.01)
-    assert (called, late.asked) == (["fired"], asked)
+    assert (queued.called, late.asked) == (["late"], asked)
+
+
+@on_loop
+async def test_calls_of_a_room_keep_their_order_and_those_of_others_pass_them() -> None:
+    queued, first, second = Queued(), Late(), Late()
+    second.fired = True
+    queued.call(1, first, "first")
+    queued.call(1, second, "second")
+    queued.call(1, None, "last")
+    queued.call(2, None, "other")
+    await until(lambda: first.asked > 3)
+    assert (queued.called, second.asked) == (["other"], 0)
+    first.fired = True
+    await until(lambda: len(queued.called) > 1)
+    assert queued.called == ["other", "first", "second", "last"]
+
+
+@on_loop
+async def test_one_event_of_many_calls_never_reorders_them() -> None:
+    """It fires between two askings, wherever they are."""
+
+    class Counts(Late):
+        def query(self) -> bool:
+            self.asked += 1
+            return self.asked > fires_at
+
+    for fires_at in range(8):
+        queued, event = Queued(), Counts()
+        for name in "abcd":
+            queued.call(1, event, name)
+        await until(lambda queued=queued: len(queued.called) == 4)
+        assert queued.called == list("abcd"), fires_at
+
+
+@on_loop
+async def test_a_forgotten_room_is_called_no_more_and_its_label_may_come_back() -> None:
+    queued, late = Queued(), Late()
+    queued.call(1, late, "late")
+    queued.call(1, None, "after it")
+    queued.queue.forget(1)
+    queued.queue.forget(2)
+    asked = late.asked
+    late.fired = True
+    queued.call(1, None, "again")
+    await asyncio.sleep(0.01)
+    assert (queued.called, late.asked) == (["again"], asked)
+
+
+@on_loop
+async def test_a_call_may_forget_its_room_or_call_for_it() -> None:
+    queued, late = Queued(), Late()
+    queued.queue.call(1, late, lambda: queued.queue.forget(1))
+    queued.call(1, None, "forgotten")
+    queued.queue.call(2, late, lambda: queued.call(2, None, "inner"))
+    queued.call(2, None, "next")
+    late.fired = True
+    await until(lambda: len(queued.called) == 2)
+    await asyncio.sleep(0.01)
+    assert queued.called == ["next", "inner"]
 
 
 @on_loop
@@ -194,11 +265,22 @@ async def test_an_event_that_breaks_is_told_and_asked_no_more() -> None:
                 raise RuntimeError("no such stream")
             return False
 
-    event, told = Breaks(), []
-    when_fired(event, lambda: told.append("fired"), lambda error: told.append(str(error)))
-    await until(lambda: told)
+    queued, event = Queued(), Breaks()
+    queued.call(1, event, "fired")
+    queued.call(1, None, "after it")
+    await until(lambda: queued.broken)
     await asyncio.sleep(0.01)
-    assert (told, event.asked) == (["no such stream"], 3)
+    assert (queued.called, queued.broken, event.asked) == ([], [(1, "no such stream")], 3)
+
+
+@on_loop
+async def test_a_stopped_queue_asks_no_more() -> None:
+    queued, late = Queued(), Late()
+    queued.call(1, late, "late")
+    queued.queue.stop()
+    asked, late.fired = late.asked, True
+    await asyncio.sleep(0.01)
+    assert (queued.called, late.asked) == ([], asked)
 
 
 # Nodes

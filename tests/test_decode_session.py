@@ -38,6 +38,10 @@ def failure(effects: list) -> tuple[int, Cause]:
     return failed.room, failed.cause
 
 
+def failures(effects: list) -> list[tuple[int, Cause]]:
+    return [(failed.room, failed.cause) for failed in of(effects, RoomFailed)]
+
+
 # A room's way
 
 
@@ -509,6 +513,30 @@ def test_a_silent_peer_comes_back_and_drains() -> None:
     assert end.core.leases.quarantined_bytes == 0
     assert end.free == ALL_FREE
     assert of(end.land(end.granted(2)), Ready)
+
+
+def test_a_room_for_a_peer_that_was_lost_greets_it_at_once_and_waits_as_for_a_new_one() -> None:
+    end = DecodeEnd()
+    end.up()
+    end.hear(Goodbye(1, "shutdown"))
+    end.tick(10.0)
+    effects = end.expect(1)
+    assert (failures(effects), len(sent(effects, Hello))) == ([], 1)
+    end.hear(end.welcome(incarnation=2))
+    assert sent(end.live(0.5, P), Hello) == []
+    assert 1 in end.core.rooms
+
+
+def test_rooms_for_a_peer_that_stays_away_fail_together() -> None:
+    end = DecodeEnd()
+    end.up()
+    end.hear(Goodbye(1, "shutdown"))
+    end.tick(10.0)
+    end.expect(1)
+    end.tick(LIMITS.silence_ms / 2e3)
+    end.expect(2)
+    told = failures(end.tick((LIMITS.silence_ms / 2 + LIMITS.ping_ms) / 1e3))
+    assert told == [(1, Cause.PEER_LOST), (2, Cause.PEER_LOST)]
 
 
 def test_a_silent_peer_that_is_fenced_is_greeted_anew() -> None:

@@ -117,7 +117,8 @@ class DecodeSessions:
         self.rooms[room_id] = room
         self.links.timers.set(("room", room_id, 0), deadline)
         for name in room.sources:
-            self.links.dial(name, now)
+            if name not in self._waiting:
+                self.links.redial(name, now)
             refusal = self._unfit(name, now)
             if refusal is not None:
                 self._fail(room, *refusal, now)

@@ -57,6 +57,14 @@ class Links:
             self.timers.set(("alive", name, 0), now + self._limits.ping_ms / 1e3)
         return peer
 
+    def redial(self, name: str, now: float) -> None:
+        """As `dial`; one that has no session and fell silent is greeted at once, and may take as long as a new one."""
+        peer = self.dial(name, now)
+        if peer is not None and peer.session is None and (now - peer.heard) * 1e3 >= self._limits.silence_ms:
+            peer.heard, peer.repeat_ms = now, 0
+            self.timers.clear(("hello", name, 0))
+            self._greet(peer, now)
+
     def of(self, name: str, session_id: int) -> Session | None:
         """The session, if it is this peer's; a session of somebody else's is a breach."""
         session = self.sessions.get(session_id)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 _SESSION, _ROOM = 0x1122334455667788, 0x8877665544332211
-_PREFILL = ["prefill-0", "prefill", 0xFFEEDDCCBBAA9988, [1, 2, 0, 1, 0, 1], "demo-mla", bytes(range(32)), 256, 4 << 20]
-_DECODE = ["decode-0", "decode", 0x0123456789ABCDEF, [0, 1, 0, 1, 0, 1], "demo-mla", bytes(range(32)), 256, 4 << 20]
+_PREFILL = ["prefill-0", "prefill", 0xFFEEDDCCBBAA9988, [1, 2, 0, 1, 0, 1], "demo-mla", bytes(range(32)), 256, 4 << 20,
+            [["latent", 0, 2, 0, 1, 1, 2]], [["prefill-0", "tcp://10.0.0.7:9310"], ["prefill-1", "tcp://10.0.0.7:9312"]]]  # fmt: skip
+_DECODE = ["decode-0", "decode", 0x0123456789ABCDEF, [0, 1, 0, 1, 0, 1], "demo-mla", bytes(range(32)), 256, 4 << 20,
+           [["latent", 0, 2, 0, 1, 0, 1]], [["decode-0", ""], ["decode-1", ""]]]  # fmt: skip
 _KEY = "bB<^>b]T&ncT)k#p?RRdw@gKR9<g&@=K7ynK0gc5"  # a Z85 key may hold an @ itself: it ends by length
 _DIGEST = bytes(range(64, 96))
 
@@ -24,21 +26,21 @@ SPECIMENS: dict[str, list[Any]] = {
     "Reject": [1, 3, _SESSION, "refused", ["model: demo-gqa, this side has demo-mla"]],
     "Register": [1, 4, _SESSION, [_COMPONENT], _REACH, True],
     "Registered": [1, 5, _SESSION, 9437184],
-    "Grant": [1, 6, _SESSION, 1, _ROOM, 1000, 0, [_PART], True, 60000, True],
+    "Grant": [1, 6, _SESSION, 1, _ROOM, 1000, 0, [_PART], True, 60000, True, True],
     "Granted": [1, 7, _SESSION, 1],
-    "Landed": [1, 8, _SESSION, 1, 2304000, b"first token and the like"],
+    "Landed": [1, 8, _SESSION, 1, 2304000, b"first token and the like", bytes(range(8))],
     "Released": [1, 9, _SESSION, 1],
     "Failed": [1, 10, _SESSION, 1, "engine", "the model ran out of pages", True],
     "Abort": [1, 11, _SESSION, 1],
     "Drained": [1, 12, _SESSION, 1],
     "Begin": [
         1, 13, _ROOM, bytes.fromhex("680000006900000021000000"), [128, 0.7, 0.95, 42, True],
-        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True,
+        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7",
     ],
     "Begun": [1, 14, _ROOM],
     "Tokens": [1, 15, _ROOM, 3, bytes.fromhex("4100000042000000")],
     "TokensAcked": [1, 16, _ROOM, 5],
-    "End": [1, 17, _ROOM, "stop", "", 5, 1000, 2304000, 412, 81234567890, _DIGEST, _DIGEST[::-1], _DIGEST[:16]],
+    "End": [1, 17, _ROOM, "stop", "", 5, 1000, 2304000, 412, 81234567890, _DIGEST, _DIGEST[::-1], _DIGEST[:16], 3],
     "Ended": [1, 18, _ROOM],
     "Cancel": [1, 19, _ROOM, "aborted"],
     "Load": [1, 20, True, False, 12, 3, 60000, 65536, 128, True],
@@ -117,6 +119,7 @@ VARIANTS: dict[str, list[Any]] = {
         [[0, 488, 512, bytes.fromhex("0010000000010000ffff00ff00010000")]], True, 1, False,
     ],
     "Begin to prefill, peers by name": [1, 13, _ROOM, b"", [1], ["decode-0", "decode-1"], 1000],
+    "Welcome of a rank that is alone and holds all": [1, 2, 1, _PREFILL[:8]],
     "Failed and not quiescent": [1, 10, _SESSION, 1, "transfer", "a write has timed out", False],
     "Reject of a Hello": [1, 3, 0, "version", ["version: the peer speaks 2 to 3, this side 1 to 1"]],
     "Reject of an unknown session": [1, 3, _SESSION, "unknown_session", []],

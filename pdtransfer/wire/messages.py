@@ -89,6 +89,25 @@ class Ranks(Struct, array_like=True, frozen=True):
     dp_size: Annotated[int, Meta(ge=1, le=0xFFFF)] = 1  # replicas
 
 
+class Holds(Struct, array_like=True, frozen=True):
+    """What a rank holds of one component; where several ranks hold the same, each is another replica of it."""
+
+    component: Name  # its name
+    layer_first: Count16  # layers [layer_first, layer_end)
+    layer_end: Count16  # beyond its last layer
+    head_first: Count16  # heads [head_first, head_end) of each
+    head_end: Count16  # beyond its last head
+    replica: Count16 = 0  # which of the equal holders it is: replica r of n sends to decode ranks with tp_rank % n = r
+    replicas: Annotated[int, Meta(ge=1, le=PEERS_MAX)] = 1  # how many there are
+
+
+class Member(Struct, array_like=True, frozen=True):
+    """One rank of a worker that is a group of them."""
+
+    node: Name  # its name
+    endpoint: Address  # where it is dialled; empty where nobody has to
+
+
 class Identity(Struct, array_like=True, frozen=True):
     """Who a node says it is: what Hello and Welcome carry."""
 
@@ -100,6 +119,10 @@ class Identity(Struct, array_like=True, frozen=True):
     weights: Digest  # digest of the weights; empty for a router
     window: Annotated[int, Meta(ge=1, le=0xFFFF)]  # unended grants a session that this node accepts
     frame_bytes_max: Annotated[int, Meta(ge=1 << 16, le=FRAME_BYTES_MAX)] = FRAME_BYTES_MAX  # the longest it takes
+    # Prefill: what this rank holds, one entry a component; none: all that the model has.
+    holds: Annotated[tuple[Holds, ...], Meta(max_length=COMPONENTS_MAX)] = ()
+    # Of the rank that leads a worker: all its ranks, itself first; none: it is alone.
+    group: Annotated[tuple[Member, ...], Meta(max_length=PEERS_MAX)] = ()
 
 
 class Hello(_Wire, frozen=True):
@@ -179,6 +202,7 @@ class Grant(_Wire, frozen=True):
     send_aux: bool  # exactly one rank of a room sends it
     time_left_ms: Milliseconds  # after this the grant fails at prefill
     enable_hisparse: bool = False  # what this request wants; last of v1.0
+    verify: bool = False  # Landed is to carry a checksum of what was written
 
 
 class Granted(_Wire, frozen=True):
@@ -197,6 +221,7 @@ class Landed(_Wire, frozen=True):
     grant: GrantNumber  # Grant's
     kv_bytes: Bytes64  # written for this grant
     aux: Annotated[bytes, Meta(max_length=AUX_BYTES_MAX)]  # what decode needs to go on: the first token and the like
+    checksum: Digest = b""  # of the rows as they were read, where the Grant says verify
 
 
 class Released(_Wire, frozen=True):
@@ -255,6 +280,7 @@ class Begin(_Wire, frozen=True):
     peers: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=PEERS_MAX)]
     time_left_ms: Milliseconds  # after this the room fails
     enable_hisparse: bool = False  # what this request wants
+    salt: Digest = b""  # rooms of different salts share no cached prefix
 
 
 class Begun(_Wire, frozen=True):
@@ -296,6 +322,7 @@ class End(_Wire, frozen=True):
     tokens_digest: Digest = b""  # of the generated ids
     logits_digest: Digest = b""  # of the logits that they were picked from
     kv_digest: Digest = b""  # of the KV by (position, plane)
+    prefix: TokenCount = 0  # decode: tokens of the prompt that it held already
 
 
 class Ended(_Wire, frozen=True):

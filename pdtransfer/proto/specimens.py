@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 _SESSION, _ROOM = 0x1122334455667788, 0x8877665544332211
-_PREFILL = ["prefill-0", "prefill", 0xFFEEDDCCBBAA9988, [1, 2, 0, 1, 0, 1], "demo-mla", bytes(range(32)), 256, 4 << 20,
-            [["latent", 0, 2, 0, 1, 1, 2]], [["prefill-0", "tcp://10.0.0.7:9310"], ["prefill-1", "tcp://10.0.0.7:9312"]]]  # fmt: skip
-_DECODE = ["decode-0", "decode", 0x0123456789ABCDEF, [0, 1, 0, 1, 0, 1], "demo-mla", bytes(range(32)), 256, 4 << 20,
-           [["latent", 0, 2, 0, 1, 0, 1]], [["decode-0", ""], ["decode-1", ""]]]  # fmt: skip
+_LED = [["prefill-0", "tcp://10.0.0.7:9310"], ["prefill-1", "tcp://10.0.0.7:9312"]]
+_PREFILL = [
+    "prefill-0", "prefill", 0xFFEEDDCCBBAA9988, [1, 2, 0, 1, 0, 1], "demo-mla", bytes(range(32)), 256, 4 << 20,
+    [["latent", 0, 2, 0, 1, 1, 2]], _LED,
+]  # fmt: skip
+_DECODE = [
+    "decode-0", "decode", 0x0123456789ABCDEF, [0, 1, 0, 1, 0, 1], "demo-mla", bytes(range(32)), 256, 4 << 20,
+    [["latent", 0, 2, 0, 1, 0, 1]], [["decode-0", ""], ["decode-1", ""]],
+]  # fmt: skip
 _KEY = "bB<^>b]T&ncT)k#p?RRdw@gKR9<g&@=K7ynK0gc5"  # a Z85 key may hold an @ itself: it ends by length
 _DIGEST = bytes(range(64, 96))
 

@@ -21,9 +21,6 @@ class RoomMetrics:
     def __init__(self, of: CollectorRegistry) -> None:
         self.ended = Counter("pdtransfer_rooms_ended", "Rooms that ended, by reason", ["reason"], registry=of)
         self.kv_bytes = Counter("pdtransfer_kv_bytes", "Bytes of KV written, or landed", registry=of)
-        self.copy_seconds = Histogram(
-            "pdtransfer_copy_seconds", "Time that one room's writes took", buckets=COPY_BUCKETS, registry=of
-        )
 
 
 class PrefillMetrics(Collector):
@@ -31,6 +28,9 @@ class PrefillMetrics(Collector):
 
     def __init__(self, node: PrefillNode, registry: CollectorRegistry) -> None:
         self._node, self.rooms = node, RoomMetrics(registry)
+        self.copy_seconds = Histogram(
+            "pdtransfer_copy_seconds", "Time that one room's writes took", buckets=COPY_BUCKETS, registry=registry
+        )
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:

@@ -110,7 +110,7 @@ class PrefillDaemon:
             case Landed(room, kv_bytes):
                 copy_us = self.node.copy_ns.get(room, 0) // 1_000
                 self.metrics.rooms.kv_bytes.inc(kv_bytes)
-                self.metrics.rooms.copy_seconds.observe(copy_us / 1e6)
+                self.metrics.copy_seconds.observe(copy_us / 1e6)
                 end = End(room, "done", "", 0, kv_bytes=kv_bytes, copy_us=copy_us, stamp_ns=self.node.stamp_ns)
                 self._end(end)
             case RoomFailed(room, cause, detail, retry_ms):

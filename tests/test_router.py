@@ -459,7 +459,8 @@ def test_metrics_have_our_prefix_and_total_on_counters_only() -> None:
             assert types
             assert all(name.startswith("pdtransfer_") for name in types)
             for name, kind in types.items():
-                assert (kind == "counter") == name.endswith("_total") or name.endswith("_created"), name
+                assert (kind == "counter") == name.endswith("_total"), name
+            assert "_created" not in text
             assert 'pdtransfer_requests_total{status="200"} 1.0' in text
             assert 'pdtransfer_requests_total{status="400"} 1.0' in text
             assert "pdtransfer_generated_tokens_total 5.0" in text

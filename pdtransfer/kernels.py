@@ -1,6 +1,6 @@
-"""Finds, compiles, caches and loads the host copy of kernels/, and carries out plans with it; without one, with numpy.
+"""Finds, compiles, caches and loads what is in kernels/, and carries out plans with its copy; without one, with numpy.
 
-The library is built for no particular CPU, since it picks its stores when it runs: its cache is keyed by source, flags,
+A library is built for no particular CPU, since it picks its way when it runs: its cache is keyed by source, flags,
 compiler and platform alone. The cache directory belongs to this user and nobody else may write there.
 """
 
@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -37,6 +38,7 @@ _STREAMS = ("ordinary stores", "SSE2 streaming stores", "AVX streaming stores", 
 _STREAM_BYTES_MIN = 1 << 20  # below, the reader finds the rows in a cache, and the writer ends sooner
 
 _Copy = Callable[[int, int, int, int, int, int, int, int, int, int], int]
+Library = TypeVar("Library")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,8 +56,8 @@ class Native:
         return self.copy is not None
 
 
-class _UnusableError(Exception):
-    """Why there is no compiled copy, or no cache; its text is for a person."""
+class UnusableError(Exception):
+    """Why there is no library, or no cache; its text is for a person."""
 
 
 def source_directory() -> Path:
@@ -85,31 +87,32 @@ def native(cache: Path | None = None) -> Native:
 def load(cache: Path | None = None) -> Native:
     """What `native` finds, found anew."""
     try:
-        return _loaded(cache)
-    except _UnusableError as error:
+        return loaded("host_copy", cache, _opened)
+    except UnusableError as error:
         return Native(path=None, text=f"numpy copies: {error}")
 
 
-def _loaded(cache: Path | None) -> Native:
-    source = source_directory() / "host_copy.c"
+def loaded(name: str, cache: Path | None, opened: Callable[[Path], Library]) -> Library:
+    """kernels/`name`.c compiled, unless it was before, and `opened`, which raises UnusableError where it cannot be."""
+    source = source_directory() / f"{name}.c"
     try:
         key = hashlib.sha256(source.read_bytes())
     except OSError as error:
-        raise _UnusableError(f"{source} cannot be read ({error.strerror})") from None
+        raise UnusableError(f"{source} cannot be read ({error.strerror})") from None
     key.update(repr((_FLAGS, _COMPILERS, sysconfig.get_config_var("SOABI"))).encode())
-    stem = f"host_copy-{key.hexdigest()[:20]}"
+    stem = f"{name}-{key.hexdigest()[:20]}"
     try:
         directory = _private(cache)
-    except _UnusableError:
+    except UnusableError:
         # Nothing is kept then: a loaded library outlives its file.
         with tempfile.TemporaryDirectory(prefix="pdtransfer-") as aside:
-            return _opened(_compiled(source, Path(aside), stem))
+            return opened(_compiled(source, Path(aside), stem))
     path = _compiled(source, directory, stem)
     try:
-        return _opened(path)
-    except _UnusableError:
+        return opened(path)
+    except UnusableError:
         path.unlink(missing_ok=True)  # damaged: once more from the source
-        return _opened(_compiled(source, directory, stem))
+        return opened(_compiled(source, directory, stem))
 
 
 def _private(cache: Path | None) -> Path:
@@ -122,11 +125,11 @@ def _private(cache: Path | None) -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()
     except OSError as error:
-        raise _UnusableError(f"{directory}: {error.strerror}") from None
+        raise UnusableError(f"{directory}: {error.strerror}") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise _UnusableError(f"{directory} is not this user's alone")
+        raise UnusableError(f"{directory} is not this user's alone")
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise _UnusableError(f"{directory} cannot be written")
+        raise UnusableError(f"{directory} cannot be written")
     return directory
 
 
@@ -136,7 +139,7 @@ def _compiled(source: Path, directory: Path, stem: str) -> Path:
     if compiler is None:
         if kept := sorted(directory.glob(f"{stem}-*.so")):
             return kept[0]
-        raise _UnusableError(f"no C or C++ compiler ({', '.join(_COMPILERS)}): install gcc or clang")
+        raise UnusableError(f"no C or C++ compiler ({', '.join(_COMPILERS)}): install gcc or clang")
     version = _run([compiler, "--version"])
     path = directory / f"{stem}-{hashlib.sha256(f'{compiler} {version}'.encode()).hexdigest()[:12]}.so"
     if not path.exists():
@@ -155,10 +158,10 @@ def _run(command: list[str]) -> str:
             command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS_MAX, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise _UnusableError(f"{command[0]}: {error}") from None
+        raise UnusableError(f"{command[0]}: {error}") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
-        raise _UnusableError(f"{' '.join(command)}: {lines[0][:300]}")
+        raise UnusableError(f"{' '.join(command)}: {lines[0][:300]}")
     return done.stdout
 
 
@@ -169,9 +172,9 @@ def _opened(path: Path) -> Native:
         streams: int = library.pdtransfer_streams()
         function = library.pdtransfer_copy
     except (OSError, AttributeError) as error:
-        raise _UnusableError(f"{path}: {error}") from None
+        raise UnusableError(f"{path}: {error}") from None
     if abi != _ABI:
-        raise _UnusableError(f"{path}: its interface is {abi}, not {_ABI}")
+        raise UnusableError(f"{path}: its interface is {abi}, not {_ABI}")
     address, count = ctypes.c_uint64, ctypes.c_int64
     function.argtypes = (address, count, address, count, count, count, address, address, ctypes.c_int32, address)
     function.restype = ctypes.c_int32

@@ -46,6 +46,16 @@ def copy(plan: Plan, source_address: int, target_address: int, cancel: Cancel) -
     return not cancel.is_set
 
 
+def gather(address: int, plane: list[int], slots: Int64s, size: tuple[int, int], width: int) -> NDArray[np.uint8]:
+    """`width` bytes of each slot, uint8 (n, width).
+
+    `plane` is base, page_stride, row_stride, and `size` slots, page_size.
+    """
+    page_size = size[1] if size[1] > 1 else size[0]
+    found = _pool(address, plane, *size, width)[np.divmod(slots, page_size)]
+    return found.view(np.uint8).reshape(len(slots), width)
+
+
 def _pool(address: int, plane: list[int], slots: int, page_size: int, width: int) -> NDArray[np.void]:
     """One plane as an array of whole rows, (pages, page_size); where a page is one slot, (1, slots)."""
     base, page_stride, row_stride = plane

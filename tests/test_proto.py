@@ -162,12 +162,12 @@ def test_check_notices_a_stale_file_and_writes_nothing(tmp_path):
     root = tmp_path / "v1"
     shutil.copytree(ROOT, root)
     assert main(["--check", "--root", str(root)]) == 0
-    for name in ("schema.json", "README.md", "vectors/valid.jsonl", "vectors/invalid.jsonl"):
+    for name, marked in _MARKED.items():
         file = root / name
         whole = file.read_text()
         # Of the page and the vectors a line is gone; of the vectors' other lines nothing may be rewritten.
         lines = whole.splitlines(keepends=True)
-        spoilt = "".join(line for index, line in enumerate(lines) if index != lines.index(_MARKED[name](lines)))
+        spoilt = "".join(line for index, line in enumerate(lines) if index != lines.index(marked(lines)))
         file.write_text(spoilt)
         assert main(["--check", "--root", str(root)]) == 1, name
         assert file.read_text() == spoilt
@@ -179,6 +179,7 @@ _MARKED = {
     "README.md": lambda lines: next(line for line in lines if line.startswith("### Grant (")),
     "vectors/valid.jsonl": lambda lines: lines[3],
     "vectors/invalid.jsonl": lambda lines: lines[3],
+    "vectors/checksums.jsonl": lambda lines: lines[3],
 }
 
 

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from . import tables, vectors
+from . import checksums, tables, vectors
 from .schema import schema
 
 _ROOT = Path(__file__).parent.parent.parent / "proto" / "v1"
@@ -25,6 +25,9 @@ def generated(root: Path) -> dict[Path, str]:
         file = root / "vectors" / f"{name}.jsonl"
         old = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         files[file] = "".join(line + "\n" for line in vectors.appended(old, cases))
+    file = root / "vectors" / "checksums.jsonl"
+    old = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    files[file] = "".join(line + "\n" for line in vectors.appended(old, checksums.cases(), key="heads"))
     return files
 
 

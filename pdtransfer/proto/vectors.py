@@ -57,16 +57,16 @@ def hex_of(content: bytes) -> str | list[list[Any]]:
     return [*runs, [content[end:].hex(), 1]] if end < len(content) else runs
 
 
-def appended(old: list[str], cases: list[Json]) -> list[str]:
-    """The old lines, untouched, and a line for each case that none of them holds."""
-    lines, frames = list(old), {case["name"]: case["frame"] for case in map(json.loads, old)}
+def appended(old: list[str], cases: list[Json], *, key: str = "frame") -> list[str]:
+    """The old lines, untouched, and a line for each case that none of them holds: what a case is, `key` says."""
+    lines, frames = list(old), {case["name"]: case[key] for case in map(json.loads, old)}
     for case in cases:
         number, name = 1, case["name"]
-        while name in frames and frames[name] != case["frame"]:
+        while name in frames and frames[name] != case[key]:
             number += 1
             name = f"{case['name']} #{number}"
         if name not in frames:
-            frames[name] = case["frame"]
+            frames[name] = case[key]
             lines.append(json.dumps(case | {"name": name}))
     return lines
 

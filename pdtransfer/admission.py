@@ -10,24 +10,27 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .arena import Arena, Holding
+from .arena import Holding
 from .errors import ArenaFullError
 from .limits import Limits
+from .prefix import PrefixCache
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a room needs: rows a component, growth included, and the bytes that will be in flight to it."""
+    """What a room needs: rows a component, growth included, and the bytes that will be in flight to it, less what
+    those of its prompt's blocks need that are here already."""
 
     rows: tuple[int, ...]
     inflight_bytes: int
+    keys: tuple[bytes, ...] = ()
 
 
 class Admission:
     """The queue before the arena; how fast it moves makes the retry hint."""
 
-    def __init__(self, arena: Arena, limits: Limits) -> None:
-        self._arena, self._limits = arena, limits
+    def __init__(self, cache: PrefixCache, limits: Limits) -> None:
+        self._arena, self._cache, self._limits = cache.arena, cache, limits
         self._queue: OrderedDict[int, Demand] = OrderedDict()
         self.inflight_bytes = 0
         self._admitted_ms = 0.0  # mean time between admissions while rooms waited
@@ -72,21 +75,23 @@ class Admission:
     def admit(self, now: float) -> Holding | None:
         """Slots for the head of the queue, which leaves it; None when it has to wait on. Somebody must be queued."""
         room, demand = next(iter(self._queue.items()))
-        over = self.inflight_bytes + demand.inflight_bytes > self._limits.inflight_bytes_max
+        blocks = self._cache.longest(demand.keys)
+        inflight_bytes = demand.inflight_bytes - self._cache.bytes_of(len(blocks) * self._cache.block_tokens)
+        over = self.inflight_bytes + inflight_bytes > self._limits.inflight_bytes_max
         if over and self.inflight_bytes:  # alone it may exceed the bound, or it would wait for ever
             return None
-        holding = self._arena.allocate(demand.rows)
+        holding = self._cache.allocate(demand.rows, blocks, queried=len(demand.keys))
         if holding is None:
             return None
         del self._queue[room]
-        self.inflight_bytes += demand.inflight_bytes
+        self.inflight_bytes += inflight_bytes
         if self._admitted_at is not None:
             gap_ms = (now - self._admitted_at) * 1e3
             self._admitted_ms += 0.1 * (gap_ms - self._admitted_ms)
         self._admitted_at = now if self._queue else None
         return holding
 
-    def landed(self, demand: Demand) -> None:
+    def landed(self, demand: Demand, holding: Holding) -> None:
         """The room's bytes are no longer in flight, whichever way that ended."""
-        self.inflight_bytes -= demand.inflight_bytes
+        self.inflight_bytes -= demand.inflight_bytes - self._cache.bytes_of(holding.prefix)
         assert self.inflight_bytes >= 0

@@ -129,15 +129,27 @@ class FreeExtents:
 
 
 @dataclass(slots=True, eq=False)
+class Block:
+    """Rows of a prompt that rooms share and nobody writes: whole pages of every component that has any of them."""
+
+    key: bytes
+    runs: tuple[tuple[tuple[int, int], ...], ...]  # (start, count), a component
+    claims: int = 1  # of holdings
+
+
+@dataclass(slots=True, eq=False)
 class Holding:
     """What one room holds in the arena, one array of extents a component.
 
     It is free when the last claim on it has ended: the room's own, and one for each lease.
     """
 
-    extents: tuple[Extents, ...]
+    extents: tuple[Extents, ...]  # of all its rows in order, those in blocks included
     claims: int = 1
-    bytes: int = field(default=0, kw_only=True)
+    bytes: int = field(default=0, kw_only=True)  # of its own
+    own: tuple[Extents, ...] = field(default=(), kw_only=True)  # in no block: free when it is
+    blocks: list[Block] = field(default_factory=list[Block], kw_only=True)  # from the prompt's first row on
+    prefix: int = field(default=0, kw_only=True)  # tokens that others had brought when it was leased
 
 
 class Arena:
@@ -162,17 +174,22 @@ class Arena:
             got = free.allocate(count)
             assert got is not None
             extents.append(got)
-        return Holding(tuple(extents), bytes=sum(b * n for b, n in zip(self._row_bytes, rows, strict=True)))
+        own = tuple(extents)
+        return Holding(own, own=own, bytes=sum(b * n for b, n in zip(self._row_bytes, rows, strict=True)))
 
     def drop(self, holding: Holding) -> bool:
-        """Ends one claim; returns whether it was the last one, so that the slots are free now."""
+        """Ends one claim; returns whether it was the last one, so that its own slots are free now."""
         assert holding.claims > 0
         holding.claims -= 1
         if holding.claims:
             return False
-        for free, extents in zip(self.free, holding.extents, strict=True):
+        for free, extents in zip(self.free, holding.own, strict=True):
             free.free(extents)
         return True
+
+    def lacking(self, rows: Sequence[int]) -> list[int]:
+        """How many slots of each component would have to come free before these rows could be leased."""
+        return [max(0, self._pages(free, n) - free.free_slots) for free, n in zip(self.free, rows, strict=True)]
 
     @staticmethod
     def _pages(free: FreeExtents, count: int) -> int:

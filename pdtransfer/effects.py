@@ -50,12 +50,16 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Every byte of the room is in the arena: `slots` holds, per component, one int64 slot a row, growth included."""
+    """Every byte of the room is in the arena: `slots` holds, per component, one int64 slot a row, growth included.
+
+    Other rooms may read the prompt's rows, too: they are not to be written.
+    """
 
     room: int
     slots: dict[str, NDArray[np.int64]]
     aux: bytes
-    kv_bytes: int
+    kv_bytes: int  # that crossed
+    prefix: int = 0  # tokens that did not
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ class Limits:
     sessions_max: int = 1_024  # of one node, ended ones that still await a fence included; as many peers at most
     peer_sessions_max: int = 4  # the same of one peer, so that none can use up the others'
     quarantine_fraction_max: float = 0.5  # of the arena that one silent peer may keep before it gets no more grants
+    prefix_block_tokens: int = 64  # of a prompt that are shared or not: less finds more, and costs a digest each
+    prefix_blocks_max: int = 65_536  # that decode remembers: 4 Mi tokens, some 30 MB of bookkeeping
     room_deadline_ms: int = 60_000  # a room that nobody ends ends here
     resend_ms: int = 200  # an unanswered request is repeated this often at first
     resend_ms_max: int = 2_000  # and this often at last

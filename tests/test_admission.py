@@ -8,6 +8,7 @@ from pdtransfer.admission import Admission, Demand
 from pdtransfer.arena import Arena
 from pdtransfer.errors import ArenaFullError
 from pdtransfer.limits import Limits
+from pdtransfer.prefix import PrefixCache
 from tests.sim.pools import components
 
 KV, C4 = 64, 64  # slots
@@ -16,7 +17,7 @@ LIMITS = Limits(queue_max=3, rooms_max=5, inflight_bytes_max=1 << 20)
 
 def admission(limits: Limits = LIMITS) -> tuple[Admission, Arena]:
     arena = Arena(components(KV, 1, page_first=True))
-    return Admission(arena, limits), arena
+    return Admission(PrefixCache(arena, limits, model="m", weights=b"w"), limits), arena
 
 
 def demand(rows: int, inflight_bytes: int = 0) -> Demand:
@@ -112,10 +113,11 @@ def test_bytes_in_flight_hold_the_next_room_back_until_they_have_landed() -> Non
     first = demand(1, 600)
     queue.enqueue(1, first)
     queue.enqueue(2, demand(1, 401))
-    assert queue.admit(0.0) is not None
+    held = queue.admit(0.0)
+    assert held is not None
     assert queue.inflight_bytes == 600
     assert queue.admit(0.0) is None
-    queue.landed(first)
+    queue.landed(first, held)
     assert queue.admit(0.0) is not None
     assert queue.inflight_bytes == 401
 
@@ -125,9 +127,10 @@ def test_a_room_larger_than_the_bound_on_bytes_in_flight_goes_alone() -> None:
     small, large = demand(1, 10), demand(1, 5000)
     queue.enqueue(1, small)
     queue.enqueue(2, large)
-    assert queue.admit(0.0) is not None
+    held = queue.admit(0.0)
+    assert held is not None
     assert queue.admit(0.0) is None
-    queue.landed(small)
+    queue.landed(small, held)
     assert queue.admit(0.0) is not None
 
 
@@ -135,7 +138,8 @@ def test_bytes_cannot_land_twice() -> None:
     queue, _ = admission()
     once = demand(1, 10)
     queue.enqueue(1, once)
-    assert queue.admit(0.0) is not None
-    queue.landed(once)
+    held = queue.admit(0.0)
+    assert held is not None
+    queue.landed(once, held)
     with pytest.raises(AssertionError):
-        queue.landed(once)
+        queue.landed(once, held)

@@ -15,6 +15,7 @@ from ..errors import ArenaFullError, Cause, LocalProtocolError, RemoteProtocolEr
 from ..layout import Component
 from ..lease import Lease
 from ..limits import TEXT_LENGTH_MAX, TOKENS_MAX, Limits
+from ..prefix import PrefixCache
 from ..room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
 from ..states import step
 from ..wire import (
@@ -49,10 +50,14 @@ class DecodeSessions:
         mint: Callable[[], int],
         *,
         enable_hisparse: bool = False,
+        prefix_cache: bool = True,
     ) -> None:
         self._limits = limits
         self.arena = Arena(components)
-        self.admission = Admission(self.arena, limits)
+        self.cache = PrefixCache(
+            self.arena, limits, model=identity.model, weights=identity.weights, enabled=prefix_cache
+        )
+        self.admission = Admission(self.cache, limits)
         self.rooms: dict[int, Room] = {}  # unended ones
         self.draining = False
         self._out: list[DecodeEffect] = []
@@ -70,7 +75,7 @@ class DecodeSessions:
             unreachable=self._peer_unreachable,
             quiet=lambda session: self.leases.quiet(session),  # noqa: PLW0108 -- made below: each needs the other
         )
-        self.leases = Leases(self.links, self.arena, limits, self._out.append)
+        self.leases = Leases(self.links, self.cache, limits, self._out.append)
 
     # What the engine asks
 
@@ -91,10 +96,13 @@ class DecodeSessions:
         deadline: float,
         growth: int = 0,
         prefix: int = 0,
+        keys: tuple[bytes, ...] = (),
         enable_hisparse: bool = False,
     ) -> list[DecodeEffect]:
         """Leases slots for `tokens` + `growth` tokens and grants them to the prefill ranks `sources`.
 
+        The first `prefix` tokens the engine has elsewhere. Or `keys`, as `cache.keys` makes them, name the prompt's
+        blocks: those that are here when the room is admitted do not cross, the others are shared from READY on.
         Ends as Ready, or RoomFailed with its root cause. Raises LocalProtocolError for a label in use, and for numbers
         that make no sense.
         """
@@ -102,11 +110,13 @@ class DecodeSessions:
             raise LocalProtocolError(f"room: {room_id:#x} is expected already")
         if not 0 <= prefix <= tokens or not 1 <= tokens <= TOKENS_MAX or growth < 0:
             raise LocalProtocolError(f"tokens: {tokens}, prefix {prefix}, growth {growth} make no sense")
+        if keys and (prefix or len(keys) * self.cache.block_tokens > tokens):
+            raise LocalProtocolError(f"keys: {len(keys)} of {tokens} tokens with prefix {prefix} make no sense")
         if not sources or len(set(sources)) != len(sources):
             raise LocalProtocolError(f"sources: {list(sources)} names no rank, or one twice")
         rows = tuple(c.rows(tokens + growth) for c in self.arena.components)
-        demand = Demand(rows, sent_bytes(self.arena.components, tokens=tokens, prefix=prefix))
-        room = Room(room_id, tokens, prefix, rows, demand, tuple(sources), deadline, enable_hisparse)
+        demand = Demand(rows, sent_bytes(self.arena.components, tokens=tokens, prefix=prefix), keys)
+        room = Room(room_id, tokens, prefix, rows, demand, tuple(sources), deadline, enable_hisparse, unkept=keys)
         if self.draining:
             return [RoomFailed(room_id, Cause.SHUTDOWN, "this node is draining")]
         try:
@@ -119,7 +129,7 @@ class DecodeSessions:
         for name in room.sources:
             if name not in self._waiting:
                 self.links.redial(name, now)
-            refusal = self._unfit(name, now)
+            refusal = self.links.unfit(name, now, self._arena_bytes)
             if refusal is not None:
                 self._fail(room, *refusal, now)
                 return self._effects(now)
@@ -135,6 +145,7 @@ class DecodeSessions:
             return []
         if room.state is not DecodeRoom.READY:
             raise LocalProtocolError(f"room: {room_id:#x} is {room.state.value}, not ready: abort it")
+        self._keep(room)
         room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.RELEASE)
         self._close(room)
         return self._effects(now)
@@ -179,6 +190,8 @@ class DecodeSessions:
                     room = self.rooms[room_id]
                     if room.state is not DecodeRoom.READY:
                         self._fail(room, Cause.DEADLINE, f"not ready in time, still {room.state.value}", now)
+                case ("keep", int(room_id), _):
+                    self._keep(self.rooms[room_id])
                 case ("lease", int(session_id), number):
                     self.leases.repeat(self.links.sessions[session_id].leases[number], now)
                 case _:
@@ -231,6 +244,8 @@ class DecodeSessions:
             self._landed(lease, message, room)
         if not isinstance(message, Failed) or message.quiescent:
             self.leases.proof(session, message.grant)
+        if room is not None and room.state is DecodeRoom.READY and room.unkept:
+            self.links.timers.set(("keep", room.id, 0), now)  # a turn later: the engine need not wait for it
         if room is not None and isinstance(message, Failed):
             detail = f"{session.peer}: {message.detail or message.reason}"
             self._fail(room, Cause.of(message.reason), detail, now)
@@ -250,20 +265,6 @@ class DecodeSessions:
                 self._ready(room)
 
     # Rooms
-
-    def _unfit(self, name: str, now: float) -> tuple[Cause, str] | None:
-        """Why no room may be expected from this peer now, if so."""
-        peer, limits = self.links.peers.get(name), self._limits
-        if peer is None:
-            return Cause.FULL, f"peers: {len(self.links.peers)} of sessions_max {limits.sessions_max}"
-        if peer.refusal is not None:
-            return Cause.REFUSED, peer.refusal
-        silent_ms = (now - peer.heard) * 1e3
-        if silent_ms >= limits.silence_ms:
-            return Cause.PEER_LOST, f"{name} has been silent for {silent_ms:.0f} ms"
-        if peer.quarantined_bytes > limits.quarantine_fraction_max * self._arena_bytes:
-            return Cause.PEER_LOST, f"{name} keeps {peer.quarantined_bytes} bytes of the arena in quarantine"
-        return None
 
     def _connect(self, name: str) -> None:
         """Gives the places in this peer's window to the rooms that wait for one, oldest first.
@@ -286,7 +287,9 @@ class DecodeSessions:
     def _admit(self, now: float) -> None:
         while (head := self.admission.head()) is not None:
             room = self.rooms[head]
-            refusal = next(filter(None, (self._unfit(name, now) for name in room.sources)), None)
+            refusal = next(
+                filter(None, (self.links.unfit(name, now, self._arena_bytes) for name in room.sources)), None
+            )
             if refusal is not None:
                 self._fail(room, *refusal, now)
                 continue
@@ -294,6 +297,7 @@ class DecodeSessions:
             if holding is None:
                 return
             room.state, room.holding = step(DECODE_ROOM, room.state, DecodeRoomEvent.ADMIT), holding
+            room.prefix = room.prefix or holding.prefix
             sessions = list(room.places.values())
             self._unreserve(room)
             if not all(fits_a_grant(holding.extents, session.frame_bytes_max) for session in sessions):
@@ -317,13 +321,20 @@ class DecodeSessions:
     def _ready(self, room: Room) -> None:
         assert room.holding is not None
         room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.COMPLETE)
-        self.admission.landed(room.demand)
+        self.admission.landed(room.demand, room.holding)
         self.links.timers.clear(("room", room.id, 0))
         slots = {
             component.name: slots_of(extents, count=rows)
             for component, extents, rows in zip(self.arena.components, room.holding.extents, room.rows, strict=True)
         }
-        self._out.append(Ready(room.id, slots, room.aux, sum(lease.kv_bytes for lease in room.leases)))
+        self._out.append(Ready(room.id, slots, room.aux, sum(lease.kv_bytes for lease in room.leases), room.prefix))
+
+    def _keep(self, room: Room) -> None:
+        """The prompt of a READY room enters the cache, once."""
+        if room.unkept:
+            assert room.holding is not None
+            self.cache.keep(room.holding, room.unkept)
+            room.unkept = ()
 
     def _room_of(self, lease: LeaseEntry) -> Room | None:
         """The room that this lease may still complete or fail: the one that holds it, while it lands."""
@@ -339,7 +350,8 @@ class DecodeSessions:
             self._waiting.get(source, {}).pop(room.id, None)
         self.admission.withdraw(room.id)
         if before is DecodeRoom.LANDING:
-            self.admission.landed(room.demand)
+            assert room.holding is not None
+            self.admission.landed(room.demand, room.holding)
         self._out.append(RoomFailed(room.id, cause, detail[:TEXT_LENGTH_MAX]))
         for lease in room.leases:
             self.leases.abort(lease, now)
@@ -351,8 +363,9 @@ class DecodeSessions:
     def _close(self, room: Room) -> None:
         del self.rooms[room.id]
         self.links.timers.clear(("room", room.id, 0))
+        self.links.timers.clear(("keep", room.id, 0))
         if room.holding is not None:
-            self.arena.drop(room.holding)
+            self.cache.drop(room.holding)
 
     @staticmethod
     def _unreserve(room: Room) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..arena import Arena
 from ..effects import DecodeEffect, Send
 from ..lease import LEASE, Lease, LeaseEvent
 from ..limits import Limits
+from ..prefix import PrefixCache
 from ..states import step
 from ..wire import Abort, Released
 from .ledger import LeaseEntry, Session, SessionState
@@ -21,8 +21,8 @@ TIME_LEFT_MS_MAX = 0xFFFF_FFFF  # that a Grant can say
 class Leases:
     """Every unended lease of one decode node."""
 
-    def __init__(self, links: Links, arena: Arena, limits: Limits, out: Callable[[DecodeEffect], None]) -> None:
-        self._links, self._arena, self._limits, self._out = links, arena, limits, out
+    def __init__(self, links: Links, cache: PrefixCache, limits: Limits, out: Callable[[DecodeEffect], None]) -> None:
+        self._links, self._cache, self._limits, self._out = links, cache, limits, out
         self.quarantined_bytes = 0
 
     def open(self, lease: LeaseEntry, now: float) -> None:
@@ -87,7 +87,7 @@ class Leases:
         lease.state = step(LEASE, lease.state, event)
         del session.leases[number]
         self._links.timers.clear(("lease", session.id, number))
-        self._arena.drop(lease.holding)
+        self._cache.drop(lease.holding)
 
     def _count(self, lease: LeaseEntry, sign: int) -> None:
         """Counted by what the room holds, growth included: so much cannot be leased again."""

@@ -128,7 +128,7 @@ class Room:
 
     id: int
     tokens: int
-    prefix: int
+    prefix: int  # tokens that do not cross: known from the start, or once the cache was looked at
     rows: tuple[int, ...]  # a component, growth included
     demand: Demand
     sources: tuple[str, ...]
@@ -139,3 +139,4 @@ class Room:
     holding: Holding | None = None
     leases: list[LeaseEntry] = field(default_factory=list[LeaseEntry])
     aux: bytes = b""
+    unkept: tuple[bytes, ...] = ()  # keys of its prompt's blocks, until that is in the cache

@@ -65,6 +65,20 @@ class Links:
             self.timers.clear(("hello", name, 0))
             self._greet(peer, now)
 
+    def unfit(self, name: str, now: float, arena_bytes: int) -> tuple[Cause, str] | None:
+        """Why no room may be expected from this peer now, if so; it may keep a share of `arena_bytes` in quarantine."""
+        peer, limits = self.peers.get(name), self._limits
+        if peer is None:
+            return Cause.FULL, f"peers: {len(self.peers)} of sessions_max {limits.sessions_max}"
+        if peer.refusal is not None:
+            return Cause.REFUSED, peer.refusal
+        silent_ms = (now - peer.heard) * 1e3
+        if silent_ms >= limits.silence_ms:
+            return Cause.PEER_LOST, f"{name} has been silent for {silent_ms:.0f} ms"
+        if peer.quarantined_bytes > limits.quarantine_fraction_max * arena_bytes:
+            return Cause.PEER_LOST, f"{name} keeps {peer.quarantined_bytes} bytes of the arena in quarantine"
+        return None
+
     def of(self, name: str, session_id: int) -> Session | None:
         """The session, if it is this peer's; a session of somebody else's is a breach."""
         session = self.sessions.get(session_id)

@@ -17,6 +17,7 @@ from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.duties import DutyEntry, WriterSession
 from pdtransfer.session.leases import Leases
 from pdtransfer.session.ledger import LeaseEntry, Session
+from pdtransfer.session.links import Links
 from pdtransfer.session.prefill import PrefillSessions
 
 Patch = Callable[[object, str, Any], None]
@@ -116,7 +117,7 @@ def one_queue_for_all_peers(patch: Patch) -> None:
 
     patch(DecodeSessions, "_connect", in_order)
     patch(DecodeSessions, "_peer_unreachable", unreachable)
-    patch(DecodeSessions, "_unfit", lambda self, name, now: None)
+    patch(Links, "unfit", lambda self, name, now, arena_bytes: None)
 
 
 @dataclass(frozen=True, slots=True)

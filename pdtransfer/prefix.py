@@ -1,0 +1,201 @@
+"""Prompts that decode remembers: blocks of rows in the arena, shared and read-only, until their slots are wanted.
+
+A block's key is a digest of its tokens and of the key before it, as vLLM's is, so that equal keys mean equal prefixes
+of one model, its weights and a salt. Whoever claims a block claims all before it. So of the blocks that nobody claims
+any more, kept in the order of their last use and the deepest first, the oldest is always a leaf.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import takewhile
+from math import lcm
+
+import numpy as np
+
+from .arena import Arena, Block, Extents, Holding, cut
+from .layout import Component
+from .limits import TOKENS_MAX, Limits
+
+KEY_BYTES = 16
+_ID_BYTES = 4  # a token id travels, and is hashed, as little-endian u32
+
+
+def root_key(model: str, weights: bytes, salt: bytes) -> bytes:
+    """The key before a prompt's first block."""
+    digest = blake2b(digest_size=KEY_BYTES)
+    for part in (model.encode(), weights, salt):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def block_keys(root: bytes, prompt: bytes, *, block_tokens: int, blocks_max: int) -> tuple[bytes, ...]:
+    """A key for each full block of `prompt`, little-endian u32 token ids, up to so many."""
+    size, view, keys = block_tokens * _ID_BYTES, memoryview(prompt), [root]
+    for at in range(0, min(len(prompt) // size, blocks_max) * size, size):
+        keys.append(blake2b(view[at : at + size], digest_size=KEY_BYTES, key=keys[-1]).digest())
+    return tuple(keys[1:])
+
+
+def block_tokens_of(components: Sequence[Component], least: int) -> int:
+    """Tokens a block: as few as make whole pages of every component that has a row for each token, but not below
+    `least`. 0 where no component has, or a block would be longer than any prompt."""
+    pages = [c.layout.page_size * c.tokens_per_row for c in components if c.span.kind == "all"]
+    page = lcm(*pages)
+    block_tokens = -(-least // page) * page
+    return block_tokens if pages and block_tokens <= TOKENS_MAX else 0
+
+
+class PrefixCache:
+    """Leases slots of an arena, and keeps what rooms have left of their prompts; without `enabled` it keeps nothing."""
+
+    def __init__(self, arena: Arena, limits: Limits, *, model: str, weights: bytes, enabled: bool = True) -> None:
+        self.arena = arena
+        self.block_tokens = block_tokens_of(arena.components, limits.prefix_block_tokens) if enabled else 0
+        spans = [c.tokens_per_row if c.span.kind == "all" else 0 for c in arena.components]
+        self._rows = tuple(self.block_tokens // tokens_per_row if tokens_per_row else 0 for tokens_per_row in spans)
+        self._block_bytes = sum(c.bytes_of(rows) for c, rows in zip(arena.components, self._rows, strict=True))
+        self._blocks_max = limits.prefix_blocks_max
+        self._model, self._weights = model, weights
+        self._blocks: dict[bytes, Block] = {}
+        self._idle: OrderedDict[bytes, Block] = OrderedDict()  # claimed by nobody, the next to go first
+        self.queried_tokens = self.hit_tokens = self.evicted_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def claimed(self) -> int:
+        """Blocks that are in use."""
+        return len(self._blocks) - len(self._idle)
+
+    def bytes_of(self, tokens: int) -> int:
+        """What so many tokens, whole blocks of them, spare from crossing."""
+        return tokens // self.block_tokens * self._block_bytes if self.block_tokens else 0
+
+    def keys(self, prompt: bytes, salt: bytes) -> tuple[bytes, ...]:
+        """The keys of a prompt's full blocks; pure, so that any thread may ask."""
+        if not self.block_tokens:
+            return ()
+        root = root_key(self._model, self._weights, salt)
+        return block_keys(root, prompt, block_tokens=self.block_tokens, blocks_max=self._blocks_max)
+
+    def longest(self, keys: Sequence[bytes]) -> list[Block]:
+        """The blocks that are here of those named, up to the first that is not."""
+        found = (self._blocks.get(key) for key in keys)
+        return list(takewhile(lambda block: block is not None, found))  # pyright: ignore[reportReturnType]
+
+    def free_slots(self, component: int) -> int:
+        """Slots that may be leased: the free ones, and those of blocks that nobody claims."""
+        return self.arena.free[component].free_slots + len(self._idle) * self._rows[component]
+
+    def allocate(self, rows: Sequence[int], blocks: list[Block], *, queried: int = 0) -> Holding | None:
+        """Slots for `rows[i]` rows of component i, of which `blocks` hold the first ones; None, with nothing changed,
+        where one component lacks slots. Blocks that nobody claims make room. `queried` keys had been asked for."""
+        rest = [count - len(blocks) * rows_each for count, rows_each in zip(rows, self._rows, strict=True)]
+        idle = len(self._idle) - sum(not block.claims for block in blocks)
+        needed = 0  # blocks to evict
+        for slots, rows_each in zip(self.arena.lacking(rest), self._rows, strict=True):
+            if slots > idle * rows_each:
+                return None
+            needed = max(needed, -(-slots // rows_each) if slots else 0)
+        self._claim(blocks)
+        self._evict(needed)
+        holding = self.arena.allocate(rest)
+        assert holding is not None
+        holding.blocks, holding.prefix = blocks, len(blocks) * self.block_tokens
+        if blocks:
+            holding.extents = tuple(self._extents(blocks, at, own) for at, own in enumerate(holding.own))
+        self.queried_tokens += queried * self.block_tokens
+        self.hit_tokens += holding.prefix
+        return holding
+
+    def keep(self, holding: Holding, keys: Sequence[bytes]) -> None:
+        """The prompt of this room is all there, and no lease on it is left: its full blocks are shared from here on.
+
+        Of a block that has come twice, the second stays the room's own.
+        """
+        assert holding.claims == 1, "somebody may still write there"
+        before, blocks = len(holding.blocks), self.longest(keys)
+        shared = len(blocks)
+        self._claim(blocks[before:])
+        fresh = list(keys[shared:])
+        self._evict(min(len(self._idle), max(0, len(self._blocks) + len(fresh) - self._blocks_max)))
+        del fresh[max(0, self._blocks_max - len(self._blocks)) :]
+        runs = [
+            _pieces(extents, first=shared * rows, size=rows, count=len(fresh))
+            for extents, rows in zip(holding.extents, self._rows, strict=True)
+        ]
+        for key, pieces in zip(fresh, zip(*runs, strict=True), strict=True):
+            block = self._blocks[key] = Block(key, pieces)
+            blocks.append(block)
+        holding.blocks = blocks
+        holding.own = tuple(
+            np.concatenate(
+                [
+                    cut(extents, first=before * rows, count=(shared - before) * rows),
+                    cut(extents, first=len(blocks) * rows, count=int(extents[:, 1].sum()) - len(blocks) * rows),
+                ]
+            )
+            for extents, rows in zip(holding.extents, self._rows, strict=True)
+        )
+
+    def drop(self, holding: Holding) -> bool:
+        """Ends one claim; returns whether it was the last, so that its own slots are free and its blocks may go."""
+        if not self.arena.drop(holding):
+            return False
+        for block in reversed(holding.blocks):
+            block.claims -= 1
+            if not block.claims:
+                self._idle[block.key] = block
+        return True
+
+    def clear(self) -> None:
+        """Gives back all that nobody claims."""
+        self._evict(len(self._idle))
+
+    def _claim(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            if not block.claims:
+                del self._idle[block.key]
+            block.claims += 1
+
+    def _evict(self, count: int) -> None:
+        """The `count` blocks that have been out of use for longest."""
+        if not count:
+            return
+        gone = [self._idle.popitem(last=False)[1] for _ in range(count)]
+        for block in gone:
+            del self._blocks[block.key]
+        for at, free in enumerate(self.arena.free):
+            free.free(np.array([run for block in gone for run in block.runs[at]], dtype=np.int64).reshape(-1, 2))
+        self.evicted_blocks += count
+
+    @staticmethod
+    def _extents(blocks: Sequence[Block], component: int, own: Extents) -> Extents:
+        """All rows of a component in order; blocks that lie side by side become one extent."""
+        runs: list[list[int]] = []
+        for start, count in (run for block in blocks for run in block.runs[component]):
+            if runs and sum(runs[-1]) == start:
+                runs[-1][1] += count
+            else:
+                runs.append([start, count])
+        return np.concatenate([np.array(runs, dtype=np.int64).reshape(-1, 2), own])
+
+
+def _pieces(extents: Extents, *, first: int, size: int, count: int) -> list[tuple[tuple[int, int], ...]]:
+    """The runs of `count` pieces of `size` slots each, from the slot `first` of `extents` on."""
+    if len(extents) == 1 and size:
+        start = int(extents[0, 0]) + first
+        return [((at, size),) for at in range(start, start + count * size, size)]
+    pieces: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    at = 0  # slots handed out
+    for start, length in cut(extents, first=first, count=count * size).tolist():
+        used = 0
+        while used < length:
+            taken = min(length - used, size - at % size)
+            pieces[at // size].append((start + used, taken))
+            used, at = used + taken, at + taken
+    return [tuple(piece) for piece in pieces]

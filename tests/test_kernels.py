@@ -332,7 +332,7 @@ def test_the_source_is_found_in_a_wheel_and_in_a_checkout(tmp_path: Path, monkey
     assert (kernels.source_directory() / "host_copy.c").is_file()
     package = tmp_path / "pdtransfer"
     package.mkdir()
-    monkeypatch.setattr(kernels, "__file__", str(package / "kernels.py"))
+    monkeypatch.setattr(kernels, "__file__", str(package / "kernels" / "__init__.py"))
     assert kernels.source_directory() == tmp_path / "kernels"
     (package / "_share" / "kernels").mkdir(parents=True)
     assert kernels.source_directory() == package / "_share" / "kernels"

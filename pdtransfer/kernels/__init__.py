@@ -22,10 +22,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from . import rows
-from .cancel import Cancel
-from .geometry import read_only
-from .plan import Plan
+from .. import rows
+from ..cancel import Cancel
+from ..geometry import read_only
+from ..plan import Plan
 
 _ABI = 1  # of kernels/host_copy.c
 _FLAGS = ("-O3", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -62,7 +62,7 @@ class UnusableError(Exception):
 
 def source_directory() -> Path:
     """kernels/ of the installed package, or of the checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parent.parent
     shared = package / "_share" / "kernels"
     return shared if shared.is_dir() else package.parent / "kernels"
 
@@ -102,7 +102,7 @@ def loaded(name: str, cache: Path | None, opened: Callable[[Path], Library]) -> 
     key.update(repr((_FLAGS, _COMPILERS, sysconfig.get_config_var("SOABI"))).encode())
     stem = f"{name}-{key.hexdigest()[:20]}"
     try:
-        directory = _private(cache)
+        directory = private_directory(cache)
     except UnusableError:
         # Nothing is kept then: a loaded library outlives its file.
         with tempfile.TemporaryDirectory(prefix="pdtransfer-") as aside:
@@ -115,9 +115,10 @@ def loaded(name: str, cache: Path | None, opened: Callable[[Path], Library]) -> 
         return opened(_compiled(source, directory, stem))
 
 
-def _private(cache: Path | None) -> Path:
+def private_directory(cache: Path | None) -> Path:
+    """Where compiled kernels are kept below `cache`, by default config's; UnusableError unless it is ours alone."""
     if cache is None:
-        from .config import cache_directory  # the only reader of the environment
+        from ..config import cache_directory  # the only reader of the environment
 
         cache = cache_directory()
     directory = cache / "kernels"

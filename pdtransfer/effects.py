@@ -130,6 +130,8 @@ class Write:
     layers: tuple[int, int]
     source_slots: NDArray[np.int64]
     target_slots: NDArray[np.int64]
+    first_row: int = 0  # of the room: the first slot's
+    verify: bool = False  # a checksum of the rows as they are read is wanted with the outcome
 
 
 @dataclass(frozen=True, slots=True)

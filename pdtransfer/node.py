@@ -324,11 +324,12 @@ class PrefillNode:
         self.stamp_ns = time.monotonic_ns()
         self._run(self.core.finish(room, aux=aux, now=self._loop.time()))
 
-    def _wrote(self, order: Write, outcome: Outcome, detail: str) -> None:
+    def _wrote(self, order: Write, outcome: Outcome, detail: str, checksum: int) -> None:
         self.stamp_ns = time.monotonic_ns()
         took_ns = self.stamp_ns - self._started_ns.pop((order.session, order.write))
         self.copy_ns[order.room] = self.copy_ns.get(order.room, 0) + took_ns
-        self._run(self.core.wrote(order.session, order.write, outcome, detail, self._loop.time()))
+        now = self._loop.time()
+        self._run(self.core.wrote(order.session, order.write, outcome, detail, now, checksum=checksum))
 
     async def _map(self, effect: Map) -> None:
         try:

@@ -188,8 +188,8 @@ class PrefillEnd:
     def finish(self, room: int = 1, aux: bytes = b"aux") -> list[Any]:
         return self.core.finish(room, aux=aux, now=self.now)
 
-    def wrote(self, write: fx.Write, outcome: fx.Outcome = fx.Outcome.LANDED) -> list[Any]:
-        return self.core.wrote(write.session, write.write, outcome, "so it ended", self.now)
+    def wrote(self, write: fx.Write, outcome: fx.Outcome = fx.Outcome.LANDED, checksum: int = 0) -> list[Any]:
+        return self.core.wrote(write.session, write.write, outcome, "so it ended", self.now, checksum=checksum)
 
     def released(self, number: int, session: int = 0xA0) -> list[Any]:
         return self.hear(Released(session, number))

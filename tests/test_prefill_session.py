@@ -701,3 +701,48 @@ def test_no_more_peers_are_known_than_sessions_max() -> None:
     assert sent(end.hear(end.hello(), peer=D2), Welcome)
     end.tick(6.0)
     assert sent(end.hear(end.hello(), peer="node:d2"), Welcome)
+
+
+# Checksums
+
+
+def test_landed_carries_the_sum_of_its_writes_where_the_grant_says_verify() -> None:
+    end = PrefillEnd()
+    end.up()
+    end.open()
+    end.hear(grant(verify=True))
+    writes = of([*end.push(), *end.finish()], Write)
+    assert all(write.verify and write.first_row == 0 for write in writes)
+    end.wrote(writes[0], checksum=(1 << 64) - 2)
+    (landed,) = sent(end.wrote(writes[1], checksum=5), Landed)
+    assert landed.checksum == (3).to_bytes(8, "little"), "mod 2**64"
+
+
+def test_a_write_says_which_row_of_the_room_is_its_first() -> None:
+    end = PrefillEnd()
+    end.up()
+    end.open()
+    end.hear(grant(verify=True))
+    (write,) = of(end.push(component="kv", first_row=3, source_slots=np.arange(5)), Write)
+    assert write.first_row == 3
+
+
+def test_landed_carries_no_checksum_that_nobody_asked_for() -> None:
+    end = PrefillEnd()
+    end.up()
+    end.open()
+    end.hear(grant())
+    writes = of([*end.push(), *end.finish()], Write)
+    assert not any(write.verify for write in writes)
+    end.wrote(writes[0])
+    (landed,) = sent(end.wrote(writes[1], checksum=5), Landed)
+    assert landed.checksum == b""
+
+
+def test_a_grant_without_parts_that_is_to_be_verified_lands_with_the_sum_of_nothing() -> None:
+    end = PrefillEnd()
+    end.up()
+    end.open()
+    end.hear(grant(verify=True, parts=()))
+    (landed,) = sent([*end.push(), *end.finish()], Landed)
+    assert landed.checksum == bytes(8)

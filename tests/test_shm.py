@@ -23,6 +23,7 @@ import uvloop
 from numpy.typing import NDArray
 
 from pdtransfer import kernels
+from pdtransfer.checksum import lines_of
 from pdtransfer.effects import Outcome, Write
 from pdtransfer.errors import LayoutMismatchError, RemoteProtocolError, TransportError
 from pdtransfer.layout import Component, Layout, Plane, Span, expand_pages, pair
@@ -571,7 +572,7 @@ class Pair:
             session=WRITER, grant=grant, room=grant, write=self.writes, component=0, layers=layers,
             source_slots=source, target_slots=target,
         )  # fmt: skip
-        self.writer.write(order, lambda order, outcome, text: self.ended.append((order.write, outcome, text)))
+        self.writer.write(order, lambda order, outcome, text, _: self.ended.append((order.write, outcome, text)))
         return order
 
     def want(self, order: Write) -> None:
@@ -917,3 +918,17 @@ def test_threads_share_one_large_write(monkeypatch: pytest.MonkeyPatch) -> None:
     assert carried([job_of(pool, target, grant=1, rows=SLOTS)], threads=2) == [(1, 1)]
     assert len(carriers) == 2
     assert target.any()
+
+
+def test_the_sum_of_a_write_is_that_of_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, target = Pool(), np.zeros(page_first().end, np.uint8)
+    sums_of: list[int] = []
+    for piece_bytes, threads in ((1 << 30, 1), (64 * LAYERS * ROW, 1), (7 * LAYERS * ROW, 2)):
+        monkeypatch.setattr(copier, "PIECE_BYTES", piece_bytes)
+        job = job_of(pool, target, grant=1, rows=500)
+        job.lines = lines_of("kv", pool.layout)
+        carried([job], threads=threads)
+        assert job.text == ""
+        sums_of.append(job.checksum)
+    assert len(set(sums_of)) == 1
+    assert sums_of[0]

@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import uvloop
 from numpy.typing import NDArray
 
+from pdtransfer import sums
+from pdtransfer.checksum import lines_of, runs_of
 from pdtransfer.effects import Outcome, Write
 from pdtransfer.errors import TransportError
 from pdtransfer.layout import Component, Layout, Plane, Span
@@ -35,16 +38,21 @@ class World:
     pool: NDArray[np.uint8]
     memory: Callable[[], NDArray[np.uint8]]
     ended: list[tuple[int, Outcome]] = field(default_factory=list[tuple[int, Outcome]])
+    checksums: dict[int, int] = field(default_factory=dict[int, int])
 
     async def map(self) -> int:
         return await self.writer.map(SESSION, self.owner.offer(SESSION), (COMPONENT,))
 
-    def write(self, number: int, slots: list[int], layers: tuple[int, int] = (0, 3)) -> None:
+    def write(self, number: int, slots: list[int], layers: tuple[int, int] = (0, 3), **more: Any) -> None:
         order = Write(
             session=SESSION, grant=number, room=number, write=number, component=0, layers=layers,
-            source_slots=np.array(slots), target_slots=np.array(slots)[::-1].copy(),
+            source_slots=np.array(slots), target_slots=np.array(slots)[::-1].copy(), **more,
         )  # fmt: skip
-        self.writer.write(order, lambda order, outcome, _: self.ended.append((order.write, outcome)))
+        self.writer.write(order, self._done)
+
+    def _done(self, order: Write, outcome: Outcome, text: str, checksum: int) -> None:
+        self.ended.append((order.write, outcome))
+        self.checksums[order.write] = checksum
 
     def landed(self, slots: list[int], layers: tuple[int, int]) -> bool:
         """Whether just these rows are there, each where the write puts it."""
@@ -195,3 +203,15 @@ async def test_a_fake_writer_that_died_is_quiet_and_says_nothing(writer: FakeWri
     assert world.owner.quiet(SESSION)
     await asyncio.sleep(0.01)
     assert world.ended == []
+
+
+@on_loop
+async def test_a_write_that_is_to_be_verified_reports_the_sum_of_what_it_read(world: World) -> None:
+    await world.map()
+    for number, slots in enumerate(([3, 4, 9], [4, 3, 9]), 1):
+        world.write(number, slots, (1, 3), first_row=7, verify=True)
+    await until(lambda: len(world.ended) == 2)
+    lines = lines_of("kv", LAYOUT, layers=(1, 3))
+    runs = runs_of(np.array([3, 4, 9]), np.ones(3, np.int64), 7)
+    assert world.checksums[1] == sums.checksum(lines, runs, world.pool.ctypes.data)
+    assert world.checksums[2] not in (0, world.checksums[1]), "rows in another order"

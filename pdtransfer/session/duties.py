@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arena import Extents, ExtentSet, slots_of
+from ..checksum import CHECKSUM_BYTES, MASK
 from ..errors import Cause, RemoteProtocolError
 from ..layout import Component
 from ..lease import DUTY, DUTY_ENDS, Duty, DutyEvent
@@ -82,6 +83,7 @@ class DutyEntry:
     deadline: float
     state: Duty = Duty.WAITING
     written_bytes: int = 0
+    checksum: int = 0  # of what is written, where the Grant says verify
     in_flight: int = 0
     repeat_ms: int = 0
     end: EndMessage | None = None
@@ -92,17 +94,27 @@ class DutyEntry:
         return None if self.message is None else self.message.room
 
     @property
+    def verify(self) -> bool:
+        """Whether decode wants a checksum."""
+        return self.message is not None and self.message.verify
+
+    @property
     def kv_bytes(self) -> int:
         """What it has to write."""
         components = self.session.components
         return sum(components[share.component].bytes_of(share.rows) for share in self.shares)
+
+    def wrote(self, byte_count: int, checksum: int) -> None:
+        """A write of it has landed."""
+        self.written_bytes += byte_count
+        self.checksum = (self.checksum + checksum) & MASK
 
     def check_same(self, message: Grant) -> None:
         """RemoteProtocolError where a Grant of the same number says something else than the first one did."""
         first = self.message
         if first is None:
             return
-        for name in ("room", "tokens", "prefix", "send_aux", "enable_hisparse"):
+        for name in ("room", "tokens", "prefix", "send_aux", "enable_hisparse", "verify"):
             was, now = getattr(first, name), getattr(message, name)
             if was != now:
                 raise RemoteProtocolError(f"Grant.{name}", f"{now}, grant {self.number} had {was} before")
@@ -231,7 +243,8 @@ def end_message(duty: DutyEntry, *, aux: bytes, cause: Cause, detail: str) -> En
     match duty.state:
         case Duty.LANDED:
             send_aux = duty.message is not None and duty.message.send_aux
-            return Landed(session, number, duty.written_bytes, aux if send_aux else b"")
+            checksum = duty.checksum.to_bytes(CHECKSUM_BYTES, "little") if duty.verify else b""
+            return Landed(session, number, duty.written_bytes, aux if send_aux else b"", checksum)
         case Duty.FAILED:
             return Failed(session, number, cause.value, detail[:TEXT_LENGTH_MAX], quiescent=True)
         case _:

@@ -145,8 +145,10 @@ class PrefillSessions:
         self.writers.unmappable(session_id, text, now)
         return self._effects()
 
-    def wrote(self, session_id: int, write: int, outcome: Outcome, detail: str, now: float) -> list[PrefillEffect]:
-        """Answers Write. A write that a fence has ended is ignored."""
+    def wrote(
+        self, session_id: int, write: int, outcome: Outcome, detail: str, now: float, *, checksum: int = 0
+    ) -> list[PrefillEffect]:
+        """Answers Write, with its checksum where it asked for one. A write that a fence has ended is ignored."""
         session = self.sessions.get(session_id)
         found = None if session is None else session.writes.get(write)
         if session is None or found is None:
@@ -160,7 +162,7 @@ class PrefillSessions:
         del session.writes[write]
         duty.in_flight -= 1
         if outcome is Outcome.LANDED:
-            duty.written_bytes += byte_count
+            duty.wrote(byte_count, checksum)
         else:
             self._fail_duty(duty, Cause.TRANSFER, detail, now)
         self._settle(duty, now)
@@ -304,15 +306,11 @@ class PrefillSessions:
             session.writes[write] = duty, (high - low) * slot_bytes
             duty.in_flight += 1
             order = Write(
-                session=session.id,
-                grant=duty.number,
-                room=room.id,
-                write=write,
-                component=share.component,
-                layers=(first, end),
+                session=session.id, grant=duty.number, room=room.id, write=write,
+                component=share.component, layers=(first, end), first_row=low, verify=duty.verify,
                 source_slots=cell.source_slots[low - cell.first_row : high - cell.first_row],
                 target_slots=share.target_slots[low - share.first_row : high - share.first_row],
-            )
+            )  # fmt: skip
             self._out.append(order)
 
     def _complete(self, duty: DutyEntry, room: Room, now: float) -> None:

@@ -13,8 +13,9 @@ from ..effects import Outcome, Write
 from ..layout import Component
 from ..wire import Reach
 
-WriteDone = Callable[[Write, Outcome, str], None]
-"""Called once for each write, on the loop's thread and never from within write(), with a text where it did not land."""
+WriteDone = Callable[[Write, Outcome, str, int], None]
+"""Called once for each write, on the loop's thread and never from within write(): with a text where it did not land,
+and where it did and the order says verify, with the checksum of its rows as they were read."""
 
 
 class WriterTransport(Protocol):

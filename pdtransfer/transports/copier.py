@@ -1,4 +1,5 @@
-"""Threads that copy queued plans piece by piece, in turn between grants: a small one waits for no large one."""
+"""Threads that do queued works piece by piece, in turn between grants, copies above all: a small one waits for no
+large one."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from .. import kernels
+from .. import kernels, sums
 from ..cancel import Cancel
+from ..checksum import MASK, Lines, runs_of
 from ..effects import Write
 from ..errors import TransportError
 from ..layout import Pairing
@@ -21,6 +23,31 @@ PIECE_BYTES = 4 << 20  # copied between two turns: some 0.5 ms
 
 _CANCELLED = "cancelled"
 _Result = TypeVar("_Result")
+
+Piece = Callable[[], int]
+"""Does a piece of a work, and returns its share of the work's checksum; raises TransportError when it is cancelled."""
+
+
+class Work(Protocol):
+    """What threads do piece by piece. When it has ended, `text` is "" if all of it was done."""
+
+    text: str
+    checksum: int  # of what was done, mod 2**64
+    # The copier's own, for who holds its lock.
+    running: int
+    exhausted: bool
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """What takes turns: session and grant."""
+        ...
+
+    def next(self) -> Piece | None:
+        """The next piece, or None when there is none. Only the thread whose turn it is asks."""
+        ...
+
+
+AnyWork = TypeVar("AnyWork", bound=Work)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -35,12 +62,14 @@ class Job:
     pairing: Pairing
     source_address: int
     target_address: int
+    lines: Lines | None = None  # of the source, where a checksum is wanted
     cancel: Cancel = field(default_factory=Cancel)
     text: str = ""
-    # The copier's own. `pieces` belongs to the thread whose turn it is, the rest to who holds the lock.
-    pieces: Iterator[Plan] | None = None
+    checksum: int = 0
     running: int = 0
     exhausted: bool = False
+    pieces: Iterator[Plan] | None = None
+    rows_taken: int = 0  # in pieces
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -56,43 +85,53 @@ class Job:
         """Does all of it, here and now."""
         plan, self.text = _attempt(self._plan)
         if plan is not None:
-            _, self.text = _attempt(partial(self.copy, plan))
+            checksum, self.text = _attempt(partial(self._copy, plan, 0))
+            self.checksum = checksum or 0
 
-    def next(self) -> Plan | None:
+    def next(self) -> Piece | None:
         """The next piece, or None when there is none; raises what planning raises."""
         if self.cancel.is_set:
             raise TransportError(_CANCELLED)
         if self.pieces is None:
             self.pieces = self._plan().pieces(PIECE_BYTES)
-        return next(self.pieces, None)
+        plan = next(self.pieces, None)
+        if plan is None:
+            return None
+        first, self.rows_taken = self.rows_taken, self.rows_taken + plan.rows
+        return partial(self._copy, plan, first)
 
-    def copy(self, piece: Plan) -> None:
-        """Copies a piece; raises TransportError when it was cancelled."""
-        if not kernels.copy(piece, self.source_address, self.target_address, cancel=self.cancel):
+    def _copy(self, piece: Plan, first: int) -> int:
+        """Copies a piece whose first row is row `first` of the order's; its checksum is of what it read."""
+        checksum: int | None = 0
+        if self.lines is not None:
+            runs = runs_of(piece.runs[:, 0], piece.runs[:, 2], self.order.first_row + first)
+            checksum = sums.checksum(self.lines, runs, self.source_address, cancel=self.cancel)
+        if checksum is None or not kernels.copy(piece, self.source_address, self.target_address, cancel=self.cancel):
             raise TransportError(_CANCELLED)
+        return checksum
 
     def _plan(self) -> Plan:
         return plan(self.pairing, self.order.source_slots, self.order.target_slots)
 
 
-class Copier:
+class Copier(Generic[AnyWork]):
     """`threads` threads, each of which takes one piece of one grant at a time; `ended` is called in them."""
 
-    def __init__(self, threads: int, ended: Callable[[Job], None]) -> None:
+    def __init__(self, threads: int, ended: Callable[[AnyWork], None], *, name: str = "copy") -> None:
         self._ended = ended
         self._changed = threading.Condition()
-        self._grants: dict[tuple[int, int], deque[Job]] = {}  # what is not exhausted
-        self._turns: deque[deque[Job]] = deque()  # the same, but for what some thread is just taking a piece of
+        self._grants: dict[tuple[int, int], deque[AnyWork]] = {}  # what is not exhausted
+        self._turns: deque[deque[AnyWork]] = deque()  # the same, but for what some thread is just taking a piece of
         self._closing = False
         self._threads = [
-            threading.Thread(target=self._work, name=f"pdtransfer-copy-{number}", daemon=True)
+            threading.Thread(target=self._work, name=f"pdtransfer-{name}-{number}", daemon=True)
             for number in range(threads)
         ]
         for thread in self._threads:
             thread.start()
 
-    def add(self, job: Job) -> None:
-        """Queues a job behind those of its own grant."""
+    def add(self, job: AnyWork) -> None:
+        """Queues a work behind those of its own grant."""
         with self._changed:
             assert not self._closing
             if (jobs := self._grants.get(job.turn)) is not None:
@@ -116,12 +155,12 @@ class Copier:
             piece, text = (None, job.text) if job.text else _attempt(job.next)
             over = self._taken(jobs, piece, text)
             if piece is not None:
-                _, text = _attempt(partial(job.copy, piece))
-                over = self._copied(job, text)
+                checksum, text = _attempt(piece)
+                over = self._done(job, checksum or 0, text)
             if over:
                 self._ended(job)
 
-    def _turn(self) -> deque[Job] | None:
+    def _turn(self) -> deque[AnyWork] | None:
         """The grant whose turn it is; None when this is closed and all turns are given."""
         with self._changed:
             while not self._turns:
@@ -130,7 +169,7 @@ class Copier:
                 self._changed.wait()
             return self._turns.popleft()
 
-    def _taken(self, jobs: deque[Job], piece: Plan | None, text: str) -> bool:
+    def _taken(self, jobs: deque[AnyWork], piece: Piece | None, text: str) -> bool:
         """Gives the turn on; whether the grant's first job is over."""
         with self._changed:
             job = jobs[0]
@@ -147,10 +186,11 @@ class Copier:
                 self._changed.notify_all()  # who waits to close may have waited for this
             return job.exhausted and not job.running
 
-    def _copied(self, job: Job, text: str) -> bool:
+    def _done(self, job: AnyWork, checksum: int, text: str) -> bool:
         """Whether that was the last piece of an exhausted job."""
         with self._changed:
             job.running -= 1
+            job.checksum = (job.checksum + checksum) & MASK
             job.text = job.text or text
             return job.exhausted and not job.running
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import rows
+from .. import rows, sums
 from ..cancel import Cancel
+from ..checksum import lines_of, runs_of
 from ..effects import Outcome, Write
 from ..errors import TransportError
 from ..layout import Component, Pairing, pair
@@ -73,6 +74,7 @@ class Pending:
 
 @dataclass(slots=True, eq=False)
 class _Mapped:
+    components: tuple[Component, ...]
     pairings: tuple[Pairing, ...]
     leaving: bool = False
     pending: list[Pending] = field(default_factory=list[Pending])
@@ -107,7 +109,7 @@ class FakeWriter:
         assert session not in self._sessions
         self._arena.take(session, reach.token, self)
         pairings = tuple(pair(self._components[each.name].layout, each.layout) for each in components)
-        self._sessions[session] = _Mapped(pairings)
+        self._sessions[session] = _Mapped(components, pairings)
         return len(self._arena.memory)
 
     def unmap(self, session: int) -> None:
@@ -120,7 +122,7 @@ class FakeWriter:
         """Pends; on a session that is not mapped it fails."""
         mapped = self._sessions.get(order.session)
         if mapped is None or mapped.leaving:
-            asyncio.get_running_loop().call_soon(done, order, Outcome.FAILED, "not mapped")
+            asyncio.get_running_loop().call_soon(done, order, Outcome.FAILED, "not mapped", 0)
             return
         pending = Pending(order, done)
         mapped.pending.append(pending)
@@ -129,13 +131,15 @@ class FakeWriter:
 
     def end(self, pending: Pending, outcome: Outcome, text: str = "") -> None:
         """LANDED writes the rows. After UNKNOWN the write pends on, silently: `land` or `lose` it."""
+        checksum = 0
         if outcome is Outcome.LANDED:
+            checksum = self._checksum(pending.order)
             self._copy(pending.order)
         if outcome is Outcome.UNKNOWN:
             pending.said = True
         else:
             self.lose(pending)
-        asyncio.get_running_loop().call_soon(pending.done, pending.order, outcome, text)
+        asyncio.get_running_loop().call_soon(pending.done, pending.order, outcome, text, checksum)
 
     def land(self, pending: Pending) -> None:
         """The bytes of a write whose outcome is unknown land after all."""
@@ -173,6 +177,14 @@ class FakeWriter:
         if mapped.leaving and not mapped.pending and session in self._sessions:
             del self._sessions[session]
             del self._arena.writers[session]
+
+    def _checksum(self, order: Write) -> int:
+        if not order.verify:
+            return 0
+        theirs = self._sessions[order.session].components[order.component]
+        lines = lines_of(theirs.name, self._components[theirs.name].layout, layers=order.layers, like=theirs.layout)
+        runs = runs_of(order.source_slots, np.ones(len(order.source_slots), np.int64), order.first_row)
+        return sums.checksum(lines, runs, self._pool.ctypes.data, by=sums.NUMPY) or 0
 
     def _copy(self, order: Write) -> None:
         pairing = self._sessions[order.session].pairings[order.component].within_layers(*order.layers)

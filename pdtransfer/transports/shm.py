@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from hmac import compare_digest
 from pathlib import Path
 
-from .. import kernels
+from .. import kernels, sums
+from ..checksum import Lines, lines_of
 from ..effects import Outcome, Write
 from ..errors import LayoutMismatchError, RemoteProtocolError, TransportError
 from ..layout import Component, Pairing, pair
@@ -122,9 +123,11 @@ _Cuts = dict[tuple[int, tuple[int, int]], Pairing]
 class _Session:
     """One mapped arena, or one that is being mapped (None)."""
 
+    components: tuple[Component, ...]
     mapping: Mapping | None = None
     pairings: tuple[Pairing, ...] = ()  # a component of Register each, in order
     cuts: _Cuts = field(default_factory=_Cuts)
+    lines: dict[tuple[int, tuple[int, int]], Lines] = field(default_factory=dict[tuple[int, tuple[int, int]], Lines])
     writes: int = 0  # not yet reported
     leaving: bool = False
 
@@ -157,7 +160,7 @@ class ShmWriter:
         self._pool_address, self._uids = pool_address, uids
         self._loop = asyncio.get_running_loop()
         self._reports: Reports[Job] = Reports(self._ended)
-        self._copier = Copier(copy_threads, self._reports.tell)
+        self._copier: Copier[Job] = Copier(copy_threads, self._reports.tell)
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
         self._sessions: dict[int, _Session] = {}
         self._jobs: dict[tuple[int, int], set[Job]] = {}  # by session and grant
@@ -171,7 +174,7 @@ class ShmWriter:
         assert session not in self._sessions, f"session {session:#x} is mapped already"
         if self._closing:
             raise TransportError("this writer is closing")
-        mapped = self._sessions[session] = _Session()
+        mapped = self._sessions[session] = _Session(components)
         try:
             fd = await receive(reach, session, seconds=_HANDOVER_SECONDS, uids=self._uids)
             attached = self._apart.submit(self._attach, fd, reach.arena_bytes, components)
@@ -198,6 +201,7 @@ class ShmWriter:
             os.close(fd)
         try:
             kernels.native()
+            sums.native()
             mapping.prefault()
         except BaseException:
             mapping.close()
@@ -241,15 +245,15 @@ class ShmWriter:
         other grants'."""
         mapped = self._sessions.get(order.session)
         if mapped is None or mapped.mapping is None or mapped.leaving:
-            self._loop.call_soon(done, order, Outcome.FAILED, f"session {order.session:#x} is not mapped")
+            self._loop.call_soon(done, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
             return
-        pairing = mapped.pairing(order.component, order.layers)
         job = Job(
             order=order,
             done=done,
-            pairing=pairing,
+            pairing=mapped.pairing(order.component, order.layers),
             source_address=self._pool_address,
             target_address=mapped.mapping.address,
+            lines=self._lines(mapped, order) if order.verify else None,
         )
         mapped.writes += 1
         self._jobs.setdefault(job.turn, set()).add(job)
@@ -259,6 +263,15 @@ class ShmWriter:
             self._carry(job)
         else:
             self._small.append(job)
+
+    def _lines(self, mapped: _Session, order: Write) -> Lines:
+        """Where the order's heads lie in our pool."""
+        key = order.component, order.layers
+        if (lines := mapped.lines.get(key)) is None:
+            theirs = mapped.components[order.component]
+            ours = self._components[theirs.name].layout
+            lines = mapped.lines[key] = lines_of(theirs.name, ours, layers=order.layers, like=theirs.layout)
+        return lines
 
     def _has_turn(self, job: Job) -> bool:
         return self._inline_bytes + job.byte_count <= _INLINE_BYTES_TURN
@@ -284,7 +297,7 @@ class ShmWriter:
         mapped = self._sessions[job.order.session]
         mapped.writes -= 1
         try:
-            job.done(job.order, Outcome.FAILED if job.text else Outcome.LANDED, job.text)
+            job.done(job.order, Outcome.FAILED if job.text else Outcome.LANDED, job.text, job.checksum)
         finally:
             self._leave(job.order.session, mapped)
 

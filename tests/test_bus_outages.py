@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket as tcp
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,8 +14,8 @@ import pytest
 import zmq
 
 from pdtransfer.bus.sockets import resolve
-from pdtransfer.wire import Ping, Reject
-from tests.bus_peers import ANY_PORT, LIMITS, Node, context, hello, on_loop, pair, rebind, until
+from pdtransfer.wire import Goodbye, Ping, Reject
+from tests.bus_peers import ANY_PORT, LIMITS, Node, Raw, context, hello, on_loop, pair, rebind, until
 
 __all__ = ["context"]  # a fixture
 
@@ -46,6 +47,29 @@ async def test_a_listener_that_forgot_us_is_told_our_hello_again() -> None:
         await decode_node.ping(peer, 2)
         assert prefill.heard[0] == ("node:d", hello("d"))
         assert not [message for _, message in decode_node.heard if isinstance(message, Reject)]
+
+
+@on_loop
+async def test_what_a_peer_said_before_it_went_is_dropped_without_a_word_once_we_know_that_it_went(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    async with Node("p") as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        raw = Raw(context, bound)
+        raw.say(hello("d"))
+        await until(lambda: prefill.heard == [("node:d", hello("d"))])
+        raw.say(*(Ping(number) for number in range(100)))
+        raw.socket.close(linger=10_000)
+        while prefill.bus.send("node:d", Goodbye(7, "shutdown")):
+            time.sleep(0.001)  # noqa: ASYNC251 - so that the loop reads none of them before
+        await until(lambda: prefill.bus.dropped >= 101)
+        assert len(prefill.heard) == 1
+        assert (prefill.refusals, prefill.bus.refused) == ([], 0)
+        again = Raw(context, bound)
+        again.say(Ping(1))
+        assert isinstance(await again.hear(), Reject)  # a newcomer is still told that Hello comes first
+        again.say(hello("d"))
+        await until(lambda: len(prefill.heard) == 2)
 
 
 @pytest.mark.parametrize("at_first", ["does not list us", "has no keys"])

@@ -54,3 +54,15 @@ def test_a_superseded_connection_cannot_take_another_name() -> None:
     with pytest.raises(TurnedAwayError):
         connections.introduce(connections.find(OLD, "", STALE_S), "e", STALE_S)
     assert connections.route_of("e") is None
+
+
+def test_what_a_connection_that_ended_has_left_behind_is_nobodys() -> None:
+    connections = superseded()
+    connections.depart(NEW)
+    assert connections.route_of("d") is None
+    late = connections.find(NEW, "", 0.1)
+    assert (late.departed, late.name) == (True, "")
+    assert not connections.find(NEW, "another key", 0.1).departed
+    assert not connections.find(OLD, "", 0.1).departed
+    connections.depart(b"\0none")
+    assert len(connections) == 2

@@ -32,7 +32,7 @@ class Bus:
     `insecure` says otherwise.
 
     Counters for metrics: `sent`, `received` (handed to `receive`), `refused` (breaches and messages out of turn),
-    `dropped` (sends that failed, messages of muted connections), `strangers` (handshakes refused).
+    `dropped` (sends that failed, messages of connections that are muted or gone), `strangers` (handshakes refused).
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Bus:
         now = self._loop.time()
         user = "" if self._allowed is None else str(frame.get("User-Id"))
         connection = self._connections.find(route, user, now)
-        if now < connection.muted_until:
+        if connection.departed or now < connection.muted_until:
             self.dropped += 1
             return
         try:
@@ -239,7 +239,7 @@ class Bus:
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            self._connections.forget(route)
+            self._connections.depart(route)
             return False
         return True
 

@@ -37,6 +37,7 @@ class Connection:
     heard: float
     name: str = ""
     superseded: bool = False
+    departed: bool = False  # what is still read of it comes late, and is nobody's
     muted_until: float = float("-inf")  # nothing is read before
     told_until: float = float("-inf")  # no other Reject goes out before
 
@@ -107,6 +108,14 @@ class Connections:
         gone = self._named.pop(route, None)
         if gone is not None:
             del self._routes[gone.name]
+
+    def depart(self, route: bytes) -> None:
+        """The connection has ended. What it said before may still be read; its id comes to nobody else."""
+        gone = self._named.get(route) or self._unnamed.get(route)
+        self.forget(route)
+        if gone is not None:
+            gone.name, gone.departed = "", True
+            self._keep_unnamed(gone)
 
     def _is_stale(self, name: str, now: float) -> bool:
         route = self._routes.get(name)

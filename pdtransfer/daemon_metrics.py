@@ -19,6 +19,7 @@ class RoomMetrics:
     """What both roles count as it happens."""
 
     def __init__(self, of: CollectorRegistry) -> None:
+        self.begun = Counter("pdtransfer_rooms_begun", "Rooms that were begun; each of them ends once", registry=of)
         self.ended = Counter("pdtransfer_rooms_ended", "Rooms that ended, by reason", ["reason"], registry=of)
         self.kv_bytes = Counter("pdtransfer_kv_bytes", "Bytes of KV written, or landed", registry=of)
 

@@ -95,6 +95,7 @@ class DecodeDaemon:
         return router
 
     def _start(self, begin: Begin) -> None:
+        self.metrics.rooms.begun.inc()
         try:
             request = request_of(begin)
             if begin.enable_hisparse and not self.config.enable_hisparse:

@@ -76,6 +76,7 @@ class PrefillDaemon:
         return router
 
     def _start(self, begin: Begin) -> None:
+        self.metrics.rooms.begun.inc()
         try:
             request = request_of(begin)
         except (ValueError, RemoteProtocolError) as error:

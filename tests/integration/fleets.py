@@ -31,6 +31,7 @@ from pdtransfer.wire import Sampling
 REPO = Path(__file__).resolve().parents[2]
 ENGINE = "tests.integration.engines:create"
 LAYERS = "layers=2"
+ROLES = ("prefill", "decode")  # of workers
 SLOTS = 2_048
 TOKENS = 6  # generated for each prompt where a test does not say otherwise
 PATIENCE_S = 60.0
@@ -208,7 +209,12 @@ class Site:
     async def restart(self, daemon: Daemon) -> Daemon:
         """Another process in the place of one that has ended, at the same endpoint."""
         assert daemon.process.returncode is not None
-        config = replace(self.configs[daemon.ready["node"]], bind=daemon.ready["endpoint"].rpartition("@")[2])
+        config = self.configs[daemon.ready["node"]]
+        if daemon.role == "router":
+            workers = {role: tuple(each.ready["endpoint"] for each in self.fleet.of(role)) for role in ROLES}
+            config = replace(config, listen=daemon.ready["http"], **workers)
+        else:
+            config = replace(config, bind=daemon.ready["endpoint"].rpartition("@")[2])
         again = await Daemon.start(config, self.logs / f"{daemon.ready['node']}-again.log")
         self.fleet.daemons[self.fleet.daemons.index(daemon)] = again
         await again.wait_ready()
@@ -270,7 +276,8 @@ async def fleet(
     front = RouterConfig(**{"listen": "127.0.0.1:0", "node": "router", "limits": LIMITS, **(router or {})})
     async with Fleet(prefill, decode, front, logs) as running:
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
-        connector = aiohttp.TCPConnector(limit=0)
+        # A connection that is kept would be a descriptor of a daemon's.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(running.url, timeout=timeout, connector=connector) as http:
             configs = {each.node: each for each in (*prefill, *decode, front)}
             made = Site(running, http, configs, logs)

@@ -3,64 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 
 from pdtransfer.fleet import Daemon
-from tests.integration.fleets import (
-    ENGINE,
-    Answer,
-    Running,
-    Site,
-    equal,
-    generated,
-    open_files,
-    prompts,
-    running,
-    until,
-)
+from tests.integration import plain
+from tests.integration.fleets import Answer, Running, Site, prompts, running, until
+from tests.integration.healing import Rest, decode, healed, met, prefill, right, said
 
-SLOW = {"engine": ENGINE, "engine_option": ("layers=2", "step_ms=25")}
-LOST = {"peer_lost", "peer_restarted", "transfer", "shutdown", "deadline", "aborted"}
+STEP_MS = 10
+STREAM_TOKENS = 100
+LOST = {"peer_lost", "peer_restarted", "transfer", "shutdown", "aborted"}
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Two prefills that take their time, one decode."""
-    prefill = SLOW | {"chunk_tokens": 8}
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Rest]]:
+    """Two prefills and two decodes that take their time, and what each has at rest."""
+    slow = {"step_ms": STEP_MS}
     with running(
-        tmp_path_factory.mktemp("f"), ends_as=(-signal.SIGKILL,), prefills=[prefill, prefill], decodes=[SLOW]
+        tmp_path_factory.mktemp("f"),
+        ends_as=(-signal.SIGKILL,),
+        prefills=[prefill(**slow)] * 2,
+        decodes=[decode(**slow)] * 2,
     ) as made:
-        yield made
+        yield made, made(met)
 
 
 def named(site: Site, node: str) -> Daemon:
     return next(each for each in site.fleet.daemons if each.ready["node"] == node)
 
 
-async def ask(site: Site, texts: list[str]) -> list[asyncio.Task[Answer]]:
-    return [asyncio.ensure_future(site.complete(text)) for text in texts]
+async def metric(site: Site, node: str, name: str) -> float:
+    return (await site.metrics(named(site, node)))[name]
 
 
-async def granted(site: Site, node: str) -> None:
-    """This prefill has grants to write to."""
-
+async def has(site: Site, node: str, name: str) -> None:
     async def some() -> bool:
-        return bool((await site.metrics(named(site, node)))["pdtransfer_grants"])
+        return bool(await metric(site, node, name))
 
-    await until(some, f"{node} has grants")
-
-
-def each_ended_well_or_says_why(texts: list[str], answers: list[Answer]) -> None:
-    for text, answer in zip(texts, answers, strict=True):
-        if answer.status != 200:
-            assert answer.status in (502, 503, 504), answer
-            assert answer.error["code"] in LOST, answer
-            assert answer.error["message"]
-        else:
-            assert equal(answer, generated("mla", text)), answer
+    await until(some, f"{node} has {name}")
 
 
 async def killed(daemon: Daemon) -> None:
@@ -68,141 +56,300 @@ async def killed(daemon: Daemon) -> None:
     await daemon.process.wait()
 
 
-def test_a_prefill_that_is_killed_costs_no_request_where_another_can_take_over(two: Running) -> None:
-    texts = prompts(1, *[90] * 16)
+class Load:
+    """Requests that are under way; every one is answered rightly, or says why not."""
+
+    def __init__(self, site: Site, seed: int, count: int = 16, size: int = 80) -> None:
+        self._texts = prompts(seed, *[size] * count)
+        self._asked = [asyncio.ensure_future(site.complete(text)) for text in self._texts]
+
+    async def answers(self) -> list[Answer]:
+        answers = await asyncio.gather(*self._asked)
+        for text, answer in zip(self._texts, answers, strict=True):
+            if answer.status != 200:
+                assert answer.status in (502, 503), answer
+                assert answer.error["code"] in LOST, answer
+                assert answer.error["message"]
+            else:
+                assert right(text, answer), answer
+        return answers
+
+    async def all_served(self) -> None:
+        answers = await self.answers()
+        assert [answer.status for answer in answers] == [200] * len(answers), answers
+
+
+class Stream:
+    """One stream, whose first token has come when `open` returns."""
+
+    @classmethod
+    async def open(cls, site: Site, prompt: str) -> Stream:
+        self = cls()
+        self._prompt, self._events, began = prompt, list[dict[str, Any]](), asyncio.Event()
+
+        async def read() -> None:
+            async for event in site.events(prompt, max_tokens=STREAM_TOKENS):
+                self._events.append(event)
+                began.set()
+
+        self._task = asyncio.ensure_future(read())
+        await began.wait()
+        return self
+
+    async def whole(self) -> bool:
+        """Whether it came to its end; if not, it says why."""
+        await self._task
+        text = plain.text(self._prompt, STREAM_TOKENS)
+        last = self._events[-1]
+        assert text.startswith(said(self._events))
+        if "error" in last:
+            assert last["error"]["code"] in LOST, last
+            return False
+        return said(self._events) == text
+
+
+async def streams(site: Site, node: str) -> list[Stream]:
+    """Some streams, one of which at least has to do with this node."""
+    before = await metric(site, node, "pdtransfer_rooms_begun_total")
+    made = await asyncio.gather(*(Stream.open(site, f"stream {number}") for number in range(4)))
+    assert await metric(site, node, "pdtransfer_rooms_begun_total") > before
+    return made
+
+
+FAULTS = [(role, number) for role in ("prefill", "decode") for number in (signal.SIGKILL, signal.SIGSTOP)]
+
+
+async def strike(site: Site, node: str, number: signal.Signals) -> None:
+    named(site, node).process.send_signal(number)
+    if number is signal.SIGKILL:
+        await named(site, node).process.wait()
+
+
+async def mend(site: Site, node: str, number: signal.Signals) -> None:
+    if number is signal.SIGKILL:
+        await site.restart(named(site, node))
+    else:
+        named(site, node).process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize(("role", "number"), FAULTS)
+def test_a_fault_before_a_transfer_costs_no_request_where_another_can_take_over(
+    four: tuple[Running, Rest], role: str, number: signal.Signals
+) -> None:
+    on, before = four
 
     async def case(site: Site) -> None:
-        asked = await ask(site, texts)
-        await granted(site, "prefill-0")
-        await killed(named(site, "prefill-0"))
-        answers = await asyncio.gather(*asked)
-        each_ended_well_or_says_why(texts, answers)
-        assert all(answer.status == 200 for answer in answers)
-        assert (await site.metrics(site.router))["pdtransfer_retries_total"] >= 1
-        await site.settled()
-        await site.restart(named(site, "prefill-0"))
-        await site.usable(prefill=2)
-        served = await asyncio.gather(*(site.complete(text) for text in prompts(2, *[40] * 6)))
-        assert {answer.facts["prefill"] for answer in served} == {"prefill-0", "prefill-1"}
-        await site.settled()
-
-    two(case)
-
-
-def test_a_decode_that_is_killed_ends_every_request_and_serves_again_once_it_is_back(two: Running) -> None:
-    texts = prompts(3, *[60] * 12)
-
-    async def case(site: Site) -> None:
-        asked = await ask(site, texts)
-        await granted(site, "prefill-1")
-        await killed(site.decode)
-        answers = await asyncio.gather(*asked)
-        each_ended_well_or_says_why(texts, answers)
-        assert any(answer.status == 503 for answer in answers)
-        refused = await site.complete("nobody there")
-        assert (refused.status, refused.error["code"]) == (503, "peer_lost")
-        assert int(refused.retry_after or 0) >= 1
-        await site.restart(site.decode)
-        await site.usable(prefill=2)
-        answers = await asyncio.gather(*(site.complete(text) for text in texts))
-        assert all(equal(answer, generated("mla", text)) for text, answer in zip(texts, answers, strict=True))
-        await site.settled()
-
-    two(case)
-
-
-def test_a_frozen_prefill_loses_its_rooms_and_its_slots_come_back_when_it_thaws(two: Running) -> None:
-    texts = prompts(4, *[90] * 12)
-
-    async def quarantined(site: Site) -> bool:
-        return bool((await site.metrics(site.decode))["pdtransfer_quarantined_bytes"])
-
-    async def case(site: Site) -> None:
-        asked = await ask(site, texts)
-        await granted(site, "prefill-0")
-        frozen = named(site, "prefill-0")
-        frozen.process.send_signal(signal.SIGSTOP)
+        await strike(site, f"{role}-0", number)
         try:
-            await until(lambda: quarantined(site), "its slots are quarantined")
-            answers = await asyncio.gather(*asked)
-            each_ended_well_or_says_why(texts, answers)
-            assert all(answer.status == 200 for answer in answers)
-            for text in prompts(5, 30, 30):
-                answer = await site.complete(text)
-                assert equal(answer, generated("mla", text))
-                assert answer.facts["prefill"] == "prefill-1"
-            assert await quarantined(site)  # no timeout has freed them
+            await Load(site, seed=1).all_served()  # half of them were sent to who does not answer
         finally:
-            frozen.process.send_signal(signal.SIGCONT)
-        await site.settled()
-        await site.usable(prefill=2)
-        await site.settled()
+            await mend(site, f"{role}-0", number)
+        await healed(site, before)
 
-    two(case)
+    on(case)
 
 
-def test_a_prefill_that_dies_frozen_gives_its_slots_back(two: Running) -> None:
+@pytest.mark.parametrize(("role", "number"), FAULTS)
+def test_a_fault_during_transfers_costs_no_request_where_another_can_take_over(
+    four: tuple[Running, Rest], role: str, number: signal.Signals
+) -> None:
+    on, before = four
+
     async def case(site: Site) -> None:
-        texts = prompts(6, *[90] * 6)
-        asked = await ask(site, texts)
-        await granted(site, "prefill-1")
+        load = Load(site, seed=2)
+        await has(site, f"{role}-0", "pdtransfer_grants" if role == "prefill" else "pdtransfer_leases")
+        await strike(site, f"{role}-0", number)
+        try:
+            await load.all_served()
+            if (role, number) == ("prefill", signal.SIGSTOP):
+                assert await quarantined(site)  # and no timeout frees them
+        finally:
+            await mend(site, f"{role}-0", number)
+        await healed(site, before)
+
+    on(case)
+
+
+async def quarantined(site: Site) -> float:
+    return sum([await metric(site, f"decode-{number}", "pdtransfer_quarantined_bytes") for number in range(2)])
+
+
+@pytest.mark.parametrize(("role", "number"), FAULTS)
+def test_a_fault_after_the_transfer_costs_what_decodes_there_and_nothing_else(
+    four: tuple[Running, Rest], role: str, number: signal.Signals
+) -> None:
+    on, before = four
+
+    async def case(site: Site) -> None:
+        opened = await streams(site, f"{role}-0")
+        await strike(site, f"{role}-0", number)
+        try:
+            whole = [await stream.whole() for stream in opened]
+        finally:
+            await mend(site, f"{role}-0", number)
+        assert all(whole) if role == "prefill" else any(whole) and not all(whole)
+        await healed(site, before)
+
+    on(case)
+
+
+def test_a_prefill_that_dies_frozen_gives_its_slots_back(four: tuple[Running, Rest]) -> None:
+    on, before = four
+
+    async def case(site: Site) -> None:
+        load = Load(site, seed=3)
+        await has(site, "prefill-1", "pdtransfer_grants")
         frozen = named(site, "prefill-1")
         frozen.process.send_signal(signal.SIGSTOP)
-        await until(lambda: quarantine_of(site), "its slots are quarantined")
+        await load.all_served()
+        assert await quarantined(site)
         await killed(frozen)
-        each_ended_well_or_says_why(texts, await asyncio.gather(*asked))
-        await site.settled()
         await site.restart(frozen)
-        await site.usable(prefill=2)
+        await healed(site, before)
 
-    two(case)
-
-
-async def quarantine_of(site: Site) -> float:
-    return (await site.metrics(site.decode))["pdtransfer_quarantined_bytes"]
+    on(case)
 
 
-def test_a_frozen_decode_fails_its_requests_in_time_and_goes_on_where_it_thaws(two: Running) -> None:
-    texts = prompts(7, *[60] * 6)
+def test_slots_of_a_killed_writer_stay_quarantined_until_its_forked_child_is_gone(four: tuple[Running, Rest]) -> None:
+    on, before = four
 
     async def case(site: Site) -> None:
-        asked = await ask(site, texts)
-        await granted(site, "prefill-0")
-        site.decode.process.send_signal(signal.SIGSTOP)
+        forks = [asyncio.ensure_future(site.complete(f"!{text}")) for text in prompts(4, *[400] * 2)]
+        child = await child_of_some(site)
+        node = named(site, child.node)
         try:
-            answers = await asyncio.gather(*asked)
-            each_ended_well_or_says_why(texts, answers)
-            assert any(answer.status == 503 for answer in answers)
+            await killed(node)
+            load = Load(site, seed=5)
+            await load.all_served()
+            for each in await asyncio.gather(*forks):
+                assert each.status in (200, 502, 503), each
+            assert await quarantined(site)
+            await load_again(site)
+            assert await quarantined(site), "the child still has the arena mapped"
         finally:
-            site.decode.process.send_signal(signal.SIGCONT)
-        await site.usable(prefill=2)
-        await site.settled()
-        await site.served()
+            child.kill()
+        await site.restart(node)
+        await healed(site, before)
 
-    two(case)
+    on(case)
 
 
-def test_prefills_that_are_killed_again_and_again_leave_no_slot_and_no_descriptor_behind(two: Running) -> None:
+async def load_again(site: Site) -> None:
+    await Load(site, seed=6).all_served()
+
+
+class Child:
+    """A process that a daemon has forked, once it is there."""
+
+    def __init__(self, node: str, pids: set[int]) -> None:
+        self.node, self._pids = node, pids
+
+    def kill(self) -> None:
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def children(daemon: Daemon) -> set[int]:
+    tasks = Path(f"/proc/{daemon.process.pid}/task")
+    return {int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
+
+
+async def child_of_some(site: Site) -> Child:
+    """Of the first prefill that has one."""
+    found: list[Child] = []
+
+    async def some() -> bool:
+        found.extend(Child(each.ready["node"], pids) for each in site.fleet.of("prefill") if (pids := children(each)))
+        return bool(found)
+
+    await until(some, "a forked child")
+    return found[0]
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(four: tuple[Running, Rest]) -> None:
+    on, before = four
+
     async def case(site: Site) -> None:
-        await site.served()
-        await site.settled()
-        before = open_files(site.decode)
-        for seed in (8, 9):
-            texts = prompts(seed, *[60] * 6)
-            asked = await ask(site, texts)
-            await granted(site, "prefill-0")
-            await killed(named(site, "prefill-0"))
-            each_ended_well_or_says_why(texts, await asyncio.gather(*asked))
-            await site.restart(named(site, "prefill-0"))
-            await site.usable(prefill=2)
-            await site.settled()
-        served = await asyncio.gather(*(site.complete(text) for text in prompts(2, *[40] * 6)))
-        assert {answer.facts["prefill"] for answer in served} == {"prefill-0", "prefill-1"}
-        await site.settled()
+        asked = [asyncio.ensure_future(site.complete(text, max_tokens=40)) for text in prompts(7, *[60] * 24)]
+        for each in asked:
+            await asyncio.sleep(STEP_MS / 1e3)  # some are computed, some cross, some decode by then
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await healed(site, before)
 
-        async def same() -> bool:
-            return open_files(site.decode) <= before
+    on(case)
 
-        await until(same, f"{before} descriptors, as before")
 
-    two(case)
+def test_a_router_that_is_killed_has_its_rooms_stopped_and_serves_again_once_it_is_back(
+    four: tuple[Running, Rest],
+) -> None:
+    on, before = four
+
+    async def case(site: Site) -> None:
+        asked = [asyncio.ensure_future(site.complete(text)) for text in prompts(8, *[80] * 8)]
+        await has(site, "prefill-0", "pdtransfer_grants")
+        await killed(site.router)
+        for each in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(each, aiohttp.ClientError) or each.status == 200, each
+        await site.restart(site.router)
+        await healed(site, before)
+
+    on(case)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_drains_under_load_loses_no_request(four: tuple[Running, Rest], role: str) -> None:
+    on, before = four
+
+    async def case(site: Site) -> None:
+        over = asyncio.Event()
+
+        async def keep_asking(number: int) -> int:
+            served = 0
+            while not over.is_set():
+                text = f"{number} asks for the {served}th time"
+                answer = await site.complete(text)
+                assert right(text, answer), answer
+                served += 1
+            return served
+
+        asking = [asyncio.ensure_future(keep_asking(number)) for number in range(8)]
+        node = named(site, f"{role}-0")
+        await has(site, f"{role}-0", "pdtransfer_rooms")
+        node.process.terminate()
+        async with asyncio.timeout(30):
+            assert await node.process.wait() == 0
+        await site.restart(node)
+        await site.usable(prefill=2, decode=2)
+        begun = await metric(site, f"{role}-0", "pdtransfer_rooms_begun_total")
+
+        async def takes_part() -> bool:
+            return await metric(site, f"{role}-0", "pdtransfer_rooms_begun_total") > begun
+
+        await until(takes_part, "the new process is given rooms")
+        over.set()
+        assert min(await asyncio.gather(*asking)) > 0
+        await healed(site, before)
+
+    on(case)
+
+
+def test_a_router_that_drains_under_load_answers_all_that_it_has_taken(four: tuple[Running, Rest]) -> None:
+    on, before = four
+
+    async def case(site: Site) -> None:
+        load = Load(site, seed=9)
+
+        async def taken() -> bool:
+            return await metric(site, "router", "pdtransfer_requests_open") == 16
+
+        await until(taken, "all requests are taken")
+        site.router.process.terminate()
+        await load.all_served()
+        async with asyncio.timeout(30):
+            assert await site.router.process.wait() == 0
+        await site.restart(site.router)
+        await healed(site, before)
+
+    on(case)

@@ -50,9 +50,9 @@ def heads_of(layout: Layout):
     )
 
 
-def copy_rows(source, source_slots, target, target_slots):
-    """Rows of (flat float32, layout) to rows of another."""
-    for kind, layer, head in heads_of(source[1]):
+def copy_rows(source, source_slots, target, target_slots, heads=None):
+    """Rows of (flat float32, layout) to rows of another; all (kind, layer, head) that the source has, or these."""
+    for kind, layer, head in heads_of(source[1]) if heads is None else heads:
         target[0][places(target[1], kind, layer, head, target_slots)] = source[0][
             places(source[1], kind, layer, head, source_slots)
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from typing import Annotated, Literal
 
@@ -50,6 +50,10 @@ class Architecture:
         return ("latent",) if self.attention == "mla" else ("k", "v")
 
     @property
+    def query_heads(self) -> int:
+        return self.mla_heads if self.attention == "mla" else self.gqa_heads
+
+    @property
     def cache_heads(self) -> int:
         return 1 if self.attention == "mla" else self.kv_heads
 
@@ -91,6 +95,7 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=0)] = 0
     layers: Annotated[int, Meta(ge=1, le=64)] = 4
     context_tokens: Annotated[int, Meta(ge=2, le=1 << 20)] = 16_384
+    kv_heads: Annotated[int, Meta(ge=1, le=8)] = 4  # of GQA's 8 query heads
     layers_per_cell: Annotated[int, Meta(ge=0, le=64)] = 0  # prefill offers so many layers at a time; 0: all at once
     eos: Annotated[int, Meta(ge=0, lt=VOCABULARY)] = EOS
 
@@ -108,9 +113,13 @@ class Weights:
     """Normal float32 weights, drawn by numpy so that a seed means the same on every platform."""
 
     embedding: Tensor  # (vocabulary, width)
-    layers: list[dict[str, Tensor]]  # by Architecture.shapes
+    layers: list[dict[str, Tensor]]  # by Architecture.shapes; empty for a layer that another stage computes
     head: Tensor  # (width, vocabulary)
     digest: bytes  # of the architecture and every weight
+
+    def of_layers(self, own: range) -> Weights:
+        """Without the layers of other stages; the digest is still that of the whole model."""
+        return replace(self, layers=[layer if at in own else {} for at, layer in enumerate(self.layers)])
 
     @classmethod
     def draw(cls, architecture: Architecture, device: torch.device) -> Weights:

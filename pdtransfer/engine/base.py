@@ -6,13 +6,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import Component
-from ..wire import Sampling
+from ..wire import Holds, Ranks, Sampling
+
+
+class Group(Protocol):
+    """The ranks that are one worker, as one of them sees them: each a process with an engine of its own.
+
+    All ranks hear the same calls in the same order, step for step; `admit`, `cancel` and `free` must not communicate,
+    and every rank must make the same calls of `gather` in the same order.
+    """
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    def gather(self, part: NDArray[Any]) -> list[NDArray[Any]]:
+        """The parts of all tensor-parallel ranks of this stage, by tp_rank, this one's own included. They have one
+        shape and dtype."""
+        ...
+
+    def hand_on(self, hidden: NDArray[np.float32]) -> None:
+        """To this rank's place in the next stage of the pipeline; copied before this returns."""
+        ...
+
+    def take_over(self, hidden: NDArray[np.float32]) -> None:
+        """Waits for what the stage before hands on; C-contiguous, of the same shape there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """The Group of a worker that is one process."""
+
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def gather(self, part: NDArray[Any]) -> list[NDArray[Any]]:
+        return [part]
+
+    def hand_on(self, hidden: NDArray[np.float32]) -> None:  # noqa: ARG002
+        raise AssertionError("a pipeline of one stage hands nothing on")
+
+    def take_over(self, hidden: NDArray[np.float32]) -> None:  # noqa: ARG002
+        raise AssertionError("a pipeline of one stage takes nothing over")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +70,16 @@ class EngineConfig:
     batch_max: int = 64  # requests in one decode step
     device: str = "cpu"
     options: dict[str, str] = field(default_factory=dict[str, str])  # --engine-option name=value
+    group: Group = field(default_factory=Alone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCard:
     """What two engines must agree on, and the tables of what each holds.
 
-    The bases of `components` are offsets into `PrefillEngine.pool` or into the decode arena of `memory_bytes`.
+    The bases of `components` are offsets into `PrefillEngine.pool` or into the decode arena of `memory_bytes`. In a
+    group each rank's components have its own planes only, and `holds` says of which other ranks they are replicas;
+    a rank that is alone may leave it empty.
     """
 
     model: str
@@ -44,6 +87,7 @@ class EngineCard:
     components: tuple[Component, ...]
     memory_bytes: int
     eos: int | None = None
+    holds: tuple[Holds, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +117,8 @@ class Computed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """Prefill: all cells of the room were computed; `aux` is what decode needs to go on."""
+    """Prefill: all cells of the room were computed; `aux` is what decode needs to go on. In a pipeline only the last
+    stage knows it, the others' is empty."""
 
     room: int
     aux: bytes

@@ -21,20 +21,21 @@ _DIGEST_ROWS = 1_024  # rows read at once: the digest needs no copy of a whole r
 
 
 class Cache:
-    """Views of one flat float32 tensor, which is the whole pool or arena."""
+    """Views of one flat float32 tensor, which is the whole pool or arena of a rank; `heads` are those that it keeps."""
 
-    def __init__(self, flat: Tensor, layout: Layout, architecture: Architecture) -> None:
+    def __init__(self, flat: Tensor, layout: Layout, architecture: Architecture, heads: range) -> None:
         strides = {(plane.page_stride, plane.row_stride) for plane in layout.planes}
         assert len(strides) == 1, strides
         page_stride, row_stride = strides.pop()
         unit = gcd(page_stride, row_stride)
         self._page_size = layout.page_size
         self._page_step, self._row_step = page_stride // unit, row_stride // unit
-        self._architecture = architecture
+        self._architecture, self._head_count = architecture, len(heads)
         self._planes: dict[tuple[str, int], list[tuple[slice, Tensor]]] = {}
         for plane in sorted(layout.planes, key=lambda plane: plane.head_start):
-            heads = slice(plane.head_start, plane.head_start + plane.head_count)
-            self._planes.setdefault((plane.kind, plane.layer), []).append((heads, _view(flat, plane, unit)))
+            first = plane.head_start - heads.start
+            place = slice(first, first + plane.head_count)
+            self._planes.setdefault((plane.kind, plane.layer), []).append((place, _view(flat, plane, unit)))
 
     def index(self, slots: NDArray[np.int64], multiple: int) -> Tensor:
         """Slots int64 (n,) -> cache rows int64, good for every plane; filled up to a multiple with the first one."""
@@ -43,7 +44,7 @@ class Cache:
 
     def read(self, kind: str, layer: int, index: Tensor) -> Tensor:
         """Cache rows (n,) -> a fresh (n, heads, dim)."""
-        heads, dim = self._architecture.cache_heads, self._architecture.cache_dim
+        heads, dim = self._head_count, self._architecture.cache_dim
         parts = self._planes[kind, layer]
         if len(parts) == 1:
             return torch.index_select(parts[0][1], 0, index).view(-1, heads, dim)
@@ -57,15 +58,17 @@ class Cache:
         for place, view in self._planes[kind, layer]:
             view.index_copy_(0, index, rows[:, place].reshape(len(index), -1))
 
-    def digest(self, index: Tensor) -> bytes:
-        """Of the rows' bytes by (layer, kind, position, head): the same for equal KV in any layout."""
-        digest = blake2b(digest_size=DIGEST_BYTES)
+    def digests(self, index: Tensor) -> NDArray[np.uint8]:
+        """Of the rows' bytes by (layer, kind, position), uint8 (heads, DIGEST_BYTES): the same for equal KV in any
+        layout, and of a head whichever rank keeps it."""
+        digests = [blake2b(digest_size=DIGEST_BYTES) for _ in range(self._head_count)]
         for layer in range(self._architecture.layers):
             for kind in self._architecture.kinds:
                 for first in range(0, len(index), _DIGEST_ROWS):
-                    rows = self.read(kind, layer, index[first : first + _DIGEST_ROWS])
-                    digest.update(rows.cpu().numpy().data)
-        return digest.digest()
+                    rows = self.read(kind, layer, index[first : first + _DIGEST_ROWS]).cpu().numpy()
+                    for head, digest in enumerate(digests):
+                        digest.update(np.ascontiguousarray(rows[:, head]).data)
+        return np.stack([np.frombuffer(digest.digest(), np.uint8) for digest in digests])
 
 
 def _view(flat: Tensor, plane: Plane, unit: int) -> Tensor:

@@ -31,8 +31,11 @@ def build_model(config: EngineConfig, options: Options) -> Model:
         seed=options.seed,
         layers=options.layers,
         context_tokens=options.context_tokens,
+        kv_heads=options.kv_heads,
     )
-    return Model(architecture, torch.device(config.device))
+    if architecture.gqa_heads % architecture.kv_heads:
+        raise ConfigError(f"kv_heads: {architecture.kv_heads} does not divide {architecture.gqa_heads} query heads")
+    return Model(architecture, torch.device(config.device), config.group)
 
 
 def build_card(config: EngineConfig, model: Model, options: Options) -> EngineCard:
@@ -42,8 +45,8 @@ def build_card(config: EngineConfig, model: Model, options: Options) -> EngineCa
         layout = host_layout(
             config.host_layout,
             kinds=architecture.kinds,
-            layers=architecture.layers,
-            heads=architecture.cache_heads,
+            layers=model.shard.layers,
+            heads=model.shard.kv_heads,
             head_bytes=4 * architecture.cache_dim,
             dtype="float32",
             slots=config.slots,
@@ -58,6 +61,7 @@ def build_card(config: EngineConfig, model: Model, options: Options) -> EngineCa
         components=(component,),
         memory_bytes=layout.end,
         eos=options.eos,
+        holds=(model.shard.holds(COMPONENT),),
     )
 
 

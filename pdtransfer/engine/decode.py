@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..layout import check_slots
 from .architecture import Options
 from .attention import KEY_BLOCK, Tiles, causal_bias
@@ -50,6 +51,8 @@ class ReferenceDecode:
     """A base.DecodeEngine. Rooms beyond batch_max wait for a step and take turns."""
 
     def __init__(self, config: EngineConfig, options: Options, model: Model) -> None:
+        if config.group.ranks.pp_size > 1:
+            raise ConfigError(f"pp_size = {config.group.ranks.pp_size}: only prefill is split into stages")
         self._config, self._options, self._model = config, options, model
         self._card = build_card(config, model, options)
         self._cache: Cache | None = None
@@ -69,7 +72,7 @@ class ReferenceDecode:
             kind = "read-only" if arena.readonly else "writable"
             raise ValueError(f"arena: {arena.nbytes} {kind} bytes, expected {self._card.memory_bytes} writable ones")
         flat = torch.frombuffer(arena, dtype=torch.float32, count=self._card.memory_bytes // 4)
-        self._cache = Cache(flat, self._card.components[0].layout, self._model.architecture)
+        self._cache = Cache(flat, self._card.components[0].layout, self._model.architecture, self._model.shard.kv_heads)
 
     def check(self, request: Request) -> None:
         check_request(request, self._model.architecture)
@@ -164,7 +167,7 @@ class ReferenceDecode:
                 reason=reason,
                 tokens_digest=tokens_digest(room.ids),
                 logits_digest=room.logits_digest,
-                kv_digest=self._cache.digest(room.index.view(-1)[: room.position]),
+                kv_digest=self._model.whole_digest(self._cache.digests(room.index.view(-1)[: room.position])),
             )
         )
         return True

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .architecture import Architecture, Weights
+from ..wire import Ranks
+from .architecture import DIGEST_BYTES, Architecture, Weights
 from .attention import Tiles, attend
+from .base import Alone, Group
 from .cache import Cache
 from .numerics import Rope, linear, rms_norm, silu
 from .projection import GroupedProjection, LatentProjection, Projection
+from .shard import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,18 +40,20 @@ class Batch:
 class Model:
     """Weights and the forward pass; holds no state of any request."""
 
-    def __init__(self, architecture: Architecture, device: torch.device) -> None:
+    def __init__(self, architecture: Architecture, device: torch.device, group: Group | None = None) -> None:
         self.architecture, self.device = architecture, device
-        self.weights = Weights.draw(architecture, device)
+        self.group: Group = group or Alone()
+        self.shard = Shard.of(architecture, self.group.ranks)
+        self.weights = Weights.draw(architecture, device).of_layers(self.shard.layers)
         # Padding in a prompt's last tile has positions past the prompt's end.
         positions = architecture.context_tokens + 64
         match architecture.attention:
             case "mla":
                 rope = Rope(positions=positions, dim=architecture.rope_dim, device=device)
-                self._projection: Projection = LatentProjection(architecture, rope)
+                self._projection: Projection = LatentProjection(architecture, self.shard, rope)
             case "gqa":
                 rope = Rope(positions=positions, dim=architecture.head_dim, device=device)
-                self._projection = GroupedProjection(architecture, rope)
+                self._projection = GroupedProjection(architecture, self.shard, rope)
 
     def embed(self, batch: Batch) -> Tensor:
         """(rows,) ids -> (rows, width)."""
@@ -58,7 +66,8 @@ class Model:
             projected = self._projection.project(weights, rms_norm(x), batch.positions)
             for kind, rows in projected.kept.items():
                 cache.write(kind, number, batch.targets, rows[batch.own])
-            x = x + self._projection.merge(weights, self._attend(projected.query, batch, cache, number))
+            mixed = self._attend(projected.query, batch, cache, number)
+            x = x + linear(self._all_heads(self._projection.outputs(weights, mixed)), weights["output"])
             hidden = rms_norm(x)
             x = x + linear(silu(linear(hidden, weights["gate"])) * linear(hidden, weights["up"]), weights["down"])
         return x
@@ -67,14 +76,32 @@ class Model:
         """(rows, width) -> (rows, vocabulary); rows is a multiple of BLOCK_ROWS."""
         return linear(rms_norm(x), self.weights.head)
 
+    def whole_digest(self, own: NDArray[np.uint8]) -> bytes:
+        """Of all heads' digests, from every rank's own (heads, DIGEST_BYTES). Replicas that differ spoil it."""
+        held: dict[int, set[bytes]] = {}
+        for rank, part in enumerate(self.group.gather(own)):
+            shard = Shard.of(self.architecture, Ranks(tp_rank=rank, tp_size=self.group.ranks.tp_size))
+            for head, digest in zip(shard.kv_heads, part, strict=True):
+                held.setdefault(head, set()).add(digest.tobytes())
+        every = b"".join(digest for head in sorted(held) for digest in sorted(held[head]))
+        return blake2b(every, digest_size=DIGEST_BYTES).digest()
+
     def _attend(self, query: Tensor, batch: Batch, cache: Cache, layer: int) -> Tensor:
-        """(rows, kv_heads, group, key_dim) -> (rows, kv_heads, group, value_dim), zero for rows after the last tile."""
-        rows, heads, group, _ = query.shape
+        """(rows, own heads, key_dim) -> (rows, own heads, value_dim), zero for rows after the last tile.
+
+        A rank that has only some of the heads that share keys computes the others as zeros: bits depend on a tile's
+        height.
+        """
+        rows, own, _ = query.shape
+        heads, group = len(self.shard.kv_heads), self.architecture.query_heads // self.architecture.cache_heads
+        first = self.shard.query_heads.start - self.shard.kv_heads.start * group
+        if own < heads * group:
+            query = torch.nn.functional.pad(query, (0, 0, first, heads * group - first - own))
         value_dim = self._projection.value_dim
         used = batch.tile_count * batch.tile_rows
         tiled = query[:used].view(batch.tile_count, batch.tile_rows, heads, group, -1).permute(2, 0, 1, 3, 4)
         tiled = tiled.reshape(heads, batch.tile_count, batch.tile_rows * group, -1)
-        mixed = query.new_zeros(rows, heads, group, value_dim)
+        mixed = query.new_zeros(rows, heads * group, value_dim)
 
         def read(index: Tensor) -> tuple[Tensor, ...]:
             return tuple(cache.read(kind, layer, index) for kind in self.architecture.kinds)
@@ -84,5 +111,12 @@ class Model:
             part = attend(tiled[:, tiles.first : tiles.first + count], tiles, read, value_dim)
             part = part.view(heads, count, batch.tile_rows, group, value_dim).permute(1, 2, 0, 3, 4)
             place = slice(tiles.first * batch.tile_rows, (tiles.first + count) * batch.tile_rows)
-            mixed[place] = part.reshape(-1, heads, group, value_dim)
-        return mixed
+            mixed[place] = part.reshape(-1, heads * group, value_dim)
+        return mixed[:, first : first + own]
+
+    def _all_heads(self, own: Tensor) -> Tensor:
+        """(rows, own heads, head_dim) -> (rows, all heads * head_dim)."""
+        if self.group.ranks.tp_size > 1:
+            parts = self.group.gather(np.ascontiguousarray(own.cpu().numpy()))
+            own = torch.cat([torch.as_tensor(part, device=self.device) for part in parts], dim=1)
+        return own.reshape(len(own), -1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,19 +19,23 @@ from .card import COMPONENT, build_card, check_request
 from .model import Batch, Model
 from .numerics import BLOCK_ROWS, block_up, single_threaded
 from .sampling import Handoff, chain, pick
+from .shard import Shard
 
 _TILES_TOGETHER = 4  # of 64 query rows: what they share of a key block stays in the core's cache
 
 
 @dataclass(slots=True)
 class _Room:
-    """A prompt on its way: rows [0, done) are in the pool in every layer, rows [done, end) in layers [0, layer)."""
+    """A prompt on its way: rows [0, done) are in the pool in every layer of this stage, rows [done, end) in those
+    below `layer`. The chunk [done, end) takes the same `turns` of every stage, so that all stages agree on what is
+    computed when; the first stage divides its layers among them, the others compute when it has ended."""
 
     request: Request
     pages: NDArray[np.int64]
     index: Tensor  # (key blocks, KEY_BLOCK) int64 cache rows
     done: int = 0
     end: int = 0
+    turns: int = 0
     layer: int = 0
     batch: Batch | None = None
     hidden: Tensor | None = None
@@ -49,9 +54,13 @@ class ReferencePrefill:
     def __init__(self, config: EngineConfig, options: Options, model: Model) -> None:
         self._config, self._options, self._model = config, options, model
         self._card = build_card(config, model, options)
+        ranks = config.group.ranks
+        self._first, self._last = ranks.pp_rank == 0, ranks.pp_rank == ranks.pp_size - 1
+        opening = Shard.of(model.architecture, replace(ranks, pp_rank=0)).layers
+        self._turns = -(-len(opening) // options.layers_per_cell) if options.layers_per_cell else 1
         # From numpy, since torch.zeros would touch every page of a pool that may never be full.
         self._flat = torch.as_tensor(np.zeros(self._card.memory_bytes // 4, dtype=np.float32), device=model.device)
-        self._cache = Cache(self._flat, self._card.components[0].layout, model.architecture)
+        self._cache = Cache(self._flat, self._card.components[0].layout, model.architecture, model.shard.kv_heads)
         self._pages = Pages(count=config.slots // config.page_size, page_size=config.page_size)
         self._held: dict[int, NDArray[np.int64]] = {}
         self._rooms: dict[int, _Room] = {}
@@ -97,25 +106,27 @@ class ReferencePrefill:
         self._turn += 1
         oldest = next(iter(self._rooms.values()))
         room = oldest if self._turn % 2 else min(self._rooms.values(), key=lambda room: room.left)
-        if room.hidden is None:
+        if room.batch is None:
             room.end = min(room.done + self._config.chunk_tokens, len(room.request.prompt))
             room.batch = self._batch(room)
-            room.hidden = self._model.embed(room.batch)
-        assert room.batch is not None
-        first, rows, number = room.layer, (room.done, room.end), room.request.room
-        count = self._model.architecture.layers
-        room.layer = min(count, first + (self._options.layers_per_cell or count))
-        room.hidden = self._model.layers(room.hidden, room.batch, self._cache, first, room.layer)
-        pages = room.pages[: self._pages.needed(room.end)]
-        made: list[Computed | Prefilled | Broken] = [
-            Computed(room=number, component=COMPONENT, rows=rows, layers=(first, room.layer), pages=pages)
-        ]
-        if room.layer < count:
-            return made
-        hidden, room.hidden, room.batch, room.layer, room.done = room.hidden, None, None, 0, room.end
-        if room.left == 0:
-            del self._rooms[number]
-            made.append(self._finish(room, hidden))
+            room.layer = self._model.shard.layers.start
+        room.turns += 1
+        ends = room.turns == self._turns
+        if not (self._first or ends):
+            return []
+        if room.hidden is None:
+            room.hidden = self._model.embed(room.batch) if self._first else self._taken_over(room.batch)
+        made: list[Computed | Prefilled | Broken] = [self._compute(room)]
+        while ends and room.layer < self._model.shard.layers.stop:
+            made.append(self._compute(room))
+        if ends:
+            hidden, room.hidden, room.batch, room.turns, room.done = room.hidden, None, None, 0, room.end
+            if not self._last:
+                self._config.group.hand_on(hidden.numpy())
+            if room.left == 0:
+                number = room.request.room
+                del self._rooms[number]
+                made.append(self._finish(room, hidden) if self._last else Prefilled(room=number, aux=b""))
         return made
 
     def cancel(self, room: int) -> None:
@@ -126,6 +137,27 @@ class ReferencePrefill:
         pages = self._held.pop(room, None)
         if pages is not None:
             self._pages.give(pages)
+
+    def _compute(self, room: _Room) -> Computed:
+        """The next cell: the room's chunk through the next layers."""
+        assert room.batch is not None
+        assert room.hidden is not None
+        first, end = room.layer, self._model.shard.layers.stop
+        room.layer = min(end, first + self._options.layers_per_cell) if self._options.layers_per_cell else end
+        room.hidden = self._model.layers(room.hidden, room.batch, self._cache, first, room.layer)
+        return Computed(
+            room=room.request.room,
+            component=COMPONENT,
+            rows=(room.done, room.end),
+            layers=(first, room.layer),
+            pages=room.pages[: self._pages.needed(room.end)],
+        )
+
+    def _taken_over(self, batch: Batch) -> Tensor:
+        """What the stage before has made of the chunk."""
+        hidden = np.empty((len(batch.ids), self._model.architecture.width), np.float32)
+        self._config.group.take_over(hidden)
+        return torch.as_tensor(hidden, device=self._model.device)
 
     def _batch(self, room: _Room) -> Batch:
         """Rows [done, end) at their places in tiles that lie at multiples of BLOCK_ROWS of the prompt."""

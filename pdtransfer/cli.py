@@ -171,6 +171,35 @@ def bench_idle(*, seconds: Annotated[int, _count("How long to watch.")] = 10, js
     return run_idle(seconds=seconds, json=json)
 
 
+@bench.command(name="load")
+def bench_load(
+    *,
+    rooms: Annotated[int, _count("Rooms against each number of peers.")] = 6_000,
+    memory_rooms: Annotated[int, _count("Rooms over which memory is watched.")] = 200_000,
+    seconds: Annotated[int, _count("How long to watch idle peers.")] = 20,
+    concurrency: Annotated[int, _count("Rooms under way at once.")] = 64,
+    json: Json = False,
+) -> int:
+    """Hand-offs against 1, 10 and 100 peers, what 100 idle ones cost, and memory over very many rooms."""
+    from .bench import run_load
+
+    return run_load(rooms=rooms, memory_rooms=memory_rooms, seconds=seconds, concurrency=concurrency, json=json)
+
+
+@bench.command(name="siege")
+def bench_siege(
+    *,
+    rooms: Annotated[int, _count("Rooms in quiet, and as many under each attack.")] = 500,
+    rounds: Annotated[int, _count("How often that is done.")] = 5,
+    connections: Annotated[int, _count("Junk connections to hold open.")] = 10_000,
+    json: Json = False,
+) -> int:
+    """Healthy hand-offs while strangers and hostile peers attack: p99 over p99 in quiet, for each attack."""
+    from .bench import run_siege
+
+    return run_siege(rooms=rooms, rounds=rounds, connections=connections, json=json)
+
+
 @app.meta.default
 def launch(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],

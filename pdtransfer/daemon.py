@@ -6,14 +6,13 @@ import asyncio
 import importlib
 import json
 import logging
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from . import engine_thread
+from . import engine_thread, process
 from .config import DecodeConfig, PrefillConfig
 from .decode_daemon import DecodeDaemon
 from .engine.base import DecodeEngine, EngineCard, EngineConfig, PrefillEngine
@@ -29,7 +28,6 @@ from .signals import Stop
 
 log = logging.getLogger(__name__)
 
-SWITCH_INTERVAL_S = 0.0005  # a busy Python thread otherwise delays the loop by 5 ms
 DRAIN_POLL_S = 0.05
 JOIN_S = 5.0  # an engine's step is over by then
 
@@ -99,7 +97,7 @@ async def _serve(
     config: PrefillConfig | DecodeConfig, make: Callable[[CollectorRegistry, Stop], Awaitable[Daemon]]
 ) -> int:
     """From the first line to the last: sockets, engine, node, then whatever peers and signals bring."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    process.prepare()
     stop, died = Stop(), asyncio.Event()
     registry, daemon = CollectorRegistry(), None
     listener = Listener(application(lambda: _health(config, daemon, stop), registry))

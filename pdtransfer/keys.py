@@ -55,6 +55,12 @@ class KeyPair:
         return cls(public=found["public"], secret=found["secret"])
 
 
+def generate_pair() -> KeyPair:
+    """A new pair that is in no file."""
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    return KeyPair(public=public, secret=secret)
+
+
 def generate(path: str | Path) -> str:
     """Writes NAME.key (both keys, mode 0600) and NAME.pub; returns the .pub's line, which is a line for an allow-list.
 
@@ -63,7 +69,8 @@ def generate(path: str | Path) -> str:
     stem = Path(str(path).removesuffix(".key"))
     if not _NAME.fullmatch(stem.name):
         raise ConfigError(f"{path}: name: {stem.name!r} is not letters, digits, '.', '_', '-'")
-    public, secret = (key.decode() for key in zmq.curve_keypair())
+    pair = generate_pair()
+    public, secret = pair.public, pair.secret
     line = f"{stem.name} {public}"
     key_path, pub_path = stem.with_name(stem.name + ".key"), stem.with_name(stem.name + ".pub")
     _create(key_path, f"# CURVE key pair of {stem.name}: keep it secret\npublic {public}\nsecret {secret}\n", 0o600)

@@ -22,6 +22,7 @@ from .errors import Cause, ConfigError, RemoteProtocolError
 from .http import Health, Listener, application
 from .keys import AllowList, KeyPair
 from .limits import HTTP_BODY_BYTES_MAX
+from .process import prepare
 from .router_metrics import RouterMetrics
 from .routing import Emit, Fail, Finish, Refusal, Routing, RoutingEffect
 from .signals import Stop
@@ -280,6 +281,7 @@ async def _as_objects(request: web.Request, handler: Handler) -> web.StreamRespo
 
 async def serve(config: RouterConfig) -> None:
     """Runs a router until SIGTERM or SIGINT, drains it, and closes it; a later signal cuts the draining short."""
+    prepare()
     stop, router = Stop(), Router(config)
     try:
         address = await router.open()

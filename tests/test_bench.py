@@ -9,7 +9,20 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pdtransfer.bench import bus, copy, handoff, idle, models, plan, report, run_plan, transfer
+from pdtransfer.bench import (
+    attacks,
+    bus,
+    copy,
+    handoff,
+    idle,
+    load,
+    models,
+    plan,
+    report,
+    run_plan,
+    siege,
+    transfer,
+)
 from pdtransfer.bench.ranks import Ranks
 from pdtransfer.errors import WorldError
 
@@ -146,6 +159,38 @@ def test_idle_watches_both_daemons_alone_and_with_a_session(capsys: pytest.Captu
     assert all(0 <= percent < 100 for percent in sizes(figures, "_cpu_percent"))
     assert len(sizes(figures, "_cpu_percent")) == 4
     assert "decode, with a session" in told(idle.LINES, figures, capsys)
+
+
+@pytest.mark.slow
+def test_load_meets_crowds_on_either_side_and_watches_idle_ones_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = load.measure(rooms=30, memory_rooms=80, idle_seconds=1, concurrency=4)
+    assert len(sizes(figures, "_handoffs_s")) == 2 * len(load.CROWD)
+    assert min(sizes(figures, "_handoffs_s") + sizes(figures, "_cpu_us")) > 0
+    for side in ("prefill", "decode"):
+        assert 0 <= float(figures[f"{side}_idle_percent"]) < 100
+        points = [float(figures[f"{side}_memory_mib_{number}"]) for number in range(1, 9)]
+        assert figures[f"{side}_memory_growth_mib"] == points[-1] - points[0]
+    assert figures["memory_rooms"] == 80
+    assert "1 decode, 100 prefill" in told(load.LINES, figures, capsys)
+
+
+def test_rooms_go_to_all_nodes_of_either_side() -> None:
+    source, target = models.components("mla", source_slots=64, target_slots=64)
+    with Ranks(source, target, prefill_nodes=3, keys=True) as ranks:
+        assert len(set(ranks.endpoints)) == 3
+        assert (ranks.hand_off(6, tokens=4, at_once=6).ready > 0).all()
+    with Ranks(source, target, decode_nodes=3) as ranks:
+        # As many as all arenas together hold: one alone could not have them.
+        assert (ranks.hand_off(6, tokens=32, at_once=6).ready > 0).all()
+
+
+@pytest.mark.slow
+def test_siege_sets_each_attack_beside_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = siege.measure(rooms=20, rounds=1, connections=30)
+    for name in attacks.ATTACKS:
+        assert figures[f"{name}_count"] > 0, name
+        assert figures[f"{name}_p99_ratio"] == figures[f"{name}_us_p99"] / figures[f"{name}_quiet_us_p99"]
+    assert "junk connections" in told(siege.LINES, figures, capsys)
 
 
 def test_memory_is_what_the_kernel_says_of_the_process() -> None:

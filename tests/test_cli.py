@@ -27,6 +27,11 @@ BENCHES = {
     "plan": ("run_plan", {"tokens": 131_072, "planes": 61, "json": False}),
     "bus": ("run_bus", {"rounds": 20_000, "json": False}),
     "idle": ("run_idle", {"seconds": 10, "json": False}),
+    "load": (
+        "run_load",
+        {"rooms": 6_000, "memory_rooms": 200_000, "seconds": 20, "concurrency": 64, "json": False},
+    ),
+    "siege": ("run_siege", {"rooms": 500, "rounds": 5, "connections": 10_000, "json": False}),
 }
 
 
@@ -139,7 +144,10 @@ def test_bench_passes_its_flags_on(name: str, monkeypatch: pytest.MonkeyPatch) -
     put(monkeypatch, "bench", **{function: lambda **given: seen.append(given) or 0})
     assert cli.main(["bench", name]) == 0
     given = {key: 5 + at for at, (key, value) in enumerate(defaults.items()) if type(value) is int}
-    assert cli.main(["bench", name, *(f"--{key}={value}" for key, value in given.items()), "--json"]) == 0
+    assert (
+        cli.main(["bench", name, *(f"--{key.replace('_', '-')}={value}" for key, value in given.items()), "--json"])
+        == 0
+    )
     assert seen == [defaults, {**defaults, **given, "json": True}]
 
 

@@ -50,3 +50,18 @@ def run_idle(*, seconds: int, json: bool) -> int:
     from . import idle
 
     return show(idle.measure(seconds=seconds), idle.LINES, json=json)
+
+
+def run_load(*, rooms: int, memory_rooms: int, seconds: int, concurrency: int, json: bool) -> int:
+    """Many peers, and very many rooms."""
+    from . import load
+
+    figures = load.measure(rooms=rooms, memory_rooms=memory_rooms, idle_seconds=seconds, concurrency=concurrency)
+    return show(figures, load.LINES, json=json)
+
+
+def run_siege(*, rooms: int, rounds: int, connections: int, json: bool) -> int:
+    """Hand-offs beside attackers."""
+    from . import siege
+
+    return show(siege.measure(rooms=rooms, rounds=rounds, connections=connections), siege.LINES, json=json)

@@ -14,7 +14,7 @@ import zmq
 
 from ..bus import Bus
 from ..errors import RemoteProtocolError
-from ..keys import AllowList, KeyPair
+from ..keys import AllowList, KeyPair, generate_pair
 from ..wire import VERSION, Hello, Identity, Message, Ping, Pong, Ranks, encode
 from .report import Figures, Line
 
@@ -32,7 +32,7 @@ def measure(*, rounds: int = 5, messages: int = 4_000, in_flight: int = 64) -> F
     Returns microseconds and echoes a second, each the median over `rounds` rounds, which take turns so that a busy
     host is busy for all three. Each round sends `messages` one after the other, then as many with `in_flight` at once.
     """
-    client, server = _pair(), _pair()
+    client, server = generate_pair(), generate_pair()
     in_flight = min(in_flight, messages)
     runs: dict[str, Callable[[int, int], _Round]] = {
         "raw": _bare,
@@ -185,11 +185,6 @@ def _bus_echo(parent: Connection, client: KeyPair | None, server: KeyPair | None
 
 def _only(peer: KeyPair | None) -> AllowList | None:
     return None if peer is None else AllowList({peer.public: "peer"})
-
-
-def _pair() -> KeyPair:
-    public, secret = zmq.curve_keypair()
-    return KeyPair(public=public.decode(), secret=secret.decode())
 
 
 def _refused(peer: str, error: RemoteProtocolError) -> None:

@@ -89,12 +89,12 @@ async def _measure(seconds: int) -> Figures:
 
 async def _watch(daemons: list[Daemon], name: str, seconds: int) -> Figures:
     await asyncio.sleep(_SETTLE_SECONDS)
-    before = [_cpu_seconds(daemon.process.pid) for daemon in daemons]
+    before = [cpu_seconds(daemon.process.pid) for daemon in daemons]
     await asyncio.sleep(seconds)
     figures: Figures = {}
     for daemon, start in zip(daemons, before, strict=True):
         pid = daemon.process.pid
-        figures[f"{daemon.role}_{name}_cpu_percent"] = 100 * (_cpu_seconds(pid) - start) / seconds
+        figures[f"{daemon.role}_{name}_cpu_percent"] = 100 * (cpu_seconds(pid) - start) / seconds
         figures |= {f"{daemon.role}_{name}_{key}": value for key, value in _mib(memory_of(pid)).items()}
     return figures
 
@@ -135,7 +135,8 @@ def memory_of(pid: int) -> Memory:
     return Memory(sizes["Rss"], sizes["Pss"], sizes["Private_Clean"] + sizes["Private_Dirty"])
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far, all its threads, in ticks of 10 ms."""
     # Behind the command's name, which may hold anything, the 12th and 13th fields are user and system ticks.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

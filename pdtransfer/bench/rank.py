@@ -1,17 +1,16 @@
-"""What runs in the two processes of a bench: a node on its loop, no engine, and batches of rooms that a pipe orders.
+"""What runs in the two processes of a bench: nodes on a loop, no engine, and batches of rooms that a pipe orders.
 
 Decode expects a batch's rooms, some at once. Prefill has as many open, and offers the one cell of a room when its grant
-has come, in a turn of the loop of its own, as an engine would.
+has come, in a turn of the loop of its own, as an engine would. Where a process has several nodes they take turns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -21,12 +20,12 @@ import zmq
 
 from ..bus import BusLimits
 from ..bus.sockets import NOBLOCK, NOBLOCK_MORE, Drain
-from ..daemon import SWITCH_INTERVAL_S
 from ..effects import Drained, Landed, Leased, Ready, RoomFailed
 from ..errors import PDTransferError
 from ..layout import Component, expand_pages
 from ..memory import Arena, allocate
 from ..node import DecodeNode, NodeSettings, PrefillNode
+from ..process import prepare
 from ..session.prefill import Cell
 from ..wire import Grant, Part, encode
 
@@ -133,25 +132,28 @@ class _Rank(ABC):
 
 
 class _PrefillRank(_Rank):
-    def __init__(self, pipe: Connection, source: Component, copy_threads: int) -> None:
+    def __init__(
+        self, pipe: Connection, source: Component, copy_threads: int, settings: Sequence[NodeSettings]
+    ) -> None:
         super().__init__(pipe)
         self._source, self._page_count = source, source.layout.slots // source.layout.page_size
         self._pool = allocate(source.layout.end)
         self._pool.array[:] = 7
         self._copy: Arena | None = None
-        self._node = PrefillNode(
-            _settings("prefill"), (source,), self._told, pool_address=self._pool.address, copy_threads=copy_threads
-        )
+        self._nodes = [
+            PrefillNode(each, (source,), self._told, pool_address=self._pool.address, copy_threads=copy_threads)
+            for each in settings
+        ]
         self._router = self._context.socket(zmq.ROUTER)
         self._echoing = Drain(self._loop, self._router, self._echo, BusLimits())
         self._written = np.zeros(0, np.int64)
 
     async def serve(self) -> None:
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self._pipe.send((await self._node.bus.bind(_ANY_PORT), f"tcp://127.0.0.1:{port}"))
+        self._pipe.send(([await node.bus.bind(_ANY_PORT) for node in self._nodes], f"tcp://127.0.0.1:{port}"))
         await super().serve()
         self._echoing.stop()
-        await self._node.close()
+        await asyncio.gather(*(node.close() for node in self._nodes))
 
     def perform(self, order: object) -> None:
         match order:
@@ -169,7 +171,10 @@ class _PrefillRank(_Rank):
                 raise AssertionError(order)
 
     def start(self, room: int) -> None:
-        self._node.open(room, tokens=self._batch.tokens, time_left_s=_ROOM_SECONDS)
+        self._of(room).open(room, tokens=self._batch.tokens, time_left_s=_ROOM_SECONDS)
+
+    def _of(self, room: int) -> PrefillNode:
+        return self._nodes[room % len(self._nodes)]
 
     def _told(self, event: Leased | Landed | RoomFailed | Drained) -> None:
         match event:
@@ -188,10 +193,10 @@ class _PrefillRank(_Rank):
         needed = -(-tokens // page_size)
         pages = (room * needed + np.arange(needed)) * _PAGE_STEP % self._page_count
         cell = Cell(self._source.name, 0, self._source.layout.layer_range, expand_pages(pages, page_size, tokens))
-        self._node.push(room, cell)
+        self._of(room).push(room, cell)
         # A small room's cell is written by now: nothing of what follows is left out of its hand-off.
         self._written[room - self._batch.first] = time.monotonic_ns()
-        self._node.finish(room, aux=_AUX)
+        self._of(room).finish(room, aux=_AUX)
 
     def _echo(self, flags: int = NOBLOCK) -> int:
         route, frame = self._router.recv(flags), self._router.recv(flags)
@@ -210,12 +215,16 @@ class _PrefillRank(_Rank):
 
 
 class _DecodeRank(_Rank):
-    def __init__(self, pipe: Connection, target: Component, endpoint: str, bare: str) -> None:
+    def __init__(
+        self, pipe: Connection, target: Component, endpoints: Sequence[str], bare: str, settings: Sequence[NodeSettings]
+    ) -> None:
         super().__init__(pipe)
-        arena = Arena.create(target.layout.end)
-        arena.prefault()
-        self._node = DecodeNode(_settings("decode"), (target,), arena, self._told)
-        self._sources = (endpoint,)
+        self._nodes: list[DecodeNode] = []
+        for each in settings:
+            arena = Arena.create(target.layout.end)
+            arena.prefault()
+            self._nodes.append(DecodeNode(each, (target,), arena, self._told))
+        self._endpoints = endpoints
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.connect(bare)
         self._echoes = Drain(self._loop, self._dealer, self._answered, BusLimits())
@@ -226,7 +235,7 @@ class _DecodeRank(_Rank):
     async def serve(self) -> None:
         await super().serve()
         self._echoes.stop()
-        await self._node.close()
+        await asyncio.gather(*(node.close() for node in self._nodes))
 
     def perform(self, order: object) -> None:
         match order:
@@ -239,7 +248,7 @@ class _DecodeRank(_Rank):
                 while blocking and self._trips_left:
                     self._answered(flags=0)
             case Fragment():
-                arena = self._node.core.arena
+                arena = self._nodes[0].core.arena
                 holdings = [arena.allocate((1,)) for _ in range(arena.free[0].free_slots)]
                 for holding in holdings[::2]:
                     assert holding is not None
@@ -250,14 +259,18 @@ class _DecodeRank(_Rank):
 
     def start(self, room: int) -> None:
         self._expected[room - self._batch.first] = time.monotonic_ns()
-        self._node.expect(room, tokens=self._batch.tokens, sources=self._sources, time_left_s=_ROOM_SECONDS)
+        source = self._endpoints[room % len(self._endpoints)]
+        self._of(room).expect(room, tokens=self._batch.tokens, sources=(source,), time_left_s=_ROOM_SECONDS)
+
+    def _of(self, room: int) -> DecodeNode:
+        return self._nodes[room % len(self._nodes)]
 
     def _told(self, event: Ready | RoomFailed) -> None:
         if isinstance(event, RoomFailed):
             self.fail(f"room {event.room} failed at decode: {event.detail}")
             return
         self._ready[event.room - self._batch.first] = time.monotonic_ns()
-        self._node.release(event.room)
+        self._of(event.room).release(event.room)
         if self.room_over():
             self._pipe.send((self._expected, self._ready, self.cpu_ns))
 
@@ -277,26 +290,24 @@ class _DecodeRank(_Rank):
         return len(frame)
 
 
-def run_prefill(pipe: Connection, source: Component, copy_threads: int) -> None:
-    """The prefill process: answers first with the node's endpoint and the bare socket's."""
-    _run(pipe, lambda: _PrefillRank(pipe, source, copy_threads))
+def run_prefill(pipe: Connection, source: Component, copy_threads: int, settings: Sequence[NodeSettings]) -> None:
+    """The prefill process: answers first with its nodes' endpoints and the bare socket's."""
+    _run(pipe, lambda: _PrefillRank(pipe, source, copy_threads, settings))
 
 
-def run_decode(pipe: Connection, target: Component, endpoint: str, bare: str) -> None:
-    """The decode process."""
-    _run(pipe, lambda: _DecodeRank(pipe, target, endpoint, bare))
+def run_decode(
+    pipe: Connection, target: Component, endpoints: Sequence[str], bare: str, settings: Sequence[NodeSettings]
+) -> None:
+    """The decode process: every node has an arena of its own."""
+    _run(pipe, lambda: _DecodeRank(pipe, target, endpoints, bare, settings))
 
 
 def _run(pipe: Connection, make: Callable[[], _Rank]) -> None:
     async def serve() -> None:
         await make().serve()
 
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    prepare()
     try:
         uvloop.run(serve())
     except PDTransferError as error:
         pipe.send(Failure(str(error)))
-
-
-def _settings(role: str) -> NodeSettings:
-    return NodeSettings(node=f"bench-{role}", model="bench", weights=b"")

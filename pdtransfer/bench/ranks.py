@@ -1,9 +1,9 @@
-"""A prefill and a decode rank as two processes, seen from the bench that drives them."""
+"""Prefill and decode ranks in two processes, seen from the bench that drives them."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -14,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import WorldError
+from ..keys import AllowList, KeyPair, generate_pair
 from ..layout import Component
+from ..node import NodeSettings
 from .rank import Batch, Echoes, Failure, Fragment, Memcpy, run_decode, run_prefill
 
 _ANSWER_SECONDS = 120.0
@@ -37,17 +39,44 @@ class Stamps:
 
 
 class Ranks:
-    """Both processes: a node on a loop each, no engine. `source` is what prefill's pool holds, `target` decode's arena.
+    """Both processes: nodes on a loop each, no engine. `source` is what prefill's pool holds, `target` an arena.
 
-    Whatever fails in one of them is raised here as WorldError.
+    A room goes to each side's nodes in turn. With `keys` they talk over CURVE, and `guest` is one more key that prefill
+    lets in. Whatever fails in one of them is raised here as WorldError.
     """
 
-    def __init__(self, source: Component, target: Component, *, copy_threads: int = 2) -> None:
+    def __init__(
+        self,
+        source: Component,
+        target: Component,
+        *,
+        copy_threads: int = 2,
+        prefill_nodes: int = 1,
+        decode_nodes: int = 1,
+        keys: bool = False,
+        guest: KeyPair | None = None,
+    ) -> None:
         self._processes: list[SpawnProcess] = []
-        self._prefill = self._start(run_prefill, source, copy_threads)
-        endpoint, bare = _answer(self._prefill)
-        self._decode = self._start(run_decode, target, endpoint, bare)
+        sources = [(f"prefill-{n}", generate_pair() if keys else None) for n in range(prefill_nodes)]
+        targets = [(f"decode-{n}", generate_pair() if keys else None) for n in range(decode_nodes)]
+        known = _allowed([*sources, *targets, ("guest", guest)]) if keys else None
+        self._prefill = self._start(run_prefill, source, copy_threads, _settings(sources, known))
+        bound, bare = _answer(self._prefill)
+        self.endpoints: list[str] = [
+            each if pair is None else f"{pair.public}@{each}" for each, (_, pair) in zip(bound, sources, strict=True)
+        ]
+        self._decode = self._start(run_decode, target, self.endpoints, bare, _settings(targets, known))
         self._next_room = 1
+
+    @property
+    def prefill_pid(self) -> int:
+        """The process of all prefill nodes."""
+        return self._processes[0].pid or 0
+
+    @property
+    def decode_pid(self) -> int:
+        """The process of all decode nodes."""
+        return self._processes[1].pid or 0
 
     def __enter__(self) -> Self:
         return self
@@ -109,6 +138,16 @@ class Ranks:
         theirs.close()
         self._processes.append(process)
         return ours
+
+
+def _settings(nodes: Sequence[tuple[str, KeyPair | None]], allowed: AllowList | None) -> tuple[NodeSettings, ...]:
+    return tuple(
+        NodeSettings(node=name, model="bench", weights=b"", keys=pair, allowed=allowed) for name, pair in nodes
+    )
+
+
+def _allowed(nodes: Sequence[tuple[str, KeyPair | None]]) -> AllowList:
+    return AllowList({pair.public: name for name, pair in nodes if pair is not None})
 
 
 def _answer(pipe: Connection) -> Any:

@@ -1,0 +1,276 @@
+"""Hostile processes for `bench siege`: each does one thing to a listener for as long as its pipe is open."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import zmq
+
+from ..keys import Endpoint, KeyPair, generate_pair
+from ..layout import Component
+from ..limits import FRAME_BYTES_MAX
+from ..process import prepare
+from ..wire import (
+    VERSION,
+    Abort,
+    Grant,
+    Hello,
+    Identity,
+    Landed,
+    Message,
+    Part,
+    Ping,
+    Ranks,
+    Reach,
+    Register,
+    Released,
+    encode,
+)
+
+NICE = 19  # an attacker has a host of its own: here it must not take the processors of those it attacks
+_PAUSE_SECONDS = 0.005
+_TRICKLE_SECONDS = 0.2
+_AT_ONCE = 20  # handshakes under way
+_BURST = 64  # frames between two looks at the pipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Whom to attack, and with what: `guest` is a key that is let in; `connections` is for those that hold many."""
+
+    endpoint: str
+    guest: KeyPair
+    component: Component
+    connections: int
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the listener."""
+        host, _, port = Endpoint.parse(self.endpoint).address.removeprefix("tcp://").rpartition(":")
+        return host, int(port)
+
+    @property
+    def server_key(self) -> str:
+        """The listener's."""
+        return Endpoint.parse(self.endpoint).server_key or ""
+
+
+class Line:
+    """A DEALER to the target."""
+
+    def __init__(self, target: Target, keys: KeyPair | None, server_key: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.SNDHWM, _BURST)
+        if keys is not None:
+            self.socket.set(zmq.CURVE_SERVERKEY, server_key.encode())
+            self.socket.set(zmq.CURVE_PUBLICKEY, keys.public.encode())
+            self.socket.set(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        self.socket.connect("tcp://{}:{}".format(*target.address))
+
+    def say(self, frame: bytes) -> None:
+        """Sends if there is a place in the queue within a moment, and reads away what has come."""
+        with suppress(zmq.Again):
+            while True:
+                self.socket.recv(zmq.NOBLOCK)
+        if self.socket.poll(10, zmq.POLLOUT):
+            self.socket.send(frame)
+
+
+def no_key(target: Target) -> Iterator[int]:
+    """Handshakes without CURVE."""
+    yield from _handshakes(target, lambda: (None, ""))
+
+
+def wrong_key(target: Target) -> Iterator[int]:
+    """A listed key, for a server that this one is not."""
+    other = generate_pair()
+    yield from _handshakes(target, lambda: (target.guest, other.public))
+
+
+def stranger(target: Target) -> Iterator[int]:
+    """Right in everything, but not on the list; a new key each time."""
+    yield from _handshakes(target, lambda: (generate_pair(), target.server_key))
+
+
+def _handshakes(target: Target, keys: Callable[[], tuple[KeyPair | None, str]]) -> Iterator[int]:
+    """One every _PAUSE_SECONDS; each stays as long as it takes to be refused."""
+    hello, lines = encode(_hello("stranger")), deque[Line]()
+    for number in itertools.count(1):
+        lines.append(Line(target, *keys()))
+        with suppress(zmq.Again):  # refused already
+            lines[-1].socket.send(hello, zmq.NOBLOCK)
+        if len(lines) > _AT_ONCE:
+            lines.popleft().socket.close()
+        time.sleep(_PAUSE_SECONDS)
+        yield number
+
+
+def replay(target: Target) -> Iterator[int]:
+    """What a peer that is let in has sent, byte for byte, on connections of its own."""
+    recorded, held = record(target), deque[socket.socket]()
+    for number in itertools.count(1):
+        if (made := _connect(target)) is not None:
+            _push(made, recorded)
+            held.append(made)
+        if len(held) > _AT_ONCE:
+            held.popleft().close()
+        time.sleep(_PAUSE_SECONDS)
+        yield number
+
+
+def record(target: Target) -> bytes:
+    """The bytes of the guest's Hello and a Ping, handshake and all, as one who listens on the way has them."""
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        near = Target(
+            endpoint=f"{target.server_key}@tcp://127.0.0.1:{between.getsockname()[1]}",
+            guest=target.guest,
+            component=target.component,
+            connections=0,
+        )
+        line = Line(near, near.guest, near.server_key)
+        line.say(encode(_hello("guest")))
+        line.say(encode(Ping(1)))
+        theirs, _ = between.accept()
+        with theirs, socket.create_connection(target.address) as ours:
+            recorded, until = bytearray(), time.monotonic() + 0.5
+            while time.monotonic() < until:
+                for source, sink in ((theirs, ours), (ours, theirs)):
+                    source.settimeout(0.01)
+                    with suppress(TimeoutError):
+                        came = source.recv(1 << 16)
+                        sink.sendall(came)
+                        recorded += came if source is theirs else b""
+        line.socket.close()
+    return bytes(recorded)
+
+
+def oversize(target: Target) -> Iterator[int]:
+    """A listed key whose frames are longer than any may be; each ends its connection."""
+    frame = bytes(FRAME_BYTES_MAX + 4_096)
+    line = Line(target, target.guest, target.server_key)
+    for number in itertools.count(1):
+        line.say(frame)
+        time.sleep(_PAUSE_SECONDS)
+        yield number
+
+
+def slow(target: Target) -> Iterator[int]:
+    """Handshakes of one byte now and then; who is hung up on comes again."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)
+    held: list[tuple[socket.socket, int]] = []
+    count = min(target.connections, 500)
+    for number in itertools.count(1):
+        while len(held) < count and (made := _connect(target)) is not None:
+            held.append((made, 0))
+        held = [(each, at + 1) for each, at in held if _push(each, greeting[at % 64 : at % 64 + 1])]
+        time.sleep(_TRICKLE_SECONDS)
+        yield number * count
+
+
+def junk(target: Target) -> Iterator[int]:
+    """Very many connections that say something without meaning and stay; who is hung up on comes again."""
+    held: list[socket.socket] = []
+    made = 0
+    while True:
+        for _ in range(_BURST):
+            if len(held) < target.connections and (one := _connect(target)) is not None:
+                made += _push(one, secrets.token_bytes(9 if made % 2 else 40))
+                held.append(one)
+        if len(held) >= target.connections:
+            held = [each for each in held if _push(each, b"")]
+            time.sleep(_PAUSE_SECONDS)
+            yield made
+
+
+def trespass(target: Target) -> Iterator[int]:
+    """A listed key that grants, lands, aborts and registers what it may not, as fast as it can."""
+    line = Line(target, target.guest, target.server_key)
+    frames = [encode(each) for each in _trespasses(target.component)]
+    hello = encode(_hello("guest"))
+    for number in itertools.count(1):
+        line.say(hello)
+        for frame in frames:
+            line.say(frame)
+        yield number * (1 + len(frames))
+
+
+def _trespasses(component: Component) -> list[Message]:
+    somebodys = secrets.randbits(63) + 1
+    parts = (Part(0, 0, 16, b"\0\0\0\0\x10\0\0\0"),)
+    reach = Reach("shm", "elsewhere", "/run/docker.sock", bytes(32), 0, component.layout.end)
+    return [
+        Grant(somebodys, 1, 1, 16, 0, parts, send_aux=True, time_left_ms=1_000),
+        Landed(somebodys, 1, 1, b""),
+        Abort(somebodys, 1),
+        Released(somebodys, 1),
+        Register(somebodys, (component,), reach),
+        Grant(somebodys, 1, 1, 16, 0, parts, send_aux=True, time_left_ms=1_000),
+    ]
+
+
+def flood(target: Target) -> Iterator[int]:
+    """A listed key that asks whether we live, as fast as it can: nothing in it is wrong."""
+    line, ping = Line(target, target.guest, target.server_key), encode(Ping(1))
+    line.say(encode(_hello("guest")))
+    for number in itertools.count(1):
+        for _ in range(_BURST):
+            line.say(ping)
+        yield number * _BURST
+
+
+ATTACKS: dict[str, Callable[[Target], Iterator[int]]] = {
+    attack.__name__: attack for attack in (no_key, wrong_key, stranger, replay, oversize, slow, trespass, flood, junk)
+}
+
+
+def run(pipe: Connection, name: str, target: Target) -> None:
+    """Attacks until the pipe says otherwise; says once that it is under way, and at last how often it did its thing."""
+    os.nice(NICE)
+    prepare()
+    attack = ATTACKS[name](target)
+    done = next(attack)
+    with suppress(OSError):  # whoever asked has gone
+        pipe.send(None)
+        while not pipe.poll():
+            done = next(attack)
+        pipe.send(done)
+
+
+def _hello(node: str) -> Hello:
+    return Hello(VERSION, VERSION, Identity(node, "decode", 1, Ranks(), "bench", b"", 64))
+
+
+def _connect(target: Target) -> socket.socket | None:
+    try:
+        made = socket.create_connection(target.address, timeout=1.0)
+    except OSError:
+        return None
+    made.setblocking(False)
+    return made
+
+
+def _push(connection: socket.socket, text: bytes) -> bool:
+    """Sends; False, and closed, where the other side has hung up."""
+    try:
+        with suppress(BlockingIOError):
+            if not connection.recv(1 << 12):
+                raise ConnectionResetError
+        if text:
+            connection.send(text)
+    except BlockingIOError:
+        return True
+    except OSError:
+        connection.close()
+        return False
+    return True

@@ -1,0 +1,101 @@
+"""Whether service to the others goes on while somebody attacks: healthy hand-offs beside each attack, p99 over p99."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from statistics import median
+
+import numpy as np
+
+from ..errors import WorldError
+from ..keys import generate_pair
+from .attacks import ATTACKS, Target, run
+from .models import PAGE_SIZE, components
+from .ranks import Ranks
+from .report import Figures, Line
+
+_WHAT = {
+    "no_key": "handshakes without a key",
+    "wrong_key": "handshakes for another server's key",
+    "stranger": "handshakes with keys off the list",
+    "replay": "a listed peer's bytes, replayed",
+    "oversize": "frames over the limit, listed key",
+    "slow": "handshakes of a byte a time",
+    "trespass": "grants, landings, registers it may not; listed key",
+    "flood": "pings at full speed, listed key",
+    "junk": "junk connections, held open",
+}
+LINES = tuple(
+    Line(
+        what,
+        f"{{{name}_p99_ratio:.2f}} x",
+        f"p99 {{{name}_us_p99:,.0f}} us, quiet {{{name}_quiet_us_p99:,.0f}} us; {{{name}_count:,}} of them; aim: 2",
+    )
+    for name, what in _WHAT.items()
+)
+_TOKENS = 16
+_START_SECONDS = 60.0
+
+
+def measure(*, rooms: int = 500, rounds: int = 5, connections: int = 10_000) -> Figures:
+    """Hand-offs of 16-token rooms between two processes, one at a time, with keys; another process attacks prefill's
+    listener over loopback, at the lowest priority, since on a host of its own it would take none of these processors.
+
+    For each attack, `rounds` times in turn: `rooms` rooms in quiet, then as many with the attack under way. Times are
+    from `expect` to READY; p99s are medians over the rounds, and so is the ratio of each round's two. `junk` holds
+    `connections` connections, `slow` 500. A room that fails ends the bench.
+    """
+    guest = generate_pair()
+    source, target = components("mla", source_slots=64 * PAGE_SIZE, target_slots=4 * _TOKENS)
+    figures: Figures = {"rooms": rooms, "rounds": rounds, "connections": connections}
+    with Ranks(source, target, keys=True, guest=guest) as ranks:
+        whom = Target(endpoint=ranks.endpoints[0], guest=guest, component=target, connections=connections)
+        _p99_us(ranks, rooms)
+        for name in ATTACKS:
+            quiet, besieged, count = list[float](), list[float](), 0
+            for _ in range(rounds):
+                quiet.append(_p99_us(ranks, rooms))
+                with _attack(name, whom) as done:
+                    besieged.append(_p99_us(ranks, rooms))
+                count += done[0]
+            ratios = [one / other for one, other in zip(besieged, quiet, strict=True)]
+            figures |= {
+                f"{name}_p99_ratio": median(ratios),
+                f"{name}_p99_ratio_max": max(ratios),
+                f"{name}_us_p99": median(besieged),
+                f"{name}_quiet_us_p99": median(quiet),
+                f"{name}_count": count,
+            }
+    return figures
+
+
+def _p99_us(ranks: Ranks, rooms: int) -> float:
+    stamps = ranks.hand_off(rooms, tokens=_TOKENS)
+    return float(np.percentile(stamps.ready - stamps.expected, 99)) / 1e3
+
+
+@contextmanager
+def _attack(name: str, target: Target) -> Generator[list[int]]:
+    """With the attack under way; how often it did its thing is in the list afterwards."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=run, args=(theirs, name, target), daemon=True)
+    process.start()
+    theirs.close()
+    done: list[int] = []
+    try:
+        if not ours.poll(_START_SECONDS):
+            raise WorldError(f"the attack {name} did not get under way within {_START_SECONDS:.0f} s")
+        ours.recv()
+        yield done
+        ours.send(None)
+        done.append(ours.recv())
+    except EOFError:
+        raise WorldError(f"the attack {name} has ended by itself") from None
+    finally:
+        ours.close()
+        process.join(_START_SECONDS)
+        process.kill()
+        time.sleep(0.1)

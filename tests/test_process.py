@@ -1,0 +1,20 @@
+"""What a process of ours settles before it serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import resource
+from pdtransfer.process import prepare
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+prepare()
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+print(soft == hard)
+"""
+
+
+def test_a_process_takes_all_the_descriptors_that_it_may_have() -> None:
+    ran = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "True\n"

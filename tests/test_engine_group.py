@@ -8,7 +8,7 @@ import pytest
 from pdtransfer.engine.base import Computed
 from pdtransfer.engine.reference import create, generate_many
 from pdtransfer.errors import ConfigError
-from pdtransfer.wire import Holds, Ranks, Sampling
+from pdtransfer.wire import Ranks, Sampling
 from tests.engine_group import Threads, decodes, generate, prefills, together
 from tests.engine_pair import config, prompts, request
 
@@ -88,21 +88,23 @@ def test_replicas_that_differ_in_one_bit_spoil_the_kv_digest():
 
 
 @pytest.mark.parametrize(
-    ("attention", "options", "ranks", "holds"),
+    ("attention", "options", "ranks", "layers", "heads", "replica"),
     [
-        ("mla", {}, Ranks(1, 2), Holds("kv", 0, 4, 0, 1, 1, 2)),
-        ("gqa", {}, Ranks(1, 2), Holds("kv", 0, 4, 2, 4, 0, 1)),
-        ("gqa", {"kv_heads": "2"}, Ranks(3, 4), Holds("kv", 0, 4, 1, 2, 1, 2)),
-        ("gqa", {"layers": "5"}, Ranks(0, 1, 1, 2), Holds("kv", 2, 5, 0, 4, 0, 1)),
+        ("mla", {}, Ranks(1, 2), (0, 4), (0, 1), (1, 2)),
+        ("gqa", {}, Ranks(1, 2), (0, 4), (2, 4), (0, 1)),
+        ("gqa", {"kv_heads": "2"}, Ranks(3, 4), (0, 4), (1, 2), (1, 2)),
+        ("gqa", {"layers": "5"}, Ranks(0, 1, 1, 2), (2, 5), (0, 4), (0, 1)),
     ],
 )
-def test_a_rank_says_which_layers_and_heads_it_holds_and_who_else_does(attention, options, ranks, holds):
+def test_a_rank_says_which_layers_and_heads_it_holds_and_who_else_does(
+    attention, options, ranks, layers, heads, replica
+):
     group = next(g for g in Threads(tp=ranks.tp_size, pp=ranks.pp_size).groups() if g.ranks == ranks)
     card = create(config("prefill", attention=attention, options=options, group=group)).card
-    assert card.holds == (holds,)
+    assert card.replicas == {"kv": replica}
     layout = card.components[0].layout
-    assert layout.layer_range == (holds.layer_first, holds.layer_end)
-    assert {(p.head_start, p.head_start + p.head_count) for p in layout.planes} == {(holds.head_first, holds.head_end)}
+    assert layout.layer_range == layers
+    assert {(plane.head_start, plane.head_start + plane.head_count) for plane in layout.planes} == {heads}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import Component
-from ..wire import Holds, Ranks, Sampling
+from ..wire import Ranks, Sampling
 
 
 class Group(Protocol):
@@ -78,8 +79,8 @@ class EngineCard:
     """What two engines must agree on, and the tables of what each holds.
 
     The bases of `components` are offsets into `PrefillEngine.pool` or into the decode arena of `memory_bytes`. In a
-    group each rank's components have its own planes only, and `holds` says of which other ranks they are replicas;
-    a rank that is alone may leave it empty.
+    group each rank's components have its own planes only; where n ranks hold the same rows of a component, `replicas`
+    has it as {name: (which of them this is, n)}.
     """
 
     model: str
@@ -87,7 +88,7 @@ class EngineCard:
     components: tuple[Component, ...]
     memory_bytes: int
     eos: int | None = None
-    holds: tuple[Holds, ...] = ()
+    replicas: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ def build_card(config: EngineConfig, model: Model, options: Options) -> EngineCa
         components=(component,),
         memory_bytes=layout.end,
         eos=options.eos,
-        holds=(model.shard.holds(COMPONENT),),
+        replicas={COMPONENT: (model.shard.replica, model.shard.replicas)},
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..wire import Holds, Ranks
+from ..wire import Ranks
 from .architecture import Architecture
 
 
@@ -41,8 +41,3 @@ class Shard:
             replica=ranks.tp_rank % replicas,
             replicas=replicas,
         )
-
-    def holds(self, component: str) -> Holds:
-        """As peers are told."""
-        layers, heads = self.layers, self.kv_heads
-        return Holds(component, layers.start, layers.stop, heads.start, heads.stop, self.replica, self.replicas)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 from numpy.typing import ArrayLike
@@ -157,9 +157,17 @@ class AsyncPrefill:
     async def __aexit__(self, *_: object) -> None:
         await self._events.close()
 
-    def open(self, room: int, *, tokens: int, time_left_s: float = 60.0, grants: int = 1) -> PrefillHand:
+    def open(
+        self,
+        room: int,
+        *,
+        tokens: int,
+        time_left_s: float = 60.0,
+        grants: int = 1,
+        peers: Collection[str] | None = None,
+    ) -> PrefillHand:
         """As PrefillClient.open."""
-        self.client.open(room, tokens=tokens, time_left_s=time_left_s, grants=grants)
+        self.client.open(room, tokens=tokens, time_left_s=time_left_s, grants=grants, peers=peers)
         handing = self._open[room] = PrefillHand(self.client, room)
         return handing
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
 from functools import partial
@@ -30,6 +30,7 @@ from .memory import Arena
 from .node import DecodeNode, NodeSettings, PrefillNode
 from .port import Port
 from .session.prefill import Cell
+from .sharing import Replicas
 
 DecodeEvent: TypeAlias = Ready | RoomFailed
 PrefillEvent: TypeAlias = Leased | Landed | RoomFailed | Drained
@@ -158,6 +159,9 @@ class _Client(Generic[Node, Said]):
 class PrefillClient(_Client[PrefillNode, PrefillEvent]):
     """A prefill rank. `components` are the engine's pools, their bases addresses, or offsets from `pool_address`.
 
+    Of a model spread over several ranks they hold this rank's layers and heads, and `settings.ranks` says which it
+    is. Where n ranks hold the same rows of a component, `replicas` has it as {name: (which of them this is, n)}.
+
     The engine: `open`, then `push` and `finish`, or `abort`. It may reuse a room's pages once `poll` says Drained.
     """
 
@@ -169,13 +173,19 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         bind: str = "tcp://127.0.0.1:0",
         pool_address: int = 0,
         copy_threads: int = 2,
+        replicas: Replicas | None = None,
     ) -> None:
         self.endpoint = bind  # as bound, once started
         self._components = {component.name: component for component in components}
 
         async def start() -> PrefillNode:
             node = PrefillNode(
-                settings, components, self._port.tell, pool_address=pool_address, copy_threads=copy_threads
+                settings,
+                components,
+                self._port.tell,
+                pool_address=pool_address,
+                copy_threads=copy_threads,
+                replicas=replicas,
             )
             try:
                 self.endpoint = await node.bus.bind(bind)
@@ -186,14 +196,23 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
 
         super().__init__(start)
 
-    def open(self, room: int, *, tokens: int, time_left_s: float = 60.0, grants: int = 1) -> None:
+    def open(
+        self,
+        room: int,
+        *,
+        tokens: int,
+        time_left_s: float = 60.0,
+        grants: int = 1,
+        peers: Collection[str] | None = None,
+    ) -> None:
         """A room of `tokens` tokens in all, for `grants` decode ranks; before or after their grants arrive.
 
-        `room` is a u64 that both sides know it by, and no other room, before or after.
+        `room` is a u64 that both sides know it by, and no other room, before or after. `peers`, if given, names the
+        only ranks it is for: as the allow-list does, or, where there are no keys, by their nodes.
         """
         self._begin(room, tokens)
         self._port.submit(
-            lambda: self._node.open(room, tokens=tokens, time_left_s=time_left_s, grants=grants),
+            lambda: self._node.open(room, tokens=tokens, time_left_s=time_left_s, grants=grants, peers=peers),
         )
 
     def push(

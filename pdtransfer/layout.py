@@ -57,6 +57,15 @@ class Plane(Struct, frozen=True, array_like=True):
         """Bytes of one head in one row."""
         return self.row_bytes // self.head_count
 
+    def heads(self, first: int, end: int) -> list[Plane]:
+        """What it holds of heads [first, end), as one plane, or none."""
+        start, stop = max(first, self.head_start), min(end, self.head_start + self.head_count)
+        if start >= stop or stop - start == self.head_count:
+            return [self] if start < stop else []
+        base, row_bytes = self.base + (start - self.head_start) * self.head_bytes, (stop - start) * self.head_bytes
+        cut = {"head_start": start, "head_count": stop - start, "base": base, "row_bytes": row_bytes}
+        return [msgspec.structs.replace(self, **cut)]
+
 
 _columns = attrgetter(*COLUMNS)
 
@@ -138,7 +147,7 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
 
         A wide row is split at head boundaries: its base moves, row_bytes shrinks, the strides stay.
         """
-        parts = [part for plane in self.planes for part in _heads_of(plane, first, end)]
+        parts = [part for plane in self.planes for part in plane.heads(first, end)]
         return self._of(parts, f"heads {first}..{end - 1}")
 
     def rebase(self, delta: int) -> Layout:
@@ -158,15 +167,6 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
             first, end = self.layer_range
             raise LocalProtocolError(f"{wanted}: none in {len(self.planes)} planes of layers {first}..{end - 1}")
         return Layout(tuple(planes), self.page_size, self.slots)
-
-
-def _heads_of(plane: Plane, first: int, end: int) -> list[Plane]:
-    start, stop = max(first, plane.head_start), min(end, plane.head_start + plane.head_count)
-    if start >= stop:
-        return []
-    base = plane.base + (start - plane.head_start) * plane.head_bytes
-    row_bytes = (stop - start) * plane.head_bytes
-    return [msgspec.structs.replace(plane, head_start=start, head_count=stop - start, base=base, row_bytes=row_bytes)]
 
 
 def _check_counts(layout: Layout) -> None:
@@ -197,7 +197,7 @@ def _check_rows(layout: Layout) -> None:
 
 
 def _check_heads(layout: Layout) -> None:
-    starts, ends = _head_keys(layout, {kind: at for at, kind in enumerate({plane.kind for plane in layout.planes})})
+    starts, ends = head_keys(layout, {kind: at for at, kind in enumerate({plane.kind for plane in layout.planes})})
     order = np.argsort(starts)
     if (at := first_true(starts[order[1:]] < ends[order[:-1]])) is not None:
         two = int(order[at]), int(order[at + 1])
@@ -206,7 +206,7 @@ def _check_heads(layout: Layout) -> None:
         raise ValueError(f"{named}: kind {planes[0].kind} layer {planes[0].layer} heads {heads} overlap")
 
 
-def _head_keys(layout: Layout, kinds: dict[str, int]) -> tuple[Int64s, Int64s]:
+def head_keys(layout: Layout, kinds: dict[str, int]) -> tuple[Int64s, Int64s]:
     """Each plane as [start, end) on one line where every (kind, layer, head) has its place, and no two layers touch."""
     kind = np.array([kinds[plane.kind] for plane in layout.planes])
     layer, head_start, head_count = layout.table.T[:3]
@@ -322,7 +322,7 @@ def pair(source: Layout, target: Layout) -> Pairing:
     are each side's own. Raises LayoutMismatchError, whose `differences` lists every field that differs.
     """
     kinds = {kind: at for at, kind in enumerate({plane.kind for side in (source, target) for plane in side.planes})}
-    source_keys, target_keys = _head_keys(source, kinds), _head_keys(target, kinds)
+    source_keys, target_keys = head_keys(source, kinds), head_keys(target, kinds)
     cuts = np.unique(np.concatenate((*source_keys, *target_keys)))
     ours, theirs = geometry.holder_of(cuts[:-1], *source_keys), geometry.holder_of(cuts[:-1], *target_keys)
     held = ours >= 0

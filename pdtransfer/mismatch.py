@@ -23,7 +23,7 @@ class Held(NamedTuple):
     head_bytes: int
 
 
-_Range = tuple[int, int]
+Range = tuple[int, int]
 _Places = dict[tuple[str, int], list[Held]]
 _Difference = tuple[str, str, str]  # field, source's value, target's value
 
@@ -55,37 +55,37 @@ def _kind_and_layer_lines(source: _Places, target: _Places) -> Iterator[str]:
     kinds: dict[_Difference, list[str]] = defaultdict(list)
     for kind in common:
         if source_layers[kind] != target_layers[kind]:
-            kinds["layers", _text(source_layers[kind]), _text(target_layers[kind])].append(kind)
+            kinds["layers", text_of(source_layers[kind]), text_of(target_layers[kind])].append(kind)
     for difference, differing in kinds.items():
         where = "" if differing == common else f"kind {_short(', '.join(differing))} "
         yield where + _line(*difference)
 
 
-def _layers_by_kind(places: _Places) -> dict[str, list[_Range]]:
-    layers: dict[str, list[_Range]] = defaultdict(list)
+def _layers_by_kind(places: _Places) -> dict[str, list[Range]]:
+    layers: dict[str, list[Range]] = defaultdict(list)
     for kind, layer in places:
         layers[kind].append((layer, layer + 1))
-    return {kind: _joined(ranges) for kind, ranges in layers.items()}
+    return {kind: joined(ranges) for kind, ranges in layers.items()}
 
 
 def _plane_lines(source: _Places, target: _Places) -> Iterator[str]:
-    layers: dict[tuple[str, _Difference], list[_Range]] = defaultdict(list)
+    layers: dict[tuple[str, _Difference], list[Range]] = defaultdict(list)
     for (kind, layer), held in source.items():
         if (kind, layer) in target:
             for difference in _differences_at(held, target[kind, layer]):
                 layers[kind, difference].append((layer, layer + 1))
     for (kind, difference), ranges in layers.items():
         noun = "layer" if len(ranges) == 1 else "layers"
-        yield f"kind {kind} {noun} {_short(_text(_joined(ranges)))} {_line(*difference)}"
+        yield f"kind {kind} {noun} {_short(text_of(joined(ranges)))} {_line(*difference)}"
 
 
 def _differences_at(source: list[Held], target: list[Held]) -> Iterator[_Difference]:
     """What differs in one (kind, layer), each difference once."""
     source_heads, target_heads = (
-        _joined([(held.head_start, held.head_end) for held in side]) for side in (source, target)
+        joined([(held.head_start, held.head_end) for held in side]) for side in (source, target)
     )
     if source_heads != target_heads:
-        yield "heads", _text(source_heads), _text(target_heads)
+        yield "heads", text_of(source_heads), text_of(target_heads)
     bytes_field = "row_bytes" if source_heads == target_heads == [(0, 1)] else "head_bytes"
     found: dict[_Difference, None] = {}
     ours, theirs = 0, 0
@@ -100,7 +100,7 @@ def _differences_at(source: list[Held], target: list[Held]) -> Iterator[_Differe
     yield from found
 
 
-def _joined(ranges: list[_Range]) -> list[_Range]:
+def joined(ranges: list[Range]) -> list[Range]:
     """Ascending [first, end) with neighbours made one."""
     joined = ranges[:1]
     for first, end in ranges[1:]:
@@ -111,7 +111,8 @@ def _joined(ranges: list[_Range]) -> list[_Range]:
     return joined
 
 
-def _text(ranges: list[_Range]) -> str:
+def text_of(ranges: list[Range]) -> str:
+    """What joined() makes, for people: "0..3, 7"."""
     return ", ".join(str(first) if first == end - 1 else f"{first}..{end - 1}" for first, end in ranges)
 
 

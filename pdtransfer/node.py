@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -44,10 +44,11 @@ from .limits import Limits
 from .memory import Arena
 from .session.decode import DecodeSessions
 from .session.prefill import Cell, PrefillSessions
+from .sharing import Replicas, holds_of
 from .transports.base import ArenaTransport, WriterTransport
 from .transports.shm import ShmArena, ShmWriter
 from .turn import Performer, Ticker
-from .wire import Goodbye, Identity, Message, Ranks
+from .wire import Goodbye, Holds, Identity, Member, Message, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +67,15 @@ class NodeSettings:
     allowed: AllowList | None = None
     insecure: bool = False
     ranks: Ranks = field(default_factory=Ranks)
+    group: tuple[Member, ...] = ()  # of the rank that leads a worker of several: all its ranks, itself first
     limits: Limits = field(default_factory=Limits)
 
-    def identity(self, role: Literal["prefill", "decode"]) -> Identity:
+    def identity(self, role: Literal["prefill", "decode"], holds: tuple[Holds, ...] = ()) -> Identity:
         """A new life under this name."""
-        incarnation = secrets.randbits(64)
-        return Identity(self.node, role, incarnation, self.ranks, self.model, self.weights, self.limits.window)
+        return Identity(
+            self.node, role, secrets.randbits(64), self.ranks, self.model, self.weights, self.limits.window,
+            holds=holds, group=self.group,
+        )  # fmt: skip
 
     def bus(self, receive: Callable[[str, Message], None]) -> Bus:
         """This node's sockets; breaches that the bus itself finds are logged."""
@@ -203,7 +207,10 @@ class DecodeNode:
 
 
 class PrefillNode:
-    """A prefill rank on the loop: maps arenas, writes cells, says when pages are safe."""
+    """A prefill rank on the loop: maps arenas, writes cells, says when pages are safe.
+
+    It tells who dials it which layers and heads `components` hold; `replicas` says of which there are equal holders.
+    """
 
     def __init__(
         self,
@@ -213,11 +220,13 @@ class PrefillNode:
         *,
         pool_address: int = 0,
         copy_threads: int = 2,
+        replicas: Replicas | None = None,
         others: Others | None = None,
     ) -> None:
         self._tell, self._others = tell, others
         self._loop = asyncio.get_running_loop()
-        core = self.core = PrefillSessions(settings.identity("prefill"), components, settings.limits)
+        identity = settings.identity("prefill", holds_of(components, settings.ranks, replicas or {}))
+        core = self.core = PrefillSessions(identity, components, settings.limits)
         self._silence_s = settings.limits.silence_ms / 1e3
         self._transport: WriterTransport = ShmWriter(
             tuple(components), pool_address=pool_address, copy_threads=copy_threads
@@ -231,11 +240,16 @@ class PrefillNode:
         self.stamp_ns = 0  # CLOCK_MONOTONIC of the latest write's end, or finish: what lands a room
         self.copy_ns: dict[int, int] = {}  # by room, until it is drained: the time that its writes took
 
-    def open(self, room: int, *, tokens: int, time_left_s: float, grants: int = 1) -> None:
-        """As PrefillSessions.open; numbers that make no sense fail the room."""
+    def open(
+        self, room: int, *, tokens: int, time_left_s: float, grants: int = 1, peers: Collection[str] | None = None
+    ) -> None:
+        """As PrefillSessions.open, `peers` by the names that they go by; numbers that make no sense fail the room."""
         now = self._loop.time()
+        names = None if peers is None else [self.bus.peer_named(name) for name in peers]
         try:
-            effects = self.core.open(room, tokens=tokens, now=now, deadline=now + time_left_s, grants=grants)
+            effects = self.core.open(
+                room, tokens=tokens, now=now, deadline=now + time_left_s, grants=grants, peers=names
+            )
         except LocalProtocolError as error:
             if room in self.core.rooms:
                 raise  # Drained would be a lie about the room that has this label.

@@ -43,6 +43,7 @@ class PrefillDaemon:
             self._told,
             pool_address=pool_address,
             copy_threads=config.copy_threads,
+            replicas=card.replicas,
             others=self._receive,
         )
         service = Service(self.node.core.identity, config.limits)

@@ -14,6 +14,7 @@ from pdtransfer.wire import (
     VERSION,
     Grant,
     Hello,
+    Holds,
     Identity,
     Landed,
     Message,
@@ -31,7 +32,7 @@ from pdtransfer.wire import (
 )
 from tests.sim.pools import LAYERS, ROW, components
 
-P, P2 = "tcp://p0", "tcp://p1"
+P, P2, P3 = "tcp://p0", "tcp://p1", "tcp://p2"
 D, D2 = "node:d0", "node:d1"
 SLOTS = 64  # of each component, on either side
 ARENA_BYTES = 2 * SLOTS * LAYERS * ROW
@@ -40,12 +41,14 @@ LIMITS = Limits(
     fence_poll_ms=50, fence_poll_ms_max=200,
 )  # fmt: skip
 REACH = Reach("shm", "host", "@arena", b"token", 0, ARENA_BYTES)
+KV, C4 = (Holds("kv", 0, LAYERS, 0, 1),), (Holds("c4", 0, LAYERS, 0, 1),)  # ranks that hold one component each
+IDLE = {"holds": (Holds("kv", 0, LAYERS, 0, 1, 1, 2),), "ranks": Ranks(1, 2)}  # another sends all that it holds
 Kind = TypeVar("Kind")
 
 
 def identity(node: str, role: Any, incarnation: int = 1, **changes: Any) -> Identity:
-    fields = {"model": "m", "weights": b"w", "window": 64} | changes
-    return Identity(node, role, incarnation, Ranks(), **fields)
+    fields = {"ranks": Ranks(), "model": "m", "weights": b"w", "window": 64} | changes
+    return Identity(node, role, incarnation, **fields)
 
 
 def of(effects: list[Any], kind: type[Kind]) -> list[Kind]:
@@ -109,10 +112,10 @@ class DecodeEnd:
         self.incarnation = self.incarnation if incarnation is None else incarnation
         return Welcome(VERSION, identity("p0", "prefill", self.incarnation, **changes))
 
-    def up(self, peer: str = P) -> int:
+    def up(self, peer: str = P, **changes: Any) -> int:
         """A session with this peer, up; its id."""
         self.core.dial(peer, self.now)
-        (offer,) = of(self.hear(self.welcome(), peer=peer), fx.Offer)
+        (offer,) = of(self.hear(self.welcome(**changes), peer=peer), fx.Offer)
         (register,) = sent(self.core.offered(offer.session, REACH, self.now), Register)
         self.hear(Registered(register.session, ARENA_BYTES), peer=peer)
         assert self.core.links.peers[peer].up is not None

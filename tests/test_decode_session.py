@@ -27,7 +27,22 @@ from pdtransfer.wire import (
     Released,
     unpack_extents,
 )
-from tests.session_ends import ARENA_BYTES, LIMITS, P2, REACH, SLOTS, DecodeEnd, P, kv_bytes, of, sent
+from tests.session_ends import (
+    ARENA_BYTES,
+    C4,
+    IDLE,
+    KV,
+    LIMITS,
+    P2,
+    P3,
+    REACH,
+    SLOTS,
+    DecodeEnd,
+    P,
+    kv_bytes,
+    of,
+    sent,
+)  # fmt: skip
 from tests.sim.pools import LAYERS, ROW
 
 ALL_FREE = [SLOTS, SLOTS]
@@ -176,8 +191,9 @@ def test_a_room_that_the_arena_could_never_hold_is_refused_and_a_full_queue_says
 
 
 def two_ranks(end: DecodeEnd, tokens: int = 8) -> tuple[Grant, Grant]:
-    end.up(P)
-    end.up(P2)
+    """A room of a rank that holds kv and one that holds c4."""
+    end.up(P, holds=KV)
+    end.up(P2, holds=C4)
     sends = [e for e in end.expect(1, tokens, P, P2) if isinstance(e, Send)]
     assert [send.peer for send in sends] == [P, P2]
     return sends[0].message, sends[1].message
@@ -386,20 +402,24 @@ def test_bytes_that_will_not_land_make_way_for_the_next_room() -> None:
 def test_a_room_of_two_ranks_is_not_starved_by_rooms_of_one() -> None:
     end = DecodeEnd(replace(LIMITS, window=1))
     end.up(P)
-    end.up(P2)
-    on_first, on_second = end.granted(1, 1, P), end.granted(2, 1, P2)
+    end.up(P2, **IDLE)
+    end.up(P3)
+    on_first = end.granted(1, 1, P)
+    on_third, on_second = sent(end.expect(2, 1, P3, P2), Grant)
     assert end.expect(3, 1, P, P2) == []
     assert end.expect(4, 1, P) == []
-    assert end.expect(5, 1, P2) == []
+    assert end.expect(5, 1, P3, P2) == []
     assert sent(end.land(on_first, P), Grant) == [], "room 3 has this place, and waits for the other"
+    end.land(on_third, P3)
     assert [grant.room for grant in sent(end.land(on_second, P2), Grant)] == [3, 3]
 
 
 def test_places_of_a_room_that_waits_come_back_when_it_gives_up() -> None:
     end = DecodeEnd(replace(LIMITS, window=1))
     end.up(P)
-    end.up(P2)
-    end.granted(1, 1, P2)
+    end.up(P2, **IDLE)
+    end.up(P3)
+    assert len(sent(end.expect(1, 1, P3, P2), Grant)) == 2
     assert end.expect(2, 1, P, P2) == []
     assert end.expect(3, 1, P) == []
     assert [grant.room for grant in sent(end.core.abort(2, end.now), Grant)] == [3]

@@ -38,7 +38,9 @@ from pdtransfer.wire import (
 )
 from tests.session_ends import (
     ARENA_BYTES,
+    C4,
     D2,
+    KV,
     LIMITS,
     P2,
     REACH,
@@ -78,6 +80,11 @@ def kv(**changes: Any) -> tuple[Component, ...]:
 def planes(**changes: Any) -> Layout:
     held = ARENA[0].layout
     return Layout(tuple(msgspec.structs.replace(plane, **changes) for plane in held.planes), held.page_size, held.slots)
+
+
+NEXT_STAGE = Layout(
+    tuple(msgspec.structs.replace(plane, layer=plane.layer + 1) for plane in ARENA[0].layout.planes), 1, SLOTS
+)
 
 
 # A hostile decode node, with an honest one beside it
@@ -258,10 +265,9 @@ def test_what_only_a_prefill_says_is_a_breach_from_decode(message: Message) -> N
 
 BEYOND = "Register.reach.arena_bytes: planes[2] (kind latent, layer 2) ends at byte 3072"
 BAD_REGISTERS: dict[str, tuple[dict[str, Any], str]] = {
-    "no component": ({"components": ()}, "Register.components: []: none, or one twice"),
     "a component twice": (
         {"components": (ARENA[0], ARENA[0])},
-        "Register.components: ['kv', 'kv']: none, or one twice",
+        "Register.components: ['kv', 'kv']: one twice",
     ),
     "rows outside the arena": (
         {"reach": msgspec.structs.replace(REACH, arena_bytes=ARENA_BYTES - 1)},
@@ -283,9 +289,9 @@ BAD_REGISTERS: dict[str, tuple[dict[str, Any], str]] = {
         {"components": kv(layout=planes(dtype="float64"))},
         "Register.components[0].layout: kind latent layers 0..2 dtype: source int64, target float64",
     ),
-    "a layer less": (
-        {"components": kv(layout=ARENA[0].layout.layers(0, 2))},
-        "Register.components[0].layout: layers: source 0..2, target 0..1",
+    "a layer that is not held": (
+        {"components": kv(layout=NEXT_STAGE)},
+        "Register.components[0].layout: layers: source 0..2, target 1..3",
     ),
 }
 
@@ -414,8 +420,8 @@ def test_a_lie_of_a_prefill_ends_its_own_session(lie: Callable[[Grant], Message]
 
 def test_aux_from_a_rank_that_sends_none_is_a_breach() -> None:
     end = DecodeEnd()
-    end.up(P)
-    end.up(P2)
+    end.up(P, holds=KV)
+    end.up(P2, holds=C4)
     _, second = sent(end.expect(1, 8, P, P2), Grant)
     (failed,) = of(end.land(second, P2, aux=b"mine"), fx.RoomFailed)
     assert failed.detail.endswith("Landed.aux: 4 bytes, 0 from a rank that sends none")

@@ -523,10 +523,12 @@ def layer_first(slots: int = SLOTS, layers: int = LAYERS, base: int = 0) -> Layo
     )
 
 
-def page_first(slots: int = SLOTS, layers: int = LAYERS) -> Layout:
+def page_first(slots: int = SLOTS, layers: int = LAYERS, first_layer: int = 0) -> Layout:
     item = layers * ROW
     return Layout(
-        tuple(Plane(at, "latent", "uint8", 0, 1, at * ROW, item, item, ROW) for at in range(layers)), 1, slots
+        tuple(Plane(first_layer + at, "latent", "uint8", 0, 1, at * ROW, item, item, ROW) for at in range(layers)),
+        1,
+        slots,
     )
 
 
@@ -720,7 +722,7 @@ async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(arena: A
         (component(page_first(), "other"), "component 'other': this pool holds latent"),
         (component(page_first(), tokens_per_row=4), r"component 'latent'\.tokens_per_row: 4 there, 1 here"),
         (component(page_first(), span=Span("last", 9)), r"component 'latent'\.span"),
-        (component(page_first(layers=3)), "layer"),
+        (component(page_first(first_layer=1)), "layers: source 0..3, target 1..4"),
     ],
 )
 @on_loop

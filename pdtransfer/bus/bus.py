@@ -203,15 +203,19 @@ class Bus:
         self.received += 1
         self._receive(dialled.name, message)
 
+    def peer_named(self, name: str) -> str:
+        """Whom `receive` names so: who dialled, by its name on the allow-list; where there are no keys, by its node."""
+        return ("node:" if self._allowed is None else "key:") + name
+
     def _name(self, user: str, hello: Hello) -> str:
         if self._allowed is not None:
             name = self._allowed.name_of(user)
             assert name is not None, "the authenticator lets no other key in"
-            return "key:" + name
+            return self.peer_named(name)
         node = hello.identity.node
         if not node.isprintable():
             raise RemoteProtocolError("Hello.identity.node", f"{node!r} cannot be printed")
-        return "node:" + node
+        return self.peer_named(node)
 
     def _refuse(self, connection: Connection, frame: zmq.Frame, error: RemoteProtocolError, now: float) -> None:
         self.refused += 1

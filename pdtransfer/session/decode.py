@@ -22,7 +22,6 @@ from ..wire import (
     Drained,
     Failed,
     Goodbye,
-    Grant,
     Granted,
     Identity,
     Landed,
@@ -33,10 +32,11 @@ from ..wire import (
     Reject,
     Welcome,
 )
+from .coverage import Coverage
 from .leases import Leases
 from .ledger import LeaseEntry, Peer, Room, Session
 from .links import Links
-from .parts import fits_a_grant, parts_of, sent_bytes
+from .parts import fits_a_grant, sent_bytes
 
 
 class DecodeSessions:
@@ -62,6 +62,8 @@ class DecodeSessions:
         self.draining = False
         self._out: list[DecodeEffect] = []
         self._waiting: dict[str, dict[int, Room]] = {}  # peer -> rooms without a place in its window, oldest first
+        self._gaps: dict[int, str] = {}  # rooms that their sources do not cover: they fail before anything is leased
+        self._coverage = Coverage(self.arena.components, limits.sessions_max)
         self._arena_bytes = sum(c.bytes_of(c.layout.slots) for c in self.arena.components)
         self.links = Links(
             identity,
@@ -279,12 +281,19 @@ class DecodeSessions:
             session.reserved += 1
             room.places[name] = session
             if len(room.places) == len(room.sources):
+                gap = self._coverage.gap(room.places[source] for source in room.sources)
+                if gap:
+                    self._gaps[room.id] = gap
+                    continue
                 room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.CONNECT)
                 self.admission.enqueue(room.id, room.demand)
         if not waiting:
             self._waiting.pop(name, None)
 
     def _admit(self, now: float) -> None:
+        while self._gaps:
+            room_id, gap = self._gaps.popitem()
+            self._fail(self.rooms[room_id], Cause.REFUSED, gap, now)
         while (head := self.admission.head()) is not None:
             room = self.rooms[head]
             refusal = next(
@@ -300,23 +309,12 @@ class DecodeSessions:
             room.prefix = room.prefix or holding.prefix
             sessions = list(room.places.values())
             self._unreserve(room)
-            if not all(fits_a_grant(holding.extents, session.frame_bytes_max) for session in sessions):
+            if not all(fits_a_grant(each.extents_of(holding), each.frame_bytes_max) for each in sessions):
                 text = f"extents: {[len(each) for each in holding.extents]} are more than a Grant can name"
                 self._fail(room, Cause.FULL, text, now)
                 continue
             for session in sessions:
-                self._grant(room, session, send_aux=session.peer == room.sources[0], now=now)
-
-    def _grant(self, room: Room, session: Session, *, send_aux: bool, now: float) -> None:
-        assert room.holding is not None
-        parts = parts_of(session.components, room.holding, tokens=room.tokens, prefix=room.prefix)
-        message = Grant(
-            session.id, session.next_grant, room.id, room.tokens, room.prefix, parts, send_aux,
-            time_left_ms=0, enable_hisparse=room.enable_hisparse,
-        )  # fmt: skip
-        lease = LeaseEntry(session, message, room.holding, room.deadline)
-        room.leases.append(lease)
-        self.leases.open(lease, now)
+                self.leases.grant(room, session, send_aux=session.peer == room.sources[0], now=now)
 
     def _ready(self, room: Room) -> None:
         assert room.holding is not None
@@ -348,6 +346,7 @@ class DecodeSessions:
         room.state = step(DECODE_ROOM, before, DecodeRoomEvent.FAIL)
         for source in room.sources:
             self._waiting.get(source, {}).pop(room.id, None)
+        self._gaps.pop(room.id, None)
         self.admission.withdraw(room.id)
         if before is DecodeRoom.LANDING:
             assert room.holding is not None

@@ -6,14 +6,16 @@ from collections.abc import Callable
 
 import msgspec
 
+from ..arena import Holding
 from ..effects import DecodeEffect, Send
 from ..lease import LEASE, Lease, LeaseEvent
 from ..limits import Limits
 from ..prefix import PrefixCache
 from ..states import step
-from ..wire import Abort, Released
-from .ledger import LeaseEntry, Session, SessionState
+from ..wire import Abort, Grant, Released
+from .ledger import LeaseEntry, Room, Session, SessionState
 from .links import Links
+from .parts import parts_of
 
 TIME_LEFT_MS_MAX = 0xFFFF_FFFF  # that a Grant can say
 
@@ -24,10 +26,19 @@ class Leases:
     def __init__(self, links: Links, cache: PrefixCache, limits: Limits, out: Callable[[DecodeEffect], None]) -> None:
         self._links, self._cache, self._limits, self._out = links, cache, limits, out
         self.quarantined_bytes = 0
+        self._quarantined: dict[Holding, int] = {}  # how many leases of each are in quarantine
 
-    def open(self, lease: LeaseEntry, now: float) -> None:
-        """The lease's own claim on the holding begins, and its Grant goes out."""
-        session = lease.session
+    def grant(self, room: Room, session: Session, *, send_aux: bool, now: float) -> None:
+        """Leases the room's slots, once more, to one of its sessions; the lease's own claim on them begins."""
+        assert room.holding is not None
+        extents = session.extents_of(room.holding)
+        parts = parts_of(session.components, extents, tokens=room.tokens, prefix=room.prefix)
+        message = Grant(
+            session.id, session.next_grant, room.id, room.tokens, room.prefix, parts, send_aux,
+            time_left_ms=0, enable_hisparse=room.enable_hisparse,
+        )  # fmt: skip
+        lease = LeaseEntry(session, message, room.holding, room.deadline)
+        room.leases.append(lease)
         session.leases[lease.message.grant] = lease
         session.next_grant += 1
         lease.holding.claims += 1
@@ -90,6 +101,11 @@ class Leases:
         self._cache.drop(lease.holding)
 
     def _count(self, lease: LeaseEntry, sign: int) -> None:
-        """Counted by what the room holds, growth included: so much cannot be leased again."""
-        self.quarantined_bytes += sign * lease.holding.bytes
+        """Counted by what the room holds, growth included: so much cannot be leased again. In all, a room of several
+        ranks counts once; of each of these peers it counts whole."""
+        count = self._quarantined.pop(lease.holding, 0) + sign
+        if count:
+            self._quarantined[lease.holding] = count
+        if count == max(sign, 0):  # the first of it came, or the last one went
+            self.quarantined_bytes += sign * lease.holding.bytes
         self._links.peers[lease.session.peer].quarantined_bytes += sign * lease.holding.bytes

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from ..admission import Demand
-from ..arena import Holding
+from ..arena import Extents, Holding
 from ..errors import Cause
 from ..layout import Component
 from ..lease import Lease
@@ -83,7 +83,8 @@ class Session:
 
     id: int
     peer: str
-    components: tuple[Component, ...]  # what this rank may write
+    components: tuple[Component, ...]  # what this rank sends: its share of the node's own
+    places: tuple[int, ...]  # of each of them among the node's own
     window: int
     frame_bytes_max: int  # that its peer takes
     state: SessionState = SessionState.OFFERING
@@ -94,6 +95,10 @@ class Session:
     repeat_ms: int = 0
     fence_ms: int = 0
     verdict: tuple[Cause, str] = Cause.PEER_LOST, ""  # why it was condemned
+
+    def extents_of(self, holding: Holding) -> tuple[Extents, ...]:
+        """Where the rows of its components go."""
+        return tuple(holding.extents[place] for place in self.places)
 
     @property
     def has_place(self) -> bool:

@@ -13,6 +13,7 @@ from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, PeerRefused, S
 from ..errors import Cause, RemoteProtocolError
 from ..layout import Component
 from ..limits import TEXT_LENGTH_MAX, Limits
+from ..sharing import share_of, wrong_fields
 from ..states import step
 from ..timers import Timers
 from ..wire import VERSION, Goodbye, Hello, Identity, Ping, Reach, Register, Registered, Reject, Welcome
@@ -113,6 +114,8 @@ class Links:
             )
             if there != here
         ]
+        wrong = wrong_fields(theirs, ours, self._components)
+        differences += [f"{field}: {name} has {text}" for field, text in wrong]
         if differences:
             self._refuse(peer, "; ".join(differences), now)
             return
@@ -133,7 +136,10 @@ class Links:
             self.heard(peer.session, now)
             return
         window = min(theirs.window, self._limits.window)
-        peer.session = Session(self._mint(), name, self._components, window, theirs.frame_bytes_max)
+        share = share_of(self._components, theirs.holds, ours.ranks.tp_rank)
+        own = [component.name for component in self._components]
+        places = tuple(own.index(component.name) for component in share)
+        peer.session = Session(self._mint(), name, share, places, window, theirs.frame_bytes_max)
         self.sessions[peer.session.id] = peer.session
         self._out(Offer(name, peer.session.id))
 

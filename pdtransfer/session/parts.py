@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..arena import Extents, Holding, cut
+from ..arena import Extents, cut
 from ..layout import Component
 from ..limits import PART_EXTENTS_MAX
 from ..wire import Part, pack_extents
@@ -18,14 +18,16 @@ def sent_bytes(components: Sequence[Component], *, tokens: int, prefix: int) -> 
     return sum(c.bytes_of(c.rows(tokens) - prefix_rows(c, prefix)) for c in components)
 
 
-def parts_of(components: Sequence[Component], holding: Holding, *, tokens: int, prefix: int) -> tuple[Part, ...]:
-    """One part for each component that has rows to send; growth is in none."""
+def parts_of(
+    components: Sequence[Component], extents: Sequence[Extents], *, tokens: int, prefix: int
+) -> tuple[Part, ...]:
+    """One part for each of a session's components that has rows to send; growth is in none."""
     parts: list[Part] = []
-    for index, (component, extents) in enumerate(zip(components, holding.extents, strict=True)):
+    for index, (component, own) in enumerate(zip(components, extents, strict=True)):
         first = prefix_rows(component, prefix)
         rows = component.rows(tokens) - first
         if rows > 0:
-            parts.append(Part(index, first, rows, pack_extents(cut(extents, first=first, count=rows))))
+            parts.append(Part(index, first, rows, pack_extents(cut(own, first=first, count=rows))))
     return tuple(parts)
 
 

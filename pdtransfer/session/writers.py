@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 from ..effects import Map, PrefillEffect, Send, Unmap
 from ..errors import Cause, LayoutMismatchError, RemoteProtocolError
-from ..layout import Component, pair
+from ..layout import Component
 from ..limits import FIELDS_MAX, LIVES_MAX, TEXT_LENGTH_MAX, Limits
+from ..sharing import pair_share
 from ..states import step
 from ..timers import Timers
 from ..wire import (
@@ -232,7 +233,10 @@ class Writers:
                 return
         session = WriterSession(message.session, peer.name, message.components, message.reach, peer.window)
         self.sessions[session.id] = session
-        self._out(Map(session.id, message.reach, message.components))
+        if session.components:
+            self._out(Map(session.id, message.reach, message.components))
+        else:  # It sends nothing, so it maps nothing.
+            self.mapped(session.id, message.reach.arena_bytes)
 
     def _differences(self, message: Register) -> list[str]:
         """What is registered and is not what this prefill holds, a line for each field, with both values.
@@ -240,8 +244,8 @@ class Writers:
         RemoteProtocolError where it is wrong whatever this prefill holds.
         """
         names = [component.name for component in message.components]
-        if not names or len(set(names)) != len(names):
-            raise RemoteProtocolError("Register.components", f"{names}: none, or one twice")
+        if len(set(names)) != len(names):
+            raise RemoteProtocolError("Register.components", f"{names}: one twice")
         lines: list[str] = []
         for index, theirs in enumerate(message.components):
             where = f"Register.components[{index}]"
@@ -259,7 +263,7 @@ class Writers:
                 if getattr(theirs, name) != getattr(ours, name)
             ]
             try:
-                pair(ours.layout, theirs.layout)
+                pair_share(ours.layout, theirs.layout)
             except LayoutMismatchError as error:
                 lines += [f"{where}.layout: {line}" for line in error.differences]
         return lines
@@ -273,7 +277,8 @@ class Writers:
     def _end(self, session: WriterSession) -> None:
         session.state = step(WRITER, session.state, WriterEvent.QUIET)
         del self.sessions[session.id]
-        self._out(Unmap(session.id))
+        if session.components:
+            self._out(Unmap(session.id))
 
     def _reject(self, name: str, session_id: int, cause: Cause, *lines: str) -> None:
         self._out(Send(name, Reject(session_id, cause.value, tuple(line[:TEXT_LENGTH_MAX] for line in lines))))

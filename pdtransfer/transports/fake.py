@@ -17,8 +17,9 @@ from ..cancel import Cancel
 from ..checksum import lines_of, runs_of
 from ..effects import Outcome, Write
 from ..errors import TransportError
-from ..layout import Component, Pairing, pair
+from ..layout import Component, Pairing
 from ..plan import plan
+from ..sharing import pair_share
 from ..wire import Reach
 from .base import WriteDone
 
@@ -108,7 +109,7 @@ class FakeWriter:
         """Takes the whole arena."""
         assert session not in self._sessions
         self._arena.take(session, reach.token, self)
-        pairings = tuple(pair(self._components[each.name].layout, each.layout) for each in components)
+        pairings = tuple(pair_share(self._components[each.name].layout, each.layout) for each in components)
         self._sessions[session] = _Mapped(components, pairings)
         return len(self._arena.memory)
 

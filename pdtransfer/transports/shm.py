@@ -22,8 +22,9 @@ from .. import kernels, sums
 from ..checksum import Lines, lines_of
 from ..effects import Outcome, Write
 from ..errors import LayoutMismatchError, RemoteProtocolError, TransportError
-from ..layout import Component, Pairing, pair
+from ..layout import Component, Pairing
 from ..memory import Arena, Mapping, map_received
+from ..sharing import pair_share
 from ..wire import Reach
 from .base import WriteDone
 from .copier import Copier, Job
@@ -222,7 +223,7 @@ class ShmWriter:
         }
         if differences := [f"{named}.{name}: {a} there, {b} here" for name, (a, b) in fields.items() if a != b]:
             raise LayoutMismatchError(differences)
-        return pair(ours.layout, theirs.layout)
+        return pair_share(ours.layout, theirs.layout)
 
     def unmap(self, session: int) -> None:
         """Lets the mapping go, and with it the lock, once the session's writes have been reported; idempotent."""

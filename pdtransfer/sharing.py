@@ -1,0 +1,198 @@
+"""Which rank sends what: prefill ranks say what they hold, decode cuts each one's share from its own components.
+
+A share is what both hold, layers times heads. Where n ranks hold the same, replica r of them sends it to the decode
+ranks whose tp_rank % n is r, so that every row has one sender and all of them have work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import LocalProtocolError
+from .layout import Component, Layout, Pairing, Plane, head_keys, pair
+from .mismatch import Range, joined, text_of
+from .wire import Holds, Identity, Ranks
+
+_HEADS, _KIND_BIT = 1 << 17, 33  # head_keys: a layer's heads, more than any plane can name; where kinds begin
+Replicas = Mapping[str, tuple[int, int]]
+"""By component's name: which of the equal holders this rank is, and how many there are."""
+
+
+def holds_of(components: Sequence[Component], ranks: Ranks, replicas: Replicas) -> tuple[Holds, ...]:
+    """What a prefill rank with these pools says of itself. LocalProtocolError for a group that cannot be."""
+    names = [component.name for component in components]
+    if stray := sorted(replicas.keys() - set(names)):
+        raise LocalProtocolError(f"replicas: {stray} of a rank that holds {names}")
+    holds = tuple(
+        Holds(each.name, *each.layout.layer_range, *_heads(each.layout), *replicas.get(each.name, (0, 1)))
+        for each in components
+    )
+    if wrong := [*_wrong_ranks(ranks), *_wrong_holds(holds, ranks)]:
+        raise LocalProtocolError("; ".join(f"{field}: {text}" for field, text in wrong))
+    return holds
+
+
+def wrong_fields(theirs: Identity, ours: Identity, components: Sequence[Component]) -> list[tuple[str, str]]:
+    """What a prefill rank's identity claims and cannot be, as (field, text), to a decode rank of `components`."""
+    wrong = [*_wrong_ranks(theirs.ranks), *_wrong_holds(theirs.holds, theirs.ranks)]
+    layouts = {component.name: component.layout for component in components}
+    for index, each in enumerate(theirs.holds):
+        layout = layouts.get(each.component)
+        if layout is None:
+            continue
+        bounds: list[tuple[str, Range, Range]] = []
+        if ours.ranks.pp_size == 1:  # it holds every layer that there is
+            bounds.append(("layer", (each.layer_first, each.layer_end), layout.layer_range))
+        if ours.ranks.tp_size == 1:
+            bounds.append(("head", (each.head_first, each.head_end), _heads(layout)))
+        wrong += [
+            (
+                f"holds[{index}].{axis}_end",
+                f"{axis}s {text_of([said])} of {each.component!r}, which has {text_of([known])}",
+            )
+            for axis, said, known in bounds
+            if said[0] < known[0] or said[1] > known[1]
+        ]
+    return wrong
+
+
+def share_of(components: Sequence[Component], holds: Sequence[Holds], tp_rank: int) -> tuple[Component, ...]:
+    """What a source that holds `holds` sends to the decode rank `tp_rank` of `components`, in their order.
+
+    A component of which it sends nothing is left out; one that it sends whole is the very same object.
+    """
+    if not holds:
+        return tuple(components)
+    held = {each.component: each for each in holds}
+    shares: list[Component] = []
+    for component in components:
+        theirs = held.get(component.name)
+        if theirs is None or tp_rank % theirs.replicas != theirs.replica:
+            continue
+        layers, heads = (theirs.layer_first, theirs.layer_end), (theirs.head_first, theirs.head_end)
+        if _inside(component.layout.layer_range, layers) and _inside(_heads(component.layout), heads):
+            shares.append(component)
+            continue
+        try:
+            layout = component.layout.layers(*layers).heads(*heads)
+        except LocalProtocolError:
+            continue  # It holds none of these planes.
+        shares.append(msgspec.structs.replace(component, layout=layout))
+    return tuple(shares)
+
+
+def uncovered(components: Sequence[Component], shares: Mapping[str, Sequence[Component]]) -> str:
+    """Empty where the shares, by source, hold every plane of `components` exactly once; else a line that says what
+    of which component is sent by nobody, or by several and by whom."""
+    for component in components:
+        layouts = {
+            name: share.layout for name, theirs in shares.items() for share in theirs if share.name == component.name
+        }
+        if list(layouts.values()) == [component.layout]:
+            continue
+        if text := _uncovered(component, layouts, list(shares)):
+            return text
+    return ""
+
+
+def _uncovered(component: Component, layouts: Mapping[str, Layout], names: list[str]) -> str:
+    kinds = {kind: at for at, kind in enumerate(sorted({plane.kind for plane in component.layout.planes}))}
+    own, theirs = head_keys(component.layout, kinds), [head_keys(layout, kinds) for layout in layouts.values()]
+    cuts = np.unique(np.concatenate([end for keys in (own, *theirs) for end in keys]))
+    held = _held(cuts, *own)
+    sent = np.array([_held(cuts, *keys) for keys in theirs], dtype=np.bool_).reshape(len(theirs), len(cuts) - 1)
+    wrong = held & (sent.sum(axis=0) != 1)
+    if not wrong.any():
+        return ""
+    first = int(wrong.argmax())
+    alike = wrong & (sent == sent[:, [first]]).all(axis=0) & (cuts[:-1] >> _KIND_BIT == cuts[first] >> _KIND_BIT)
+    heads: dict[int, list[Range]] = defaultdict(list)  # of one kind, sent as the first wrong one is; by layer
+    for start, end in zip(cuts[:-1][alike].tolist(), cuts[1:][alike].tolist(), strict=True):
+        heads[start // _HEADS % (1 << 16)].append((start % _HEADS, (end - 1) % _HEADS + 1))
+    found = next(iter(heads.values()))
+    layers = sorted({layer for layer, same in heads.items() if same == found})
+    where = f"layers {text_of(joined([(layer, layer + 1) for layer in layers]))} heads {text_of(joined(found))}"
+    senders = [name for name, sends in zip(layouts, sent[:, first], strict=True) if sends]
+    if senders:
+        return f"component {component.name!r} {where}: sent by each of {', '.join(senders)}"
+    return f"component {component.name!r} {where}: sent by none of {', '.join(names)}"
+
+
+def _held(cuts: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each [cuts[i], cuts[i + 1]) lies in one of [starts, ends), which do not overlap."""
+    steps = np.zeros(len(cuts), dtype=np.int64)
+    np.add.at(steps, np.searchsorted(cuts, starts), 1)
+    np.subtract.at(steps, np.searchsorted(cuts, ends), 1)
+    return steps.cumsum()[:-1] > 0
+
+
+def pair_share(source: Layout, target: Layout) -> Pairing:
+    """Pairs what `target` holds with the same of `source`, which may hold more layers and heads.
+
+    Raises LayoutMismatchError where the source lacks something of the target, holds it otherwise, or where it holds
+    another kind in one of the target's layers.
+    """
+    return pair(_facing(source, target), target)
+
+
+def _facing(source: Layout, target: Layout) -> Layout:
+    """The planes of `source` cut to the target's layers and, in each (kind, layer), to its heads; all of it where it
+    lacks one of these, so that the difference shows whole."""
+    layers: set[int] = set()
+    heads: dict[tuple[str, int], Range] = {}
+    for plane in target.planes:
+        first, end = heads.get((plane.kind, plane.layer), (plane.head_start, 0))
+        here = min(first, plane.head_start), max(end, plane.head_start + plane.head_count)
+        heads[plane.kind, plane.layer] = here
+        layers.add(plane.layer)
+    if not heads.keys() <= {(plane.kind, plane.layer) for plane in source.planes}:
+        return source
+    planes: list[Plane] = []
+    for plane in source.planes:
+        if plane.layer in layers:
+            planes += plane.heads(*heads.get((plane.kind, plane.layer), (0, _HEADS)))
+    if not planes or tuple(planes) == source.planes:
+        return source
+    return Layout(tuple(planes), source.page_size, source.slots)
+
+
+def _heads(layout: Layout) -> Range:
+    starts, counts = layout.table[:, 1], layout.table[:, 2]
+    return int(starts.min()), int((starts + counts).max())
+
+
+def _inside(inner: Range, outer: Range) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _wrong_ranks(ranks: Ranks) -> list[tuple[str, str]]:
+    places = {
+        "tp": (ranks.tp_rank, ranks.tp_size),
+        "pp": (ranks.pp_rank, ranks.pp_size),
+        "dp": (ranks.dp_rank, ranks.dp_size),
+    }
+    return [(f"ranks.{axis}_rank", f"{rank}, of {size}") for axis, (rank, size) in places.items() if rank >= size]
+
+
+def _wrong_holds(holds: Sequence[Holds], ranks: Ranks) -> list[tuple[str, str]]:
+    wrong: list[tuple[str, str]] = []
+    names: set[str] = set()
+    for index, each in enumerate(holds):
+        where = f"holds[{index}]"
+        if each.component in names:
+            wrong.append((f"{where}.component", f"{each.component!r} a second time"))
+        names.add(each.component)
+        if each.layer_first >= each.layer_end:
+            wrong.append((f"{where}.layer_end", f"layers [{each.layer_first}, {each.layer_end}) are none"))
+        if each.head_first >= each.head_end:
+            wrong.append((f"{where}.head_end", f"heads [{each.head_first}, {each.head_end}) are none"))
+        if each.replica >= each.replicas:
+            wrong.append((f"{where}.replica", f"{each.replica}, of {each.replicas}"))
+        if each.replicas > ranks.tp_size:
+            wrong.append((f"{where}.replicas", f"{each.replicas}, of {ranks.tp_size} tensor-parallel ranks"))
+    return wrong

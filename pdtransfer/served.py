@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
 
 from .errors import Cause
-from .limits import LIVES_MAX
+from .session.lives import Lives
 from .wire import End
 
 
@@ -47,7 +47,7 @@ class ServedRouter:
     peer: str
     incarnation: int
     heard: float
-    lives: deque[int] = field(default_factory=lambda: deque[int](maxlen=LIVES_MAX))  # earlier incarnations
+    lives: Lives
     rooms: dict[int, ServedRoom] = field(default_factory=dict[int, "ServedRoom"])
     ended: OrderedDict[int, End] = field(default_factory=OrderedDict[int, End])
 

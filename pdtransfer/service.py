@@ -16,6 +16,7 @@ from .ends import SUCCESSES, cause_of
 from .errors import Cause, LocalProtocolError, RemoteProtocolError
 from .limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX, Limits
 from .served import SERVICE_ROOM, ServedRoom, ServedRouter, ServiceEvent, ServiceRoom
+from .session.lives import Lives
 from .states import step
 from .timers import Timers
 from .wire import (
@@ -188,11 +189,11 @@ class Service:
                 text = f"routers: {len(self._routers)} are known, the limit is {ROUTERS_MAX}"
                 self._effects.append(Send(peer, Reject(0, Cause.FULL.value, (text,))))
                 return
-            router = self._routers[peer] = ServedRouter(peer, theirs.incarnation, now)
-        elif theirs.incarnation in router.lives:
+            router = self._routers[peer] = ServedRouter(peer, theirs.incarnation, now, Lives(self._limits.silence_ms))
+        elif router.lives.late(theirs.incarnation, now):
             return  # A late word of a process that is gone.
         elif theirs.incarnation != router.incarnation:
-            router.lives.append(router.incarnation)
+            router.lives.end(router.incarnation, now)
             router.incarnation = theirs.incarnation
             self._stop_all(router, Cause.PEER_RESTARTED)
         router.heard = now

@@ -6,7 +6,6 @@ proves both directions. A worker that is lost is sought again for ever.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,7 +14,8 @@ from typing import Literal
 from .effects import Send
 from .ends import cause_of
 from .errors import Cause
-from .limits import LIVES_MAX, Limits
+from .limits import Limits
+from .session.lives import Lives
 from .states import step
 from .timers import Timers
 from .wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome
@@ -52,13 +52,13 @@ class Worker:
 
     peer: str
     role: Literal["prefill", "decode"]
+    lives: Lives
     state: Presence = Presence.SOUGHT
     identity: Identity | None = None
     load: Load | None = None
     heard: float = 0.0
     why: str = "has not answered yet"  # it is not there
     repeat_ms: int = 0
-    lives: deque[int] = field(default_factory=lambda: deque[int](maxlen=LIVES_MAX))  # earlier incarnations
     rooms: set[int] = field(default_factory=set[int])
     prompt_tokens: int = 0  # of its rooms
     promised_slots: int = 0  # to rooms that were begun after its last Load
@@ -119,7 +119,9 @@ class Workers:
         lost: Callable[[Worker, Cause, str, float], None],
     ) -> None:
         self._identity, self._limits, self._out, self._lost = identity, limits, out, lost
-        workers = [Worker(peer, "prefill") for peer in prefill] + [Worker(peer, "decode") for peer in decode]
+        late_ms = limits.silence_ms
+        workers = [Worker(peer, "prefill", Lives(late_ms)) for peer in prefill]
+        workers += [Worker(peer, "decode", Lives(late_ms)) for peer in decode]
         self.by_peer = {worker.peer: worker for worker in workers}
         assert len(self.by_peer) == len(workers), "a worker is dialled once, in one role"
         self.timers: Timers[str] = Timers()
@@ -224,7 +226,7 @@ class Workers:
 
     def _welcome(self, worker: Worker, message: Welcome, now: float) -> None:
         theirs, known = message.identity, worker.identity
-        if theirs.incarnation in worker.lives:
+        if worker.lives.late(theirs.incarnation, now):
             return  # A late word of a process that is gone.
         for name, there, here in (("version", message.version, VERSION), ("role", theirs.role, worker.role)):
             if there != here:
@@ -234,13 +236,13 @@ class Workers:
         if known is not None and known.incarnation != theirs.incarnation:
             if worker.state is Presence.THERE:
                 self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
-            worker.lives.append(known.incarnation)
+            worker.lives.end(known.incarnation, now)
         worker.state = step(PRESENCE, worker.state, PresenceEvent.WELCOME)
         worker.identity, worker.heard, worker.repeat_ms, worker.why = theirs, now, 0, ""
         self._ping(worker, now)
 
     def _pong(self, worker: Worker, message: Pong, now: float) -> None:
-        if worker.state is not Presence.THERE or message.incarnation in worker.lives:
+        if worker.state is not Presence.THERE or worker.lives.late(message.incarnation, now):
             return
         assert worker.identity is not None
         if message.incarnation == worker.identity.incarnation:

@@ -602,7 +602,20 @@ def test_a_reject_that_wants_a_hello_gets_one_in_resend_ms_however_often_it_come
     assert len(sent(end.hear(*[want] * 50), Hello)) == 1
     for _ in range(20):
         assert sent(end.hear(end.welcome(), want, want), Hello) == []
-    assert len(sent(end.tick(0.1), Hello)) == 1
+    assert sent(end.tick(0.1), Hello) == []
+    assert len(sent(end.hear(*[want] * 50), Hello)) == 1
+
+
+def test_a_late_reject_that_wants_a_hello_does_not_end_the_session_that_followed_it() -> None:
+    """Simulated, seed 6 of restarts: repeated, it came after the Welcome, and the answer to its Hello took every room
+    of the new session with it."""
+    end = DecodeEnd()
+    end.up()
+    grant = end.granted(1)
+    late = Reject(0, "hello_required", ())
+    assert end.hear(late) == []
+    assert end.hear(end.welcome()) == []
+    assert of(end.land(grant), Ready)
 
 
 def test_a_hello_that_is_refused_is_repeated_at_the_slowest_pace() -> None:

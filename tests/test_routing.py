@@ -513,3 +513,15 @@ def test_close_fails_what_is_open_and_says_goodbye() -> None:
     bench.effects = bench.routing.close(bench.now)
     assert bench.of(Fail)[0].status == 503
     assert {e.peer for e in bench.of(Send) if isinstance(e.message, Goodbye)} == {P, D}
+
+
+def test_a_worker_that_was_once_taken_for_an_earlier_process_of_itself_gets_back() -> None:
+    """Simulated, seed 251: what a dead process had left on its way was heard after the live one, which was taken for
+    gone then, and for ever."""
+    bench = Bench()
+    bench.welcome(P, 2)
+    bench.silence(3 * LIMITS.silence_ms / 1e3)
+    assert not bench.routing.workers.by_peer[P].usable
+    bench.welcome(P, 1)
+    bench.hear(P, LOAD)
+    assert bench.routing.workers.by_peer[P].usable

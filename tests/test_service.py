@@ -323,3 +323,12 @@ def test_a_restarted_router_finds_every_daemon_free_again() -> None:
         assert isinstance(world.submit(request()), int)
         world.run(20)
         world.check_quiet()
+
+
+def test_a_router_that_was_once_taken_for_an_earlier_process_of_itself_gets_back() -> None:
+    """As test_routing's: what a dead router had left on its way came after the live one's Hello."""
+    daemon = Daemon()
+    daemon.hear(A, hello("a", 2), hello("a", 3), hello("a", 2))
+    daemon.wait(2 * LIMITS.silence_ms / 1e3)
+    (welcome,) = daemon.hear(A, hello("a", 2))
+    assert isinstance(welcome.message, Welcome)

@@ -115,6 +115,7 @@ class Peer:
     heard: float
     lives: Lives
     greeted: float = float("-inf")  # when Hello last went out
+    welcomed: float = float("-inf")  # when it last answered one
     identity: Identity | None = None
     refusal: str | None = None
     session: Session | None = None

@@ -130,7 +130,7 @@ class Links:
         if peer.session is None and not self._may_open(peer):
             self._unreachable(peer, Cause.FULL, f"{name} has to wait until an ended session is fenced", now)
             return
-        peer.repeat_ms = 0
+        peer.repeat_ms, peer.welcomed = 0, now
         self.timers.clear(("hello", name, 0))
         if peer.session is not None:
             self.heard(peer.session, now)
@@ -190,7 +190,9 @@ class Links:
         """The peer refuses our Hello, or a session; or it does not know us."""
         peer = self.peers[name]
         if message.session == 0 and message.reason in GREETINGS_WANTED:
-            self._greet(peer, now)
+            # Soon after its Welcome this is a late answer to what was sent before: the session stands.
+            if peer.session is None or (now - peer.welcomed) * 1e3 >= self._limits.resend_ms:
+                self._greet(peer, now)
             return
         text = f"{name} refuses ({message.reason}): " + "; ".join(message.fields)
         session = self.of(name, message.session)

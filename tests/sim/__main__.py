@@ -1,22 +1,26 @@
 """Runs the simulator by hand: each seed is a world of its own, and any failure is replayed by its seed alone.
 
 python -m tests.sim --seeds 100000 --jobs 4      many seeds, in four processes
+python -m tests.sim --rooms 1000000 --jobs 2     as many as it takes for so many rooms
 python -m tests.sim --seed 7 --trace             one seed, with every message and event
-python -m tests.sim --mutant NAME                how many seeds a planted bug takes to be caught
+python -m tests.sim --mutant NAME                how many seeds of its kind a planted bug takes to be caught
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count
 
 from .mutants import MUTANTS
+from .profile import KINDS, draw
 from .world import Violation, World
 
 
@@ -29,18 +33,19 @@ class Tally:
     failure: str = ""
 
 
-def run(seeds: Iterable[int], *, trace: bool = False, replay: str = "") -> Tally:
+def run(seeds: Iterable[int], *, kind: str | None = None, trace: bool = False, replay: str = "") -> Tally:
     """Runs seeds up to the first that fails, for whatever reason: an exception of the code under test is one, too."""
     tally = Tally()
     for seed in seeds:
-        world = World(seed)
+        world = World(seed, draw(seed, kind))
         world.trace = [] if trace else None
         tally.seeds += 1
         try:
             tally.seen += world.run()
         except Exception as error:  # noqa: BLE001 -- every one is a finding
             what = str(error) if isinstance(error, Violation) else traceback.format_exc()
-            command = f"python -m tests.sim --seed {seed} --trace{replay}"
+            of_kind = "" if kind is None else f" --kind {kind}"
+            command = f"python -m tests.sim --seed {seed}{of_kind} --trace{replay}"
             tally.failure = f"seed {seed} ({world.profile.name}): {what}\nreplay: {command}"
         if world.trace:
             print("\n".join(world.trace))
@@ -63,6 +68,8 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help="replay one seed")
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run (default 1000)")
+    parser.add_argument("--rooms", type=int, help="run until so many rooms were simulated, whatever --seeds says")
+    parser.add_argument("--kind", choices=KINDS, help="worlds of this kind only (default: all in turn)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in (default 1)")
     parser.add_argument("--trace", action="store_true", help="print every message and event")
@@ -70,25 +77,41 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _batches(options: argparse.Namespace) -> Iterator[range]:
+    """Seeds in batches of 50; without an end where rooms are counted."""
+    for first in count(options.first, 50):
+        left = 50 if options.rooms else options.first + options.seeds - first
+        if left <= 0:
+            return
+        yield range(first, first + min(left, 50))
+
+
 def main() -> int:
     options = _options()
-    replay = f" --mutant {options.mutant}" if options.mutant else ""
-    seeds = range(options.first, options.first + options.seeds)
+    replay = f" --mutant {shlex.quote(options.mutant)}" if options.mutant else ""
+    kind: str | None = options.kind
     start = time.perf_counter()
     total = Tally()
     if options.mutant:
         MUTANTS[options.mutant].plant(plant)
+        kind = kind or MUTANTS[options.mutant].kind
     if options.seed is not None:
-        total = run([options.seed], trace=options.trace, replay=replay)
-    elif options.jobs == 1:
-        total = run(seeds, trace=options.trace, replay=replay)
+        total = run([options.seed], kind=kind, trace=options.trace, replay=replay)
     else:
         # A worker is forked, and so has the mutant too.
         with ProcessPoolExecutor(options.jobs) as pool:
-            for tally in pool.map(run, [seeds[at : at + 50] for at in range(0, len(seeds), 50)]):
+            under_way = deque[Future[Tally]]()
+            batches = _batches(options)
+            while not total.failure:
+                wanted = not options.rooms or total.seen["rooms"] < options.rooms
+                while wanted and len(under_way) <= options.jobs and (seeds := next(batches, None)) is not None:
+                    under_way.append(pool.submit(run, seeds, kind=kind, trace=options.trace, replay=replay))
+                if not under_way:
+                    break
+                tally = under_way.popleft().result()
                 total.seeds += tally.seeds
                 total.seen += tally.seen
-                total.failure = total.failure or tally.failure
+                total.failure = tally.failure
     seen, seconds = total.seen, time.perf_counter() - start
     if total.failure:
         print(total.failure)

@@ -122,19 +122,20 @@ def one_queue_for_all_peers(patch: Patch) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A planted bug; `seeds` is about three times what it took to catch it."""
+    """A planted bug; it has to be caught within so many seeds of worlds of that kind, about three times what it took."""
 
     plant: Callable[[Patch], None]
+    kind: str
     seeds: int
 
 
 MUTANTS: dict[str, Mutant] = {
-    "free at the deadline": Mutant(free_at_the_deadline, 9),
-    "Drained sent early": Mutant(drained_sent_early, 9),
-    "ended grants forgotten": Mutant(ended_grants_forgotten, 300),
-    "a late message revives a room": Mutant(late_message_revives_room, 9),
-    "silence taken for a fence": Mutant(silence_taken_for_a_fence, 90),
-    "a new incarnation taken for a fence": Mutant(new_incarnation_taken_for_a_fence, 90),
-    "pages reused when the room fails": Mutant(pages_reused_when_the_room_fails, 9),
-    "one queue for all peers": Mutant(one_queue_for_all_peers, 15),
+    "free at the deadline": Mutant(free_at_the_deadline, "quiet", 3),
+    "Drained sent early": Mutant(drained_sent_early, "lossy", 9),
+    "ended grants forgotten": Mutant(ended_grants_forgotten, "crowded", 42),
+    "a late message revives a room": Mutant(late_message_revives_room, "quiet", 9),
+    "silence taken for a fence": Mutant(silence_taken_for_a_fence, "rough", 9),
+    "a new incarnation taken for a fence": Mutant(new_incarnation_taken_for_a_fence, "deadly", 9),
+    "pages reused when the room fails": Mutant(pages_reused_when_the_room_fails, "lossy", 9),
+    "one queue for all peers": Mutant(one_queue_for_all_peers, "isolation", 18),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -11,40 +12,63 @@ from pdtransfer.layout import Component, Layout, Plane, Span
 
 Int64s = NDArray[np.int64]
 
-ROW = 8  # bytes: one word, which names the room, the component, the row and the layer that it belongs to
+ROW = 8  # bytes of one head's row: a word, which names the room, component, row, layer and head that it belongs to
 LAYERS = 3
 
 
-def words(room: int, component: int, rows: Int64s, layer: int) -> Int64s:
-    """What rows of a room have to read as."""
-    return room * 1_000_003 + component * 40_009 + rows * 101 + layer + 1
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a rank holds of the model: layers and KV heads, each [first, end)."""
+
+    layers: tuple[int, int] = (0, LAYERS)
+    heads: tuple[int, int] = (0, 1)
 
 
-def layout(slots: int, page: int, base: int, *, page_first: bool) -> Layout:
-    """LAYERS planes of one word a row, layer_first or page_first_direct."""
+ONE_HEAD, TWO_HEADS = Shape(), Shape(heads=(0, 2))
+
+
+def words(room: int, component: int, rows: Int64s, layers: tuple[int, int], heads: tuple[int, int]) -> Int64s:
+    """What rows of a room have to read as: int64 (layers, heads, rows)."""
+    place = np.arange(*layers)[:, None, None] + np.arange(*heads)[None, :, None] * 11 + rows[None, None, :] * 101
+    return place + room * 1_000_003 + component * 40_009 + 1
+
+
+def layout(slots: int, page: int, base: int, shape: Shape, *, page_first: bool) -> Layout:
+    """A plane a layer, with a word a head in each row; layer_first or page_first_direct."""
+    count = shape.layers[1] - shape.layers[0]
+    row = ROW * (shape.heads[1] - shape.heads[0])
     planes: list[Plane] = []
-    for layer in range(LAYERS):
+    for place, layer in enumerate(range(*shape.layers)):
         if page_first:
-            start, stride = base + layer * page * ROW, LAYERS * page * ROW
+            start, stride = base + place * page * row, count * page * row
         else:
-            start, stride = base + layer * slots * ROW, page * ROW
-        planes.append(Plane(layer, "latent", "int64", 0, 1, start, stride, ROW, ROW))
+            start, stride = base + place * slots * row, page * row
+        heads = shape.heads[1] - shape.heads[0]
+        planes.append(Plane(layer, "latent", "int64", shape.heads[0], heads, start, stride, row, row))
     return Layout(tuple(planes), page, slots)
 
 
 @cache
-def components(tokens: int, page: int, *, page_first: bool) -> tuple[Component, ...]:
-    """A KV with a row a token, and a compressed one with a row per 4 tokens."""
-    kv = layout(tokens, page, 0, page_first=page_first)
-    c4 = layout(tokens, page, tokens * LAYERS * ROW, page_first=page_first)
+def components(tokens: int, page: int, shape: Shape = ONE_HEAD, *, page_first: bool) -> tuple[Component, ...]:
+    """A KV with a row a token, and a compressed one of a single head with a row per 4 tokens."""
+    kv = layout(tokens, page, 0, shape, page_first=page_first)
+    c4 = layout(tokens, page, kv.end, Shape(shape.layers, (0, 1)), page_first=page_first)
     return Component("kv", "dram", 1, Span(), kv), Component("c4", "dram", 4, Span(), c4)
 
 
 @cache
+def holds(component: Component) -> Shape:
+    """Layers and heads that are in it."""
+    plane = component.layout.planes[0]
+    return Shape(component.layout.layer_range, (plane.head_start, plane.head_start + plane.head_count))
+
+
+@cache
 def places(component: Component) -> Int64s:
-    """The word that each slot's row of each layer is in: int64 (layers, slots)."""
-    slots = np.arange(component.layout.slots)
-    return np.stack([component.layout.address(layer, slots) // ROW for layer in range(LAYERS)])
+    """The word that each row of each layer and head is in: int64 (layers, heads, slots), from the first of each."""
+    slots, planes = np.arange(component.layout.slots), component.layout.planes
+    at = np.stack([component.layout.address(plane, slots) // ROW for plane in range(len(planes))])
+    return at[:, None, :] + np.arange(planes[0].head_count)[None, :, None]
 
 
 def memory(of: tuple[Component, ...]) -> Int64s:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+KINDS = (
+    "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
+)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Probabilities are per message, per write or per room; times are seconds of virtual time."""
 
@@ -15,59 +19,119 @@ class Profile:
     prefills: int
     rooms: int
     arena_tokens: int
-    pool_tokens: int
-    tokens_max: int
+    pool_tokens: int = 1024
+    tokens_max: int = 48
     span: float  # over which rooms arrive
-    loss: float
-    duplicate: float
+    skew: float  # clocks run so much faster or slower than the world's, at most
+    loss: float = 0.0
+    duplicate: float = 0.0
     delay: float  # median of a message's way
-    delay_tail: float  # how heavy its tail is: 0 is none
+    delay_tail: float = 0.0  # how heavy its tail is: 0 is none
+    delay_max: float = 10.0
     write: float  # median time of a write
-    write_tail: float
-    write_fails: float
-    write_unknown: float  # a write that nobody can tell the end of, until its writer is killed
-    abort: float  # a room that somebody gives up
-    opens_late: float  # a room that the prefill engine takes up long after decode has granted
-    deadline: tuple[float, float]
-    freezes: int  # processes that stop for a while
-    freeze: tuple[float, float]
-    kills: int  # processes that die, and are started again
-    orphans: float  # a killed writer leaves a child that goes on writing
+    write_tail: float = 0.0
+    write_fails: float = 0.0
+    write_unknown: float = 0.0  # a write that nobody can tell the end of, until its writer is killed
+    abort: float = 0.0  # a room that somebody gives up
+    opens_late: float = 0.0  # a room that the prefill engine takes up long after decode has granted
+    engine_skips: float = 0.0  # a room of which the prefill engine forgets a cell
+    deadline: tuple[float, float] = (5.0, 10.0)
+    freezes: int = 0  # processes that stop for a while
+    freeze: tuple[float, float] = (0.5, 8.0)
+    kills: int = 0  # processes that die, and are started again, at once or late
+    orphans: float = 0.7  # a killed writer leaves a child that goes on writing
+    partitions: int = 0  # a process cut off from some or all others, in one direction or both
     window: int
-    isolation: bool  # one prefill freezes for long, and the others' rooms may not feel it: invariant 6
+    queue_max: int = 1_024
+    quarantine_fraction: float = 0.5
+    isolation: bool = False  # one prefill freezes for long, and the others' rooms may not feel it: invariant 6
+    patient: bool = False  # nothing but loss: no room's only trouble may be that it waited until its deadline
+    exact: bool = False  # nothing but restarts: a session ends because a process has died, and for nothing else
+    ranks: bool = False  # workers are groups of ranks
+    routers: int = 0  # that begin the rooms, for clients; 0: begun by hand
+    router_kills: int = 0
+    engine_fails: float = 0.0  # a room that an engine fails, behind a router
 
 
-def draw(seed: int) -> Profile:
-    """The profile of a seed, one of six kinds in turn."""
+def draw(seed: int, kind: str | None = None) -> Profile:
+    """The profile of a seed: one of the kinds, in turn, unless it is given."""
     rng = random.Random(f"profile {seed}")
-    kind = ("quiet", "lossy", "rough", "crowded", "isolation", "deadly")[seed % 6]
-    rough, crowded, isolation, deadly = (kind == name for name in ("rough", "crowded", "isolation", "deadly"))
-    quiet = kind in ("quiet", "isolation", "deadly")
+    kind = kind or KINDS[seed % len(KINDS)]
     small = rng.choice([128, 256])
-    return Profile(
+    base = Profile(
         name=kind,
         decodes=rng.randint(1, 2),
-        prefills=rng.randint(2, 3) if isolation or deadly else rng.randint(1, 3),
+        prefills=rng.randint(1, 3),
         rooms=rng.randint(20, 40),
-        arena_tokens=small if crowded or deadly else 4096 if isolation else 1024,
-        pool_tokens=4096 if isolation else 1024,
-        tokens_max=48,
+        arena_tokens=1024,
         span=rng.choice([0.2, 2.0]),
-        loss=0.0 if quiet else rng.choice([0.0, 0.05, 0.2, 0.4]),
-        duplicate=0.0 if quiet else rng.choice([0.1, 0.4]),
+        skew=rng.choice([0.0, 0.01, 0.05]),
         delay=rng.choice([0.0002, 0.005]),
-        delay_tail=0.0 if quiet else rng.choice([0.0, 1.0, 2.5]),
-        write=rng.choice([0.1, 2.0]) if deadly else rng.choice([0.0001, 0.01] if isolation else [0.0001, 0.01, 0.1]),
-        write_tail=0.0 if quiet else rng.choice([0.5, 1.5, 2.5]),
-        write_fails=0.0 if quiet else rng.choice([0.0, 0.02, 0.1]),
-        write_unknown=0.0 if quiet else rng.choice([0.0, 0.0, 0.01]),
-        abort=0.0 if isolation else rng.choice([0.0, 0.1]) if quiet else rng.choice([0.05, 0.2, 0.5]),
-        opens_late=0.0 if quiet else rng.choice([0.2, 0.7]),
-        deadline=(5.0, 10.0) if quiet else (0.5, 8.0),
-        freezes=1 if rough or isolation else 0,
-        freeze=(4.0, 8.0) if isolation else (0.5, 8.0),
-        kills=rng.randint(2, 4) if deadly else rng.randint(0, 2) if rough else 0,
-        orphans=0.7,
-        window=64 if isolation else rng.choice([2, 8, 64]),
-        isolation=isolation,
+        write=rng.choice([0.0001, 0.01, 0.1]),
+        abort=rng.choice([0.0, 0.1]),
+        window=rng.choice([2, 8, 64]),
     )
+    lossy = replace(
+        base,
+        loss=rng.choice([0.0, 0.05, 0.2, 0.4]),
+        duplicate=rng.choice([0.1, 0.4]),
+        delay_tail=rng.choice([0.0, 1.0, 2.5]),
+        write_tail=rng.choice([0.5, 1.5, 2.5]),
+        write_fails=rng.choice([0.0, 0.02, 0.1]),
+        write_unknown=rng.choice([0.0, 0.0, 0.01]),
+        abort=rng.choice([0.05, 0.2, 0.5]),
+        opens_late=rng.choice([0.2, 0.7]),
+        engine_skips=rng.choice([0.0, 0.05]),
+        deadline=(0.5, 8.0),
+    )
+    match kind:
+        case "quiet":
+            return base
+        case "lossy":
+            return lossy
+        case "rough":
+            return replace(lossy, freezes=1, kills=rng.randint(0, 2), partitions=rng.randint(0, 1))
+        case "crowded":
+            fraction = rng.choice([0.25, 0.5])
+            return replace(lossy, arena_tokens=small, queue_max=rng.choice([4, 1_024]), quarantine_fraction=fraction)
+        case "isolation":
+            return replace(
+                base, isolation=True, prefills=rng.randint(2, 3), arena_tokens=4096, pool_tokens=4096,
+                write=rng.choice([0.0001, 0.01]), abort=0.0, freezes=1, freeze=(4.0, 8.0), window=64,
+            )  # fmt: skip
+        case "deadly":
+            return replace(
+                base, prefills=rng.randint(2, 3), arena_tokens=small, write=rng.choice([0.1, 2.0]),
+                kills=rng.randint(2, 4), quarantine_fraction=rng.choice([0.1, 0.25, 0.5]),
+            )  # fmt: skip
+        case "split":
+            return replace(
+                base, prefills=rng.randint(2, 3), partitions=rng.randint(1, 3), kills=rng.randint(0, 1),
+                abort=rng.choice([0.0, 0.2]), arena_tokens=rng.choice([small, 1024]),
+            )  # fmt: skip
+        case "patient":
+            return replace(
+                base, patient=True, loss=rng.choice([0.02, 0.1]), duplicate=0.1, arena_tokens=4096, pool_tokens=4096,
+                window=64, span=2.0, abort=0.2,
+            )  # fmt: skip
+        case "restarts":
+            return replace(
+                base, exact=True, duplicate=rng.choice([0.1, 0.4]), delay_tail=rng.choice([0.0, 1.5]), delay_max=0.02,
+                kills=rng.randint(1, 3), orphans=0.3, span=2.0,
+            )  # fmt: skip
+        case "fleet":
+            return replace(
+                base, decodes=2, prefills=2, routers=rng.randint(1, 3), router_kills=rng.choice([0, 1, 2]),
+                kills=rng.choice([0, 0, 1, 2]), freezes=rng.choice([0, 0, 1]), partitions=rng.choice([0, 0, 1]),
+                loss=rng.choice([0.0, 0.02, 0.1]), duplicate=rng.choice([0.0, 0.2]),
+                delay_tail=rng.choice([0.0, 1.0]), engine_fails=rng.choice([0.0, 0.1]),
+                arena_tokens=rng.choice([64, 256]), queue_max=rng.choice([2, 1_024]), span=rng.choice([0.5, 2.0]),
+            )  # fmt: skip
+        case "ranks":
+            return replace(
+                lossy, ranks=True, rooms=rng.randint(10, 20), loss=rng.choice([0.0, 0.1]), abort=rng.choice([0.0, 0.2]),
+                kills=rng.choice([0, 0, 1]), freezes=rng.choice([0, 0, 1]), delay_tail=rng.choice([0.0, 1.0]),
+                opens_late=0.1, deadline=(2.0, 8.0),
+            )  # fmt: skip
+        case _:
+            raise ValueError(f"{kind} is none of {KINDS}")

@@ -1,0 +1,75 @@
+"""What begins a room where the world has no router: it starts both sides, and cancels one when the other has failed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdtransfer.errors import Cause
+
+from .process import Process
+from .rooms import Room, Source, Target
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+class Call:
+    """One room, from its beginning on all its ranks."""
+
+    def __init__(self, world: World, serial: int) -> None:
+        self.world = world
+        rng, p = world.rng, world.profile
+        deadline = rng.uniform(*p.deadline)
+        self.room = Room(world, serial, serial, rng.randint(1, p.tokens_max), rng.randint(0, 8), deadline)
+        self.prefills, self.decodes = rng.choice(world.prefill_groups), rng.choice(world.decode_groups)
+        self.sources = [Source(self.room, node, self) for node in self.prefills]
+        self.targets = [Target(self.room, node, self) for node in self.decodes]
+
+    def begin(self) -> None:
+        world, rng, room, p = self.world, self.world.rng, self.room, self.world.profile
+        room.begun_at = world.now
+        names = [node.name for node in self.prefills]
+        for target in self.targets:
+            wait = rng.expovariate(500.0)
+            target.node.later(wait, lambda each=target: each.expect(seconds=room.deadline, sources=names))
+        slow, peers = rng.random() < p.opens_late, [node.name for node in self.decodes]
+        for source in self.sources:
+            wait = rng.uniform(0.1, 2.0) if slow else rng.expovariate(500.0)
+            source.node.later(
+                wait, lambda each=source: each.open(seconds=room.deadline, grants=len(peers), peers=peers)
+            )
+        if rng.random() < p.abort:
+            part = rng.choice([*self.sources, *self.targets])
+            part.node.later(rng.choice([0.001, 0.02, 0.5, 2.0]) * rng.random(), part.abort)
+
+    def ready(self, target: Target) -> None:
+        target.node.later(self.world.rng.expovariate(5.0), target.release)
+
+    def ended(self, part: Source | Target, cause: Cause | None, detail: str, retry_ms: int) -> None:
+        """What a router does when one side fails; now and then it is lost, and the deadline has to do."""
+        if cause is not None:
+            self._cancel(part)
+
+    def on_killed(self, node: Process) -> None:
+        """Its router hears of it that a process has died."""
+        for part in (*self.sources, *self.targets):
+            if part.node is node and (part.killed or not part.begun):
+                self._cancel(part)
+
+    def _cancel(self, ended: Source | Target) -> None:
+        rng = self.world.rng
+        if rng.random() < 0.8:
+            for part in (*self.sources, *self.targets):
+                if part is not ended and not part.over:
+                    part.node.later(rng.expovariate(50.0), part.abort)
+
+    def check_isolation(self) -> None:
+        """Invariant 6: no room waits for a frozen peer that is not its own."""
+        undisturbed = all(node.never_disturbed for node in (*self.prefills, *self.decodes))
+        for target in self.targets:
+            if undisturbed and not target.ready_at - self.room.begun_at < 1.0:
+                self.world.fail(f"room {self.room.id} had to wait for a frozen peer that is not its own")
+
+    @property
+    def over(self) -> bool:
+        return all(target.over or not target.expected for target in self.targets)

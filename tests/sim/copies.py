@@ -1,0 +1,108 @@
+"""The data plane: rows and layers of a write land one by one, late, also when their process is gone."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from pdtransfer import effects as fx
+from pdtransfer.arena import FreeExtents
+from pdtransfer.lease import Lease
+from pdtransfer.session.decode import DecodeSessions
+
+from .pools import Int64s, holds, places
+
+if TYPE_CHECKING:
+    from .prefills import PrefillNode
+
+
+def is_free(free: FreeExtents, slot: int) -> bool:
+    place = bisect_right(free._starts, slot) - 1
+    return place >= 0 and slot < free._starts[place] + free._count_at[free._starts[place]]
+
+
+@dataclass(eq=False)
+class Mapping:
+    """One life of a decode node's arena, as a writer maps it; it outlives the node."""
+
+    name: str
+    memory: Int64s
+    core: DecodeSessions
+    live: set[Mapping]  # those of the session that can still write
+
+
+class Copy:
+    """One write: each piece reads its source when it lands."""
+
+    def __init__(self, node: PrefillNode, order: fx.Write) -> None:
+        self.node, self.order, self.world = node, order, node.world
+        self.life, self.told = node.life, False
+        self.mapping, self.component = node.mappings[order.session], order.component
+        theirs = node.core.sessions[order.session].components[order.component]
+        ours = next(each for each in node.components if each.name == theirs.name)
+        self.source, self.session = node.rooms[order.room], self.mapping.core.links.sessions.get(order.session)
+        self.lease = None if self.session is None else self.session.leases.get(order.grant)
+        # Which words of a row: their heads, by either side's count of layers and heads.
+        heads, here, there = holds(theirs).heads, holds(ours), holds(theirs)
+        self.targets = places(theirs), there.layers[0]
+        cut = slice(heads[0] - here.heads[0], heads[1] - here.heads[0])
+        self.sources = places(ours)[:, cut], here.layers[0]
+        world, p = self.world, self.world.profile
+        total = world.stretch(p.write, 0.0 if world.healed else p.write_tail)
+        self.fails = not world.healed and world.rng.random() < p.write_fails
+        rows = len(order.source_slots)
+        cuts = sorted({0, rows, *(world.rng.randrange(rows + 1) for _ in range(2))})
+        self.pieces = [(layer, low, high) for low, high in pairwise(cuts) for layer in range(*order.layers)]
+        world.rng.shuffle(self.pieces)
+        if self.fails:
+            self.pieces = self.pieces[: world.rng.randrange(len(self.pieces) + 1)]
+        # When so many pieces are left, nobody can say any more how it will end.
+        unknown = not world.healed and world.rng.random() < p.write_unknown
+        self.unknown_at = world.rng.randrange(len(self.pieces) + 1) if unknown else None
+        self.each = total / (len(self.pieces) + 1)
+        world.at(self.each, self._next)
+
+    def _next(self) -> None:
+        node, world, order = self.node, self.world, self.order
+        alive = node.life == self.life
+        if not alive and self.mapping not in self.mapping.live:
+            return  # the process and every child of it are gone
+        if alive and order.session in node.fenced:
+            return
+        if alive and self.unknown_at == len(self.pieces):
+            self.unknown_at = None
+            world.seen["writes of unknown outcome"] += 1
+            self._report(fx.Outcome.UNKNOWN)
+        stopped = (order.session, order.grant) in node.stopping and world.rng.random() < 0.5
+        if self.pieces and not (alive and stopped):
+            self._land(*self.pieces.pop(), alive=alive)
+            world.at(self.each, self._next)
+        elif alive and not self.told:
+            self._report(fx.Outcome.FAILED if self.pieces or self.fails else fx.Outcome.LANDED)
+
+    def _report(self, outcome: fx.Outcome) -> None:
+        node, order = self.node, self.order
+        self.told = True
+        node.act(
+            self.life,
+            lambda: node.perform(node.core.wrote(order.session, order.write, outcome, "the copy failed", node.clock)),
+        )
+
+    def _land(self, layer: int, low: int, high: int, *, alive: bool) -> None:
+        """Invariant 1: the target is this grant's still; the source is the room's still (its words say whose it is)."""
+        world, node, lease = self.world, self.node, self.lease
+        sources, targets = self.order.source_slots[low:high], self.order.target_slots[low:high]
+        where = f"{node.name} writes slots {targets[0]}.. of {self.mapping.name} for grant {self.order.grant}"
+        if lease is None or lease.state is Lease.ENDED or not lease.holding.claims:
+            world.fail(f"{where}, which has no lease on them any more")
+        if is_free(self.mapping.core.arena.free[self.component], int(targets[0])):
+            world.fail(f"{where}, which are free")
+        if alive and self.source.drained:
+            world.fail(f"{node.name} reads pages of room {self.source.room.id}, which were given back")
+        world.seen["pieces by orphans"] += not alive
+        world.seen["pieces after the room failed"] += lease.state is not Lease.GRANTED
+        (to, first), (from_, from_first) = self.targets, self.sources
+        words = node.pool[from_[layer - from_first][:, sources]] if alive else -1
+        self.mapping.memory[to[layer - first][:, targets]] = words

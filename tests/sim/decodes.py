@@ -1,0 +1,210 @@
+"""A decode process of the simulated world: its arena's memory, its rooms, and the watch over who may write."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pdtransfer import effects as fx
+from pdtransfer.lease import Lease
+from pdtransfer.session.decode import DecodeSessions
+from pdtransfer.session.ledger import SessionState
+from pdtransfer.wire import Failed, Grant, Identity, Landed, Load, Message, Ranks, Reach
+
+from .copies import Mapping
+from .pools import ONE_HEAD, ROW, Shape, components, memory
+from .process import Alarm, Process
+from .rooms import Target
+from .services import DecodeDesk
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+class DecodeNode(Process):
+    """One decode rank; a daemon, where the world has routers."""
+
+    def __init__(self, world: World, name: str, *, shape: Shape = ONE_HEAD, ranks: Ranks | None = None) -> None:
+        super().__init__(world, name)
+        self.components = components(world.profile.arena_tokens, 1, shape, page_first=True)
+        self._arena_bytes = sum(c.bytes_of(c.layout.slots) for c in self.components)
+        self._ranks = ranks or Ranks()
+        self.rooms: dict[int, Target] = {}
+        self._performed = 0
+
+    def start(self) -> None:
+        world = self.world
+        self.memory = memory(self.components)
+        incarnation = world.rng.getrandbits(64)
+        self.identity = Identity(self.name, "decode", incarnation, self._ranks, "sim", b"w", self.limits.window)
+        self.core = DecodeSessions(self.identity, self.components, self.limits, lambda: world.rng.getrandbits(63) + 1)
+        self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
+        self.desk = DecodeDesk(self) if world.profile.routers else None
+        self.rooms = {}
+        self.writers: dict[int, set[Mapping]] = {}  # session -> mappings that can still write
+        self.revoked: set[int] = set()
+        self.ends: Counter[str] = Counter()  # of sessions, by peer
+        for peer in world.prefills:
+            self.later(0.0, lambda peer=peer: self.perform(self.core.dial(peer, self.clock)))
+
+    def kill(self) -> None:
+        """The process dies; its arena lives on, unread, as long as somebody maps it."""
+        if self.dead or self.world.healed:
+            return
+        self.world.log(f"{self.name} is killed")
+        self.world.seen["decode kills"] += 1
+        self.die()
+        for target in self.rooms.values():
+            target.on_killed()
+
+    def load(self) -> Load:
+        """As a daemon's."""
+        core = self.core
+        free = min(core.arena.free, key=lambda each: each.free_slots / each.slots)
+        quarantined = core.leases.quarantined_bytes // sum(each.layout.row_bytes for each in self.components)
+        waiting = len(core.admission)
+        return Load(True, False, len(core.rooms) - waiting, waiting, free.free_slots, free.slots, quarantined)
+
+    def receive(self, source: str, message: Message) -> None:
+        if self.desk is not None and source in self.world.routers:
+            self.desk.receive(source, message)
+            return
+        session = self.core.links.sessions.get(getattr(message, "session", 0))
+        self._look_at(session, message)
+        silent = {s.id for s in self.core.links.sessions.values() if s.state is SessionState.SILENT}
+        self.perform(self.core.receive(source, message, self.clock))
+        for session_id in silent:
+            session = self.core.links.sessions.get(session_id)
+            self.world.seen["silent peers back"] += session is not None and session.state is SessionState.UP
+
+    def _look_at(self, session: object, message: Message) -> None:
+        if session is None or not isinstance(message, Landed | Failed):
+            return
+        lease, seen = session.leases.get(message.grant), self.world.seen
+        if isinstance(message, Failed) and not message.quiescent:
+            seen["Failed before its writing has ended"] += 1
+        elif lease is None:
+            seen["repeated ends"] += 1
+        elif lease.state is not Lease.GRANTED and isinstance(message, Landed):
+            seen["Landed that met an Abort"] += 1
+
+    def perform(self, effects: list[fx.DecodeEffect]) -> None:
+        for effect in effects:
+            self._perform(effect)
+        if self.core.leases.quarantined_bytes:
+            self.world.seen["steps with quarantine"] += 1
+        self._performed += 1
+        if self._performed % 8 == 0:
+            self.check_ledger()
+        if self.desk is not None:
+            self.desk.tell_load()
+        self.alarm.arm()
+
+    def _perform(self, effect: fx.DecodeEffect) -> None:
+        world = self.world
+        match effect:
+            case fx.Send(peer, message):
+                if isinstance(message, Grant):
+                    self._check_grant(peer, message)
+                world.network.send(self, peer, message)
+            case fx.Offer(_, session):
+                reach = Reach("shm", "host", self.name, b"token", 0, len(self.memory) * ROW)
+                self.writers[session] = set()
+                self.later(0.001, lambda s=session, r=reach: self.perform(self.core.offered(s, r, self.clock)))
+            case fx.Fence(session):
+                self._fence(session)
+            case fx.Forget(session):
+                world.seen["fences"] += 1
+                if self.writers.pop(session):
+                    world.fail(f"{self.name} forgets session {session:#x}, which can still be written")
+            case fx.Ready():
+                self.rooms[effect.room].on_ready(effect)
+            case fx.RoomFailed():
+                world.log(f"{self.name} room {effect.room} failed {effect.cause} {effect.detail}")
+                self.rooms[effect.room].on_failed(effect)
+            case fx.PeerRefused() | fx.HangUp():
+                world.fail(f"{self.name}: {effect}")
+
+    def _fence(self, session_id: int) -> None:
+        """The kernel's proof: nobody can write by this session's hand-over any more."""
+        world, session = self.world, self.core.links.sessions[session_id]
+        if session_id not in self.revoked:
+            self._count_end(session.peer)
+        self.revoked.add(session_id)
+        if self.writers[session_id]:
+            world.seen["fences that had to wait"] += 1
+        else:
+            self.later(0.0005, lambda: self.perform(self.core.fenced(session_id, self.clock)))
+
+    def _count_end(self, peer: str) -> None:
+        """Where nothing is lost and nobody stops, a session ends because a process has died, and for nothing else."""
+        self.ends[peer] += 1
+        if self.world.profile.exact and self.ends[peer] > self.world.prefills[peer].deaths:
+            self.world.fail(f"{self.name} ends a session with {peer}, which lives and has always answered")
+
+    def _check_grant(self, peer: str, message: Grant) -> None:
+        """Who keeps too much in quarantine gets nothing new; and no session has more unended grants than its window."""
+        session = self.core.links.sessions[message.session]
+        if len(session.leases) > session.window or message.grant - next(iter(session.leases)) >= session.window:
+            self.world.fail(f"{self.name} grants {message.grant}, outside the window of {session.window}")
+        lease = session.leases.get(message.grant)
+        kept = self.core.links.peers[peer].quarantined_bytes
+        if lease is not None and not lease.granted and lease.repeat_ms == 0:
+            share = self.limits.quarantine_fraction_max
+            if kept > share * self._arena_bytes:
+                self.world.fail(f"{self.name} grants slots to {peer}, which keeps {kept} bytes in quarantine")
+
+    def check_ledger(self) -> None:
+        """What is taken is held by rooms and leases, and quarantine is counted as what it holds."""
+        core, world = self.core, self.world
+        leases = [lease for session in core.links.sessions.values() for lease in session.leases.values()]
+        held = {id(lease.holding): lease.holding for lease in leases}
+        held |= {id(room.holding): room.holding for room in core.rooms.values() if room.holding is not None}
+        for place, free in enumerate(core.arena.free):
+            taken = sum(int(holding.extents[place][:, 1].sum()) for holding in held.values())
+            if taken != free.slots - free.free_slots:
+                world.fail(f"{self.name}: {free.slots - free.free_slots} slots are taken, {taken} are held")
+        by_peer: Counter[str] = Counter()
+        for lease in leases:
+            if lease.state is Lease.QUARANTINED:
+                by_peer[lease.session.peer] += lease.holding.bytes
+        counted = {peer.name: peer.quarantined_bytes for peer in core.links.peers.values() if peer.quarantined_bytes}
+        if counted != +by_peer or core.leases.quarantined_bytes != by_peer.total():
+            world.fail(f"{self.name}: quarantine is counted as {counted}, it is {by_peer}")
+        landing = sum(room.demand.inflight_bytes for room in core.rooms.values() if room.state.value == "landing")
+        if core.admission.inflight_bytes != landing:
+            world.fail(f"{self.name}: {core.admission.inflight_bytes} bytes in flight are counted, {landing} are")
+
+    def check_end(self) -> None:
+        """Invariant 5: everything is where it started."""
+        core, world = self.core, self.world
+        self.check_ledger()
+        if not core.idle:
+            leases = {s.id: list(s.leases) for s in core.links.sessions.values()}
+            world.fail(f"{self.name} is not idle: rooms {list(core.rooms)}, leases {leases}")
+        for free in core.arena.free:
+            if free.free_slots != free.slots or free.fragmentation:
+                world.fail(f"{self.name} leaks {free.slots - free.free_slots} slots")
+        if core.admission.inflight_bytes or len(core.admission) or core.leases.quarantined_bytes:
+            world.fail(f"{self.name} ends with bytes in flight, in the queue or in quarantine")
+        if len(core.links.sessions) != len(world.prefills) or any(core._waiting.values()):
+            world.fail(f"{self.name} ends with sessions that nobody fenced, or rooms that wait")
+        for peer in core.links.peers.values():
+            if peer.up is None or peer.quarantined_bytes:
+                world.fail(f"{self.name} has no session with {peer.name} after healing, or its slots in quarantine")
+            if peer.up.reserved or not peer.up.has_place:
+                world.fail(f"{self.name} ends with places of the window taken")
+        if self.desk is not None:
+            self.desk.check_end()
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to happen but pings."""
+        links = self.core.links
+        return (
+            not self.dead
+            and self.core.idle
+            and all(peer.up for peer in links.peers.values())
+            and len(links.sessions) == len(self.world.prefills)
+            and (self.desk is None or self.desk.idle)
+        )

@@ -1,0 +1,160 @@
+"""A prefill process of the simulated world: its pool, its engine's pages, its copies in flight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pdtransfer import effects as fx
+from pdtransfer.layout import Component
+from pdtransfer.lease import DUTY_ENDS
+from pdtransfer.session.prefill import PrefillSessions
+from pdtransfer.wire import Abort, Grant, Identity, Load, Message, Ranks, Reach
+
+from .copies import Copy, Mapping
+from .pools import ONE_HEAD, Shape, components, memory
+from .process import Alarm, Process
+from .rooms import Source
+from .services import PrefillDesk
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+class PrefillNode(Process):
+    """One prefill rank; a daemon, where the world has routers."""
+
+    def __init__(self, world: World, name: str, *, shape: Shape = ONE_HEAD, ranks: Ranks | None = None) -> None:
+        super().__init__(world, name)
+        self.components = components(world.profile.pool_tokens, 4, shape, page_first=False)
+        self._ranks = ranks or Ranks()
+        self.rooms: dict[int, Source] = {}
+
+    def start(self) -> None:
+        world, p = self.world, self.world.profile
+        self.pool = memory(self.components)
+        self.pages = list(range(p.pool_tokens // 4))
+        world.rng.shuffle(self.pages)
+        incarnation = world.rng.getrandbits(64)
+        self.identity = Identity(self.name, "prefill", incarnation, self._ranks, "sim", b"w", self.limits.window)
+        self.core = PrefillSessions(self.identity, self.components, self.limits)
+        self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
+        self.desk = PrefillDesk(self) if p.routers else None
+        self.rooms = {}
+        self.mappings: dict[int, Mapping] = {}
+        self.stopping: set[tuple[int, int]] = set()
+        self.fenced: set[int] = set()  # sessions whose writer was killed
+
+    @property
+    def free_slots(self) -> int:
+        return 4 * len(self.pages)
+
+    def load(self) -> Load:
+        """As a daemon's."""
+        open_rooms = [source for source in self.rooms.values() if not source.over]
+        used = sum(source.room.tokens for source in open_rooms)
+        slots = self.world.profile.pool_tokens
+        return Load(True, False, len(open_rooms), 0, max(0, slots - used), slots)
+
+    def kill(self) -> None:
+        """The process dies. Its mappings die with it, or later where a child that it forked writes on."""
+        world = self.world
+        if self.dead or world.healed:
+            return
+        orphan = world.rng.random() < world.profile.orphans
+        world.log(f"{self.name} is killed{', a child writes on' if orphan else ''}")
+        world.seen["prefill kills"] += 1
+        self.die()
+        delay = world.rng.uniform(0.5, 4.0) if orphan else 0.0002
+        for mapping in self.mappings.values():
+            world.at(delay, lambda mapping=mapping: mapping.live.discard(mapping))
+        for source in self.rooms.values():
+            source.on_killed()
+
+    def receive(self, source: str, message: Message) -> None:
+        if self.desk is not None and source in self.world.routers:
+            self.desk.receive(source, message)
+            return
+        session = self.core.sessions.get(getattr(message, "session", 0))
+        if session is not None and isinstance(message, Grant | Abort):
+            duty, kind = session.duties.get(message.grant), type(message).__name__
+            if session.known_end(message.grant):
+                self.world.seen[f"{kind} after the end was acknowledged"] += 1
+            elif duty is not None and duty.state in DUTY_ENDS:
+                self.world.seen[f"{kind} after the end"] += 1
+            elif duty is None and isinstance(message, Abort):
+                self.world.seen["Abort before its Grant"] += 1
+        self.perform(self.core.receive(source, message, self.clock))
+        if session is not None and session.duties and max(session.duties) >= session.floor + session.window:
+            self.world.fail(f"{self.name} keeps grants beyond the window of {session.window}")
+
+    def perform(self, effects: list[fx.PrefillEffect]) -> None:
+        for effect in effects:
+            self._perform(effect)
+        if self.desk is not None:
+            self.desk.tell_load()
+        self.alarm.arm()
+
+    def _perform(self, effect: fx.PrefillEffect) -> None:
+        world = self.world
+        match effect:
+            case fx.Send(peer, message):
+                world.network.send(self, peer, message)
+            case fx.Map(session, reach, theirs):
+                self.later(world.stretch(0.002, 0.5), lambda s=session, r=reach, c=theirs: self._map(s, r, c))
+            case fx.Unmap(session):
+                if session in self.mappings:
+                    mapping = self.mappings.pop(session)
+                    mapping.live.discard(mapping)
+            case fx.Write():
+                Copy(self, effect)
+            case fx.StopWriting(session, grant):
+                self.stopping.add((session, grant))
+            case fx.FenceWriter(session):
+                self.later(world.stretch(0.02, 1.0), lambda s=session: self._kill_writer(s))
+            case fx.Landed(room):
+                self.rooms[room].on_landed()
+            case fx.RoomFailed():
+                world.log(f"{self.name} room {effect.room} failed {effect.cause} {effect.detail}")
+                self.rooms[effect.room].on_failed(effect)
+            case fx.Drained(room):
+                self.rooms[room].on_drained()
+
+    def _map(self, session: int, reach: Reach, theirs: tuple[Component, ...]) -> None:
+        node = self.world.decodes[reach.address]
+        if node.dead or session in node.revoked or session not in node.writers:
+            self.perform(self.core.unmappable(session, "the hand-over was revoked", self.clock))
+            return
+        mapping = Mapping(node.name, node.memory, node.core, node.writers[session])
+        mapping.live.add(mapping)
+        self.mappings[session] = mapping
+        self.perform(self.core.mapped(session, reach.arena_bytes))
+
+    def _kill_writer(self, session: int) -> None:
+        """What this session's writer had in flight goes no further; the rest of the process lives."""
+        self.world.log(f"{self.name} kills the writer of {session:#x}")
+        self.world.seen["writers killed"] += session not in self.fenced
+        self.fenced.add(session)
+        self.perform(self.core.fenced(session, self.clock))
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to happen but pings."""
+        sessions = len(self.core.sessions)
+        at_rest = not self.dead and self.core.idle and sessions <= len(self.world.decodes)
+        return at_rest and (self.desk is None or self.desk.idle)
+
+    def check_end(self) -> None:
+        """Invariant 5: everything is where it started."""
+        core, world = self.core, self.world
+        if not core.idle:
+            duties = {s.id: {n: d.state for n, d in s.duties.items()} for s in core.sessions.values()}
+            world.fail(f"{self.name} is not idle: rooms {list(core.rooms)}, duties {duties}")
+        if self.free_slots != world.profile.pool_tokens:
+            world.fail(f"{self.name} leaks source pages: {self.free_slots} of {world.profile.pool_tokens}")
+        if core._waiting:
+            world.fail(f"{self.name} ends with grants that wait")
+        # One may be missing: where both Rejects that said so were lost, decode learns it by its next Grant.
+        if len(core.sessions) > len(world.decodes) or self.mappings.keys() != core.sessions.keys():
+            world.fail(f"{self.name} keeps {len(core.sessions)} sessions and {len(self.mappings)} mappings")
+        if self.desk is not None:
+            self.desk.check_end()

@@ -1,0 +1,126 @@
+"""The processes of the simulated world: each has a clock of its own, freezes, dies, and comes back as another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pdtransfer.limits import Limits
+from pdtransfer.wire import Message
+
+if TYPE_CHECKING:
+    from .world import World
+
+LIMITS = Limits(
+    window=64, resend_ms=50, resend_ms_max=400, ping_ms=150, silence_ms=600, session_silence_ms=5_000,
+    fence_poll_ms=20, room_deadline_ms=120_000,
+)  # fmt: skip
+
+
+class Process:
+    """While it is frozen, what is sent to it waits; when it has died, what it had begun never happens."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        p, rng = world.profile, world.rng
+        self.limits = replace(
+            LIMITS, window=p.window, queue_max=p.queue_max, quarantine_fraction_max=p.quarantine_fraction
+        )
+        self._rate, self._offset = 1.0 + rng.uniform(-p.skew, p.skew), rng.uniform(0.0, 1e4)
+        self.frozen = self.dead = False
+        self.never_disturbed = True
+        self.thawed = 0.0  # by its own clock
+        self.life, self.deaths = 1, 0
+        self.backlog: list[Callable[[], None]] = []
+
+    @property
+    def clock(self) -> float:
+        """Its own time: nobody else's, and not quite as fast."""
+        return self._offset + self._rate * self.world.now
+
+    def until(self, when: float) -> float:
+        """World's seconds until its own clock says `when`, and never a rounding error less."""
+        return max(0.0, (when - self.clock) / self._rate) + 1e-9
+
+    def act(self, life: int, action: Callable[[], None]) -> None:
+        """Runs in this process: now, when it thaws, or never if it dies first."""
+        if self.life != life or self.dead:
+            return
+        if self.frozen:
+            self.backlog.append(lambda: self.act(life, action))
+        else:
+            action()
+
+    def later(self, delay: float, action: Callable[[], None]) -> None:
+        life = self.life
+        self.world.at(delay, lambda: self.act(life, action))
+
+    def freeze(self, seconds: float) -> None:
+        if not self.frozen and not self.dead and not self.world.healed:
+            self.world.log(f"{self.name} freezes for {seconds:.2f}")
+            self.world.seen["freezes"] += 1
+            self.frozen, self.never_disturbed = True, False
+            life = self.life
+            self.world.at(seconds, lambda: self.thaw() if self.life == life else None)
+
+    def thaw(self) -> None:
+        if self.frozen:
+            self.world.log(f"{self.name} thaws")
+            self.frozen, self.thawed = False, self.clock
+            backlog, self.backlog = self.backlog, []
+            for action in backlog:
+                action()
+
+    def die(self) -> None:
+        self.dead, self.frozen, self.never_disturbed, self.backlog = True, False, False, []
+        self.life += 1
+        self.deaths += 1
+        rng = self.world.rng
+        pause = rng.choice([rng.uniform(0.0005, 0.01), rng.uniform(0.05, 1.0), rng.uniform(1.0, 5.0)])
+        self.world.at(pause, self.restart)
+
+    def restart(self) -> None:
+        if self.dead:
+            self.world.log(f"{self.name} is started again")
+            self.dead = False
+            self.start()
+
+    def start(self) -> None:
+        """A new life: nothing of an earlier one is left."""
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to happen but pings."""
+        raise NotImplementedError
+
+    def check_end(self) -> None:
+        """What has to hold after healing."""
+        raise NotImplementedError
+
+    def receive(self, source: str, message: Message) -> None:
+        raise NotImplementedError
+
+
+class Alarm:
+    """Has `tick` called when a core of one process wants it; dies with that life."""
+
+    def __init__(self, process: Process, next_tick: Callable[[], float | None], tick: Callable[[], None]) -> None:
+        self._process, self._next_tick, self._tick = process, next_tick, tick
+        self._at: float | None = None
+
+    def arm(self) -> None:
+        when = self._next_tick()
+        if when is None or (self._at is not None and self._at <= when):
+            return
+        self._at = when
+        self._process.later(self._process.until(when), lambda: self._fire(when))
+
+    def _fire(self, when: float) -> None:
+        if self._at == when:
+            self._at = None
+            self._tick()

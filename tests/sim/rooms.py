@@ -1,0 +1,293 @@
+"""One room of the simulated world, rank by rank on both sides, and the invariants seen from there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from pdtransfer import effects as fx
+from pdtransfer.errors import Cause
+from pdtransfer.layout import expand_pages
+from pdtransfer.session.prefill import Cell
+
+from .pools import LAYERS, Int64s, holds, places, words
+
+if TYPE_CHECKING:
+    from .decodes import DecodeNode
+    from .prefills import PrefillNode
+    from .world import World
+
+
+class Caller(Protocol):
+    """Who began a room, and hears how its parts end: a router's service, or what does its work in the rough."""
+
+    def ready(self, target: Target) -> None: ...
+
+    def ended(self, part: Source | Target, cause: Cause | None, detail: str, retry_ms: int) -> None:
+        """`cause` None: prefill's part has landed. Decode's says so itself, by its release."""
+        ...
+
+
+@dataclass(eq=False)
+class Room:
+    """What all ranks of a room have in common; `serial` is what its rows are filled with."""
+
+    world: World
+    id: int
+    serial: int
+    tokens: int
+    growth: int
+    deadline: float  # seconds that it has
+    begun_at: float = math.inf
+    targets: list[Target] = field(default_factory=list["Target"])
+    sources: list[Source] = field(default_factory=list["Source"])
+
+    @property
+    def aux(self) -> bytes:
+        return self.serial.to_bytes(8, "little")
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.targets) and all(target.ready for target in self.targets)
+
+
+class _Part:
+    """What a part of a room on either side has to keep: it ends once, and in time."""
+
+    def __init__(self, room: Room, node: DecodeNode | PrefillNode, caller: Caller) -> None:
+        self.room, self.world, self.caller = room, room.world, caller
+        self.life = node.life
+        self.failed = self.killed = False
+        self.deadline = math.inf  # by its node's clock
+
+    def check_deadline(self, node: DecodeNode | PrefillNode, cause: Cause | None) -> None:
+        """No room waits beyond its deadline, and none is said to have that was not there yet."""
+        if node.clock > max(self.deadline, node.thawed) + 1e-6:
+            self.world.fail(f"room {self.room.id} waited {node.clock - self.deadline:.4f} beyond its deadline")
+        since = self.world.now - self.room.begun_at
+        if cause is Cause.DEADLINE and since < self.room.deadline * (0.98 - 2 * self.world.profile.skew) - 0.01:
+            self.world.fail(f"room {self.room.id} of {self.room.deadline:.2f} s is at its deadline after {since:.2f}")
+
+
+class Source(_Part):
+    """A room on one prefill rank: the engine's pages and cells, and what the core says of them."""
+
+    def __init__(self, room: Room, node: PrefillNode, caller: Caller) -> None:
+        super().__init__(room, node, caller)
+        self.node = node
+        self.opened = self.landed = self.drained = False
+        rng, p = self.world.rng, self.world.profile
+        self.skips = rng.random() < p.engine_skips  # the engine forgets a cell
+        self.pages: list[int] = []
+        self.source_slots: Int64s = np.empty(0, dtype=np.int64)  # of whole pages
+
+    def open(self, *, seconds: float, grants: int, peers: list[str] | None) -> None:
+        node, room = self.node, self.room
+        node.rooms[room.id], self.opened, self.life = self, True, node.life
+        room.sources.append(self)
+        self.deadline = node.clock + seconds
+        node.perform(
+            node.core.open(
+                room.id, tokens=room.tokens, now=node.clock, deadline=self.deadline, grants=grants, peers=peers
+            )
+        )
+        self._start()
+
+    def abort(self, cause: Cause = Cause.ABORTED) -> None:
+        if self.opened and not self.killed:
+            self.node.perform(self.node.core.abort(self.room.id, self.node.clock, cause))
+
+    def _start(self) -> None:
+        """The engine takes the room up once there are pages for it."""
+        node, rng = self.node, self.world.rng
+        needed = -(-self.room.tokens // 4)
+        if self.failed:
+            return
+        if needed > len(node.pages):
+            node.later(0.05, self._start)
+            return
+        self.pages, node.pages = node.pages[:needed], node.pages[needed:]
+        self.source_slots = expand_pages(np.array(self.pages), 4, 4 * needed)
+        cells: list[tuple[int, int, int, tuple[int, int]]] = []
+        for index, component in enumerate(node.components):
+            rows = component.rows(self.room.tokens)
+            first, end = holds(component).layers
+            cuts = sorted({0, rows, *(rng.randrange(rows + 1) for _ in range(rng.randint(0, 2)))})
+            for low, high in pairwise(cuts):
+                middle = rng.randint(first, end)
+                split = [(first, middle), (middle, end)] if first < middle < end else [(first, end)]
+                cells += [(index, low, high, layers) for layers in split]
+        rng.shuffle(cells)
+        if self.skips:
+            self.world.seen["cells that the engine forgets"] += 1
+            cells.pop()
+        node.later(rng.expovariate(200.0), lambda: self._compute(cells))
+
+    def _compute(self, cells: list[tuple[int, int, int, tuple[int, int]]]) -> None:
+        """The engine computes a cell, offers it, and goes on, unless the room has failed meanwhile."""
+        node, world = self.node, self.world
+        if self.failed:
+            return
+        if cells:
+            index, low, high, layers = cells.pop()
+            component = node.components[index]
+            slots, here = self.source_slots[low:high], holds(component)
+            at = places(component)[layers[0] - here.layers[0] : layers[1] - here.layers[0]]
+            node.pool[at[:, :, slots]] = words(self.room.serial, index, np.arange(low, high), layers, here.heads)
+            node.perform(node.core.push(self.room.id, Cell(component.name, low, layers, slots)))
+        if cells:
+            node.later(world.rng.expovariate(500.0), lambda: self._compute(cells))
+        else:
+            node.later(world.rng.expovariate(500.0), self._finish)
+
+    def _finish(self) -> None:
+        self.node.perform(self.node.core.finish(self.room.id, aux=self.room.aux, now=self.node.clock))
+
+    def on_landed(self) -> None:
+        if self.landed or self.failed:
+            self.world.fail(f"room {self.room.id} lands after it has ended")
+        if self.skips:
+            self.world.fail(f"room {self.room.id} lands without a cell that was never offered")
+        self.landed = True
+        self.check_deadline(self.node, None)
+        self.caller.ended(self, None, "", 0)
+
+    def on_failed(self, effect: fx.RoomFailed) -> None:
+        if self.landed or self.failed:
+            self.world.fail(f"room {self.room.id} fails on prefill after it has ended")
+        self.failed = True
+        self.check_deadline(self.node, effect.cause)
+        self.caller.ended(self, effect.cause, effect.detail, effect.retry_ms)
+
+    def on_drained(self) -> None:
+        """Invariant 1: from here on the engine reuses the pages, so it poisons them."""
+        if self.drained or not (self.landed or self.failed):
+            self.world.fail(f"room {self.room.id} drains twice, or before it has ended")
+        self.drained = True
+        node = self.node
+        for component in node.components:
+            node.pool[places(component)[:, :, self.source_slots[: component.layout.slots]]] = -1
+        node.pages += self.pages
+        self.pages = []
+
+    def on_killed(self) -> None:
+        """What its process knew of this room is gone."""
+        if not self.drained:
+            self.killed = True
+
+    @property
+    def over(self) -> bool:
+        return self.killed or self.drained
+
+    @property
+    def begun(self) -> bool:
+        return self.opened
+
+    def check_end(self) -> None:
+        """Invariant 4: ended, exactly once."""
+        if not self.killed and (self.landed + self.failed != 1 or not self.drained):
+            self.world.fail(f"room {self.room.id} has not ended on {self.node.name}, or its pages were not given back")
+
+
+class Target(_Part):
+    """A room on one decode rank: what it has to read, and what decode writes behind it."""
+
+    def __init__(self, room: Room, node: DecodeNode, caller: Caller) -> None:
+        super().__init__(room, node, caller)
+        self.node = node
+        self.expected = self.ready = self.released = False
+        self.ready_at = math.inf
+
+    def expect(self, *, seconds: float, sources: list[str]) -> None:
+        node, room = self.node, self.room
+        node.rooms[room.id], self.expected, self.life = self, True, node.life
+        room.targets.append(self)
+        self.deadline = node.clock + seconds
+        node.perform(
+            node.core.expect(
+                room.id, tokens=room.tokens, sources=sources, now=node.clock,
+                deadline=self.deadline, growth=room.growth,
+            )
+        )  # fmt: skip
+
+    def abort(self, cause: Cause = Cause.ABORTED) -> None:
+        """A room that is READY stays."""
+        if self.expected and not self.killed:
+            self.node.perform(self.node.core.abort(self.room.id, self.node.clock, cause))
+
+    def release(self) -> None:
+        self._read("release", grown=True)
+        self.released = True
+        self.node.perform(self.node.core.release(self.room.id, self.node.clock))
+
+    def on_ready(self, effect: fx.Ready) -> None:
+        """Invariants 3 and 4."""
+        world, room = self.world, self.room
+        if self.ready or self.failed:
+            world.fail(f"room {room.id} is READY after it has ended")
+        self.check_deadline(self.node, None)
+        self.ready, self.ready_at = True, world.now
+        if effect.aux != room.aux:
+            world.fail(f"room {room.id} has another's aux")
+        self.slots = effect.slots
+        components = self.node.components
+        for component in components:
+            if len(effect.slots[component.name]) != component.rows(room.tokens + room.growth):
+                world.fail(f"room {room.id} got {len(effect.slots[component.name])} slots for {component.name}")
+        if effect.kv_bytes != sum(component.bytes_of(component.rows(room.tokens)) for component in components):
+            world.fail(f"room {room.id} is READY with {effect.kv_bytes} bytes")
+        self._read("READY", grown=False)
+        self._grow()
+        self.caller.ready(self)
+
+    def on_failed(self, effect: fx.RoomFailed) -> None:
+        world, room = self.world, self.room
+        if self.ready or self.failed:
+            world.fail(f"room {room.id} fails on decode after it has ended: {effect.cause} {effect.detail}")
+        if effect.cause is Cause.BREACH:
+            world.fail(f"room {room.id}: honest peers were accused: {effect.detail}")
+        if effect.cause is Cause.DEADLINE and world.profile.patient:
+            world.fail(f"room {room.id} waited for its deadline, and for nothing else: {effect.detail}")
+        self.failed = True
+        self.check_deadline(self.node, effect.cause)
+        self.caller.ended(self, effect.cause, effect.detail, effect.retry_ms)
+
+    def on_killed(self) -> None:
+        if not (self.failed or self.released):
+            self.killed = True
+
+    def _grow(self) -> None:
+        """Decode writes its own rows behind the prompt's."""
+        component, room = self.node.components[0], self.room
+        here, rows = holds(component), np.arange(room.tokens, room.tokens + room.growth)
+        own = words(room.serial, 0, rows, here.layers, here.heads)
+        self.node.memory[places(component)[:, :, self.slots["kv"][room.tokens :]]] = own
+
+    def _read(self, when: str, *, grown: bool) -> None:
+        for index, component in enumerate(self.node.components):
+            rows = component.rows(self.room.tokens) + (self.room.growth if grown and not index else 0)
+            here = holds(component)
+            got = self.node.memory[places(component)[:, :, self.slots[component.name][:rows]]]
+            if (got != words(self.room.serial, index, np.arange(rows), here.layers, here.heads)).any():
+                self.world.fail(f"at {when} room {self.room.id} reads rows of {component.name} wrong")
+
+    @property
+    def over(self) -> bool:
+        """Whether decode has nothing more to do with it."""
+        return self.failed or self.released or self.killed
+
+    @property
+    def begun(self) -> bool:
+        return self.expected
+
+    def check_end(self) -> None:
+        """Invariant 4: ended, exactly once."""
+        if not self.over or (self.ready and self.failed):
+            self.world.fail(f"room {self.room.id} has not ended once on {self.node.name}")
+
+
+assert LAYERS >= 2, "or no stage of a pipeline has a layer"

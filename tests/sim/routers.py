@@ -1,0 +1,160 @@
+"""Routers of the simulated world, and the clients that ask them: each request ends once, its tokens come in order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pdtransfer.effects import Send
+from pdtransfer.routing import Accepted, Emit, Fail, Finish, Refusal, Request, Routing, RoutingEffect
+from pdtransfer.wire import Begin, Identity, Message, Ranks, Sampling, pack_ids, unpack_ids
+
+from .process import Alarm, Process
+
+if TYPE_CHECKING:
+    from .services import Desk
+    from .world import World
+
+
+def answer(begin: Begin) -> list[int]:
+    """What every decode generates from this prompt."""
+    first = int(unpack_ids("prompt", begin.prompt)[0])
+    return [first * 31 + place * 7 for place in range(begin.sampling.max_tokens)]
+
+
+class Client:
+    """One request: what it asked for, what it got."""
+
+    def __init__(self, world: World, number: int) -> None:
+        rng, p = world.rng, world.profile
+        self.world, self.number = world, number
+        self.router = rng.choice(list(world.routers.values()))
+        self.prompt = pack_ids(np.arange(number, number + rng.randint(1, p.tokens_max)))
+        self.max_tokens = rng.randint(1, 12)
+        self.ids: list[int] = []
+        self.asked = False
+        self.end = ""
+        self.leaves = rng.random() < p.abort
+
+    def ask(self) -> None:
+        router, rng = self.router, self.world.rng
+        if router.dead:
+            self.over("nobody there")
+            return
+        self.asked = True
+        router.asked.append(self)
+        router.later(0.0, lambda: router.submit(self))
+        if self.leaves:
+            router.later(rng.choice([0.005, 0.1, 1.0]) * rng.random(), lambda: router.leave(self))
+
+    def hear(self, ids: list[int]) -> None:
+        self.ids += ids
+        first = self.number * 31
+        if self.end or self.ids != [first + place * 7 for place in range(len(self.ids))]:
+            self.world.fail(f"request {self.number} hears {ids} after {len(self.ids) - len(ids)} tokens, or its end")
+
+    def over(self, how: str) -> None:
+        if self.end:
+            self.world.fail(f"request {self.number} ends as {how} after it has ended as {self.end}")
+        self.end = how
+        self.world.seen[f"requests: {how}"] += 1
+
+
+class RouterNode(Process):
+    """One router process."""
+
+    def start(self) -> None:
+        world = self.world
+        self.identity = Identity(
+            self.name, "router", world.rng.getrandbits(64), Ranks(), "", b"", self.limits.window
+        )  # fmt: skip
+        self.core = Routing(
+            self.identity,
+            prefill=list(world.prefills),
+            decode=list(world.decodes),
+            limits=self.limits,
+            mint=lambda: world.rng.getrandbits(64),
+        )
+        self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
+        self.clients: dict[int, Client] = {}
+        self.labels: dict[Client, int] = {}
+        self.asked: list[Client] = []
+        self.later(0.0, lambda: self.perform(self.core.start(self.clock)))
+
+    def submit(self, client: Client) -> None:
+        request = Request(prompt=client.prompt, sampling=Sampling(client.max_tokens))
+        taken = self.core.submit(request, self.clock)
+        if isinstance(taken, Refusal):
+            client.over(f"refused {taken.status}")
+            return
+        assert isinstance(taken, Accepted)
+        self.clients[taken.request], self.labels[client] = client, taken.request
+        self.perform(taken.effects)
+
+    def leave(self, client: Client) -> None:
+        if not client.end and client in self.labels:
+            self.perform(self.core.cancel(self.labels[client], self.clock))
+
+    def perform(self, effects: list[RoutingEffect]) -> None:
+        world = self.world
+        for effect in effects:
+            match effect:
+                case Send(peer, message):
+                    world.network.send(self, peer, message)
+                case Emit(label, ids):
+                    self.clients[label].hear(ids)
+                case Finish(label):
+                    client = self.clients[label]
+                    if len(client.ids) != client.max_tokens:
+                        world.fail(f"request {client.number} is finished with {len(client.ids)} tokens")
+                    client.over("finished")
+                case Fail(label, cause, detail):
+                    world.log(f"{self.name} request {self.clients[label].number} failed {cause} {detail}")
+                    self.clients[label].over(f"failed {cause}")
+        world.seen["retries"] += self.core.retries - getattr(self, "_retries", 0)
+        self._retries = self.core.retries
+        self.alarm.arm()
+
+    def receive(self, source: str, message: Message) -> None:
+        self.perform(self.core.receive(source, message, self.clock))
+
+    def kill(self) -> None:
+        """The process dies; its clients lose their connections, its workers have to stop what it began."""
+        world = self.world
+        if self.dead or world.healed:
+            return
+        world.log(f"{self.name} is killed")
+        world.seen["router kills"] += 1
+        self.die()
+        self._retries = 0
+        for client in self.asked:
+            if not client.end:
+                client.over("its router died")
+        for node in (*world.prefills.values(), *world.decodes.values()):
+            desk = node.desk
+            if desk is not None and not node.dead:
+                rooms, deaths = desk.running_of(self), (node.deaths, node.never_disturbed)
+                wait = 2 * self.limits.silence_ms / 1e3 + 1.0
+                world.at(wait, lambda d=desk, r=rooms, x=deaths: self._check_stopped(d, r, x))
+
+    def _check_stopped(self, desk: Desk, rooms: list[int], before: tuple[int, bool]) -> None:
+        """What a dead router began is stopped soon, whether or not it comes back."""
+        node = desk.node
+        if (node.deaths, node.never_disturbed) == before and node.never_disturbed:
+            left = set(rooms) & set(desk.running_of(self))
+            if left:
+                self.world.fail(f"{node.name} still runs {left} of {self.name}, which has died")
+            self.world.seen["rooms of dead routers"] += len(rooms)
+
+    @property
+    def settled(self) -> bool:
+        return not self.dead and not self.core.room_count
+
+    def check_end(self) -> None:
+        core, world = self.core, self.world
+        if core.request_count or core.room_count:
+            world.fail(f"{self.name} ends with {core.request_count} requests and {core.room_count} rooms")
+        for worker in core.workers.by_peer.values():
+            if worker.rooms or worker.prompt_tokens or not worker.usable:
+                world.fail(f"{self.name} ends with {worker.peer} in use, or lost: {worker.rooms} {worker.why}")

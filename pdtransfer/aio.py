@@ -83,6 +83,8 @@ class AsyncDecode:
         sources: Sequence[str],
         growth: int = 0,
         prefix: int = 0,
+        prompt: ArrayLike | None = None,
+        salt: bytes = b"",
         time_left_s: float = 60.0,
         enable_hisparse: bool = False,
     ) -> DecodeHand:
@@ -93,6 +95,8 @@ class AsyncDecode:
             sources=sources,
             growth=growth,
             prefix=prefix,
+            prompt=prompt,
+            salt=salt,
             time_left_s=time_left_s,
             enable_hisparse=enable_hisparse,
         )

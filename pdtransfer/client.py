@@ -31,6 +31,7 @@ from .node import DecodeNode, NodeSettings, PrefillNode
 from .port import Port
 from .session.prefill import Cell
 from .sharing import Replicas
+from .wire import pack_ids
 
 DecodeEvent: TypeAlias = Ready | RoomFailed
 PrefillEvent: TypeAlias = Leased | Landed | RoomFailed | Drained
@@ -283,6 +284,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         *,
         socket_directory: Path | None = None,
         enable_hisparse: bool = False,
+        prefix_cache: bool = True,
     ) -> None:
         async def start() -> DecodeNode:
             return DecodeNode(
@@ -292,6 +294,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 self._port.tell,
                 socket_directory=socket_directory,
                 enable_hisparse=enable_hisparse,
+                prefix_cache=prefix_cache,
             )
 
         super().__init__(start)
@@ -308,14 +311,19 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         sources: Sequence[str],
         growth: int = 0,
         prefix: int = 0,
+        prompt: ArrayLike | None = None,
+        salt: bytes = b"",
         time_left_s: float = 60.0,
         enable_hisparse: bool = False,
     ) -> None:
         """Leases slots for `tokens` and `growth` more, and has the prefill ranks at `sources` write them.
 
-        `room` is the label under which they open it; `prefix` tokens are here already, and do not cross.
+        `room` is the label under which they open it. With `prompt`, its token ids, the blocks that an earlier prompt of
+        equal tokens and `salt` has left in the arena do not cross, and this one's are left for others: no engine may
+        write the prompt's rows. `prefix` is for engines that keep prefixes elsewhere: so many tokens do not cross.
         Ends as Ready, whose slots are one a row, growth included, or as RoomFailed.
         """
+        keys = () if prompt is None else self._node.core.cache.keys(_token_ids(prompt, tokens), salt)
         self._begin(room, tokens)
         self._port.submit(
             lambda: self._node.expect(
@@ -325,6 +333,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 time_left_s=time_left_s,
                 growth=growth,
                 prefix=prefix,
+                keys=keys,
                 enable_hisparse=enable_hisparse,
             ),
         )
@@ -352,3 +361,13 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 self._states[event.room] = KVPoll.FAILED
                 self._end(event.room)
         return events
+
+
+def _token_ids(prompt: ArrayLike, tokens: int) -> bytes:
+    """As the wire has them. Raises LocalProtocolError for what are not `tokens` ids."""
+    ids = np.asarray(prompt)
+    if ids.shape != (tokens,) or ids.dtype.kind not in "iu":
+        raise LocalProtocolError(f"prompt: {ids.dtype} of shape {ids.shape}, not integers ({tokens},)")
+    if int(ids.min()) < 0 or int(ids.max()) > 0xFFFF_FFFF:
+        raise LocalProtocolError(f"prompt: ids from {ids.min()} to {ids.max()}, they are u32")
+    return pack_ids(ids)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import re
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Annotated
 
 import msgspec
@@ -22,6 +23,8 @@ from .wire import Sampling, pack_ids
 
 PROMPT_TOKENS_MAX = PROMPT_BYTES_MAX // 4
 MAX_TOKENS_DEFAULT = 16  # OpenAI's
+SALT_LENGTH_MAX = 4_096  # of a cache_salt, which travels as a digest
+SALT_BYTES = 32
 
 
 class BadRequestError(LocalProtocolError):
@@ -54,6 +57,8 @@ class Body(Struct):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     enable_hisparse: bool | None = None
+    # Requests of different ones share no cached prefix, so that none can tell by its speed what another has asked.
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=SALT_LENGTH_MAX)] | None = None
     # What OpenAI has and this router has not: only the values that ask for nothing.
     n: int | None = None
     best_of: int | None = None
@@ -129,8 +134,13 @@ def _completion(asked: Body, seed: int) -> Completion:
         seed=(seed if asked.seed is None else asked.seed) & (1 << 64) - 1,
         ignore_eos=bool(asked.ignore_eos),
     )
+    salt = b"" if asked.cache_salt is None else blake2b(asked.cache_salt.encode(), digest_size=SALT_BYTES).digest()
     request = Request(
-        prompt=prompt, sampling=sampling, model=asked.model or None, enable_hisparse=bool(asked.enable_hisparse)
+        prompt=prompt,
+        sampling=sampling,
+        model=asked.model or None,
+        enable_hisparse=bool(asked.enable_hisparse),
+        salt=salt,
     )
     return Completion(request, count, bool(asked.stream))
 
@@ -175,6 +185,7 @@ class Answer:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": tokens,
             "total_tokens": self.prompt_tokens + tokens,
+            "prompt_tokens_details": {"cached_tokens": finish.decode.prefix},
         }
         answer = self._object(text, "stop" if finish.decode.reason == "stop" else "length")
         return msgspec.json.encode({**answer, "usage": usage, "pdtransfer": extension(finish)})

@@ -231,6 +231,9 @@ class DecodeConfig(WorkerConfig):
         Path, Parameter(help="Where the arena is handed over; by default private to this user.", show_default=False)
     ] = field(default_factory=socket_directory)
     enable_hisparse: Annotated[bool, _help("Admit requests that keep their whole KV in host memory.")] = False
+    prefix_cache: Annotated[
+        bool, Parameter(help="Keep prompts that have landed, for others to share.", negative="--no-prefix-cache")
+    ] = True
 
     def __post_init__(self) -> None:
         WorkerConfig.__post_init__(self)
@@ -338,10 +341,14 @@ def arguments(config: Config) -> list[str]:
                 if (v := getattr(value, f.name)) != f.default
             ]
         elif value != _default(each):
-            flag = f"--{each.name.replace('_', '-')}"
             many = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
-            given += [flag if one is True else f"{flag}={one}" for one in many]
+            given += [_flag(each.name, one) for one in many]
     return given
+
+
+def _flag(name: str, value: object) -> str:
+    name = name.replace("_", "-")
+    return f"--{name}" if value is True else f"--no-{name}" if value is False else f"--{name}={value}"
 
 
 def _default(each: Field[Any]) -> object:

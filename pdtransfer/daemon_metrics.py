@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from .bus import Bus
 from .node import DecodeNode, PrefillNode
+from .prefix import PrefixCache
 from .session.links import SessionState
 
 COPY_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
@@ -65,13 +66,15 @@ class DecodeMetrics(Collector):
                 states.add_metric([state.value], sum(session.state is state for session in sessions))
         yield states
         slots = GaugeMetricFamily("pdtransfer_slots", "Slots of the arena", labels=["component"])
-        free = GaugeMetricFamily("pdtransfer_slots_free", "Slots that nobody holds", labels=["component"])
+        free = GaugeMetricFamily("pdtransfer_slots_free", "Slots that may be leased", labels=["component"])
         fragmentation = GaugeMetricFamily(
             "pdtransfer_fragmentation_ratio", "1 - longest free run / free slots", labels=["component"]
         )
-        for component, extents in zip(core.arena.components, core.arena.free, strict=True):
+        # What the prefix cache gives up when it is asked for counts as free: only what somebody holds does not.
+        each = zip(core.arena.components, core.arena.free, core.cache.free_slots, strict=True)
+        for component, extents, free_slots in each:
             slots.add_metric([component.name], extents.slots)
-            free.add_metric([component.name], extents.free_slots)
+            free.add_metric([component.name], free_slots)
             fragmentation.add_metric([component.name], extents.fragmentation)
         yield slots
         yield free
@@ -80,7 +83,18 @@ class DecodeMetrics(Collector):
         yield GaugeMetricFamily("pdtransfer_quarantined_bytes", "Leased to writers not proven quiet", quarantined)
         inflight = core.admission.inflight_bytes
         yield GaugeMetricFamily("pdtransfer_inflight_bytes", "Granted and not yet landed", inflight)
+        yield from _prefix(core.cache)
         yield from _bus(self._node.bus)
+
+
+def _prefix(cache: PrefixCache) -> Iterator[Metric]:
+    tokens = cache.block_tokens
+    yield GaugeMetricFamily("pdtransfer_prefix_tokens", "Tokens of prompts that are kept", len(cache) * tokens)
+    yield GaugeMetricFamily("pdtransfer_prefix_used_tokens", "Those that rooms hold now", cache.claimed * tokens)
+    queried, hit, evicted = cache.queried_tokens, cache.hit_tokens, cache.evicted_blocks * tokens
+    yield CounterMetricFamily("pdtransfer_prefix_queried_tokens", "Tokens of admitted prompts, looked for", queried)
+    yield CounterMetricFamily("pdtransfer_prefix_hit_tokens", "Those that were found, and did not cross", hit)
+    yield CounterMetricFamily("pdtransfer_prefix_evicted_tokens", "Tokens that made room for others", evicted)
 
 
 def _bus(bus: Bus) -> Iterator[Metric]:

@@ -34,6 +34,7 @@ class Work:
     request: Request
     ready_ns: int = 0
     kv_bytes: int = 0
+    prefix: int = 0  # tokens that did not cross
     dropped: tuple[Cause, str] | None = None  # why it is to end early
 
 
@@ -58,6 +59,7 @@ class DecodeDaemon:
             self._told,
             socket_directory=config.socket_directory,
             enable_hisparse=config.enable_hisparse,
+            prefix_cache=config.prefix_cache,
             others=self._receive,
         )
         service = Service(self.node.core.links.identity, config.limits)
@@ -72,17 +74,21 @@ class DecodeDaemon:
         return not self.node.core.rooms and self.desk.idle
 
     def load(self) -> Load:
-        """What there is and what is left, in slots of the component that has fewest left."""
+        """What there is and what is left, in slots of the component that has fewest left.
+
+        What the prefix cache would give up counts as free.
+        """
         core = self.node.core
-        free = min(core.arena.free, key=lambda each: each.free_slots / each.slots)
+        each = zip(core.arena.free, core.cache.free_slots, strict=True)
+        free_slots, slots = min(((free, of.slots) for of, free in each), key=lambda pair: pair[0] / pair[1])
         row_bytes = sum(component.layout.row_bytes for component in core.arena.components)
         return Load(
             ready=True,
             draining=self.node.core.draining,
             rooms_running=len(core.rooms) - len(core.admission),
             rooms_queued=len(core.admission),
-            slots_free=free.free_slots,
-            slots_total=free.slots,
+            slots_free=free_slots,
+            slots_total=slots,
             slots_quarantined=core.leases.quarantined_bytes // row_bytes,
             enable_hisparse=self.config.enable_hisparse,
         )
@@ -111,6 +117,7 @@ class DecodeDaemon:
             sources=begin.peers,
             time_left_s=begin.time_left_ms / 1e3,
             growth=begin.sampling.max_tokens,
+            keys=self.node.core.cache.keys(begin.prompt, begin.salt),
             enable_hisparse=begin.enable_hisparse,
         )
 
@@ -127,9 +134,9 @@ class DecodeDaemon:
 
     def _told(self, event: Ready | RoomFailed) -> None:
         match event:
-            case Ready(room, slots, aux, kv_bytes):
+            case Ready(room, slots, aux, kv_bytes, prefix):
                 work = self._work[room]
-                work.ready_ns, work.kv_bytes = time.monotonic_ns(), kv_bytes
+                work.ready_ns, work.kv_bytes, work.prefix = time.monotonic_ns(), kv_bytes, prefix
                 self.metrics.rooms.kv_bytes.inc(kv_bytes)
                 self.port.tell(Generate(work.request, slots, aux))
             case RoomFailed(room, cause, detail, retry_ms):
@@ -168,7 +175,15 @@ class DecodeDaemon:
         self.node.release(room)
         if work.dropped is not None:
             reason, detail, finished = work.dropped[0].value, work.dropped[1], None
-        end = End(room, reason, detail[:TEXT_LENGTH_MAX], 0, kv_bytes=work.kv_bytes, stamp_ns=work.ready_ns)
+        end = End(
+            room,
+            reason,
+            detail[:TEXT_LENGTH_MAX],
+            0,
+            kv_bytes=work.kv_bytes,
+            stamp_ns=work.ready_ns,
+            prefix=work.prefix,
+        )
         if finished is not None:
             end = msgspec.structs.replace(
                 end,

@@ -22,7 +22,13 @@ def request_of(begin: Begin) -> Request:
     prompt = unpack_ids("prompt", begin.prompt)
     if not len(prompt):
         raise ValueError("prompt: no tokens")
-    return Request(room=begin.room, prompt=prompt, sampling=begin.sampling, enable_hisparse=begin.enable_hisparse)
+    return Request(
+        room=begin.room,
+        prompt=prompt,
+        sampling=begin.sampling,
+        enable_hisparse=begin.enable_hisparse,
+        salt=begin.salt,
+    )
 
 
 def failure(room: int, cause: Cause, detail: str, retry_ms: int = 0) -> End:

@@ -104,6 +104,11 @@ class PrefillThread:
         self._waiting: deque[Request] = deque()
         self._page_size = {component.name: component.layout.page_size for component in engine.card.components}
 
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for pages; any thread may ask."""
+        return len(self._waiting)
+
     def run(self) -> None:
         """Until Quit."""
         while True:

@@ -101,6 +101,7 @@ class DecodeNode:
         *,
         socket_directory: Path | None = None,
         enable_hisparse: bool = False,
+        prefix_cache: bool = True,
         others: Others | None = None,
     ) -> None:
         self._tell, self._others = tell, others
@@ -111,6 +112,7 @@ class DecodeNode:
             settings.limits,
             lambda: secrets.randbits(64) or 1,  # 0 is no session
             enable_hisparse=enable_hisparse,
+            prefix_cache=prefix_cache,
         )
         self._transport: ArenaTransport = ShmArena(arena, directory=socket_directory)
         self.bus = settings.bus(self.receive)
@@ -132,6 +134,7 @@ class DecodeNode:
         time_left_s: float,
         growth: int = 0,
         prefix: int = 0,
+        keys: tuple[bytes, ...] = (),
         enable_hisparse: bool = False,
     ) -> None:
         """As DecodeSessions.expect; what makes no sense, and a source that may not be dialled, fail the room."""
@@ -141,7 +144,7 @@ class DecodeNode:
                 self.bus.dial(source)
             effects = self.core.expect(
                 room, tokens=tokens, sources=sources, now=now, deadline=now + time_left_s, growth=growth, prefix=prefix,
-                enable_hisparse=enable_hisparse,
+                keys=keys, enable_hisparse=enable_hisparse,
             )  # fmt: skip
         except (LocalProtocolError, WorldError) as error:
             self._tell(RoomFailed(room, Cause.REFUSED, str(error)))

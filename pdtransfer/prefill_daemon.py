@@ -59,12 +59,12 @@ class PrefillDaemon:
 
     def load(self) -> Load:
         """What there is and what is left, in tokens of the pool."""
-        used = sum(self._tokens.values())
+        used, waiting = sum(self._tokens.values()), min(self.thread.waiting, len(self._tokens))
         return Load(
             ready=True,
             draining=self.node.core.draining,
-            rooms_running=len(self._tokens),
-            rooms_queued=0,
+            rooms_running=len(self._tokens) - waiting,
+            rooms_queued=waiting,
             slots_free=max(0, self.config.slots - used),
             slots_total=self.config.slots,
         )

@@ -87,9 +87,12 @@ class PrefixCache:
         found = (self._blocks.get(key) for key in keys)
         return list(takewhile(lambda block: block is not None, found))  # pyright: ignore[reportReturnType]
 
-    def free_slots(self, component: int) -> int:
-        """Slots that may be leased: the free ones, and those of blocks that nobody claims."""
-        return self.arena.free[component].free_slots + len(self._idle) * self._rows[component]
+    @property
+    def free_slots(self) -> list[int]:
+        """Slots of each component that may be leased: the free ones, and those of blocks that nobody claims."""
+        return [
+            free.free_slots + len(self._idle) * rows for free, rows in zip(self.arena.free, self._rows, strict=True)
+        ]
 
     def allocate(self, rows: Sequence[int], blocks: list[Block], *, queried: int = 0) -> Holding | None:
         """Slots for `rows[i]` rows of component i, of which `blocks` hold the first ones; None, with nothing changed,

@@ -18,6 +18,7 @@ class Request:
     sampling: Sampling
     model: str | None = None
     enable_hisparse: bool = False
+    salt: bytes = b""
 
 
 class Leg(Enum):

@@ -219,7 +219,7 @@ class Routing:
             (pair.prefill, prefill_node, (decode_node,)),
             (pair.decode, decode_node, (pair.prefill.peer,)),
         ):
-            begin = Begin(room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse)
+            begin = Begin(room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse, request.salt)
             legs.append(RoomLeg(worker, begin, node))
             worker.rooms.add(room_id)
         first = room_id if label is None else label

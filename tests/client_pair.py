@@ -159,6 +159,7 @@ def client_pair(
     limits: Limits = LIMITS,
     decode_settings: dict[str, Any] | None = None,
     components: Callable[[Component], Sequence[Component]] = lambda one: [one],
+    prefix_cache: bool = True,
 ) -> Iterator[Pair]:
     """`source` and `target` are (host layout, page size, slots)."""
     model = model or mla(layers=range(2))
@@ -172,7 +173,12 @@ def client_pair(
     prefill = PrefillClient(
         settings("p", limits), [component(pools[0])], pool_address=pools[0].memory.ctypes.data, copy_threads=2
     )
-    decode = DecodeClient(settings("d", limits, **decode_settings or {}), list(components(component(pools[1]))), arena)
+    decode = DecodeClient(
+        settings("d", limits, **decode_settings or {}),
+        list(components(component(pools[1]))),
+        arena,
+        prefix_cache=prefix_cache,
+    )
     try:
         with prefill, decode:
             yield Pair(prefill, decode, *pools)

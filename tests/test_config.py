@@ -252,6 +252,7 @@ def test_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         PrefillConfig(),
         PrefillConfig(node="p0", slots=1_024, page_size=16, engine_option=("a=1", "b=-2"), json=True, http=""),
+        DecodeConfig(node="d1", prefix_cache=False),
         DecodeConfig(node="d0", bind="tcp://127.0.0.1:0", socket_directory=Path("/run/a b"), limits=Limits(window=4)),
         RouterConfig(prefill=(f"-{KEY[1:]}@tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), insecure=True, key=Path("k.key")),
         DemoConfig(requests=3, decode_layout="page_head"),

@@ -109,7 +109,7 @@ def test_a_room_that_is_released_at_once_leaves_its_prompt() -> None:
     ready(one, granted(one, 1, PROMPT))
     one.core.release(1, one.now)
     assert one.core.idle
-    assert [one.core.cache.free_slots(at) for at in (0, 1)] == [SLOTS, SLOTS]
+    assert one.core.cache.free_slots == [SLOTS, SLOTS]
     assert granted(one, 2, PROMPT).prefix == 16
 
 

@@ -137,7 +137,8 @@ class Site:
         self.engine, self.port, self.outcomes = engine, Port[Order](), []
         self.died: list[BaseException] = []
         self.bursts: list[int] = []
-        self.thread = engine_thread.start(kind(engine, self.port, self._heard), self.died.append)
+        self.work = kind(engine, self.port, self._heard)
+        self.thread = engine_thread.start(self.work, self.died.append)
 
     def _heard(self, outcomes: list) -> None:
         self.bursts.append(len(outcomes))
@@ -196,6 +197,13 @@ def test_prompts_wait_in_order_for_pages_and_go_on_when_some_are_free(prefill: S
     prefill.tell(Free(1))
     prefill.until(lambda: len(prefill.of(2)) == 2 and len(prefill.of(3)) == 2)
     assert [each.room for each in prefill.outcomes] == [1, 1, 2, 2, 3, 3]
+
+
+def test_prompts_that_wait_for_pages_are_counted(prefill: Site) -> None:
+    prefill.tell(Compute(request(1, 60)), Compute(request(2, 40)), Compute(request(3, 5)))
+    prefill.until(lambda: prefill.work.waiting == 2)
+    prefill.tell(Free(1))
+    prefill.until(lambda: prefill.work.waiting == 0)
 
 
 def test_a_prompt_that_waits_for_pages_costs_no_turns_of_the_thread(prefill: Site) -> None:

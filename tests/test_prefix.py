@@ -277,7 +277,7 @@ def test_a_cache_that_is_off_keeps_nothing() -> None:
     off = cache(enabled=False)
     off.drop(landed(off, [1] * 40))
     assert len(off) == 0
-    assert off.free_slots(0) == off.arena.free[0].free_slots == 80
+    assert off.free_slots[0] == off.arena.free[0].free_slots == 80
 
 
 def test_what_may_still_be_written_does_not_enter_the_cache() -> None:
@@ -314,4 +314,4 @@ def test_what_is_full_of_blocks_in_use_leaves_the_rest_private() -> None:
     first = landed(one, [1] * 24)
     assert len(first.blocks) == len(one) == 2
     one.drop(first)
-    assert (one.arena.free[0].free_slots, one.free_slots(0)) == (64, 80)
+    assert (one.arena.free[0].free_slots, one.free_slots[0]) == (64, 80)

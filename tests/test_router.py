@@ -108,7 +108,7 @@ class Worker:
                 self.end(End(room, self.failure, "as told", 0))
                 return
         digests = {"tokens_digest": b"\x01", "logits_digest": b"\x02", "kv_digest": b"\x03"}
-        self.end(End(room, "length", "", 0, kv_bytes=640, stamp_ns=43_500, **digests))
+        self.end(End(room, "length", "", 0, kv_bytes=640, stamp_ns=43_500, prefix=2, **digests))
 
 
 @dataclass
@@ -173,7 +173,12 @@ def test_a_completion_comes_whole_with_its_usage_and_how_it_fared() -> None:
             assert answer["object"] == "text_completion"
             assert answer["model"] == "m"
             assert answer["choices"] == [{"index": 0, "text": "cbacbac", "logprobs": None, "finish_reason": "length"}]
-            assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
+            assert answer["usage"] == {
+                "prompt_tokens": 3,
+                "completion_tokens": 7,
+                "total_tokens": 10,
+                "prompt_tokens_details": {"cached_tokens": 2},
+            }
             room = f"{it.decode[0].begun[0].room:016x}"
             assert answer["pdtransfer"] == {
                 "room": room,
@@ -249,6 +254,7 @@ BAD = [
     (b'{"prompt": "a", "seed": 1.5}', "seed", "float"),
     (b'{"prompt": "a", "stream": 1}', "stream", "int"),
     (b'{"prompt": "a", "stream_options": {"include_usage": 3}}', "stream_options.include_usage", "int"),
+    (b'{"prompt": "a", "cache_salt": ""}', "cache_salt", ">= 1"),
     (b'{"prompt": "a", "n": 2}', "n", "not supported"),
     (b'{"prompt": "a", "best_of": 2}', "best_of", "not supported"),
     (b'{"prompt": "a", "echo": true}', "echo", "not supported"),
@@ -276,6 +282,20 @@ def test_what_asks_for_nothing_is_accepted_and_absent_fields_have_openais_defaul
     assert parse(b'{"prompt": "a", "seed": -1}', seed=9).request.sampling.seed == (1 << 64) - 1
     assert parse(b'{"prompt": [7, 300]}', seed=9).request.sampling.seed == 9
     assert unpack_ids("", parse(b'{"prompt": [7, 300]}', seed=9).request.prompt).tolist() == [7, 300]
+
+
+def test_a_cache_salt_reaches_both_workers_as_a_digest_that_differs_as_the_salts_do() -> None:
+    async def case() -> None:
+        async with site() as it:
+            for salt in (None, "tenant a", "tenant b", "tenant a"):
+                assert (await it.post(prompt="abc", max_tokens=2, cache_salt=salt))[0] == 200
+            salts = [begin.salt for begin in it.decode[0].begun]
+            assert salts == [begin.salt for begin in it.prefill[0].begun]
+            assert salts[0] == b""
+            assert salts[1] == salts[3]
+            assert len(set(salts)) == 3
+
+    run(case)
 
 
 def test_http_errors_come_as_openais_objects() -> None:

@@ -99,6 +99,7 @@ class Request:
     prompt: NDArray[np.int64]
     sampling: Sampling
     enable_hisparse: bool = False
+    salt: bytes = b""  # rooms of different salts may share no prefix that an engine keeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +204,8 @@ class DecodeEngine(Protocol):
 
     def admit(self, request: Request, slots: dict[str, NDArray[np.int64]], aux: bytes) -> None:
         """The room has landed: `slots` holds, per component, the int64 slot of each row, growth included
-        (len(prompt) + max_tokens rows for a component with one token a row). No copy is made.
+        (len(prompt) + max_tokens rows for a component with one token a row). No copy is made. The prompt's rows may
+        be other rooms' as well: they are not to be written.
         Raises ValueError where aux is not what this engine's prefill side makes."""
         ...
 

@@ -78,6 +78,7 @@ def test_many_prompts_at_once_are_answered_as_by_a_single_process_and_nothing_le
                 "prompt_tokens": len(text),
                 "completion_tokens": TOKENS,
                 "total_tokens": len(text) + TOKENS,
+                "prompt_tokens_details": {"cached_tokens": 0},
             }
             assert answer.facts["kv_bytes"] == len(text) * row_bytes(attention)
             assert (answer.facts["prefill"], answer.facts["decode"]) == ("prefill-0", "decode-0")
@@ -106,6 +107,29 @@ def test_a_stream_says_the_same_as_the_whole(pair: tuple[str, Running]) -> None:
         assert last["usage"]["completion_tokens"] == 12
         assert last["pdtransfer"]["tokens_digest"] == expected.tokens_digest.hex()
         assert last["pdtransfer"]["kv_digest"] == expected.kv_digest.hex()
+
+    on(case)
+
+
+def test_what_two_prompts_share_crosses_once_unless_their_salts_differ(pair: tuple[str, Running]) -> None:
+    attention, on = pair
+    shared, one, other = prompts(3, 150, 20, 30)
+
+    async def case(site: Site) -> None:
+        seen = []
+        for text, salt in ((shared + one, "a"), (shared + one, "a"), (shared + other, "a"), (shared + other, "b")):
+            answer = await site.complete(text, cache_salt=salt)
+            assert equal(answer, generated(attention, text)), answer
+            cached = answer.body["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert answer.facts["kv_bytes"] == (len(text) - cached) * row_bytes(attention)
+            seen.append(cached)
+        assert seen == [0, 128, 128, 0]
+        await site.settled()
+        decode = await site.metrics(site.decode)
+        assert decode["pdtransfer_prefix_hit_tokens_total"] >= 256
+        assert decode["pdtransfer_prefix_queried_tokens_total"] >= 512
+        assert decode["pdtransfer_prefix_tokens"] >= 256
+        assert decode["pdtransfer_prefix_used_tokens"] == 0
 
     on(case)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -371,6 +373,33 @@ async def test_a_listener_without_descriptors_recovers(
         await receive(reach, WRITER, seconds=5)
     os.close(await receive(reach, WRITER, seconds=5))
     await owner.close()
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing more, for so long."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@on_loop
+async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_the_reason(
+    arena: Arena, directory: Path
+) -> None:
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
+    with no_descriptors():
+        reach = decode.offer(WRITER)
+        with pytest.raises(TransportError, match="Too many open files"):
+            await prefill.map(WRITER, reach, ())
+    assert await prefill.map(WRITER, reach, ()) == arena.byte_count  # the token is as good as before
+    await prefill.close()
+    await decode.close()
 
 
 @on_loop

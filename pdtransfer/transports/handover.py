@@ -208,18 +208,18 @@ async def receive(reach: Reach, session: int, *, seconds: float, uids: frozenset
     _check_reachable(reach)
     if uids is None:
         uids = frozenset((0, os.geteuid()))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as peer:
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as peer:
             async with asyncio.timeout(seconds):
                 await _connect(peer, reach.address)
                 if (uid := _uid_of(peer)) not in uids:
                     raise TransportError(f"{reach.address} is user {uid}'s, not one of {sorted(uids)}")
                 peer.sendall(_REQUEST.pack(_MAGIC, session, reach.token))
                 return await _answer(peer, reach)
-        except TimeoutError:
-            raise TransportError(f"{reach.address}: no answer within {seconds:g} s") from None
-        except OSError as error:
-            raise TransportError(f"{reach.address}: {error.strerror}{_hint(error)}") from None
+    except TimeoutError:
+        raise TransportError(f"{reach.address}: no answer within {seconds:g} s") from None
+    except OSError as error:
+        raise TransportError(f"{reach.address}: {error.strerror}{_hint(error)}") from None
 
 
 def _check_reachable(reach: Reach) -> None:

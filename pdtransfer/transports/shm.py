@@ -60,6 +60,7 @@ class ShmArena:
         self._arena = arena
         self._sessions: dict[int, _HandOver] = {}
         self._next_byte = 0  # never used twice; a lock may lie beyond the file's end
+        self._host = host()  # read now: later there may be no descriptor left to read it with
         self._listener = Listener(self._give, byte_count=arena.byte_count, directory=directory, uids=uids)
 
     def offer(self, session: int) -> Reach:
@@ -68,7 +69,7 @@ class ShmArena:
         self._sessions.setdefault(session, _HandOver()).token = token
         return Reach(
             transport="shm",
-            host=host(),
+            host=self._host,
             address=self._listener.address,
             token=token,
             base=0,
@@ -187,6 +188,9 @@ class ShmWriter:
             if mapped.leaving:
                 self._apart.submit(mapping.close)
                 raise TransportError("the session was unmapped while its arena was being mapped")
+        except OSError as error:  # out of descriptors, most likely
+            self._forget(session)
+            raise TransportError(f"session {session:#x} cannot be mapped: {error}") from None
         except BaseException:
             self._forget(session)
             raise

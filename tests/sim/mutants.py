@@ -122,7 +122,7 @@ def one_queue_for_all_peers(patch: Patch) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A planted bug; it has to be caught within so many seeds of worlds of that kind, about three times what it took."""
+    """A planted bug; to be caught within so many seeds of worlds of that kind, about three times what it took."""
 
     plant: Callable[[Patch], None]
     kind: str

@@ -285,6 +285,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         socket_directory: Path | None = None,
         enable_hisparse: bool = False,
         prefix_cache: bool = True,
+        verify: bool = False,
     ) -> None:
         async def start() -> DecodeNode:
             return DecodeNode(
@@ -295,6 +296,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 socket_directory=socket_directory,
                 enable_hisparse=enable_hisparse,
                 prefix_cache=prefix_cache,
+                verify=verify,
             )
 
         super().__init__(start)

@@ -234,6 +234,7 @@ class DecodeConfig(WorkerConfig):
     prefix_cache: Annotated[
         bool, Parameter(help="Keep prompts that have landed, for others to share.", negative="--no-prefix-cache")
     ] = True
+    verify: Annotated[bool, _help("Read back what has landed, and compare its checksum with prefill's.")] = False
 
     def __post_init__(self) -> None:
         WorkerConfig.__post_init__(self)
@@ -306,6 +307,7 @@ class DemoConfig:
     decode_page_size: Annotated[int, _help("Tokens a page of decode's arena; a power of two.")] = 1
     prefill_layout: Annotated[HostLayout, _help("How prefill's pool is laid out.")] = "layer_first"
     decode_layout: Annotated[HostLayout, _help("How decode's arena is laid out.")] = "page_first"
+    verify: Annotated[bool, _help("Have decode compare the checksum of every row with prefill's.")] = False
     json: Annotated[bool, _help("Print one JSON object instead of the table.")] = False
 
     def __post_init__(self) -> None:
@@ -322,11 +324,8 @@ class DemoConfig:
 
 Config = PrefillConfig | DecodeConfig | RouterConfig | DemoConfig
 COMMANDS: dict[str, type[Config]] = {
-    "prefill": PrefillConfig,
-    "decode": DecodeConfig,
-    "router": RouterConfig,
-    "demo": DemoConfig,
-}
+    "prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig, "demo": DemoConfig,
+}  # fmt: skip
 
 
 def arguments(config: Config) -> list[str]:

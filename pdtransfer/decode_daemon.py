@@ -60,6 +60,7 @@ class DecodeDaemon:
             socket_directory=config.socket_directory,
             enable_hisparse=config.enable_hisparse,
             prefix_cache=config.prefix_cache,
+            verify=config.verify,
             others=self._receive,
         )
         service = Service(self.node.core.links.identity, config.limits)

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from .arena import Extents
 from .errors import Cause
 from .layout import Component
 from .wire import Message, Reach
@@ -60,6 +61,25 @@ class Ready:
     aux: bytes
     kv_bytes: int  # that crossed
     prefix: int = 0  # tokens that did not
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a room from first_row on, in the order of `extents` of the component, whose bases are arena offsets."""
+
+    component: Component
+    first_row: int
+    extents: Extents
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Sum the rows of a landed grant as they lie in the arena, then call `verified`: its slots wait for that."""
+
+    session: int
+    grant: int
+    room: int
+    parts: tuple[Rows, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +191,7 @@ class Drained:
     room: int
 
 
-DecodeEffect: TypeAlias = Send | Offer | Fence | Forget | Ready | RoomFailed | HangUp | PeerRefused
+DecodeEffect: TypeAlias = Send | Offer | Fence | Forget | Verify | Ready | RoomFailed | HangUp | PeerRefused
 PrefillEffect: TypeAlias = (
     Send | Map | Unmap | Write | StopWriting | FenceWriter | Leased | Landed | RoomFailed | Drained
 )

@@ -34,6 +34,7 @@ from .effects import (
     Send,
     StopWriting,
     Unmap,
+    Verify,
     Write,
 )
 from .errors import Cause, LocalProtocolError, PDTransferError, WorldError
@@ -47,6 +48,7 @@ from .session.prefill import Cell, PrefillSessions
 from .sharing import Replicas, holds_of
 from .transports.base import ArenaTransport, WriterTransport
 from .transports.shm import ShmArena, ShmWriter
+from .transports.verifier import Verifier
 from .turn import Performer, Ticker
 from .wire import Goodbye, Holds, Identity, Member, Message, Ranks
 
@@ -102,6 +104,7 @@ class DecodeNode:
         socket_directory: Path | None = None,
         enable_hisparse: bool = False,
         prefix_cache: bool = True,
+        verify: bool = False,
         others: Others | None = None,
     ) -> None:
         self._tell, self._others = tell, others
@@ -113,7 +116,9 @@ class DecodeNode:
             lambda: secrets.randbits(64) or 1,  # 0 is no session
             enable_hisparse=enable_hisparse,
             prefix_cache=prefix_cache,
+            verify=verify,
         )
+        self._verifier = Verifier(arena.mapping.address) if verify else None
         self._transport: ArenaTransport = ShmArena(arena, directory=socket_directory)
         self.bus = settings.bus(self.receive)
         ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._loop.time())))
@@ -168,6 +173,7 @@ class DecodeNode:
         """Fails what is not READY, says goodbye, stops the clock and the hand-over.
 
         Peers may write on until they have heard it: the arena's bytes are nobody else's until its last mapping is gone.
+        This node reads none of them any more.
         """
         for room in list(self.core.rooms):
             self.abort(room, Cause.SHUTDOWN, "this node is closed")
@@ -176,6 +182,8 @@ class DecodeNode:
                 self.bus.send(name, Goodbye(self.core.links.identity.incarnation, Cause.SHUTDOWN.value))
         self._run.ticker.stop()
         self._events.stop()
+        if self._verifier is not None:
+            await self._verifier.close()
         await self._transport.close()
         await self.bus.close()
 
@@ -203,10 +211,16 @@ class DecodeNode:
                     self._run(self.core.fenced(session, self._loop.time()))
             case Forget(session):
                 self._transport.forget(session)
+            case Verify():
+                assert self._verifier is not None
+                self._verifier.verify(effect, self._verified)
             case HangUp(peer):
                 self.bus.hang_up(peer)
             case PeerRefused(_, detail):
                 log.warning("%s", detail)
+
+    def _verified(self, order: Verify, checksum: int, detail: str) -> None:
+        self._run(self.core.verified(order.session, order.grant, checksum, detail, self._loop.time()))
 
 
 class PrefillNode:

@@ -11,6 +11,7 @@ class DecodeRoom(Enum):
     CONNECTING = "connecting"  # a session of its prefill ranks is not up yet, or has its window full
     QUEUED = "queued"  # waits for slots; its places in the windows are reserved
     LANDING = "landing"  # granted; bytes are on their way
+    VERIFYING = "verifying"  # every grant has landed, and not every checksum was compared yet
     READY = "ready"  # every byte is there; the engine reads it
     RELEASED = "released"
     FAILED = "failed"
@@ -21,6 +22,7 @@ class DecodeRoomEvent(Enum):
 
     CONNECT = "connect"
     ADMIT = "admit"
+    LAND = "land"
     COMPLETE = "complete"
     RELEASE = "release"
     FAIL = "fail"
@@ -34,7 +36,10 @@ DECODE_ROOM: dict[tuple[DecodeRoom, DecodeRoomEvent], DecodeRoom] = {
     (_D.QUEUED, _DE.ADMIT): _D.LANDING,
     (_D.QUEUED, _DE.FAIL): _D.FAILED,
     (_D.LANDING, _DE.COMPLETE): _D.READY,
+    (_D.LANDING, _DE.LAND): _D.VERIFYING,
     (_D.LANDING, _DE.FAIL): _D.FAILED,
+    (_D.VERIFYING, _DE.COMPLETE): _D.READY,
+    (_D.VERIFYING, _DE.FAIL): _D.FAILED,
     (_D.READY, _DE.RELEASE): _D.RELEASED,
 }
 

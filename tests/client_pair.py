@@ -158,6 +158,7 @@ def client_pair(
     target: tuple[str, int, int] = ("page_first", 1, 256),
     limits: Limits = LIMITS,
     decode_settings: dict[str, Any] | None = None,
+    decode_options: dict[str, Any] | None = None,
     components: Callable[[Component], Sequence[Component]] = lambda one: [one],
     prefix_cache: bool = True,
 ) -> Iterator[Pair]:
@@ -178,6 +179,7 @@ def client_pair(
         list(components(component(pools[1]))),
         arena,
         prefix_cache=prefix_cache,
+        **decode_options or {},
     )
     try:
         with prefill, decode:

@@ -69,11 +69,12 @@ def kv_bytes(tokens: int) -> int:
 class DecodeEnd:
     """A DecodeSessions whose prefill ranks are played by the test."""
 
-    def __init__(self, limits: Limits = LIMITS, slots: int = SLOTS) -> None:
+    def __init__(self, limits: Limits = LIMITS, slots: int = SLOTS, **options: Any) -> None:
         self.now = 0.0
         ids = iter(range(0xA0, 0xFFF))
         own = components(slots, 1, page_first=True)
-        self.core = DecodeSessions(identity("d0", "decode", window=limits.window), own, limits, lambda: next(ids))
+        me = identity("d0", "decode", window=limits.window)
+        self.core = DecodeSessions(me, own, limits, lambda: next(ids), **options)
         self.incarnation = 1
 
     def hear(self, *messages: Message, peer: str = P) -> list[Any]:
@@ -130,9 +131,12 @@ class DecodeEnd:
         (grant,) = sent(self.expect(room, tokens, *sources, **options), Grant)
         return grant
 
-    def land(self, grant: Grant, peer: str = P, aux: bytes = b"") -> list[Any]:
+    def land(self, grant: Grant, peer: str = P, aux: bytes = b"", checksum: bytes = b"") -> list[Any]:
         rows = sum(part.rows for part in grant.parts)
-        return self.hear(Landed(grant.session, grant.grant, rows * LAYERS * ROW, aux), peer=peer)
+        return self.hear(Landed(grant.session, grant.grant, rows * LAYERS * ROW, aux, checksum), peer=peer)
+
+    def verified(self, grant: Grant, checksum: int, detail: str = "") -> list[Any]:
+        return self.core.verified(grant.session, grant.grant, checksum, detail, self.now)
 
     @property
     def free(self) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..admission import Admission, Demand
-from ..arena import Arena, slots_of
+from ..arena import Arena
 from ..effects import DecodeEffect, PeerRefused, Ready, RoomFailed, Send
 from ..errors import ArenaFullError, Cause, LocalProtocolError, RemoteProtocolError
 from ..layout import Component
@@ -37,6 +37,7 @@ from .leases import Leases
 from .ledger import LeaseEntry, Peer, Room, Session
 from .links import Links
 from .parts import fits_a_grant, sent_bytes
+from .verify import Verifications
 
 
 class DecodeSessions:
@@ -51,8 +52,9 @@ class DecodeSessions:
         *,
         enable_hisparse: bool = False,
         prefix_cache: bool = True,
+        verify: bool = False,
     ) -> None:
-        self._limits = limits
+        self._limits, self._verify = limits, verify
         self.arena = Arena(components)
         self.cache = PrefixCache(
             self.arena, limits, model=identity.model, weights=identity.weights, enabled=prefix_cache
@@ -66,18 +68,13 @@ class DecodeSessions:
         self._coverage = Coverage(self.arena.components, limits.sessions_max)
         self._arena_bytes = sum(c.bytes_of(c.layout.slots) for c in self.arena.components)
         self.links = Links(
-            identity,
-            tuple(components),
-            limits,
-            mint,
-            self._out.append,
+            identity, tuple(components), limits, mint, self._out.append,
             enable_hisparse=enable_hisparse,
-            up=lambda peer: self._connect(peer.name),
-            lost=self._session_lost,
-            unreachable=self._peer_unreachable,
+            up=lambda peer: self._connect(peer.name), lost=self._session_lost, unreachable=self._peer_unreachable,
             quiet=lambda session: self.leases.quiet(session),  # noqa: PLW0108 -- made below: each needs the other
-        )
+        )  # fmt: skip
         self.leases = Leases(self.links, self.cache, limits, self._out.append)
+        self.verifications = Verifications(self.cache, self._out.append)
 
     # What the engine asks
 
@@ -166,7 +163,8 @@ class DecodeSessions:
     @property
     def idle(self) -> bool:
         """No room, no lease, no hold: everything is where it started."""
-        return not self.rooms and not any(session.leases for session in self.links.sessions.values())
+        leases = any(session.leases for session in self.links.sessions.values())
+        return not self.rooms and not leases and not self.verifications
 
     # What the shell reports
 
@@ -178,6 +176,15 @@ class DecodeSessions:
     def fenced(self, session_id: int, now: float) -> list[DecodeEffect]:
         """Answers Fence, once the proof is there."""
         self.links.fenced(session_id, now)
+        return self._effects(now)
+
+    def verified(self, session_id: int, grant: int, checksum: int, detail: str, now: float) -> list[DecodeEffect]:
+        """Answers Verify: the sum of the rows, or in `detail` why there is none."""
+        room, wrong = self.verifications.end(session_id, grant, checksum, detail)
+        if room.state is DecodeRoom.VERIFYING and not wrong and not room.verifying:
+            self._ready(room, now)
+        elif room.state in (DecodeRoom.LANDING, DecodeRoom.VERIFYING) and wrong:
+            self._fail(room, Cause.TRANSFER, wrong, now)
         return self._effects(now)
 
     def next_tick(self) -> float | None:
@@ -241,30 +248,33 @@ class DecodeSessions:
             if lease is not None:
                 lease.granted = True
             return
-        room = None if lease is None else self._room_of(lease)
+        room, wrong = None if lease is None else self._room_of(lease), ""
         if lease is not None and isinstance(message, Landed):
-            self._landed(lease, message, room)
+            wrong = self._landed(lease, message, room, now)
         if not isinstance(message, Failed) or message.quiescent:
             self.leases.proof(session, message.grant)
-        if room is not None and room.state is DecodeRoom.READY and room.unkept:
-            self.links.timers.set(("keep", room.id, 0), now)  # a turn later: the engine need not wait for it
         if room is not None and isinstance(message, Failed):
             detail = f"{session.peer}: {message.detail or message.reason}"
             self._fail(room, Cause.of(message.reason), detail, now)
-        elif room is not None and isinstance(message, Drained):
-            self._fail(room, Cause.TRANSFER, f"{session.peer} stopped writing", now)
+        elif room is not None and (wrong or isinstance(message, Drained)):
+            self._fail(room, Cause.TRANSFER, wrong or f"{session.peer} stopped writing", now)
         self._connect(session.peer)  # its window may have a place again
 
-    def _landed(self, lease: LeaseEntry, message: Landed, room: Room | None) -> None:
-        """Checks what the writer says; the room, unless it has ended, is ready when this was its last grant."""
-        if message.kv_bytes != lease.kv_bytes:
-            raise RemoteProtocolError("Landed.kv_bytes", f"{message.kv_bytes}, the grant is {lease.kv_bytes}")
-        if message.aux and not lease.message.send_aux:
-            raise RemoteProtocolError("Landed.aux", f"{len(message.aux)} bytes, 0 from a rank that sends none")
-        if room is not None:
-            room.aux = room.aux or message.aux
-            if all(each is lease or each.state is Lease.ENDED for each in room.leases):
-                self._ready(room)
+    def _landed(self, lease: LeaseEntry, message: Landed, room: Room | None, now: float) -> str:
+        """Checks what the writer says; the room, unless it has ended, is ready when this was its last grant, and what
+        was to be verified is. Returns what is wrong with it, once there is its proof."""
+        lease.check(message)
+        if room is None:
+            return ""
+        room.aux = room.aux or message.aux
+        if lease.message.verify and (wrong := self.verifications.begin(room, lease, message.checksum)):
+            return wrong
+        if all(each is lease or each.state is Lease.ENDED for each in room.leases):
+            if room.verifying:
+                room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.LAND)
+            else:
+                self._ready(room, now)
+        return ""
 
     # Rooms
 
@@ -308,23 +318,22 @@ class DecodeSessions:
             room.state, room.holding = step(DECODE_ROOM, room.state, DecodeRoomEvent.ADMIT), holding
             room.prefix = room.prefix or holding.prefix
             sessions = list(room.places.values())
-            self._unreserve(room)
+            room.unreserve()
             if not all(fits_a_grant(each.extents_of(holding), each.frame_bytes_max) for each in sessions):
                 text = f"extents: {[len(each) for each in holding.extents]} are more than a Grant can name"
                 self._fail(room, Cause.FULL, text, now)
                 continue
             for session in sessions:
-                self.leases.grant(room, session, send_aux=session.peer == room.sources[0], now=now)
+                self.leases.grant(room, session, send_aux=session.peer == room.sources[0], verify=self._verify, now=now)
 
-    def _ready(self, room: Room) -> None:
+    def _ready(self, room: Room, now: float) -> None:
         assert room.holding is not None
         room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.COMPLETE)
         self.admission.landed(room.demand, room.holding)
         self.links.timers.clear(("room", room.id, 0))
-        slots = {
-            component.name: slots_of(extents, count=rows)
-            for component, extents, rows in zip(self.arena.components, room.holding.extents, room.rows, strict=True)
-        }
+        if room.unkept:
+            self.links.timers.set(("keep", room.id, 0), now)  # a turn later: the engine need not wait for it
+        slots = room.slots_of(self.arena.components)
         self._out.append(Ready(room.id, slots, room.aux, sum(lease.kv_bytes for lease in room.leases), room.prefix))
 
     def _keep(self, room: Room) -> None:
@@ -348,14 +357,14 @@ class DecodeSessions:
             self._waiting.get(source, {}).pop(room.id, None)
         self._gaps.pop(room.id, None)
         self.admission.withdraw(room.id)
-        if before is DecodeRoom.LANDING:
+        if before in (DecodeRoom.LANDING, DecodeRoom.VERIFYING):
             assert room.holding is not None
             self.admission.landed(room.demand, room.holding)
         self._out.append(RoomFailed(room.id, cause, detail[:TEXT_LENGTH_MAX]))
         for lease in room.leases:
             self.leases.abort(lease, now)
         self._close(room)
-        self._unreserve(room)
+        room.unreserve()
         for source in room.sources:
             self._connect(source)
 
@@ -366,24 +375,12 @@ class DecodeSessions:
         if room.holding is not None:
             self.cache.drop(room.holding)
 
-    @staticmethod
-    def _unreserve(room: Room) -> None:
-        for session in room.places.values():
-            session.reserved -= 1
-        room.places.clear()
-
     # What links report
 
     def _session_lost(self, session: Session, cause: Cause, detail: str, now: float) -> None:
-        for room in [room for room in self.rooms.values() if self._uses(room, session)]:
+        for room in [room for room in self.rooms.values() if room.uses(session)]:
             self._fail(room, cause, detail, now)
         self.leases.quarantine(session)
-
-    @staticmethod
-    def _uses(room: Room, session: Session) -> bool:
-        """Whether an end of the session is one of the room."""
-        granted = any(lease.session is session and lease.state is not Lease.ENDED for lease in room.leases)
-        return granted or room.places.get(session.peer) is session
 
     def _peer_unreachable(self, peer: Peer, cause: Cause, detail: str, now: float) -> None:
         for room in list(self._waiting.get(peer.name, {}).values()):

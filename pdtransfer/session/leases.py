@@ -28,14 +28,14 @@ class Leases:
         self.quarantined_bytes = 0
         self._quarantined: dict[Holding, int] = {}  # how many leases of each are in quarantine
 
-    def grant(self, room: Room, session: Session, *, send_aux: bool, now: float) -> None:
+    def grant(self, room: Room, session: Session, *, send_aux: bool, verify: bool, now: float) -> None:
         """Leases the room's slots, once more, to one of its sessions; the lease's own claim on them begins."""
         assert room.holding is not None
         extents = session.extents_of(room.holding)
         parts = parts_of(session.components, extents, tokens=room.tokens, prefix=room.prefix)
         message = Grant(
             session.id, session.next_grant, room.id, room.tokens, room.prefix, parts, send_aux,
-            time_left_ms=0, enable_hisparse=room.enable_hisparse,
+            time_left_ms=0, enable_hisparse=room.enable_hisparse, verify=verify,
         )  # fmt: skip
         lease = LeaseEntry(session, message, room.holding, room.deadline)
         room.leases.append(lease)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..admission import Demand
-from ..arena import Extents, Holding
-from ..errors import Cause
+from ..arena import Extents, Holding, slots_of
+from ..errors import Cause, RemoteProtocolError
 from ..layout import Component
 from ..lease import Lease
 from ..room import DecodeRoom
-from ..wire import Grant, Identity, Reach
+from ..wire import Grant, Identity, Landed, Reach
 from .lives import Lives
 
 
@@ -75,6 +79,13 @@ class LeaseEntry:
         """What the writer has to write."""
         components = self.session.components
         return sum(components[part.component].bytes_of(part.rows) for part in self.message.parts)
+
+    def check(self, message: Landed) -> None:
+        """RemoteProtocolError where the writer says something else than what was granted."""
+        if message.kv_bytes != self.kv_bytes:
+            raise RemoteProtocolError("Landed.kv_bytes", f"{message.kv_bytes}, the grant is {self.kv_bytes}")
+        if message.aux and not self.message.send_aux:
+            raise RemoteProtocolError("Landed.aux", f"{len(message.aux)} bytes, 0 from a rank that sends none")
 
 
 @dataclass(slots=True, eq=False)
@@ -145,4 +156,22 @@ class Room:
     holding: Holding | None = None
     leases: list[LeaseEntry] = field(default_factory=list[LeaseEntry])
     aux: bytes = b""
+    verifying: int = 0  # grants that are being read back
     unkept: tuple[bytes, ...] = ()  # keys of its prompt's blocks, until that is in the cache
+
+    def slots_of(self, components: Sequence[Component]) -> dict[str, NDArray[np.int64]]:
+        """A slot for each row, growth included, by the component's name."""
+        assert self.holding is not None
+        each = zip(components, self.holding.extents, self.rows, strict=True)
+        return {component.name: slots_of(extents, count=rows) for component, extents, rows in each}
+
+    def uses(self, session: Session) -> bool:
+        """Whether an end of the session is one of the room."""
+        granted = any(lease.session is session and lease.state is not Lease.ENDED for lease in self.leases)
+        return granted or self.places.get(session.peer) is session
+
+    def unreserve(self) -> None:
+        """Leaves its places in the windows to others."""
+        for session in self.places.values():
+            session.reserved -= 1
+        self.places.clear()

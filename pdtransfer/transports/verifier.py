@@ -1,0 +1,130 @@
+"""Sums landed rows in decode's arena, off the loop: a small grant's on the loop, as small copies are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from .. import sums
+from ..cancel import Cancel
+from ..checksum import MASK, Lines, lines_of, pieces_of, runs_of
+from ..effects import Rows, Verify
+from ..errors import TransportError
+from ..geometry import Int64s
+from ..layout import Component
+from .copier import PIECE_BYTES, Copier, Piece
+from .reports import Reports
+
+VerifyDone = Callable[[Verify, int, str], None]
+"""Called once for each Verify, on the loop's thread and never from within verify(): the checksum, or why there is
+none."""
+
+_INLINE_BYTES_MAX = 256 << 10  # some 30 us: less than waking a thread and being woken
+_INLINE_BYTES_TURN = 1 << 20  # and so many in one turn of the loop
+_CLOSED = "the node is closed"
+_LINES_MAX = 256  # components whose heads are kept in mind
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Reading:
+    """One grant's rows in a mapping of this process, as a copier's work."""
+
+    order: Verify
+    done: VerifyDone
+    address: int
+    rows: list[tuple[Lines, Int64s]]
+    cancel: Cancel
+    text: str = ""
+    checksum: int = 0
+    running: int = 0
+    exhausted: bool = False
+    pieces: Iterator[Piece] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pieces = self._pieces()
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        return self.order.session, self.order.grant
+
+    @property
+    def byte_count(self) -> int:
+        """What it reads."""
+        return sum(lines.row_bytes * int(runs[:, 2].sum()) for lines, runs in self.rows)
+
+    def carry(self) -> None:
+        """All of it, here and now."""
+        for piece in self.pieces:
+            self.checksum = (self.checksum + piece()) & MASK
+
+    def next(self) -> Piece | None:
+        return next(self.pieces, None)
+
+    def _pieces(self) -> Iterator[Piece]:
+        for lines, runs in self.rows:
+            for piece in pieces_of(runs, max(1, PIECE_BYTES // lines.row_bytes)):
+                yield partial(self._sum, lines, piece)
+
+    def _sum(self, lines: Lines, runs: Int64s) -> int:
+        found = sums.checksum(lines, runs, self.address, cancel=self.cancel)
+        if found is None:
+            raise TransportError(_CLOSED)
+        return found
+
+
+class Verifier:
+    """Reads an arena that is mapped at `address` until after close. Make it on the loop's thread."""
+
+    def __init__(self, address: int, *, threads: int = 2) -> None:
+        self._address = address
+        self._loop = asyncio.get_running_loop()
+        self._native = self._loop.run_in_executor(None, sums.native)  # may compile
+        self._reports: Reports[_Reading] = Reports(self._ended)
+        self._copier: Copier[_Reading] = Copier(threads, self._reports.tell, name="verify")
+        self._lines: dict[Component, Lines] = {}
+        self._cancel = Cancel()
+        self._inline_bytes = 0  # read in this turn of the loop
+
+    def verify(self, order: Verify, done: VerifyDone) -> None:
+        """Starts reading; fair between grants."""
+        rows = [(self._lines_of(part.component), self._runs_of(part)) for part in order.parts]
+        reading = _Reading(order=order, done=done, address=self._address, rows=rows, cancel=self._cancel)
+        if self._cancel.is_set:
+            reading.text = _CLOSED
+            self._reports.tell(reading)
+            return
+        byte_count = reading.byte_count
+        inline = byte_count <= _INLINE_BYTES_MAX and self._inline_bytes + byte_count <= _INLINE_BYTES_TURN
+        if not inline or not self._native.done():
+            self._copier.add(reading)
+            return
+        if not self._inline_bytes:
+            self._loop.call_soon(self._next_turn)
+        self._inline_bytes += byte_count
+        reading.carry()
+        self._reports.tell(reading)
+
+    async def close(self) -> None:
+        """Stops what is being read, and returns when nothing of the arena is."""
+        self._cancel.set()
+        await self._native
+        await self._loop.run_in_executor(None, self._copier.close)
+
+    def _lines_of(self, component: Component) -> Lines:
+        if (lines := self._lines.get(component)) is None:
+            if len(self._lines) >= _LINES_MAX:
+                self._lines.clear()
+            lines = self._lines[component] = lines_of(component.name, component.layout)
+        return lines
+
+    @staticmethod
+    def _runs_of(part: Rows) -> Int64s:
+        return runs_of(part.extents[:, 0], part.extents[:, 1], part.first_row)
+
+    def _next_turn(self) -> None:
+        self._inline_bytes = 0
+
+    def _ended(self, reading: _Reading) -> None:
+        reading.done(reading.order, reading.checksum, reading.text)

@@ -42,6 +42,7 @@ LIMIT_BOUNDS: dict[str, tuple[float, float]] = {
     "queue_max": (0, 1 << 20),
     "inflight_bytes_max": (1 << 20, 1 << 50),
     "quarantine_fraction_max": (0.0, 1.0),
+    "prefix_weight": (0, 1 << 20),
 }
 MILLISECONDS = (1, 86_400_000)
 COUNT = (1, 1 << 20)

@@ -27,6 +27,7 @@ ROUTERS_MAX = 64  # that one daemon knows
 ENDED_ROOMS_MAX = 8_192  # a router: what a late Begin must not revive; some seconds' worth at 5,000 rooms a second
 LIVES_MAX = 4  # earlier incarnations of a peer whose late words are told from a new process's
 LOAD_MS = 20  # a Load that changes is told this often at most
+PREFIX_PLACED_BLOCKS_MAX = 1_024  # of one prompt that a router looks at: 64 Ki tokens take it 1 ms
 HTTP_BODY_BYTES_MAX = 8 << 20  # 512 Ki token ids as JSON
 
 
@@ -43,6 +44,8 @@ class Limits:
     quarantine_fraction_max: float = 0.5  # of the arena that one silent peer may keep before it gets no more grants
     prefix_block_tokens: int = 64  # of a prompt that are shared or not: less finds more, and costs a digest each
     prefix_blocks_max: int = 65_536  # that decode remembers: 4 Mi tokens, some 30 MB of bookkeeping
+    prefix_keys_max: int = 65_536  # blocks that a router remembers of each decode worker: as many as that keeps
+    prefix_weight: int = 4  # free slots that count as much as one token of prefix; 0: a router places by load alone
     room_deadline_ms: int = 60_000  # a room that nobody ends ends here
     resend_ms: int = 200  # an unanswered request is repeated this often at first
     resend_ms_max: int = 2_000  # and this often at last

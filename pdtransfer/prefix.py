@@ -48,6 +48,30 @@ def block_tokens_of(components: Sequence[Component], least: int) -> int:
     return block_tokens if pages and block_tokens <= TOKENS_MAX else 0
 
 
+class KnownPrefixes:
+    """What a router has sent somewhere of late: so many keys, of a prompt's blocks the deepest forgotten first."""
+
+    def __init__(self, keys_max: int) -> None:
+        self._keys_max = keys_max
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def learn(self, keys: Sequence[bytes]) -> None:
+        """These are there from now on."""
+        for key in reversed(keys):
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > self._keys_max:
+            self._keys.popitem(last=False)
+
+    def count(self, keys: Sequence[bytes]) -> int:
+        """How many of these are there, up to the first that is not."""
+        return sum(1 for _ in takewhile(self._keys.__contains__, keys))
+
+    def clear(self) -> None:
+        """Nothing is there any more."""
+        self._keys.clear()
+
+
 class PrefixCache:
     """Leases slots of an arena, and keeps what rooms have left of their prompts; without `enabled` it keeps nothing."""
 

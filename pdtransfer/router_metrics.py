@@ -36,6 +36,8 @@ class RouterMetrics(Collector):
         yield GaugeMetricFamily("pdtransfer_requests_open", "Requests under way", self._routing.request_count)
         yield GaugeMetricFamily("pdtransfer_rooms", "Rooms not ended on every worker", self._routing.room_count)
         yield CounterMetricFamily("pdtransfer_retries", "Rooms that were prefilled again", self._routing.retries)
+        placed = self._routing.prefix_tokens
+        yield CounterMetricFamily("pdtransfer_prefix_placed_tokens", "Tokens sent where they were known", placed)
         yield CounterMetricFamily("pdtransfer_bus_sent", "Messages sent", self._bus.sent)
         yield CounterMetricFamily("pdtransfer_bus_received", "Messages received", self._bus.received)
         yield CounterMetricFamily("pdtransfer_bus_dropped", "Messages that could not be sent", self._bus.dropped)

@@ -20,7 +20,7 @@ from .routed import LEG, ROUTER_ROOM, Leg, LegEvent, Request, RoomLeg, RoutedRoo
 from .states import step
 from .timers import Timers
 from .wire import Begin, Begun, Cancel, End, Ended, Identity, Message, Reject, Tokens, TokensAcked, unpack_ids
-from .workers import NoPair, Pair, Worker, Workers
+from .workers import NoPair, Pair, Prompt, Worker, Workers
 
 STATUSES = {
     Cause.ABORTED: 499,
@@ -109,6 +109,7 @@ class Routing:
         self._timers: Timers[tuple[str, int]] = Timers()
         self._draining = False
         self.retries = 0
+        self.prefix_tokens = 0  # of prompts that went where they were known
 
     @property
     def request_count(self) -> int:
@@ -226,6 +227,8 @@ class Routing:
         room = RoutedRoom(room_id, first, request, legs[0], legs[1], deadline, retried=label is not None)
         self._rooms[room_id] = self._requests[first] = room
         pair.prefill.prompt_tokens += len(request.prompt) // 4
+        self.prefix_tokens += pair.decode.known.count(pair.keys) * self._limits.prefix_block_tokens
+        pair.decode.known.learn(pair.keys)
         pair.decode.promised_slots += len(request.prompt) // 4 + request.sampling.max_tokens
         self._timers.set(("deadline", room_id), deadline)
         for leg in legs:
@@ -341,7 +344,10 @@ class Routing:
         return None if again and cause in (Cause.REFUSED, Cause.FULL) else pair
 
     def _choose(self, request: Request, avoid: tuple[Worker, ...], now: float) -> Pair | NoPair:
-        return self.workers.choose(model=request.model, enable_hisparse=request.enable_hisparse, avoid=avoid, now=now)
+        prompt = Prompt(request.prompt, request.sampling.max_tokens, request.salt)
+        return self.workers.choose(
+            prompt, model=request.model, enable_hisparse=request.enable_hisparse, avoid=avoid, now=now
+        )
 
     def _deadline(self, room: RoutedRoom, now: float) -> None:
         if room.state is RouterRoom.OPEN:

@@ -14,7 +14,8 @@ from typing import Literal
 from .effects import Send
 from .ends import cause_of
 from .errors import Cause
-from .limits import Limits
+from .limits import PREFIX_PLACED_BLOCKS_MAX, Limits
+from .prefix import KnownPrefixes, block_keys, root_key
 from .session.lives import Lives
 from .states import step
 from .timers import Timers
@@ -53,6 +54,7 @@ class Worker:
     peer: str
     role: Literal["prefill", "decode"]
     lives: Lives
+    known: KnownPrefixes  # that were sent there
     state: Presence = Presence.SOUGHT
     identity: Identity | None = None
     load: Load | None = None
@@ -96,6 +98,21 @@ class Pair:
 
     prefill: Worker
     decode: Worker
+    keys: tuple[bytes, ...] = ()  # of the prompt's blocks, where there may be a choice
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What placement looks at: u32 token ids, the tokens that may follow, and the salt."""
+
+    ids: bytes
+    growth: int
+    salt: bytes
+
+    @property
+    def tokens(self) -> int:
+        """Slots that it needs where nothing of it is known."""
+        return len(self.ids) // 4 + self.growth
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +136,12 @@ class Workers:
         lost: Callable[[Worker, Cause, str, float], None],
     ) -> None:
         self._identity, self._limits, self._out, self._lost = identity, limits, out, lost
-        late_ms = limits.silence_ms
-        workers = [Worker(peer, "prefill", Lives(late_ms)) for peer in prefill]
-        workers += [Worker(peer, "decode", Lives(late_ms)) for peer in decode]
+
+        def worker(peer: str, role: Literal["prefill", "decode"]) -> Worker:
+            return Worker(peer, role, Lives(limits.silence_ms), KnownPrefixes(limits.prefix_keys_max))
+
+        workers = [worker(peer, "prefill") for peer in prefill] + [worker(peer, "decode") for peer in decode]
+        self._decode_count = sum(worker.role == "decode" for worker in workers)
         self.by_peer = {worker.peer: worker for worker in workers}
         assert len(self.by_peer) == len(workers), "a worker is dialled once, in one role"
         self.timers: Timers[str] = Timers()
@@ -168,10 +188,14 @@ class Workers:
                 return False
         return True
 
-    def choose(self, *, model: str | None, enable_hisparse: bool, avoid: Iterable[Worker], now: float) -> Pair | NoPair:
+    def choose(
+        self, prompt: Prompt, *, model: str | None, enable_hisparse: bool, avoid: Iterable[Worker], now: float
+    ) -> Pair | NoPair:
         """The pair with the least to do: prefill by prompt tokens not yet done, decode by free slots, then by rooms.
 
-        Workers to `avoid` come last. A pair has one model; HiSparse wants a decode that can do it.
+        A token of the prompt that is known to be at a decode counts as `prefix_weight` free slots there, unless the
+        room would have to queue for slots. Workers to `avoid` come last. A pair has one model; HiSparse wants a decode
+        that can do it.
         """
         bad = set(avoid)
         prefills, decodes = self._groups("prefill"), self._groups("decode")
@@ -185,16 +209,16 @@ class Workers:
             if wait_ms > 0:
                 waits_ms.append(wait_ms)
                 continue
-            decode = min(
-                (each for each in able if each.full_ms(now, self._limits) == 0),
-                key=lambda each: (each in bad, -each.slots_left, len(each.rooms), each.peer),
-            )
+            able = [each for each in able if each.full_ms(now, self._limits) == 0]
+            keys = self._keys(key, prompt)
+            scores = {each.peer: self._score(each, prompt.tokens, keys) for each in able}
+            decode = min(able, key=lambda each: (each in bad, -scores[each.peer], len(each.rooms), each.peer))
             if best is None or decode.slots_left > best.decode.slots_left:
                 prefill = min(
                     (each for each in prefills[key] if each.full_ms(now, self._limits) == 0),
                     key=lambda each: (each in bad, each.prompt_tokens, self._queued(each), len(each.rooms), each.peer),
                 )
-                best = Pair(prefill, decode)
+                best = Pair(prefill, decode, keys)
         if best is not None:
             return best
         if waits_ms:
@@ -218,6 +242,18 @@ class Workers:
             if worker.role == role and worker.usable:
                 groups.setdefault(worker.model, []).append(worker)
         return groups
+
+    def _keys(self, model: tuple[str, bytes], prompt: Prompt) -> tuple[bytes, ...]:
+        if self._decode_count == 1 or not self._limits.prefix_weight:
+            return ()  # there is never a choice
+        root, blocks_max = root_key(*model, prompt.salt), PREFIX_PLACED_BLOCKS_MAX
+        return block_keys(root, prompt.ids, block_tokens=self._limits.prefix_block_tokens, blocks_max=blocks_max)
+
+    def _score(self, decode: Worker, tokens: int, keys: tuple[bytes, ...]) -> int:
+        """Free slots, and what the prefix counts as."""
+        prefix = decode.known.count(keys) * self._limits.prefix_block_tokens
+        fits = decode.slots_left >= tokens - prefix
+        return decode.slots_left + (self._limits.prefix_weight * prefix if fits else 0)
 
     @staticmethod
     def _queued(worker: Worker) -> int:
@@ -262,6 +298,7 @@ class Workers:
     def _lose(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
         worker.state = step(PRESENCE, worker.state, PresenceEvent.LOSE)
         worker.why, worker.load, worker.full_until, worker.repeat_ms = text, None, 0.0, 0
+        worker.known.clear()
         self._lost(worker, cause, text, now)
 
     def _hello(self, worker: Worker, now: float) -> None:

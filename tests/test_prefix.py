@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pdtransfer.arena import Arena, Holding, slots_of
 from pdtransfer.layout import Component, Layout, Plane, Span
 from pdtransfer.limits import Limits
-from pdtransfer.prefix import PrefixCache, block_keys, block_tokens_of, root_key
+from pdtransfer.prefix import KnownPrefixes, PrefixCache, block_keys, block_tokens_of, root_key
 
 BLOCK, BLOCKS_MAX = 8, 7
 SALTS = (b"", b"salt")
@@ -315,3 +315,17 @@ def test_what_is_full_of_blocks_in_use_leaves_the_rest_private() -> None:
     assert len(first.blocks) == len(one) == 2
     one.drop(first)
     assert (one.arena.free[0].free_slots, one.free_slots[0]) == (64, 80)
+
+
+def test_of_a_prompt_whose_end_is_forgotten_the_beginning_is_known() -> None:
+    known = KnownPrefixes(4)
+    one, other = (tuple(b"%d" % n for n in range(first, first + 3)) for first in (0, 10))
+    known.learn(one)
+    known.learn(other)
+    assert (known.count(one), known.count(other)) == (1, 3)
+    known.learn(one[:1])
+    known.learn((b"20",))
+    assert (known.count(one), known.count(other)) == (1, 2)
+    assert known.count((b"9", *one)) == 0
+    known.clear()
+    assert known.count(one) == 0

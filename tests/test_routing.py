@@ -166,6 +166,61 @@ def test_room_goes_to_prefill_with_least_prompt_tokens_and_decode_with_most_free
     assert third == {P2, D}, "20 tokens are fewer than 100"
 
 
+def decoded_by(bench: Bench, *, first: int = 7, length: int = 200, **more: object) -> str:
+    """Where a new request is decoded, which then has no load to speak of."""
+    bench.submit(first=first, length=length, **more)
+    peer = next(each.peer for each in bench.of(Send) if each.peer in (D, D2))
+    bench.hear(peer, bench.routing.workers.by_peer[peer].load)
+    return peer
+
+
+def test_a_prompt_goes_where_its_beginning_went() -> None:
+    bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=900)})
+    assert decoded_by(bench) == D
+    assert decoded_by(bench, first=1_000) == D, "the freer one, for a prompt that nobody knows"
+    bench.hear(D, replace_load(slots_free=800))
+    assert decoded_by(bench) == D, "192 tokens are known there: they count as 768 free slots"
+    assert decoded_by(bench, first=2_000) == D2
+    assert decoded_by(bench, first=2_000, length=130) == D2
+    assert bench.routing.prefix_tokens == 192 + 128
+
+
+def test_a_markedly_freer_decode_is_taken_before_one_that_knows_the_prompt() -> None:
+    bench = Bench(decode=(D, D2), loads={D: replace_load(slots_free=2_000), D2: replace_load(slots_free=1_000)})
+    assert decoded_by(bench) == D
+    bench.hear(D, replace_load(slots_free=400))
+    bench.hear(D2, replace_load(slots_free=400 + 4 * 192 + 1))
+    assert decoded_by(bench) == D2
+    bench.hear(D2, replace_load(slots_free=400 + 4 * 192 + 1))
+    assert decoded_by(bench) == D2, "and both know it now"
+
+
+def test_a_prompt_does_not_queue_where_it_is_known_while_another_has_slots() -> None:
+    bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=300)})
+    assert decoded_by(bench, max_tokens=1) == D
+    bench.hear(D, replace_load(slots_free=8))
+    assert decoded_by(bench, max_tokens=1) == D2, "9 slots would be needed, the prefix less"
+
+
+@pytest.mark.parametrize("differs", ["salt", "weight", "restart"])
+def test_what_is_not_known_there_counts_for_nothing(differs: str) -> None:
+    limits = replace(LIMITS, prefix_weight=0) if differs == "weight" else LIMITS
+    bench = Bench(decode=(D, D2), limits=limits, loads={D2: replace_load(slots_free=900)})
+    assert decoded_by(bench) == D
+    if differs == "restart":
+        bench.welcome(D, 7)
+    bench.hear(D, replace_load(slots_free=800))
+    assert decoded_by(bench, **({"salt": b"s"} if differs == "salt" else {})) == D2
+
+
+def test_what_a_router_remembers_of_a_decode_is_bounded() -> None:
+    bench = Bench(decode=(D, D2), limits=replace(LIMITS, prefix_keys_max=4))
+    for first in range(0, 10_000, 1_000):
+        decoded_by(bench, first=first)
+    for worker in bench.routing.workers.by_peer.values():
+        assert len(worker.known._keys) <= 4
+
+
 def replace_load(**fields) -> Load:
     return msgspec.structs.replace(LOAD, **fields)
 

@@ -115,12 +115,16 @@ class DecodeEnd:
 
     def up(self, peer: str = P, **changes: Any) -> int:
         """A session with this peer, up; its id."""
+        return self.registered(peer, **changes).session
+
+    def registered(self, peer: str = P, **changes: Any) -> Register:
+        """The same; its Register."""
         self.core.dial(peer, self.now)
         (offer,) = of(self.hear(self.welcome(**changes), peer=peer), fx.Offer)
         (register,) = sent(self.core.offered(offer.session, REACH, self.now), Register)
         self.hear(Registered(register.session, ARENA_BYTES), peer=peer)
         assert self.core.links.peers[peer].up is not None
-        return register.session
+        return register
 
     def expect(self, room: int, tokens: int = 8, *sources: str, **options: Any) -> list[Any]:
         options = {"deadline": self.now + 60.0} | options

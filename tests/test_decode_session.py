@@ -10,6 +10,7 @@ import pytest
 
 from pdtransfer.effects import Fence, Forget, HangUp, Offer, PeerRefused, Ready, RoomFailed, Send
 from pdtransfer.errors import Cause, LocalProtocolError
+from pdtransfer.session import coverage
 from pdtransfer.session.ledger import SessionState
 from pdtransfer.wire import (
     Abort,
@@ -19,8 +20,10 @@ from pdtransfer.wire import (
     Grant,
     Granted,
     Hello,
+    Holds,
     Landed,
     Pong,
+    Ranks,
     Register,
     Registered,
     Reject,
@@ -224,6 +227,48 @@ def test_slots_are_free_when_the_last_rank_has_drained() -> None:
     assert end.free != ALL_FREE
     end.hear(Drained(second.session, second.grant), peer=P2)
     assert end.free == ALL_FREE
+
+
+def test_each_rank_registers_its_own_planes_and_is_granted_by_their_places_in_register() -> None:
+    end = DecodeEnd()
+    registers = [end.registered(P, holds=KV), end.registered(P2, holds=C4), end.registered(P3, **IDLE)]
+    assert [[each.name for each in register.components] for register in registers] == [["kv"], ["c4"], []]
+    kv, c4, none = sent(end.expect(1, 8, P, P2, P3), Grant)
+    assert [[(part.component, part.rows) for part in grant.parts] for grant in (kv, c4, none)] == [
+        [(0, 8)],
+        [(0, 2)],
+        [],
+    ]
+    assert unpack_extents("x", c4.parts[0].extents).tolist() == [[0, 2]]
+    end.land(kv, P)
+    end.land(none, P3)
+    (ready,) = of(end.land(c4, P2), Ready)
+    assert ready.kv_bytes == kv_bytes(8)
+
+
+def test_slots_of_several_silent_ranks_are_quarantined_once_and_counted_against_each() -> None:
+    end = DecodeEnd()
+    two_ranks(end, tokens=16)
+    end.tick(LIMITS.silence_ms / 1e3 + 1.0)
+    held = kv_bytes(16)
+    assert end.core.leases.quarantined_bytes == held
+    assert [end.core.links.peers[name].quarantined_bytes for name in (P, P2)] == [held, held]
+    for session in list(end.core.links.sessions):
+        end.core.fenced(session, end.now)
+        assert end.core.leases.quarantined_bytes == (held if end.core.links.sessions else 0)
+    assert end.free == ALL_FREE
+
+
+def test_whether_sessions_cover_a_room_is_reckoned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reckoned: list[object] = []
+    monkeypatch.setattr(coverage, "uncovered", lambda components, shares: reckoned.append(shares) or "")
+    end = DecodeEnd()
+    for peer in (P, P2):
+        end.up(peer)
+    for room in range(1, 4):
+        end.land(end.granted(room, 1, P))
+    assert len(sent(end.expect(4, 1, P, P2), Grant)) == 2
+    assert len(reckoned) == 2, "once for P alone, once for both"
 
 
 # Ends and proofs
@@ -644,6 +689,16 @@ def test_a_hello_that_is_refused_is_repeated_at_the_slowest_pace() -> None:
     [
         ({"model": "other"}, "model: tcp://p0 has 'other', this node 'm'"),
         ({"weights": b"\x01"}, "weights: tcp://p0 has '01', this node '77'"),
+        ({"ranks": Ranks(4, 2)}, "ranks.tp_rank: tcp://p0 has 4, of 2"),
+        ({"holds": 2 * KV}, "holds[1].component: tcp://p0 has 'kv' a second time"),
+        (
+            {"holds": (Holds("kv", 0, 9, 0, 1),)},
+            "holds[0].layer_end: tcp://p0 has layers 0..8 of 'kv', which has 0..2",
+        ),
+        (
+            {"holds": (Holds("kv", 0, LAYERS, 0, 1, 0, 256),)},
+            "holds[0].replicas: tcp://p0 has 256, of 1 tensor-parallel ranks",
+        ),
     ],
 )
 def test_a_peer_that_does_not_fit_is_refused_with_both_values_until_another_takes_its_place(

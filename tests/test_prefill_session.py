@@ -478,6 +478,50 @@ def test_a_room_of_two_ranks_lands_when_both_have_all_bytes() -> None:
     assert of(end.wrote(writes[-1]), RoomLanded) == [RoomLanded(1, 2 * kv_bytes(8))]
 
 
+def test_a_session_without_components_is_up_at_once_maps_nothing_and_lands_when_the_engine_is_through() -> None:
+    end = PrefillEnd()
+    end.hear(end.hello())
+    effects = end.hear(end.register(S, components=()))
+    assert effects == [Send(D, Registered(S, ARENA_BYTES))]
+    end.open()
+    end.hear(grant(parts=(), send_aux=False))
+    assert of(end.push(), Write) == []
+    effects = end.finish()
+    assert sent(effects, Landed) == [Landed(S, 1, 0, b"")]
+    assert of(effects, RoomLanded) == [RoomLanded(1, 0)]
+    end.released(1)
+    assert end.hear(Goodbye(1, "shutdown")) == [], "nothing to unmap"
+    assert end.core.sessions == {}
+
+
+def test_a_part_of_what_no_session_registered_is_a_breach() -> None:
+    end = PrefillEnd()
+    end.hear(end.hello(), end.register(S, components=()))
+    end.open()
+    assert refusal(end.hear(grant())) == "Grant.parts[0].component: 0, Register names 0"
+    assert end.core.sessions == {}
+
+
+def test_a_session_of_some_layers_is_written_those_and_no_byte_of_others() -> None:
+    end = PrefillEnd()
+    end.hear(end.hello())
+    stage = components(SLOTS, 1, page_first=True)[0]
+    stage = msgspec.structs.replace(stage, layout=stage.layout.layers(1, LAYERS))
+    end.hear(end.register(S, components=(stage,)))
+    end.core.mapped(S, ARENA_BYTES)
+    end.open()
+    end.hear(grant(parts=grant().parts[:1]))
+    writes = []
+    for first in range(LAYERS):
+        writes += of(end.push(layers=(first, first + 1)), Write)
+    assert [(write.component, write.layers) for write in writes] == [
+        (0, (layer, layer + 1)) for layer in range(1, LAYERS)
+    ]
+    end.finish()
+    landed = [message for write in writes for message in sent(end.wrote(write), Landed)]
+    assert [message.kv_bytes for message in landed] == [8 * (LAYERS - 1) * ROW]
+
+
 def test_abort_by_one_rank_fails_the_grant_of_the_other() -> None:
     end = PrefillEnd()
     two_ranks(end)

@@ -233,13 +233,12 @@ def test_each_rank_registers_its_own_planes_and_is_granted_by_their_places_in_re
     end = DecodeEnd()
     registers = [end.registered(P, holds=KV), end.registered(P2, holds=C4), end.registered(P3, **IDLE)]
     assert [[each.name for each in register.components] for register in registers] == [["kv"], ["c4"], []]
+    end.expect(9, 8, P, P2, P3)
     kv, c4, none = sent(end.expect(1, 8, P, P2, P3), Grant)
-    assert [[(part.component, part.rows) for part in grant.parts] for grant in (kv, c4, none)] == [
-        [(0, 8)],
-        [(0, 2)],
-        [],
-    ]
-    assert unpack_extents("x", c4.parts[0].extents).tolist() == [[0, 2]]
+    parts = [[(part.component, part.rows) for part in grant.parts] for grant in (kv, c4, none)]
+    assert parts == [[(0, 8)], [(0, 2)], []]
+    assert unpack_extents("x", kv.parts[0].extents).tolist() == [[8, 8]]
+    assert unpack_extents("x", c4.parts[0].extents).tolist() == [[2, 2]], "another component's slots are others"
     end.land(kv, P)
     end.land(none, P3)
     (ready,) = of(end.land(c4, P2), Ready)

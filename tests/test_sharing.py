@@ -92,6 +92,8 @@ def check_lands(
     shuffle = random.Random(seed)
     pages = 1 << shuffle.randint(0, 3), 1 << shuffle.randint(0, 3)
     grid = Grid(parts, prefill=prefill, decode=decode, layouts=layouts, page_sizes=pages, shuffle=shuffle)
+    for rank in grid.decode:  # slots of others, so that no two components' rows lie alike
+        rank.core.arena.allocate([shuffle.randint(0, 9) for _ in rank.components])
     for act in shuffle.sample([grid.open, grid.expect], 2):
         act(7, tokens)
     grid.send(7, tokens)

@@ -30,6 +30,7 @@ _SEALS = {"SEAL": 1, "SHRINK": 2, "GROW": 4}
 _SEALS_OF_WRITES = {"WRITE": 8, "FUTURE_WRITE": 16}
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _CHUNK_BYTES = 64 << 20  # prefaulted at a time: some 35 ms with pages of 4 KiB
+UNBACKED_BYTES_MAX = 64 << 20  # of an arena that is handed to us
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
@@ -183,8 +184,8 @@ class Arena:
 def map_received(fd: int, byte_count: int) -> Mapping:
     """Maps an arena that a peer has handed over; `fd` stays the caller's.
 
-    Raises TransportError, naming both values, unless its seals hold it at exactly `byte_count` bytes: a shrinking file
-    would end this process by SIGBUS.
+    Raises TransportError, naming both values, unless its seals hold it at exactly `byte_count` bytes, since a shrinking
+    file would end this process by SIGBUS, and its owner has prefaulted it.
     """
     try:
         found = os.fstat(fd)
@@ -193,6 +194,12 @@ def map_received(fd: int, byte_count: int) -> Mapping:
         raise TransportError(f"arena: what was received is no memfd ({error.strerror})") from None
     if not stat.S_ISREG(found.st_mode) or found.st_size != byte_count:
         raise TransportError(f"arena: {found.st_size} bytes were received, {byte_count} were said")
+    # Mapping it makes us back what its owner has not: at our cost, and a sparse file may be of any size.
+    if (unbacked := byte_count - found.st_blocks * 512) > UNBACKED_BYTES_MAX:
+        raise TransportError(
+            f"arena: its owner has not backed {unbacked} of its {byte_count} bytes with memory, "
+            f"{UNBACKED_BYTES_MAX} are let pass: it must be prefaulted first"
+        )
     if missing := [name for name, seal in _SEALS.items() if not seals & seal]:
         raise TransportError(f"arena: seals {seals:#x}, without {', '.join(missing)}")
     if barred := [name for name, seal in _SEALS_OF_WRITES.items() if seals & seal]:

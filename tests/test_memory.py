@@ -243,6 +243,31 @@ def test_a_received_arena_of_another_size_is_refused_with_both_values(said: int)
     os.close(fd)
 
 
+@pytest.mark.parametrize("backed", [False, True])
+def test_a_received_arena_that_its_owner_has_not_backed_is_refused(
+    backed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "UNBACKED_BYTES_MAX", MIB)
+    made = Arena.create(2 * MIB, huge_pages="never")
+    if backed:
+        made.prefault()
+        map_received(made.fd, made.byte_count).close()
+    else:
+        with pytest.raises(TransportError, match=f"has not backed {2 * MIB} of its {2 * MIB} bytes"):
+            map_received(made.fd, made.byte_count)
+    made.close()
+
+
+def test_a_received_sparse_file_of_a_terabyte_costs_nothing() -> None:
+    fd = os.memfd_create("sparse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 1 << 40)
+    fcntl.fcntl(fd, 1033, 7)
+    with pytest.raises(TransportError, match=f"has not backed {1 << 40} of its"):
+        map_received(fd, 1 << 40)
+    assert os.fstat(fd).st_blocks == 0
+    os.close(fd)
+
+
 def test_what_is_no_memfd_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(MIB))

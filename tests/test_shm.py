@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import fcntl
 import os
 import resource
 import secrets
@@ -427,10 +428,9 @@ async def test_what_cannot_be_reached_is_named(arena: Arena, directory: Path) ->
     boot, _, _ = reach.host.partition(" ")
     wrong = {
         f"another host: its boot id is 'elsewhere', here it is '{boot}'": {"host": "elsewhere net:[1]"},
-        r"network namespace 'net:\[1\]'": {"host": f"{boot} net:[1]", "address": "@nobody"},
-        "No such file or directory; containers must share": {"address": str(directory / "gone")},
-        "neither a path nor an abstract name": {"address": "relative"},
-        "longer than 107 bytes": {"address": "/" + "x" * 107},
+        r"network namespace 'net:\[1\]'": {"host": f"{boot} net:[1]", "address": f"@pdtransfer-{0:016x}"},
+        "No such file or directory; containers must share": {"address": str(directory / f"arena-{0:016x}")},
+        "longer than 107 bytes": {"address": "/" + "x" * 107 + f"/arena-{0:016x}"},
         "transport 'mooncake'": {"transport": "mooncake"},
         "token: 3 bytes, not 32": {"token": b"abc"},
     }
@@ -440,13 +440,91 @@ async def test_what_cannot_be_reached_is_named(arena: Arena, directory: Path) ->
     await owner.close()
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "relative", "", "@", "@nobody", "@/run/docker.sock", "/run/docker.sock", "/arena-0123456789abcde",
+        "/tmp/../run/docker.sock", "/tmp/arena-0123456789ABCDEF", "/tmp/arena-0123456789abcdef/", "//run/x",
+        "/tmp/arena-0123456789abcdef\n", "/a\0/arena-0123456789abcdef", "@pdtransfer-0123456789abcdef\0",
+        "/proc/self/fd/3", "@/org/freedesktop/systemd1/notify",
+    ],
+)  # fmt: skip
+@on_loop
+async def test_a_writer_knocks_at_no_door_that_is_not_an_arenas(
+    arena: Arena, directory: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knocked: list[str] = []
+
+    async def connect(_: object, address: str) -> None:
+        knocked.append(address)
+
+    monkeypatch.setattr(handover, "_connect", connect)
+    owner = ShmArena(arena, directory=directory)
+    reach = msgspec.structs.replace(owner.offer(WRITER), address=address)
+    with pytest.raises(TransportError, match=r"is no /\.\.\./arena-NUMBER and no @pdtransfer-NUMBER in hex"):
+        await receive(reach, WRITER, seconds=5)
+    assert knocked == []
+    await owner.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "file", "directory"])
+@on_loop
+async def test_a_writer_is_not_led_by_a_name_to_what_is_no_arenas_socket(directory: Path, kind: str) -> None:
+    os.mkdir(directory, 0o700)
+    path = directory / f"arena-{0:016x}"
+    with socket.socket(socket.AF_UNIX) as other:  # some other daemon of this user
+        other.bind(str(directory / "other"))
+        other.listen(1)
+        other.setblocking(False)
+        match kind:
+            case "link":
+                path.symlink_to(directory / "other")
+            case "fifo":
+                os.mkfifo(path)
+            case "file":
+                path.touch()
+            case _:
+                path.mkdir()
+        reach = Reach("shm", handover.host(), str(path), b"FLUSHALL\r\n".ljust(32), 0, 4_096)
+        before = open_files()
+        with pytest.raises(TransportError, match="is no socket"):
+            await receive(reach, WRITER, seconds=5)
+        assert open_files() == before
+        with pytest.raises(BlockingIOError):
+            other.accept()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@on_loop
+async def test_a_writer_that_locks_bytes_of_others_keeps_them_out_and_breaks_nothing(
+    arena: Arena, directory: Path, whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = ShmArena(arena, directory=directory)
+    hostile = await receive(owner.offer(1), 1, seconds=5)
+    # Its own byte is 0; the next writer's will be 1.
+    asked = shm._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0 if whole else 1, 0)
+    fcntl.fcntl(hostile, shm._F_OFD_SETLK, asked)
+    before, reach = open_files(), owner.offer(WRITER)
+    with pytest.raises(TransportError, match="refused the token"):
+        await receive(reach, WRITER, seconds=5)
+    assert open_files() == before
+    assert "locks that are not its own" in caplog.text
+    if whole:
+        os.close(hostile)
+    os.close(await receive(reach, WRITER, seconds=5))  # the token was not used up
+    if not whole:
+        os.close(hostile)
+    assert owner.quiet(1)
+    await owner.close()
+
+
 @on_loop
 async def test_an_owner_that_never_answers_costs_a_bounded_time(directory: Path, arena: Arena) -> None:
     os.mkdir(directory, 0o700)
     with socket.socket(socket.AF_UNIX) as frozen:
-        frozen.bind(str(directory / "s"))
+        frozen.bind(str(directory / f"arena-{0:016x}"))
         frozen.listen(1)
-        reach = Reach("shm", handover.host(), str(directory / "s"), bytes(32), 0, 4_096)
+        reach = Reach("shm", handover.host(), str(directory / f"arena-{0:016x}"), bytes(32), 0, 4_096)
         crowd = [asyncio.create_task(receive(reach, n, seconds=0.2)) for n in range(6)]  # its backlog is full, too
         for each in crowd:
             with pytest.raises(TransportError, match=r"no answer within 0\.2 s"):
@@ -482,7 +560,7 @@ async def test_sockets_of_the_dead_are_swept_and_those_of_the_living_are_not(are
 async def offering(directory: Path, reply: bytes, fds: list[int]) -> tuple[Reach, asyncio.Server]:
     """An owner that answers whatever it is shown with `reply` and descriptors."""
     os.mkdir(directory, 0o700)
-    path = str(directory / "bad")
+    path = str(directory / f"arena-{0xBAD:016x}")
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(48)

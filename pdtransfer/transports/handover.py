@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import socket
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +27,7 @@ _REPLY = struct.Struct("<8sQ")  # magic, bytes of the arena; the descriptor come
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _INT = struct.Struct("i")
 _PATH_BYTES_MAX = 107
+_NAME = re.compile(r"@pdtransfer-[0-9a-f]{16}|(?:/[^\0]*)?/arena-[0-9a-f]{16}")
 _RETRY_SECONDS = 0.01
 TOKEN_BYTES = 32
 
@@ -231,8 +234,9 @@ def _check_reachable(reach: Reach) -> None:
     if reach.address.startswith("@"):
         if namespace != here[2]:
             raise TransportError(f"{reach.address}: network namespace {namespace!r}, here it is {here[2]!r}")
-    elif not reach.address.startswith("/") or "\0" in reach.address:
-        raise TransportError(f"address {reach.address!r} is neither a path nor an abstract name")
+    # A peer names it, and we knock: that must not be at the door of any other program.
+    if not _NAME.fullmatch(reach.address):
+        raise TransportError(f"address {reach.address!r} is no /.../arena-NUMBER and no @pdtransfer-NUMBER in hex")
     if len(os.fsencode(reach.address)) > _PATH_BYTES_MAX:
         raise TransportError(f"address {reach.address!r} is longer than {_PATH_BYTES_MAX} bytes")
     if len(reach.token) != TOKEN_BYTES:
@@ -246,13 +250,29 @@ def _hint(error: OSError) -> str:
 
 
 async def _connect(peer: socket.socket, address: str) -> None:
-    while True:
-        try:
-            peer.connect("\0" + address[1:] if address.startswith("@") else address)
-        except BlockingIOError:  # its backlog is full
-            await asyncio.sleep(_RETRY_SECONDS)
-        else:
-            return
+    with _found(address) as name:
+        while True:
+            try:
+                peer.connect(name)
+            except BlockingIOError:  # its backlog is full
+                await asyncio.sleep(_RETRY_SECONDS)
+            else:
+                return
+
+
+@contextmanager
+def _found(address: str) -> Generator[str]:
+    """What to connect to: the very socket that has this name, and not what a symbolic link of this name leads to."""
+    if address.startswith("@"):
+        yield "\0" + address[1:]
+        return
+    place = os.open(address, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISSOCK(os.fstat(place).st_mode):
+            raise TransportError(f"{address} is no socket")
+        yield f"/proc/self/fd/{place}"
+    finally:
+        os.close(place)
 
 
 async def _answer(peer: socket.socket, reach: Reach) -> int:

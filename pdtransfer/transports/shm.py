@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import secrets
 import struct
@@ -39,6 +40,8 @@ _INLINE_BYTES_MAX = 256 << 10  # copied on the loop: some 30 us, less than wakin
 _INLINE_BYTES_TURN = 1 << 20  # and so many in one turn of the loop, lest it stall
 _HANDOVER_SECONDS = 5.0
 _MAP_THREADS = 4
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,9 +108,15 @@ class ShmArena:
             fd = self._arena.reopen()
         except OSError:  # out of descriptors: the token stays good
             return None
-        hand.token = b""
         byte, self._next_byte = self._next_byte, self._next_byte + 1
-        fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        try:
+            fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        except OSError as error:
+            # Without its lock nothing would ever say that this writer is gone.
+            os.close(fd)
+            log.error("a writer of this arena holds locks that are not its own: nobody is let in (%s)", error.strerror)
+            return None
+        hand.token = b""
         hand.locked.append(byte)
         return fd
 

@@ -6,8 +6,6 @@ status: 0 done, 1 failed, 2 misused, 130 interrupted; what went wrong is one lin
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
 import os
 import sys
 from collections.abc import Sequence
@@ -19,8 +17,8 @@ from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env
 from cyclopts.validators import Number
 
-from . import __version__
-from .config import PREFIX, BenchModel, DecodeConfig, DemoConfig, NodeConfig, PrefillConfig, RouterConfig, sources
+from . import __version__, logs
+from .config import PREFIX, BenchModel, DecodeConfig, DemoConfig, PrefillConfig, RouterConfig, sources
 from .errors import ConfigError, PDTransferError
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
@@ -54,7 +52,7 @@ def prefill(config: Annotated[PrefillConfig | None, _FLAT] = None) -> int:
     from .daemon import run_prefill
 
     config = config or PrefillConfig()
-    _log(config)
+    logs.start(node=config.node, level=config.log_level, file=config.log_file)
     return run_prefill(config)
 
 
@@ -64,7 +62,7 @@ def decode(config: Annotated[DecodeConfig | None, _FLAT] = None) -> int:
     from .daemon import run_decode
 
     config = config or DecodeConfig()
-    _log(config)
+    logs.start(node=config.node, level=config.log_level, file=config.log_file)
     return run_decode(config)
 
 
@@ -74,7 +72,7 @@ def router(config: Annotated[RouterConfig | None, _FLAT] = None) -> int:
     from .router import run
 
     config = config or RouterConfig()
-    _log(config)
+    logs.start(node=config.node, level=config.log_level, file=config.log_file)
     return run(config)
 
 
@@ -245,16 +243,5 @@ def _line(error: Exception) -> str:
 
 
 def _complain(text: str, status: int) -> int:
-    print("pdtransfer: " + " ".join(text.split()), file=sys.stderr)
+    print("pdtransfer: " + logs.printable(" ".join(text.split())), file=sys.stderr)
     return status
-
-
-def _log(config: NodeConfig) -> None:
-    # A watched file is opened anew once log rotation has moved it.
-    handler = logging.handlers.WatchedFileHandler(config.log_file) if config.log_file else logging.StreamHandler()
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s {config.node} %(name)s: %(message)s",
-        handlers=[handler],
-        force=True,
-    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import fcntl
+import functools
 import os
 import resource
 import secrets

@@ -231,9 +231,8 @@ def _check_reachable(reach: Reach) -> None:
         raise TransportError(f"transport {reach.transport!r}, this is shm")
     if boot != here[0]:
         raise TransportError(f"the arena is on another host: its boot id is {boot!r}, here it is {here[0]!r}")
-    if reach.address.startswith("@"):
-        if namespace != here[2]:
-            raise TransportError(f"{reach.address}: network namespace {namespace!r}, here it is {here[2]!r}")
+    if reach.address.startswith("@") and namespace != here[2]:
+        raise TransportError(f"{reach.address}: network namespace {namespace!r}, here it is {here[2]!r}")
     # A peer names it, and we knock: that must not be at the door of any other program.
     if not _NAME.fullmatch(reach.address):
         raise TransportError(f"address {reach.address!r} is no /.../arena-NUMBER and no @pdtransfer-NUMBER in hex")

@@ -1,0 +1,106 @@
+"""Who may stay connected over HTTP: a bound on connections, and on how long one may stand there and ask nothing.
+
+aiohttp bounds a request's line, headers and body, but neither how many connections there are nor how long a first
+request may take. Whoever has waited longest without a request goes first when there are too many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+WAIT_S = 20.0  # a connection that has asked nothing for so long ends; half a request is none
+
+
+class Doors:
+    """Every connection of one listener; `serving` and `served` say which of them have a request under way."""
+
+    def __init__(self, make: Callable[[], asyncio.Protocol], *, connections_max: int, wait_s: float = WAIT_S) -> None:
+        """`make` is the protocol of one connection."""
+        self._make, self._connections_max, self._wait_s = make, connections_max, wait_s
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}  # oldest first
+        self._serving: set[asyncio.BaseTransport] = set()
+        self.refused = 0  # connections that were ended for want of a place
+
+    def __call__(self) -> asyncio.Protocol:
+        """The protocol of a new connection."""
+        return _Door(self, self._make())
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._serving)
+
+    def came(self, transport: asyncio.BaseTransport) -> bool:
+        """A new connection; False where nobody makes place for it."""
+        if len(self) >= self._connections_max:
+            self.refused += 1
+            if not self._waiting:
+                return False
+            self._end(next(iter(self._waiting)))
+        self._wait(transport)
+        return True
+
+    def serving(self, transport: asyncio.BaseTransport | None) -> None:
+        """A request has come, whole but for its body: it has its own times."""
+        timer = self._waiting.pop(transport, None) if transport is not None else None
+        if transport is not None and timer is not None:
+            timer.cancel()
+            self._serving.add(transport)
+
+    def served(self, transport: asyncio.BaseTransport | None) -> None:
+        """It was answered."""
+        if transport in self._serving:
+            self._serving.remove(transport)
+            self._wait(transport)
+
+    def left(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is gone."""
+        self._serving.discard(transport)
+        timer = self._waiting.pop(transport, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _wait(self, transport: asyncio.BaseTransport) -> None:
+        self._waiting[transport] = self._loop.call_later(self._wait_s, self._end, transport)
+
+    def _end(self, transport: asyncio.BaseTransport) -> None:
+        self.left(transport)
+        if isinstance(transport, asyncio.Transport):
+            transport.abort()
+        else:
+            transport.close()
+
+
+class _Door(asyncio.Protocol):
+    """One connection: everything goes on to the protocol behind it."""
+
+    def __init__(self, doors: Doors, behind: asyncio.Protocol) -> None:
+        self._doors, self._behind = doors, behind
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._doors.came(transport):
+            self._transport = transport
+            self._behind.connection_made(transport)
+        else:
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._transport is not None:
+            self._doors.left(self._transport)
+            self._behind.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._behind.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._behind.eof_received() if self._transport is not None else None
+
+    def pause_writing(self) -> None:
+        if self._transport is not None:
+            self._behind.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._transport is not None:
+            self._behind.resume_writing()

@@ -24,7 +24,7 @@ from cyclopts.config import Dict, Env
 from .engine.base import EngineConfig
 from .errors import ConfigError
 from .keys import Endpoint, is_loopback
-from .limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
+from .limits import NAME_LENGTH_MAX, PROMPT_BYTES_MAX, TOKENS_MAX, Limits
 
 PREFIX = "PDTRANSFER_"
 PAGE_SIZE_MAX = 65_536
@@ -41,6 +41,7 @@ LIMIT_BOUNDS: dict[str, tuple[float, float]] = {
     "window": (1, 0xFFFF),  # travels as u16
     "queue_max": (0, 1 << 20),
     "inflight_bytes_max": (1 << 20, 1 << 50),
+    "prompts_bytes_max": (PROMPT_BYTES_MAX, 1 << 50),
     "quarantine_fraction_max": (0.0, 1.0),
     "prefix_weight": (0, 1 << 20),
 }

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from .door import Doors
 from .errors import WorldError
+from .limits import HTTP_CONNECTIONS_MAX
 
 disable_created_metrics()  # a second series for each counter, which says nothing that the first one does not
 
+BACKLOG = 128
 CLOSE_S = 2.0  # how long answers may take to leave once the listener closes
 
 
@@ -50,21 +55,42 @@ def application(
 class Listener:
     """An application on one host:port. A client that leaves has its task cancelled."""
 
-    def __init__(self, app: web.Application) -> None:
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S)
+    def __init__(self, app: web.Application, *, connections_max: int = HTTP_CONNECTIONS_MAX) -> None:
+        app.middlewares.insert(0, self._through)
+        # What a body says is as long as it is: none is inflated here.
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S, auto_decompress=False
+        )
+        self._connections_max = connections_max
+        self.doors: Doors | None = None
+        self._server: asyncio.Server | None = None
 
     async def open(self, listen: str) -> str:
         """Listens on host:port, port 0 for any; returns host:port as bound. Raises WorldError."""
         host, _, port = listen.rpartition(":")
         await self._runner.setup()
+        assert self._runner.server is not None
+        self.doors = Doors(self._runner.server, connections_max=self._connections_max)
+        loop = asyncio.get_running_loop()
         try:
-            await web.TCPSite(self._runner, host.strip("[]"), int(port)).start()
+            self._server = await loop.create_server(self.doors, host.strip("[]"), int(port), backlog=BACKLOG)
         except OSError as error:
             await self._runner.cleanup()
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise WorldError(f"cannot listen on {listen}: {reason}") from None
-        return f"{host}:{self._runner.addresses[0][1]}"
+        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
         """Takes no more connections, and ends those there are."""
+        if self._server is not None:
+            self._server.close()
         await self._runner.cleanup()
+
+    @web.middleware
+    async def _through(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        assert self.doors is not None
+        self.doors.serving(request.transport)
+        try:
+            return await handler(request)
+        finally:
+            self.doors.served(request.transport)

@@ -29,6 +29,8 @@ LIVES_MAX = 4  # earlier incarnations of a peer whose late words are told from a
 LOAD_MS = 20  # a Load that changes is told this often at most
 PREFIX_PLACED_BLOCKS_MAX = 1_024  # of one prompt that a router looks at: 64 Ki tokens take it 1 ms
 HTTP_BODY_BYTES_MAX = 8 << 20  # 512 Ki token ids as JSON
+HTTP_BODIES_BYTES_MAX = 256 << 20  # of all bodies that are on their way at once
+HTTP_CONNECTIONS_MAX = 256  # with nothing asked on them; a router has as many more as it takes requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,7 @@ class Limits:
 
     window: int = 256  # unended grants a session: bounds the floor's memory and what one peer can hold
     rooms_max: int = 4_096  # rooms not yet ended in one node: bounds its memory
+    prompts_bytes_max: int = 1 << 30  # prompts of these rooms, 4 bytes a token: rooms_max of 64 Ki tokens
     queue_max: int = 1_024  # rooms waiting for slots: beyond it the answer is 429, not a longer wait
     inflight_bytes_max: int = 64 << 30  # granted and not yet landed: bounds what a stall can strand
     sessions_max: int = 1_024  # of one node, ended ones that still await a fence included; as many peers at most

@@ -18,10 +18,10 @@ from .bus import Bus
 from .completions import Answer, BadRequestError, Completion, Text, error, models, parse
 from .config import RouterConfig
 from .effects import Send
-from .errors import Cause, ConfigError, RemoteProtocolError
+from .errors import ArenaFullError, Cause, ConfigError, RemoteProtocolError
 from .http import Health, Listener, application
 from .keys import AllowList, KeyPair
-from .limits import HTTP_BODY_BYTES_MAX
+from .limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
 from .process import prepare
 from .router_metrics import RouterMetrics
 from .routing import Emit, Fail, Finish, Refusal, Routing, RoutingEffect
@@ -32,6 +32,7 @@ from .wire import Identity, Message, Ranks
 log = logging.getLogger(__name__)
 
 JSON = "application/json"
+BODY_S = 20.0  # a body has come by then
 
 
 class Reply:
@@ -99,7 +100,9 @@ class Router:
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
         app.middlewares.append(_as_objects)
         app.add_routes([web.post("/v1/completions", self._completions), web.get("/v1/models", self._models)])
-        self._listener = Listener(app)
+        self._listener = Listener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
+        self._bodies_bytes = 0  # of bodies that are on their way
+        self._prompts_bytes = 0  # of requests that are not over
         self._draining = False
 
     async def open(self) -> str:
@@ -168,20 +171,24 @@ class Router:
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         try:
-            async with asyncio.timeout(self._patience_s):
-                body = await http.read()
+            async with asyncio.timeout(BODY_S):
+                body = await self._body(http)
             asked = self._of_one_model(parse(body, seed=secrets.randbits(63)))
         except TimeoutError:
             return self._refuse(_error(408, "the body did not come in time"))
         except BadRequestError as bad:
             return self._refuse(_error(404 if bad.code else 400, str(bad), param=bad.param, code=bad.code))
-        if len(self._replies) >= self._config.limits.rooms_max:
+        except ArenaFullError as full:
+            return self._refuse(_error(429, str(full), code=Cause.FULL.value, retry_ms=full.retry_ms or 0))
+        limits, prompt_bytes = self._config.limits, len(asked.request.prompt)
+        if len(self._replies) >= limits.rooms_max or self._prompts_bytes + prompt_bytes > limits.prompts_bytes_max:
             return self._refuse(_error(429, "too many answers are still being read", code=Cause.FULL.value))
         taken = self.routing.submit(asked.request, self._loop.time())
         if isinstance(taken, Refusal):
             return self._refuse(_failed(taken))
         reply = self._replies[taken.request] = Reply(self._loop.time())
         self._idle.clear()
+        self._prompts_bytes += prompt_bytes
         self._perform(taken.effects)
         self.metrics.prompt_tokens.inc(asked.prompt_tokens)
         answer = Answer(taken.request, asked.request.model or "", int(time.time()), asked.prompt_tokens)
@@ -195,9 +202,27 @@ class Router:
             if reply.end is None:
                 self._perform(self.routing.cancel(taken.request, self._loop.time()))
             del self._replies[taken.request]
+            self._prompts_bytes -= prompt_bytes
             if not self._replies:
                 self._idle.set()
             self._count(reply)
+
+    async def _body(self, http: web.Request) -> bytes:
+        """The whole body. HTTPRequestEntityTooLarge, or ArenaFullError where all that are on their way are too much."""
+        body, said = bytearray(), http.content_length or 0
+        if said > HTTP_BODY_BYTES_MAX:
+            raise web.HTTPRequestEntityTooLarge(HTTP_BODY_BYTES_MAX, said)
+        try:
+            async for piece in http.content.iter_any():
+                body += piece
+                self._bodies_bytes += len(piece)
+                if len(body) > HTTP_BODY_BYTES_MAX:
+                    raise web.HTTPRequestEntityTooLarge(HTTP_BODY_BYTES_MAX, len(body))
+                if self._bodies_bytes > HTTP_BODIES_BYTES_MAX:
+                    raise ArenaFullError("too many bodies are on their way", retry_ms=1_000)
+        finally:
+            self._bodies_bytes -= len(body)
+        return bytes(body)
 
     def _of_one_model(self, asked: Completion) -> Completion:
         """With its model filled in; BadRequestError where the one it names is not served, or it names none of many."""

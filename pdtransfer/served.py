@@ -59,6 +59,7 @@ class ServedRoom:
     id: int
     router: ServedRouter
     tokens_max: int
+    prompt_bytes: int
     state: ServiceRoom = ServiceRoom.RUNNING
     generated: int = 0
     acked: int = 0

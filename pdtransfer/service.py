@@ -68,6 +68,7 @@ class Service:
         self._identity, self._limits = identity, limits
         self._routers: dict[str, ServedRouter] = {}
         self._rooms: dict[int, ServedRoom] = {}
+        self._prompts_bytes = 0  # theirs
         self._timers: Timers[tuple[str, str | int]] = Timers()
         self._load: Load | None = None
         self._load_due = 0.0  # no Load is told unasked before
@@ -221,16 +222,25 @@ class Service:
             pass  # Its rooms were just stopped; it repeats this once its Ping is through.
         elif self._load is not None and self._load.draining:
             self._refuse(router, End(begin.room, Cause.SHUTDOWN.value, f"{self._identity.node} is draining", 0))
-        elif len(self._rooms) >= self._limits.rooms_max:
-            text = f"rooms: {len(self._rooms)} of rooms_max {self._limits.rooms_max}"
+        elif (text := self._full(begin)) is not None:
             retry_ms = self._limits.resend_ms_max
             self._refuse(router, End(begin.room, Cause.FULL.value, text, 0, retry_ms=retry_ms))
         else:
-            room = ServedRoom(begin.room, router, begin.sampling.max_tokens)
+            room = ServedRoom(begin.room, router, begin.sampling.max_tokens, len(begin.prompt))
             self._rooms[room.id] = router.rooms[room.id] = room
+            self._prompts_bytes += room.prompt_bytes
             self._effects.append(Start(router.peer, begin))
             self._send(room, Begun(room.id))
             self._schedule(room, now)
+
+    def _full(self, begin: Begin) -> str | None:
+        """Why no such room may be begun now, if so."""
+        rooms, held, more, limits = len(self._rooms), self._prompts_bytes, len(begin.prompt), self._limits
+        if rooms >= limits.rooms_max:
+            return f"rooms: {rooms} of rooms_max {limits.rooms_max}"
+        if held + more > limits.prompts_bytes_max:
+            return f"prompts: {held} bytes and {more} more, prompts_bytes_max is {limits.prompts_bytes_max}"
+        return None
 
     def _refuse(self, router: ServedRouter, end: End) -> None:
         """Answers with an End that is only remembered: the Begin repeats until it arrives."""
@@ -269,6 +279,7 @@ class Service:
 
     def _forget(self, room: ServedRoom, end: End) -> None:
         del self._rooms[room.id], room.router.rooms[room.id]
+        self._prompts_bytes -= room.prompt_bytes
         self._timers.clear(("room", room.id))
         self._remember(room.router, end)
 
@@ -315,6 +326,7 @@ class Service:
             if (now - router.heard) * 1e3 >= away_ms and all(room.end is not None for room in router.rooms.values()):
                 for room in router.rooms.values():
                     del self._rooms[room.id]
+                    self._prompts_bytes -= room.prompt_bytes
                     self._timers.clear(("room", room.id))
                 del self._routers[router.peer]
                 return

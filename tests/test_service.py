@@ -292,6 +292,25 @@ def test_a_full_or_draining_daemon_refuses_and_says_so_again() -> None:
     assert draining.message.reason == "shutdown"
 
 
+def test_prompts_are_bounded_by_their_bytes_until_their_rooms_are_over() -> None:
+    daemon = Daemon(prompts_bytes_max=3 * 12)
+    for room in (1, 2, 3):
+        daemon.hear(A, begin(room))
+    (full,) = daemon.hear(A, begin(4))
+    assert full.message.detail == "prompts: 36 bytes and 12 more, prompts_bytes_max is 36"
+    assert (full.message.reason, full.message.retry_ms > 0) == ("full", True)
+    daemon.end(2)
+    assert daemon.hear(B, begin(5))[0].message.reason == "full", "its End was not acknowledged"
+    daemon.hear(A, Ended(2))
+    assert any(isinstance(effect, Start) for effect in daemon.hear(B, begin(6)))
+    # B's room is over when B has been away for long.
+    daemon.end(6)
+    daemon.now = 2 * daemon.limits.room_deadline_ms / 1e3
+    daemon.hear(A, Ping(1))
+    daemon.service.tick(daemon.now)
+    assert any(isinstance(effect, Start) for effect in daemon.hear(A, begin(7)))
+
+
 def test_load_is_told_when_it_changes_but_not_too_often() -> None:
     daemon = Daemon()
     other, last = Load(True, False, 1, 0, 99, 100), Load(True, False, 2, 0, 98, 100)

@@ -24,7 +24,7 @@ from .memory import Arena
 from .node import NodeSettings
 from .port import Port
 from .prefill_daemon import PrefillDaemon
-from .signals import Stop
+from .signals import Stop, reload_on_hangup
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,7 @@ async def _live(
     """Serves until it is asked to stop or the engine dies, and lets what is under way end."""
     loop = asyncio.get_running_loop()
     daemon.port.attach(loop)
+    reload_on_hangup(config.allow if config.key is not None else None, daemon.node.allow)
     endpoint = _public(config) + await daemon.node.bus.bind(config.bind)
     thread = engine_thread.start(daemon.thread, lambda _: _call(loop, died.set))
     log.info("%s %s is ready at %s", config.role, config.node, endpoint)

@@ -50,7 +50,7 @@ from .transports.base import ArenaTransport, WriterTransport
 from .transports.shm import ShmArena, ShmWriter
 from .transports.verifier import Verifier
 from .turn import Performer, Ticker
-from .wire import Goodbye, Holds, Identity, Member, Message, Ranks
+from .wire import Goodbye, Holds, Identity, Member, Message, Ranks, Reject
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,14 @@ class NodeSettings:
             receive=receive,
             refused=lambda peer, error: log.warning("%s: %s", peer, error),
         )
+
+
+_REVOKED = "its key was revoked"
+
+
+def _revoked() -> Message:
+    """What a peer would say that wants no more of us: it is never asked again."""
+    return Reject(0, Cause.REFUSED.value, (_REVOKED,))
 
 
 class DecodeNode:
@@ -168,6 +176,11 @@ class DecodeNode:
         """A message of a prefill rank, unless it is somebody else's."""
         if self._others is None or not self._others(peer, message):
             self._run(self.core.receive(peer, message, self._loop.time()))
+
+    def allow(self, allowed: AllowList) -> None:
+        """Takes another allow-list. Who is on it no more loses its sessions; its leases wait for the fence."""
+        for peer in self.bus.allow(allowed):
+            self.receive(peer, _revoked())
 
     async def close(self) -> None:
         """Fails what is not READY, says goodbye, stops the clock and the hand-over.
@@ -301,6 +314,12 @@ class PrefillNode:
         silent = self._loop.time() - self._silence_s
         waits = (self.core.peers.get(each.peer) for each in self.core.sessions.values() if each.open and each.duties)
         return not self.core.rooms and all(peer is None or peer.heard < silent for peer in waits)
+
+    def allow(self, allowed: AllowList) -> None:
+        """Takes another allow-list. Who is on it no more loses its sessions: nothing is written for it any more."""
+        for peer in self.bus.allow(allowed):
+            known = self.core.peers.get(peer)
+            self.receive(peer, _revoked() if known is None else Goodbye(known.incarnation, _REVOKED))
 
     async def close(self) -> None:
         """Fails what is open, says goodbye, stops the clock, and waits for what is in flight: pages are safe then."""

@@ -25,7 +25,7 @@ from .limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS
 from .process import prepare
 from .router_metrics import RouterMetrics
 from .routing import Emit, Fail, Finish, Refusal, Routing, RoutingEffect
-from .signals import Stop
+from .signals import Stop, reload_on_hangup
 from .turn import Performer, Ticker
 from .wire import Identity, Message, Ranks
 
@@ -111,6 +111,10 @@ class Router:
             self._bus.dial(endpoint)
         self._perform(self.routing.start(self._loop.time()))
         return await self._listener.open(self._config.listen)
+
+    def allow(self, allowed: AllowList) -> None:
+        """Takes another allow-list: a worker that is on it no more is lost."""
+        self._bus.allow(allowed)
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Takes no more requests, and waits a bounded time for those under way, less if somebody is in a hurry."""
@@ -310,6 +314,7 @@ async def serve(config: RouterConfig) -> None:
     stop, router = Stop(), Router(config)
     try:
         address = await router.open()
+        reload_on_hangup(config.allow, router.allow)
         log.info("%s listens on %s", config.node, address)
         if config.json:
             line = {"ready": True, "role": config.role, "node": config.node, "http": address}

@@ -1,12 +1,19 @@
-"""SIGTERM and SIGINT, for every process: the first one drains, another one a second later means now."""
+"""SIGTERM and SIGINT, for every process: the first one drains, another one a second later means now. SIGHUP reloads."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from .errors import ConfigError
+from .keys import AllowList
 
 log = logging.getLogger(__name__)
+
+Allow = Callable[[AllowList], None]
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT)
 HURRY_S = 1.0  # two signals at once are one: timeout(1) and terminals send them to the process and to its group
@@ -35,3 +42,22 @@ class Stop:
             self.asked.set()
         elif self._loop.time() >= self._hurry_at:
             self.hurried.set()
+
+
+def reload_on_hangup(path: Path | None, allow: Allow) -> None:
+    """From now on SIGHUP reads the allow-list anew; one that makes no sense changes nothing.
+
+    Without a list SIGHUP does what it does to any process: it ends it.
+    """
+    if path is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, path, allow)
+
+
+def _reload(path: Path, allow: Allow) -> None:
+    try:
+        allowed = AllowList.read(path)
+    except ConfigError as error:
+        log.error("the allow-list stays as it was: %s", error)
+        return
+    allow(allowed)
+    log.info("allow-list: %d peers", len(allowed.names))

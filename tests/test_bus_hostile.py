@@ -12,6 +12,8 @@ import zmq
 
 from pdtransfer.bus import BusLimits
 from pdtransfer.bus.connections import Connections, TurnedAwayError
+from pdtransfer.errors import ConfigError
+from pdtransfer.keys import AllowList
 from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Ping, Pong, Reject, decode, encode
 from tests.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, on_loop, pair, until
@@ -299,6 +301,132 @@ async def test_a_connection_that_answers_no_heartbeat_ends() -> None:
         writer.write(b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER")
         assert b"PING" in await reader.read()
         writer.close()
+
+
+@on_loop
+async def test_who_is_revoked_is_neither_heard_nor_told_anything_and_the_others_go_on(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    p, v, g = pair(), pair(), pair()
+    async with Node("p", p, {"villain": v, "good": g}) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        villain, good, late = (Raw(context, bound, keys=keys, server=p.public) for keys in (v, g, v))
+        villain.say(hello("v"), Ping(1))
+        good.say(hello("g"), Ping(1))
+        assert [await each.hear() for each in (villain, good)] == [Pong(1), Pong(1)]
+        assert prefill.bus.allow(AllowList({g.public: "good"})) == ["key:villain"]
+        strangers, dropped = prefill.bus.strangers, prefill.bus.dropped
+        heard = len(prefill.heard)
+        assert not prefill.bus.send("key:villain", Ping(2))
+        villain.say(Ping(3), hello("v"), Ping(4), b"junk")
+        late.say(hello("v"), Ping(5))  # it has shaken hands, and never said a word
+        again = Raw(context, bound, keys=v, server=p.public)
+        again.say(hello("v"))
+        await until(lambda: prefill.bus.strangers > strangers and prefill.bus.dropped == dropped + 1 + 4 + 2)
+        good.say(Ping(6))
+        assert await good.hear() == Pong(6)
+        assert [name for name, _ in prefill.heard[heard:]] == ["key:good"]
+        assert all(each.quiet for each in (villain, late, again))
+        assert prefill.refusals == []
+        # Listed again, it says Hello again.
+        assert prefill.bus.allow(AllowList({g.public: "good", v.public: "villain"})) == []
+        villain.say(Ping(7))
+        answer = await villain.hear()
+        assert isinstance(answer, Reject)
+        assert answer.reason == "hello_first"
+        villain.say(hello("v"), Ping(8))
+        assert await villain.hear() == Pong(8)
+
+
+@on_loop
+async def test_a_key_that_is_listed_under_another_name_has_to_say_hello_for_it(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    p, d = pair(), pair()
+    async with Node("p", p, {"old": d}) as prefill:
+        raw = Raw(context, await prefill.bus.bind(ANY_PORT), keys=d, server=p.public)
+        raw.say(hello("d"), Ping(1))
+        assert await raw.hear() == Pong(1)
+        assert prefill.bus.allow(AllowList({d.public: "new"})) == ["key:old"]
+        raw.say(Ping(2), hello("d"), Ping(3))
+        assert isinstance(await raw.hear(), Reject)
+        assert await raw.hear() == Pong(3)
+        assert prefill.heard[-1] == ("key:new", Ping(3))
+
+
+@on_loop
+async def test_a_listener_that_is_revoked_is_hung_up_on() -> None:
+    p, d, other = pair(), pair(), pair()
+    async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p, "o": other}) as decode_node:
+        peer = await decode_node.meet(f"{p.public}@{await prefill.bus.bind(ANY_PORT)}", "d")
+        await decode_node.ping(peer, 1)
+        assert decode_node.bus.allow(AllowList({other.public: "o"})) == [peer]
+        assert not decode_node.bus.send(peer, Ping(2))
+        with pytest.raises(ConfigError, match="not on the allow-list"):
+            decode_node.bus.dial(peer)
+
+
+class Between:
+    """Who sits on the wire between two nodes: keeps what the dialler says, and may say it again."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.kept = bytearray()
+        self._onward: asyncio.StreamWriter | None = None
+
+    async def open(self) -> int:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return self._server.sockets[0].getsockname()[1]
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, self._onward = await asyncio.open_connection("127.0.0.1", self._port)
+        self._tasks = [asyncio.create_task(self._pump(reader, self._onward, self.kept))]
+        self._tasks.append(asyncio.create_task(self._pump(back, writer, bytearray())))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:
+        while piece := await reader.read(1 << 16):
+            kept += piece
+            writer.write(piece)
+        writer.close()
+
+    def say_again(self, piece: bytes) -> None:
+        assert self._onward is not None
+        self._onward.write(piece)
+
+
+@on_loop
+async def test_a_session_that_is_replayed_on_another_connection_is_not_heard() -> None:
+    p, d = pair(), pair()
+    async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p}) as decode_node:
+        port = int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2])
+        between = Between(port)
+        peer = await decode_node.meet(f"{p.public}@tcp://127.0.0.1:{await between.open()}", "d")
+        await decode_node.ping(peer, 1)
+        heard = len(prefill.heard)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(between.kept)
+        await reader.read(64)  # the greeting, which is no secret
+        while await reader.read(1 << 16):  # until it is hung up on
+            pass
+        assert [message for _, message in prefill.heard[heard:] if message == Ping(1)] == []
+        await decode_node.ping(peer, 2)
+        writer.close()
+
+
+@on_loop
+async def test_a_frame_that_is_replayed_within_its_connection_ends_it_and_is_not_heard_twice() -> None:
+    p, d = pair(), pair()
+    async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p}) as decode_node:
+        between = Between(int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2]))
+        peer = await decode_node.meet(f"{p.public}@tcp://127.0.0.1:{await between.open()}", "d")
+        await decode_node.ping(peer, 1)
+        start = len(between.kept)
+        assert decode_node.bus.send(peer, Ping(2))
+        await until(lambda: (peer, Pong(2)) in decode_node.heard)
+        between.say_again(bytes(between.kept[start:]))
+        await until(lambda: not decode_node.bus._dialled[peer].connected)
+        await decode_node.ping(peer, 3)  # it has a new connection
+        assert [message for _, message in prefill.heard].count(Ping(2)) == 1
 
 
 def route(number: int) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import uvloop
@@ -148,10 +148,8 @@ def test_a_request_that_is_none_is_refused_and_ends_its_connection(request_: byt
         async with listening() as (_, connect):
             reader, writer = await connect()
             writer.write(request_)
-            try:
+            with suppress(ConnectionResetError):  # it may not read to the end what is too long
                 assert (await reader.read()).startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
-            except ConnectionResetError:
-                pass  # it did not read to the end what was too long
             assert await live(await connect())
 
     run(case)

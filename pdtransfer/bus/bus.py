@@ -140,6 +140,21 @@ class Bus:
             self.dropped += 1
         return sent
 
+    def allow(self, allowed: AllowList) -> list[str]:
+        """Takes another allow-list in place of the one that it has; returns the names of peers that it has cut off.
+
+        Those are whose key is listed no more, or under another name. Nothing that they say is read from here on, and
+        what they dialled stays open as long as they like: ZMQ closes no single connection.
+        """
+        assert self._zap is not None, "a bus without keys knows no allow-list"
+        self._allowed = self._zap.allowed = allowed
+        gone = self._connections.expel(lambda user: f"key:{allowed.name_of(user)}")
+        for endpoint, dialled in list(self._dialled.items()):
+            if allowed.name_of(dialled.server_key or "") is None:
+                self.hang_up(endpoint)
+                gone.append(endpoint)
+        return gone
+
     def hang_up(self, peer: str) -> None:
         """Ends with a peer: closes what was dialled; one who dialled us has to say Hello again. Idempotent."""
         dialled = self._dialled.pop(peer, None)
@@ -166,6 +181,9 @@ class Bus:
     def _accepted(self, route: bytes, frame: zmq.Frame) -> None:
         now = self._loop.time()
         user = "" if self._allowed is None else str(frame.get("User-Id"))
+        if self._allowed is not None and self._allowed.name_of(user) is None:
+            self.dropped += 1  # it was listed when it came
+            return
         connection = self._connections.find(route, user, now)
         if connection.departed or now < connection.muted_until:
             self.dropped += 1

@@ -6,6 +6,7 @@ for it last, and to no other: what goes to a name goes there alone, what its old
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import RemoteProtocolError
@@ -116,6 +117,13 @@ class Connections:
         if gone is not None:
             gone.name, gone.departed = "", True
             self._keep_unnamed(gone)
+
+    def expel(self, name_of: Callable[[str], str]) -> list[str]:
+        """Forgets named connections whose name is not the one that `name_of` gives their user; returns their names."""
+        gone = [each for each in self._named.values() if each.name != name_of(each.user)]
+        for connection in gone:
+            self.forget(connection.route)
+        return [connection.name for connection in gone]
 
     def _is_stale(self, name: str, now: float) -> bool:
         route = self._routes.get(name)

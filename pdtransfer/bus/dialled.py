@@ -51,7 +51,7 @@ class Dialled:
         limits: BusLimits,
     ) -> None:
         endpoint = Endpoint.parse(name)
-        self.name, self._address, self._server_key = name, Address.parse(endpoint.address), endpoint.server_key
+        self.name, self._address, self.server_key = name, Address.parse(endpoint.address), endpoint.server_key
         self._take, self._context, self._loop, self._keys, self._limits = take, context, loop, keys, limits
         self.hello: bytes | None = None
         self.connected = False
@@ -91,8 +91,8 @@ class Dialled:
 
     def _dealer(self) -> zmq.Socket[bytes]:
         dealer = open_socket(self._context, zmq.DEALER, self._limits)
-        if self._keys is not None and self._server_key is not None:
-            dealer.set(zmq.CURVE_SERVERKEY, self._server_key.encode())
+        if self._keys is not None and self.server_key is not None:
+            dealer.set(zmq.CURVE_SERVERKEY, self.server_key.encode())
             dealer.set(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
             dealer.set(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
         return dealer

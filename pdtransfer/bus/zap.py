@@ -33,7 +33,7 @@ class Authenticator:
         allowed: AllowList,
         limits: BusLimits,
     ) -> None:
-        self._loop, self._allowed = loop, allowed
+        self._loop, self.allowed = loop, allowed  # may be replaced
         self.refused = 0
         self._seldom = Seldom(limits.log_ms)
         self._socket = context.socket(zmq.REP)
@@ -56,7 +56,7 @@ class Authenticator:
         version, request_id, domain, address, _, mechanism, *credentials = request
         known = version == _VERSION and domain == DOMAIN.encode() and mechanism == b"CURVE"
         key = z85.encode(credentials[0]) if known and len(credentials[0]) == _KEY_BYTES else b""
-        if self._allowed.name_of(key.decode()) is not None:
+        if self.allowed.name_of(key.decode()) is not None:
             return [_VERSION, request_id, b"200", b"OK", key, b""]
         self.refused += 1
         held_back = self._seldom.due(self._loop.time())

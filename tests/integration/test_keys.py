@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,45 @@ def test_a_stranger_hears_nothing_and_is_counted(keyed: Running) -> None:
         finally:
             context.destroy(linger=0)
         await site.served()
+
+    keyed(case)
+
+
+def test_a_revoked_key_loses_its_sessions_at_a_hangup_and_comes_back_at_another(keyed: Running) -> None:
+    async def case(site: Site) -> None:
+        allow = site.configs["prefill-0"].allow
+        before = allow.read_text()
+        await site.served()
+
+        async def sessions() -> float:
+            return (await site.metrics(site.prefill))["pdtransfer_sessions"]
+
+        try:
+            assert await sessions() == 1
+            allow.write_text("decode-0 is not a line")
+            site.prefill.process.send_signal(signal.SIGHUP)
+            await until(lambda: said(site, "the allow-list stays as it was"))
+            await site.served()
+            allow.write_text("".join(line for line in before.splitlines(keepends=True) if "decode-0" not in line))
+            site.prefill.process.send_signal(signal.SIGHUP)
+
+            async def expelled() -> bool:
+                return await sessions() == 0
+
+            await until(expelled, "the session of the revoked key is over")
+            assert (await site.complete("does it work")).status != 200
+        finally:
+            allow.write_text(before)
+            site.prefill.process.send_signal(signal.SIGHUP)
+
+        async def served() -> bool:
+            return (await site.complete("does it work")).status == 200
+
+        await until(served, "it is listed again")
+        await site.settled()
+
+    async def said(site: Site, text: str) -> bool:
+        return text in site.log(site.prefill)
 
     keyed(case)
 

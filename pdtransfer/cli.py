@@ -198,6 +198,20 @@ def bench_siege(
     return run_siege(rooms=rooms, rounds=rounds, connections=connections, json=json)
 
 
+@bench.command(name="faults")
+def bench_faults(
+    *,
+    rooms: Annotated[int, _count("Rooms in quiet.")] = 1_000,
+    aborts: Annotated[int, _count("Rooms to abort.")] = 1_000,
+    rounds: Annotated[int, _count("How often a peer is frozen.")] = 5,
+    json: Json = False,
+) -> int:
+    """How soon aborted slots are free, and healthy hand-offs beside a peer that is frozen."""
+    from .bench import run_faults
+
+    return run_faults(rooms=rooms, aborts=aborts, rounds=rounds, json=json)
+
+
 @app.meta.default
 def launch(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],

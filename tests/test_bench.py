@@ -13,6 +13,7 @@ from pdtransfer.bench import (
     attacks,
     bus,
     copy,
+    faults,
     handoff,
     idle,
     load,
@@ -191,6 +192,24 @@ def test_siege_sets_each_attack_beside_quiet(capsys: pytest.CaptureFixture[str])
         assert figures[f"{name}_count"] > 0, name
         assert figures[f"{name}_p99_ratio"] == figures[f"{name}_us_p99"] / figures[f"{name}_quiet_us_p99"]
     assert "junk connections" in told(siege.LINES, figures, capsys)
+
+
+def test_faults_time_aborts_and_a_healthy_peer_beside_a_frozen_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faults, "_FROZEN_SECONDS", 0.1)
+    figures = faults.measure(rooms=20, aborts=10, rounds=1)
+    assert 0 < int(figures["aborts"]) <= 10
+    assert 0 < float(figures["abort_us_p50"]) <= float(figures["abort_us_p99"])
+    assert figures["frozen_p99_ratio"] == float(figures["frozen_us_p99"]) / float(figures["quiet_us_p99"])
+    assert "beside a frozen peer" in told(faults.LINES, figures, capsys)
+
+
+def test_aborted_rooms_give_their_slots_back_and_those_that_were_ready_are_not_timed(ranks: Ranks) -> None:
+    taken = ranks.abort([0.0, 0.0, 10e-3 + 1.0], tokens=16)
+    assert len(taken) == 2
+    assert (taken > 0).all()
+    assert (ranks.hand_off(4, tokens=16).ready > 0).all()
 
 
 def test_memory_is_what_the_kernel_says_of_the_process() -> None:

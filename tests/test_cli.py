@@ -31,6 +31,7 @@ BENCHES = {
         "run_load",
         {"rooms": 6_000, "memory_rooms": 200_000, "seconds": 20, "concurrency": 64, "json": False},
     ),
+    "faults": ("run_faults", {"rooms": 1_000, "aborts": 1_000, "rounds": 5, "json": False}),
     "siege": ("run_siege", {"rooms": 500, "rounds": 5, "connections": 10_000, "json": False}),
 }
 

@@ -65,3 +65,10 @@ def run_siege(*, rooms: int, rounds: int, connections: int, json: bool) -> int:
     from . import siege
 
     return show(siege.measure(rooms=rooms, rounds=rounds, connections=connections), siege.LINES, json=json)
+
+
+def run_faults(*, rooms: int, aborts: int, rounds: int, json: bool) -> int:
+    """Aborts, and a frozen peer beside a healthy one."""
+    from . import faults
+
+    return show(faults.measure(rooms=rooms, aborts=aborts, rounds=rounds), faults.LINES, json=json)

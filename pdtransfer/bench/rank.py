@@ -27,22 +27,38 @@ from ..memory import Arena, allocate
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..process import prepare
 from ..session.prefill import Cell
-from ..wire import Grant, Part, encode
+from ..wire import Grant, Message, Part, encode
 
 _ANY_PORT = "tcp://127.0.0.1:0"
 _AUX = b"\0" * 32  # about what the reference engine says of a room
 _ROOM_SECONDS = 60.0
 _ECHO = encode(Grant(1 << 63, 1, 1 << 63, 16, 0, (Part(0, 0, 16, b"\0" * 8),), send_aux=True, time_left_ms=1))
+_STALLED = 1 << 48  # rooms from here on are stalled ones
 _PAGE_STEP = 7  # rooms take every 7th page: what was just read is not read again at once
 
 
 class Batch(NamedTuple):
-    """Rooms first .. first + rooms - 1 of `tokens` tokens each, `at_once` of them under way."""
+    """Rooms first .. first + rooms - 1 of `tokens` tokens each, `at_once` of them under way.
+
+    Where `abort_s` is not empty decode aborts its i-th room so many seconds after it was expected.
+    """
 
     first: int
     rooms: int
     tokens: int
     at_once: int
+    abort_s: tuple[float, ...] = ()
+
+
+class Stall(NamedTuple):
+    """Rooms that hold a grant of this source's, and of which nothing is ever written; their ends are no failures.
+
+    Prefill answers when every one is leased.
+    """
+
+    rooms: int
+    tokens: int
+    source: str
 
 
 class Echoes(NamedTuple):
@@ -79,6 +95,7 @@ class _Rank(ABC):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._batch = Batch(1, 0, 0, 0)
         self._started = self._ended = 0  # rooms of the batch
+        self._next_stalled, self._stalled = _STALLED, 0
         self._cpu_ns = 0
         self._loop.add_reader(pipe.fileno(), self._asked)
 
@@ -111,6 +128,11 @@ class _Rank(ABC):
     def cpu_ns(self) -> int:
         """This process's since the batch began."""
         return time.process_time_ns() - self._cpu_ns
+
+    def stalled(self, stall: Stall) -> range:
+        """The labels of rooms to be stalled: both sides count alike."""
+        first, self._next_stalled = self._next_stalled, self._next_stalled + stall.rooms
+        return range(first, self._next_stalled)
 
     def _next(self) -> None:
         self._started += 1
@@ -167,6 +189,10 @@ class _PrefillRank(_Rank):
                 self._pipe.send(None)
             case Memcpy(byte_count):
                 self._pipe.send(self._memcpy(byte_count))
+            case Stall(rooms, tokens):
+                self._stalled = rooms
+                for room in self.stalled(order):
+                    self._of(room).open(room, tokens=tokens, time_left_s=_ROOM_SECONDS)
             case _:
                 raise AssertionError(order)
 
@@ -178,12 +204,19 @@ class _PrefillRank(_Rank):
 
     def _told(self, event: Leased | Landed | RoomFailed | Drained) -> None:
         match event:
+            case Leased(room) if room >= _STALLED:
+                self._stalled -= 1
+                if not self._stalled:
+                    self._pipe.send(None)
             case Leased(room):
                 self._loop.call_soon(self._offer, room)
             case Landed():
                 pass
+            case RoomFailed(room) | Drained(room) if room >= _STALLED:
+                pass
             case RoomFailed(room, _, detail):
-                self.fail(f"room {room} failed at prefill: {detail}")
+                if not self._batch.abort_s:
+                    self.fail(f"room {room} failed at prefill: {detail}")
             case Drained():
                 if self.room_over():
                     self._pipe.send((self._written, self.cpu_ns))
@@ -223,7 +256,7 @@ class _DecodeRank(_Rank):
         for each in settings:
             arena = Arena.create(target.layout.end)
             arena.prefault()
-            self._nodes.append(DecodeNode(each, (target,), arena, self._told))
+            self._nodes.append(DecodeNode(each, (target,), arena, self._told, others=self._heard))
         self._endpoints = endpoints
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.connect(bare)
@@ -231,6 +264,7 @@ class _DecodeRank(_Rank):
         self._trips_ns: list[int] = []
         self._trips_left = self._sent_ns = 0
         self._expected = self._ready = np.zeros(0, np.int64)
+        self._aborted: int | None = None  # the room whose lease has not ended yet
 
     async def serve(self) -> None:
         await super().serve()
@@ -254,6 +288,9 @@ class _DecodeRank(_Rank):
                     assert holding is not None
                     arena.drop(holding)
                 self._pipe.send(arena.free[0].largest)
+            case Stall(_, tokens, source):
+                for room in self.stalled(order):
+                    self._of(room).expect(room, tokens=tokens, sources=(source,), time_left_s=_ROOM_SECONDS)
             case _:
                 raise AssertionError(order)
 
@@ -261,18 +298,46 @@ class _DecodeRank(_Rank):
         self._expected[room - self._batch.first] = time.monotonic_ns()
         source = self._endpoints[room % len(self._endpoints)]
         self._of(room).expect(room, tokens=self._batch.tokens, sources=(source,), time_left_s=_ROOM_SECONDS)
+        if self._batch.abort_s:
+            self._loop.call_later(self._batch.abort_s[room - self._batch.first], self._abort, room)
+
+    def _abort(self, room: int) -> None:
+        """Of a batch of aborts `expected` is when a room was aborted, `ready` when its slots were free; 0: it was READY
+        before."""
+        if self._ready[room - self._batch.first]:
+            self._expected[room - self._batch.first] = self._ready[room - self._batch.first] = 0
+            self._over_with()
+            return
+        self._expected[room - self._batch.first], self._aborted = time.monotonic_ns(), room
+        self._of(room).abort(room)
+
+    def _heard(self, _: str, __: Message) -> bool:
+        if self._aborted is not None:
+            self._loop.call_soon(self._look)  # when the node has taken it
+        return False
+
+    def _look(self) -> None:
+        room = self._aborted
+        if room is not None and self._of(room).core.idle:
+            self._ready[room - self._batch.first], self._aborted = time.monotonic_ns(), None
+            self._over_with()
+
+    def _over_with(self) -> None:
+        if self.room_over():
+            self._pipe.send((self._expected, self._ready, self.cpu_ns))
 
     def _of(self, room: int) -> DecodeNode:
         return self._nodes[room % len(self._nodes)]
 
     def _told(self, event: Ready | RoomFailed) -> None:
         if isinstance(event, RoomFailed):
-            self.fail(f"room {event.room} failed at decode: {event.detail}")
+            if event.room < _STALLED and not self._batch.abort_s:
+                self.fail(f"room {event.room} failed at decode: {event.detail}")
             return
         self._ready[event.room - self._batch.first] = time.monotonic_ns()
         self._of(event.room).release(event.room)
-        if self.room_over():
-            self._pipe.send((self._expected, self._ready, self.cpu_ns))
+        if not self._batch.abort_s:
+            self._over_with()
 
     def _ask(self) -> None:
         self._sent_ns = time.monotonic_ns()

@@ -17,7 +17,7 @@ from ..errors import WorldError
 from ..keys import AllowList, KeyPair, generate_pair
 from ..layout import Component
 from ..node import NodeSettings
-from .rank import Batch, Echoes, Failure, Fragment, Memcpy, run_decode, run_prefill
+from .rank import Batch, Echoes, Failure, Fragment, Memcpy, Stall, run_decode, run_prefill
 
 _ANSWER_SECONDS = 120.0
 
@@ -41,8 +41,9 @@ class Stamps:
 class Ranks:
     """Both processes: nodes on a loop each, no engine. `source` is what prefill's pool holds, `target` an arena.
 
-    A room goes to each side's nodes in turn. With `keys` they talk over CURVE, and `guest` is one more key that prefill
-    lets in. Whatever fails in one of them is raised here as WorldError.
+    A room goes to each side's nodes in turn. A `bystander` is one more prefill process, for rooms that stall. With
+    `keys` they talk over CURVE, and `guest` is one more key that prefill lets in. Whatever fails in one of them is
+    raised here as WorldError.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class Ranks:
         copy_threads: int = 2,
         prefill_nodes: int = 1,
         decode_nodes: int = 1,
+        bystander: bool = False,
         keys: bool = False,
         guest: KeyPair | None = None,
     ) -> None:
         self._processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
         sources = [(f"prefill-{n}", generate_pair() if keys else None) for n in range(prefill_nodes)]
         targets = [(f"decode-{n}", generate_pair() if keys else None) for n in range(decode_nodes)]
         known = _allowed([*sources, *targets, ("guest", guest)]) if keys else None
@@ -67,6 +70,9 @@ class Ranks:
         ]
         self._decode = self._start(run_decode, target, self.endpoints, bare, _settings(targets, known))
         self._next_room = 1
+        if bystander:
+            self._bystander = self._start(run_prefill, source, 1, _settings([("bystander", None)], None))
+            (self._stalling,), _ = _answer(self._bystander)
 
     @property
     def prefill_pid(self) -> int:
@@ -84,15 +90,36 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for pipe in (self._decode, self._prefill):
+        for pipe in self._pipes:
             pipe.close()  # which ends them
         for process in self._processes:
             process.join(10.0)
             process.kill()
 
+    @property
+    def bystander_pid(self) -> int:
+        """The process of the bystander."""
+        return self._processes[2].pid or 0
+
+    def stall(self, rooms: int, *, tokens: int) -> None:
+        """Has the bystander hold so many grants, and write nothing."""
+        order = Stall(rooms, tokens, self._stalling)
+        self._bystander.send(order)
+        self._decode.send(order)
+        _answer(self._bystander)
+
+    def abort(self, abort_s: Sequence[float], *, tokens: int) -> NDArray[np.int64]:
+        """Expects rooms, one at a time, and aborts each after so long; nanoseconds from there until its slots are free,
+        for those that were not READY before."""
+        stamps = self._hand_off(len(abort_s), tokens, 1, tuple(abort_s))
+        return (stamps.ready - stamps.expected)[stamps.expected > 0]
+
     def hand_off(self, rooms: int, *, tokens: int, at_once: int = 1) -> Stamps:
         """Moves `rooms` rooms of `tokens` tokens, `at_once` of them under way at any time."""
-        batch = Batch(self._next_room, rooms, tokens, at_once)
+        return self._hand_off(rooms, tokens, at_once, ())
+
+    def _hand_off(self, rooms: int, tokens: int, at_once: int, abort_s: tuple[float, ...]) -> Stamps:
+        batch = Batch(self._next_room, rooms, tokens, at_once, abort_s)
         self._next_room += rooms
         self._prefill.send(batch)
         self._decode.send(batch)
@@ -137,6 +164,7 @@ class Ranks:
         process.start()
         theirs.close()
         self._processes.append(process)
+        self._pipes.append(ours)
         return ours
 
 

@@ -1,8 +1,8 @@
 """An engine without a model, for daemons that are killed and started often: `--engine tests.integration.plain:create`.
 
-Row p of a prompt is a stamp of (prompt, p, layer), repeated over the row, and the token at index i a hash of (prompt,
-i). Decode looks at every row of every room at every step: a byte that is not there, or is another room's, breaks its
-request with `WRONG`. Importing it takes a third of a second, since there is no torch in it.
+Row p of a layer is a stamp of the layer and of tokens 0 to p, repeated over the row; the token at index i is a hash of
+(prompt, i). Decode looks at every row of every room at every step: a byte that is not there, or is another room's,
+breaks its request with `WRONG`. Importing it takes a third of a second, since there is no torch in it.
 
 Options: `row_bytes` of one layer; `step_ms`, how long a step takes at least; `forks`: a prompt with that mark has
 prefill fork a child that keeps all its mappings until it is killed.
@@ -10,12 +10,11 @@ prefill fork a child that keeps all its mappings until it is killed.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,26 +31,21 @@ CHILD_S = 60  # after which a forked child ends by itself, lest it outlive a tes
 WRONG = "these bytes are not this room's"
 
 
-def seed_of(prompt: NDArray[np.int64]) -> int:
-    """What all of a room's rows and tokens depend on."""
-    return int.from_bytes(hashlib.blake2b(prompt.astype(np.int64).tobytes(), digest_size=6).digest(), "little")
+def stamps(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """One for each token, of it and of those before it; none is 0."""
+    factors = np.cumprod(np.full(len(ids), 0x9E3779B97F4A7C15, np.uint64))
+    return np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * factors) | np.uint64(1)
 
 
-def token(seed: int, index: int) -> int:
+def token(prompt: NDArray[np.int64], index: int) -> int:
     """A lower-case letter."""
-    return 97 + (seed * 31 + index * 7919) % 26
+    return 97 + (int(stamps(prompt)[-1] >> np.uint64(8)) + index * 7_919) % 26
 
 
 def text(prompt: str, max_tokens: int) -> str:
     """What comes of a prompt."""
-    seed = seed_of(np.frombuffer(prompt.encode(), np.uint8).astype(np.int64))
-    return "".join(chr(token(seed, index)) for index in range(max_tokens))
-
-
-def stamps(seed: int, positions: NDArray[np.int64], layer: int) -> NDArray[np.uint64]:
-    """One a row, none of them 0."""
-    mixed = (positions.astype(np.uint64) * np.uint64(LAYERS) + np.uint64(layer)) * np.uint64(0x9E3779B97F4A7C15)
-    return (mixed ^ np.uint64(seed)) | np.uint64(1)
+    ids = np.frombuffer(prompt.encode(), np.uint8).astype(np.int64)
+    return "".join(chr(token(ids, index)) for index in range(max_tokens))
 
 
 class Rows:
@@ -67,17 +61,15 @@ class Rows:
             for plane in sorted(layout.planes, key=lambda plane: plane.layer)
         ]
 
-    def write(self, slots: NDArray[np.int64], seed: int, first: int) -> None:
-        """Rows first, first + 1 and so on go to these slots."""
-        positions = np.arange(first, first + len(slots))
+    def write(self, slots: NDArray[np.int64], row_stamps: NDArray[np.uint64]) -> None:
+        """A row a stamp, to a slot each."""
         for layer, rows in enumerate(self._layers):
-            rows[slots] = stamps(seed, positions, layer)[:, None]
+            rows[slots] = (row_stamps + np.uint64(layer))[:, None]
 
-    def right(self, slots: NDArray[np.int64], seed: int) -> bool:
-        """Whether rows 0, 1 and so on are in these slots."""
-        positions = np.arange(len(slots))
+    def right(self, slots: NDArray[np.int64], row_stamps: NDArray[np.uint64]) -> bool:
+        """Whether they are there."""
         return all(
-            bool((rows[slots] == stamps(seed, positions, layer)[:, None]).all())
+            bool((rows[slots] == (row_stamps + np.uint64(layer))[:, None]).all())
             for layer, rows in enumerate(self._layers)
         )
 
@@ -95,7 +87,7 @@ def card(config: EngineConfig, row_bytes: int) -> EngineCard:
 class _Prompt:
     request: Request
     slots: NDArray[np.int64]
-    seed: int
+    stamps: NDArray[np.uint64]
     done: int = 0
 
 
@@ -122,7 +114,7 @@ class PlainPrefill:
             return False
         slots = np.array([self._free.popleft() for _ in request.prompt], np.int64)
         self._held[request.room] = slots
-        self._rooms[request.room] = _Prompt(request, slots, seed_of(request.prompt))
+        self._rooms[request.room] = _Prompt(request, slots, stamps(request.prompt))
         return True
 
     def step(self) -> list[Computed | Prefilled | Broken]:
@@ -134,14 +126,14 @@ class PlainPrefill:
         if not room.done and room.request.prompt[0] == FORKS:
             fork()
         end = min(total, room.done + self._config.chunk_tokens)
-        self._rows.write(room.slots[room.done : end], room.seed, room.done)
+        self._rows.write(room.slots[room.done : end], room.stamps[room.done : end])
         rows, room.done = (room.done, end), end
         made: list[Computed | Prefilled | Broken] = [
             Computed(room=number, component="kv", rows=rows, layers=(0, LAYERS), pages=room.slots[:end])
         ]
         if end == total:
             del self._rooms[number]
-            made.append(Prefilled(room=number, aux=room.seed.to_bytes(8, "little")))
+            made.append(Prefilled(room=number, aux=room.stamps[-1].tobytes()))
         return made
 
     def cancel(self, room: int) -> None:
@@ -168,9 +160,9 @@ def fork() -> None:
 class _Room:
     request: Request
     slots: NDArray[np.int64]
-    seed: int
+    stamps: NDArray[np.uint64]  # of the prompt and of all that will be generated
     rows: int
-    ids: list[int] = field(default_factory=list[int])
+    ids: list[int]
 
 
 class PlainDecode:
@@ -192,10 +184,12 @@ class PlainDecode:
         pass
 
     def admit(self, request: Request, slots: dict[str, NDArray[np.int64]], aux: bytes) -> None:
-        seed = seed_of(request.prompt)
-        if aux != seed.to_bytes(8, "little"):
+        prompt = request.prompt
+        ids = [token(prompt, index) for index in range(request.sampling.max_tokens)]
+        made = stamps(np.concatenate([prompt, np.array(ids, np.int64)]))
+        if aux != made[len(prompt) - 1].tobytes():
             raise ValueError(f"aux: {aux.hex()} is not this prompt's")
-        self._rooms[request.room] = _Room(request, slots["kv"], seed, len(request.prompt))
+        self._rooms[request.room] = _Room(request, slots["kv"], made, len(prompt), ids)
 
     def step(self) -> list[Token | Finished | Broken]:
         if not self._rooms:
@@ -204,15 +198,15 @@ class PlainDecode:
         assert self._rows is not None
         made: list[Token | Finished | Broken] = []
         for number, room in list(self._rooms.items()):
-            if not self._rows.right(room.slots[: room.rows], room.seed):
+            if not self._rows.right(room.slots[: room.rows], room.stamps[: room.rows]):
                 del self._rooms[number]
                 made.append(Broken(room=number, detail=WRONG))
                 continue
-            room.ids.append(token(room.seed, len(room.ids)))
-            made.append(Token(room=number, index=len(room.ids) - 1, id=room.ids[-1]))
-            self._rows.write(room.slots[room.rows : room.rows + 1], room.seed, room.rows)
+            at, own = room.rows - len(room.request.prompt), slice(room.rows, room.rows + 1)
+            made.append(Token(room=number, index=at, id=room.ids[at]))
+            self._rows.write(room.slots[own], room.stamps[own])
             room.rows += 1
-            if len(room.ids) == room.request.sampling.max_tokens:
+            if at + 1 == len(room.ids):
                 del self._rooms[number]
                 made.append(Finished(room=number, reason="length"))
         return made

@@ -21,6 +21,7 @@ from pdtransfer.layout import Component, Span
 from pdtransfer.limits import Limits
 from pdtransfer.plan import plan
 from pdtransfer.session.decode import DecodeSessions
+from pdtransfer.session.parts import prefix_rows
 from pdtransfer.session.prefill import Cell, PrefillSessions
 from pdtransfer.sharing import holds_of, pair_share
 from pdtransfer.wire import Identity, Ranks, Reach
@@ -132,10 +133,11 @@ class Grid:
             effects = rank.core.open(room, tokens=tokens, now=self.now, deadline=60.0, grants=len(self.decode))
             self.take(rank, effects)
 
-    def expect(self, room: int, tokens: int, sources: list[str] | None = None) -> None:
+    def expect(self, room: int, tokens: int, sources: list[str] | None = None, prefix: int = 0) -> None:
         sources = sources or [rank.name for rank in self.prefill]
         for rank in self.decode:
-            self.take(rank, rank.core.expect(room, tokens=tokens, sources=sources, now=self.now, deadline=60.0))
+            effects = rank.core.expect(room, tokens=tokens, sources=sources, now=self.now, deadline=60.0, prefix=prefix)
+            self.take(rank, effects)
 
     def cells(self, rank: Rank, tokens: int) -> list[Cell]:
         """The room's rows in random pages of the rank's pools, filled, cut along rows and layers, in no order."""
@@ -218,12 +220,13 @@ class Grid:
         self.senders.setdefault(target.name, set()).add(rank.name)
         assert rows.copy(work, rank.pools[theirs.name].memory.ctypes.data, pool.memory.ctypes.data, Cancel())
 
-    def landed_right(self, rank: Rank, ready: fx.Ready, tokens: int) -> bool:
-        """Whether a decode rank's pools hold the room's rows, and nothing else than canaries beside them."""
+    def landed_right(self, rank: Rank, ready: fx.Ready, tokens: int, prefix: int = 0) -> bool:
+        """Whether a decode rank's pools hold the room's rows behind the prefix, and canaries beside them."""
         right = True
         for name, pool in rank.pools.items():
-            expected, count = Expected(pool), rank.components[name].rows(tokens)
-            expected.land(np.arange(count), ready.slots[name][:count])
+            component = rank.components[name]
+            expected, first, end = Expected(pool), prefix_rows(component, prefix), component.rows(tokens)
+            expected.land(np.arange(first, end), ready.slots[name][first:end])
             right &= expected.holds(pool.memory)
         return right
 

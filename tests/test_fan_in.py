@@ -115,8 +115,13 @@ class Fleet:
 
 @contextmanager
 def fleet(
-    part: Part, prefill: Size, decode: Size, layouts: tuple[str, str] = ("layer_first", "page_head")
+    part: Part,
+    prefill: Size,
+    decode: Size,
+    layouts: tuple[str, str] = ("layer_first", "page_head"),
+    **more: Any,
 ) -> Iterator[Fleet]:
+    """`more` is DecodeClient's."""
     with ExitStack() as stack:
         made = Fleet([], [])
         for at, place in enumerate(part.places(*prefill)):
@@ -127,11 +132,11 @@ def fleet(
             )  # fmt: skip
             made.prefill.append(Node(f"p{at}", stack.enter_context(client), pool, part.component(pool)))
         for at, place in enumerate(part.places(*decode)):
-            made.decode.append(decode_node(stack, part, place, f"d{at}", layouts[1]))
+            made.decode.append(decode_node(stack, part, place, f"d{at}", layouts[1], **more))
         yield made
 
 
-def decode_node(stack: ExitStack, part: Part, place: Place, name: str, layout: str) -> Node:
+def decode_node(stack: ExitStack, part: Part, place: Place, name: str, layout: str, **more: Any) -> Node:
     pool = part.pool(place, layout, 1, SLOTS)
     size = len(pool.memory)
     arena = Arena.create(size, huge_pages="never")
@@ -145,7 +150,7 @@ def decode_node(stack: ExitStack, part: Part, place: Place, name: str, layout: s
     stack.callback(close)
     arena.mapping.array[:] = CANARY
     pool.__dict__["memory"] = arena.mapping.array[:size]
-    client = DecodeClient(settings(name, ranks=place.ranks), [part.component(pool)], arena)
+    client = DecodeClient(settings(name, ranks=place.ranks), [part.component(pool)], arena, **more)
     return Node(name, stack.enter_context(client), pool, part.component(pool))
 
 
@@ -173,6 +178,14 @@ def test_stages_and_slices_land_in_every_layout(layouts: tuple[str, str]) -> Non
         it.begin(1, 77)
         it.send(1, 77)
         it.check_landed(1, 77)
+
+
+@pytest.mark.parametrize("part", [GQA, MLA], ids=["gqa", "mla"])
+def test_what_each_rank_sent_is_verified_on_each_decode_rank(part: Part) -> None:
+    with fleet(part, (2, 2), (2, 1), verify=True) as it:
+        it.begin(1, 50)
+        it.send(1, 50)
+        it.check_landed(1, 50)
 
 
 def test_cells_wait_for_their_events_on_every_rank() -> None:

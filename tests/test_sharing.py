@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from pdtransfer.effects import Drained, Landed, Ready, RoomFailed
 from pdtransfer.errors import Cause, LayoutMismatchError, LocalProtocolError
 from pdtransfer.layout import Component, Span, pair
+from pdtransfer.session.parts import prefix_rows
 from pdtransfer.sharing import holds_of, pair_share, share_of, uncovered, wrong_fields
 from pdtransfer.wire import Holds, Identity, Ranks
 from tests.layout_tensors import Model, Pool, mha, mla
@@ -94,16 +96,19 @@ def check_lands(
     grid = Grid(parts, prefill=prefill, decode=decode, layouts=layouts, page_sizes=pages, shuffle=shuffle)
     for rank in grid.decode:  # slots of others, so that no two components' rows lie alike
         rank.core.arena.allocate([shuffle.randint(0, 9) for _ in rank.components])
-    for act in shuffle.sample([grid.open, grid.expect], 2):
+    prefix = shuffle.choice([0, 0, shuffle.randint(0, tokens)])
+    for act in shuffle.sample([grid.open, partial(grid.expect, prefix=prefix)], 2):
         act(7, tokens)
     grid.send(7, tokens)
     grid.run()
     for rank in grid.decode:
         (ready,) = rank.said
-        whole_bytes = sum(each.bytes_of(each.rows(tokens)) for each in rank.components.values())
+        whole_bytes = sum(
+            each.bytes_of(each.rows(tokens) - prefix_rows(each, prefix)) for each in rank.components.values()
+        )
         assert isinstance(ready, Ready)
-        assert grid.landed_right(rank, ready, tokens)
-        assert (ready.kv_bytes, grid.written[rank.name]) == (whole_bytes, whole_bytes)
+        assert grid.landed_right(rank, ready, tokens, prefix)
+        assert (ready.kv_bytes, grid.written.get(rank.name, 0)) == (whole_bytes, whole_bytes)
         assert ready.aux == b"aux of p0", "the first source's, whether it sends rows or not"
         rank.core.release(7, grid.now)
         assert rank.core.idle

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pdtransfer.errors import Cause
 
+from .pools import BLOCK
 from .process import Process
 from .rooms import Room, Source, Target
 
@@ -21,6 +22,10 @@ class Call:
         rng, p = world.rng, world.profile
         deadline = rng.uniform(*p.deadline)
         self.room = Room(world, serial, serial, rng.randint(1, p.tokens_max), rng.randint(0, 8), deadline)
+        if p.families:
+            self.room.family = rng.randint(1, p.families)
+            self.room.shared = rng.choice([0, BLOCK, rng.randint(0, self.room.tokens), self.room.tokens])
+            self.room.shared = min(self.room.shared, self.room.tokens)
         self.prefills, self.decodes = rng.choice(world.prefill_groups), rng.choice(world.decode_groups)
         self.sources = [Source(self.room, node, self) for node in self.prefills]
         self.targets = [Target(self.room, node, self) for node in self.decodes]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pdtransfer import effects as fx
 from pdtransfer.arena import FreeExtents
 from pdtransfer.lease import Lease
+from pdtransfer.prefix import PrefixCache
 from pdtransfer.session.decode import DecodeSessions
 
 from .pools import Int64s, holds, places
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 def is_free(free: FreeExtents, slot: int) -> bool:
     place = bisect_right(free._starts, slot) - 1
     return place >= 0 and slot < free._starts[place] + free._count_at[free._starts[place]]
+
+
+def is_shared(cache: PrefixCache, component: int, slot: int) -> bool:
+    runs = (run for block in cache._blocks.values() for run in block.runs[component])
+    return any(start <= slot < start + count for start, count in runs)
 
 
 @dataclass(eq=False)
@@ -99,6 +105,8 @@ class Copy:
             world.fail(f"{where}, which has no lease on them any more")
         if is_free(self.mapping.core.arena.free[self.component], int(targets[0])):
             world.fail(f"{where}, which are free")
+        if is_shared(self.mapping.core.cache, self.component, int(targets[0])):
+            world.fail(f"{where}, which rooms share")
         if alive and self.source.drained:
             world.fail(f"{node.name} reads pages of room {self.source.room.id}, which were given back")
         world.seen["pieces by orphans"] += not alive

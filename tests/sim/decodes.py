@@ -43,6 +43,7 @@ class DecodeNode(Process):
         self.rooms = {}
         self.writers: dict[int, set[Mapping]] = {}  # session -> mappings that can still write
         self.revoked: set[int] = set()
+        self._evicted = 0
         self.ends: Counter[str] = Counter()  # of sessions, by peer
         for peer in world.prefills:
             self.later(0.0, lambda peer=peer: self.perform(self.core.dial(peer, self.clock)))
@@ -160,8 +161,10 @@ class DecodeNode(Process):
         leases = [lease for session in core.links.sessions.values() for lease in session.leases.values()]
         held = {id(lease.holding): lease.holding for lease in leases}
         held |= {id(room.holding): room.holding for room in core.rooms.values() if room.holding is not None}
+        blocks = core.cache._blocks
         for place, free in enumerate(core.arena.free):
-            taken = sum(int(holding.extents[place][:, 1].sum()) for holding in held.values())
+            taken = sum(int(holding.own[place][:, 1].sum()) for holding in held.values())
+            taken += sum(count for block in blocks.values() for _, count in block.runs[place])
             if taken != free.slots - free.free_slots:
                 world.fail(f"{self.name}: {free.slots - free.free_slots} slots are taken, {taken} are held")
         by_peer: Counter[str] = Counter()
@@ -171,7 +174,16 @@ class DecodeNode(Process):
         counted = {peer.name: peer.quarantined_bytes for peer in core.links.peers.values() if peer.quarantined_bytes}
         if counted != +by_peer or core.leases.quarantined_bytes != by_peer.total():
             world.fail(f"{self.name}: quarantine is counted as {counted}, it is {by_peer}")
-        landing = sum(room.demand.inflight_bytes for room in core.rooms.values() if room.state.value == "landing")
+        claims = Counter(block.key for holding in held.values() for block in holding.blocks)
+        if claims != {key: block.claims for key, block in blocks.items() if block.claims}:
+            world.fail(f"{self.name}: blocks count other claims than rooms and leases have on them")
+        world.seen["blocks evicted"] += core.cache.evicted_blocks - self._evicted
+        self._evicted = core.cache.evicted_blocks
+        landing = sum(
+            room.demand.inflight_bytes - core.cache.bytes_of(room.holding.prefix)
+            for room in core.rooms.values()
+            if room.state.value == "landing" and room.holding is not None
+        )
         if core.admission.inflight_bytes != landing:
             world.fail(f"{self.name}: {core.admission.inflight_bytes} bytes in flight are counted, {landing} are")
 
@@ -182,6 +194,7 @@ class DecodeNode(Process):
         if not core.idle:
             leases = {s.id: list(s.leases) for s in core.links.sessions.values()}
             world.fail(f"{self.name} is not idle: rooms {list(core.rooms)}, leases {leases}")
+        core.cache.clear()
         for free in core.arena.free:
             if free.free_slots != free.slots or free.fragmentation:
                 world.fail(f"{self.name} leaks {free.slots - free.free_slots} slots")

@@ -5,13 +5,17 @@ A mutant patches the code through `patch(owner, name, value)`, so that a test ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pdtransfer import effects as fx
+from pdtransfer.admission import Admission
+from pdtransfer.arena import Block, Holding
 from pdtransfer.errors import Cause
 from pdtransfer.lease import DutyEvent, Lease, LeaseEvent
+from pdtransfer.prefix import PrefixCache
 from pdtransfer.room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
 from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.duties import DutyEntry, WriterSession
@@ -120,6 +124,56 @@ def one_queue_for_all_peers(patch: Patch) -> None:
     patch(Links, "unfit", lambda self, name, now, arena_bytes: None)
 
 
+def claimed_blocks_evicted(patch: Patch) -> None:
+    """A block is given up though rooms read it: who claims it is not asked."""
+
+    def claim(self: PrefixCache, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            block.claims += 1
+
+    patch(PrefixCache, "_claim", claim)
+
+
+def blocks_go_with_the_first_room(patch: Patch) -> None:
+    """The first of some rooms that share a block to go gives its slots back."""
+    drop = PrefixCache.drop
+
+    def drop_all(self: PrefixCache, holding: Holding) -> bool:
+        if holding.claims == 1:
+            for block in holding.blocks:
+                block.claims = min(block.claims, 1)
+        return drop(self, holding)
+
+    patch(PrefixCache, "drop", drop_all)
+
+
+def shared_before_ready(patch: Patch) -> None:
+    """A prompt enters the cache when its slots are leased: the next one reads what has not landed."""
+    admit = Admission.admit
+
+    def and_keep(self: Admission, now: float) -> Holding | None:
+        keys = next(iter(self._queue.values())).keys
+        holding = admit(self, now)
+        if holding is not None:
+            self._cache.keep(holding, keys)
+        return holding
+
+    patch(Admission, "admit", and_keep)
+
+
+def keys_without_what_comes_before(patch: Patch) -> None:
+    """A block is known by its own tokens alone."""
+    module = sys.modules[PrefixCache.__module__]
+    whole = module.block_keys
+
+    def alone(root: bytes, prompt: bytes, *, block_tokens: int, blocks_max: int) -> tuple[bytes, ...]:
+        size = 4 * block_tokens
+        blocks = [prompt[at : at + size] for at in range(0, len(prompt) // size * size, size)]
+        return sum((whole(root, block, block_tokens=block_tokens, blocks_max=blocks_max) for block in blocks), ())
+
+    patch(module, "block_keys", alone)
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A planted bug; to be caught within so many seeds of worlds of that kind, about three times what it took."""
@@ -137,5 +191,9 @@ MUTANTS: dict[str, Mutant] = {
     "silence taken for a fence": Mutant(silence_taken_for_a_fence, "rough", 9),
     "a new incarnation taken for a fence": Mutant(new_incarnation_taken_for_a_fence, "deadly", 9),
     "pages reused when the room fails": Mutant(pages_reused_when_the_room_fails, "lossy", 9),
+    "claimed blocks evicted": Mutant(claimed_blocks_evicted, "shared", 9),
+    "blocks go with the first room": Mutant(blocks_go_with_the_first_room, "shared", 9),
+    "shared before READY": Mutant(shared_before_ready, "shared", 9),
+    "keys without what comes before": Mutant(keys_without_what_comes_before, "shared", 9),
     "one queue for all peers": Mutant(one_queue_for_all_peers, "isolation", 18),
 }

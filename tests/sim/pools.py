@@ -14,6 +14,7 @@ Int64s = NDArray[np.int64]
 
 ROW = 8  # bytes of one head's row: a word, which names the room, component, row, layer and head that it belongs to
 LAYERS = 3
+BLOCK = 8  # tokens that rooms share or do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class Shape:
 ONE_HEAD, TWO_HEADS = Shape(), Shape(heads=(0, 2))
 
 
-def words(room: int, component: int, rows: Int64s, layers: tuple[int, int], heads: tuple[int, int]) -> Int64s:
-    """What rows of a room have to read as: int64 (layers, heads, rows)."""
+def words(room: int | Int64s, component: int, rows: Int64s, layers: tuple[int, int], heads: tuple[int, int]) -> Int64s:
+    """What rows of a room, or of one room each, have to read as: int64 (layers, heads, rows)."""
     place = np.arange(*layers)[:, None, None] + np.arange(*heads)[None, :, None] * 11 + rows[None, None, :] * 101
     return place + room * 1_000_003 + component * 40_009 + 1
 

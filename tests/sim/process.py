@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from pdtransfer.limits import Limits
 from pdtransfer.wire import Message
 
+from .pools import BLOCK
+
 if TYPE_CHECKING:
     from .world import World
 
@@ -25,8 +27,9 @@ class Process:
         self.world, self.name = world, name
         p, rng = world.profile, world.rng
         self.limits = replace(
-            LIMITS, window=p.window, queue_max=p.queue_max, quarantine_fraction_max=p.quarantine_fraction
-        )
+            LIMITS, window=p.window, queue_max=p.queue_max, quarantine_fraction_max=p.quarantine_fraction,
+            prefix_block_tokens=BLOCK, prefix_blocks_max=p.blocks_max,
+        )  # fmt: skip
         self._rate, self._offset = 1.0 + rng.uniform(-p.skew, p.skew), rng.uniform(0.0, 1e4)
         self.frozen = self.dead = False
         self.never_disturbed = True

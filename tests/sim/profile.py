@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
+    "shared",
 )  # fmt: skip
 
 
@@ -48,6 +49,8 @@ class Profile:
     patient: bool = False  # nothing but loss: no room's only trouble may be that it waited until its deadline
     exact: bool = False  # nothing but restarts: a session ends because a process has died, and for nothing else
     ranks: bool = False  # workers are groups of ranks
+    families: int = 0  # of prompts that begin alike; 0: nobody knows the rooms' prompts
+    blocks_max: int = 1_024  # that a decode remembers
     routers: int = 0  # that begin the rooms, for clients; 0: begun by hand
     router_kills: int = 0
     engine_fails: float = 0.0  # a room that an engine fails, behind a router
@@ -85,10 +88,8 @@ def draw(seed: int, kind: str | None = None) -> Profile:
         deadline=(0.5, 8.0),
     )
     match kind:
-        case "quiet":
-            return base
-        case "lossy":
-            return lossy
+        case "quiet" | "lossy":
+            return base if kind == "quiet" else lossy
         case "rough":
             return replace(lossy, freezes=1, kills=rng.randint(0, 2), partitions=rng.randint(0, 1))
         case "crowded":
@@ -133,5 +134,18 @@ def draw(seed: int, kind: str | None = None) -> Profile:
                 kills=rng.choice([0, 0, 1]), freezes=rng.choice([0, 0, 1]), delay_tail=rng.choice([0.0, 1.0]),
                 opens_late=0.1, deadline=(2.0, 8.0),
             )  # fmt: skip
+        case "shared":
+            return _shared(base, rng)
         case _:
             raise ValueError(f"{kind} is none of {KINDS}")
+
+
+def _shared(base: Profile, rng: random.Random) -> Profile:
+    """Few beginnings, and now and then hardly a slot to keep them in."""
+    return replace(
+        base, families=rng.choice([1, 3]), arena_tokens=rng.choice([64, 128, 1024]), blocks_max=rng.choice([4, 1_024]),
+        span=rng.choice([0.5, 4.0]), loss=rng.choice([0.0, 0.1]), duplicate=rng.choice([0.0, 0.2]),
+        write_tail=rng.choice([0.0, 1.5]), write_fails=rng.choice([0.0, 0.05]), kills=rng.choice([0, 0, 2]),
+        freezes=rng.choice([0, 0, 1]), delay_tail=rng.choice([0.0, 1.0]), abort=rng.choice([0.0, 0.3]),
+        opens_late=rng.choice([0.0, 0.2]),
+    )  # fmt: skip

@@ -11,10 +11,10 @@ import numpy as np
 
 from pdtransfer import effects as fx
 from pdtransfer.errors import Cause
-from pdtransfer.layout import expand_pages
+from pdtransfer.layout import Component, expand_pages
 from pdtransfer.session.prefill import Cell
 
-from .pools import LAYERS, Int64s, holds, places, words
+from .pools import BLOCK, LAYERS, Int64s, holds, places, words
 
 if TYPE_CHECKING:
     from .decodes import DecodeNode
@@ -43,12 +43,27 @@ class Room:
     growth: int
     deadline: float  # seconds that it has
     begun_at: float = math.inf
+    family: int = 0  # of prompts that begin alike, and
+    shared: int = 0  # how many of its tokens do; 0: nobody knows the prompt
     targets: list[Target] = field(default_factory=list["Target"])
     sources: list[Source] = field(default_factory=list["Source"])
 
     @property
     def aux(self) -> bytes:
         return self.serial.to_bytes(8, "little")
+
+    @property
+    def prompt(self) -> bytes:
+        """A family differs from others in its first block alone: what follows is the same only where that is."""
+        ids = np.arange(self.tokens)
+        ids[:BLOCK] += 1_000 * self.family
+        ids[self.shared :] += 1_000_000 * self.serial
+        return ids.astype("<u4").tobytes()
+
+    def owners(self, component: Component, rows: Int64s) -> Int64s:
+        """What rows are filled with: alike where all their tokens are, and what comes before them."""
+        alike = (rows + 1) * component.tokens_per_row <= self.shared
+        return np.where(alike, 1_000 + self.family, self.serial)
 
     @property
     def ready(self) -> bool:
@@ -137,7 +152,9 @@ class Source(_Part):
             component = node.components[index]
             slots, here = self.source_slots[low:high], holds(component)
             at = places(component)[layers[0] - here.layers[0] : layers[1] - here.layers[0]]
-            node.pool[at[:, :, slots]] = words(self.room.serial, index, np.arange(low, high), layers, here.heads)
+            node.pool[at[:, :, slots]] = words(
+                self.room.owners(component, np.arange(low, high)), index, np.arange(low, high), layers, here.heads
+            )
             node.perform(node.core.push(self.room.id, Cell(component.name, low, layers, slots)))
         if cells:
             node.later(world.rng.expovariate(500.0), lambda: self._compute(cells))
@@ -207,10 +224,11 @@ class Target(_Part):
         node.rooms[room.id], self.expected, self.life = self, True, node.life
         room.targets.append(self)
         self.deadline = node.clock + seconds
+        keys = node.core.cache.keys(room.prompt, b"") if room.family else ()
         node.perform(
             node.core.expect(
                 room.id, tokens=room.tokens, sources=sources, now=node.clock,
-                deadline=self.deadline, growth=room.growth,
+                deadline=self.deadline, growth=room.growth, keys=keys,
             )
         )  # fmt: skip
 
@@ -238,8 +256,12 @@ class Target(_Part):
         for component in components:
             if len(effect.slots[component.name]) != component.rows(room.tokens + room.growth):
                 world.fail(f"room {room.id} got {len(effect.slots[component.name])} slots for {component.name}")
-        if effect.kv_bytes != sum(component.bytes_of(component.rows(room.tokens)) for component in components):
+        rest = {each: each.rows(room.tokens) - effect.prefix // each.tokens_per_row for each in components}
+        if effect.kv_bytes != sum(component.bytes_of(rows) for component, rows in rest.items()):
             world.fail(f"room {room.id} is READY with {effect.kv_bytes} bytes")
+        if effect.prefix % BLOCK or effect.prefix > room.shared:
+            world.fail(f"room {room.id} shares {effect.prefix} tokens, it has {room.shared} in common with others")
+        world.seen["tokens shared"] += effect.prefix
         self._read("READY", grown=False)
         self._grow()
         self.caller.ready(self)
@@ -272,7 +294,8 @@ class Target(_Part):
             rows = component.rows(self.room.tokens) + (self.room.growth if grown and not index else 0)
             here = holds(component)
             got = self.node.memory[places(component)[:, :, self.slots[component.name][:rows]]]
-            if (got != words(self.room.serial, index, np.arange(rows), here.layers, here.heads)).any():
+            owners = self.room.owners(component, np.arange(rows))
+            if (got != words(owners, index, np.arange(rows), here.layers, here.heads)).any():
                 self.world.fail(f"at {when} room {self.room.id} reads rows of {component.name} wrong")
 
     @property

@@ -22,6 +22,7 @@ from zmq.utils import z85
 from .errors import ConfigError
 from .limits import ADDRESS_LENGTH_MAX, NAME_LENGTH_MAX
 
+ROLES = frozenset({"prefill", "decode", "router"})
 KEY_LENGTH = 40  # Z85 characters of 32 bytes
 FILE_BYTES_MAX = 1 << 20  # an allow-list of some 10,000 peers
 
@@ -84,13 +85,26 @@ def generate(path: str | Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AllowList:
-    """The peers that may talk to this node: `names` maps each public key to the name that its peer goes by."""
+    """The peers that may talk to this node: `names` maps each public key to the name that its peer goes by.
+
+    `roles` holds what each of them may say that it is; a key that is not in there may say anything.
+    """
 
     names: Mapping[str, str]
+    roles: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
     def name_of(self, public: str) -> str | None:
         """The name listed for a public key, None for a stranger's."""
         return self.names.get(public)
+
+    def entry(self, public: str) -> tuple[str | None, frozenset[str] | None]:
+        """All that is listed of a public key."""
+        return self.names.get(public), self.roles.get(public)
+
+    def lets_be(self, public: str, role: str) -> bool:
+        """Whether the peer of a listed key may say that it is of this role."""
+        roles = self.roles.get(public)
+        return roles is None or role in roles
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -100,27 +114,30 @@ class AllowList:
 
     @classmethod
     def parse(cls, text: str, *, source: str) -> Self:
-        """One line a peer, `name Z85-public-key [# comment]`; empty lines and lines that open with # are skipped."""
+        """One line a peer, `name Z85-public-key [role[,role]] [# comment]`; empty lines and comments are skipped."""
         names: dict[str, str] = {}
+        roles: dict[str, frozenset[str]] = {}
         lines: dict[str, int] = {}  # by name
         for number, line in enumerate(text.splitlines(), 1):
-            words = line.split(maxsplit=2)
+            words = line.split()
             if not words or words[0].startswith("#"):
                 continue
             at = f"{source}:{number}"
             if not _NAME.fullmatch(words[0]):
                 raise ConfigError(f"{at}: name: {words[0][:64]!r} is not letters, digits, '.', '_', '-'")
             if len(words) < 2:
-                raise ConfigError(f"{at}: key: missing; a line is 'name Z85-public-key [# comment]'")
+                raise ConfigError(f"{at}: key: missing; a line is 'name Z85-public-key [role[,role]] [# comment]'")
             key = _checked_key(words[1], f"{at}: key")
-            if len(words) == 3 and not words[2].startswith("#"):
-                raise ConfigError(f"{at}: comment: {words[2][:64]!r} does not open with #")
+            if len(words) > 2 and not words[2].startswith("#"):
+                roles[key] = _checked_roles(words[2], at)
+                if len(words) > 3 and not words[3].startswith("#"):
+                    raise ConfigError(f"{at}: comment: {words[3][:64]!r} does not open with #")
             if key in names:
                 raise ConfigError(f"{at}: key: the same as that of {names[key]!r} in line {lines[names[key]]}")
             if words[0] in lines:
                 raise ConfigError(f"{at}: name: {words[0]!r} is already in line {lines[words[0]]}")
             names[key], lines[words[0]] = words[0], number
-        return cls(names)
+        return cls(names, roles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +234,13 @@ def _checked_key(text: str, at: str) -> str:
     if not exact:
         raise ConfigError(f"{at}: {text[:8]!r}... is not Z85")
     return text
+
+
+def _checked_roles(text: str, at: str) -> frozenset[str]:
+    found = frozenset(text.split(","))
+    if wrong := sorted(found - ROLES):
+        raise ConfigError(f"{at}: role: {wrong[0][:64]!r} is none of {', '.join(sorted(ROLES))}, and no # comment")
+    return found
 
 
 def _create(path: Path, text: str, mode: int) -> None:

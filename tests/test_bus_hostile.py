@@ -7,15 +7,16 @@ import os
 import threading
 from dataclasses import replace
 
+import msgspec
 import pytest
 import zmq
 
 from pdtransfer.bus import BusLimits
 from pdtransfer.bus.connections import Connections, TurnedAwayError
-from pdtransfer.errors import ConfigError
+from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.keys import AllowList
 from pdtransfer.limits import FRAME_BYTES_MAX
-from pdtransfer.wire import Ping, Pong, Reject, decode, encode
+from pdtransfer.wire import Hello, Ping, Pong, Reject, decode, encode
 from tests.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, on_loop, pair, until
 
 __all__ = ["context"]  # a fixture
@@ -352,6 +353,46 @@ async def test_a_key_that_is_listed_under_another_name_has_to_say_hello_for_it(
         assert isinstance(await raw.hear(), Reject)
         assert await raw.hear() == Pong(3)
         assert prefill.heard[-1] == ("key:new", Ping(3))
+
+
+@on_loop
+async def test_endpoints_where_nobody_is_keep_no_place_from_others() -> None:
+    async with Node("p") as prefill, Node("d", limits=replace(LIMITS, dials_max=3)) as decode_node:
+        bus, bound = decode_node.bus, await prefill.bus.bind(ANY_PORT)
+        reached = await decode_node.meet(bound, "d")
+        nowhere = [bus.dial(f"tcp://127.0.0.1:{port}") for port in (1, 2)]
+        with pytest.raises(WorldError, match="3 are dialled already"):
+            bus.dial("tcp://127.0.0.1:3")  # nobody has had the time to answer yet
+        await until(lambda: all(bus._dialled[each].hopeless for each in nowhere))
+        other = await decode_node.meet(bound.replace("127.0.0.1", "localhost"), "d")
+        assert list(bus._dialled) == [reached, nowhere[1], other]
+        await decode_node.ping(other, 1)
+
+
+@on_loop
+async def test_a_key_is_of_no_role_that_the_allow_list_does_not_give_it(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    p, d = pair(), pair()
+    async with Node("p", p, {"d": d}, replace(LIMITS, mute_ms=0)) as prefill:
+        prefill.bus.allow(AllowList({d.public: "d"}, {d.public: frozenset({"decode"})}))
+        raw = Raw(context, await prefill.bus.bind(ANY_PORT), keys=d, server=p.public)
+        as_router = replace_role(hello("d"), "router")
+        raw.say(as_router, Ping(1))
+        refused = await raw.hear()
+        assert isinstance(refused, Reject)
+        assert refused.fields == ("Hello.identity.role: 'router', the allow-list lets d be ['decode']",)
+        assert isinstance(await raw.hear(), Reject)  # of the Ping: it has no name
+        raw.say(hello("d"), Ping(2))
+        assert await raw.hear() == Pong(2)
+        assert prefill.heard == [("key:d", hello("d")), ("key:d", Ping(2))]
+        assert prefill.bus.allow(AllowList({d.public: "d"}, {d.public: frozenset({"router"})})) == ["key:d"]
+        raw.say(hello("d"))
+        assert isinstance(await raw.hear(), Reject)
+
+
+def replace_role(message: Hello, role: str) -> Hello:
+    return msgspec.structs.replace(message, identity=msgspec.structs.replace(message.identity, role=role))
 
 
 @on_loop

@@ -472,6 +472,45 @@ def test_what_a_condemned_session_says_is_heard_as_proof_and_nothing_else() -> N
     assert of(end.hear(Landed(session, 9, 0, b"")), fx.RoomFailed) == []
 
 
+# What one peer can make us hold
+
+
+def test_grants_for_rooms_that_nobody_opens_are_held_within_the_window() -> None:
+    end = PrefillEnd()
+    end.up(HOSTILE, D2)
+    session = end.core.sessions[HOSTILE]
+    for number in range(1, 10 * LIMITS.window):
+        end.hear(grant(number, number, session=HOSTILE, parts=()), peer=D2)
+    assert len(session.duties) == session.window <= LIMITS.window
+    for number in range(1, 10 * LIMITS.window):
+        end.hear(Abort(HOSTILE, number), Released(HOSTILE, number) if number < 3 else Abort(HOSTILE, number), peer=D2)
+    assert len(session.duties) + len(session.acked) <= session.window
+    assert session.open
+
+
+def test_slots_that_are_granted_once_are_all_that_one_can_make_a_prefill_remember() -> None:
+    """Extents cost memory: they may not overlap, so that an arena's slots bound them."""
+    end = PrefillEnd()
+    end.up(HOSTILE, D2)
+    number = 0
+    for at in range(0, SLOTS - 8, 8):
+        number += 1
+        parts = (part(extents=tuple((at + each, 1) for each in range(8))),)
+        end.hear(grant(number, number, session=HOSTILE, parts=parts), peer=D2)
+    assert end.core.sessions[HOSTILE].open
+    effects = end.hear(grant(number + 1, 99, session=HOSTILE, parts=(part(extents=((3, 8),)),)), peer=D2)
+    assert "overlap" in refusal(effects)
+
+
+def test_sessions_of_one_peer_are_bounded_while_their_arenas_are_being_mapped() -> None:
+    end = PrefillEnd()
+    end.hear(end.hello())
+    answers = [effect for n in range(1, 20) for effect in end.hear(end.register(n))]
+    assert len(of(answers, fx.Map)) == LIMITS.peer_sessions_max
+    assert len(end.core.sessions) == LIMITS.peer_sessions_max
+    assert [reject.reason for reject in sent(answers, Reject)][-1] == "full"
+
+
 # Raving
 
 

@@ -107,6 +107,15 @@ def test_an_allow_list_takes_comments_blank_lines_and_keys_with_hashes() -> None
     assert allowed.name_of(KEY[::-1]) is None
 
 
+def test_an_allow_list_may_say_what_a_peer_may_be() -> None:
+    text = f"a {KEY} prefill # rack 3\nb {OTHER} decode,router\n"
+    allowed = AllowList.parse(text, source="list")
+    roles = ("prefill", "decode", "router")
+    assert [allowed.lets_be(KEY, role) for role in roles] == [True, False, False]
+    assert [allowed.lets_be(OTHER, role) for role in roles] == [False, True, True]
+    assert all(AllowList.parse(f"a {KEY}", source="list").lets_be(KEY, role) for role in roles)
+
+
 def zmq_key_with_hash() -> str:
     while True:
         key = zmq.curve_keypair()[0].decode()
@@ -123,7 +132,10 @@ def zmq_key_with_hash() -> str:
         (f"prefill {KEY[:-1]}é", "list:2: key: .* is not Z85"),
         (f"pre/fill {KEY}", "list:2: name: 'pre/fill'"),
         (f"{'n' * 129} {KEY}", "list:2: name"),
-        (f"prefill {KEY} rack 3", "list:2: comment: 'rack 3'"),
+        (f"prefill {KEY} rack 3", "list:2: role: 'rack' is none of decode, prefill, router, and no # comment"),
+        (f"prefill {KEY} prefill rack", "list:2: comment: 'rack' does not open with #"),
+        (f"prefill {KEY} prefill, router", "list:2: role: '' is none of"),
+        (f"prefill {KEY} Prefill", "list:2: role: 'Prefill' is none of"),
         (f"prefill {OTHER}", "list:2: key: the same as that of 'first' in line 1"),
         (f"first {KEY}", "list:2: name: 'first' is already in line 1"),
     ],

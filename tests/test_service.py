@@ -292,6 +292,14 @@ def test_a_full_or_draining_daemon_refuses_and_says_so_again() -> None:
     assert draining.message.reason == "shutdown"
 
 
+def test_a_router_that_cancels_what_never_began_makes_us_remember_a_bounded_number() -> None:
+    daemon = Daemon()
+    for room in range(ENDED_ROOMS_MAX + 100):
+        daemon.hear(A, Cancel(room, "aborted"))
+    assert len(daemon.service._routers[A].ended) == ENDED_ROOMS_MAX
+    assert daemon.service.room_count == 0
+
+
 def test_prompts_are_bounded_by_their_bytes_until_their_rooms_are_over() -> None:
     daemon = Daemon(prompts_bytes_max=3 * 12)
     for room in (1, 2, 3):

@@ -101,7 +101,7 @@ class Bus:
         """Keeps a connection to `[KEY@]tcp://host:port` from now on; returns the peer's name, the same text.
 
         Idempotent. Raises ConfigError for an endpoint that is malformed, or not one that this node's keys may talk to;
-        WorldError at the limit of dialled endpoints.
+        WorldError at the limit of dialled endpoints, unless one of them has never been reached: that is given up.
         """
         if endpoint in self._dialled:
             return endpoint
@@ -112,12 +112,19 @@ class Bus:
             raise ConfigError(f"endpoint {endpoint!r}: key: missing; with keys on, an endpoint is KEY@tcp://host:port")
         if self._allowed is not None and key is not None and self._allowed.name_of(key) is None:
             raise ConfigError(f"endpoint {endpoint!r}: key: not on the allow-list")
-        if len(self._dialled) >= self._limits.dials_max:
+        if len(self._dialled) >= self._limits.dials_max and not self._give_one_up():
             raise WorldError(f"endpoint {endpoint!r}: {len(self._dialled)} are dialled already, which is the limit")
         self._dialled[endpoint] = Dialled(
             endpoint, self._answered, context=self._context, loop=self._loop, keys=self._keys, limits=self._limits
         )
         return endpoint
+
+    def _give_one_up(self) -> bool:
+        """Whoever names endpoints to us may name some where nobody is: they keep no place from others."""
+        hopeless = next((name for name, each in self._dialled.items() if each.hopeless), None)
+        if hopeless is not None:
+            self.hang_up(hopeless)
+        return hopeless is not None
 
     def send(self, peer: str, message: Message) -> bool:
         """Whether the message is on its way; messages to one peer stay in order. Never blocks, never raises for a peer.
@@ -143,12 +150,13 @@ class Bus:
     def allow(self, allowed: AllowList) -> list[str]:
         """Takes another allow-list in place of the one that it has; returns the names of peers that it has cut off.
 
-        Those are whose key is listed no more, or under another name. Nothing that they say is read from here on, and
-        what they dialled stays open as long as they like: ZMQ closes no single connection.
+        Those are whose key is listed no more, or under another name or with other roles. Nothing that they say is read
+        from here on, and what they dialled stays open as long as they like: ZMQ closes no single connection.
         """
         assert self._zap is not None, "a bus without keys knows no allow-list"
-        self._allowed = self._zap.allowed = allowed
-        gone = self._connections.expel(lambda user: f"key:{allowed.name_of(user)}")
+        before, self._allowed, self._zap.allowed = self._allowed, allowed, allowed
+        assert before is not None, "keys and an allow-list come together"
+        gone = self._connections.expel(lambda user: before.entry(user) == allowed.entry(user))
         for endpoint, dialled in list(self._dialled.items()):
             if allowed.name_of(dialled.server_key or "") is None:
                 self.hang_up(endpoint)
@@ -229,6 +237,9 @@ class Bus:
         if self._allowed is not None:
             name = self._allowed.name_of(user)
             assert name is not None, "the authenticator lets no other key in"
+            if not self._allowed.lets_be(user, hello.identity.role):
+                text = f"{hello.identity.role!r}, the allow-list lets {name} be {sorted(self._allowed.roles[user])}"
+                raise RemoteProtocolError("Hello.identity.role", text)
             return self.peer_named(name)
         node = hello.identity.node
         if not node.isprintable():

@@ -118,12 +118,13 @@ class Connections:
             gone.name, gone.departed = "", True
             self._keep_unnamed(gone)
 
-    def expel(self, name_of: Callable[[str], str]) -> list[str]:
-        """Forgets named connections whose name is not the one that `name_of` gives their user; returns their names."""
-        gone = [each for each in self._named.values() if each.name != name_of(each.user)]
+    def expel(self, stays: Callable[[str], bool]) -> list[str]:
+        """Forgets the named connections of users that do not stay; returns their names."""
+        gone = [each for each in self._named.values() if not stays(each.user)]
+        names = [connection.name for connection in gone]
         for connection in gone:
             self.forget(connection.route)
-        return [connection.name for connection in gone]
+        return names
 
     def _is_stale(self, name: str, now: float) -> bool:
         route = self._routes.get(name)

@@ -58,10 +58,15 @@ class Dialled:
         self.muted_until = float("-inf")
         self._line: _Line | None = None
         self._trouble = "no answer"
-        self._attempt = 0
+        self._attempt, self._reached = 0, False
         self._redial_ms = limits.redial_ms
         self._timer: asyncio.TimerHandle | None = None
         self._dialling = loop.create_task(self._dial())
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it was tried and has never been reached."""
+        return self._attempt > 0 and not self._reached
 
     def send(self, frame: bytes) -> bool:
         """Whether ZMQ took it; False without a connection or with a full queue."""
@@ -119,7 +124,7 @@ class Dialled:
 
     def _noticed(self, event: int) -> None:
         if event == _UP:
-            self.connected = True
+            self.connected = self._reached = True
             self._redial_ms, self._trouble = self._limits.redial_ms, "the connection was lost"
             self._set_timer(None)
             if self.hello is not None:

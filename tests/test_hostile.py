@@ -492,13 +492,10 @@ def test_slots_that_are_granted_once_are_all_that_one_can_make_a_prefill_remembe
     """Extents cost memory: they may not overlap, so that an arena's slots bound them."""
     end = PrefillEnd()
     end.up(HOSTILE, D2)
-    number = 0
-    for at in range(0, SLOTS - 8, 8):
-        number += 1
+    for number, at in enumerate((0, 8), 1):
         parts = (part(extents=tuple((at + each, 1) for each in range(8))),)
-        end.hear(grant(number, number, session=HOSTILE, parts=parts), peer=D2)
-    assert end.core.sessions[HOSTILE].open
-    effects = end.hear(grant(number + 1, 99, session=HOSTILE, parts=(part(extents=((3, 8),)),)), peer=D2)
+        assert sent(end.hear(grant(number, number, session=HOSTILE, parts=parts), peer=D2), Granted)
+    effects = end.hear(grant(3, 99, session=HOSTILE, parts=(part(extents=((15, 8),)),)), peer=D2)
     assert "overlap" in refusal(effects)
 
 

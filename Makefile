@@ -20,7 +20,7 @@ check: .venv/.stamp
 	@$(RUN) -m pdtransfer.proto --check
 
 bench: .venv/.stamp
-	@for part in plan copy bus transfer handoff idle load siege faults; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
+	@for part in plan copy verify bus transfer handoff idle load siege faults; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
 
 venv: .venv/.stamp
 

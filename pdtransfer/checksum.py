@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ _P4, _P5 = np.uint64(0x85EBCA77C2B2AE63), np.uint64(0x27D4EB2F165667C5)
 _STRIPE = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Lines:
     """Where some heads of a component lie, and what seeds their hashes.
 
@@ -38,12 +39,12 @@ class Lines:
     page_size: int
     slots: int
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one slot over all lines."""
         return int((self.table[:, 3] * self.table[:, 4]).sum())
 
-    @property
+    @cached_property
     def woven(self) -> bool:
         """Whether the lines of a slot lie together, so that row after row is read as it lies."""
         return len(self.table) > 1 and int(self.table[1, 0] - self.table[0, 0]) < int(self.table[0, 2])
@@ -91,6 +92,9 @@ def pieces_of(runs: Int64s, rows_max: int) -> Iterator[Int64s]:
     """The same rows in the same order, at most `rows_max` at a time."""
     ends = np.cumsum(runs[:, 2])
     rows = int(ends[-1]) if len(ends) else 0
+    if 0 < rows <= rows_max:
+        yield runs
+        return
     for start in range(0, rows, rows_max):
         end = min(start + rows_max, rows)
         low, high = np.searchsorted(ends, (start + 1, end))

@@ -153,6 +153,19 @@ def bench_plan(
     return run_plan(tokens=tokens, planes=planes, json=json)
 
 
+@bench.command(name="verify")
+def bench_verify(
+    *,
+    tokens: Annotated[int, _count("Tokens of one large room.")] = 4_096,
+    rooms: Annotated[int, _count("Small rooms to move, each way.")] = 1_000,
+    json: Json = False,
+) -> int:
+    """What --verify costs: the checksum beside a memcpy, and hand-offs and rooms with and without it."""
+    from .bench import run_verify
+
+    return run_verify(tokens=tokens, rooms=rooms, json=json)
+
+
 @bench.command(name="bus")
 def bench_bus(*, rounds: Annotated[int, _count("Messages to send.")] = 20_000, json: Json = False) -> int:
     """Messages between two processes: round trip, and echoes a second."""

@@ -242,9 +242,8 @@ class DecodeConfig(WorkerConfig):
         WorkerConfig.__post_init__(self)
         _bound("batch_max", self.batch_max, 1, 65_536)
         if len(os.fsencode(self.socket_directory)) > SOCKET_DIRECTORY_LENGTH_MAX:
-            raise ConfigError(
-                f"socket_directory = '{self.socket_directory}': longer than {SOCKET_DIRECTORY_LENGTH_MAX} bytes"
-            )
+            text = f"socket_directory = '{self.socket_directory}': longer than {SOCKET_DIRECTORY_LENGTH_MAX} bytes"
+            raise ConfigError(text)
 
     @property
     def engine_config(self) -> EngineConfig:

@@ -81,10 +81,9 @@ class DecodeMetrics(Collector):
         yield fragmentation
         quarantined = core.leases.quarantined_bytes
         yield GaugeMetricFamily("pdtransfer_quarantined_bytes", "Leased to writers not proven quiet", quarantined)
-        checks = CounterMetricFamily("pdtransfer_checksums", "Grants read back, by outcome", labels=["outcome"])
-        checks.add_metric(["equal"], core.verifications.matched)
-        checks.add_metric(["different"], core.verifications.mismatched)
-        yield checks
+        matched, mismatched = core.verifications.matched, core.verifications.mismatched
+        yield CounterMetricFamily("pdtransfer_grants_verified", "Grants read back that hold what was sent", matched)
+        yield CounterMetricFamily("pdtransfer_grants_mismatched", "Grants with another checksum, or none", mismatched)
         inflight = core.admission.inflight_bytes
         yield GaugeMetricFamily("pdtransfer_inflight_bytes", "Granted and not yet landed", inflight)
         yield from _prefix(core.cache)

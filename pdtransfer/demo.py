@@ -111,6 +111,7 @@ async def _show(config: DemoConfig, logs: Path) -> int:
     try:
         answers, seconds = await _ask(config, fleet, texts, console)
         leaked = await _leaked(fleet)
+        verified = await _verified(fleet) if config.verify else (0, 0)
     finally:
         await fleet.__aexit__()
     with _stage(console, "the same prompts in a single process, nothing transferred"):
@@ -118,11 +119,13 @@ async def _show(config: DemoConfig, logs: Path) -> int:
     for answer, expected in zip(answers, reference, strict=True):
         answer.identical = not answer.error and all(answer.facts.get(name) == expected[name] for name in expected)
     report = _report(config, answers, seconds, leaked)
+    if config.verify:
+        report |= {"grants_verified": verified[0], "grants_mismatched": verified[1]}
     if config.json:
         print(json.dumps(report))
     else:
         _print(answers, report)
-    return 0 if report["all_identical"] and not leaked else 1
+    return 0 if _good(report) else 1
 
 
 def _complain(logs: Path) -> None:
@@ -153,7 +156,7 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
         DecodeConfig(
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=LIMITS,
-            socket_directory=logs / "sockets", engine_option=options,
+            socket_directory=logs / "sockets", engine_option=options, verify=config.verify,
         )
         for number in range(config.decode)
     ]  # fmt: skip
@@ -244,26 +247,39 @@ def _event(answer: Answer, event: dict[str, Any], heard: Callable[[int], None]) 
     answer.tokens = tokens
 
 
-async def _leaked(fleet: Fleet) -> int:
-    """Slots of all decode daemons that have not come back, once nothing runs any more."""
+async def _figures(fleet: Fleet, session: aiohttp.ClientSession) -> dict[str, int]:
+    """Of all decode daemons together, by name."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    async def missing(session: aiohttp.ClientSession, http: str) -> int:
+    total: dict[str, int] = {}
+    for daemon in fleet.of("decode"):
         try:
-            async with session.get(f"http://{http}/metrics") as response:
+            async with session.get(f"http://{daemon.ready['http']}/metrics") as response:
                 families = text_string_to_metric_families(await response.text())
         except aiohttp.ClientError as error:
             raise WorldError(f"a decode daemon is gone: {error}") from error
-        values = {family.name: sum(sample.value for sample in family.samples) for family in families}
-        return int(values["pdtransfer_slots"] - values["pdtransfer_slots_free"])
+        for family in families:
+            total[family.name] = total.get(family.name, 0) + int(sum(sample.value for sample in family.samples))
+    return total
 
+
+async def _leaked(fleet: Fleet) -> int:
+    """Slots of all decode daemons that have not come back, once nothing runs any more."""
     deadline = time.monotonic() + SETTLE_S
     async with aiohttp.ClientSession() as session:
         while True:
-            leaked = sum([await missing(session, daemon.ready["http"]) for daemon in fleet.of("decode")])
+            figures = await _figures(fleet, session)
+            leaked = figures["pdtransfer_slots"] - figures["pdtransfer_slots_free"]
             if not leaked or time.monotonic() >= deadline:
                 return leaked
             await asyncio.sleep(0.05)
+
+
+async def _verified(fleet: Fleet) -> tuple[int, int]:
+    """Grants whose rows were read back and are what was sent, and those that are something else."""
+    async with aiohttp.ClientSession() as session:
+        figures = await _figures(fleet, session)
+        return figures["pdtransfer_grants_verified"], figures["pdtransfer_grants_mismatched"]
 
 
 async def _reference(config: DemoConfig, texts: Sequence[str]) -> list[dict[str, str]]:
@@ -344,6 +360,12 @@ def _report(config: DemoConfig, answers: Sequence[Answer], seconds: float, leake
     }
 
 
+def _good(report: dict[str, Any]) -> bool:
+    """Whether it went as it has to. A mismatch fails its room, which is prefilled once more: the answer hides it."""
+    verified = report.get("grants_verified", report["requests"]) >= report["requests"]
+    return report["all_identical"] and not report["slots_leaked"] and verified and not report.get("grants_mismatched")
+
+
 def _print(answers: Sequence[Answer], report: dict[str, Any]) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("prompt", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
@@ -365,12 +387,14 @@ def _print(answers: Sequence[Answer], report: dict[str, Any]) -> None:
         )
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)
-    good = report["all_identical"] and not report["slots_leaked"]
+    verified, color = "", "green" if _good(report) else "red"
+    if "grants_verified" in report:
+        verified = f"; {report['grants_verified']} grants verified, {report['grants_mismatched']} mismatched"
     console.print(
         f"\n{report['requests']} requests, {report['bytes'] / 1e6:,.1f} MB of KV in {report['seconds']:.1f} s: "
         f"{report['requests_per_s']:.1f} requests/s, {report['tokens_per_s']:.0f} tokens/s, "
         f"copies at {report['copy_gb_s']} GB/s\n"
         f"hand-off, last cell written to READY: p50 {report['handoff_ms_p50']} ms, p99 {report['handoff_ms_p99']} ms\n"
-        f"[{'green' if good else 'red'}]{report['identical']} of {report['requests']} identical to a single process "
-        f"(tokens, logits, KV); {report['slots_leaked']} slots leaked"
+        f"[{color}]{report['identical']} of {report['requests']} identical to a single process "
+        f"(tokens, logits, KV); {report['slots_leaked']} slots leaked{verified}"
     )

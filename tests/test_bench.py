@@ -23,6 +23,7 @@ from pdtransfer.bench import (
     run_plan,
     siege,
     transfer,
+    verify,
 )
 from pdtransfer.bench.ranks import Ranks
 from pdtransfer.errors import WorldError
@@ -183,6 +184,15 @@ def test_rooms_go_to_all_nodes_of_either_side() -> None:
     with Ranks(source, target, decode_nodes=3) as ranks:
         # As many as all arenas together hold: one alone could not have them.
         assert (ranks.hand_off(6, tokens=32, at_once=6).ready > 0).all()
+
+
+@pytest.mark.slow
+def test_verify_sets_checksums_beside_memcpy_and_rooms_beside_rooms(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = verify.measure(tokens=64, rooms=4, repeats=1)
+    assert figures["bytes"] == figures["room_bytes"] == 64 * 61 * 1_152
+    for name in ("handoff_us", "handoff_verified_us", "room_gb_s", "room_verified_gb_s", "page_first_pages_2"):
+        assert float(figures[name]) > 0, name
+    assert "verified" in told(verify.LINES, figures, capsys)
 
 
 @pytest.mark.slow

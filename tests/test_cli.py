@@ -24,6 +24,7 @@ BENCHES = {
     "transfer": ("run_transfer", {"tokens": 4_096, "rooms": 32, "model": "deepseek", "json": False}),
     "handoff": ("run_handoff", {"tokens": 16, "rooms": 2_000, "concurrency": 64, "json": False}),
     "copy": ("run_copy", {"tokens": 4_096, "json": False}),
+    "verify": ("run_verify", {"tokens": 4_096, "rooms": 1_000, "json": False}),
     "plan": ("run_plan", {"tokens": 131_072, "planes": 61, "json": False}),
     "bus": ("run_bus", {"rounds": 20_000, "json": False}),
     "idle": ("run_idle", {"seconds": 10, "json": False}),

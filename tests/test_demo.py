@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -274,9 +275,32 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
     return found
 
 
+@pytest.mark.parametrize(("verified", "mismatched", "status"), [(2, 0, 0), (1, 0, 1), (3, 1, 1)])
+def test_with_verify_every_room_has_to_be_verified_and_none_mismatched(
+    answers: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verified: int,
+    mismatched: int,
+    status: int,
+) -> None:
+    async def counted(*_: object) -> tuple[int, int]:
+        return verified, mismatched
+
+    monkeypatch.setattr(demo, "_verified", counted)
+    answers(answered("a"), answered("b"))
+    assert run(replace(CONFIG, verify=True)) == status
+    said = json.loads(capsys.readouterr().out)
+    assert (said["grants_verified"], said["grants_mismatched"]) == (verified, mismatched)
+    assert run(CONFIG) == 0
+    assert "grants_verified" not in json.loads(capsys.readouterr().out)
+
+
 @pytest.mark.slow
 def test_the_demo_says_identical_and_nothing_else_on_standard_output() -> None:
-    demo = start("--json", "--requests", "4", "--prompt-bytes-max", "200", "--max-tokens", "4", "--attention", "gqa")
+    demo = start(
+        "--json", "--requests", "4", "--prompt-bytes-max", "200", "--max-tokens", "4", "--attention", "gqa", "--verify"
+    )
     out, err = demo.communicate(timeout=120)
     assert demo.returncode == 0, err
     said = json.loads(out)
@@ -285,6 +309,7 @@ def test_the_demo_says_identical_and_nothing_else_on_standard_output() -> None:
     assert (said["requests"], said["identical"], said["all_identical"], said["slots_leaked"]) == (4, 4, True, 0)
     assert said["tokens"] == 16
     assert said["handoff_ms_p50"] > 0
+    assert (said["grants_verified"], said["grants_mismatched"]) == (4, 0)
     assert err == ""
 
 

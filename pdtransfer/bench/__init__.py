@@ -38,6 +38,13 @@ def run_plan(*, tokens: int, planes: int, json: bool) -> int:
     return show(plan.measure(tokens=tokens, layers=planes), plan.LINES, json=json)
 
 
+def run_verify(*, tokens: int, rooms: int, json: bool) -> int:
+    """Checksums."""
+    from . import verify
+
+    return show(verify.measure(tokens=tokens, rooms=rooms), verify.LINES, json=json)
+
+
 def run_bus(*, rounds: int, json: bool) -> int:
     """Messages between two processes."""
     from . import bus

@@ -249,14 +249,20 @@ class _PrefillRank(_Rank):
 
 class _DecodeRank(_Rank):
     def __init__(
-        self, pipe: Connection, target: Component, endpoints: Sequence[str], bare: str, settings: Sequence[NodeSettings]
+        self,
+        pipe: Connection,
+        target: Component,
+        endpoints: Sequence[str],
+        bare: str,
+        settings: Sequence[NodeSettings],
+        verify: bool,
     ) -> None:
         super().__init__(pipe)
         self._nodes: list[DecodeNode] = []
         for each in settings:
             arena = Arena.create(target.layout.end)
             arena.prefault()
-            self._nodes.append(DecodeNode(each, (target,), arena, self._told, others=self._heard))
+            self._nodes.append(DecodeNode(each, (target,), arena, self._told, others=self._heard, verify=verify))
         self._endpoints = endpoints
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.connect(bare)
@@ -361,10 +367,15 @@ def run_prefill(pipe: Connection, source: Component, copy_threads: int, settings
 
 
 def run_decode(
-    pipe: Connection, target: Component, endpoints: Sequence[str], bare: str, settings: Sequence[NodeSettings]
+    pipe: Connection,
+    target: Component,
+    endpoints: Sequence[str],
+    bare: str,
+    settings: Sequence[NodeSettings],
+    verify: bool,
 ) -> None:
     """The decode process: every node has an arena of its own."""
-    _run(pipe, lambda: _DecodeRank(pipe, target, endpoints, bare, settings))
+    _run(pipe, lambda: _DecodeRank(pipe, target, endpoints, bare, settings, verify))
 
 
 def _run(pipe: Connection, make: Callable[[], _Rank]) -> None:

@@ -57,6 +57,7 @@ class Ranks:
         bystander: bool = False,
         keys: bool = False,
         guest: KeyPair | None = None,
+        verify: bool = False,
     ) -> None:
         self._processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
@@ -68,7 +69,7 @@ class Ranks:
         self.endpoints: list[str] = [
             each if pair is None else f"{pair.public}@{each}" for each, (_, pair) in zip(bound, sources, strict=True)
         ]
-        self._decode = self._start(run_decode, target, self.endpoints, bare, _settings(targets, known))
+        self._decode = self._start(run_decode, target, self.endpoints, bare, _settings(targets, known), verify)
         self._next_room = 1
         if bystander:
             self._bystander = self._start(run_prefill, source, 1, _settings([("bystander", None)], None))

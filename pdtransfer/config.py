@@ -299,6 +299,7 @@ class DemoConfig:
     requests: Annotated[int, _help("Prompts to send.")] = 32
     concurrency: Annotated[int, _help("Requests under way at once.")] = 32
     prompt_bytes_max: Annotated[int, _help("Prompts are of 1 to this many bytes.")] = 8_192
+    shared_prefix: Annotated[int, _help("Bytes before each that all have in common; the first goes ahead.")] = 0
     max_tokens: Annotated[int, _help("Tokens to generate for each.")] = 32
     seed: Annotated[int, _help("Decides the prompts.")] = 0
     attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
@@ -315,6 +316,7 @@ class DemoConfig:
         _bound("requests", self.requests, 1, 1_000_000)
         _bound("concurrency", self.concurrency, 1, 4_096)
         _bound("prompt_bytes_max", self.prompt_bytes_max, 1, 1 << 19)
+        _bound("shared_prefix", self.shared_prefix, 0, 1 << 18)
         _bound("max_tokens", self.max_tokens, 1, 65_536)
         _bound("seed", self.seed, 0, (1 << 63) - 1)
         _bound("prefill", self.prefill, 1, 64)

@@ -51,19 +51,24 @@ class Answer:
     prompt: str
     seconds: float = 0.0
     tokens: int = 0
+    cached: int = 0  # tokens of the prompt that decode had already
     error: str = ""
     facts: dict[str, Any] = field(default_factory=dict[str, Any])  # the router's `pdtransfer` object
     identical: bool = False
 
 
 def prompts(config: DemoConfig) -> list[str]:
-    """Text of 1 to prompt_bytes_max bytes, spaced log-uniformly, in random order; the same for the same seed."""
+    """Text of 1 to prompt_bytes_max bytes, spaced log-uniformly, in random order; the same for the same seed.
+
+    Before each come shared_prefix bytes that are the same in all.
+    """
     rng = random.Random(config.seed)  # noqa: S311 (text to look at, not a secret)
     sizes = [round(config.prompt_bytes_max ** (at / max(1, config.requests - 1))) for at in range(config.requests)]
     rng.shuffle(sizes)
     words = TEXT.split()
     texts = [" ".join(rng.choices(words, k=size)) for size in sizes]
-    return [text[:size] for text, size in zip(texts, sizes, strict=True)]
+    shared = (" ".join(rng.choices(words, k=config.shared_prefix)) + " ")[: config.shared_prefix]
+    return [shared + text[:size] for text, size in zip(texts, sizes, strict=True)]
 
 
 def run(config: DemoConfig) -> int:
@@ -141,7 +146,7 @@ def _stage(console: Console, text: str) -> AbstractContextManager[object]:
 
 def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
     """Pools that hold the whole load, up to a bound: beyond it requests wait their turn."""
-    wanted = sum(len(text) + config.max_tokens for text in texts) + config.prompt_bytes_max
+    wanted = sum(len(text) + config.max_tokens for text in texts) + max(map(len, texts))
     slots = min(SLOTS_MAX, -(-wanted // 65_536) * 65_536)
     options = tuple(f"{name}={value}" for name, value in _engine_options(config).items())
     prefill = [
@@ -164,7 +169,7 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
 
 
 def _engine_options(config: DemoConfig) -> dict[str, str]:
-    longest = config.prompt_bytes_max + config.max_tokens
+    longest = config.shared_prefix + config.prompt_bytes_max + config.max_tokens
     return {"context_tokens": str(longest)} if longest > CONTEXT_TOKENS else {}
 
 
@@ -190,7 +195,9 @@ async def _ask(config: DemoConfig, fleet: Fleet, texts: Sequence[str], console: 
                     progress.advance(requests)
 
             start = time.perf_counter()
-            await asyncio.gather(*(one(answer) for answer in answers))
+            ahead = 1 if config.shared_prefix else 0  # it leaves the others what they share
+            for some in (answers[:ahead], answers[ahead:]):
+                await asyncio.gather(*(one(answer) for answer in some))
     return answers, time.perf_counter() - start
 
 
@@ -243,6 +250,7 @@ def _event(answer: Answer, event: dict[str, Any], heard: Callable[[int], None]) 
     if "pdtransfer" in event:
         answer.facts = event["pdtransfer"]
         tokens = event["usage"]["completion_tokens"]
+        answer.cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
     heard(tokens - answer.tokens)
     answer.tokens = tokens
 
@@ -349,6 +357,8 @@ def _report(config: DemoConfig, answers: Sequence[Answer], seconds: float, leake
         "prefill": config.prefill,
         "decode": config.decode,
         "bytes": sum(byte_count for byte_count, _ in copied),
+        "prompt_tokens": sum(len(answer.prompt) for answer in done),
+        "cached_tokens": sum(answer.cached for answer in done),
         "tokens": tokens,
         "seconds": round(seconds, 3),
         "requests_per_s": round(len(done) / seconds, 2),
@@ -368,16 +378,17 @@ def _good(report: dict[str, Any]) -> bool:
 
 def _print(answers: Sequence[Answer], report: dict[str, Any]) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("prompt", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
+    for name in ("prompt", "was there", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
         table.add_column(name, justify="right")
     for answer in sorted(answers, key=lambda each: len(each.prompt)):
         facts = answer.facts
         if answer.error:
-            table.add_row(f"{len(answer.prompt)} B", "", "", "", "", "", f"[red]failed: {answer.error}")
+            table.add_row(f"{len(answer.prompt)} B", "", "", "", "", "", "", f"[red]failed: {answer.error}")
             continue
         handoff_us, copy_us = facts.get("handoff_us"), facts["copy_us"]
         table.add_row(
             f"{len(answer.prompt):,} B",
+            f"{answer.cached:,}" if answer.cached else "-",
             f"{facts['kv_bytes']:,}",
             f"{facts['kv_bytes'] / copy_us / 1e3:.2f}" if copy_us else "-",
             f"{handoff_us / 1e3:.2f} ms" if handoff_us is not None else "-",
@@ -394,6 +405,7 @@ def _print(answers: Sequence[Answer], report: dict[str, Any]) -> None:
         f"\n{report['requests']} requests, {report['bytes'] / 1e6:,.1f} MB of KV in {report['seconds']:.1f} s: "
         f"{report['requests_per_s']:.1f} requests/s, {report['tokens_per_s']:.0f} tokens/s, "
         f"copies at {report['copy_gb_s']} GB/s\n"
+        f"{report['cached_tokens']:,} of {report['prompt_tokens']:,} prompt tokens were there already\n"
         f"hand-off, last cell written to READY: p50 {report['handoff_ms_p50']} ms, p99 {report['handoff_ms_p99']} ms\n"
         f"[{color}]{report['identical']} of {report['requests']} identical to a single process "
         f"(tokens, logits, KV); {report['slots_leaked']} slots leaked{verified}"

@@ -41,6 +41,12 @@ def test_prompts_are_of_every_size_from_1_byte_on_and_the_same_for_the_same_seed
     assert prompts(DemoConfig(requests=20, prompt_bytes_max=5_000, seed=1)) != texts
 
 
+def test_a_shared_prefix_comes_before_every_prompt() -> None:
+    plain, shared = (prompts(DemoConfig(requests=5, shared_prefix=size)) for size in (0, 70))
+    assert [text[70:] for text in shared] == plain
+    assert len({text[:70] for text in shared}) == 1
+
+
 @pytest.mark.parametrize("requests", [1, 2])
 def test_few_prompts_are_prompts_too(requests: int) -> None:
     assert len(prompts(DemoConfig(requests=requests, prompt_bytes_max=1))) == requests
@@ -111,6 +117,17 @@ def test_equal_digests_and_no_slot_lost_are_status_0_and_one_object(
     assert (said["handoff_ms_p50"], said["handoff_ms_p99"]) == (2.0, 1.0)
     assert said["copy_gb_s"] == 2.0
     assert err == ""
+
+
+def test_what_was_there_already_is_said(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    there = answered("a" * 90)
+    there.cached = 64
+    answers(answered("b" * 10), there)
+    run(CONFIG)
+    said = json.loads(capsys.readouterr().out)
+    assert (said["prompt_tokens"], said["cached_tokens"]) == (100, 64)
+    run(DemoConfig(requests=2))
+    assert "64 of 100 prompt tokens were there already" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", DIGESTS)
@@ -198,18 +215,22 @@ def test_what_daemons_complained_of_is_shown_where_it_fails(
     assert capsys.readouterr().err == "12:01 WARNING d no connection\n"
 
 
+USAGE = {"completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 64}}
+
+
 def test_pieces_of_a_stream_are_counted_as_tokens_as_they_come() -> None:
     answer, heard = Answer("a"), []
     piece = {"choices": [{"text": "x"}]}
-    for event in (piece, piece, piece | {"pdtransfer": DIGESTS, "usage": {"completion_tokens": 9}}):
+    for event in (piece, piece, piece | {"pdtransfer": DIGESTS, "usage": USAGE}):
         demo._event(answer, event, heard.append)
-    assert (heard, answer.tokens, answer.facts) == ([1, 1, 7], 9, DIGESTS)
+    assert (heard, answer.tokens, answer.cached, answer.facts) == ([1, 1, 7], 9, 64, DIGESTS)
     demo._event(answer, {"error": {"message": "decode is gone"}}, heard.append)
     assert answer.error == "decode is gone"
 
 
 def test_a_prompt_beyond_the_models_context_makes_a_longer_context() -> None:
     assert demo._engine_options(DemoConfig(prompt_bytes_max=16_384, max_tokens=1)) == {"context_tokens": "16385"}
+    assert demo._engine_options(DemoConfig(shared_prefix=8_192, max_tokens=7)) == {"context_tokens": "16391"}
     assert demo._engine_options(DemoConfig()) == {}
 
 
@@ -311,6 +332,18 @@ def test_the_demo_says_identical_and_nothing_else_on_standard_output() -> None:
     assert said["handoff_ms_p50"] > 0
     assert (said["grants_verified"], said["grants_mismatched"]) == (4, 0)
     assert err == ""
+
+
+@pytest.mark.slow
+def test_what_the_prompts_of_a_demo_share_crosses_once() -> None:
+    demo = start(
+        "--json", "--requests", "4", "--prompt-bytes-max", "100", "--max-tokens", "3", "--shared-prefix", "300"
+    )
+    out, err = demo.communicate(timeout=120)
+    assert demo.returncode == 0, err
+    said = json.loads(out)
+    assert (said["identical"], said["slots_leaked"], said["cached_tokens"]) == (4, 0, 3 * 256)
+    assert said["bytes"] == (said["prompt_tokens"] - 3 * 256) * 4 * 576 * 4
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from cyclopts.config import Dict, Env
 from .engine.base import EngineConfig
 from .errors import ConfigError
 from .keys import Endpoint, is_loopback
-from .limits import NAME_LENGTH_MAX, PROMPT_BYTES_MAX, TOKENS_MAX, Limits
+from .limits import LIMIT_BOUNDS, LIMIT_COUNT, LIMIT_MILLISECONDS, NAME_LENGTH_MAX, TOKENS_MAX, Limits
 
 PREFIX = "PDTRANSFER_"
 PAGE_SIZE_MAX = 65_536
@@ -35,18 +35,6 @@ Attention = Literal["mla", "gqa"]
 BenchModel = Literal["deepseek", "mla", "gqa"]  # 61 planes of MLA in bfloat16, or the reference model's own
 HostLayout = Literal["layer_first", "page_first", "page_first_direct", "page_head"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-
-# The least and the most that a limit may be, where its unit does not say it.
-LIMIT_BOUNDS: dict[str, tuple[float, float]] = {
-    "window": (1, 0xFFFF),  # travels as u16
-    "queue_max": (0, 1 << 20),
-    "inflight_bytes_max": (1 << 20, 1 << 50),
-    "prompts_bytes_max": (PROMPT_BYTES_MAX, 1 << 50),
-    "quarantine_fraction_max": (0.0, 1.0),
-    "prefix_weight": (0, 1 << 20),
-}
-MILLISECONDS = (1, 86_400_000)
-COUNT = (1, 1 << 20)
 
 
 def _bound(name: str, value: float, low: float, high: float) -> None:
@@ -67,7 +55,7 @@ def _match(name: str, value: str, pattern: str, expected: str) -> None:
 def _check_limits(limits: Limits) -> None:
     values = {each.name: cast("float", getattr(limits, each.name)) for each in fields(limits)}
     for name, value in values.items():
-        _bound(f"limits.{name}", value, *LIMIT_BOUNDS.get(name, MILLISECONDS if "_ms" in name else COUNT))
+        _bound(f"limits.{name}", value, *LIMIT_BOUNDS.get(name, LIMIT_MILLISECONDS if "_ms" in name else LIMIT_COUNT))
     for name, value in values.items():
         if value > (most := values.get(f"{name}_max", value)):
             raise ConfigError(f"limits.{name} = {value}: is above limits.{name}_max {most}")

@@ -58,3 +58,16 @@ class Limits:
     session_silence_ms: int = 30_000  # a decode node silent this long loses its sessions on the prefill side
     fence_poll_ms: int = 50  # how soon a fence that is not yet proven is looked at again, at first
     fence_poll_ms_max: int = 500  # and at last
+
+
+# The least and the most that a limit may be, where its unit does not say it.
+LIMIT_BOUNDS: dict[str, tuple[float, float]] = {
+    "window": (1, 0xFFFF),  # travels as u16
+    "queue_max": (0, 1 << 20),
+    "inflight_bytes_max": (1 << 20, 1 << 50),
+    "prompts_bytes_max": (PROMPT_BYTES_MAX, 1 << 50),
+    "quarantine_fraction_max": (0.0, 1.0),
+    "prefix_weight": (0, 1 << 20),
+}
+LIMIT_MILLISECONDS = (1, 86_400_000)
+LIMIT_COUNT = (1, 1 << 20)

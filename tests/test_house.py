@@ -180,3 +180,15 @@ def test_image_copies_only_what_is_there_and_is_not_ignored() -> None:
     ]
     assert set(copied) == kept
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_security_names_tests_that_there_are() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text()))
+    defined = {
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert len(named) > 40
+    assert named - defined == set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -14,11 +15,13 @@ import pytest
 import zmq.asyncio
 
 from pdtransfer.engine.reference import create
+from pdtransfer.errors import Cause
 from pdtransfer.memory import map_received
 from pdtransfer.transports.handover import receive
 from pdtransfer.wire import (
     Abort,
     Begun,
+    Cancel,
     Drained,
     End,
     Ended,
@@ -356,6 +359,31 @@ def test_a_landing_of_nothing_generates_from_nobody_elses_bytes(fleet: Running) 
                 await router.peer.say(Ended(room))
 
         await beside(site.served, hostile)
+
+    fleet(case)
+
+
+def test_words_of_peers_make_no_labels(fleet: Running) -> None:
+    """Neither a hostile prefill's reason nor a hostile router's is one of ours."""
+
+    async def case(site: Site) -> None:
+        async with lured(site) as (router, prefill):
+            room = await router.begin(prefill.endpoint)
+            await prefill.registered()
+            grant = await prefill.peer.hear(Grant)
+            await prefill.peer.say(Failed(grant.session, grant.grant, 'x"} 1\npwned{a="', "", quiescent=True))
+            assert (await router.peer.hear(End)).reason == "transfer"
+            await router.peer.say(Ended(room))
+            room = await router.begin(prefill.endpoint)
+            grant = await prefill.peer.hear(Grant)
+            await router.peer.say(Cancel(room, "pwned too"))
+            await prefill.peer.say(Drained(grant.session, grant.grant))
+            assert (await router.peer.hear(End)).reason == "aborted"
+            await router.peer.say(Ended(room))
+        text = (await site.get(site.decode, "/metrics"))[1]
+        assert "pwned" not in text
+        reasons = set(re.findall(r'pdtransfer_rooms_ended_total\{reason="(.*?)"\}', text))
+        assert {"transfer", "aborted"} <= reasons <= {*Cause, "stop", "length", "done"}
 
     fleet(case)
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 RUN := .venv/bin/python
 
-.PHONY: demo test check bench venv clean
+.PHONY: demo test test-gpu check bench venv clean
 
 demo: .venv/.stamp
 	@$(RUN) -m pdtransfer demo $(ARGS)
@@ -11,6 +11,11 @@ demo: .venv/.stamp
 # Some tests start processes of their own, so more workers than this do not make it faster.
 test: .venv/.stamp
 	@$(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# On a host with a card; elsewhere each test says why it is skipped, and the figures say what is missing.
+test-gpu: .venv/.stamp
+	@$(RUN) -m pytest -m gpu -rs $(ARGS)
+	@$(RUN) -m pdtransfer bench kernels
 
 check: .venv/.stamp
 	@$(RUN) -m ruff check .

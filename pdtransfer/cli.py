@@ -44,6 +44,8 @@ app = App(
 app.meta.suppress_keyboard_interrupt = False
 bench = App(name="bench", help="Measures one part on this host.")
 app.command(bench)
+kernels = App(name="kernels", help="The kernels that run on a card.")
+app.command(kernels)
 
 
 @app.command
@@ -138,6 +140,26 @@ def bench_copy(*, tokens: Annotated[int, _count("Tokens of one room.")] = 4_096,
     from .bench import run_copy
 
     return run_copy(tokens=tokens, json=json)
+
+
+@bench.command(name="kernels")
+def bench_kernels(*, json: Json = False) -> int:
+    """The kernels on card 0, as shares of what its copy engine does with the same bytes."""
+    from .bench import run_kernels
+
+    return run_kernels(json=json)
+
+
+@kernels.command(name="build")
+def kernels_build(
+    *,
+    arch: Annotated[tuple[str, ...], Parameter(help="Architectures such as sm_90; by default the cards' own.")] = (),
+    json: Json = False,
+) -> int:
+    """Compiles every kernel into the cache ahead of time; with --arch on a host without a card, too."""
+    from .kernels.build import run
+
+    return run(arch, json=json)
 
 
 @bench.command(name="plan")

@@ -31,6 +31,13 @@ def run_copy(*, tokens: int, json: bool) -> int:
     return show(copy.measure(tokens=tokens), copy.LINES, json=json)
 
 
+def run_kernels(*, json: bool) -> int:
+    """The kernels on a card."""
+    from . import kernels
+
+    return show(kernels.measure(), kernels.LINES, json=json)
+
+
 def run_plan(*, tokens: int, planes: int, json: bool) -> int:
     """The planner."""
     from . import plan

@@ -141,19 +141,20 @@ def _compiled(source: Path, directory: Path, stem: str) -> Path:
         if kept := sorted(directory.glob(f"{stem}-*.so")):
             return kept[0]
         raise UnusableError(f"no C or C++ compiler ({', '.join(_COMPILERS)}): install gcc or clang")
-    version = _run([compiler, "--version"])
+    version = run_compiler([compiler, "--version"])
     path = directory / f"{stem}-{hashlib.sha256(f'{compiler} {version}'.encode()).hexdigest()[:12]}.so"
     if not path.exists():
         aside = directory / f".{path.name}.{os.getpid()}.{threading.get_ident()}"
         try:
-            _run([compiler, *_COMPILERS[compiler], *_FLAGS, "-o", str(aside), str(source)])
+            run_compiler([compiler, *_COMPILERS[compiler], *_FLAGS, "-o", str(aside), str(source)])
             aside.replace(path)
         finally:
             aside.unlink(missing_ok=True)
     return path
 
 
-def _run(command: list[str]) -> str:
+def run_compiler(command: list[str]) -> str:
+    """What it prints; UnusableError with its first error where it fails."""
     try:
         done = subprocess.run(  # noqa: S603 (a compiler of this host's PATH, on our own source)
             command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS_MAX, check=False

@@ -1,0 +1,143 @@
+/* Carries rows between two pools, all planes in one launch: what each thread of it does.
+ *
+ * An item is one row of one pair. Groups of lanes take items in turn; lanes of a group never talk to each other, and
+ * groups only through `Block`, so that the host's compiler can run this thread by thread. */
+#ifndef PDTRANSFER_KV_COPY_H
+#define PDTRANSFER_KV_COPY_H
+
+#include "rows.h"
+
+/* One plane's rows on either side, as pdtransfer.layout.Pairing has them, with bases that are addresses. */
+struct Pair {
+    int64_t source_base, source_page_stride, source_row_stride;
+    int64_t target_base, target_page_stride, target_row_stride;
+    int64_t bytes;
+};
+
+/* Which slots one side's rows have: entry i >> granule_shift names a page of 1 << granule_shift slots; the shift is 0
+ * where entries are slots. Without entries, those from `first` on, one after another. */
+struct Slots {
+    const void *entries; /* int32, or int64 where `wide` */
+    int64_t first;
+    int64_t entry_limit; /* entries are in [0, entry_limit): what is not is skipped, and counted */
+    int32_t wide;
+    int32_t granule_shift;
+    int32_t page_shift; /* of the pairing's page size on this side */
+    int32_t unused;
+};
+
+/* In the host's pinned memory: what a CPU learns of a launch. */
+struct Progress {
+    uint32_t ended;   /* (ticket << 2 | how it ended), once no store of it is pending: 1 complete, 2 cancelled */
+    uint32_t refused; /* rows whose slots were outside their pools */
+};
+
+/* In the card's memory, all zero between launches. */
+struct Tally {
+    uint32_t blocks, refused, cancelled;
+};
+
+struct Copy {
+    const Pair *pairs;
+    Slots source, target;
+    const int32_t *count_at; /* the rows, where only the card knows: at most `count`; null where `count` is it */
+    const uint32_t *cancel;  /* stops the launch once it is not 0; may be null */
+    Progress *progress;      /* may be null */
+    Tally *tally;            /* not null where `progress` is not */
+    int64_t count;
+    uint32_t pair_count;
+    uint32_t ticket;
+    int32_t group_shift; /* a group has 1 << group_shift lanes, at most a warp */
+    int32_t pair_major;  /* items go pair by pair, not row by row */
+    int32_t by_source;   /* whose lines are kept whole */
+    int32_t unused;
+};
+
+/* What the threads of one block share. */
+struct Block {
+    uint32_t stop, refused;
+};
+
+enum { GLANCE_ITEMS = 16 }; /* between two looks at the cancel word, which is across the bus: some 100 KiB a block */
+
+CODE int64_t entry_of(const Slots &slots, int64_t row) {
+    int64_t at = row >> slots.granule_shift;
+    if (!slots.entries) return slots.first + at;
+    return slots.wide ? ((const int64_t *)slots.entries)[at] : (int64_t)((const int32_t *)slots.entries)[at];
+}
+
+CODE uint64_t offset_of(const Slots &slots, int64_t entry, int64_t row, int64_t page_stride, int64_t row_stride) {
+    int64_t slot = (entry << slots.granule_shift) | (row & (((int64_t)1 << slots.granule_shift) - 1));
+    int64_t within = slot & (((int64_t)1 << slots.page_shift) - 1);
+    return (uint64_t)((slot >> slots.page_shift) * page_stride + within * row_stride);
+}
+
+/* All items of the group that `thread` belongs to. */
+CODE void copy_items(const Copy &copy, Block *block, uint32_t block_index, uint32_t block_count, uint32_t thread,
+                     uint32_t threads) {
+    int64_t rows = copy.count;
+    if (copy.count_at) {
+        int64_t known = *copy.count_at;
+        rows = known < 0 ? 0 : known < rows ? known : rows;
+    }
+    int64_t pairs = copy.pair_count;
+    if (!rows) return;
+    int32_t lanes = 1 << copy.group_shift, lane = (int32_t)(thread & (uint32_t)(lanes - 1));
+    int64_t groups = ((int64_t)block_count * threads) >> copy.group_shift;
+    int64_t item = ((int64_t)block_index * threads + thread) >> copy.group_shift;
+    /* inner runs fastest: the pairs of a row, or the rows of a pair. No division in the loop. */
+    int64_t inner_count = copy.pair_major ? rows : pairs, outer_count = copy.pair_major ? pairs : rows;
+    int64_t inner = item % inner_count, outer = item / inner_count;
+    int64_t inner_step = groups % inner_count, outer_step = groups / inner_count;
+    int64_t source_entry = 0, target_entry = 0;
+    if (outer < outer_count) {
+        source_entry = entry_of(copy.source, copy.pair_major ? inner : outer);
+        target_entry = entry_of(copy.target, copy.pair_major ? inner : outer);
+    }
+    for (uint32_t turn = 0; outer < outer_count; turn++) {
+        if (copy.cancel && thread == 0 && turn % GLANCE_ITEMS == 0 && glance(copy.cancel)) block->stop = 1;
+        if (glance(&block->stop)) return;
+        int64_t row = copy.pair_major ? inner : outer, pair_at = copy.pair_major ? outer : inner;
+        int64_t source_here = source_entry, target_here = target_entry;
+        inner += inner_step, outer += outer_step;
+        if (inner >= inner_count) inner -= inner_count, outer++;
+        if (outer < outer_count) { /* the next item's slots are on their way while this one is copied */
+            source_entry = entry_of(copy.source, copy.pair_major ? inner : outer);
+            target_entry = entry_of(copy.target, copy.pair_major ? inner : outer);
+        }
+        if (source_here < 0 || source_here >= copy.source.entry_limit || target_here < 0 ||
+            target_here >= copy.target.entry_limit) {
+            if (lane == 0 && pair_at == 0) add(&block->refused, 1);
+            continue;
+        }
+        const Pair &pair = copy.pairs[pair_at];
+        uint64_t source = (uint64_t)pair.source_base +
+            offset_of(copy.source, source_here, row, pair.source_page_stride, pair.source_row_stride);
+        uint64_t target = (uint64_t)pair.target_base +
+            offset_of(copy.target, target_here, row, pair.target_page_stride, pair.target_row_stride);
+        copy_row((char *)target, (const char *)source, (int32_t)pair.bytes, copy.by_source != 0, lane, lanes);
+    }
+}
+
+/* One thread a block, once all its threads have synchronised: the last block says that nothing is pending any more. */
+CODE void end_block(const Copy &copy, const Block *block, uint32_t block_count) {
+#if ON_DEVICE
+    __threadfence_system();
+#endif
+    Tally *tally = copy.tally;
+    if (block->refused) add(&tally->refused, block->refused);
+    if (block->stop) add(&tally->cancelled, 1);
+#if ON_DEVICE
+    __threadfence();
+#endif
+    if (add(&tally->blocks, 1) != block_count - 1) return;
+#if ON_DEVICE
+    __threadfence();
+#endif
+    uint32_t refused = glance(&tally->refused), cancelled = glance(&tally->cancelled);
+    tally->blocks = tally->refused = tally->cancelled = 0;
+    copy.progress->refused = refused;
+    publish(&copy.progress->ended, copy.ticket << 2 | (cancelled ? 2u : 1u));
+}
+
+#endif

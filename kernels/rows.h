@@ -1,0 +1,58 @@
+/* Copies one row with the lanes of a group: any size, any alignment, and not a byte beside it. */
+#ifndef PDTRANSFER_ROWS_H
+#define PDTRANSFER_ROWS_H
+
+#include "device.h"
+
+enum {
+    LINE_BYTES = 128, /* what leaves the card in one piece */
+    HELD_BYTES = 64   /* loaded by each lane before its first store */
+};
+
+/* Units of a row whose addresses are multiples of the unit on both sides. Lane 0 starts `phase` units before the row,
+ * where a line does, so that each line that the row covers leaves in one access and not in two halves. */
+template <class Unit>
+CODE void copy_units(char *target, const char *source, int32_t units, int32_t phase, int32_t lane, int32_t lanes) {
+    const int32_t loads = sizeof(Unit) < 16 ? 4 : HELD_BYTES / (int32_t)sizeof(Unit);
+    for (int32_t first = lane - phase; first < units; first += loads * lanes) {
+        Unit held[loads];
+        UNROLLED for (int32_t at = 0; at < loads; at++) {
+            int32_t unit = first + at * lanes;
+            if (unit >= 0 && unit < units) held[at] = load<Unit>(source + (int64_t)unit * (int64_t)sizeof(Unit));
+        }
+        UNROLLED for (int32_t at = 0; at < loads; at++) {
+            int32_t unit = first + at * lanes;
+            if (unit >= 0 && unit < units) store<Unit>(target + (int64_t)unit * (int64_t)sizeof(Unit), held[at]);
+        }
+    }
+}
+
+/* Head and tail by single bytes, the body by units: target and source differ by a multiple of the unit. */
+template <class Unit>
+CODE void copy_aligned(char *target, const char *source, int32_t bytes, bool by_source, int32_t lane, int32_t lanes) {
+    const int32_t size = (int32_t)sizeof(Unit);
+    int32_t head = (int32_t)(-(uintptr_t)target & (uintptr_t)(size - 1));
+    if (head > bytes) head = bytes;
+    for (int32_t at = lane; at < head; at += lanes) target[at] = source[at];
+    target += head, source += head, bytes -= head;
+    int32_t units = bytes / size;
+    uintptr_t lined = by_source ? (uintptr_t)source : (uintptr_t)target;
+    int32_t phase = lanes * size < LINE_BYTES ? 0 : (int32_t)(lined & (LINE_BYTES - 1)) / size;
+    copy_units<Unit>(target, source, units, phase, lane, lanes);
+    for (int32_t at = units * size + lane; at < bytes; at += lanes) target[at] = source[at];
+}
+
+/* Copies `bytes` with `lanes` lanes of which this is one: a power of two. Lines are kept whole on the target's side, or
+ * on the source's: the one that is farther away. */
+CODE void copy_row(char *target, const char *source, int32_t bytes, bool by_source, int32_t lane, int32_t lanes) {
+    uintptr_t differ = (uintptr_t)target ^ (uintptr_t)source;
+#if ON_DEVICE && __CUDA_ARCH__ >= 1000
+    if ((differ & 31) == 0) return copy_aligned<Bytes32>(target, source, bytes, by_source, lane, lanes);
+#endif
+    if ((differ & 15) == 0) return copy_aligned<Bytes16>(target, source, bytes, by_source, lane, lanes);
+    if ((differ & 7) == 0) return copy_aligned<uint64_t>(target, source, bytes, by_source, lane, lanes);
+    if ((differ & 3) == 0) return copy_aligned<uint32_t>(target, source, bytes, by_source, lane, lanes);
+    for (int32_t at = lane; at < bytes; at += lanes) target[at] = source[at];
+}
+
+#endif

@@ -1,0 +1,52 @@
+"""Times work of a card by replays of a graph: no launch waits for the CPU that queues it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+from ..kernels.card import Card
+
+
+class Seconds(NamedTuple):
+    """The median of several replays, the shortest and the longest."""
+
+    median: float
+    low: float
+    high: float
+
+
+class Replays:
+    """A stream of a card, and what it takes there to do some work many times over."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        card.enter()
+        self.stream = int(card.call("cuStreamCreate", 1))
+        self._events = [card.call("cuEventCreate", 0) for _ in range(2)]
+
+    def seconds(self, work: Callable[[int], object], *, nodes: int, runs: int) -> Seconds:
+        """Of one of `nodes` that are queued one after another; `work` queues one to the stream that it is given."""
+        call, driver = self._card.call, self._card.driver
+        self._card.enter()
+        work(self.stream)  # what is compiled, loaded and uploaded once
+        call("cuStreamSynchronize", self.stream)
+        call("cuStreamBeginCapture", self.stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        for _ in range(nodes):
+            work(self.stream)
+        graph = call("cuStreamEndCapture", self.stream)
+        replay = call("cuGraphInstantiate", graph, 0)
+        call("cuGraphLaunch", replay, self.stream)
+        times = sorted(self._once(replay) / nodes for _ in range(runs))
+        call("cuGraphExecDestroy", replay)
+        call("cuGraphDestroy", graph)
+        return Seconds(median(times), times[0], times[-1])
+
+    def _once(self, replay: Any) -> float:
+        start, end = self._events
+        self._card.call("cuEventRecord", start, self.stream)
+        self._card.call("cuGraphLaunch", replay, self.stream)
+        self._card.call("cuEventRecord", end, self.stream)
+        self._card.call("cuEventSynchronize", end)
+        return float(self._card.call("cuEventElapsedTime", start, end)) / 1e3

@@ -1,0 +1,38 @@
+"""`pdtransfer kernels build`: fills the cache ahead of time, so that no first transfer waits for a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from json import dumps
+from time import perf_counter
+
+from ..errors import WorldError
+from . import UnusableError, native, private_directory
+from .card import card, count
+from .compiled import KERNELS, compiler, machine_code
+
+
+def run(architectures: Sequence[str], *, json: bool) -> int:
+    """Compiles, prints what it has compiled, and answers 0; WorldError where nothing can compile or nothing is kept."""
+    names = list(architectures) or sorted({card(ordinal).architecture for ordinal in range(count())})
+    if not names:
+        raise WorldError("no card here whose architecture could be asked: name one with --arch, such as sm_90")
+    try:
+        version, directory = compiler().version, private_directory(None)
+        rows: list[dict[str, str | int | float]] = []
+        for architecture in names:
+            for kernel in KERNELS:
+                start = perf_counter()
+                size = len(machine_code(kernel, architecture))
+                took = round(perf_counter() - start, 3)
+                rows.append({"kernel": kernel, "architecture": architecture, "bytes": size, "seconds": took})
+    except UnusableError as error:
+        raise WorldError(str(error)) from None
+    host = native().text
+    if json:
+        print(dumps({"compiler": version.splitlines()[-1], "directory": str(directory), "built": rows, "host": host}))
+    else:
+        for row in rows:
+            print("{kernel} for {architecture}: {bytes} bytes, {seconds} s".format(**row))
+        print(f"{host}\nin {directory}, by {version.splitlines()[-1]}")
+    return 0

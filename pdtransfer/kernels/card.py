@@ -1,0 +1,247 @@
+"""A card of this host: its context, the kernels that are loaded into it, launches, and the host memory it may touch.
+
+The driver is looked for when the first card is asked for: importing this needs neither a driver nor a card. The context
+is the primary one, torch's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import threading
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import WorldError
+from . import UnusableError
+from .compiled import machine_code
+
+_TABLES_MAX = 64
+_REGISTER_CHUNK_BYTES = 256 << 20  # registered at a time: some 10 ms of pages that are there
+
+
+class Card:
+    """Card `ordinal`. Every call may be made from any thread; none waits for the card unless it says so."""
+
+    def __init__(self, ordinal: int, cache: Path | None = None) -> None:
+        """Raises WorldError, naming what is missing, where there is no such card."""
+        self.ordinal = ordinal
+        self.driver = _driver()
+        self._cache = cache
+        self._lock = threading.Lock()
+        self._kernels: dict[str, Any] = {}
+        self._tables: dict[object, int] = {}  # the one used last comes last
+        device = self.call("cuDeviceGet", ordinal)
+        self._context = self.call("cuDevicePrimaryCtxRetain", device)
+        attributes = self.driver.CUdevice_attribute
+        prefix = "CU_DEVICE_ATTRIBUTE_"
+        major, minor, self.multiprocessors = (
+            int(self.call("cuDeviceGetAttribute", getattr(attributes, prefix + name), device))
+            for name in ("COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR", "MULTIPROCESSOR_COUNT")
+        )
+        self.capability = major, minor
+        self.architecture = f"sm_{major}{minor}"
+
+    def launch(
+        self,
+        kernel: str,
+        arguments: ctypes.Structure,
+        *,
+        blocks: int,
+        threads: int,
+        stream: int = 0,
+        shared_bytes: int = 0,
+        function: str | None = None,
+    ) -> None:
+        """Queues `function` of kernels/`kernel`.cu, of the same name by default, with one struct of arguments.
+
+        `shared_bytes` is dynamic shared memory. Raises WorldError where the card refuses, or nothing can compile it.
+        """
+        handle = self.load(kernel, function or kernel, shared_bytes)
+        slots = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        self.enter()
+        shape = blocks, 1, 1, threads, 1, 1, shared_bytes
+        self.call("cuLaunchKernel", handle, *shape, stream, ctypes.addressof(slots), 0)
+
+    def load(self, kernel: str, function: str, shared_bytes: int = 0) -> Any:
+        """The function's handle, compiled and loaded at its first use: some 0.1 s then, unless it is in the cache."""
+        name = f"{kernel}.{function}.{shared_bytes}"
+        with self._lock:
+            if (found := self._kernels.get(name)) is not None:
+                return found
+            try:
+                code = machine_code(kernel, self.architecture, self._cache)
+            except UnusableError as error:
+                raise WorldError(f"kernel {kernel}: {error}") from None
+            self.enter()
+            handle = self.call("cuModuleGetFunction", self.call("cuModuleLoadData", code), function.encode())
+            if shared_bytes > 48 << 10:  # more than that has to be asked for
+                attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self.call("cuFuncSetAttribute", handle, attribute, shared_bytes)
+            self._kernels[name] = handle
+            return handle
+
+    # Memory of the card
+
+    def allocate(self, byte_count: int, stream: int | None = None) -> int:
+        """Its address; with a `stream`, as of the work queued there so far. All of it is to be freed."""
+        self.enter()
+        if stream is None:
+            return int(self.call("cuMemAlloc", byte_count))
+        return int(self.call("cuMemAllocAsync", byte_count, stream))
+
+    def free(self, address: int, stream: int | None = None) -> None:
+        """At once, which waits for the card; with a `stream`, after the work queued there so far."""
+        self.enter()
+        if stream is None:
+            self.call("cuMemFree", address)
+        else:
+            self.call("cuMemFreeAsync", address, stream)
+
+    def upload(self, address: int, content: NDArray[Any], stream: int) -> None:
+        """Queues a copy of `content`, which may be changed as soon as this returns."""
+        assert content.flags.c_contiguous
+        self.enter()
+        self.call("cuMemcpyHtoDAsync", address, content.ctypes.data, content.nbytes, stream)
+
+    def copy(self, target: int, source: int, byte_count: int, stream: int) -> None:
+        """Queues one run of bytes for the copy engine, between addresses of either kind of memory."""
+        self.enter()
+        self.call("cuMemcpyAsync", target, source, byte_count, stream)
+
+    def clear(self, address: int, byte_count: int) -> None:
+        """Zeroes it, and waits for that."""
+        self.enter()
+        self.call("cuMemsetD8", address, 0, byte_count)
+        self.synchronise(0)
+
+    def synchronise(self, stream: int) -> None:
+        """Waits until the work queued there is done; WorldError where it failed."""
+        self.enter()
+        self.call("cuStreamSynchronize", stream)
+
+    def kept(self, key: object, table: NDArray[np.int64]) -> int:
+        """Where the card has `table`, which `key` names for good; it waits for the card where it has to forget one."""
+        with self._lock:
+            address = self._tables.pop(key, 0)
+            if not address:
+                while len(self._tables) >= _TABLES_MAX:
+                    self.free(self._tables.pop(next(iter(self._tables))))
+                address = self.allocate(table.nbytes)
+                self.upload(address, table, 0)
+                self.synchronise(0)
+            self._tables[key] = address
+            return address
+
+    # Memory of the host
+
+    def pinned(self, byte_count: int) -> tuple[int, int]:
+        """Zeroed host memory that the card can reach: (its address here, its address there). It is never freed."""
+        self.enter()
+        flags = self.driver.CU_MEMHOSTALLOC_DEVICEMAP | self.driver.CU_MEMHOSTALLOC_PORTABLE
+        address = int(self.call("cuMemHostAlloc", byte_count, flags))
+        ctypes.memset(address, 0, byte_count)
+        return address, int(self.call("cuMemHostGetDevicePointer", address, 0))
+
+    def register(self, address: int, byte_count: int) -> Registered:
+        """Lets the card reach a mapping of this process, chunk by chunk; takes 40 ms a GiB that is touched, so call it
+        off the loop. Raises WorldError, with nothing registered, where the host refuses.
+        """
+        self.enter()
+        registered = Registered(self, address, byte_count)
+        try:
+            registered.start(_REGISTER_CHUNK_BYTES)
+        except WorldError:
+            registered.close()
+            raise
+        return registered
+
+    def host_register(self, address: int, byte_count: int) -> int:
+        """The address at which the card sees it; register's own."""
+        self.enter()
+        flags = self.driver.CU_MEMHOSTREGISTER_DEVICEMAP | self.driver.CU_MEMHOSTREGISTER_PORTABLE
+        self.call("cuMemHostRegister", address, byte_count, flags)
+        return int(self.call("cuMemHostGetDevicePointer", address, 0))
+
+    def host_unregister(self, addresses: Iterable[int]) -> None:
+        """Undoes host_register; the card must have ended with it."""
+        self.enter()
+        for address in addresses:
+            self.call("cuMemHostUnregister", address)
+
+    def enter(self) -> None:
+        """Makes the context the calling thread's, which other libraries may have changed."""
+        self.call("cuCtxSetCurrent", self._context)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """A function of the driver, by name; WorldError, with its own word for it, where it fails."""
+        status, *values = getattr(self.driver, name)(*arguments)
+        if int(status):
+            raise WorldError(f"card {self.ordinal}: {name}: {status.name}")
+        return values[0] if values else None
+
+
+class Registered:
+    """Host memory that a card may reach until `close`, from `device_address` on; close before it is unmapped."""
+
+    __slots__ = ("_address", "_byte_count", "_card", "_chunks", "device_address")
+
+    def __init__(self, card: Card, address: int, byte_count: int) -> None:
+        self._card, self._address, self._byte_count = card, address, byte_count
+        self._chunks: list[int] = []
+        self.device_address = 0
+
+    def start(self, chunk_bytes: int) -> None:
+        """Card.register's own."""
+        for at in range(0, self._byte_count, chunk_bytes):
+            seen = self._card.host_register(self._address + at, min(chunk_bytes, self._byte_count - at))
+            self._chunks.append(self._address + at)
+            if at == 0:
+                self.device_address = seen
+            elif seen != self.device_address + at:
+                raise WorldError(f"card {self._card.ordinal}: chunks of host memory are not seen side by side")
+
+    def close(self) -> None:
+        """The card can reach it no more: call it once no launch may. Idempotent."""
+        chunks, self._chunks = self._chunks, []
+        self._card.host_unregister(chunks)
+
+
+def count() -> int:
+    """Cards that this process sees: 0 without a driver, too."""
+    try:
+        driver = _driver()
+    except WorldError:
+        return 0
+    status, number = driver.cuDeviceGetCount()
+    return 0 if int(status) else int(number)
+
+
+@cache
+def card(ordinal: int) -> Card:
+    """The one Card of this number in this process; WorldError where there is none."""
+    return Card(ordinal)
+
+
+@cache
+def _driver() -> Any:
+    try:
+        driver: Any = importlib.import_module("cuda.bindings.driver")
+        (status,) = driver.cuInit(0)
+    except ImportError as error:
+        raise WorldError(f"no CUDA bindings ({error}): pip install cuda-bindings") from None
+    except RuntimeError as error:  # the bindings are there, and find no driver
+        raise WorldError(f"no CUDA driver: {str(error).partition(chr(10))[0][:200]}") from None
+    if int(status):
+        raise WorldError(f"cuInit: {status.name}")
+    return driver
+
+
+def words(address: int, count: int) -> NDArray[np.uint32]:
+    """uint32 (count,) at an address of this process, which has to stay."""
+    return np.ctypeslib.as_array((ctypes.c_uint32 * count).from_address(address))

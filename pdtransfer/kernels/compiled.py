@@ -1,0 +1,124 @@
+"""Machine code for cards: compiled by NVRTC, or by nvcc where there is no NVRTC, and kept by all that it depends on.
+
+Needs no card and no driver. What is kept is keyed by source, headers, options, architecture and compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import UnusableError, private_directory, run_compiler, source_directory
+
+HEADERS = ("device.h", "rows.h", "kv_copy.h")
+KERNELS = ("kv_copy",)
+ARCHITECTURES = ("sm_90", "sm_100")  # what the tests compile for; any other that the compiler knows will do
+_OPTIONS = ("--std=c++17",)
+
+
+class Compiler(NamedTuple):
+    """What turns a source of kernels/ into machine code; `version` names it in the cache's keys."""
+
+    version: str
+    compile: Callable[[str, str], bytes]  # (kernel, architecture)
+
+
+def machine_code(kernel: str, architecture: str, cache: Path | None = None) -> bytes:
+    """The cubin of kernels/`kernel`.cu for `architecture`, such as sm_90, from `cache` if it is there.
+
+    Raises UnusableError, with what to install, where it is not and nothing can compile it.
+    """
+    sources = {name: _read(name) for name in (*HEADERS, f"{kernel}.cu")}
+    key = hashlib.sha256(repr((sources, _OPTIONS, architecture)).encode()).hexdigest()[:20]
+    stem = f"{kernel}-{architecture}-{key}"
+    try:
+        directory = private_directory(cache)
+    except UnusableError:
+        return compiler().compile(kernel, architecture)
+    try:
+        found = compiler()
+    except UnusableError:
+        if kept := sorted(directory.glob(f"{stem}-*.cubin")):
+            return kept[0].read_bytes()
+        raise
+    path = directory / f"{stem}-{hashlib.sha256(found.version.encode()).hexdigest()[:12]}.cubin"
+    if not path.exists():
+        aside = directory / f".{path.name}.{os.getpid()}.{threading.get_ident()}"
+        try:
+            aside.write_bytes(found.compile(kernel, architecture))
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+    return path.read_bytes()
+
+
+def compiler() -> Compiler:
+    """NVRTC, else nvcc; UnusableError where there is neither."""
+    try:
+        return _nvrtc()
+    except UnusableError as error:
+        if (nvcc := shutil.which("nvcc")) is None:
+            raise UnusableError(f"{error}; nor is there an nvcc") from None
+        return _nvcc(nvcc)
+
+
+def _nvrtc() -> Compiler:
+    try:
+        nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
+        _, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # the library that it binds is looked for at the first call
+        reason = str(error).partition("\n")[0][:200]
+        raise UnusableError(f"no NVRTC ({reason}): pip install cuda-bindings nvidia-cuda-nvrtc") from None
+
+    def compile_(kernel: str, architecture: str) -> bytes:
+        headers = [_read(name).encode() for name in HEADERS]
+        names = [name.encode() for name in HEADERS]
+        source = _read(f"{kernel}.cu").encode()
+        _, program = nvrtc.nvrtcCreateProgram(source, f"{kernel}.cu".encode(), len(headers), headers, names)
+        try:
+            options = [option.encode() for option in (*_OPTIONS, f"--gpu-architecture={architecture}")]
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+            if int(status):
+                raise UnusableError(f"{kernel}.cu for {architecture}: {_log_of(nvrtc, program) or status.name}")
+            _, size = nvrtc.nvrtcGetCUBINSize(program)
+            code = b" " * size
+            nvrtc.nvrtcGetCUBIN(program, code)
+            return code
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+
+    return Compiler(f"NVRTC {major}.{minor}", compile_)
+
+
+def _log_of(nvrtc: Any, program: Any) -> str:
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    lines = [line for line in log.decode(errors="replace").splitlines() if "error" in line]
+    return lines[0][:300] if lines else ""
+
+
+def _nvcc(path: str) -> Compiler:
+    def compile_(kernel: str, architecture: str) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="pdtransfer-") as aside:
+            cubin = Path(aside) / "kernel.cubin"
+            source = source_directory() / f"{kernel}.cu"
+            run_compiler([path, *_OPTIONS, f"-arch={architecture}", "-cubin", "-o", str(cubin), str(source)])
+            return cubin.read_bytes()
+
+    return Compiler(run_compiler([path, "--version"]), compile_)
+
+
+def _read(name: str) -> str:
+    path = source_directory() / name
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise UnusableError(f"{path} cannot be read ({error.strerror})") from None

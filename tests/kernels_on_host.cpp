@@ -1,0 +1,75 @@
+// The kernels' own headers as host code: launches run thread by thread. Built as a library for the tests of the launches,
+// and with -DALONE as a program that copies rows of every size between every two alignments, for sanitizers to watch.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "kv_copy.h"
+
+extern "C" {
+
+uint32_t sizes_of(uint32_t which) {
+    const uint32_t sizes[] = {sizeof(Copy), sizeof(Slots), sizeof(Pair), sizeof(Progress), sizeof(Tally)};
+    return sizes[which];
+}
+
+// Threads of a block run one after another: they share nothing but the word that stops them.
+void kv_copy_on_host(const Copy *copy, uint32_t blocks, uint32_t threads) {
+    for (uint32_t at = 0; at < blocks; at++) {
+        Block block = {0, 0};
+        for (uint32_t thread = 0; thread < threads; thread++) copy_items(*copy, &block, at, blocks, thread, threads);
+        if (copy->progress) end_block(*copy, &block, blocks);
+    }
+}
+}
+
+#ifdef ALONE
+static char byte_of(int at) { return (char)(at * 167 + (at >> 8) * 59 + 13); }
+
+// Bytes around the row that differ from before, and bytes of it that are not the source's.
+static int differs(int bytes, int source_at, int target_at, int lanes, bool by_source) {
+    char *sources = (char *)aligned_alloc(128, 2048), *targets = (char *)aligned_alloc(128, 2048);
+    char *source = sources + 256 + source_at, *target = targets + 256 + target_at;
+    for (int at = 0; at < bytes; at++) source[at] = byte_of(at);
+    memset(targets, 0x5a, 2048);
+    for (int lane = 0; lane < lanes; lane++) copy_row(target, source, bytes, by_source, lane, lanes);
+    int wrong = 0;
+    for (int at = 0; at < 2048; at++) {
+        bool inside = targets + at >= target && targets + at < target + bytes;
+        wrong += targets[at] != (inside ? byte_of((int)(targets + at - target)) : 0x5a);
+    }
+    free(sources), free(targets);
+    return wrong;
+}
+
+// The same with a row that begins and ends where its allocation does: nothing beside it may even be read.
+static int strays(int bytes, int lanes, bool by_source) {
+    char *source = (char *)malloc((size_t)bytes + !bytes), *target = (char *)malloc((size_t)bytes + !bytes);
+    for (int at = 0; at < bytes; at++) source[at] = byte_of(at);
+    for (int lane = 0; lane < lanes; lane++) copy_row(target, source, bytes, by_source, lane, lanes);
+    int wrong = memcmp(source, target, (size_t)bytes) != 0;
+    free(source), free(target);
+    return wrong;
+}
+
+int main() {
+    int odd[] = {255, 256, 257, 575, 576, 577, 655, 656, 1151, 1152, 1153}, sizes[160], count = 0;
+    for (int bytes = 0; bytes <= 130; bytes++) sizes[count++] = bytes;
+    for (int bytes : odd) sizes[count++] = bytes;
+    long rows = 0;
+    for (int size = 0; size < count; size++) {
+        for (int at = 0; at < 256; at++) {
+            int lanes = 1 << (at + size) % 6;
+            for (int by_source = 0; by_source < 2; by_source++, rows++)
+                if (differs(sizes[size], at & 15, at >> 4, lanes, by_source) ||
+                    differs(sizes[size], (at & 15) + 48, at >> 4, 32, by_source)) {
+                    printf("%d bytes from %d to %d differ\n", sizes[size], at & 15, at >> 4);
+                    return 1;
+                }
+        }
+        if (strays(sizes[size], 32, false) || strays(sizes[size], 8, true)) return 1;
+    }
+    printf("%ld rows\n", rows);
+    return 0;
+}
+#endif

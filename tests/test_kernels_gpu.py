@@ -1,0 +1,236 @@
+"""The kernels on a card, against the tensors' own indexing on the CPU: `make test-gpu`."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pdtransfer.kernels import card as cards
+from pdtransfer.kernels.kv_copy import kv_copy
+from pdtransfer.kernels.pools import Pages, PinnedCancel, Pool, Progress, State
+from pdtransfer.layout import Layout, Plane
+from pdtransfer.memory import Arena
+
+from .layout_tensors import CANARY, Model, c4, dsa_index, mha, mla
+from .layout_tensors import Pool as Tensors
+
+if cards.count() == 0:
+    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+ENDED_SECONDS_MAX = 30
+
+
+class OnCard:
+    """The bytes of some memory of this process in the card's, or in an arena that is registered with it."""
+
+    def __init__(self, *, host: bool) -> None:
+        self.host, self.card = host, cards.card(0)
+        self._arena: Arena | None = None
+        self._registered: cards.Registered | None = None
+        self._tensor = torch.empty(0)
+
+    def put(self, content: np.ndarray[Any, Any]) -> int:
+        """Where the card sees it."""
+        if not self.host:
+            self._tensor = torch.from_numpy(content).cuda()
+            return self._tensor.data_ptr()
+        self._arena = Arena.create(len(content), huge_pages="never")
+        self._arena.mapping.array[: len(content)] = content
+        self._registered = self.card.register(self._arena.mapping.address, self._arena.byte_count)
+        return self._registered.device_address
+
+    def get(self, count: int) -> np.ndarray[Any, Any]:
+        """Its bytes now."""
+        self.card.synchronise(0)
+        return self._arena.mapping.array[:count].copy() if self._arena else self._tensor.cpu().numpy()
+
+    def close(self) -> None:
+        if self._registered is not None and self._arena is not None:
+            self._registered.close()
+            self._arena.close()
+
+
+@pytest.fixture(params=["push", "fetch", "within"])
+def places(request: pytest.FixtureRequest) -> Iterator[tuple[OnCard, OnCard]]:
+    """Source and target: the card's memory to the host's, back, and within the card's."""
+    torch.zeros(1, device="cuda")
+    source, target = OnCard(host=request.param == "fetch"), OnCard(host=request.param == "push")
+    yield source, target
+    source.close()
+    target.close()
+
+
+def copied(
+    places: tuple[OnCard, OnCard], source: Tensors, target: Tensors, source_slots: Any, target_slots: Any, rows: int,
+    count: Any = None, **how: Any,
+) -> np.ndarray[Any, Any]:  # fmt: skip
+    """The target's whole memory after a launch."""
+    pools = [
+        Pool(layout=each.layout, address=place.put(each.memory), card=0, host=place.host)
+        for each, place in zip((source, target), places, strict=True)
+    ]
+    kv_copy(pools[1], pools[0], target_slots, source_slots, rows if count is None else count, **how)
+    return places[1].get(len(target.memory))
+
+
+def by_tensors(source: Tensors, target: Tensors, source_slots: Any, target_slots: Any) -> np.ndarray[Any, Any]:
+    """The same by indexing."""
+    after = Tensors(**{name: getattr(target, name) for name in ("name", "model", "page_size", "slots", "base")})
+    after.memory[:] = target.memory
+    at = torch.from_numpy(np.asarray(target_slots, np.int64))
+    for kind, layer, head in target.model.rows():
+        rows = torch.from_numpy(source.read(kind, layer, head, np.asarray(source_slots, np.int64)))
+        view = after.view(kind, layer, head)
+        view[at // target.page_size, at % target.page_size] = rows.view(view.dtype)
+    return after.memory
+
+
+def tensors(name: str, model: Model, page_size: int, pages: int, *, content: bool, base: int = 0) -> Tensors:
+    made = Tensors(name=name, model=model, page_size=page_size, slots=pages * page_size, base=base)
+    if content:
+        made.fill(np.arange(made.slots) + 1_000)
+    return made
+
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+GRID = [  # what SGLang's own tests copy: MHA rows of so many elements, MLA of 576
+    *((mha(layers=range(4), heads=range(8), head_bytes=row // 4), f"mha{row}") for row in (128, 256, 512, 1024)),
+    (mla(layers=range(5)), "mla576"),
+    (mla(layers=range(5), head_bytes=656), "mla656"),
+]
+
+
+@pytest.mark.parametrize("pages", [1, 7, 129])
+@pytest.mark.parametrize(("source_name", "target_name"), [(a, b) for a in LAYOUTS for b in LAYOUTS])
+@pytest.mark.parametrize("model", [model for model, _ in GRID], ids=[name for _, name in GRID])
+def test_rows_land_where_indexing_puts_them(
+    places: tuple[OnCard, OnCard], model: Model, source_name: str, target_name: str, pages: int
+) -> None:
+    rng = np.random.default_rng(pages)
+    source, target = (
+        tensors(source_name, model, 16, pages, content=True),
+        tensors(target_name, model, 16, pages, content=False),
+    )
+    rows = 16 * pages - (pages > 1) * 5
+    ours, theirs = rng.permutation(source.slots)[:rows], rng.permutation(target.slots)[:rows].astype(np.int32)
+    after = copied(places, source, target, torch.from_numpy(ours).cuda(), theirs, rows)
+    assert np.array_equal(after, by_tensors(source, target, ours, theirs))
+
+
+@pytest.mark.parametrize("name", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize(("model", "page_size"), [(dsa_index(page_size=64), 64), (c4(), 64)], ids=["dsa", "c4"])
+@pytest.mark.parametrize("by_pages", [False, True])
+def test_pages_that_keep_their_parts_apart_land(
+    places: tuple[OnCard, OnCard], model: Model, page_size: int, name: str, by_pages: bool
+) -> None:
+    source, target = (
+        tensors("layer_first", model, page_size, 9, content=True),
+        tensors(name, model, page_size, 9, content=False),
+    )
+    rng = np.random.default_rng(3)
+    pages = [rng.permutation(9)[:7] for _ in range(2)]
+    slots = [(each[:, None] * page_size + np.arange(page_size)).reshape(-1) for each in pages]
+    given = [Pages(each) for each in pages] if by_pages else slots
+    after = copied(places, source, target, *given, 7 * page_size)
+    assert np.array_equal(after, by_tensors(source, target, *slots))
+
+
+@pytest.mark.parametrize("bytes_", [*range(1, 131), 255, 256, 257, 575, 576, 577, 655, 656, 1151, 1152, 1153, 5001])
+def test_any_row_size_at_any_alignment_stays_within_its_row(bytes_: int) -> None:
+    places = OnCard(host=False), OnCard(host=bytes_ % 2 == 0)
+    try:
+        layouts: list[Layout] = []
+        for stride in (bytes_, bytes_ + 3):
+            bases = (64 + at * 40 * stride + at for at in range(17))
+            planes = (Plane(at, "k", "uint8", 0, 1, base, stride, stride, bytes_) for at, base in enumerate(bases))
+            layouts.append(Layout(tuple(planes), 1, 40))
+        content = np.random.default_rng(bytes_).integers(0, 256, layouts[0].end + 64, dtype=np.uint8)
+        poison = np.full(layouts[1].end + 64, CANARY, np.uint8)
+        pools = [
+            Pool(layout=layout, address=place.put(memory), card=0, host=place.host)
+            for layout, place, memory in zip(layouts, places, (content, poison), strict=True)
+        ]
+        ours, theirs = np.random.default_rng(1).permutation(40)[:33], np.random.default_rng(2).permutation(40)[:33]
+        kv_copy(pools[1], pools[0], theirs, ours, 33)
+        right = poison.copy()
+        for plane in range(17):
+            for here, there in zip(ours.tolist(), theirs.tolist(), strict=True):
+                a, b = layouts[0].address(plane, here), layouts[1].address(plane, there)
+                right[b : b + bytes_] = content[a : a + bytes_]
+        assert np.array_equal(places[1].get(len(poison)), right)
+    finally:
+        for place in places:
+            place.close()
+
+
+def ended(progress: Progress) -> State:
+    deadline = time.monotonic() + ENDED_SECONDS_MAX
+    while progress.state is State.RUNNING:
+        assert time.monotonic() < deadline
+    return progress.state
+
+
+def test_progress_says_that_every_row_is_there(places: tuple[OnCard, OnCard]) -> None:
+    model, progress = mla(layers=range(61)), Progress(0)
+    source, target = (
+        tensors("layer_first", model, 16, 40, content=True),
+        tensors("page_first", model, 16, 40, content=False),
+    )
+    for turn in range(3):
+        slots = [np.random.default_rng(seed + turn).permutation(640) for seed in (0, 9)]
+        after = copied(places, source, target, *slots, 640, progress=progress)
+        assert ended(progress) is State.COMPLETE
+        assert np.array_equal(after, by_tensors(source, target, *slots))
+        assert progress.refused == 0
+        for place in places:
+            place.close()
+
+
+def test_slots_that_only_the_card_knows_are_skipped_and_counted(places: tuple[OnCard, OnCard]) -> None:
+    source, target = (tensors("layer_first", mla(), 16, 4, content=content) for content in (True, False))
+    known = np.array([5, -1, 9, 1 << 40, 64, 63])
+    progress = Progress(0)
+    after = copied(places, source, target, range(6), torch.from_numpy(known).cuda(), 6, progress=progress)
+    assert ended(progress) is State.COMPLETE
+    assert progress.refused == 3
+    assert np.array_equal(after, by_tensors(source, target, [0, 2, 5], known[[0, 2, 5]]))
+
+
+@pytest.mark.parametrize("count", [0, 3, 100])
+def test_a_count_that_only_the_card_knows_is_read_there(places: tuple[OnCard, OnCard], count: int) -> None:
+    source, target = (tensors("layer_first", mla(), 16, 4, content=content) for content in (True, False))
+    known = torch.tensor([count], dtype=torch.int32, device="cuda")
+    slots = random.Random(1).sample(range(64), 6)
+    after = copied(places, source, target, range(6), torch.tensor(slots).cuda(), 6, count=known)
+    used = min(count, 6)
+    right = by_tensors(source, target, list(range(used)), slots[:used]) if used else target.memory
+    assert np.array_equal(after, right)
+
+
+def test_cancel_ends_a_launch_early_and_nothing_is_written_after_that() -> None:
+    source, target = OnCard(host=False), OnCard(host=True)
+    progress, cancel = Progress(0), PinnedCancel(0)
+    rows, row = 1 << 16, 4_096
+    layout = Layout((Plane(0, "k", "uint8", 0, 1, 0, row, row, row),), 1, rows)
+    content = np.random.default_rng(0).integers(1, 256, rows * row, dtype=np.uint8)
+    pools = [
+        Pool(layout=layout, address=place.put(memory), card=0, host=place.host)
+        for place, memory in ((source, content), (target, np.zeros(rows * row, np.uint8)))
+    ]
+    try:
+        kv_copy(pools[1], pools[0], range(rows), range(rows), rows, progress=progress, cancel=cancel)
+        cancel.set()
+        assert ended(progress) is State.CANCELLED
+        first = target.get(rows * row)
+        assert (first == 0).any()
+        time.sleep(0.2)
+        assert np.array_equal(target.get(rows * row), first)
+    finally:
+        target.close()

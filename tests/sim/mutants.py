@@ -10,19 +10,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.structs import replace
+
 from pdtransfer import effects as fx
 from pdtransfer.admission import Admission
 from pdtransfer.arena import Block, Holding
 from pdtransfer.errors import Cause
-from pdtransfer.lease import DutyEvent, Lease, LeaseEvent
 from pdtransfer.prefix import PrefixCache
-from pdtransfer.room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
+from pdtransfer.lease import Duty, DutyEvent, Lease, LeaseEvent
+from pdtransfer.room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, PrefillRoom
+from pdtransfer.routed import Leg
+from pdtransfer.routing import Routing
+from pdtransfer.service import Service
 from pdtransfer.session.decode import DecodeSessions
-from pdtransfer.session.duties import DutyEntry, WriterSession
+from pdtransfer.session.duties import DutyEntry, WriterSession, WriterState
+from pdtransfer.session.grants import Grants
 from pdtransfer.session.leases import Leases
 from pdtransfer.session.ledger import LeaseEntry, Session
 from pdtransfer.session.links import Links
+from pdtransfer.session.lives import Lives
 from pdtransfer.session.prefill import PrefillSessions
+from pdtransfer.session.writers import Writers
+from pdtransfer.wire import Drained, End, Failed, Landed, Pong, Tokens
+from pdtransfer.workers import Workers
 
 Patch = Callable[[object, str, Any], None]
 
@@ -174,6 +184,302 @@ def keys_without_what_comes_before(patch: Patch) -> None:
     patch(module, "block_keys", alone)
 
 
+def landed_is_not_drained(patch: Patch) -> None:
+    """Decode that has given a grant up waits for Drained, and Landed is none."""
+    proof = Leases.proof
+
+    def strict(self: Leases, session: Session, number: int) -> None:
+        lease = session.leases.get(number)
+        if lease is None or lease.state is Lease.GRANTED:
+            proof(self, session, number)
+
+    patch(Leases, "proof", strict)
+
+
+def failed_taken_for_a_proof(patch: Patch) -> None:
+    """Failed ends the lease, whether or not its writes have ended."""
+    of_grant = DecodeSessions._of_grant
+
+    def hasty(self: DecodeSessions, session: Session, message: Any, now: float) -> None:
+        of_grant(self, session, message, now)
+        if isinstance(message, Failed):
+            self.leases.proof(session, message.grant)
+
+    patch(DecodeSessions, "_of_grant", hasty)
+
+
+def released_only_once(patch: Patch) -> None:
+    """An end that comes a second time is not answered: it has been."""
+    proof = Leases.proof
+
+    def once(self: Leases, session: Session, number: int) -> None:
+        if number in session.leases:
+            proof(self, session, number)
+
+    patch(Leases, "proof", once)
+
+
+def ends_said_once(patch: Patch) -> None:
+    """Landed, Failed and Drained are not repeated."""
+    say = Grants.say
+
+    def once(self: Grants, duty: DutyEntry, now: float) -> None:
+        say(self, duty, now)
+        self._timers.clear(("end", duty.session.id, duty.number))
+
+    patch(Grants, "say", once)
+
+
+def abort_said_once(patch: Patch) -> None:
+    """Abort is not repeated."""
+    repeat = Leases.repeat
+
+    def once(self: Leases, lease: LeaseEntry, now: float) -> None:
+        repeat(self, lease, now)
+        if lease.state is not Lease.GRANTED:
+            self._links.timers.clear(("lease", lease.session.id, lease.message.grant))
+
+    patch(Leases, "repeat", once)
+
+
+def grant_said_once(patch: Patch) -> None:
+    """Grant is not repeated."""
+    repeat = Leases.repeat
+
+    def once(self: Leases, lease: LeaseEntry, now: float) -> None:
+        if lease.state is not Lease.GRANTED or not lease.repeat_ms:
+            repeat(self, lease, now)
+
+    patch(Leases, "repeat", once)
+
+
+def abort_of_an_unknown_grant_forgotten(patch: Patch) -> None:
+    """An Abort that comes before its Grant is answered, and nothing is kept of it."""
+
+    def refuse(self: Grants, session: WriterSession, number: int, now: float) -> None:
+        self._out(fx.Send(session.peer, Drained(session.id, number)))
+
+    patch(Grants, "refuse", refuse)
+
+
+def window_unheeded_by_decode(patch: Patch) -> None:
+    """Decode grants as many as it likes."""
+    patch(Session, "has_place", property(lambda self: True))
+
+
+def window_unheeded_by_prefill(patch: Patch) -> None:
+    """Prefill takes a Grant of any number."""
+    patch(WriterSession, "outside", lambda self, number: False)
+
+
+def condemned_taken_for_quiet(patch: Patch) -> None:
+    """A session that is condemned is free at once: nobody asks for the kernel's proof."""
+    condemn = Links.condemn
+
+    def quiet(self: Links, session: Session, cause: Cause, detail: str, now: float) -> None:
+        condemn(self, session, cause, detail, now)
+        self._quiet(session)
+
+    patch(Links, "condemn", quiet)
+
+
+def mapping_dropped_under_a_write(patch: Patch) -> None:
+    """A closed session's mapping goes at once, and with it the lock that says that somebody can write."""
+
+    def settle(self: Writers, session: WriterSession) -> None:
+        if session.state is WriterState.CLOSING:
+            self._end(session)
+
+    patch(Writers, "settle", settle)
+
+
+def unknown_taken_for_failed(patch: Patch) -> None:
+    """A write that nobody knows the end of counts as ended."""
+    wrote = PrefillSessions.wrote
+
+    def sure(self: PrefillSessions, session: int, write: int, outcome: fx.Outcome, detail: str, now: float) -> Any:
+        known = fx.Outcome.FAILED if outcome is fx.Outcome.UNKNOWN else outcome
+        return wrote(self, session, write, known, detail, now)
+
+    patch(PrefillSessions, "wrote", sure)
+
+
+def landed_short(patch: Patch) -> None:
+    """Prefill lands a room although a cell is missing."""
+    complete = PrefillSessions._complete
+
+    def short(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
+        if room.state is PrefillRoom.FINISHED and not duty.in_flight:
+            duty.written_bytes = duty.kv_bytes
+        complete(self, duty, room, now)
+
+    patch(PrefillSessions, "_complete", short)
+
+
+def landed_bytes_unchecked(patch: Patch) -> None:
+    """Prefill lands short and says so, and decode does not look."""
+    landed = DecodeSessions._landed
+
+    def blind(self: DecodeSessions, lease: LeaseEntry, message: Landed, room: Any) -> None:
+        landed(self, lease, replace(message, kv_bytes=lease.kv_bytes), room)
+
+    def land(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
+        if duty.state is Duty.ACTIVE and not duty.in_flight and room.state is PrefillRoom.FINISHED:
+            self._grants.land(duty, room.aux, now)
+
+    patch(DecodeSessions, "_landed", blind)
+    patch(PrefillSessions, "_complete", land)
+
+
+def landed_before_it_is_written(patch: Patch) -> None:
+    """Landed leaves when every cell was offered, not when all are written."""
+    complete = PrefillSessions._complete
+
+    def early(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
+        flying, duty.in_flight = duty.in_flight, 0
+        if room.state is PrefillRoom.FINISHED:
+            duty.written_bytes = duty.kv_bytes
+        complete(self, duty, room, now)
+        duty.in_flight = flying
+
+    patch(PrefillSessions, "_complete", early)
+
+
+def ready_with_the_first_rank(patch: Patch) -> None:
+    """A room is READY when one of its ranks has landed."""
+    landed = DecodeSessions._landed
+
+    def first(self: DecodeSessions, lease: LeaseEntry, message: Landed, room: Any) -> None:
+        landed(self, lease, message, room)
+        if room is not None and room.state is DecodeRoom.LANDING:
+            self._ready(room)
+
+    patch(DecodeSessions, "_landed", first)
+
+
+def earlier_lives_heard(patch: Patch) -> None:
+    """What a dead process had left on its way is taken for the live one's word."""
+    patch(Lives, "late", lambda self, incarnation, now: False)
+
+
+def quarantine_without_a_cap(patch: Patch) -> None:
+    """Who keeps a whole arena in quarantine is granted more."""
+    unfit = Links.unfit
+
+    def fit(self: Links, name: str, now: float, arena_bytes: int) -> Any:
+        return unfit(self, name, now, 1 << 60)
+
+    patch(Links, "unfit", fit)
+
+
+def quarantine_counted_for_ever(patch: Patch) -> None:
+    """What leaves quarantine stays counted."""
+    count = Leases._count
+    patch(Leases, "_count", lambda self, lease, sign: count(self, lease, max(sign, 0)))
+
+
+def place_kept_by_a_failed_room(patch: Patch) -> None:
+    """A room that fails in the queue keeps its place in the window."""
+    fail = DecodeSessions._fail
+
+    def keep(self: DecodeSessions, room: Any, *args: Any) -> None:
+        room.places.clear()
+        fail(self, room, *args)
+
+    patch(DecodeSessions, "_fail", keep)
+
+
+def deadline_as_a_time_of_day(patch: Patch) -> None:
+    """Grant carries decode's own clock instead of the time that is left."""
+    repeat = Leases.repeat
+
+    def absolute(self: Leases, lease: LeaseEntry, now: float) -> None:
+        repeat(self, lease, 0.0) if lease.state is Lease.GRANTED else repeat(self, lease, now)
+        if lease.state is Lease.GRANTED and not lease.granted:
+            self._links.timers.set(("lease", lease.session.id, lease.message.grant), now + lease.repeat_ms / 1e3)
+
+    patch(Leases, "repeat", absolute)
+
+
+def restart_of_a_router_unnoticed(patch: Patch) -> None:
+    """A router's new process is taken for the old one, its rooms run on."""
+    patch(Service, "_stop_all", lambda self, router, cause: None)
+
+
+def ended_rooms_forgotten(patch: Patch) -> None:
+    """A late Begin starts a room again that has ended."""
+    patch(Service, "_remember", lambda self, router, end: None)
+
+
+def tokens_said_once(patch: Patch) -> None:
+    """Tokens and End are not repeated."""
+
+    def silent(self: Service, room: Any, now: float) -> None:
+        self._schedule(room, now)
+
+    patch(Service, "_repeat", silent)
+
+
+def gap_in_tokens_unheeded(patch: Patch) -> None:
+    """The router takes tokens that come before those that they follow."""
+    tokens = Routing._tokens
+
+    def skip(self: Routing, room: Any, leg: Any, message: Tokens, now: float) -> None:
+        room.received = max(room.received, message.first)
+        tokens(self, room, leg, message, now)
+
+    patch(Routing, "_tokens", skip)
+
+
+def retried_after_a_token(patch: Patch) -> None:
+    """A room that fails is tried again, whatever its client has seen."""
+    second = Routing._second
+
+    def again(self: Routing, room: Any, *args: Any) -> Any:
+        received, room.received = room.received, 0
+        pair = second(self, room, *args)
+        room.received = received
+        return pair
+
+    patch(Routing, "_second", again)
+
+
+def other_side_not_cancelled(patch: Patch) -> None:
+    """When a room fails on one worker, the other is left to find out."""
+    repeat = Routing._repeat
+
+    def mute(self: Routing, room: Any, leg: Any, now: float) -> None:
+        if leg.state is not Leg.CANCELLING:
+            repeat(self, room, leg, now)
+
+    patch(Routing, "_repeat", mute)
+
+
+def end_before_its_tokens(patch: Patch) -> None:
+    """The router takes an End although tokens that it counts have not come."""
+    end = Routing._end
+
+    def hasty(self: Routing, room: Any, leg: Any, message: End, now: float) -> None:
+        end(self, room, leg, replace(message, tokens=min(message.tokens, room.received)), now)
+
+    patch(Routing, "_end", hasty)
+
+
+def restart_of_a_worker_unnoticed(patch: Patch) -> None:
+    """The router takes a worker's new process for the old one."""
+
+    def pong(self: Workers, worker: Any, message: Pong, now: float) -> None:
+        worker.heard = now
+
+    def welcome(self: Workers, worker: Any, message: Any, now: float) -> None:
+        worker.identity = None
+        known(self, worker, message, now)
+
+    known = Workers._welcome
+    patch(Workers, "_pong", pong)
+    patch(Workers, "_welcome", welcome)
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A planted bug; to be caught within so many seeds of worlds of that kind, about three times what it took."""
@@ -189,11 +495,40 @@ MUTANTS: dict[str, Mutant] = {
     "ended grants forgotten": Mutant(ended_grants_forgotten, "crowded", 42),
     "a late message revives a room": Mutant(late_message_revives_room, "quiet", 9),
     "silence taken for a fence": Mutant(silence_taken_for_a_fence, "rough", 9),
-    "a new incarnation taken for a fence": Mutant(new_incarnation_taken_for_a_fence, "deadly", 9),
+    "a new incarnation taken for a fence": Mutant(new_incarnation_taken_for_a_fence, "deadly", 18),
+    "condemned taken for quiet": Mutant(condemned_taken_for_quiet, "deadly", 18),
     "pages reused when the room fails": Mutant(pages_reused_when_the_room_fails, "lossy", 9),
     "claimed blocks evicted": Mutant(claimed_blocks_evicted, "shared", 9),
     "blocks go with the first room": Mutant(blocks_go_with_the_first_room, "shared", 9),
     "shared before READY": Mutant(shared_before_ready, "shared", 9),
     "keys without what comes before": Mutant(keys_without_what_comes_before, "shared", 9),
     "one queue for all peers": Mutant(one_queue_for_all_peers, "isolation", 18),
+    "Landed is not Drained": Mutant(landed_is_not_drained, "lossy", 18),
+    "Failed taken for a proof": Mutant(failed_taken_for_a_proof, "lossy", 18),
+    "Released only once": Mutant(released_only_once, "lossy", 18),
+    "ends said once": Mutant(ends_said_once, "lossy", 18),
+    "Abort said once": Mutant(abort_said_once, "lossy", 18),
+    "Grant said once": Mutant(grant_said_once, "patient", 18),
+    "Abort of an unknown grant forgotten": Mutant(abort_of_an_unknown_grant_forgotten, "lossy", 18),
+    "window unheeded by decode": Mutant(window_unheeded_by_decode, "quiet", 18),
+    "window unheeded by prefill": Mutant(window_unheeded_by_prefill, "lossy", 18),
+    "a mapping dropped under a write": Mutant(mapping_dropped_under_a_write, "deadly", 18),
+    "an unknown end taken for a failure": Mutant(unknown_taken_for_failed, "lossy", 18),
+    "landed short": Mutant(landed_short, "lossy", 18),
+    "bytes of Landed unchecked": Mutant(landed_bytes_unchecked, "lossy", 18),
+    "Landed before it is written": Mutant(landed_before_it_is_written, "quiet", 18),
+    "READY with the first rank": Mutant(ready_with_the_first_rank, "ranks", 18),
+    "earlier lives heard": Mutant(earlier_lives_heard, "restarts", 18),
+    "quarantine without a cap": Mutant(quarantine_without_a_cap, "deadly", 18),
+    "quarantine counted for ever": Mutant(quarantine_counted_for_ever, "rough", 18),
+    "a place kept by a failed room": Mutant(place_kept_by_a_failed_room, "crowded", 18),
+    "a deadline as a time of day": Mutant(deadline_as_a_time_of_day, "patient", 18),
+    "a router's death unnoticed": Mutant(restart_of_a_router_unnoticed, "fleet", 18),
+    "ended rooms forgotten": Mutant(ended_rooms_forgotten, "fleet", 18),
+    "Tokens said once": Mutant(tokens_said_once, "fleet", 18),
+    "a gap in Tokens unheeded": Mutant(gap_in_tokens_unheeded, "fleet", 18),
+    "End before its Tokens": Mutant(end_before_its_tokens, "fleet", 18),
+    "retried after a token": Mutant(retried_after_a_token, "fleet", 18),
+    "the other side not cancelled": Mutant(other_side_not_cancelled, "fleet", 18),
+    "a worker's restart unnoticed": Mutant(restart_of_a_worker_unnoticed, "fleet", 18),
 }

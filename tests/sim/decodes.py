@@ -12,7 +12,7 @@ from pdtransfer.session.ledger import SessionState
 from pdtransfer.wire import Failed, Grant, Identity, Landed, Load, Message, Ranks, Reach
 
 from .copies import Mapping
-from .pools import ONE_HEAD, ROW, Shape, components, memory
+from .pools import ROW, Shape, components, memory
 from .process import Alarm, Process
 from .rooms import Target
 from .services import DecodeDesk
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class DecodeNode(Process):
     """One decode rank; a daemon, where the world has routers."""
 
-    def __init__(self, world: World, name: str, *, shape: Shape = ONE_HEAD, ranks: Ranks | None = None) -> None:
+    def __init__(self, world: World, name: str, *, shape: Shape, ranks: Ranks) -> None:
         super().__init__(world, name)
         self.components = components(world.profile.arena_tokens, 1, shape, page_first=True)
         self._arena_bytes = sum(c.bytes_of(c.layout.slots) for c in self.components)
-        self._ranks = ranks or Ranks()
+        self._ranks = ranks
         self.rooms: dict[int, Target] = {}
         self._performed = 0
 
@@ -45,6 +45,7 @@ class DecodeNode(Process):
         self.revoked: set[int] = set()
         self._evicted = 0
         self.ends: Counter[str] = Counter()  # of sessions, by peer
+        self.granted: Counter[int] = Counter()  # the highest number, by session
         for peer in world.prefills:
             self.later(0.0, lambda peer=peer: self.perform(self.core.dial(peer, self.clock)))
 
@@ -144,16 +145,17 @@ class DecodeNode(Process):
             self.world.fail(f"{self.name} ends a session with {peer}, which lives and has always answered")
 
     def _check_grant(self, peer: str, message: Grant) -> None:
-        """Who keeps too much in quarantine gets nothing new; and no session has more unended grants than its window."""
+        """Who keeps too much in quarantine gets nothing new, no session more than its window, no room more time."""
         session = self.core.links.sessions[message.session]
         if len(session.leases) > session.window or message.grant - next(iter(session.leases)) >= session.window:
             self.world.fail(f"{self.name} grants {message.grant}, outside the window of {session.window}")
-        lease = session.leases.get(message.grant)
-        kept = self.core.links.peers[peer].quarantined_bytes
-        if lease is not None and not lease.granted and lease.repeat_ms == 0:
-            share = self.limits.quarantine_fraction_max
-            if kept > share * self._arena_bytes:
-                self.world.fail(f"{self.name} grants slots to {peer}, which keeps {kept} bytes in quarantine")
+        target = self.rooms[message.room]
+        if abs(message.time_left_ms / 1e3 - max(0.0, target.deadline - self.clock)) > 0.01:
+            self.world.fail(f"{self.name} grants room {message.room} {message.time_left_ms} ms, which it has not")
+        kept, share = self.core.links.peers[peer].quarantined_bytes, self.limits.quarantine_fraction_max
+        if message.grant > self.granted[session.id] and kept > share * self._arena_bytes:
+            self.world.fail(f"{self.name} grants slots to {peer}, which keeps {kept} bytes in quarantine")
+        self.granted[session.id] = max(message.grant, self.granted[session.id])
 
     def check_ledger(self) -> None:
         """What is taken is held by rooms and leases, and quarantine is counted as what it holds."""
@@ -167,12 +169,13 @@ class DecodeNode(Process):
             taken += sum(count for block in blocks.values() for _, count in block.runs[place])
             if taken != free.slots - free.free_slots:
                 world.fail(f"{self.name}: {free.slots - free.free_slots} slots are taken, {taken} are held")
-        by_peer: Counter[str] = Counter()
+        by_peer, kept = Counter[str](), dict[int, int]()
         for lease in leases:
             if lease.state is Lease.QUARANTINED:
                 by_peer[lease.session.peer] += lease.holding.bytes
+                kept[id(lease.holding)] = lease.holding.bytes
         counted = {peer.name: peer.quarantined_bytes for peer in core.links.peers.values() if peer.quarantined_bytes}
-        if counted != +by_peer or core.leases.quarantined_bytes != by_peer.total():
+        if counted != +by_peer or core.leases.quarantined_bytes != sum(kept.values()):
             world.fail(f"{self.name}: quarantine is counted as {counted}, it is {by_peer}")
         claims = Counter(block.key for holding in held.values() for block in holding.blocks)
         if claims != {key: block.claims for key, block in blocks.items() if block.claims}:

@@ -25,7 +25,7 @@ class Shape:
     heads: tuple[int, int] = (0, 1)
 
 
-ONE_HEAD, TWO_HEADS = Shape(), Shape(heads=(0, 2))
+ONE_HEAD = Shape()
 
 
 def words(room: int | Int64s, component: int, rows: Int64s, layers: tuple[int, int], heads: tuple[int, int]) -> Int64s:

@@ -8,10 +8,11 @@ from pdtransfer import effects as fx
 from pdtransfer.layout import Component
 from pdtransfer.lease import DUTY_ENDS
 from pdtransfer.session.prefill import PrefillSessions
+from pdtransfer.sharing import holds_of
 from pdtransfer.wire import Abort, Grant, Identity, Load, Message, Ranks, Reach
 
 from .copies import Copy, Mapping
-from .pools import ONE_HEAD, Shape, components, memory
+from .pools import Shape, components, memory
 from .process import Alarm, Process
 from .rooms import Source
 from .services import PrefillDesk
@@ -23,10 +24,14 @@ if TYPE_CHECKING:
 class PrefillNode(Process):
     """One prefill rank; a daemon, where the world has routers."""
 
-    def __init__(self, world: World, name: str, *, shape: Shape = ONE_HEAD, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, world: World, name: str, *, shape: Shape, ranks: Ranks, replicas: dict[str, tuple[int, int]]
+    ) -> None:
         super().__init__(world, name)
         self.components = components(world.profile.pool_tokens, 4, shape, page_first=False)
-        self._ranks = ranks or Ranks()
+        self._ranks, self._holds = ranks, ()
+        if ranks != Ranks():
+            self._holds = holds_of(self.components, ranks, replicas)
         self.rooms: dict[int, Source] = {}
 
     def start(self) -> None:
@@ -35,7 +40,9 @@ class PrefillNode(Process):
         self.pages = list(range(p.pool_tokens // 4))
         world.rng.shuffle(self.pages)
         incarnation = world.rng.getrandbits(64)
-        self.identity = Identity(self.name, "prefill", incarnation, self._ranks, "sim", b"w", self.limits.window)
+        self.identity = Identity(
+            self.name, "prefill", incarnation, self._ranks, "sim", b"w", self.limits.window, holds=self._holds
+        )
         self.core = PrefillSessions(self.identity, self.components, self.limits)
         self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
         self.desk = PrefillDesk(self) if p.routers else None
@@ -154,7 +161,8 @@ class PrefillNode(Process):
         if core._waiting:
             world.fail(f"{self.name} ends with grants that wait")
         # One may be missing: where both Rejects that said so were lost, decode learns it by its next Grant.
-        if len(core.sessions) > len(world.decodes) or self.mappings.keys() != core.sessions.keys():
+        mapped = {session.id for session in core.sessions.values() if session.components}
+        if len(core.sessions) > len(world.decodes) or self.mappings.keys() != mapped:
             world.fail(f"{self.name} keeps {len(core.sessions)} sessions and {len(self.mappings)} mappings")
         if self.desk is not None:
             self.desk.check_end()

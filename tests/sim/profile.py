@@ -29,6 +29,7 @@ class Profile:
     delay: float  # median of a message's way
     delay_tail: float = 0.0  # how heavy its tail is: 0 is none
     delay_max: float = 10.0
+    ordered: bool = False  # what one process sends another comes in order, as on one connection
     write: float  # median time of a write
     write_tail: float = 0.0
     write_fails: float = 0.0
@@ -117,8 +118,8 @@ def draw(seed: int, kind: str | None = None) -> Profile:
             )  # fmt: skip
         case "restarts":
             return replace(
-                base, exact=True, duplicate=rng.choice([0.1, 0.4]), delay_tail=rng.choice([0.0, 1.5]), delay_max=0.02,
-                kills=rng.randint(1, 3), orphans=0.3, span=2.0,
+                base, exact=True, ordered=True, delay=0.005, delay_tail=rng.choice([1.0, 2.5]), delay_max=0.14,
+                kills=rng.randint(2, 4), orphans=0.3, span=2.0,
             )  # fmt: skip
         case "fleet":
             return replace(

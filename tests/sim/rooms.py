@@ -167,7 +167,7 @@ class Source(_Part):
     def on_landed(self) -> None:
         if self.landed or self.failed:
             self.world.fail(f"room {self.room.id} lands after it has ended")
-        if self.skips:
+        if self.skips and not self.world.profile.ranks:  # else another rank may send the same
             self.world.fail(f"room {self.room.id} lands without a cell that was never offered")
         self.landed = True
         self.check_deadline(self.node, None)

@@ -18,7 +18,7 @@ from pdtransfer.wire import Begin, Ranks
 from .calls import Call
 from .decodes import DecodeNode
 from .network import Network
-from .pools import ONE_HEAD, TWO_HEADS
+from .pools import LAYERS, Shape
 from .prefills import PrefillNode
 from .process import Process
 from .profile import Profile, draw
@@ -57,17 +57,37 @@ class World:
             process.start()
 
     def _prefill_group(self, name: str) -> list[PrefillNode]:
-        return [PrefillNode(self, name, shape=TWO_HEADS if self.profile.ranks else ONE_HEAD)]
+        """One rank, or up to four: halves of the heads, times two stages of the pipeline. All have the head of c4."""
+        tp, pp = self.rng.choice([(1, 1), (2, 1), (1, 2), (2, 2)]) if self.profile.ranks else (1, 1)
+        cut = self.rng.randint(1, LAYERS - 1)
+        stages = [(0, LAYERS)] if pp == 1 else [(0, cut), (cut, LAYERS)]
+        group: list[PrefillNode] = []
+        for pp_rank, layers in enumerate(stages):
+            for tp_rank in range(tp):
+                of_rank = name if tp == pp == 1 else f"{name}.{pp_rank}{tp_rank}"
+                shape = Shape(layers, self._heads(tp_rank, tp))
+                ranks = Ranks(tp_rank=tp_rank, tp_size=tp, pp_rank=pp_rank, pp_size=pp)
+                group.append(PrefillNode(self, of_rank, shape=shape, ranks=ranks, replicas={"c4": (tp_rank, tp)}))
+        return group
 
     def _decode_group(self, name: str) -> list[DecodeNode]:
-        """One rank, or two that hold the same: each gets a copy."""
-        size = 2 if self.profile.ranks and self.rng.random() < 0.5 else 1
-        shape = TWO_HEADS if self.profile.ranks else ONE_HEAD
-        names = [name if size == 1 else f"{name}.{rank}" for rank in range(size)]
+        """One rank, or two: each with half of the heads, or both with all of them."""
+        tp = self.rng.choice([1, 2]) if self.profile.ranks else 1
+        split = self.rng.random() < 0.7
         return [
-            DecodeNode(self, each, shape=shape, ranks=Ranks(tp_rank=rank, tp_size=size))
-            for rank, each in enumerate(names)
+            DecodeNode(
+                self,
+                name if tp == 1 else f"{name}.{rank}",
+                shape=Shape(heads=self._heads(rank if split else 0, tp if split else 1)),
+                ranks=Ranks(tp_rank=rank, tp_size=tp),
+            )
+            for rank in range(tp)
         ]
+
+    def _heads(self, rank: int, size: int) -> tuple[int, int]:
+        """A rank's KV heads, two in all where the world has ranks."""
+        each = (2 if self.profile.ranks else 1) // size
+        return rank * each, (rank + 1) * each
 
     @property
     def rooms(self) -> list[Room]:

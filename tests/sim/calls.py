@@ -34,6 +34,9 @@ class Call:
         world, rng, room, p = self.world, self.world.rng, self.room, self.world.profile
         room.begun_at = world.now
         names = [node.name for node in self.prefills]
+        if len(names) > 1 and rng.random() < 0.1:
+            world.seen["rooms with a rank left out"] += 1
+            names.remove(rng.choice(names))
         for target in self.targets:
             wait = rng.expovariate(500.0)
             target.node.later(wait, lambda each=target: each.expect(seconds=room.deadline, sources=names))

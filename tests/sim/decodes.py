@@ -58,6 +58,17 @@ class DecodeNode(Process):
         self.die()
         for target in self.rooms.values():
             target.on_killed()
+        life = self.life
+        self.world.at(1.2 * self.limits.session_silence_ms / 1e3, lambda: self._check_forgotten(life))
+
+    def _check_forgotten(self, life: int) -> None:
+        """Who stays away is mapped by nobody."""
+        if self.life == life and self.dead:
+            self.world.seen["decode nodes that stay away"] += 1
+            for node in self.world.prefills.values():
+                kept = [session.id for session in node.core.sessions.values() if session.peer == self.name]
+                if kept and node.never_disturbed and not node.core.sessions[kept[0]].writes:
+                    self.world.fail(f"{node.name} keeps sessions of {self.name}, which is gone")
 
     def load(self) -> Load:
         """As a daemon's."""
@@ -171,6 +182,8 @@ class DecodeNode(Process):
                 world.fail(f"{self.name}: {free.slots - free.free_slots} slots are taken, {taken} are held")
         by_peer, kept = Counter[str](), dict[int, int]()
         for lease in leases:
+            if lease.state is Lease.GRANTED and lease.message.room not in core.rooms:
+                world.fail(f"{self.name}: room {lease.message.room} has ended, and a grant of it is not given up")
             if lease.state is Lease.QUARANTINED:
                 by_peer[lease.session.peer] += lease.holding.bytes
                 kept[id(lease.holding)] = lease.holding.bytes

@@ -22,6 +22,8 @@ from pdtransfer.room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, PrefillRoo
 from pdtransfer.routed import Leg
 from pdtransfer.routing import Routing
 from pdtransfer.service import Service
+from pdtransfer.session import links
+from pdtransfer.session.coverage import Coverage
 from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.duties import DutyEntry, WriterSession, WriterState
 from pdtransfer.session.grants import Grants
@@ -408,7 +410,13 @@ def restart_of_a_router_unnoticed(patch: Patch) -> None:
 
 def ended_rooms_forgotten(patch: Patch) -> None:
     """A late Begin starts a room again that has ended."""
-    patch(Service, "_remember", lambda self, router, end: None)
+    begin = Service._begin
+
+    def forgetful(self: Service, router: Any, message: Any, now: float) -> None:
+        router.ended.clear()
+        begin(self, router, message, now)
+
+    patch(Service, "_begin", forgetful)
 
 
 def tokens_said_once(patch: Patch) -> None:
@@ -465,6 +473,49 @@ def end_before_its_tokens(patch: Patch) -> None:
     patch(Routing, "_end", hasty)
 
 
+def coverage_unchecked(patch: Patch) -> None:
+    """A room is granted although its sources leave a plane out."""
+    patch(Coverage, "gap", lambda self, sessions: "")
+
+
+def equal_rows_sent_by_all(patch: Patch) -> None:
+    """Every rank that holds a row sends it."""
+    share = links.share_of
+
+    def all_of_it(components: Any, holds: Any, tp_rank: int) -> Any:
+        return share(components, [replace(each, replica=0, replicas=1) for each in holds], tp_rank)
+
+    patch(links, "share_of", all_of_it)
+    patch(Coverage, "gap", lambda self, sessions: "")
+
+
+def other_ranks_granted_on(patch: Patch) -> None:
+    """When one rank fails a room, the grants of the others are left as they are."""
+    abort = Leases.abort
+
+    def lone(self: Leases, lease: LeaseEntry, now: float) -> None:
+        if len(lease.holding.extents) and lease.message.send_aux:
+            abort(self, lease, now)
+
+    patch(Leases, "abort", lone)
+
+
+def waiting_grants_wait_for_ever(patch: Patch) -> None:
+    """A Grant whose room is not opened has no deadline at prefill."""
+    place = PrefillSessions._place
+
+    def patient(self: PrefillSessions, duty: DutyEntry, room_id: int, now: float) -> None:
+        place(self, duty, room_id, now)
+        self._timers.clear(("grant", duty.session.id, duty.number))
+
+    patch(PrefillSessions, "_place", patient)
+
+
+def silent_decode_kept(patch: Patch) -> None:
+    """Prefill keeps the sessions of a decode node that is silent, for ever."""
+    patch(Writers, "_depart", lambda self, peer, cause, detail, now: None)
+
+
 def restart_of_a_worker_unnoticed(patch: Patch) -> None:
     """The router takes a worker's new process for the old one."""
 
@@ -518,6 +569,11 @@ MUTANTS: dict[str, Mutant] = {
     "bytes of Landed unchecked": Mutant(landed_bytes_unchecked, "lossy", 18),
     "Landed before it is written": Mutant(landed_before_it_is_written, "quiet", 18),
     "READY with the first rank": Mutant(ready_with_the_first_rank, "ranks", 18),
+    "coverage unchecked": Mutant(coverage_unchecked, "ranks", 18),
+    "equal rows sent by all": Mutant(equal_rows_sent_by_all, "ranks", 18),
+    "the other ranks granted on": Mutant(other_ranks_granted_on, "ranks", 18),
+    "waiting Grants wait for ever": Mutant(waiting_grants_wait_for_ever, "lossy", 18),
+    "silent decode kept": Mutant(silent_decode_kept, "deadly", 18),
     "earlier lives heard": Mutant(earlier_lives_heard, "restarts", 18),
     "quarantine without a cap": Mutant(quarantine_without_a_cap, "deadly", 18),
     "quarantine counted for ever": Mutant(quarantine_counted_for_ever, "rough", 18),

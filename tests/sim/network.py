@@ -17,7 +17,7 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self._cuts: dict[tuple[str, str], bool] = {}  # source, target -> whether what comes to the cut waits there
-        self._latest: dict[tuple[str, int, str, int], float] = {}  # what is ordered arrives no sooner than the last
+        self._latest: dict[tuple[str, int, str], float] = {}  # what is ordered arrives no sooner than the last
         self._held: list[tuple[str, str, bytes]] = []
 
     def send(self, source: Process, target: str, message: Message) -> None:
@@ -36,7 +36,7 @@ class Network:
                 delay += world.rng.expovariate(2.0)  # long after what it repeats has been answered
             when = world.now + min(delay, p.delay_max)
             if p.ordered:
-                lives = source.name, source.life, target, world.processes[target].life
+                lives = source.name, source.life, target
                 when = self._latest[lives] = max(when, self._latest.get(lives, 0.0))
             world.at(when - world.now, lambda: self._arrive(source.name, target, frame))
 

@@ -97,6 +97,10 @@ class PrefillNode(Process):
     def perform(self, effects: list[fx.PrefillEffect]) -> None:
         for effect in effects:
             self._perform(effect)
+        for duties in self.core._waiting.values():
+            for duty in duties:
+                if self.clock > max(duty.deadline, self.thawed) + 1e-6:
+                    self.world.fail(f"{self.name} waits for the room of grant {duty.number} beyond its deadline")
         if self.desk is not None:
             self.desk.tell_load()
         self.alarm.arm()

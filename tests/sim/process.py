@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ class Process:
         self.limits = replace(
             LIMITS, window=p.window, queue_max=p.queue_max, quarantine_fraction_max=p.quarantine_fraction,
             prefix_block_tokens=BLOCK, prefix_blocks_max=p.blocks_max,
+            ping_ms=p.ping_ms,
         )  # fmt: skip
         self._rate, self._offset = 1.0 + rng.uniform(-p.skew, p.skew), rng.uniform(0.0, 1e4)
         self.frozen = self.dead = False
@@ -79,9 +81,8 @@ class Process:
         self.dead, self.frozen, self.never_disturbed, self.backlog = True, False, False, []
         self.life += 1
         self.deaths += 1
-        rng = self.world.rng
-        pause = rng.choice([rng.uniform(0.0005, 0.01), rng.uniform(0.05, 1.0), rng.uniform(1.0, 5.0)])
-        self.world.at(pause, self.restart)
+        rng, (soon, late) = self.world.rng, self.world.profile.restart
+        self.world.at(math.exp(rng.uniform(math.log(soon), math.log(late))), self.restart)
 
     def restart(self) -> None:
         if self.dead:

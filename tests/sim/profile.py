@@ -40,7 +40,9 @@ class Profile:
     deadline: tuple[float, float] = (5.0, 10.0)
     freezes: int = 0  # processes that stop for a while
     freeze: tuple[float, float] = (0.5, 8.0)
-    kills: int = 0  # processes that die, and are started again, at once or late
+    kills: int = 0  # processes that die, and are started again
+    restart: tuple[float, float] = (0.0005, 9.0)  # so much later, most of them soon
+    ping_ms: int = 150
     orphans: float = 0.7  # a killed writer leaves a child that goes on writing
     partitions: int = 0  # a process cut off from some or all others, in one direction or both
     window: int
@@ -104,7 +106,7 @@ def draw(seed: int, kind: str | None = None) -> Profile:
         case "deadly":
             return replace(
                 base, prefills=rng.randint(2, 3), arena_tokens=small, write=rng.choice([0.1, 2.0]),
-                kills=rng.randint(2, 4), quarantine_fraction=rng.choice([0.1, 0.25, 0.5]),
+                kills=rng.randint(2, 4), quarantine_fraction=rng.choice([0.1, 0.25, 0.5]), restart=(0.002, 20.0),
             )  # fmt: skip
         case "split":
             return replace(
@@ -119,7 +121,7 @@ def draw(seed: int, kind: str | None = None) -> Profile:
         case "restarts":
             return replace(
                 base, exact=True, ordered=True, delay=0.005, delay_tail=rng.choice([1.0, 2.5]), delay_max=0.14,
-                kills=rng.randint(2, 4), orphans=0.3, span=2.0,
+                kills=rng.randint(2, 4), restart=(0.001, rng.choice([0.02, 2.0])), orphans=0.3, span=2.0, ping_ms=30,
             )  # fmt: skip
         case "fleet":
             return replace(

@@ -145,12 +145,15 @@ class World:
 
     def _plan_faults(self) -> None:
         p, rng = self.profile, self.rng
-        nodes: list[Process] = [*self.prefills.values(), *self.decodes.values()]
+        # A late Register of a dead decode node's, which bears no incarnation, ends the session of the next: not exact.
+        nodes: list[Process] = [*self.prefills.values(), *([] if p.exact else self.decodes.values())]
         for _ in range(p.freezes):
             node = rng.choice([*self.prefills.values()] if p.isolation else [*self.processes.values()])
             self._plan(lambda node=node: node.freeze(rng.uniform(*p.freeze)))
-        for _ in range(p.kills):
-            self._plan(partial(self._kill, rng.choice(nodes)))
+        # Incarnations have no order: which of three at once is the latest, nobody can tell. So exactly, each dies once.
+        killed = rng.sample(nodes, min(p.kills, len(nodes))) if p.exact else rng.choices(nodes, k=p.kills)
+        for node in killed:
+            self._plan(partial(self._kill, node), first=0.3 if p.exact else 0.0)
         for _ in range(p.router_kills):
             self._plan(rng.choice([*self.routers.values()]).kill)
         for _ in range(p.partitions):
@@ -175,8 +178,8 @@ class World:
             seconds=rng.choice([0.3, 2.0, 8.0]) * rng.random(),
         )
 
-    def _plan(self, blow: Callable[[], None]) -> None:
-        self.at(self.rng.uniform(0.0, self.profile.span), lambda: self._strike(blow, tries=100))
+    def _plan(self, blow: Callable[[], None], first: float = 0.0) -> None:
+        self.at(self.rng.uniform(first, self.profile.span), lambda: self._strike(blow, tries=100))
 
     def _strike(self, blow: Callable[[], None], tries: int) -> None:
         """Faults come when they hurt: while a write is in flight, if there is one soon."""

@@ -73,7 +73,7 @@ class Call:
 
     def check_isolation(self) -> None:
         """Invariant 6: no room waits for a frozen peer that is not its own."""
-        undisturbed = all(node.never_disturbed for node in (*self.prefills, *self.decodes))
+        undisturbed = not any(node.disturbed for node in (*self.prefills, *self.decodes))
         for target in self.targets:
             if undisturbed and not target.ready_at - self.room.begun_at < 1.0:
                 self.world.fail(f"room {self.room.id} had to wait for a frozen peer that is not its own")

@@ -67,7 +67,7 @@ class DecodeNode(Process):
             self.world.seen["decode nodes that stay away"] += 1
             for node in self.world.prefills.values():
                 kept = [session.id for session in node.core.sessions.values() if session.peer == self.name]
-                if kept and node.never_disturbed and not node.core.sessions[kept[0]].writes:
+                if kept and not node.disturbed and not node.core.sessions[kept[0]].writes:
                     self.world.fail(f"{node.name} keeps sessions of {self.name}, which is gone")
 
     def load(self) -> Load:

@@ -16,8 +16,8 @@ from pdtransfer import effects as fx
 from pdtransfer.admission import Admission
 from pdtransfer.arena import Block, Holding
 from pdtransfer.errors import Cause
-from pdtransfer.prefix import PrefixCache
 from pdtransfer.lease import Duty, DutyEvent, Lease, LeaseEvent
+from pdtransfer.prefix import PrefixCache
 from pdtransfer.room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, PrefillRoom
 from pdtransfer.routed import Leg
 from pdtransfer.routing import Routing
@@ -322,8 +322,8 @@ def landed_bytes_unchecked(patch: Patch) -> None:
     """Prefill lands short and says so, and decode does not look."""
     landed = DecodeSessions._landed
 
-    def blind(self: DecodeSessions, lease: LeaseEntry, message: Landed, room: Any) -> None:
-        landed(self, lease, replace(message, kv_bytes=lease.kv_bytes), room)
+    def blind(self: DecodeSessions, lease: LeaseEntry, message: Landed, *args: Any) -> str:
+        return landed(self, lease, replace(message, kv_bytes=lease.kv_bytes), *args)
 
     def land(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
         if duty.state is Duty.ACTIVE and not duty.in_flight and room.state is PrefillRoom.FINISHED:
@@ -351,10 +351,11 @@ def ready_with_the_first_rank(patch: Patch) -> None:
     """A room is READY when one of its ranks has landed."""
     landed = DecodeSessions._landed
 
-    def first(self: DecodeSessions, lease: LeaseEntry, message: Landed, room: Any) -> None:
-        landed(self, lease, message, room)
+    def first(self: DecodeSessions, lease: LeaseEntry, message: Landed, room: Any, now: float) -> str:
+        wrong = landed(self, lease, message, room, now)
         if room is not None and room.state is DecodeRoom.LANDING:
-            self._ready(room)
+            self._ready(room, now)
+        return wrong
 
     patch(DecodeSessions, "_landed", first)
 
@@ -542,49 +543,49 @@ class Mutant:
 
 MUTANTS: dict[str, Mutant] = {
     "free at the deadline": Mutant(free_at_the_deadline, "quiet", 3),
-    "Drained sent early": Mutant(drained_sent_early, "lossy", 9),
-    "ended grants forgotten": Mutant(ended_grants_forgotten, "crowded", 42),
-    "a late message revives a room": Mutant(late_message_revives_room, "quiet", 9),
+    "Drained sent early": Mutant(drained_sent_early, "lossy", 6),
+    "ended grants forgotten": Mutant(ended_grants_forgotten, "crowded", 75),
+    "a late message revives a room": Mutant(late_message_revives_room, "quiet", 3),
     "silence taken for a fence": Mutant(silence_taken_for_a_fence, "rough", 9),
-    "a new incarnation taken for a fence": Mutant(new_incarnation_taken_for_a_fence, "deadly", 18),
-    "condemned taken for quiet": Mutant(condemned_taken_for_quiet, "deadly", 18),
-    "pages reused when the room fails": Mutant(pages_reused_when_the_room_fails, "lossy", 9),
+    "a new incarnation taken for a fence": Mutant(new_incarnation_taken_for_a_fence, "deadly", 12),
+    "condemned taken for quiet": Mutant(condemned_taken_for_quiet, "deadly", 12),
+    "pages reused when the room fails": Mutant(pages_reused_when_the_room_fails, "lossy", 3),
     "claimed blocks evicted": Mutant(claimed_blocks_evicted, "shared", 9),
     "blocks go with the first room": Mutant(blocks_go_with_the_first_room, "shared", 9),
-    "shared before READY": Mutant(shared_before_ready, "shared", 9),
+    "shared before READY": Mutant(shared_before_ready, "shared", 3),
     "keys without what comes before": Mutant(keys_without_what_comes_before, "shared", 9),
     "one queue for all peers": Mutant(one_queue_for_all_peers, "isolation", 18),
-    "Landed is not Drained": Mutant(landed_is_not_drained, "lossy", 18),
-    "Failed taken for a proof": Mutant(failed_taken_for_a_proof, "lossy", 18),
-    "Released only once": Mutant(released_only_once, "lossy", 18),
-    "ends said once": Mutant(ends_said_once, "lossy", 18),
-    "Abort said once": Mutant(abort_said_once, "lossy", 18),
-    "Grant said once": Mutant(grant_said_once, "patient", 18),
-    "Abort of an unknown grant forgotten": Mutant(abort_of_an_unknown_grant_forgotten, "lossy", 18),
-    "window unheeded by decode": Mutant(window_unheeded_by_decode, "quiet", 18),
-    "window unheeded by prefill": Mutant(window_unheeded_by_prefill, "lossy", 18),
-    "a mapping dropped under a write": Mutant(mapping_dropped_under_a_write, "deadly", 18),
-    "an unknown end taken for a failure": Mutant(unknown_taken_for_failed, "lossy", 18),
-    "landed short": Mutant(landed_short, "lossy", 18),
-    "bytes of Landed unchecked": Mutant(landed_bytes_unchecked, "lossy", 18),
-    "Landed before it is written": Mutant(landed_before_it_is_written, "quiet", 18),
-    "READY with the first rank": Mutant(ready_with_the_first_rank, "ranks", 18),
-    "coverage unchecked": Mutant(coverage_unchecked, "ranks", 18),
-    "equal rows sent by all": Mutant(equal_rows_sent_by_all, "ranks", 18),
-    "the other ranks granted on": Mutant(other_ranks_granted_on, "ranks", 18),
-    "waiting Grants wait for ever": Mutant(waiting_grants_wait_for_ever, "lossy", 18),
-    "silent decode kept": Mutant(silent_decode_kept, "deadly", 18),
-    "earlier lives heard": Mutant(earlier_lives_heard, "restarts", 18),
+    "Landed is not Drained": Mutant(landed_is_not_drained, "lossy", 3),
+    "Failed taken for a proof": Mutant(failed_taken_for_a_proof, "lossy", 6),
+    "Released only once": Mutant(released_only_once, "lossy", 6),
+    "ends said once": Mutant(ends_said_once, "lossy", 6),
+    "Abort said once": Mutant(abort_said_once, "lossy", 42),
+    "Grant said once": Mutant(grant_said_once, "patient", 6),
+    "Abort of an unknown grant forgotten": Mutant(abort_of_an_unknown_grant_forgotten, "lossy", 60),
+    "window unheeded by decode": Mutant(window_unheeded_by_decode, "quiet", 9),
+    "window unheeded by prefill": Mutant(window_unheeded_by_prefill, "lossy", 6),
+    "a mapping dropped under a write": Mutant(mapping_dropped_under_a_write, "deadly", 21),
+    "an unknown end taken for a failure": Mutant(unknown_taken_for_failed, "lossy", 50),
+    "landed short": Mutant(landed_short, "lossy", 6),
+    "bytes of Landed unchecked": Mutant(landed_bytes_unchecked, "lossy", 6),
+    "Landed before it is written": Mutant(landed_before_it_is_written, "quiet", 3),
+    "READY with the first rank": Mutant(ready_with_the_first_rank, "ranks", 6),
+    "coverage unchecked": Mutant(coverage_unchecked, "ranks", 6),
+    "equal rows sent by all": Mutant(equal_rows_sent_by_all, "ranks", 6),
+    "the other ranks granted on": Mutant(other_ranks_granted_on, "ranks", 6),
+    "waiting Grants wait for ever": Mutant(waiting_grants_wait_for_ever, "lossy", 48),
+    "silent decode kept": Mutant(silent_decode_kept, "deadly", 12),
+    "earlier lives heard": Mutant(earlier_lives_heard, "restarts", 60),
     "quarantine without a cap": Mutant(quarantine_without_a_cap, "deadly", 18),
-    "quarantine counted for ever": Mutant(quarantine_counted_for_ever, "rough", 18),
-    "a place kept by a failed room": Mutant(place_kept_by_a_failed_room, "crowded", 18),
-    "a deadline as a time of day": Mutant(deadline_as_a_time_of_day, "patient", 18),
-    "a router's death unnoticed": Mutant(restart_of_a_router_unnoticed, "fleet", 18),
-    "ended rooms forgotten": Mutant(ended_rooms_forgotten, "fleet", 18),
-    "Tokens said once": Mutant(tokens_said_once, "fleet", 18),
-    "a gap in Tokens unheeded": Mutant(gap_in_tokens_unheeded, "fleet", 18),
-    "End before its Tokens": Mutant(end_before_its_tokens, "fleet", 18),
-    "retried after a token": Mutant(retried_after_a_token, "fleet", 18),
-    "the other side not cancelled": Mutant(other_side_not_cancelled, "fleet", 18),
-    "a worker's restart unnoticed": Mutant(restart_of_a_worker_unnoticed, "fleet", 18),
+    "quarantine counted for ever": Mutant(quarantine_counted_for_ever, "rough", 6),
+    "a place kept by a failed room": Mutant(place_kept_by_a_failed_room, "crowded", 6),
+    "a deadline as a time of day": Mutant(deadline_as_a_time_of_day, "patient", 3),
+    "a router's death unnoticed": Mutant(restart_of_a_router_unnoticed, "fleet", 24),
+    "ended rooms forgotten": Mutant(ended_rooms_forgotten, "fleet", 9),
+    "Tokens said once": Mutant(tokens_said_once, "fleet", 3),
+    "a gap in Tokens unheeded": Mutant(gap_in_tokens_unheeded, "fleet", 6),
+    "End before its Tokens": Mutant(end_before_its_tokens, "fleet", 6),
+    "retried after a token": Mutant(retried_after_a_token, "fleet", 15),
+    "the other side not cancelled": Mutant(other_side_not_cancelled, "fleet", 6),
+    "a worker's restart unnoticed": Mutant(restart_of_a_worker_unnoticed, "fleet", 9),
 }

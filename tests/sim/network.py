@@ -54,7 +54,7 @@ class Network:
         world.seen["partitions"] += 1
         world.seen["one-way partitions"] += inward != outward
         for name in {name for pair in pairs for name in pair}:
-            world.processes[name].never_disturbed = False
+            world.processes[name].disturbed += 1
         self._cuts.update(dict.fromkeys(pairs, holds))
         world.at(seconds, lambda: self._mend(pairs))
 

@@ -34,7 +34,7 @@ class Process:
         )  # fmt: skip
         self._rate, self._offset = 1.0 + rng.uniform(-p.skew, p.skew), rng.uniform(0.0, 1e4)
         self.frozen = self.dead = False
-        self.never_disturbed = True
+        self.disturbed = 0  # times that it froze, died, or was cut off
         self.thawed = 0.0  # by its own clock
         self.life, self.deaths = 1, 0
         self.backlog: list[Callable[[], None]] = []
@@ -65,7 +65,8 @@ class Process:
         if not self.frozen and not self.dead and not self.world.healed:
             self.world.log(f"{self.name} freezes for {seconds:.2f}")
             self.world.seen["freezes"] += 1
-            self.frozen, self.never_disturbed = True, False
+            self.frozen = True
+            self.disturbed += 1
             life = self.life
             self.world.at(seconds, lambda: self.thaw() if self.life == life else None)
 
@@ -78,7 +79,8 @@ class Process:
                 action()
 
     def die(self) -> None:
-        self.dead, self.frozen, self.never_disturbed, self.backlog = True, False, False, []
+        self.dead, self.frozen, self.backlog = True, False, []
+        self.disturbed += 1
         self.life += 1
         self.deaths += 1
         rng, (soon, late) = self.world.rng, self.world.profile.restart

@@ -134,14 +134,15 @@ class RouterNode(Process):
         for node in (*world.prefills.values(), *world.decodes.values()):
             desk = node.desk
             if desk is not None and not node.dead:
-                rooms, deaths = desk.running_of(self), (node.deaths, node.never_disturbed)
-                wait = 2 * self.limits.silence_ms / 1e3 + 1.0
-                world.at(wait, lambda d=desk, r=rooms, x=deaths: self._check_stopped(d, r, x))
+                rooms, before = desk.running_of(self), node.disturbed
+                wait = 1.3 * (self.limits.silence_ms + self.limits.ping_ms) / 1e3
+                world.at(wait, lambda d=desk, r=rooms, b=before: self._check_stopped(d, r, b))
 
-    def _check_stopped(self, desk: Desk, rooms: list[int], before: tuple[int, bool]) -> None:
+    def _check_stopped(self, desk: Desk, rooms: list[int], before: int) -> None:
         """What a dead router began is stopped soon, whether or not it comes back."""
         node = desk.node
-        if (node.deaths, node.never_disturbed) == before and node.never_disturbed:
+        repeats = self.world.profile.duplicate  # a late Ping of the dead one counts as life
+        if node.disturbed == before and not node.frozen and not repeats:
             left = set(rooms) & set(desk.running_of(self))
             if left:
                 self.world.fail(f"{node.name} still runs {left} of {self.name}, which has died")

@@ -131,9 +131,10 @@ class DecodeDesk(Desk):
         fails = rng.random() < self.world.profile.engine_fails
         first = answer(self._begins[target.room.id])
         last = rng.randrange(len(first) + 1) if fails else len(first)
-        self.node.later(rng.expovariate(200.0), lambda: self._step(target, first, 0, last, fails=fails))
+        pace = rng.choice([0.01, 0.01, 0.01, 0.01, 0.3])
+        self.node.later(rng.expovariate(200.0), lambda: self._step(target, first, 0, last, pace, fails=fails))
 
-    def _step(self, target: Target, ids: list[int], done: int, last: int, *, fails: bool) -> None:
+    def _step(self, target: Target, ids: list[int], done: int, last: int, pace: float, *, fails: bool) -> None:
         """The engine generates some tokens and goes on, unless the room was dropped."""
         room, rng = target.room.id, self.world.rng
         if room in self._stopped:
@@ -147,7 +148,7 @@ class DecodeDesk(Desk):
             target.release()
             self.end(room, "engine" if fails else "length")
         else:
-            self.node.later(rng.expovariate(100.0), lambda: self._step(target, ids, upto, last, fails=fails))
+            self.node.later(rng.expovariate(1 / pace), lambda: self._step(target, ids, upto, last, pace, fails=fails))
 
     def ended(self, part: Source | Target, cause: Cause | None, detail: str, retry_ms: int) -> None:
         assert cause is not None

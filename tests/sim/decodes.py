@@ -158,7 +158,10 @@ class DecodeNode(Process):
     def _check_grant(self, peer: str, message: Grant) -> None:
         """Who keeps too much in quarantine gets nothing new, no session more than its window, no room more time."""
         session = self.core.links.sessions[message.session]
-        if len(session.leases) > session.window or message.grant - next(iter(session.leases)) >= session.window:
+        if (
+            len(session.leases) > session.window
+            or message.grant - next(iter(session.leases), message.grant) >= session.window
+        ):
             self.world.fail(f"{self.name} grants {message.grant}, outside the window of {session.window}")
         target = self.rooms[message.room]
         if abs(message.time_left_ms / 1e3 - max(0.0, target.deadline - self.clock)) > 0.01:

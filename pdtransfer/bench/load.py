@@ -75,9 +75,9 @@ def measure(
 
 
 def _meeting(side: str, peers: int, concurrency: int) -> Ranks:
-    source, target = components(
-        "mla", source_slots=_POOL_PAGES * PAGE_SIZE, target_slots=_TOKENS * max(16, 2 * concurrency // peers)
-    )
+    arenas = peers if side == "decode" else 1
+    rooms = max(16, 2 * concurrency // arenas)  # that each arena holds
+    source, target = components("mla", source_slots=_POOL_PAGES * PAGE_SIZE, target_slots=_TOKENS * rooms)
     assert _TOKENS * source.layout.row_bytes <= ROOM_BYTES_MAX
     prefill, decode = (1, peers) if side == "decode" else (peers, 1)
     return Ranks(source, target, copy_threads=1, prefill_nodes=prefill, decode_nodes=decode)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,7 +33,8 @@ LINES = tuple(
     Line(
         what,
         f"{{{name}_p99_ratio:.2f}} x",
-        f"p99 {{{name}_us_p99:,.0f}} us, quiet {{{name}_quiet_us_p99:,.0f}} us; {{{name}_count:,}} of them; aim: 2",
+        f"p99 {{{name}_us_p99:,.0f}} us, quiet {{{name}_quiet_us_p99:,.0f}} us; {{{name}_count:,}} of them, "
+        f"each {{{name}_cpu_us:,.0f}} us of prefill's CPU; aim: 2",
     )
     for name, what in _WHAT.items()
 )
@@ -45,36 +47,46 @@ def measure(*, rooms: int = 500, rounds: int = 5, connections: int = 10_000) -> 
     listener over loopback, at the lowest priority, since on a host of its own it would take none of these processors.
 
     For each attack, `rounds` times in turn: `rooms` rooms in quiet, then as many with the attack under way. Times are
-    from `expect` to READY; p99s are medians over the rounds, and so is the ratio of each round's two. `junk` holds
-    `connections` connections, `slow` 500. A room that fails ends the bench.
+    from `expect` to READY; p99s are medians over the rounds, and so is the ratio of each round's two. `cpu` is what the
+    prefill process used beyond quiet for each thing that was done to it. `junk` holds `connections` connections,
+    `slow` 500. A room that fails ends the bench.
     """
     guest = generate_pair()
     source, target = components("mla", source_slots=64 * PAGE_SIZE, target_slots=4 * _TOKENS)
     figures: Figures = {"rooms": rooms, "rounds": rounds, "connections": connections}
     with Ranks(source, target, keys=True, guest=guest) as ranks:
         whom = Target(endpoint=ranks.endpoints[0], guest=guest, component=target, connections=connections)
-        _p99_us(ranks, rooms)
+        _hand_off(ranks, rooms)
         for name in ATTACKS:
-            quiet, besieged, count = list[float](), list[float](), 0
+            pairs, count = list[tuple[_Batch, _Batch]](), 0
             for _ in range(rounds):
-                quiet.append(_p99_us(ranks, rooms))
+                quiet = _hand_off(ranks, rooms)
                 with _attack(name, whom) as done:
-                    besieged.append(_p99_us(ranks, rooms))
+                    pairs.append((quiet, _hand_off(ranks, rooms)))
                 count += done[0]
-            ratios = [one / other for one, other in zip(besieged, quiet, strict=True)]
+            ratios = [besieged.p99_us / quiet.p99_us for quiet, besieged in pairs]
+            cpu_us = sum(besieged.cpu_us - quiet.cpu_us for quiet, besieged in pairs)
             figures |= {
                 f"{name}_p99_ratio": median(ratios),
                 f"{name}_p99_ratio_max": max(ratios),
-                f"{name}_us_p99": median(besieged),
-                f"{name}_quiet_us_p99": median(quiet),
+                f"{name}_us_p99": median(besieged.p99_us for _, besieged in pairs),
+                f"{name}_quiet_us_p99": median(quiet.p99_us for quiet, _ in pairs),
                 f"{name}_count": count,
+                f"{name}_cpu_us": max(0.0, cpu_us / max(1, count)),
             }
     return figures
 
 
-def _p99_us(ranks: Ranks, rooms: int) -> float:
+class _Batch(NamedTuple):
+    """Some hand-offs, and what they and whatever else happened cost the prefill process."""
+
+    p99_us: float
+    cpu_us: float
+
+
+def _hand_off(ranks: Ranks, rooms: int) -> _Batch:
     stamps = ranks.hand_off(rooms, tokens=_TOKENS)
-    return float(np.percentile(stamps.ready - stamps.expected, 99)) / 1e3
+    return _Batch(float(np.percentile(stamps.ready - stamps.expected, 99)) / 1e3, stamps.prefill_cpu_ns / 1e3)
 
 
 @contextmanager

@@ -121,6 +121,34 @@ def test_a_revoked_key_loses_its_sessions_at_a_hangup_and_comes_back_at_another(
     keyed(case)
 
 
+def test_a_prefill_whose_key_decode_revokes_serves_it_no_more_until_it_is_listed_again(keyed: Running) -> None:
+    async def case(site: Site) -> None:
+        allow, log = site.configs["decode-0"].allow, site.log(site.decode)
+        before = allow.read_text()
+        await site.served()
+        try:
+            allow.write_text("".join(line for line in before.splitlines(keepends=True) if "prefill-0" not in line))
+            site.decode.process.send_signal(signal.SIGHUP)
+
+            async def revoked() -> bool:
+                return "its key was revoked" in site.log(site.decode)[len(log) :]
+
+            await until(revoked, "the prefill is refused")
+            answer = await site.complete("does it work")
+            assert answer.status != 200
+        finally:
+            allow.write_text(before)
+            site.decode.process.send_signal(signal.SIGHUP)
+
+        async def served() -> bool:
+            return (await site.complete("does it work")).status == 200
+
+        await until(served, "it is listed again")
+        await site.settled()
+
+    keyed(case)
+
+
 def test_a_ready_daemon_says_the_endpoint_that_its_peers_dial(keyed: Running) -> None:
     async def case(site: Site) -> None:
         public = (site.configs["prefill-0"].key.with_suffix(".pub")).read_text().split()[1]

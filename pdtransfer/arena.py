@@ -213,7 +213,9 @@ def slots_of(extents: Extents, *, first: int = 0, count: int | None = None) -> N
 
 def cut(extents: Extents, *, first: int, count: int) -> Extents:
     """The extents of the slots [first, first + count) of `extents`, in order."""
-    if len(extents) == 1 and count:
+    if not count:
+        return extents[:0]
+    if len(extents) == 1:
         return np.array([[int(extents[0, 0]) + first, count]], dtype=np.int64)
     ends = np.cumsum(extents[:, 1])
     starts = ends - extents[:, 1]

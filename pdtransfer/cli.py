@@ -188,6 +188,19 @@ def bench_verify(
     return run_verify(tokens=tokens, rooms=rooms, json=json)
 
 
+@bench.command(name="prefix")
+def bench_prefix(
+    *,
+    tokens: Annotated[int, _count("Tokens of one room.")] = 1_024,
+    rooms: Annotated[int, _count("Rooms to move, each way.")] = 500,
+    json: Json = False,
+) -> int:
+    """What the prefix cache costs rooms that share nothing, and what it spares those that do."""
+    from .bench import run_prefix
+
+    return run_prefix(tokens=tokens, rooms=rooms, json=json)
+
+
 @bench.command(name="bus")
 def bench_bus(*, rounds: Annotated[int, _count("Messages to send.")] = 20_000, json: Json = False) -> int:
     """Messages between two processes: round trip, and echoes a second."""

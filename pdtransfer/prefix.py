@@ -8,7 +8,7 @@ any more, kept in the order of their last use and the deepest first, the oldest 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import takewhile
 from math import lcm
@@ -160,12 +160,7 @@ class PrefixCache:
             blocks.append(block)
         holding.blocks = blocks
         holding.own = tuple(
-            np.concatenate(
-                [
-                    cut(extents, first=before * rows, count=(shared - before) * rows),
-                    cut(extents, first=len(blocks) * rows, count=int(extents[:, 1].sum()) - len(blocks) * rows),
-                ]
-            )
+            _without(extents, twice=(before * rows, shared * rows), end=len(blocks) * rows)
             for extents, rows in zip(holding.extents, self._rows, strict=True)
         )
 
@@ -197,19 +192,32 @@ class PrefixCache:
         for block in gone:
             del self._blocks[block.key]
         for at, free in enumerate(self.arena.free):
-            free.free(np.array([run for block in gone for run in block.runs[at]], dtype=np.int64).reshape(-1, 2))
+            free.free(_joined(sorted(run for block in gone for run in block.runs[at])))
         self.evicted_blocks += count
 
     @staticmethod
     def _extents(blocks: Sequence[Block], component: int, own: Extents) -> Extents:
-        """All rows of a component in order; blocks that lie side by side become one extent."""
-        runs: list[list[int]] = []
-        for start, count in (run for block in blocks for run in block.runs[component]):
-            if runs and sum(runs[-1]) == start:
-                runs[-1][1] += count
-            else:
-                runs.append([start, count])
-        return np.concatenate([np.array(runs, dtype=np.int64).reshape(-1, 2), own])
+        """All rows of a component in order."""
+        return np.concatenate([_joined(run for block in blocks for run in block.runs[component]), own])
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Extents:
+    """The same slots in the same order; runs that lie side by side become one."""
+    joined: list[list[int]] = []
+    for start, count in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1][1] += count
+        else:
+            joined.append([start, count])
+    return np.array(joined, dtype=np.int64).reshape(-1, 2)
+
+
+def _without(extents: Extents, *, twice: tuple[int, int], end: int) -> Extents:
+    """What a room keeps to itself: the slots [first, end) of what has come twice, and all from `end` on."""
+    rest = cut(extents, first=end, count=int(extents[:, 1].sum()) - end)
+    if twice[0] == twice[1]:
+        return rest
+    return np.concatenate([cut(extents, first=twice[0], count=twice[1] - twice[0]), rest])
 
 
 def _pieces(extents: Extents, *, first: int, size: int, count: int) -> list[tuple[tuple[int, int], ...]]:

@@ -19,6 +19,7 @@ from pdtransfer.bench import (
     load,
     models,
     plan,
+    prefix,
     report,
     run_plan,
     siege,
@@ -95,6 +96,15 @@ def test_a_memcpy_is_timed(ranks: Ranks) -> None:
 
 
 # The benches
+
+
+def test_prefix_sets_rooms_with_the_cache_beside_rooms_without(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = prefix.measure(tokens=130, rooms=8, rounds=2)
+    assert (figures["rest_tokens"], figures["saved_share"]) == (2, 128 / 130)
+    for name in ("off", "own", "shared"):
+        assert 0 < float(figures[f"{name}_handoff_us"]) < float(figures[f"{name}_ready_us"])
+        assert float(figures[f"{name}_cpu_us"]) > 0
+    assert "98% of the bytes do not cross" in told(prefix.LINES, figures, capsys)
 
 
 def test_handoff_sets_latency_beside_a_bare_round_trip(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,13 @@ def run_verify(*, tokens: int, rooms: int, json: bool) -> int:
     return show(verify.measure(tokens=tokens, rooms=rooms), verify.LINES, json=json)
 
 
+def run_prefix(*, tokens: int, rooms: int, json: bool) -> int:
+    """Prompts that decode remembers."""
+    from . import prefix
+
+    return show(prefix.measure(tokens=tokens, rooms=rooms), prefix.LINES, json=json)
+
+
 def run_bus(*, rounds: int, json: bool) -> int:
     """Messages between two processes."""
     from . import bus

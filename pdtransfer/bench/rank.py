@@ -41,7 +41,8 @@ _PAGE_STEP = 7  # rooms take every 7th page: what was just read is not read agai
 class Batch(NamedTuple):
     """Rooms first .. first + rooms - 1 of `tokens` tokens each, `at_once` of them under way.
 
-    Where `abort_s` is not empty decode aborts its i-th room so many seconds after it was expected.
+    Where `abort_s` is not empty decode aborts its i-th room so many seconds after it was expected. `shared`, if given,
+    is how many tokens of every prompt are the same, -1: decode knows no prompts.
     """
 
     first: int
@@ -49,6 +50,7 @@ class Batch(NamedTuple):
     tokens: int
     at_once: int
     abort_s: tuple[float, ...] = ()
+    shared: int = -1
 
 
 class Stall(NamedTuple):
@@ -302,9 +304,13 @@ class _DecodeRank(_Rank):
                 raise AssertionError(order)
 
     def start(self, room: int) -> None:
+        tokens, shared, node = self._batch.tokens, self._batch.shared, self._of(room)
+        prompt = np.arange(tokens, dtype="<u4")
+        prompt[max(0, shared) :] += room * tokens
         self._expected[room - self._batch.first] = time.monotonic_ns()
         source = self._endpoints[room % len(self._endpoints)]
-        self._of(room).expect(room, tokens=self._batch.tokens, sources=(source,), time_left_s=_ROOM_SECONDS)
+        keys = node.core.cache.keys(prompt.tobytes(), b"") if shared >= 0 else ()
+        node.expect(room, tokens=tokens, sources=(source,), time_left_s=_ROOM_SECONDS, keys=keys)
         if self._batch.abort_s:
             self._loop.call_later(self._batch.abort_s[room - self._batch.first], self._abort, room)
 

@@ -115,12 +115,15 @@ class Ranks:
         stamps = self._hand_off(len(abort_s), tokens, 1, tuple(abort_s))
         return (stamps.ready - stamps.expected)[stamps.expected > 0]
 
-    def hand_off(self, rooms: int, *, tokens: int, at_once: int = 1) -> Stamps:
-        """Moves `rooms` rooms of `tokens` tokens, `at_once` of them under way at any time."""
-        return self._hand_off(rooms, tokens, at_once, ())
+    def hand_off(self, rooms: int, *, tokens: int, at_once: int = 1, shared: int = -1) -> Stamps:
+        """Moves `rooms` rooms of `tokens` tokens, `at_once` of them under way at any time.
 
-    def _hand_off(self, rooms: int, tokens: int, at_once: int, abort_s: tuple[float, ...]) -> Stamps:
-        batch = Batch(self._next_room, rooms, tokens, at_once, abort_s)
+        Of each prompt `shared` tokens are those of every other; -1: decode knows none, and keeps nothing.
+        """
+        return self._hand_off(rooms, tokens, at_once, (), shared)
+
+    def _hand_off(self, rooms: int, tokens: int, at_once: int, abort_s: tuple[float, ...], shared: int = -1) -> Stamps:
+        batch = Batch(self._next_room, rooms, tokens, at_once, abort_s, shared)
         self._next_room += rooms
         self._prefill.send(batch)
         self._decode.send(batch)

@@ -191,7 +191,7 @@ def bench_verify(
 @bench.command(name="prefix")
 def bench_prefix(
     *,
-    tokens: Annotated[int, _count("Tokens of one room.")] = 1_024,
+    tokens: Annotated[int, _count("Tokens of one room.")] = 80,
     rooms: Annotated[int, _count("Rooms to move, each way.")] = 500,
     json: Json = False,
 ) -> int:

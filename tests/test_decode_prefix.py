@@ -61,6 +61,15 @@ def test_a_prompt_that_has_landed_crosses_only_from_where_the_next_one_differs()
     assert [len(second.slots[name]) for name in ("kv", "c4")] == [21, 6]
 
 
+def test_a_room_shares_with_one_that_was_ready_the_moment_before() -> None:
+    one = end()
+    ready(one, granted(one, 1, PROMPT))
+    assert granted(one, 2, PROMPT).prefix == 16
+    assert one.core.next_tick() is not None
+    one.tick(0.0)
+    assert granted(one, 3, PROMPT).prefix == 16
+
+
 def test_a_prompt_that_is_all_there_is_granted_without_parts() -> None:
     one = end()
     ready(one, granted(one, 1, PROMPT[:16]))

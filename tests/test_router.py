@@ -410,7 +410,7 @@ def test_a_failure_in_midstream_is_an_error_event_and_no_done() -> None:
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_client_that_does_not_read_disturbs_nobody_and_loses_its_place(leaves: bool) -> None:
     async def case() -> None:
-        async with site(limits=replace(LIMITS, room_deadline_ms=10_000 if leaves else 3_000)) as it:
+        async with site(limits=replace(LIMITS, room_deadline_ms=30_000 if leaves else 6_000)) as it:
             it.decode[0].piece = 4_000
             client = socket.socket()
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)

@@ -64,6 +64,7 @@ class DecodeSessions:
         self.draining = False
         self._out: list[DecodeEffect] = []
         self._waiting: dict[str, dict[int, Room]] = {}  # peer -> rooms without a place in its window, oldest first
+        self._unkept: dict[int, Room] = {}  # READY, and their prompts not yet in the cache
         self._gaps: dict[int, str] = {}  # rooms that their sources do not cover: they fail before anything is leased
         self._coverage = Coverage(self.arena.components, limits.sessions_max)
         self._arena_bytes = sum(c.bytes_of(c.layout.slots) for c in self.arena.components)
@@ -115,7 +116,7 @@ class DecodeSessions:
             raise LocalProtocolError(f"sources: {list(sources)} names no rank, or one twice")
         rows = tuple(c.rows(tokens + growth) for c in self.arena.components)
         demand = Demand(rows, sent_bytes(self.arena.components, tokens=tokens, prefix=prefix), keys)
-        room = Room(room_id, tokens, prefix, rows, demand, tuple(sources), deadline, enable_hisparse, unkept=keys)
+        room = Room(room_id, tokens, prefix, rows, demand, tuple(sources), deadline, enable_hisparse, keys=keys)
         if self.draining:
             return [RoomFailed(room_id, Cause.SHUTDOWN, "this node is draining")]
         try:
@@ -312,6 +313,8 @@ class DecodeSessions:
             if refusal is not None:
                 self._fail(room, *refusal, now)
                 continue
+            for landed in list(self._unkept.values()):  # so that it shares with all that were READY before
+                self._keep(landed)
             holding = self.admission.admit(now)
             if holding is None:
                 return
@@ -331,17 +334,18 @@ class DecodeSessions:
         room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.COMPLETE)
         self.admission.landed(room.demand, room.holding)
         self.links.timers.clear(("room", room.id, 0))
-        if room.unkept:
+        if room.keys:
+            self._unkept[room.id] = room
             self.links.timers.set(("keep", room.id, 0), now)  # a turn later: the engine need not wait for it
         slots = room.slots_of(self.arena.components)
         self._out.append(Ready(room.id, slots, room.aux, sum(lease.kv_bytes for lease in room.leases), room.prefix))
 
     def _keep(self, room: Room) -> None:
         """The prompt of a READY room enters the cache, once."""
-        if room.unkept:
+        if self._unkept.pop(room.id, None) is not None:
             assert room.holding is not None
-            self.cache.keep(room.holding, room.unkept)
-            room.unkept = ()
+            self.cache.keep(room.holding, room.keys)
+            self.links.timers.clear(("keep", room.id, 0))
 
     def _room_of(self, lease: LeaseEntry) -> Room | None:
         """The room that this lease may still complete or fail: the one that holds it, while it lands."""
@@ -371,7 +375,6 @@ class DecodeSessions:
     def _close(self, room: Room) -> None:
         del self.rooms[room.id]
         self.links.timers.clear(("room", room.id, 0))
-        self.links.timers.clear(("keep", room.id, 0))
         if room.holding is not None:
             self.cache.drop(room.holding)
 

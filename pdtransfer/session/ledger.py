@@ -157,7 +157,7 @@ class Room:
     leases: list[LeaseEntry] = field(default_factory=list[LeaseEntry])
     aux: bytes = b""
     verifying: int = 0  # grants that are being read back
-    unkept: tuple[bytes, ...] = ()  # keys of its prompt's blocks, until that is in the cache
+    keys: tuple[bytes, ...] = ()  # of its prompt's blocks
 
     def slots_of(self, components: Sequence[Component]) -> dict[str, NDArray[np.int64]]:
         """A slot for each row, growth included, by the component's name."""

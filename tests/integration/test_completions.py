@@ -12,6 +12,7 @@ from pdtransfer.engine.reference import Generation
 from tests.integration.fleets import (
     ENGINE,
     LIMITS,
+    SLOTS,
     TOKENS,
     Running,
     Site,
@@ -20,6 +21,7 @@ from tests.integration.fleets import (
     open_files,
     prompts,
     running,
+    until,
 )
 
 FLEETS = {
@@ -130,6 +132,11 @@ def test_what_two_prompts_share_crosses_once_unless_their_salts_differ(pair: tup
         assert decode["pdtransfer_prefix_queried_tokens_total"] >= 512
         assert decode["pdtransfer_prefix_tokens"] >= 256
         assert decode["pdtransfer_prefix_used_tokens"] == 0
+
+        async def all_free() -> bool:
+            return (await site.metrics(site.router))["pdtransfer_worker_slots_free{decode}"] == SLOTS
+
+        await until(all_free, "the router to hear that what is cached is free")
 
     on(case)
 

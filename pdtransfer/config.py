@@ -25,6 +25,8 @@ from .engine.base import EngineConfig
 from .errors import ConfigError
 from .keys import Endpoint, is_loopback
 from .limits import LIMIT_BOUNDS, LIMIT_COUNT, LIMIT_MILLISECONDS, NAME_LENGTH_MAX, TOKENS_MAX, Limits
+from .ranks import FREE, SIZE_MAX, check_ranks
+from .wire import Ranks
 
 PREFIX = "PDTRANSFER_"
 PAGE_SIZE_MAX = 65_536
@@ -142,6 +144,11 @@ class WorkerConfig(NodeConfig):
     page_size: Annotated[int, _help("Tokens a page; a power of two.")] = 64
     host_layout: Annotated[HostLayout, _help("How the pool or the arena is laid out.")] = "layer_first"
     device: Annotated[str, _help("Where the engine computes: cpu, cuda or cuda:N.")] = "cpu"
+    tp_size: Annotated[int, _help("Processes that share the heads of each layer.")] = 1
+    tp_rank: Annotated[int, _help("Which of them this is; rank 0 leads, and is the one that routers name.")] = 0
+    group: Annotated[
+        str, _help("host:port where the leader waits for its ranks; by default it starts them itself, on this host.")
+    ] = ""
 
     def __post_init__(self) -> None:
         # Zero-argument super() does not work in a dataclass with slots before Python 3.14.
@@ -159,6 +166,27 @@ class WorkerConfig(NodeConfig):
         _bound("slots", self.slots, 1, SLOTS_MAX)
         if self.slots % self.page_size:
             raise ConfigError(f"slots = {self.slots}: must be a multiple of page_size {self.page_size}")
+        check_ranks(self.ranks, self.group, insecure=self.insecure)
+        if not self.leads:
+            # What a leader listens on by default, it has already where all ranks are on one host.
+            for each in fields(self):
+                if each.name in FREE and getattr(self, each.name) == each.default:
+                    object.__setattr__(self, each.name, FREE[each.name])
+
+    @property
+    def ranks(self) -> Ranks:
+        """This process's place in its worker."""
+        return Ranks(self.tp_rank, self.tp_size)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the worker is several processes."""
+        return self.ranks.tp_size * self.ranks.pp_size > 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether routers talk to this process."""
+        return self.ranks.tp_rank == self.ranks.pp_rank == 0
 
     @property
     def engine_options(self) -> dict[str, str]:
@@ -180,11 +208,18 @@ class PrefillConfig(WorkerConfig):
     transport: Annotated[Literal["shm"], _help("How bytes reach decode's arena.")] = "shm"
     chunk_tokens: Annotated[int, _help("Tokens that are computed, and offered to decode, at a time.")] = 512
     copy_threads: Annotated[int, _help("Threads that copy rows into arenas.")] = 2
+    pp_size: Annotated[int, _help("Stages that share the layers, each of tp_size processes.")] = 1
+    pp_rank: Annotated[int, _help("Which of them this is.")] = 0
 
     def __post_init__(self) -> None:
         WorkerConfig.__post_init__(self)
         _bound("chunk_tokens", self.chunk_tokens, 1, TOKENS_MAX)
         _bound("copy_threads", self.copy_threads, 1, 64)
+
+    @property
+    def ranks(self) -> Ranks:
+        """This process's place in its worker."""
+        return Ranks(self.tp_rank, self.tp_size, self.pp_rank, self.pp_size)
 
     @property
     def engine_config(self) -> EngineConfig:
@@ -291,8 +326,12 @@ class DemoConfig:
     max_tokens: Annotated[int, _help("Tokens to generate for each.")] = 32
     seed: Annotated[int, _help("Decides the prompts.")] = 0
     attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
-    prefill: Annotated[int, _help("Prefill daemons.")] = 1
-    decode: Annotated[int, _help("Decode daemons.")] = 1
+    engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
+    prefill: Annotated[int, _help("Prefill workers.")] = 1
+    decode: Annotated[int, _help("Decode workers.")] = 1
+    prefill_tp: Annotated[int, _help("Processes of a prefill worker that share the heads of each layer.")] = 1
+    prefill_pp: Annotated[int, _help("Stages of a prefill worker that share the layers.")] = 1
+    decode_tp: Annotated[int, _help("Processes of a decode worker that share the heads of each layer.")] = 1
     prefill_page_size: Annotated[int, _help("Tokens a page of prefill's pool; a power of two.")] = 64
     decode_page_size: Annotated[int, _help("Tokens a page of decode's arena; a power of two.")] = 1
     prefill_layout: Annotated[HostLayout, _help("How prefill's pool is laid out.")] = "layer_first"
@@ -309,6 +348,10 @@ class DemoConfig:
         _bound("seed", self.seed, 0, (1 << 63) - 1)
         _bound("prefill", self.prefill, 1, 64)
         _bound("decode", self.decode, 1, 64)
+        for option in self.engine_option:
+            _match("engine_option", option, r"[\w.-]+=.*", "name=value")
+        for name in ("prefill_tp", "prefill_pp", "decode_tp"):
+            _bound(name, getattr(self, name), 1, SIZE_MAX)
         _power_of_two("prefill_page_size", self.prefill_page_size, PAGE_SIZE_MAX)
         _power_of_two("decode_page_size", self.decode_page_size, PAGE_SIZE_MAX)
 

@@ -1,4 +1,4 @@
-"""The processes of the prefill and decode daemons: engine, node and sockets, and the way to an end."""
+"""The processes of the prefill and decode daemons: engine, node and sockets, ranks, and the way to an end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import asyncio
 import importlib
 import json
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, cast
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -15,9 +19,14 @@ from prometheus_client import CollectorRegistry
 from . import engine_thread, process
 from .config import DecodeConfig, PrefillConfig
 from .decode_daemon import DecodeDaemon
-from .engine.base import DecodeEngine, EngineCard, EngineConfig, PrefillEngine
+from .engine.base import DecodeEngine, EngineCard, EngineConfig
 from .engine_thread import Order, Quit
 from .errors import Cause, ConfigError
+from .follower import DecodeFollower, PrefillFollower
+from .group import frames, meeting
+from .group.frames import Abort, Asked, Bound, Frame, Start, Turn
+from .group.lead import Lead
+from .group.link import Link
 from .http import Health, Listener, application
 from .keys import AllowList, KeyPair
 from .memory import Arena
@@ -25,16 +34,22 @@ from .node import NodeSettings
 from .port import Port
 from .prefill_daemon import PrefillDaemon
 from .signals import Stop, reload_on_hangup
+from .wire import Member
+
+if TYPE_CHECKING:
+    from .group.gloo import Gloo
 
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.05
 JOIN_S = 5.0  # an engine's step is over by then
+LOSS_S = 1.0  # how much later than the engine's thread the link to a dead rank may be known to be dead
 
-Daemon = PrefillDaemon | DecodeDaemon
+Config = PrefillConfig | DecodeConfig
+Daemon = PrefillDaemon | DecodeDaemon | PrefillFollower | DecodeFollower
 
 
-def _settings(config: PrefillConfig | DecodeConfig, card: EngineCard) -> NodeSettings:
+def _settings(config: Config, card: EngineCard, group: tuple[Member, ...] = ()) -> NodeSettings:
     """The node's part of a daemon's config. Raises ConfigError for keys that can't be read."""
     return NodeSettings(
         node=config.node,
@@ -43,6 +58,8 @@ def _settings(config: PrefillConfig | DecodeConfig, card: EngineCard) -> NodeSet
         keys=KeyPair.read(config.key) if config.key is not None else None,
         allowed=AllowList.read(config.allow) if config.key is not None and config.allow is not None else None,
         insecure=config.insecure,
+        ranks=config.ranks,
+        group=group,
         limits=config.limits,
     )
 
@@ -59,25 +76,30 @@ def create_engine(path: str, config: EngineConfig) -> Any:
 
 def run_prefill(config: PrefillConfig) -> int:
     """Runs until SIGTERM or SIGINT; returns the exit status."""
-
-    async def make(registry: CollectorRegistry, _: Stop) -> PrefillDaemon:
-        engine = cast("PrefillEngine", create_engine(config.engine, config.engine_config))
-        return PrefillDaemon(config, _settings(config, engine.card), engine, Port[Order](), registry)
-
-    return uvloop.run(_serve(config, make))
+    return _run(config)
 
 
 def run_decode(config: DecodeConfig) -> int:
     """Runs until SIGTERM or SIGINT; returns the exit status."""
+    return _run(config)
 
-    async def make(registry: CollectorRegistry, stop: Stop) -> DecodeDaemon:
-        engine = cast("DecodeEngine", create_engine(config.engine, config.engine_config))
-        arena = Arena.create(engine.card.memory_bytes, huge_pages=config.huge_pages, name=config.node)
-        await asyncio.to_thread(_prefault, arena, stop.asked.is_set)
-        engine.attach(arena.mapping.view[: engine.card.memory_bytes])
-        return DecodeDaemon(config, _settings(config, engine.card), engine, arena, Port[Order](), registry)
 
-    return uvloop.run(_serve(config, make))
+def _run(config: Config) -> int:
+    status = uvloop.run(_serve(config))
+    if status and config.grouped:
+        # The engine's thread may wait for a rank that is gone, or frozen, and nothing would ever end that wait.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(status)
+    return status
+
+
+async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: Stop) -> Arena:
+    """The arena of a decode rank, which its engine reads from now on."""
+    arena = Arena.create(engine.card.memory_bytes, huge_pages=config.huge_pages, name=config.node)
+    await asyncio.to_thread(_prefault, arena, stop.asked.is_set)
+    engine.attach(arena.mapping.view[: engine.card.memory_bytes])
+    return arena
 
 
 def _prefault(arena: Arena, stop: Callable[[], bool]) -> None:
@@ -93,49 +115,93 @@ def _prefault(arena: Arena, stop: Callable[[], bool]) -> None:
     arena.prefault(progress, stop)
 
 
-async def _serve(
-    config: PrefillConfig | DecodeConfig, make: Callable[[CollectorRegistry, Stop], Awaitable[Daemon]]
-) -> int:
+@dataclass(slots=True, eq=False)
+class Shared:
+    """What a process has before and besides its daemon."""
+
+    stop: Stop
+    registry: CollectorRegistry
+    http: str = ""
+    daemon: Daemon | None = None
+    died: asyncio.Event = field(default_factory=asyncio.Event)  # the engine did, or the group
+
+
+async def _serve(config: Config) -> int:
     """From the first line to the last: sockets, engine, node, then whatever peers and signals bring."""
     process.prepare()
-    stop, died = Stop(), asyncio.Event()
-    registry, daemon = CollectorRegistry(), None
-    listener = Listener(application(lambda: _health(config, daemon, stop), registry))
+    shared = Shared(Stop(), CollectorRegistry())
+    listener = Listener(application(lambda: _health(config, shared), shared.registry))
     try:
-        http = await listener.open(config.http) if config.http else ""
-        daemon = await make(registry, stop)
-        try:
-            await _live(config, daemon, http, stop, died)
-        finally:
-            daemon.desk.ticker.stop()
-            await daemon.node.close()
+        shared.http = await listener.open(config.http) if config.http else ""
+        gloo = _collectives(config)
+        given = config.engine_config if gloo is None else replace(config.engine_config, group=gloo)
+        engine = create_engine(config.engine, given)
+        arena = await _arena(config, engine, shared.stop) if isinstance(config, DecodeConfig) else None
+        if config.leads:
+            async with meeting.leading(config, engine.card, gloo, shared.stop.asked) as group:
+                await _lead(config, shared, engine, arena, group)
+        else:
+            assert gloo is not None
+            link = await meeting.following(config, engine.card, gloo, shared.stop.asked)
+            await _follow(config, shared, engine, arena, link)
+    except meeting.StoppedError:
+        pass
     finally:
         await listener.close()
-        stop.close()
-    return 1 if died.is_set() else 0
+        shared.stop.close()
+    return 1 if shared.died.is_set() else 0
 
 
-async def _live(
-    config: PrefillConfig | DecodeConfig, daemon: Daemon, http: str, stop: Stop, died: asyncio.Event
-) -> None:
-    """Serves until it is asked to stop or the engine dies, and lets what is under way end."""
-    loop = asyncio.get_running_loop()
+def _collectives(config: Config) -> Gloo | None:
+    """How the engines of a group meet: a process that is alone never loads it."""
+    if not config.grouped:
+        return None
+    from .group.gloo import Gloo
+
+    return Gloo(config.ranks)
+
+
+async def _lead(config: Config, shared: Shared, engine: Any, arena: Arena | None, group: Lead) -> None:
+    """Serves routers until it is asked to stop, the engine dies or a rank is lost; lets what is under way end."""
+    members = () if group.nobody else await group.members(config.node)
+    settings, port = _settings(config, engine.card, members), Port[Order]()
+    if isinstance(config, PrefillConfig):
+        daemon = PrefillDaemon(config, settings, engine, port, shared.registry, group)
+    else:
+        assert arena is not None
+        daemon = DecodeDaemon(config, settings, engine, arena, port, shared.registry, group)
+    try:
+        await _live(config, shared, daemon)
+    finally:
+        daemon.desk.ticker.stop()
+        await daemon.node.close()
+
+
+async def _live(config: Config, shared: Shared, daemon: PrefillDaemon | DecodeDaemon) -> None:
+    loop, stop, died, group = asyncio.get_running_loop(), shared.stop, shared.died, daemon.group
     daemon.port.attach(loop)
+    reload_on_hangup(config.allow if config.key is not None else None, daemon.node.allow)
     reload_on_hangup(config.allow if config.key is not None else None, daemon.node.allow)
     endpoint = _public(config) + await daemon.node.bus.bind(config.bind)
     thread = engine_thread.start(daemon.thread, lambda _: _call(loop, died.set))
+    group.asked = stop.asked.set
+    shared.daemon = daemon
     log.info("%s %s is ready at %s", config.role, config.node, endpoint)
     if config.json:
-        ready = {"ready": True, "role": config.role, "node": config.node, "endpoint": endpoint, "http": http}
+        own = {"node": config.node, "endpoint": endpoint, "http": shared.http}
+        ready = {"ready": True, "role": config.role, **own, "ranks": [own, *group.described()]}
         print(json.dumps(ready), flush=True)
-    waits = [asyncio.ensure_future(event.wait()) for event in (stop.asked, died)]
-    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
+    await _first(stop.asked, died, group.lost)
     daemon.node.core.drain()
-    while not (daemon.idle or stop.hurried.is_set() or died.is_set()):
+    while not (daemon.idle or stop.hurried.is_set() or died.is_set() or group.lost.is_set()):
         daemon.desk.run([])
         await asyncio.sleep(DRAIN_POLL_S)
+    if died.is_set() and not group.nobody:
+        await _within(group.lost.wait(), LOSS_S)  # the thread hears of a dead rank before its link does
+    if group.lost.is_set():
+        log.error("%s: this worker ends", group.why)
+        died.set()
+        daemon.end_all(Cause.ENGINE, group.why)
     cause = Cause.ENGINE if died.is_set() else Cause.SHUTDOWN
     daemon.desk.run(daemon.desk.service.goodbye(cause.value))
     daemon.port.tell(Quit())
@@ -143,7 +209,77 @@ async def _live(
         await asyncio.to_thread(thread.join, JOIN_S)
 
 
-def _public(config: PrefillConfig | DecodeConfig) -> str:
+async def _follow(config: Config, shared: Shared, engine: Any, arena: Arena | None, link: Link) -> None:
+    """Does what the leader says until it says that all is over, or is gone."""
+    loop, settings = asyncio.get_running_loop(), _settings(config, engine.card)
+    if isinstance(config, PrefillConfig):
+        daemon = PrefillFollower(config, settings, engine, link, shared.registry)
+    else:
+        assert arena is not None
+        daemon = DecodeFollower(config, settings, engine, arena, link, shared.registry)
+    over = asyncio.Event()
+    try:
+        daemon.port.attach(loop)
+        reload_on_hangup(config.allow if config.key is not None else None, daemon.node.allow)
+        endpoint = _public(config) + await daemon.node.bus.bind(config.bind)
+        thread = engine_thread.start(daemon.thread, lambda _: _call(loop, shared.died.set))
+        link.send(Bound(endpoint, shared.http))
+        shared.daemon = daemon
+        log.info("%s %s follows at %s", config.role, config.node, endpoint)
+        if config.json:
+            ready = {"ready": True, "role": config.role, "node": config.node, "endpoint": endpoint, "http": shared.http}
+            print(json.dumps(ready), flush=True)
+        listening = asyncio.create_task(link.listen(lambda frame: _obey(daemon, over, frame)))
+        listening.add_done_callback(lambda _: over.set())
+        await _first(shared.stop.asked, shared.died, over)
+        if shared.stop.asked.is_set():
+            link.send(Asked())
+        await _first(shared.stop.hurried, shared.died, over)
+        if listening.done() or not over.is_set():
+            log.error("the leader is lost: %s", listening.result() if listening.done() else "this rank ends before it")
+            shared.died.set()
+        else:
+            await _within(_idle(daemon), JOIN_S)
+            daemon.port.tell([Quit()])
+            await asyncio.to_thread(thread.join, JOIN_S)
+    finally:
+        await daemon.node.close()
+        await link.close()
+
+
+def _obey(daemon: PrefillFollower | DecodeFollower, over: asyncio.Event, frame: Frame) -> None:
+    match frame:
+        case Start(begin):
+            daemon.start(begin)
+        case Turn():
+            daemon.turn(frame)
+        case Abort(room, cause, detail):
+            daemon.abort(room, Cause.of(cause), detail)
+        case frames.Quit():
+            over.set()
+        case _:
+            raise AssertionError(f"a leader says no {type(frame).__name__}")
+
+
+async def _idle(daemon: PrefillFollower | DecodeFollower) -> None:
+    while not daemon.idle:  # noqa: ASYNC110
+        await asyncio.sleep(DRAIN_POLL_S)
+
+
+async def _within(wait: Coroutine[Any, Any, object], seconds: float) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(wait, seconds)
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Waits for any of them."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+def _public(config: Config) -> str:
     """What stands before an endpoint that wants keys."""
     return f"{KeyPair.read(config.key).public}@" if config.key is not None else ""
 
@@ -152,10 +288,13 @@ def _call(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     loop.call_soon_threadsafe(call)
 
 
-def _health(config: PrefillConfig | DecodeConfig, daemon: Daemon | None, stop: Stop) -> Health:
+def _health(config: Config, shared: Shared) -> Health:
     detail: dict[str, object] = {"role": config.role, "node": config.node}
-    if daemon is None:
+    if shared.daemon is None:
         return Health(False, detail | {"starting": True})
-    load = daemon.load()
-    detail |= {"draining": load.draining, "rooms": load.rooms_running, "slots_free": load.slots_free}
-    return Health(not stop.asked.is_set(), detail)
+    if not config.leads:
+        detail["follows"] = True
+    elif isinstance(shared.daemon, PrefillDaemon | DecodeDaemon):
+        load = shared.daemon.load()
+        detail |= {"draining": load.draining, "rooms": load.rooms_running, "slots_free": load.slots_free}
+    return Health(not shared.stop.asked.is_set(), detail)

@@ -1,4 +1,8 @@
-"""A decode daemon: KV in, tokens out. The node lands rooms in the arena, the engine generates from where they lie."""
+"""A decode daemon: KV in, tokens out. The node lands rooms in the arena, the engine generates from where they lie.
+
+Where this process leads a group of ranks, each expects the room in an arena of its own: a room is admitted when it is
+READY on all, and fails on all when it fails on one.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ from .effects import Ready, RoomFailed
 from .engine.base import Broken, DecodeEngine, Finished, Request, Token
 from .engine_thread import Cancel, DecodeOutcome, Dropped, Generate, Order
 from .errors import Cause, LocalProtocolError, RemoteProtocolError
+from .group import frames
+from .group.lead import Follower, Lead
 from .limits import TEXT_LENGTH_MAX
 from .memory import Arena
 from .node import DecodeNode, NodeSettings
@@ -32,10 +38,26 @@ class Work:
     """One room that decodes, or will."""
 
     request: Request
-    ready_ns: int = 0
-    kv_bytes: int = 0
+    begin: Begin
+    landing: Ready | None = None  # in this rank's own arena
+    ranks_ready: int = 0
+    ready_ns: int = 0  # on all of them: it generates
+    kv_bytes: int = 0  # of all of them
     prefix: int = 0  # tokens that did not cross
     dropped: tuple[Cause, str] | None = None  # why it is to end early
+
+
+def expect(node: DecodeNode, begin: Begin, request: Request) -> None:
+    """What one rank leases for a room: the same on every rank of a group."""
+    node.expect(
+        begin.room,
+        tokens=len(request.prompt),
+        sources=begin.peers,
+        time_left_s=begin.time_left_ms / 1e3,
+        growth=begin.sampling.max_tokens,
+        keys=node.core.cache.keys(begin.prompt, begin.salt),
+        enable_hisparse=begin.enable_hisparse,
+    )
 
 
 class DecodeDaemon:
@@ -49,8 +71,10 @@ class DecodeDaemon:
         arena: Arena,
         port: Port[Order],
         registry: CollectorRegistry,
+        group: Lead | None = None,
     ) -> None:
-        self.config, self._engine, self.port = config, engine, port
+        self.config, self._engine, self.port, self.group = config, engine, port, group or Lead()
+        self.group.heard = self._reported
         card = engine.card
         self.node = DecodeNode(
             settings,
@@ -62,12 +86,14 @@ class DecodeDaemon:
             prefix_cache=config.prefix_cache,
             verify=config.verify,
             others=self._receive,
+            leased=self._leased,
         )
         service = Service(self.node.core.links.identity, config.limits)
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
         self._work: dict[int, Work] = {}
         self.metrics = DecodeMetrics(self.node, registry)
-        self.thread = engine_thread.DecodeThread(engine, port, self._heard)
+        turns = engine_thread.leading(engine, port, self.group.turn)
+        self.thread = engine_thread.DecodeThread(engine, port, self._heard, turns)
 
     @property
     def idle(self) -> bool:
@@ -111,22 +137,30 @@ class DecodeDaemon:
         except (ValueError, RemoteProtocolError) as error:
             self._end(failure(begin.room, Cause.REFUSED, str(error)))
             return
-        self._work[begin.room] = Work(request)
-        self.node.expect(
-            begin.room,
-            tokens=len(request.prompt),
-            sources=begin.peers,
-            time_left_s=begin.time_left_ms / 1e3,
-            growth=begin.sampling.max_tokens,
-            keys=self.node.core.cache.keys(begin.prompt, begin.salt),
-            enable_hisparse=begin.enable_hisparse,
-        )
+        self._work[begin.room] = Work(request, begin)
+        expect(self.node, begin, request)
+
+    def _leased(self, room: int) -> None:
+        """The other ranks wait for slots in the order in which this one got its own: two rooms that each had some
+        would wait for one another."""
+        work = self._work.get(room)
+        if work is not None:
+            self.group.start(work.begin)
 
     def _stop(self, room: int, cause: Cause) -> None:
-        if room in self._work and self._work[room].ready_ns:
+        work = self._work.get(room)
+        if work is not None and work.ready_ns:
             self._drop(room, cause, "the router gave it up")
         else:
-            self.node.abort(room, cause, "the router gave it up")
+            self._fail(room, cause, "the router gave it up")
+
+    def end_all(self, cause: Cause, detail: str) -> None:
+        """The worker cannot go on: ends what is under way, for the routers to hear why. No engine steps any more."""
+        for room in list(self._work):
+            if self._work[room].ready_ns:
+                self._close(room, cause.value, detail)
+            else:
+                self._fail(room, cause, detail)
 
     def _drop(self, room: int, cause: Cause, detail: str) -> None:
         """Of a READY room: its slots are the engine's until Dropped."""
@@ -135,14 +169,47 @@ class DecodeDaemon:
 
     def _told(self, event: Ready | RoomFailed) -> None:
         match event:
-            case Ready(room, slots, aux, kv_bytes, prefix):
+            case Ready(room):
                 work = self._work[room]
-                work.ready_ns, work.kv_bytes, work.prefix = time.monotonic_ns(), kv_bytes, prefix
-                self.metrics.rooms.kv_bytes.inc(kv_bytes)
-                self.port.tell(Generate(work.request, slots, aux))
+                work.landing, work.prefix = event, event.prefix
+                self.metrics.rooms.kv_bytes.inc(event.kv_bytes)
+                self._ready(room, event.kv_bytes)
             case RoomFailed(room, cause, detail, retry_ms):
-                del self._work[room]
-                self._end(failure(room, cause, detail, retry_ms))
+                self._fail(room, cause, detail, retry_ms)
+
+    def _reported(self, follower: Follower, report: frames.Report) -> None:
+        """What has become of a room on another rank."""
+        match report:
+            case frames.Ready(room, kv_bytes):
+                self._ready(room, kv_bytes)
+            case frames.Failed(room, cause, detail, retry_ms):
+                self._fail(room, Cause.of(cause), f"{follower.name}: {detail}", retry_ms)
+            case _:
+                raise AssertionError(report)
+
+    def _ready(self, room: int, kv_bytes: int) -> None:
+        """On one rank; it generates once it is on all."""
+        work = self._work.get(room)
+        if work is None:
+            return  # It has failed since.
+        work.ranks_ready += 1
+        work.kv_bytes += kv_bytes
+        if work.ranks_ready == self.group.size:
+            assert work.landing is not None
+            work.ready_ns = time.monotonic_ns()
+            self.port.tell(Generate(work.request, work.landing.slots, work.landing.aux))
+
+    def _fail(self, room: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        """Before it generates: on every rank, for the first reason that there is."""
+        work = self._work.pop(room, None)
+        if work is None:
+            return
+        self._end(failure(room, cause, detail, retry_ms))
+        self.group.abort(room, cause, detail)
+        if work.landing is None:
+            self.node.abort(room, cause, detail)
+        else:
+            self.node.release(room)
 
     def _heard(self, outcomes: list[DecodeOutcome]) -> None:
         """What the engine's thread has done; a room's tokens of one step go out in one message."""

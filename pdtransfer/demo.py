@@ -27,8 +27,9 @@ from rich.table import Table
 
 from .config import DecodeConfig, DemoConfig, PrefillConfig, RouterConfig
 from .errors import PDTransferError, WorldError
-from .fleet import Fleet, end_with_parent
+from .fleet import Fleet
 from .limits import Limits
+from .signals import end_with_parent
 
 TEXT = (
     "the cache of a prefill worker crosses once and lands where decode will read it no copy between them "
@@ -153,7 +154,7 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
         PrefillConfig(
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}",
-            limits=LIMITS, engine_option=options,
+            limits=LIMITS, engine_option=options, tp_size=config.prefill_tp, pp_size=config.prefill_pp,
         )
         for number in range(config.prefill)
     ]  # fmt: skip
@@ -161,7 +162,7 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
         DecodeConfig(
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=LIMITS,
-            socket_directory=logs / "sockets", engine_option=options, verify=config.verify,
+            socket_directory=logs / "sockets", engine_option=options, verify=config.verify, tp_size=config.decode_tp,
         )
         for number in range(config.decode)
     ]  # fmt: skip
@@ -170,7 +171,8 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
 
 def _engine_options(config: DemoConfig) -> dict[str, str]:
     longest = config.shared_prefix + config.prompt_bytes_max + config.max_tokens
-    return {"context_tokens": str(longest)} if longest > CONTEXT_TOKENS else {}
+    own = {"context_tokens": str(longest)} if longest > CONTEXT_TOKENS else {}
+    return own | {name: value for name, _, value in (option.partition("=") for option in config.engine_option)}
 
 
 async def _ask(config: DemoConfig, fleet: Fleet, texts: Sequence[str], console: Console) -> tuple[list[Answer], float]:
@@ -256,13 +258,13 @@ def _event(answer: Answer, event: dict[str, Any], heard: Callable[[int], None]) 
 
 
 async def _figures(fleet: Fleet, session: aiohttp.ClientSession) -> dict[str, int]:
-    """Of all decode daemons together, by name."""
+    """Of all decode ranks together, by name."""
     from prometheus_client.parser import text_string_to_metric_families
 
     total: dict[str, int] = {}
-    for daemon in fleet.of("decode"):
+    for rank in [rank for daemon in fleet.of("decode") for rank in daemon.ready["ranks"]]:
         try:
-            async with session.get(f"http://{daemon.ready['http']}/metrics") as response:
+            async with session.get(f"http://{rank['http']}/metrics") as response:
                 families = text_string_to_metric_families(await response.text())
         except aiohttp.ClientError as error:
             raise WorldError(f"a decode daemon is gone: {error}") from error
@@ -356,6 +358,9 @@ def _report(config: DemoConfig, answers: Sequence[Answer], seconds: float, leake
         "attention": config.attention,
         "prefill": config.prefill,
         "decode": config.decode,
+        "prefill_tp": config.prefill_tp,
+        "prefill_pp": config.prefill_pp,
+        "decode_tp": config.decode_tp,
         "bytes": sum(byte_count for byte_count, _ in copied),
         "prompt_tokens": sum(len(answer.prompt) for answer in done),
         "cached_tokens": sum(answer.cached for answer in done),

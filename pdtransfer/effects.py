@@ -171,7 +171,8 @@ class FenceWriter:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Every decode rank has leased slots for the room: what is computed now leaves at once."""
+    """Prefill: every decode rank has leased slots for the room, what is computed now leaves at once. Decode: this one
+    has, and the room waits for nobody's slots any more."""
 
     room: int
 
@@ -191,7 +192,7 @@ class Drained:
     room: int
 
 
-DecodeEffect: TypeAlias = Send | Offer | Fence | Forget | Verify | Ready | RoomFailed | HangUp | PeerRefused
+DecodeEffect: TypeAlias = Send | Offer | Fence | Forget | Leased | Verify | Ready | RoomFailed | HangUp | PeerRefused
 PrefillEffect: TypeAlias = (
     Send | Map | Unmap | Write | StopWriting | FenceWriter | Leased | Landed | RoomFailed | Drained
 )

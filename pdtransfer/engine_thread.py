@@ -1,6 +1,7 @@
 """The engine's thread: takes orders from its port, steps the engine while there is work, submits what came out.
 
-The engine is touched by this thread alone. One step's outcomes go to the loop in one call.
+The engine is touched by this thread alone. One step's outcomes go to the loop in one call. A turn is some orders and
+one step: in a group of ranks the leader's thread makes the turns, and those of its followers repeat them.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,11 +97,43 @@ PrefillOutcome: TypeAlias = Offered | Prefilled | Broken | Refused
 DecodeOutcome: TypeAlias = Token | Finished | Broken | Dropped
 
 
+Turns: TypeAlias = Iterator[list[Order]]
+"""What to do before each step. The last turn holds Quit."""
+
+
+def leading(
+    engine: PrefillEngine | DecodeEngine, port: Port[Order], told: Callable[[list[Order]], None] | None = None
+) -> Turns:
+    """Whatever was said, at once, and steps as long as there is something to compute; `told` hears of each turn, on the
+    loop, before it is done here."""
+    while True:
+        if engine.idle:
+            port.wait(None)
+        orders = port.poll()
+        if told is not None:
+            port.submit(lambda orders=orders: told(orders))
+        yield orders
+
+
+def following(port: Port[list[Order]]) -> Turns:
+    """The leader's turns, one by one."""
+    while True:
+        port.wait(None)
+        yield from port.poll()
+
+
 class PrefillThread:
     """Prompts wait here, in order, for the engine to have pages for them."""
 
-    def __init__(self, engine: PrefillEngine, port: Port[Order], heard: Callable[[list[PrefillOutcome]], None]) -> None:
+    def __init__(
+        self,
+        engine: PrefillEngine,
+        port: Port[Any],
+        heard: Callable[[list[PrefillOutcome]], None],
+        turns: Turns | None = None,
+    ) -> None:
         self._engine, self._port, self._heard = engine, port, heard
+        self._turns = leading(engine, port) if turns is None else turns
         self._waiting: deque[Request] = deque()
         self._page_size = {component.name: component.layout.page_size for component in engine.card.components}
 
@@ -111,10 +144,8 @@ class PrefillThread:
 
     def run(self) -> None:
         """Until Quit."""
-        while True:
-            if self._engine.idle:
-                self._port.wait(None)
-            for order in self._port.poll():
+        for orders in self._turns:
+            for order in orders:
                 match order:
                     case Compute(request):
                         self._waiting.append(request)
@@ -158,16 +189,21 @@ class PrefillThread:
 class DecodeThread:
     """Rooms that have landed go straight into the engine's batch."""
 
-    def __init__(self, engine: DecodeEngine, port: Port[Order], heard: Callable[[list[DecodeOutcome]], None]) -> None:
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        port: Port[Any],
+        heard: Callable[[list[DecodeOutcome]], None],
+        turns: Turns | None = None,
+    ) -> None:
         self._engine, self._port, self._heard = engine, port, heard
+        self._turns = leading(engine, port) if turns is None else turns
 
     def run(self) -> None:
         """Until Quit."""
-        while True:
+        for orders in self._turns:
             outcomes: list[DecodeOutcome] = []
-            if self._engine.idle:
-                self._port.wait(None)
-            for order in self._port.poll():
+            for order in orders:
                 match order:
                     case Generate(request, slots, aux):
                         try:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +12,11 @@ from typing import Any
 
 from .config import DecodeConfig, PrefillConfig, RouterConfig, arguments, child_environment
 from .errors import WorldError
+from .signals import end_with_parent
 
 READY_S = 60.0  # an arena of some GiB is prefaulted within it
 STOP_S = 10.0
 LOG_LINES = 15  # of a daemon that failed, for the person who reads the error
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_libc = ctypes.CDLL(None)
-
-
-def end_with_parent() -> None:
-    """In a child: it gets SIGTERM when the thread that started it is gone, however that went."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Daemon:

@@ -114,8 +114,10 @@ class DecodeNode:
         prefix_cache: bool = True,
         verify: bool = False,
         others: Others | None = None,
+        leased: Callable[[int], None] | None = None,
     ) -> None:
-        self._tell, self._others = tell, others
+        """`leased` hears of rooms that have got their slots, some time before they are READY."""
+        self._tell, self._others, self._leased = tell, others, leased
         self._loop = asyncio.get_running_loop()
         core = self.core = DecodeSessions(
             settings.identity("decode"),
@@ -215,6 +217,9 @@ class DecodeNode:
                 self.bus.send(peer, message)
             case Ready() | RoomFailed():
                 self._tell(effect)
+            case Leased(room):
+                if self._leased is not None:
+                    self._leased(room)
             case Offer(_, session):
                 reach = self._transport.offer(session)
                 self._run(self.core.offered(session, reach, self._loop.time()))

@@ -1,10 +1,13 @@
 """A prefill daemon: prompts in, KV out. The engine computes, the node writes, the router hears how it ended.
 
 A daemon is three parties that never wait for each other: the router's Service, the node, the engine's thread. Every
-room that the router began ends with one End, whoever of the three ends it.
+room that the router began ends with one End, whoever of the three ends it. Where this process leads a group of ranks,
+a room has landed when it has on every rank, fails on all when it fails on one, and its pages are free when all are.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -17,10 +20,27 @@ from .effects import Drained, Landed, Leased, RoomFailed
 from .engine.base import Broken, Prefilled, PrefillEngine
 from .engine_thread import Cancel, Compute, Free, Offered, Order, PrefillOutcome, Refused
 from .errors import Cause, RemoteProtocolError
+from .group import frames
+from .group.lead import Follower, Lead
 from .node import NodeSettings, PrefillNode
 from .port import Port
 from .service import Service
 from .wire import Begin, End, Hello, Load, Message
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One room that the engine computes, or will; the counts are of ranks."""
+
+    tokens: int
+    landed: int = 0
+    drained: int = 0
+    computed: bool = False
+    aux: bytes | None = None
+    ended: bool = False
+    kv_bytes: int = 0
+    copy_us: int = 0
+    stamp_ns: int = 0
 
 
 class PrefillDaemon:
@@ -33,8 +53,10 @@ class PrefillDaemon:
         engine: PrefillEngine,
         port: Port[Order],
         registry: CollectorRegistry,
+        group: Lead | None = None,
     ) -> None:
-        self.config, self._engine, self.port = config, engine, port
+        self.config, self._engine, self.port, self.group = config, engine, port, group or Lead()
+        self.group.heard = self._reported
         card = engine.card
         pool_address = np.frombuffer(engine.pool, dtype=np.uint8).ctypes.data
         self.node = PrefillNode(
@@ -48,22 +70,24 @@ class PrefillDaemon:
         )
         service = Service(self.node.core.identity, config.limits)
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
-        self._tokens: dict[int, int] = {}  # of rooms whose pages the engine has, or waits for
+        self._work: dict[int, Work] = {}  # rooms whose pages the engine has, or waits for
         self.metrics = PrefillMetrics(self.node, registry)
-        self.thread = engine_thread.PrefillThread(engine, port, self._heard)
+        turns = engine_thread.leading(engine, port, self.group.turn)
+        self.thread = engine_thread.PrefillThread(engine, port, self._heard, turns)
 
     @property
     def idle(self) -> bool:
         """Nothing runs, nothing waits to be acknowledged by anybody who lives."""
-        return self.node.idle and self.desk.idle
+        return self.node.idle and self.desk.idle and not self._work
 
     def load(self) -> Load:
         """What there is and what is left, in tokens of the pool."""
-        used, waiting = sum(self._tokens.values()), min(self.thread.waiting, len(self._tokens))
+        used = sum(work.tokens for work in self._work.values())
+        waiting = min(self.thread.waiting, len(self._work))
         return Load(
             ready=True,
             draining=self.node.core.draining,
-            rooms_running=len(self._tokens) - waiting,
+            rooms_running=len(self._work) - waiting,
             rooms_queued=waiting,
             slots_free=max(0, self.config.slots - used),
             slots_total=self.config.slots,
@@ -83,13 +107,19 @@ class PrefillDaemon:
         except (ValueError, RemoteProtocolError) as error:
             self._end(failure(begin.room, Cause.REFUSED, str(error)))
             return
-        tokens = self._tokens[begin.room] = len(request.prompt)
+        work = self._work[begin.room] = Work(tokens := len(request.prompt))
+        self.group.start(begin)
         self.node.open(begin.room, tokens=tokens, time_left_s=begin.time_left_ms / 1e3, grants=len(begin.peers))
-        if begin.room in self._tokens:  # open may have failed at once
+        if not work.ended:  # open may have failed at once
             self.port.tell(Compute(request))
 
     def _stop(self, room: int, cause: Cause) -> None:
-        self.node.abort(room, cause, "the router gave it up")
+        self._fail(room, cause, "the router gave it up")
+
+    def end_all(self, cause: Cause, detail: str) -> None:
+        """The worker cannot go on: ends what is under way, for the routers to hear why."""
+        for room in list(self._work):
+            self._fail(room, cause, detail)
 
     def _heard(self, outcomes: list[PrefillOutcome]) -> None:
         """What the engine's thread has done."""
@@ -98,11 +128,13 @@ class PrefillDaemon:
                 case Offered(room, cell):
                     self.node.push(room, cell)
                 case Prefilled():
-                    self.node.finish(outcome.room, aux=outcome.aux)
+                    if outcome.room in self._work:
+                        self._work[outcome.room].computed = True
+                        self._finish(outcome.room, outcome.aux or None)
                 case Broken():
-                    self.node.abort(outcome.room, Cause.ENGINE, outcome.detail)
+                    self._fail(outcome.room, Cause.ENGINE, outcome.detail)
                 case Refused(room, detail):
-                    self.node.abort(room, Cause.REFUSED, detail)
+                    self._fail(room, Cause.REFUSED, detail)
 
     def _told(self, event: Leased | Landed | RoomFailed | Drained) -> None:
         """What has become of a room; Drained always comes last."""
@@ -113,14 +145,67 @@ class PrefillDaemon:
                 copy_us = self.node.copy_ns.get(room, 0) // 1_000
                 self.metrics.rooms.kv_bytes.inc(kv_bytes)
                 self.metrics.copy_seconds.observe(copy_us / 1e6)
-                end = End(room, "done", "", 0, kv_bytes=kv_bytes, copy_us=copy_us, stamp_ns=self.node.stamp_ns)
-                self._end(end)
+                self._landed(frames.Landed(room, kv_bytes, copy_us, self.node.stamp_ns))
             case RoomFailed(room, cause, detail, retry_ms):
-                self.port.tell(Cancel(room))
-                self._end(failure(room, cause, detail, retry_ms))
+                self._fail(room, cause, detail, retry_ms)
             case Drained(room):
-                self._tokens.pop(room, None)
-                self.port.tell(Free(room))
+                self._drained(room)
+
+    def _reported(self, follower: Follower, report: frames.Report) -> None:
+        """What has become of a room on another rank."""
+        match report:
+            case frames.Landed():
+                self._landed(report)
+            case frames.Failed(room, cause, detail, retry_ms):
+                self._fail(room, Cause.of(cause), f"{follower.name}: {detail}", retry_ms)
+            case frames.Drained(room):
+                self._drained(room)
+            case frames.Picked(room, aux):
+                self._finish(room, aux)
+            case frames.Ready():
+                raise AssertionError("nothing lands in a prefill rank")
+
+    def _finish(self, room: int, aux: bytes | None) -> None:
+        """Of a pipeline the last stage picks the token, and this rank, the first, tells decode when both are done."""
+        work = self._work.get(room)
+        if work is not None:
+            work.aux = work.aux if aux is None else aux
+            if work.computed and work.aux is not None:
+                self.node.finish(room, aux=work.aux)
+
+    def _landed(self, on: frames.Landed) -> None:
+        """On one rank; the room has landed when it has on all."""
+        work = self._work.get(on.room)
+        if work is None:
+            return
+        work.landed += 1
+        work.kv_bytes += on.kv_bytes
+        work.copy_us += on.copy_us
+        work.stamp_ns = max(work.stamp_ns, on.stamp_ns)
+        if work.landed == self.group.size and not work.ended:
+            work.ended = True
+            end = End(on.room, "done", "", 0, kv_bytes=work.kv_bytes, copy_us=work.copy_us, stamp_ns=work.stamp_ns)
+            self._end(end)
+
+    def _fail(self, room: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        """On every rank, for the first reason that there is."""
+        work = self._work.get(room)
+        if work is None or work.ended:
+            return
+        work.ended = True
+        self.port.tell(Cancel(room))
+        self._end(failure(room, cause, detail, retry_ms))
+        self.group.abort(room, cause, detail)
+        self.node.abort(room, cause, detail)
+
+    def _drained(self, room: int) -> None:
+        work = self._work.get(room)
+        if work is None:
+            return
+        work.drained += 1
+        if work.drained == self.group.size:
+            del self._work[room]
+            self.port.tell(Free(room))
 
     def _end(self, end: End) -> None:
         self.metrics.rooms.ended.labels(end.reason).inc()

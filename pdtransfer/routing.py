@@ -217,8 +217,8 @@ class Routing:
         assert pair.decode.identity is not None
         prefill_node, decode_node = pair.prefill.identity.node, pair.decode.identity.node
         for worker, node, peers in (
-            (pair.prefill, prefill_node, (decode_node,)),
-            (pair.decode, decode_node, (pair.prefill.peer,)),
+            (pair.prefill, prefill_node, pair.decode.nodes),
+            (pair.decode, decode_node, pair.prefill.endpoints),
         ):
             begin = Begin(room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse, request.salt)
             legs.append(RoomLeg(worker, begin, node))

@@ -78,6 +78,18 @@ class Worker:
         return self.identity.model, self.identity.weights
 
     @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where decode dials it: of a group every rank, the leader as this router does."""
+        assert self.identity is not None
+        return (self.peer, *(member.endpoint for member in self.identity.group[1:]))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names under which it dials prefill: of a group every rank's."""
+        assert self.identity is not None
+        return tuple(member.node for member in self.identity.group) or (self.identity.node,)
+
+    @property
     def slots_left(self) -> int:
         """Free slots, as far as this router can know; below 0 its newest rooms will queue."""
         assert self.load is not None

@@ -102,7 +102,7 @@ def check_lands(
     grid.send(7, tokens)
     grid.run()
     for rank in grid.decode:
-        (ready,) = rank.said
+        (ready,) = rank.said_of(Ready)
         whole_bytes = sum(
             each.bytes_of(each.rows(tokens) - prefix_rows(each, prefix)) for each in rank.components.values()
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ..admission import Admission, Demand
 from ..arena import Arena
-from ..effects import DecodeEffect, PeerRefused, Ready, RoomFailed, Send
+from ..effects import DecodeEffect, Leased, PeerRefused, Ready, RoomFailed, Send
 from ..errors import ArenaFullError, Cause, LocalProtocolError, RemoteProtocolError
 from ..layout import Component
 from ..lease import Lease
@@ -326,6 +326,7 @@ class DecodeSessions:
                 text = f"extents: {[len(each) for each in holding.extents]} are more than a Grant can name"
                 self._fail(room, Cause.FULL, text, now)
                 continue
+            self._out.append(Leased(room.id))
             for session in sessions:
                 self.leases.grant(room, session, send_aux=session.peer == room.sources[0], verify=self._verify, now=now)
 

@@ -1,0 +1,80 @@
+"""The engine's collectives over torch.distributed's gloo: tensors only, nothing is pickled.
+
+A rank that dies fails the collectives of all others at once; one that is frozen stops them until the link says so.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from numpy.typing import NDArray
+
+from ..wire import Ranks
+
+_torch: Any = torch
+_dist: Any = torch.distributed
+
+MEET_S = 60.0  # until all ranks have found each other
+STEP_S = 3600.0  # no step takes so long: what ends a wait for a rank that is frozen is the link to it
+AHEAD_MAX = 2  # chunks that a stage may be ahead of the next
+
+
+class Gloo:
+    """An engine.base.Group; `meet` comes first."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._store: Any = None
+        self._stage: Any = None
+        self._all: Any = None
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
+
+    @staticmethod
+    def store_socket(host: str) -> socket.socket:
+        """Where the ranks meet: the store by itself would listen on every address."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.bind((host, 0))
+        listening.listen()
+        return listening
+
+    def meet(self, host: str, port: int, listening: socket.socket | None = None) -> None:
+        """Finds the other ranks; the leader brings the socket that they meet at. Raises RuntimeError."""
+        tp_size, place = self.ranks.tp_size, self.ranks.pp_rank * self.ranks.tp_size + self.ranks.tp_rank
+        leads = {} if listening is None else {"is_master": True, "master_listen_fd": listening.detach()}
+        self._store = _dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=MEET_S), **leads)
+        self._stage = _ring(self._store, f"stage{self.ranks.pp_rank}", host, self.ranks.tp_rank, tp_size)
+        if self.ranks.pp_size > 1:
+            self._all = _ring(self._store, "all", host, place, tp_size * self.ranks.pp_size)
+
+    def gather(self, part: NDArray[Any]) -> list[NDArray[Any]]:
+        own = _torch.from_numpy(np.ascontiguousarray(part))
+        parts = [torch.empty_like(own) for _ in range(self.ranks.tp_size)]
+        self._stage.allgather([parts], [own]).wait()
+        return [each.numpy() for each in parts]
+
+    def hand_on(self, hidden: NDArray[np.float32]) -> None:
+        if len(self._sent) == AHEAD_MAX:
+            self._sent.popleft()[0].wait()
+        copied = _torch.from_numpy(hidden.copy())
+        place = (self.ranks.pp_rank + 1) * self.ranks.tp_size + self.ranks.tp_rank
+        self._sent.append((self._all.send([copied], place, 0), copied))
+
+    def take_over(self, hidden: NDArray[np.float32]) -> None:
+        place = (self.ranks.pp_rank - 1) * self.ranks.tp_size + self.ranks.tp_rank
+        self._all.recv([_torch.from_numpy(hidden)], place, 0).wait()
+
+
+def _ring(store: Any, name: str, host: str, rank: int, size: int) -> Any:
+    gloo = _dist.ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001 -- torch has no public way to name the address that gloo listens on
+    options._devices = [gloo.create_device(hostname=host)]  # noqa: SLF001
+    options._timeout = timedelta(seconds=STEP_S)  # noqa: SLF001
+    options._threads = 2  # noqa: SLF001
+    return gloo(_dist.PrefixStore(name, store), rank, size, options)

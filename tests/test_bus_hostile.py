@@ -356,6 +356,30 @@ async def test_a_key_that_is_listed_under_another_name_has_to_say_hello_for_it(
 
 
 @on_loop
+async def test_who_earns_rejects_in_floods_is_not_read_for_a_while(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p", limits=replace(LIMITS, mute_ms=500, rejects_max=8)) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        bad, good = Raw(context, bound), Raw(context, bound)
+        bad.say(hello("bad"))
+        good.say(hello("good"))
+        await until(lambda: len(prefill.heard) == 2)
+        for _ in range(8):
+            assert prefill.bus.send("node:bad", Reject(1, "unknown_session", ()))
+        bad.say(Ping(1))
+        await until(lambda: ("node:bad", Ping(1)) in prefill.heard)
+        prefill.bus.send("node:bad", Reject(1, "unknown_session", ()))
+        dropped = prefill.bus.dropped
+        bad.say(Ping(2))
+        await until(lambda: prefill.bus.dropped == dropped + 1)
+        good.say(Ping(3))
+        assert await good.hear() == Pong(3)
+        await asyncio.sleep(0.5)
+        bad.say(Ping(4))
+        await until(lambda: ("node:bad", Ping(4)) in prefill.heard)
+        assert ("node:bad", Ping(2)) not in prefill.heard
+
+
+@on_loop
 async def test_endpoints_where_nobody_is_keep_no_place_from_others() -> None:
     async with Node("p") as prefill, Node("d", limits=replace(LIMITS, dials_max=3)) as decode_node:
         bus, bound = decode_node.bus, await prefill.bus.bind(ANY_PORT)

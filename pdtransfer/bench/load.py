@@ -19,6 +19,7 @@ _POOL_PAGES = 64
 _TOKENS = 7  # a room: what fits into ROOM_BYTES_MAX
 _ROUNDS = 3
 _MEMORY_POINTS = 8
+_BATCH_ROOMS = 2_500  # whose stamps the pipe to a rank takes at once
 _SETTLE_SECONDS = 2.0  # what the last batch leaves behind is over by then
 _MIB = 1 << 20
 
@@ -84,7 +85,7 @@ def _meeting(side: str, peers: int, concurrency: int) -> Ranks:
 
 
 def _rate(ranks: Ranks, rooms: int, concurrency: int) -> Figures:
-    count, taken = max(1, rooms // _ROUNDS), list[Figures]()
+    count, taken = min(max(1, rooms // _ROUNDS), _BATCH_ROOMS), list[Figures]()
     for _ in range(_ROUNDS):
         stamps = ranks.hand_off(count, tokens=_TOKENS, at_once=concurrency)
         p50, p99 = np.percentile(stamps.ready - stamps.expected, (50, 99)) / 1e3
@@ -114,7 +115,8 @@ def _memory(ranks: Ranks, rooms: int, concurrency: int) -> Figures:
     step = max(1, rooms // _MEMORY_POINTS)
     points: list[tuple[float, float]] = []
     for _ in range(_MEMORY_POINTS):
-        ranks.hand_off(step, tokens=_TOKENS, at_once=concurrency)
+        for at in range(0, step, _BATCH_ROOMS):
+            ranks.hand_off(min(_BATCH_ROOMS, step - at), tokens=_TOKENS, at_once=concurrency)
         prefill, decode = (memory_of(pid).private / _MIB for pid in (ranks.prefill_pid, ranks.decode_pid))
         points.append((prefill, decode))
     figures: Figures = {"memory_rooms": step * _MEMORY_POINTS, "memory_first": step}

@@ -141,6 +141,8 @@ class Bus:
             sent = dialled.send(frame)
         elif route is not None:
             sent = self._route(route, encode(message))
+            if type(message) is Reject:
+                self._connections.rejected(route, self._loop.time())
         if sent:
             self.sent += 1
         else:

@@ -41,6 +41,8 @@ class Connection:
     departed: bool = False  # what is still read of it comes late, and is nobody's
     muted_until: float = float("-inf")  # nothing is read before
     told_until: float = float("-inf")  # no other Reject goes out before
+    rejects: int = 0  # that it has earned since
+    rejects_since: float = float("-inf")
 
 
 class Connections:
@@ -102,6 +104,17 @@ class Connections:
     def route_of(self, name: str) -> bytes | None:
         """Where to reach a name."""
         return self._routes.get(name)
+
+    def rejected(self, route: bytes, now: float) -> None:
+        """A Reject went to this connection. Who earns them in floods is not read for a while: refusing costs, too."""
+        connection, period_s = self._named.get(route), self._limits.mute_ms / 1e3
+        if connection is None:
+            return
+        if now - connection.rejects_since >= period_s:
+            connection.rejects, connection.rejects_since = 0, now
+        connection.rejects += 1
+        if connection.rejects > self._limits.rejects_max:
+            connection.muted_until = now + period_s
 
     def forget(self, route: bytes) -> None:
         """The connection is gone, or must say Hello again; unknown routes are ignored."""

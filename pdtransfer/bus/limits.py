@@ -18,6 +18,7 @@ class BusLimits:
     send_queue: int = 1_024  # messages queued for one peer; beyond it send() says False, and the protocol repeats
     receive_queue: int = 256  # of one peer: beyond it TCP holds it back. Times a frame: what one hostile peer can fill
     mute_ms: int = 1_000  # what follows a breach on its connection is dropped for so long
+    rejects_max: int = 1_024  # Rejects that one connection may earn in mute_ms before it is muted: one for each grant
     log_ms: int = 1_000  # refused strangers are logged this often
     handshake_ms: int = 5_000  # a connection that has not authenticated by then ends
     heartbeat_ms: int = 1_000

@@ -9,6 +9,7 @@ python -m tests.sim --mutant NAME                how many seeds of its kind a pl
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 import time
@@ -69,6 +70,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="replay one seed")
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run (default 1000)")
     parser.add_argument("--rooms", type=int, help="run until so many rooms were simulated, whatever --seeds says")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no more seeds after so long")
     parser.add_argument("--kind", choices=KINDS, help="worlds of this kind only (default: all in turn)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in (default 1)")
@@ -104,6 +106,7 @@ def main() -> int:
             batches = _batches(options)
             while not total.failure:
                 wanted = not options.rooms or total.seen["rooms"] < options.rooms
+                wanted = wanted and time.perf_counter() - start < 60 * options.minutes
                 while wanted and len(under_way) <= options.jobs and (seeds := next(batches, None)) is not None:
                     under_way.append(pool.submit(run, seeds, kind=kind, trace=options.trace, replay=replay))
                 if not under_way:

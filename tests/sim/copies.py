@@ -67,6 +67,7 @@ class Copy:
         # When so many pieces are left, nobody can say any more how it will end.
         unknown = not world.healed and world.rng.random() < p.write_unknown
         self.unknown_at = world.rng.randrange(len(self.pieces) + 1) if unknown else None
+        self.deaf = bool(p.write_deaf) and world.rng.random() < p.write_deaf
         self.each = total / (len(self.pieces) + 1)
         world.at(self.each, self._next)
 
@@ -81,7 +82,7 @@ class Copy:
             self.unknown_at = None
             world.seen["writes of unknown outcome"] += 1
             self._report(fx.Outcome.UNKNOWN)
-        stopped = (order.session, order.grant) in node.stopping and world.rng.random() < 0.5
+        stopped = not self.deaf and (order.session, order.grant) in node.stopping and world.rng.random() < 0.5
         if self.pieces and not (alive and stopped):
             self._land(*self.pieces.pop(), alive=alive)
             world.at(self.each, self._next)

@@ -9,7 +9,7 @@ from pdtransfer import effects as fx
 from pdtransfer.lease import Lease
 from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.ledger import SessionState
-from pdtransfer.wire import Failed, Grant, Identity, Landed, Load, Message, Ranks, Reach
+from pdtransfer.wire import Abort, Failed, Grant, Identity, Landed, Load, Message, Ranks, Reach
 
 from .copies import Mapping
 from .pools import ROW, Shape, components, memory
@@ -45,6 +45,7 @@ class DecodeNode(Process):
         self.revoked: set[int] = set()
         self._evicted = 0
         self.ends: Counter[str] = Counter()  # of sessions, by peer
+        self.asked: dict[tuple[int, int], float] = {}  # when a session's grant was first given up
         self.granted: Counter[int] = Counter()  # the highest number, by session
         for peer in world.prefills:
             self.later(0.0, lambda peer=peer: self.perform(self.core.dial(peer, self.clock)))
@@ -63,7 +64,7 @@ class DecodeNode(Process):
 
     def _check_forgotten(self, life: int) -> None:
         """Who stays away is mapped by nobody."""
-        if self.life == life and self.dead:
+        if self.life == life and self.dead and not self.world.profile.duplicate:  # late, it would count as life
             self.world.seen["decode nodes that stay away"] += 1
             for node in self.world.prefills.values():
                 kept = [session.id for session in node.core.sessions.values() if session.peer == self.name]
@@ -119,6 +120,8 @@ class DecodeNode(Process):
             case fx.Send(peer, message):
                 if isinstance(message, Grant):
                     self._check_grant(peer, message)
+                if isinstance(message, Abort):
+                    self.asked.setdefault((message.session, message.grant), self.clock)
                 world.network.send(self, peer, message)
             case fx.Offer(_, session):
                 reach = Reach("shm", "host", self.name, b"token", 0, len(self.memory) * ROW)
@@ -187,6 +190,12 @@ class DecodeNode(Process):
         for lease in leases:
             if lease.state is Lease.GRANTED and lease.message.room not in core.rooms:
                 world.fail(f"{self.name}: room {lease.message.room} has ended, and a grant of it is not given up")
+            first = self.asked.get((lease.session.id, lease.message.grant), self.clock)
+            asked = self.clock - max(first, self.thawed)
+            if lease.state is Lease.ABORTING and asked > (self.limits.silence_ms + self.limits.resend_ms_max) / 1e3:
+                world.fail(
+                    f"{self.name}: {lease.session.peer} does not answer Abort, and its slots are not quarantined"
+                )
             if lease.state is Lease.QUARANTINED:
                 by_peer[lease.session.peer] += lease.holding.bytes
                 kept[id(lease.holding)] = lease.holding.bytes

@@ -28,12 +28,12 @@ from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.duties import DutyEntry, WriterSession, WriterState
 from pdtransfer.session.grants import Grants
 from pdtransfer.session.leases import Leases
-from pdtransfer.session.ledger import LeaseEntry, Session
+from pdtransfer.session.ledger import LeaseEntry, Session, SessionState
 from pdtransfer.session.links import Links
 from pdtransfer.session.lives import Lives
 from pdtransfer.session.prefill import PrefillSessions
 from pdtransfer.session.writers import Writers
-from pdtransfer.wire import Drained, End, Failed, Landed, Pong, Tokens
+from pdtransfer.wire import Begun, Drained, End, Failed, Landed, Pong, Tokens
 from pdtransfer.workers import Workers
 
 Patch = Callable[[object, str, Any], None]
@@ -532,6 +532,76 @@ def restart_of_a_worker_unnoticed(patch: Patch) -> None:
     patch(Workers, "_welcome", welcome)
 
 
+def ended_labels_forgotten(patch: Patch) -> None:
+    """A Grant for a room that has ended at prefill waits for it to be opened."""
+    place = PrefillSessions._place
+
+    def forgetful(self: PrefillSessions, duty: DutyEntry, room_id: int, now: float) -> None:
+        self._ended.clear()
+        place(self, duty, room_id, now)
+
+    patch(PrefillSessions, "_place", forgetful)
+
+
+def cancel_before_begin_forgotten(patch: Patch) -> None:
+    """A Cancel that comes before its Begin is answered, and nothing is kept of it."""
+    cancel = Service._cancel
+
+    def forgetful(self: Service, router: Any, message: Any) -> None:
+        known = message.room in self._rooms or message.room in router.ended
+        cancel(self, router, message)
+        if not known:
+            del router.ended[message.room]
+
+    patch(Service, "_cancel", forgetful)
+
+
+def begun_said_once(patch: Patch) -> None:
+    """A room that has nothing to say does not ask whether anybody still wants it."""
+    repeat = Service._repeat
+
+    def quiet(self: Service, room: Any, now: float) -> None:
+        if room.end is not None or room.unacked:
+            repeat(self, room, now)
+        else:
+            self._schedule(room, now)
+
+    patch(Service, "_repeat", quiet)
+
+
+def unknown_rooms_unanswered(patch: Patch) -> None:
+    """What a worker says of a room that the router does not know is not answered."""
+    receive = Routing.receive
+
+    def mute(self: Routing, peer: str, message: Any, now: float) -> Any:
+        unknown = isinstance(message, Begun | Tokens | End) and message.room not in self._rooms
+        return [] if unknown else receive(self, peer, message, now)
+
+    patch(Routing, "receive", mute)
+
+
+def deaf_writer_not_quarantined(patch: Patch) -> None:
+    """Slots whose writer lives, and does not answer Abort, count as in use."""
+    repeat = Leases.repeat
+
+    def hopeful(self: Leases, lease: LeaseEntry, now: float) -> None:
+        lease.aborted = now
+        repeat(self, lease, now)
+
+    patch(Leases, "repeat", hopeful)
+
+
+def silent_peer_not_fenced(patch: Patch) -> None:
+    """Of a peer that is silent nobody asks whether it can still write, until another comes in its place."""
+    fence = Links._fence
+
+    def patient(self: Links, session: Session, now: float) -> None:
+        if session.state is not SessionState.SILENT:
+            fence(self, session, now)
+
+    patch(Links, "_fence", patient)
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A planted bug; to be caught within so many seeds of worlds of that kind, about three times what it took."""
@@ -574,9 +644,15 @@ MUTANTS: dict[str, Mutant] = {
     "equal rows sent by all": Mutant(equal_rows_sent_by_all, "ranks", 6),
     "the other ranks granted on": Mutant(other_ranks_granted_on, "ranks", 6),
     "waiting Grants wait for ever": Mutant(waiting_grants_wait_for_ever, "lossy", 48),
-    "silent decode kept": Mutant(silent_decode_kept, "deadly", 12),
+    "silent decode kept": Mutant(silent_decode_kept, "deadly", 57),
+    "ended labels forgotten": Mutant(ended_labels_forgotten, "patient", 6),
+    "Cancel before Begin forgotten": Mutant(cancel_before_begin_forgotten, "fleet", 60),
+    "Begun said once": Mutant(begun_said_once, "fleet", 27),
+    "unknown rooms unanswered": Mutant(unknown_rooms_unanswered, "fleet", 42),
+    "a deaf writer not quarantined": Mutant(deaf_writer_not_quarantined, "deadly", 21),
+    "a silent peer not fenced": Mutant(silent_peer_not_fenced, "deadly", 33),
     "earlier lives heard": Mutant(earlier_lives_heard, "restarts", 60),
-    "quarantine without a cap": Mutant(quarantine_without_a_cap, "deadly", 18),
+    "quarantine without a cap": Mutant(quarantine_without_a_cap, "deadly", 60),
     "quarantine counted for ever": Mutant(quarantine_counted_for_ever, "rough", 6),
     "a place kept by a failed room": Mutant(place_kept_by_a_failed_room, "crowded", 6),
     "a deadline as a time of day": Mutant(deadline_as_a_time_of_day, "patient", 3),

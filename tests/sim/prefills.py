@@ -76,6 +76,18 @@ class PrefillNode(Process):
             world.at(delay, lambda mapping=mapping: mapping.live.discard(mapping))
         for source in self.rooms.values():
             source.on_killed()
+        limits, life = self.limits, self.life
+        proven = 1.2 * (limits.silence_ms + 2 * limits.ping_ms + limits.fence_poll_ms_max) / 1e3 + 0.1
+        world.at(delay + proven, lambda: self._check_fenced(life))
+
+    def _check_fenced(self, life: int) -> None:
+        """Nobody has to come back for what a dead one kept: the kernel's proof suffices."""
+        for node in self.world.decodes.values():
+            if self.life == life and self.dead and self.deaths == 1 and not node.disturbed:
+                self.world.seen["fences of who stays away"] += 1
+                sessions = [each for each in node.core.links.sessions.values() if each.peer == self.name]
+                if any(each.leases and not node.writers[each.id] for each in sessions):
+                    self.world.fail(f"{node.name} keeps leases of {self.name}, which is dead and wholly so")
 
     def receive(self, source: str, message: Message) -> None:
         if self.desk is not None and source in self.world.routers:

@@ -34,6 +34,7 @@ class Profile:
     write_tail: float = 0.0
     write_fails: float = 0.0
     write_unknown: float = 0.0  # a write that nobody can tell the end of, until its writer is killed
+    write_deaf: float = 0.0  # a write that goes on when it is asked to stop, as what waits for a device does
     abort: float = 0.0  # a room that somebody gives up
     opens_late: float = 0.0  # a room that the prefill engine takes up long after decode has granted
     engine_skips: float = 0.0  # a room of which the prefill engine forgets a cell
@@ -107,6 +108,7 @@ def draw(seed: int, kind: str | None = None) -> Profile:
             return replace(
                 base, prefills=rng.randint(2, 3), arena_tokens=small, write=rng.choice([0.1, 2.0]),
                 kills=rng.randint(2, 4), quarantine_fraction=rng.choice([0.1, 0.25, 0.5]), restart=(0.002, 20.0),
+                write_deaf=0.3,
             )  # fmt: skip
         case "split":
             return replace(

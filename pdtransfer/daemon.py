@@ -29,6 +29,7 @@ from .group.lead import Lead
 from .group.link import Link
 from .http import Health, Listener, application
 from .keys import AllowList, KeyPair
+from .limits import LOAD_MS
 from .memory import Arena
 from .node import NodeSettings
 from .port import Port
@@ -201,6 +202,8 @@ async def _live(config: Config, shared: Shared, daemon: PrefillDaemon | DecodeDa
     if group.lost.is_set():
         log.error("%s: this worker ends", group.why)
         died.set()
+        daemon.desk.run([])
+        await asyncio.sleep(2 * LOAD_MS / 1e3)  # routers hear that it drains first, else they would try again here
         daemon.end_all(Cause.ENGINE, group.why)
     cause = Cause.ENGINE if died.is_set() else Cause.SHUTDOWN
     daemon.desk.run(daemon.desk.service.goodbye(cause.value))

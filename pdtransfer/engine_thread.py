@@ -26,7 +26,7 @@ from .engine.base import (
     Request,
     Token,
 )
-from .errors import LocalProtocolError
+from .errors import LocalProtocolError, WorldError
 from .layout import expand_pages
 from .port import Port
 from .session.prefill import Cell
@@ -228,6 +228,9 @@ def start(work: PrefillThread | DecodeThread, died: Callable[[BaseException], No
     def run() -> None:
         try:
             work.run()
+        except WorldError as error:
+            log.error("the engine stops: %s", error)
+            died(error)
         except BaseException as error:
             log.exception("the engine broke down")
             died(error)

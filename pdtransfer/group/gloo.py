@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
+from ..errors import WorldError
 from ..wire import Ranks
 
 _torch: Any = torch
@@ -56,19 +57,27 @@ class Gloo:
     def gather(self, part: NDArray[Any]) -> list[NDArray[Any]]:
         own = _torch.from_numpy(np.ascontiguousarray(part))
         parts = [torch.empty_like(own) for _ in range(self.ranks.tp_size)]
-        self._stage.allgather([parts], [own]).wait()
+        _wait(self._stage.allgather([parts], [own]))
         return [each.numpy() for each in parts]
 
     def hand_on(self, hidden: NDArray[np.float32]) -> None:
         if len(self._sent) == AHEAD_MAX:
-            self._sent.popleft()[0].wait()
+            _wait(self._sent.popleft()[0])
         copied = _torch.from_numpy(hidden.copy())
         place = (self.ranks.pp_rank + 1) * self.ranks.tp_size + self.ranks.tp_rank
         self._sent.append((self._all.send([copied], place, 0), copied))
 
     def take_over(self, hidden: NDArray[np.float32]) -> None:
         place = (self.ranks.pp_rank - 1) * self.ranks.tp_size + self.ranks.tp_rank
-        self._all.recv([_torch.from_numpy(hidden)], place, 0).wait()
+        _wait(self._all.recv([_torch.from_numpy(hidden)], place, 0))
+
+
+def _wait(work: Any) -> None:
+    """Raises WorldError where a rank has gone."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise WorldError(f"a rank of this worker is gone: {str(error).splitlines()[0]}") from None
 
 
 def _ring(store: Any, name: str, host: str, rank: int, size: int) -> Any:

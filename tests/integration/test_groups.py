@@ -1,0 +1,228 @@
+"""Workers that are several processes: the same answers as one, and a worker that ends as one when a rank does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdtransfer.engine.base import EngineConfig
+from pdtransfer.engine.reference import Generation, generate_many
+from pdtransfer.fleet import Daemon
+from pdtransfer.wire import Sampling
+from tests.integration.fleets import ENGINE, REPO, SLOTS, TOKENS, Running, Site, equal, prompts, running, until
+
+OPTIONS = ("layers=2", "kv_heads=1")
+GQA = {"attention": "gqa", "engine_option": OPTIONS}
+SLOW = {"engine": ENGINE, "attention": "gqa", "engine_option": (*OPTIONS, "step_ms=40")}
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Two stages of two ranks, and two ranks, that all share one key-value head; 40 ms a step."""
+    with running(
+        tmp_path_factory.mktemp("g"),
+        prefills=[SLOW | {"chunk_tokens": 16, "tp_size": 2, "pp_size": 2}],
+        decodes=[SLOW | {"tp_size": 2}],
+    ) as made:
+        yield made
+
+
+def expected(texts: list[str]) -> list[Generation]:
+    config = EngineConfig(
+        role="decode", attention="gqa", slots=SLOTS, page_size=64, host_layout="layer_first",
+        options={"layers": "2", "kv_heads": "1"},
+    )  # fmt: skip
+    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
+    return generate_many(
+        config, [(np.frombuffer(text.encode(), np.uint8).astype(np.int64), sampling) for text in texts]
+    )
+
+
+def followers(daemon: Daemon) -> list[int]:
+    """Process ids of the other ranks of a leader's worker, in their order."""
+    tasks = Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
+    children = [int(pid) for task in tasks for pid in task.read_text().split()]
+    return sorted(pid for pid in children if b"--group=" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def gauge(site: Site, http: str, names: tuple[str, ...]) -> float:
+    async with site.http.get(f"http://{http}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
+
+
+async def all_given_back(site: Site) -> None:
+    """No rank of any worker holds anything of a room that is over."""
+    await site.settled()
+    ranks = [rank["http"] for daemon in (site.prefill, site.decode) for rank in daemon.ready["ranks"]]
+    assert len(ranks) == 4 + 2
+    names = ("pdtransfer_rooms ", "pdtransfer_grants ", "pdtransfer_leases ", "pdtransfer_quarantined_bytes ")
+
+    async def nothing() -> bool:
+        return not sum([await gauge(site, http, names) for http in ranks])
+
+    await until(nothing, "every rank has let go")
+
+
+def test_prompts_through_ranks_are_answered_as_by_one_process(group: Running) -> None:
+    texts = prompts(3, 1, 40, 150, 90)
+
+    async def case(site: Site) -> None:
+        answers = await asyncio.gather(*(site.complete(text) for text in texts))
+        for answer, one in zip(answers, expected(texts), strict=True):
+            assert equal(answer, one), answer
+        await all_given_back(site)
+
+    group(case)
+
+
+def test_a_client_that_leaves_is_forgotten_by_every_rank(group: Running) -> None:
+    async def case(site: Site) -> None:
+        (long, short) = prompts(4, 300, 20)
+        asked = asyncio.ensure_future(site.complete(long))
+
+        async def computing() -> bool:
+            return bool((await site.metrics(site.decode))["pdtransfer_leases"])
+
+        await until(computing)
+        asked.cancel()
+        events = site.events(short, max_tokens=200)
+        async for _ in events:
+            break
+        await events.aclose()
+        await all_given_back(site)
+        answer = await site.complete(short)
+        assert equal(answer, expected([short])[0]), answer
+
+    group(case)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_rank_ends_its_worker_and_what_it_was_doing_with_its_name(tmp_path: Path, role: str) -> None:
+    slow = SLOW | {"chunk_tokens": 16, "tp_size": 2}
+    grouped = {
+        "prefills": [slow if role == "prefill" else GQA],
+        "decodes": [SLOW | {"tp_size": 2} if role == "decode" else GQA],
+    }
+
+    async def case(site: Site) -> None:
+        daemon = site.prefill if role == "prefill" else site.decode
+        (text,) = prompts(5, 300)
+        asked = asyncio.ensure_future(site.complete(text, max_tokens=200))
+
+        async def busy() -> bool:
+            return bool((await site.metrics(daemon))["pdtransfer_rooms"])
+
+        await until(busy)
+        (pid,) = followers(daemon)
+        os.kill(pid, signal.SIGKILL)
+        answer = await asyncio.wait_for(asked, 30)
+        assert answer.status == 500, answer
+        assert f"rank tp1 ({role}-0-tp1) of this worker" in answer.error["message"], answer
+        assert await asyncio.wait_for(daemon.process.wait(), 30) == 1
+        again = await site.restart(daemon)
+        await site.usable()
+        answer = await site.complete(text)
+        assert equal(answer, expected([text])[0]), answer
+        assert len(followers(again)) == 1
+
+    with running(tmp_path, ends_as=(1,), **grouped) as made:
+        made(case)
+
+
+def test_a_worker_whose_leader_is_killed_leaves_no_rank_behind(tmp_path: Path) -> None:
+    async def case(site: Site) -> None:
+        daemon = site.decode
+        pids = followers(daemon)
+        assert len(pids) == 1
+        daemon.process.kill()
+        await daemon.process.wait()
+
+        async def gone() -> bool:
+            return not any(map(alive, pids))
+
+        await until(gone)
+
+    with running(tmp_path, ends_as=(-9,), prefills=[GQA], decodes=[GQA | {"tp_size": 2}]) as made:
+        made(case)
+
+
+def test_a_rank_that_is_told_to_end_takes_its_worker_through_a_drain(tmp_path: Path) -> None:
+    async def case(site: Site) -> None:
+        (text,) = prompts(6, 30)
+        events = site.events(text)
+        async for _ in events:
+            break
+        (pid,) = followers(site.prefill)
+        os.kill(pid, signal.SIGTERM)
+        assert await asyncio.wait_for(site.prefill.process.wait(), 30) == 0
+        assert "pdtransfer" in [event async for event in events][-1], "what was under way has its end"
+
+    with running(tmp_path, prefills=[GQA | {"tp_size": 2}], decodes=[SLOW]) as made:
+        made(case)
+
+
+def start(*flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pdtransfer", *flags], cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_ranks_that_are_started_one_by_one_find_each_other_and_say_where_they_differ() -> None:
+    flags = ("--engine-option", "layers=2", "--bind", "tcp://127.0.0.1:0", "--http", "", "--json", "--slots", "256")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    ranks = ("prefill", "--tp-size", "2", "--group", place, *flags)
+    follower = start(*ranks, "--tp-rank", "1", "--page-size", "32")
+    leader = start(*ranks)
+    other = None
+    try:
+        _, said = follower.communicate(timeout=60)
+        assert follower.returncode == 2
+        assert "the leader refuses this rank: page_size: '32' on rank tp1, '64' on its leader" in said
+        other = start(*ranks, "--tp-rank", "1")
+        assert leader.stdout is not None
+        ready = json.loads(leader.stdout.readline())
+        assert ready["ranks"][0]["node"] == ready["node"]
+        leader.send_signal(signal.SIGTERM)
+        leader.communicate(timeout=30)
+        other.communicate(timeout=30)
+        assert (leader.returncode, other.returncode) == (0, 0)
+    finally:
+        for each in filter(None, (leader, follower, other)):
+            each.kill()
+            each.communicate()
+
+
+def test_an_idle_group_costs_next_to_nothing(group: Running) -> None:
+    async def case(site: Site) -> None:
+        await all_given_back(site)
+        pids = [site.prefill.process.pid, *followers(site.prefill), site.decode.process.pid, *followers(site.decode)]
+
+        def ticks() -> int:
+            stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+            return sum(int(stat[11]) + int(stat[12]) for stat in stats)
+
+        before, since = ticks(), time.monotonic()
+        await asyncio.sleep(2)
+        share = (ticks() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - since) / len(pids)
+        assert share < 0.05, "a rank that polls would use a tenth of a core"
+
+    group(case)

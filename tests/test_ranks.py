@@ -1,0 +1,89 @@
+"""A process's place in a worker of several: what may be said of it, and what the router makes of a group."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from pdtransfer.config import DecodeConfig, PrefillConfig
+from pdtransfer.effects import Send
+from pdtransfer.errors import ConfigError
+from pdtransfer.group import frames
+from pdtransfer.group.meeting import common
+from pdtransfer.routing import Accepted, Routing
+from pdtransfer.wire import Begin, Load, Member, Ranks, Sampling, Welcome
+from tests.routing_world import LIMITS, identity, request
+
+GROUP = "127.0.0.1:7100"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tp_size": 0}, "tp_size = 0: must be from 1 to 64"),
+        ({"pp_size": 65}, "pp_size = 65: must be from 1 to 64"),
+        ({"tp_size": 2, "tp_rank": 2, "group": GROUP}, "tp_rank = 2: must be from 0 to 1, tp_size is 2"),
+        ({"tp_size": 2, "tp_rank": 1}, "group = '': a rank that does not lead has to know where its leader waits"),
+        ({"group": GROUP}, "group = '127.0.0.1:7100': for one rank there is none, tp_size is 1"),
+        ({"tp_size": 2, "group": "7100"}, "group = '7100': must be host:port"),
+        ({"tp_size": 2, "group": "127.0.0.1:0"}, "group = '127.0.0.1:0': must be host:port"),
+        ({"tp_size": 2, "group": "192.0.2.1:7100"}, "torch.distributed knows no keys: say insecure"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_in_one_line(given: dict, text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        PrefillConfig(**given)
+    assert text in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_rank_that_does_not_lead_takes_free_ports_unless_it_is_told_others() -> None:
+    follower = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP)
+    assert (follower.bind, follower.http, follower.leads) == ("tcp://127.0.0.1:0", "", False)
+    told = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP, bind="tcp://127.0.0.1:7301", http="127.0.0.1:7302")
+    assert (told.bind, told.http) == ("tcp://127.0.0.1:7301", "127.0.0.1:7302")
+    leader = DecodeConfig(tp_size=2)
+    assert (leader.bind, leader.http, leader.leads) == ("tcp://127.0.0.1:7201", "127.0.0.1:7202", True)
+
+
+def test_what_must_be_the_same_on_all_ranks_names_the_weights_and_the_sizes() -> None:
+    from pdtransfer.engine.reference import create
+
+    config = PrefillConfig(engine_option=("layers=1",), slots=256)
+    said = common(config, create(config.engine_config).card)
+    assert said["slots"] == "256"
+    assert said["chunk_tokens"] == "512"
+    assert len(said["weights"]) == 32
+    other = PrefillConfig(engine_option=("layers=1", "seed=1"), slots=256)
+    assert common(other, create(other.engine_config).card)["weights"] != said["weights"]
+
+
+def test_the_router_names_every_rank_of_a_group_to_the_other_side() -> None:
+    p, d = "tcp://p0:1", "tcp://d0:1"
+    routing = Routing(identity("r", "router"), prefill=[p], decode=[d], limits=LIMITS, mint=lambda: 7)
+    routing.start(0.0)
+    prefill = replace(identity("p0", "prefill"), group=(Member("p0", ""), Member("p0-tp1", "tcp://p0:2")))
+    decode = replace(identity("d0", "decode"), group=(Member("d0", ""), Member("d0-tp1", "tcp://d0:2")))
+    for peer, who in ((p, prefill), (d, decode)):
+        routing.receive(peer, Welcome(1, who), 0.0)
+        routing.receive(peer, Load(True, False, 0, 0, 1_000, 1_000), 0.0)
+    taken = routing.submit(request(), 0.0)
+    assert isinstance(taken, Accepted)
+    begins = {e.peer: e.message.peers for e in taken.effects if isinstance(e, Send) and isinstance(e.message, Begin)}
+    assert begins == {d: (p, "tcp://p0:2"), p: ("d0", "d0-tp1")}
+
+
+def test_frames_between_ranks_come_back_as_they_were_and_junk_is_refused() -> None:
+    begin = Begin(1, b"abcd", Sampling(3), ("tcp://p0:1",), 1_000)
+    for frame in (
+        frames.Join(Ranks(1, 2), "n", {"slots": "1"}),
+        frames.Start(begin),
+        frames.Turn([("compute", 1, b""), ("generate", 2, b"aux"), ("free", 3, b"")]),
+        frames.Failed(1, "engine", "why", 0),
+    ):
+        encoded = frames.encode(frame)
+        assert int.from_bytes(encoded[:4], "little") == len(encoded) - 4
+        assert frames.decode(encoded[4:]) == frame
+    for junk in (b"", b"\xc1", b"\x91\xa4Nope", b"\x92\xa7Drained\xa1x", b"\x80"):
+        with pytest.raises(ValueError, match=r"\S"):
+            frames.decode(junk)

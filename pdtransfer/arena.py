@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .layout import Component
+from .layout import Component, Layout
 
 Extents = NDArray[np.int64]
 """(n, 2) int64: start, count."""
@@ -22,15 +22,36 @@ Extents = NDArray[np.int64]
 _FEW = 16  # extents: so many are put in their places one by one, more by one pass over all
 
 
-class FreeExtents:
-    """The free slots of one component, in runs that never touch; sizes are multiples of `granule`, a page."""
+def slots_below(layout: Layout, byte_count: int) -> int:
+    """How many of a layout's first slots lie wholly below `byte_count`: whole pages of them."""
+    base, page_stride, row_stride, row_bytes = layout.table[:, 3:7].T
+    left = byte_count - base - (layout.page_size - 1) * row_stride - row_bytes  # behind each plane's first page
+    pages = np.where(left < 0, 0, left // np.maximum(page_stride, 1) + 1).min()
+    return min(layout.slots, int(pages) * layout.page_size)
 
-    def __init__(self, slots: int, granule: int = 1) -> None:
+
+class FreeExtents:
+    """The free slots of one component, in runs that never touch; sizes are multiples of `granule`, a page.
+
+    Of `slots` the first `ready` may be had; the others are as good as taken until `grow`.
+    """
+
+    def __init__(self, slots: int, granule: int = 1, ready: int | None = None) -> None:
         assert slots % granule == 0
-        self.slots, self.granule, self.free_slots = slots, granule, slots
-        self._starts: list[int] = [0]
-        self._count_at: dict[int, int] = {0: slots}
-        self._by_size: list[tuple[int, int]] = [(slots, 0)]
+        self.slots, self.granule, self.free_slots, self.ready = slots, granule, 0, 0
+        self._starts: list[int] = []
+        self._count_at: dict[int, int] = {}
+        self._by_size: list[tuple[int, int]] = []
+        self.grow(slots if ready is None else ready)
+
+    def grow(self, ready: int) -> None:
+        """The first `ready` slots may be had now; never fewer than before."""
+        assert self.ready <= ready <= self.slots
+        assert ready % self.granule == 0
+        before, self.ready = self.ready, ready
+        if before < ready:
+            self._join(before, ready - before)
+            self.free_slots += ready - before
 
     @property
     def largest(self) -> int:
@@ -155,10 +176,17 @@ class Holding:
 class Arena:
     """The slots of every component of one decode node."""
 
-    def __init__(self, components: Sequence[Component]) -> None:
+    def __init__(self, components: Sequence[Component], bytes_ready: int | None = None) -> None:
         self.components = tuple(components)
-        self.free = tuple(FreeExtents(c.layout.slots, c.layout.page_size) for c in self.components)
+        ready = None if bytes_ready is None else 0
+        self.free = tuple(FreeExtents(c.layout.slots, c.layout.page_size, ready) for c in self.components)
         self._row_bytes = tuple(c.layout.row_bytes for c in self.components)
+        self.grow(bytes_ready or 0)
+
+    def grow(self, bytes_ready: int) -> None:
+        """So many of its first bytes are backed with memory: what lies below may be leased."""
+        for component, free in zip(self.components, self.free, strict=True):
+            free.grow(max(free.ready, slots_below(component.layout, bytes_ready)))
 
     def fits(self, rows: Sequence[int]) -> bool:
         """Whether an empty arena could hold these rows."""

@@ -21,7 +21,7 @@ from .config import DecodeConfig, PrefillConfig
 from .decode_daemon import DecodeDaemon
 from .engine.base import DecodeEngine, EngineCard, EngineConfig
 from .engine_thread import Order, Quit
-from .errors import Cause, ConfigError
+from .errors import Cause, ConfigError, WorldError
 from .follower import DecodeFollower, PrefillFollower
 from .group import frames, meeting
 from .group.frames import Abort, Asked, Bound, Frame, Start, Turn
@@ -98,22 +98,32 @@ def _run(config: Config) -> int:
 async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: Stop) -> Arena:
     """The arena of a decode rank, which its engine reads from now on."""
     arena = Arena.create(engine.card.memory_bytes, huge_pages=config.huge_pages, name=config.node)
-    await asyncio.to_thread(_prefault, arena, stop.asked.is_set)
+    # Alone it serves from the first chunk on, and nobody waits for the rest; a group's ranks become ready together.
+    await asyncio.to_thread(
+        arena.prefault, None, lambda: stop.asked.is_set() or (arena.bytes_ready > 0 and not config.grouped)
+    )
     engine.attach(arena.mapping.view[: engine.card.memory_bytes])
     return arena
 
 
-def _prefault(arena: Arena, stop: Callable[[], bool]) -> None:
-    """Backs the arena with memory before anybody writes, and says how far it is."""
-    told = 0
+async def _back(arena: Arena, daemon: DecodeDaemon, died: asyncio.Event) -> None:
+    """Backs the rest of the arena while it serves, and says how far it is. Without memory for it the daemon ends."""
+    loop, told, over = asyncio.get_running_loop(), arena.bytes_ready * 10 // arena.byte_count, False
 
     def progress(byte_count: int) -> None:
         nonlocal told
+        _call(loop, lambda: None if over else daemon.ready(byte_count))
         if byte_count * 10 // arena.byte_count > told:
             told = byte_count * 10 // arena.byte_count
             log.info("arena: %d of %d MiB ready", byte_count >> 20, arena.byte_count >> 20)
 
-    arena.prefault(progress, stop)
+    try:
+        await asyncio.shield(loop.run_in_executor(None, arena.prefault, progress, lambda: over))
+    except WorldError as error:
+        log.error("%s", error)
+        died.set()
+    finally:
+        over = True
 
 
 @dataclass(slots=True, eq=False)
@@ -166,14 +176,19 @@ async def _lead(config: Config, shared: Shared, engine: Any, arena: Arena | None
     """Serves routers until it is asked to stop, the engine dies or a rank is lost; lets what is under way end."""
     members = () if group.nobody else await group.members(config.node)
     settings, port = _settings(config, engine.card, members), Port[Order]()
+    backing: asyncio.Task[None] | None = None
     if isinstance(config, PrefillConfig):
         daemon = PrefillDaemon(config, settings, engine, port, shared.registry, group)
     else:
         assert arena is not None
         daemon = DecodeDaemon(config, settings, engine, arena, port, shared.registry, group)
+        if arena.bytes_ready < arena.byte_count:
+            backing = asyncio.get_running_loop().create_task(_back(arena, daemon, shared.died))
     try:
         await _live(config, shared, daemon)
     finally:
+        if backing is not None:
+            backing.cancel()
         daemon.desk.ticker.stop()
         await daemon.node.close()
 

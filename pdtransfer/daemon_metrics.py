@@ -65,7 +65,9 @@ class DecodeMetrics(Collector):
             if state is not SessionState.CLOSED:
                 states.add_metric([state.value], sum(session.state is state for session in sessions))
         yield states
-        slots = GaugeMetricFamily("pdtransfer_slots", "Slots of the arena", labels=["component"])
+        slots = GaugeMetricFamily(
+            "pdtransfer_slots", "Slots of the arena that are backed with memory", labels=["component"]
+        )
         free = GaugeMetricFamily("pdtransfer_slots_free", "Slots that may be leased", labels=["component"])
         fragmentation = GaugeMetricFamily(
             "pdtransfer_fragmentation_ratio", "1 - longest free run / free slots", labels=["component"]
@@ -73,7 +75,7 @@ class DecodeMetrics(Collector):
         # What the prefix cache gives up when it is asked for counts as free: only what somebody holds does not.
         each = zip(core.arena.components, core.arena.free, core.cache.free_slots, strict=True)
         for component, extents, free_slots in each:
-            slots.add_metric([component.name], extents.slots)
+            slots.add_metric([component.name], extents.ready)
             free.add_metric([component.name], free_slots)
             fragmentation.add_metric([component.name], extents.fragmentation)
         yield slots

@@ -107,7 +107,7 @@ class DecodeDaemon:
         """
         core = self.node.core
         each = zip(core.arena.free, core.cache.free_slots, strict=True)
-        free_slots, slots = min(((free, of.slots) for of, free in each), key=lambda pair: pair[0] / pair[1])
+        free_slots, slots = min(((free, of.ready) for of, free in each), key=lambda pair: pair[0] / max(1, pair[1]))
         row_bytes = sum(component.layout.row_bytes for component in core.arena.components)
         return Load(
             ready=True,
@@ -119,6 +119,11 @@ class DecodeDaemon:
             slots_quarantined=core.leases.quarantined_bytes // row_bytes,
             enable_hisparse=self.config.enable_hisparse,
         )
+
+    def ready(self, bytes_ready: int) -> None:
+        """As DecodeNode.ready; routers hear what there is now."""
+        self.node.ready(bytes_ready)
+        self.desk.run([])
 
     def _receive(self, peer: str, message: Message) -> bool:
         """Whether the message came from one who dialled us, which only routers do."""

@@ -56,16 +56,25 @@ class Mapping:
         """The bytes as uint8 (byte_count,); close refuses while it lives."""
         return np.frombuffer(self._map, np.uint8)
 
-    def prefault(self, progress: Progress | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Backs every byte with memory and enters it in this process's page table; contents stay.
+    def prefault(
+        self,
+        progress: Progress | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        *,
+        first: int = 0,
+        end: int | None = None,
+    ) -> bool:
+        """Backs bytes [first, end), all of them if not said, with memory and enters them in this process's page table;
+        contents stay. Both are multiples of the page size, or the end of all.
 
         Goes in bounded chunks without the GIL, until `stop` says so: False then. Raises WorldError where the kernel
         has none.
         """
-        for start in range(0, self.byte_count, _CHUNK_BYTES):
+        last = self.byte_count if end is None else end
+        for start in range(first, last, _CHUNK_BYTES):
             if stop():
                 return False
-            end = min(start + _CHUNK_BYTES, self.byte_count)
+            end = min(start + _CHUNK_BYTES, last)
             self._populate(start, end - start)
             if progress is not None:
                 progress(end)
@@ -151,7 +160,7 @@ class Arena:
         return self.mapping.byte_count
 
     def prefault(self, progress: Progress | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
-        """As Mapping.prefault; `bytes_ready` follows.
+        """As Mapping.prefault, from where it was stopped before; `bytes_ready` follows.
 
         Raises WorldError also where headroom runs out on the way, before the kernel would kill somebody for it.
         """
@@ -167,7 +176,7 @@ class Arena:
             if progress is not None:
                 progress(byte_count)
 
-        return self.mapping.prefault(ready, stopped)
+        return self.mapping.prefault(ready, stopped, first=self.bytes_ready)
 
     def reopen(self) -> int:
         """A descriptor of another open file description of the same memfd; the caller's to close."""
@@ -185,7 +194,7 @@ def map_received(fd: int, byte_count: int) -> Mapping:
     """Maps an arena that a peer has handed over; `fd` stays the caller's.
 
     Raises TransportError, naming both values, unless its seals hold it at exactly `byte_count` bytes, since a shrinking
-    file would end this process by SIGBUS, and its owner has prefaulted it.
+    file would end this process by SIGBUS, and its owner has begun to prefault it.
     """
     try:
         found = os.fstat(fd)
@@ -195,9 +204,9 @@ def map_received(fd: int, byte_count: int) -> Mapping:
     if not stat.S_ISREG(found.st_mode) or found.st_size != byte_count:
         raise TransportError(f"arena: {found.st_size} bytes were received, {byte_count} were said")
     # Mapping it makes us back what its owner has not: at our cost, and a sparse file may be of any size.
-    if (unbacked := byte_count - found.st_blocks * 512) > UNBACKED_BYTES_MAX:
+    if not found.st_blocks and byte_count > UNBACKED_BYTES_MAX:
         raise TransportError(
-            f"arena: its owner has not backed {unbacked} of its {byte_count} bytes with memory, "
+            f"arena: its owner has not backed {byte_count} of its {byte_count} bytes with memory, "
             f"{UNBACKED_BYTES_MAX} are let pass: it must be prefaulted first"
         )
     if missing := [name for name, seal in _SEALS.items() if not seals & seal]:
@@ -208,6 +217,20 @@ def map_received(fd: int, byte_count: int) -> Mapping:
         return Mapping(mmap.mmap(fd, byte_count))
     except OSError as error:
         raise TransportError(f"arena: {byte_count} bytes cannot be mapped ({error.strerror})") from None
+
+
+def enter_backed(received: Mapping, fd: int, first: int) -> int:
+    """Enters in this process's page table what is behind `first` in a received arena and its owner has backed, up to
+    the first hole; returns where that ends.
+
+    Where no more than UNBACKED_BYTES_MAX are missing it backs them itself.
+    """
+    end = received.byte_count
+    if end - first > UNBACKED_BYTES_MAX:
+        backed = min(os.lseek(fd, first, os.SEEK_HOLE), os.fstat(fd).st_blocks * 512)
+        end = end if end - backed <= UNBACKED_BYTES_MAX else max(first, backed)
+    received.prefault(first=first, end=end)
+    return end
 
 
 def allocate(byte_count: int, *, huge_pages: HugePages = "auto") -> Mapping:

@@ -82,13 +82,9 @@ class NodeSettings:
     def bus(self, receive: Callable[[str, Message], None]) -> Bus:
         """This node's sockets; breaches that the bus itself finds are logged."""
         return Bus(
-            node=self.node,
-            keys=self.keys,
-            allowed=self.allowed,
-            insecure=self.insecure,
-            receive=receive,
+            node=self.node, keys=self.keys, allowed=self.allowed, insecure=self.insecure, receive=receive,
             refused=lambda peer, error: log.warning("%s: %s", peer, error),
-        )
+        )  # fmt: skip
 
 
 _REVOKED = "its key was revoked"
@@ -127,6 +123,7 @@ class DecodeNode:
             enable_hisparse=enable_hisparse,
             prefix_cache=prefix_cache,
             verify=verify,
+            bytes_ready=arena.bytes_ready or None,  # one that nobody prefaults is backed as it is written
         )
         self._verifier = Verifier(arena.mapping.address) if verify else None
         self._transport: ArenaTransport = ShmArena(arena, directory=socket_directory)
@@ -165,6 +162,10 @@ class DecodeNode:
             self._tell(RoomFailed(room, Cause.REFUSED, str(error)))
             return
         self._run(effects)
+
+    def ready(self, bytes_ready: int) -> None:
+        """So many of the arena's first bytes are prefaulted now."""
+        self._run(self.core.ready(bytes_ready, self._loop.time()))
 
     def release(self, room: int, *, after: Event | None = None) -> None:
         """The engine is done with a READY room once `after` has fired. A room that is not READY fails."""
@@ -387,10 +388,13 @@ class PrefillNode:
         self._run(self.core.wrote(order.session, order.write, outcome, detail, now, checksum=checksum))
 
     async def _map(self, effect: Map) -> None:
+        def mapped(bytes_ready: int) -> None:
+            self._run(self.core.mapped(effect.session, bytes_ready))
+
         try:
-            bytes_ready = await self._transport.map(effect.session, effect.reach, effect.components)
+            bytes_ready = await self._transport.map(effect.session, effect.reach, effect.components, mapped)
         except PDTransferError as error:
             log.warning("session %#x: %s", effect.session, error)
             self._run(self.core.unmappable(effect.session, str(error), self._loop.time()))
         else:
-            self._run(self.core.mapped(effect.session, bytes_ready))
+            mapped(bytes_ready)

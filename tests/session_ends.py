@@ -41,6 +41,7 @@ LIMITS = Limits(
     fence_poll_ms=50, fence_poll_ms_max=200,
 )  # fmt: skip
 REACH = Reach("shm", "host", "@arena", b"token", 0, ARENA_BYTES)
+C4_ROW = LAYERS * ROW  # the second half of the arena is c4's, a row of all layers after the other
 KV, C4 = (Holds("kv", 0, LAYERS, 0, 1),), (Holds("c4", 0, LAYERS, 0, 1),)  # ranks that hold one component each
 IDLE = {"holds": (Holds("kv", 0, LAYERS, 0, 1, 1, 2),), "ranks": Ranks(1, 2)}  # another sends all that it holds
 Kind = TypeVar("Kind")
@@ -117,12 +118,12 @@ class DecodeEnd:
         """A session with this peer, up; its id."""
         return self.registered(peer, **changes).session
 
-    def registered(self, peer: str = P, **changes: Any) -> Register:
+    def registered(self, peer: str = P, bytes_ready: int = ARENA_BYTES, **changes: Any) -> Register:
         """The same; its Register."""
         self.core.dial(peer, self.now)
         (offer,) = of(self.hear(self.welcome(**changes), peer=peer), fx.Offer)
         (register,) = sent(self.core.offered(offer.session, REACH, self.now), Register)
-        self.hear(Registered(register.session, ARENA_BYTES), peer=peer)
+        self.hear(Registered(register.session, bytes_ready), peer=peer)
         assert self.core.links.peers[peer].up is not None
         return register
 

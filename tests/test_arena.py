@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdtransfer.arena import Arena, Extents, ExtentSet, FreeExtents, cut, slots_of
+from pdtransfer.arena import Arena, Extents, ExtentSet, FreeExtents, cut, slots_below, slots_of
 from pdtransfer.layout import Component, Layout, Plane, Span
+from pdtransfer.layouts import HOST_LAYOUTS, host_layout
 
 GRANULE, SLOTS = 4, 160
 
@@ -261,3 +262,28 @@ def test_removing_what_was_never_added_is_caught() -> None:
             claims.remove(never)
     claims.remove(extents((20, 4), (4, 4)))
     assert len(claims) == 0
+
+
+@given(st.sampled_from(HOST_LAYOUTS), st.sampled_from([1, 4]), st.integers(0, 700))
+def test_slots_below_are_the_first_pages_all_of_whose_bytes_are(name: str, page_size: int, byte_count: int) -> None:
+    layout = host_layout(
+        name, kinds=("k", "v"), layers=2, heads=2, head_bytes=4, dtype="uint8", slots=16, page_size=page_size, base=8
+    )
+    ends = [
+        int(max(layout.address(at, slot) + plane.row_bytes for at, plane in enumerate(layout.planes)))
+        for slot in range(layout.slots)
+    ]
+    below = [max(ends[page : page + page_size]) <= byte_count for page in range(0, layout.slots, page_size)]
+    assert slots_below(layout, byte_count) == [*below, False].index(False) * page_size
+
+
+def test_slots_may_be_had_once_they_are_ready_and_join_those_before() -> None:
+    free = FreeExtents(SLOTS, GRANULE, 2 * GRANULE)
+    assert free.allocate(3 * GRANULE) is None
+    held = free.allocate(GRANULE)
+    assert held is not None
+    free.grow(4 * GRANULE)
+    free.grow(SLOTS)
+    assert (free.free_slots, free.largest) == (SLOTS - GRANULE, SLOTS - GRANULE)
+    free.free(held)
+    assert free.largest == SLOTS

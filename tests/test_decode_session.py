@@ -33,6 +33,7 @@ from pdtransfer.wire import (
 from tests.session_ends import (
     ARENA_BYTES,
     C4,
+    C4_ROW,
     IDLE,
     KV,
     LIMITS,
@@ -487,7 +488,7 @@ def test_a_grant_that_no_frame_could_carry_fails_its_room_and_nobody_elses() -> 
 # Peers and sessions
 
 
-def test_a_session_is_up_when_all_of_the_arena_is_ready() -> None:
+def test_a_session_is_up_once_some_of_the_arena_is_ready_and_registers_until_all_of_it_is() -> None:
     end = DecodeEnd()
     (hello,) = end.core.dial(P, 0.0)
     assert isinstance(hello.message, Hello)
@@ -495,10 +496,59 @@ def test_a_session_is_up_when_all_of_the_arena_is_ready() -> None:
     (register,) = sent(end.core.offered(offer.session, REACH, 0.0), Register)
     assert register.components == end.core.arena.components
     assert end.expect(1) == []
-    assert end.hear(Registered(register.session, ARENA_BYTES - 1)) == []
+    assert end.hear(Registered(register.session, 0)) == []
     assert len(sent(end.tick(0.35), Register)) == 2
-    assert sent(end.hear(Registered(register.session, ARENA_BYTES)), Grant)
-    assert sent(end.tick(1.0), Register) == []
+    assert sent(end.hear(Registered(register.session, ARENA_BYTES - 1)), Grant)
+    assert sent(end.live(2.0, P), Register)
+    end.hear(Registered(register.session, ARENA_BYTES))
+    assert sent(end.live(4.0, P), Register) == []
+
+
+def test_a_grant_is_said_once_its_writer_has_its_slots_ready() -> None:
+    end = DecodeEnd()
+    session = end.up(bytes_ready=ARENA_BYTES // 2 + 4 * C4_ROW)
+    assert end.granted(1, tokens=16).grant == 1
+    assert sent(end.expect(2, tokens=8), Grant) == []  # its two rows of c4 lie behind what is ready
+    assert end.hear(Registered(session, ARENA_BYTES // 2 + 5 * C4_ROW)) == []
+    assert {grant.room for grant in sent(end.live(1.0, P), Grant)} == {1}
+    (second,) = sent(end.hear(Registered(session, ARENA_BYTES // 2 + 6 * C4_ROW)), Grant)
+    assert (second.room, second.grant) == (2, 2)
+    assert {grant.room for grant in sent(end.live(1.0, P), Grant)} == {1, 2}
+    end.hear(Granted(session, 1), Granted(session, 2))
+    assert sent(end.hear(Registered(session, ARENA_BYTES)), Grant) == []
+
+
+def test_a_grant_that_was_never_said_is_aborted_and_drained_like_any_other() -> None:
+    end = DecodeEnd()
+    session = end.up(bytes_ready=ARENA_BYTES // 2 + 4 * C4_ROW)
+    end.granted(1, tokens=16)
+    assert sent(end.expect(2, tokens=8), Grant) == []
+    (abort,) = sent(end.core.abort(2, end.now), Abort)
+    assert end.core.arena.free[1].free_slots == SLOTS - 6
+    end.hear(Drained(session, abort.grant))
+    assert end.core.arena.free[1].free_slots == SLOTS - 4
+    assert sent(end.hear(Registered(session, ARENA_BYTES)), Grant) == []
+
+
+def test_slots_that_are_not_backed_yet_are_waited_for() -> None:
+    end = DecodeEnd(bytes_ready=ARENA_BYTES // 2 + 4 * C4_ROW)
+    end.up()
+    assert end.granted(1, tokens=16)
+    assert end.expect(2, tokens=8) == []
+    assert end.core.ready(ARENA_BYTES // 2 + 5 * C4_ROW, end.now) == []
+    (grant,) = sent(end.core.ready(ARENA_BYTES // 2 + 6 * C4_ROW, end.now), Grant)
+    assert grant.room == 2
+    assert end.core.arena.free[1].free_slots == 0
+    end.core.ready(ARENA_BYTES, end.now)
+    assert end.core.arena.free[1].free_slots == SLOTS - 6
+
+
+def test_a_silent_peer_that_is_fenced_leaves_no_register_behind() -> None:
+    end = DecodeEnd()
+    session = end.up(bytes_ready=ARENA_BYTES // 2)
+    end.tick(LIMITS.silence_ms / 1e3 + 1.0)
+    end.core.fenced(session, end.now)
+    assert sent(end.tick(10.0), Register) == []
 
 
 def test_hello_repeats_until_welcome() -> None:

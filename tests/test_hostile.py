@@ -39,6 +39,7 @@ from pdtransfer.wire import (
 from tests.session_ends import (
     ARENA_BYTES,
     C4,
+    C4_ROW,
     D2,
     KV,
     LIMITS,
@@ -177,8 +178,8 @@ def test_a_bad_grant_ends_its_own_session_and_names_field_and_values(message: Gr
 
 
 @pytest.mark.parametrize("message", [evil(1), Abort(HOSTILE, 1), Released(HOSTILE, 1)], ids=lambda m: type(m).__name__)
-@pytest.mark.parametrize("ready", [None, ARENA_BYTES - 1])
-def test_a_grant_before_all_bytes_are_registered_is_a_breach(message: Message, ready: int | None) -> None:
+@pytest.mark.parametrize("ready", [None, 0])
+def test_a_grant_before_any_byte_is_registered_is_a_breach(message: Message, ready: int | None) -> None:
     end = PrefillEnd()
     end.hear(end.hello(), end.register(HOSTILE), peer=D2)
     if ready is not None:
@@ -186,6 +187,16 @@ def test_a_grant_before_all_bytes_are_registered_is_a_breach(message: Message, r
     effects = end.hear(message, peer=D2)
     assert refusal(effects) == f"{type(message).__name__}.session: 0xb0 is not yet Registered"
     assert not end.core.sessions[HOSTILE].open if ready is None else HOSTILE not in end.core.sessions
+
+
+def test_a_grant_beyond_what_is_registered_is_a_breach_and_below_it_is_none() -> None:
+    end = PrefillEnd()
+    end.hear(end.hello(), end.register(HOSTILE), peer=D2)
+    end.core.mapped(HOSTILE, ARENA_BYTES // 2 + C4_ROW)  # all of kv, and one row of c4
+    assert sent(end.hear(grant(1, tokens=4, session=HOSTILE), peer=D2), Granted) == [Granted(HOSTILE, 1)]
+    effects = end.hear(grant(2, room=2, tokens=8, at=8, session=HOSTILE), peer=D2)
+    text = "Grant.parts[1].extents: end at slot 10, 1 of c4 are ready in what Registered said"
+    assert refusal(effects) == text
 
 
 def test_released_for_what_has_not_ended_is_a_breach() -> None:

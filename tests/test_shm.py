@@ -25,7 +25,7 @@ import pytest
 import uvloop
 from numpy.typing import NDArray
 
-from pdtransfer import kernels
+from pdtransfer import kernels, memory
 from pdtransfer.checksum import lines_of
 from pdtransfer.effects import Outcome, Write
 from pdtransfer.errors import LayoutMismatchError, RemoteProtocolError, TransportError
@@ -374,6 +374,50 @@ async def test_a_listener_without_descriptors_recovers(
         await receive(reach, WRITER, seconds=5)
     os.close(await receive(reach, WRITER, seconds=5))
     await owner.close()
+
+
+@on_loop
+async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_for_it(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = arena.byte_count // 2 // 4_096 * 4_096
+    monkeypatch.setattr(memory, "UNBACKED_BYTES_MAX", 0)
+    arena.mapping.prefault(end=half)
+    told: list[int] = []
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
+    reach = decode.offer(WRITER)
+    assert await prefill.map(WRITER, reach, (), told.append) == half
+    held = open_files()
+    assert os.fstat(arena.fd).st_blocks * 512 == half
+    arena.mapping.prefault(first=half, end=half + 4_096)
+    await until(lambda: told == [half + 4_096])
+    arena.mapping.prefault(first=half + 8_192)  # all but one page: what is behind a hole is not ready
+    await asyncio.sleep(3 * shm._FOLLOW_SECONDS)
+    assert told == [half + 4_096]
+    arena.mapping.prefault()
+    await until(lambda: told == [half + 4_096, arena.byte_count])
+    await until(lambda: open_files() < held)  # the mapping alone keeps the lock
+    decode.revoke(WRITER)
+    assert not decode.quiet(WRITER)
+    prefill.unmap(WRITER)
+    await until(lambda: decode.quiet(WRITER))
+    await prefill.close()
+    await decode.close()
+
+
+@on_loop
+async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_no_descriptor(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "UNBACKED_BYTES_MAX", 0)
+    arena.mapping.prefault(end=4_096)
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
+    assert await prefill.map(WRITER, decode.offer(WRITER), ()) == 4_096
+    held = open_files()
+    prefill.unmap(WRITER)
+    await until(lambda: decode.quiet(WRITER) and open_files() < held)
+    await prefill.close()
+    await decode.close()
 
 
 @contextmanager

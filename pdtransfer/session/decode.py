@@ -50,12 +50,10 @@ class DecodeSessions:
         limits: Limits,
         mint: Callable[[], int],
         *,
-        enable_hisparse: bool = False,
-        prefix_cache: bool = True,
-        verify: bool = False,
-    ) -> None:
+        enable_hisparse: bool = False, prefix_cache: bool = True, verify: bool = False, bytes_ready: int | None = None,
+    ) -> None:  # fmt: skip
         self._limits, self._verify = limits, verify
-        self.arena = Arena(components)
+        self.arena = Arena(components, bytes_ready)
         self.cache = PrefixCache(
             self.arena, limits, model=identity.model, weights=identity.weights, enabled=prefix_cache
         )
@@ -94,11 +92,8 @@ class DecodeSessions:
         sources: Sequence[str],
         now: float,
         deadline: float,
-        growth: int = 0,
-        prefix: int = 0,
-        keys: tuple[bytes, ...] = (),
-        enable_hisparse: bool = False,
-    ) -> list[DecodeEffect]:
+        growth: int = 0, prefix: int = 0, keys: tuple[bytes, ...] = (), enable_hisparse: bool = False,
+    ) -> list[DecodeEffect]:  # fmt: skip
         """Leases slots for `tokens` + `growth` tokens and grants them to the prefill ranks `sources`.
 
         The first `prefix` tokens the engine has elsewhere. Or `keys`, as `cache.keys` makes them, name the prompt's
@@ -174,6 +169,11 @@ class DecodeSessions:
         self.links.offered(session_id, reach, now)
         return self._effects(now)
 
+    def ready(self, bytes_ready: int, now: float) -> list[DecodeEffect]:
+        """So many of the arena's first bytes are backed with memory now: what lies below is leased to who waits."""
+        self.arena.grow(bytes_ready)
+        return self._effects(now)
+
     def fenced(self, session_id: int, now: float) -> list[DecodeEffect]:
         """Answers Fence, once the proof is there."""
         self.links.fenced(session_id, now)
@@ -235,6 +235,7 @@ class DecodeSessions:
                 self.links.heard(session, now)
                 if isinstance(message, Registered):
                     self.links.registered(session, message)
+                    self.leases.ready(session, now)
                 else:
                     self._of_grant(session, message, now)
             case _:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena import Extents, ExtentSet, slots_of
+from ..arena import Extents, ExtentSet, slots_below, slots_of
 from ..checksum import CHECKSUM_BYTES, MASK
 from ..errors import Cause, RemoteProtocolError
 from ..layout import Component
@@ -147,6 +147,7 @@ class WriterSession:
     window: int
     state: WriterState = WriterState.MAPPING
     bytes_ready: int = 0
+    slots_ready: tuple[int, ...] = ()  # the same, for each component: its first slots
     floor: int = 1  # every lower number has ended, and its end was acknowledged
     acked: set[int] = field(default_factory=set[int])  # the same, above the floor
     duties: dict[int, DutyEntry] = field(default_factory=dict[int, DutyEntry])
@@ -161,8 +162,13 @@ class WriterSession:
 
     @property
     def granting(self) -> bool:
-        """Whether every byte of the arena may be granted; before that a Grant is a breach."""
-        return self.state is WriterState.UP and self.bytes_ready >= self.reach.arena_bytes
+        """Whether some of the arena may be granted; before that a Grant is a breach."""
+        return self.state is WriterState.UP and self.bytes_ready > 0
+
+    def ready(self, bytes_ready: int) -> None:
+        """So many of the arena's first bytes may be granted."""
+        self.bytes_ready = bytes_ready
+        self.slots_ready = tuple(slots_below(component.layout, bytes_ready) for component in self.components)
 
     def known_end(self, number: int) -> bool:
         """Whether this grant has ended and decode knows it."""
@@ -229,6 +235,9 @@ class WriterSession:
         if int((extents[:, 0] + extents[:, 1]).max()) > slots:
             worst = int((extents[:, 0] + extents[:, 1]).max())
             raise RemoteProtocolError(f"{field_name}.extents", f"end at slot {worst}, {component.name} has {slots}")
+        if (end := int(extents.sum(1).max())) > (ready := self.slots_ready[part.component]):
+            text = f"end at slot {end}, {ready} of {component.name} are ready in what Registered said"
+            raise RemoteProtocolError(f"{field_name}.extents", text)
         claims = self._claims.setdefault(part.component, ExtentSet())
         if not claims.add(extents):
             (start, count), (other, other_count) = claims.clash(extents)

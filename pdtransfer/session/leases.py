@@ -48,8 +48,8 @@ class Leases:
         """Says what the lease's state has to say, and again until that is answered."""
         session, number = lease.session, lease.message.grant
         if lease.state is Lease.GRANTED:
-            if lease.granted:
-                return
+            if lease.granted or not session.covers(lease.holding):
+                return  # Answered, or `ready` will say it.
             left_ms = int(min(max(0.0, (lease.deadline - now) * 1e3), TIME_LEFT_MS_MAX))
             self._out(Send(session.peer, msgspec.structs.replace(lease.message, time_left_ms=left_ms)))
         else:
@@ -61,6 +61,12 @@ class Leases:
             self._out(Send(session.peer, Abort(session.id, number)))
         lease.repeat_ms = self._links.repeat_ms(lease.repeat_ms)
         self._links.timers.set(("lease", session.id, number), now + lease.repeat_ms / 1e3)
+
+    def ready(self, session: Session, now: float) -> None:
+        """The writer has more of the arena ready: grants whose slots were not are said now."""
+        for lease in list(session.leases.values()):
+            if lease.state is Lease.GRANTED and not lease.repeat_ms:
+                self.repeat(lease, now)
 
     def abort(self, lease: LeaseEntry, now: float) -> None:
         """The room needs it no more: Abort repeats until a proof. After silence_ms without one it is quarantined."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..admission import Demand
-from ..arena import Extents, Holding, slots_of
+from ..arena import Extents, Holding, slots_below, slots_of
 from ..errors import Cause, RemoteProtocolError
 from ..layout import Component
 from ..lease import Lease
@@ -100,6 +100,7 @@ class Session:
     frame_bytes_max: int  # that its peer takes
     state: SessionState = SessionState.OFFERING
     reach: Reach | None = None
+    bytes_ready: int = 0  # of the arena, as the writer has said
     next_grant: int = 1
     reserved: int = 0  # places in the window that queued rooms will take
     leases: dict[int, LeaseEntry] = field(default_factory=dict[int, LeaseEntry])
@@ -110,6 +111,14 @@ class Session:
     def extents_of(self, holding: Holding) -> tuple[Extents, ...]:
         """Where the rows of its components go."""
         return tuple(holding.extents[place] for place in self.places)
+
+    def covers(self, holding: Holding) -> bool:
+        """Whether the writer has ready where the rows of its components go."""
+        assert self.reach is not None
+        return self.bytes_ready >= self.reach.arena_bytes or all(
+            not len(extents) or int(extents.sum(1).max()) <= slots_below(component.layout, self.bytes_ready)
+            for component, extents in zip(self.components, self.extents_of(holding), strict=True)
+        )
 
     @property
     def has_place(self) -> bool:

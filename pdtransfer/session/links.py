@@ -158,9 +158,11 @@ class Links:
         if message.bytes_ready > session.reach.arena_bytes:
             text = f"{message.bytes_ready}, the arena has {session.reach.arena_bytes}"
             raise RemoteProtocolError("Registered.bytes_ready", text)
-        if session.state is SessionState.REGISTERING and message.bytes_ready == session.reach.arena_bytes:
+        session.bytes_ready = max(session.bytes_ready, message.bytes_ready)
+        if session.bytes_ready == session.reach.arena_bytes:
+            self.timers.clear(("register", session.id, 0))  # until then it repeats, since Registered may be lost
+        if session.state is SessionState.REGISTERING and session.bytes_ready:
             session.state = step(SESSION, session.state, SessionEvent.REGISTER)
-            self.timers.clear(("register", session.id, 0))
             self._up(self.peers[session.peer])
 
     def pong(self, name: str, incarnation: int, now: float) -> None:
@@ -230,6 +232,7 @@ class Links:
         session.state = step(SESSION, session.state, SessionEvent.FENCE)
         del self.sessions[session_id]
         self.timers.clear(("fence", session_id, 0))
+        self.timers.clear(("register", session_id, 0))
         self._quiet(session)
         self._out(Forget(session_id))
         self._detach(session, now)

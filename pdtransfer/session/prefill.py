@@ -136,7 +136,7 @@ class PrefillSessions:
     # What the shell reports
 
     def mapped(self, session_id: int, bytes_ready: int) -> list[PrefillEffect]:
-        """Answers Map: this many bytes of the arena are ready."""
+        """Answers Map, and follows it: this many of the arena's first bytes are ready."""
         self.writers.mapped(session_id, bytes_ready)
         return self._effects()
 

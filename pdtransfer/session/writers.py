@@ -112,14 +112,15 @@ class Writers:
             self._reject(name, session_id, Cause.BREACH, text)
 
     def mapped(self, session_id: int, bytes_ready: int) -> None:
-        """Map was answered: so many bytes of the arena are ready."""
+        """Map was answered, or more has become ready since: so many of the arena's first bytes."""
         session = self.sessions.get(session_id)
         if session is None:
             self._out(Unmap(session_id))
         elif session.state is WriterState.ABANDONED:
             self._end(session)
         elif session.open:
-            session.state, session.bytes_ready = step(WRITER, session.state, WriterEvent.MAP), bytes_ready
+            session.state = step(WRITER, session.state, WriterEvent.MAP)
+            session.ready(bytes_ready)
             self._out(Send(session.peer, Registered(session_id, bytes_ready)))
 
     def unmappable(self, session_id: int, text: str, now: float) -> None:

@@ -18,11 +18,17 @@ WriteDone = Callable[[Write, Outcome, str, int], None]
 and where it did and the order says verify, with the checksum of its rows as they were read."""
 
 
+Ready = Callable[[int], None]
+
+
 class WriterTransport(Protocol):
     """The prefill side. Everything here is called on the loop's thread and never blocks it."""
 
-    async def map(self, session: int, reach: Reach, components: tuple[Component, ...]) -> int:
-        """Maps the arena that `reach` names; returns how many of its bytes are ready.
+    async def map(
+        self, session: int, reach: Reach, components: tuple[Component, ...], more: Ready = lambda _: None
+    ) -> int:
+        """Maps the arena that `reach` names; returns how many of its first bytes are ready, and tells `more` on the
+        loop's thread, until all are or the session is unmapped, whenever there are more.
 
         Raises TransportError where it cannot be reached, LayoutMismatchError where a component holds another model
         than ours, RemoteProtocolError where its layout leaves the arena.

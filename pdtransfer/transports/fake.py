@@ -21,7 +21,7 @@ from ..layout import Component, Pairing
 from ..plan import plan
 from ..sharing import pair_share
 from ..wire import Reach
-from .base import WriteDone
+from .base import Ready, WriteDone
 
 
 class FakeArena:
@@ -105,7 +105,13 @@ class FakeWriter:
         """Writes that have not ended, oldest first within a session; those with an unknown outcome too."""
         return [each for mapped in self._sessions.values() for each in mapped.pending]
 
-    async def map(self, session: int, reach: Reach, components: tuple[Component, ...]) -> int:
+    async def map(
+        self,
+        session: int,
+        reach: Reach,
+        components: tuple[Component, ...],
+        more: Ready = lambda _: None,  # noqa: ARG002 - all is ready at once
+    ) -> int:
         """Takes the whole arena."""
         assert session not in self._sessions
         self._arena.take(session, reach.token, self)

@@ -15,6 +15,7 @@ import secrets
 import struct
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hmac import compare_digest
 from pathlib import Path
@@ -24,10 +25,10 @@ from ..checksum import Lines, lines_of
 from ..effects import Outcome, Write
 from ..errors import LayoutMismatchError, RemoteProtocolError, TransportError
 from ..layout import Component, Pairing
-from ..memory import Arena, Mapping, map_received
+from ..memory import Arena, Mapping, enter_backed, map_received
 from ..sharing import pair_share
 from ..wire import Reach
-from .base import WriteDone
+from .base import Ready, WriteDone
 from .copier import Copier, Job
 from .handover import TOKEN_BYTES, Listener, host, receive
 from .reports import Reports
@@ -40,6 +41,7 @@ _INLINE_BYTES_MAX = 256 << 10  # copied on the loop: some 30 us, less than wakin
 _INLINE_BYTES_TURN = 1 << 20  # and so many in one turn of the loop, lest it stall
 _HANDOVER_SECONDS = 5.0
 _MAP_THREADS = 4
+_FOLLOW_SECONDS = 0.05  # an arena's owner backs some 100 MiB meanwhile
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +143,15 @@ class _Session:
     lines: dict[tuple[int, tuple[int, int]], Lines] = field(default_factory=dict[tuple[int, tuple[int, int]], Lines])
     writes: int = 0  # not yet reported
     leaving: bool = False
+    bytes_ready: int = 0
+    fd: int = -1  # of the arena, until all of it is ready
+    growing: bool = False  # a thread enters more of it in the page table
+
+    def close_fd(self) -> None:
+        """The mapping alone is kept, and keeps the lock."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def pairing(self, component: int, layers: tuple[int, int]) -> Pairing:
         """The component's planes of these layers, neighbours made one."""
@@ -149,7 +160,18 @@ class _Session:
         return cut
 
 
-_Attached = tuple[Mapping, tuple[Pairing, ...]]
+@dataclass(frozen=True, slots=True)
+class _Attached:
+    """What was received and mapped; `fd` is open as long as not all of it is ready."""
+
+    mapping: Mapping
+    pairings: tuple[Pairing, ...]
+    fd: int
+    bytes_ready: int
+
+    def close(self) -> None:
+        self.mapping.close()
+        os.close(self.fd)
 
 
 class ShmWriter:
@@ -180,8 +202,10 @@ class ShmWriter:
         self._closing = False
         self._unmapped = asyncio.Event()
 
-    async def map(self, session: int, reach: Reach, components: tuple[Component, ...]) -> int:
-        """As WriterTransport says; the whole arena is ready then, and in this process's page table."""
+    async def map(
+        self, session: int, reach: Reach, components: tuple[Component, ...], more: Ready = lambda _: None
+    ) -> int:
+        """As WriterTransport says; what is ready is in our page table, and was backed by the arena's owner."""
         assert session not in self._sessions, f"session {session:#x} is mapped already"
         if self._closing:
             raise TransportError("this writer is closing")
@@ -190,12 +214,12 @@ class ShmWriter:
             fd = await receive(reach, session, seconds=_HANDOVER_SECONDS, uids=self._uids)
             attached = self._apart.submit(self._attach, fd, reach.arena_bytes, components)
             try:
-                mapping, mapped.pairings = await asyncio.shield(asyncio.wrap_future(attached))
+                made = await asyncio.shield(asyncio.wrap_future(attached))
             except asyncio.CancelledError:
                 attached.add_done_callback(_discard)
                 raise
             if mapped.leaving:
-                self._apart.submit(mapping.close)
+                self._apart.submit(made.close)
                 raise TransportError("the session was unmapped while its arena was being mapped")
         except OSError as error:  # out of descriptors, most likely
             self._forget(session)
@@ -203,24 +227,50 @@ class ShmWriter:
         except BaseException:
             self._forget(session)
             raise
-        mapped.mapping = mapping
-        return mapping.byte_count
+        mapped.mapping, mapped.pairings, mapped.fd, mapped.bytes_ready = (
+            made.mapping, made.pairings, made.fd, made.bytes_ready,
+        )  # fmt: skip
+        self._follow_later(session, mapped, more)
+        return mapped.bytes_ready
+
+    def _follow_later(self, session: int, mapped: _Session, more: Ready) -> None:
+        """Looks soon how far the arena's owner has come, unless all is ready or nobody wants it any more."""
+        assert mapped.mapping is not None
+        if mapped.bytes_ready == mapped.mapping.byte_count:
+            mapped.close_fd()
+        elif not mapped.leaving:
+            self._loop.call_later(_FOLLOW_SECONDS, self._follow, session, mapped, more)
+
+    def _follow(self, session: int, mapped: _Session, more: Ready) -> None:
+        if mapped.leaving or mapped.mapping is None:
+            return
+        mapped.growing = True
+        grown = self._apart.submit(enter_backed, mapped.mapping, mapped.fd, mapped.bytes_ready)
+        grown.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._grown, session, mapped, more, done))
+
+    def _grown(self, session: int, mapped: _Session, more: Ready, done: Future[int]) -> None:
+        mapped.growing = False
+        if (error := done.exception()) is not None:
+            log.error("session %#x: no more of its arena than %d bytes: %s", session, mapped.bytes_ready, error)
+        elif not mapped.leaving:
+            before, mapped.bytes_ready = mapped.bytes_ready, done.result()
+            if mapped.bytes_ready > before:
+                more(mapped.bytes_ready)
+            self._follow_later(session, mapped, more)
+        self._leave(session, mapped)
 
     def _attach(self, fd: int, arena_bytes: int, components: tuple[Component, ...]) -> _Attached:
-        """In a worker thread. The mapping keeps the lock that came with `fd`, which is closed here."""
-        try:
+        """In a worker thread. The mapping keeps the lock that came with `fd`."""
+        with ExitStack() as undo:
+            undo.callback(os.close, fd)
             pairings = tuple(self._paired(index, theirs, arena_bytes) for index, theirs in enumerate(components))
             mapping = map_received(fd, arena_bytes)
-        finally:
-            os.close(fd)
-        try:
+            undo.callback(mapping.close)
             kernels.native()
             sums.native()
-            mapping.prefault()
-        except BaseException:
-            mapping.close()
-            raise
-        return mapping, pairings
+            bytes_ready = enter_backed(mapping, fd, 0)
+            undo.pop_all()
+        return _Attached(mapping, pairings, fd, bytes_ready)
 
     def _paired(self, index: int, theirs: Component, arena_bytes: int) -> Pairing:
         named = f"component {theirs.name!r}"
@@ -245,7 +295,9 @@ class ShmWriter:
             self._leave(session, mapped)
 
     def _leave(self, session: int, mapped: _Session) -> None:
-        if mapped.leaving and mapped.mapping is not None and not mapped.writes and session in self._sessions:
+        quiet = not mapped.writes and not mapped.growing
+        if mapped.leaving and mapped.mapping is not None and quiet and self._sessions.get(session) is mapped:
+            mapped.close_fd()
             self._apart.submit(mapped.mapping.close)  # a large one takes its time
             self._forget(session)
 
@@ -338,4 +390,4 @@ class ShmWriter:
 def _discard(attached: Future[_Attached]) -> None:
     """In the worker thread, when nobody waits for its mapping any more."""
     if attached.exception() is None:
-        attached.result()[0].close()
+        attached.result().close()

@@ -1,0 +1,55 @@
+"""A decode daemon whose arena takes long to be backed with memory: it serves from what is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.fleets import Running, Site, prompts, running, until
+from tests.integration.healing import decode, healed, met, prefill, right
+
+ROW_BYTES = 64 << 10  # of one layer: 128 KiB a token
+SLOTS = 16_384  # 2 GiB
+CHUNK_SLOTS = 512  # 64 MiB are ready at first
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    made = {"row_bytes": ROW_BYTES}
+    with running(
+        tmp_path_factory.mktemp("f"),
+        ends_as=(-signal.SIGKILL,),
+        prefills=[prefill(64, **made) | {"slots": 1_024}],
+        decodes=[decode(SLOTS, **made)],
+    ) as on:
+        yield on
+
+
+def test_a_restarted_decode_serves_from_the_first_chunk_of_its_arena_on(large: Running) -> None:
+    async def case(site: Site) -> None:
+        async def slots() -> float:
+            return (await site.metrics(site.decode))["pdtransfer_slots"]
+
+        async def whole() -> bool:
+            return await slots() == SLOTS
+
+        await until(whole, "all of the arena is backed")
+        before = await met(site)
+        site.decode.process.kill()
+        await site.decode.process.wait()
+        await site.restart(site.decode)
+        at_first = await slots()
+        assert CHUNK_SLOTS <= at_first < SLOTS
+        await site.usable()
+        texts = prompts(1, *[100] * 12)  # three times what the first chunk holds, growth included
+        answers = await asyncio.gather(*(site.complete(text, max_tokens=30) for text in texts))
+        assert all(right(text, answer, 30) for text, answer in zip(texts, answers, strict=True)), answers
+        await until(whole, "all of the arena is backed")
+        (long,) = prompts(2, 900)  # one that the first chunk could not hold
+        assert right(long, await site.complete(long))
+        await healed(site, before)
+
+    large(case)

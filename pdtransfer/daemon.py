@@ -197,7 +197,6 @@ async def _live(config: Config, shared: Shared, daemon: PrefillDaemon | DecodeDa
     loop, stop, died, group = asyncio.get_running_loop(), shared.stop, shared.died, daemon.group
     daemon.port.attach(loop)
     reload_on_hangup(config.allow if config.key is not None else None, daemon.node.allow)
-    reload_on_hangup(config.allow if config.key is not None else None, daemon.node.allow)
     endpoint = _public(config) + await daemon.node.bus.bind(config.bind)
     thread = engine_thread.start(daemon.thread, lambda _: _call(loop, died.set))
     group.asked = stop.asked.set

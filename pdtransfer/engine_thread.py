@@ -33,6 +33,8 @@ from .session.prefill import Cell
 
 log = logging.getLogger(__name__)
 
+TURN_ORDERS_MAX = 32  # each may carry AUX_BYTES_MAX, and a group's ranks hear of a turn in one frame of 4 MiB
+
 
 @dataclass(frozen=True, slots=True)
 class Compute:
@@ -104,15 +106,17 @@ Turns: TypeAlias = Iterator[list[Order]]
 def leading(
     engine: PrefillEngine | DecodeEngine, port: Port[Order], told: Callable[[list[Order]], None] | None = None
 ) -> Turns:
-    """Whatever was said, at once, and steps as long as there is something to compute; `told` hears of each turn, on the
-    loop, before it is done here."""
+    """Whatever was said, TURN_ORDERS_MAX at once, and steps as long as there is something to compute; `told` hears of
+    each turn, on the loop, before it is done here."""
     while True:
         if engine.idle:
             port.wait(None)
         orders = port.poll()
-        if told is not None:
-            port.submit(lambda orders=orders: told(orders))
-        yield orders
+        for at in range(0, max(1, len(orders)), TURN_ORDERS_MAX):
+            turn = orders[at : at + TURN_ORDERS_MAX]
+            if told is not None:
+                port.submit(lambda turn=turn: told(turn))
+            yield turn
 
 
 def following(port: Port[list[Order]]) -> Turns:

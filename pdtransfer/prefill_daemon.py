@@ -104,6 +104,8 @@ class PrefillDaemon:
         self.metrics.rooms.begun.inc()
         try:
             request = request_of(begin)
+            if begin.room in self._work:  # another router's, over and not drained yet: its pages are still read
+                raise ValueError(f"room: {begin.room:#x} is in use")
         except (ValueError, RemoteProtocolError) as error:
             self._end(failure(begin.room, Cause.REFUSED, str(error)))
             return

@@ -271,6 +271,22 @@ def test_whether_sessions_cover_a_room_is_reckoned_once(monkeypatch: pytest.Monk
     assert len(reckoned) == 2, "once for P alone, once for both"
 
 
+def test_a_room_that_its_sources_do_not_cover_fails_as_soon_as_it_has_its_places() -> None:
+    end = DecodeEnd(replace(LIMITS, window=2))
+    end.up(P)
+    end.up(P2)
+    end.granted(1, tokens=60)
+    end.core.abort(1, end.now)
+    assert end.expect(2, tokens=30) == [], "it waits for slots, which nobody proves to be quiet"
+    assert end.expect(3, 1, P, P2) == [], "it waits for the place that room 2 has; both would send all of it"
+    failed: list[RoomFailed] = []
+    while not failed:
+        failed = of(end.hear(Pong(1)), RoomFailed) or of(end.hear(Pong(1), peer=P2), RoomFailed)
+        failed = failed or of(end.tick(0.01), RoomFailed)
+        assert end.core._gaps == {}
+    assert [(each.room, each.cause) for each in failed] == [(2, Cause.PEER_LOST), (3, Cause.REFUSED)]
+
+
 # Ends and proofs
 
 

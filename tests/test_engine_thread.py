@@ -25,10 +25,13 @@ from pdtransfer.engine_thread import (
     Quit,
     Refused,
 )
+from pdtransfer.group import frames
+from pdtransfer.group.lead import Follower, Lead
 from pdtransfer.layout import Component, Span
 from pdtransfer.layouts import host_layout
+from pdtransfer.limits import AUX_BYTES_MAX
 from pdtransfer.port import Port
-from pdtransfer.wire import Sampling
+from pdtransfer.wire import Ranks, Sampling
 
 PAGE = 16
 CARD = EngineCard(
@@ -290,6 +293,29 @@ def test_an_engine_that_breaks_down_ends_the_thread_and_says_why(
     decode.until(lambda: decode.died)
     assert str(decode.died[0]) == "out of memory"
     assert "the engine broke down" in caplog.text
+
+
+def test_no_turn_is_longer_than_the_other_ranks_can_hear_of_in_one_frame() -> None:
+    @dataclass
+    class Link:
+        lengths: list[int] = field(default_factory=list)
+
+        def send(self, frame: frames.Frame) -> None:
+            self.lengths.append(len(frames.encode(frame)))
+
+    lead, link, port = Lead(Ranks(0, 2)), Link(), Port[Order]()
+    lead.followers[1] = Follower(Ranks(1, 2), "p0-tp1", link)  # type: ignore[arg-type]
+    orders = [Generate(request(room), {}, bytes(AUX_BYTES_MAX)) for room in range(100)]
+    for order in orders:
+        port.tell(order)
+    turns, done = engine_thread.leading(Engine(), port), list[Order]()
+    while len(done) < len(orders):
+        turn = next(turns)
+        lead.turn(turn)
+        done += turn
+    port.close()
+    assert done == orders
+    assert max(link.lengths) <= frames.BYTES_MAX
 
 
 def test_quit_ends_the_thread_with_work_left(decode: Site) -> None:

@@ -135,6 +135,17 @@ def test_only_rows_behind_the_prefix_are_written() -> None:
     assert landed.kv_bytes == 3 * LAYERS * ROW
 
 
+def test_a_second_grant_of_one_session_takes_no_other_ranks_place_in_a_room() -> None:
+    end = PrefillEnd()
+    end.up()
+    end.up(0xA1, D2)
+    end.open(grants=2)
+    end.hear(grant(1))
+    (failed,) = sent(end.hear(grant(2, at=8)), Failed)
+    assert (failed.grant, failed.reason, failed.quiescent) == (2, Cause.BREACH.value, True)
+    assert of(end.hear(grant(session=0xA1), peer=D2), Leased) == [Leased(1)]
+
+
 def test_a_grant_without_parts_lands_once_the_room_is_finished() -> None:
     end = PrefillEnd()
     end.up()

@@ -303,10 +303,12 @@ class DecodeSessions:
             self._waiting.pop(name, None)
 
     def _admit(self, now: float) -> None:
-        while self._gaps:
-            room_id, gap = self._gaps.popitem()
-            self._fail(self.rooms[room_id], Cause.REFUSED, gap, now)
-        while (head := self.admission.head()) is not None:
+        while True:
+            while self._gaps:  # a room that fails below may have left its place to one of these
+                room_id, gap = self._gaps.popitem()
+                self._fail(self.rooms[room_id], Cause.REFUSED, gap, now)
+            if (head := self.admission.head()) is None:
+                return
             room = self.rooms[head]
             refusal = next(
                 filter(None, (self.links.unfit(name, now, self._arena_bytes) for name in room.sources)), None

@@ -270,6 +270,9 @@ class PrefillSessions:
         elif room.peers is not None and peer not in room.peers:
             text = f"room: {room.id:#x} is for {sorted(room.peers)}, not for {peer}"
             self._grants.fail(duty, Cause.BREACH, text, now)
+        elif any(each.session is duty.session for each in room.duties):
+            text = f"grants: a second one of session {duty.session.id:#x} for room {room.id:#x}"
+            self._grants.fail(duty, Cause.BREACH, text, now)
         elif len(room.duties) == room.grants:
             text = f"grants: one more than the {room.grants} that the engine expects"
             self._grants.fail(duty, Cause.BREACH, text, now)

@@ -145,6 +145,23 @@ def test_a_killed_rank_ends_its_worker_and_what_it_was_doing_with_its_name(tmp_p
         made(case)
 
 
+@pytest.mark.slow
+def test_a_frozen_rank_ends_its_worker_as_a_dead_one_does(tmp_path: Path) -> None:
+    async def case(site: Site) -> None:
+        events = site.events("goes on for long", max_tokens=1_000)
+        async for _ in events:
+            break
+        (pid,) = followers(site.decode)
+        os.kill(pid, signal.SIGSTOP)
+        last = [event async for event in events][-1]
+        assert "rank tp1 (decode-0-tp1) of this worker is lost: silent" in last["error"]["message"], last
+        assert await asyncio.wait_for(site.decode.process.wait(), 30) == 1
+        assert not alive(pid), "its leader does not leave it behind"
+
+    with running(tmp_path, ends_as=(1,), prefills=[GQA], decodes=[SLOW | {"tp_size": 2}]) as made:
+        made(case)
+
+
 def test_a_worker_whose_leader_is_killed_leaves_no_rank_behind(tmp_path: Path) -> None:
     async def case(site: Site) -> None:
         daemon = site.decode

@@ -73,6 +73,21 @@ template <> CODE void store<Bytes32>(char *at, Bytes32 value) {
 #endif
 #endif
 
+/* A launch may be made before the one ahead of it in its stream has ended: it touches nothing until this returns. Cards
+ * below sm_90 have no such thing, and it costs nothing where nobody asked for it. */
+CODE void follow() {
+#if ON_DEVICE && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* The next launch may be made: for kernels that end soon, since its blocks wait on multiprocessors of their own. */
+CODE void lead() {
+#if ON_DEVICE && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 /* A word that somebody else may change, a CPU or another block: read anew each time. */
 CODE uint32_t glance(const uint32_t *at) {
     return *(const volatile uint32_t *)at;

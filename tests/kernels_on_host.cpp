@@ -5,11 +5,21 @@
 #include <cstring>
 
 #include "kv_copy.h"
+#include "set_mla.h"
+#include "swap_plan.h"
+
+template <class Unit, int32_t HELD>
+static void set_all(const SetMla &set, uint32_t blocks, uint32_t columns, uint32_t together) {
+    for (uint32_t block = 0; block < blocks; block++)
+        for (uint32_t down = 0; down < together; down++)
+            for (uint32_t across = 0; across < columns; across++)
+                set_rows<Unit, HELD>(set, block, across, down, columns, together);
+}
 
 extern "C" {
 
 uint32_t sizes_of(uint32_t which) {
-    const uint32_t sizes[] = {sizeof(Copy), sizeof(Slots), sizeof(Pair), sizeof(Progress), sizeof(Tally)};
+    const uint32_t sizes[] = {sizeof(Copy), sizeof(Slots), sizeof(Pair), sizeof(SetMla), sizeof(Swap)};
     return sizes[which];
 }
 
@@ -19,6 +29,43 @@ void kv_copy_on_host(const Copy *copy, uint32_t blocks, uint32_t threads) {
         Block block = {0, 0};
         for (uint32_t thread = 0; thread < threads; thread++) copy_items(*copy, &block, at, blocks, thread, threads);
         if (copy->progress) end_block(*copy, &block, blocks);
+    }
+}
+
+void set_mla_on_host(const SetMla *set, uint32_t unit, uint32_t held, uint32_t blocks, uint32_t columns, uint32_t together) {
+    if (unit == 16 && held == 1) set_all<Bytes16, 1>(*set, blocks, columns, together);
+    else if (unit == 16 && held == 2) set_all<Bytes16, 2>(*set, blocks, columns, together);
+    else if (unit == 16) set_all<Bytes16, 4>(*set, blocks, columns, together);
+    else if (unit == 8) set_all<uint64_t, 4>(*set, blocks, columns, together);
+    else if (unit == 4) set_all<uint32_t, 4>(*set, blocks, columns, together);
+    else set_all<unsigned char, 4>(*set, blocks, columns, together);
+}
+
+// The phases of swap_plan.cu. `memory` is a block's shared memory, of the very bytes that a launch asks for.
+void swap_plan_on_host(const Swap *given, uint32_t threads, int32_t *memory) {
+    const Swap &swap = *given;
+    for (uint32_t request = 0; request < (uint32_t)swap.requests; request++) {
+        Swapping step = start_step(swap, request, memory, threads);
+        step.words[REFUSED] = 0;
+        if (!step.real || step.direct) {
+            for (uint32_t at = 0; at < threads; at++) answer_direct(swap, step, request, at, threads);
+            claim_list(swap, step, 0, (uint32_t)swap.requests);
+            continue;
+        }
+        for (uint32_t at = 0; at < threads; at++) fetch(swap, step, request, at, threads);
+        for (uint32_t at = 0; at < threads; at++) ask(swap, step, threads - 1 - at, threads);
+        for (uint32_t at = 0; at < threads; at++) find_held(swap, step, at, threads);
+        for (uint32_t at = 0; at < threads; at++) step.counts[at] = count_share(swap, step, at, threads);
+        int32_t total = 0;
+        for (uint32_t at = 0; at <= threads; at++) {
+            int32_t own = at < threads ? step.counts[at] : 0;
+            step.counts[at] = total;
+            total += own;
+        }
+        claim_list(swap, step, total, (uint32_t)swap.requests);
+        for (uint32_t at = 0; at < threads; at++) reorder(swap, step, step.counts[at], total, at, threads);
+        for (uint32_t at = 0; at < threads; at++) fill(swap, step, step.counts[at], total, at, threads);
+        for (uint32_t at = 0; at < threads; at++) answer(swap, step, request, at, threads);
     }
 }
 }

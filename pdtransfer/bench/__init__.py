@@ -33,9 +33,9 @@ def run_copy(*, tokens: int, json: bool) -> int:
 
 def run_kernels(*, json: bool) -> int:
     """The kernels on a card."""
-    from . import kernels
+    from . import kernels, steps
 
-    return show(kernels.measure(), kernels.LINES, json=json)
+    return show(kernels.measure() | steps.measure(), (*kernels.LINES, *steps.LINES), json=json)
 
 
 def run_plan(*, tokens: int, planes: int, json: bool) -> int:

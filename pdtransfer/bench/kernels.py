@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ _POOL_BYTES = 61 * 16_384 * 1_152  # whatever the rows: a whole copy's worth, be
 _SLOTS = 16_384
 _RUNS = 7
 _NODES_BYTES = 64 << 20  # copied by one graph, or more, so that its own start does not count
+_TURN_BYTES = 512 << 20  # gathered before a row comes again: no cache of the host's has it still
 _MATMUL = 8_192
 _GIB = 1 << 30
 
@@ -68,9 +70,10 @@ def measure(*, runs: int = _RUNS) -> Figures:
     """Shares on card 0: median, least and most of `runs` replays of a graph that copies 64 MiB or more.
 
     `push` goes from random slots of a layer_first pool in the card's memory (61 planes of 1,152-byte rows) to random
-    slots of a page_first arena in a registered memfd, `gather` from random rows of that arena to consecutive ones in
-    the card, one plane. Each share is (time of one contiguous DMA of the same bytes, in a graph of as many) / (time of
-    the launch). The matmul is bfloat16, 8,192 cubed, alone and beside pushes. WorldError where there is no card.
+    slots of a page_first arena in a registered memfd, `gather` from random rows of 1.5 GiB of it to consecutive ones in
+    the card, one plane, other rows each time. Each share is (time of one contiguous DMA of the same bytes, in a graph
+    of as many) / (time of the launch). The matmul is bfloat16, 8,192 cubed, alone and beside pushes. WorldError where
+    there is no card.
     """
     here = card(0)
     with ExitStack() as held:
@@ -117,7 +120,7 @@ def _push(bench: _Bench, row: int, planes: int, tokens: int, runs: int) -> tuple
         Pool(layout=target, address=bench.arena, card=0, host=True),
         Pool(layout=source, address=bench.pool, card=0),
         _OnCard(bench.slots(tokens, _SLOTS), tokens),
-        _OnCard(bench.slots(tokens, _SLOTS), tokens),
+        [_OnCard(bench.slots(tokens, _SLOTS), tokens)],
         tokens,
         runs,
     )
@@ -132,20 +135,21 @@ def _gather(bench: _Bench, row: int, rows: int, runs: int) -> tuple[Seconds, Sec
         Pool(layout=target, address=bench.pool, card=0),
         Pool(layout=source, address=bench.arena, card=0, host=True),
         range(rows),
-        _OnCard(bench.slots(rows, held), rows),
+        [_OnCard(bench.slots(rows, held), rows) for _ in range(_TURN_BYTES // (rows * row))],
         rows,
         runs,
     )
 
 
 def _timed(
-    bench: _Bench, target: Pool, source: Pool, target_slots: Any, source_slots: Any, rows: int, runs: int
+    bench: _Bench, target: Pool, source: Pool, target_slots: Any, source_slots: list[Any], rows: int, runs: int
 ) -> tuple[Seconds, Seconds]:
     byte_count = rows * source.layout.row_bytes
-    nodes = max(2, min(64, _NODES_BYTES // byte_count))
+    nodes = max(2, len(source_slots), min(64, _NODES_BYTES // byte_count))
+    turns = cycle(source_slots)
 
     def launch(stream: int) -> None:
-        kv_copy(target, source, target_slots, source_slots, rows, stream=stream)
+        kv_copy(target, source, target_slots, next(turns), rows, stream=stream)
 
     def dma(stream: int) -> None:
         for at in range(0, byte_count, 256 << 20):  # the arena is registered in such chunks

@@ -46,6 +46,7 @@ class Card:
         )
         self.capability = major, minor
         self.architecture = f"sm_{major}{minor}"
+        self._follows = self._following() if self.capability >= (9, 0) else []
 
     def launch(
         self,
@@ -53,20 +54,39 @@ class Card:
         arguments: ctypes.Structure,
         *,
         blocks: int,
-        threads: int,
+        threads: int | tuple[int, int],
         stream: int = 0,
         shared_bytes: int = 0,
         function: str | None = None,
     ) -> None:
         """Queues `function` of kernels/`kernel`.cu, of the same name by default, with one struct of arguments.
 
-        `shared_bytes` is dynamic shared memory. Raises WorldError where the card refuses, or nothing can compile it.
+        `threads` are those of a block, or (across, down); `shared_bytes` is dynamic shared memory. Raises WorldError
+        where the card refuses, or nothing can compile it.
         """
         handle = self.load(kernel, function or kernel, shared_bytes)
         slots = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         self.enter()
-        shape = blocks, 1, 1, threads, 1, 1, shared_bytes
-        self.call("cuLaunchKernel", handle, *shape, stream, ctypes.addressof(slots), 0)
+        across, down = (threads, 1) if isinstance(threads, int) else threads
+        shape = blocks, 1, 1, across, down, 1, shared_bytes
+        if not self._follows:
+            self.call("cuLaunchKernel", handle, *shape, stream, ctypes.addressof(slots), 0)
+            return
+        config = self.driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = shape[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = shape[3:6]
+        config.sharedMemBytes, config.hStream = shared_bytes, stream
+        config.attrs, config.numAttrs = self._follows, len(self._follows)
+        self.call("cuLaunchKernelEx", config, handle, ctypes.addressof(slots), 0)
+
+    def _following(self) -> list[Any]:
+        """Lets a launch be made while the one ahead of it still runs; every kernel of ours waits for it by itself."""
+        attribute = self.driver.CUlaunchAttribute()
+        attribute.id = self.driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        value = self.driver.CUlaunchAttributeValue()
+        value.programmaticStreamSerializationAllowed = 1
+        attribute.value = value
+        return [attribute]
 
     def load(self, kernel: str, function: str, shared_bytes: int = 0) -> Any:
         """The function's handle, compiled and loaded at its first use: some 0.1 s then, unless it is in the cache."""

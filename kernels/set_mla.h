@@ -1,0 +1,47 @@
+/* Scatters a step's new MLA rows into their pages: row i of nope and of rope, side by side, to slot loc[i]. */
+#ifndef PDTRANSFER_SET_MLA_H
+#define PDTRANSFER_SET_MLA_H
+
+#include "device.h"
+
+struct SetMla {
+    char *buffer;
+    const char *nope, *rope;
+    const void *loc; /* int32, or int64 where `wide` */
+    int64_t buffer_stride, nope_stride, rope_stride; /* bytes from a row to the next */
+    int64_t slots;                                   /* loc is in [0, slots): other rows are left out */
+    int64_t skip;                                    /* and so is this one; -1: none */
+    int32_t rows, nope_units, units, wide;           /* of a row: units of nope, units of both */
+};
+
+CODE int64_t slot_of(const SetMla &set, int32_t row) {
+    return set.wide ? ((const int64_t *)set.loc)[row] : (int64_t)((const int32_t *)set.loc)[row];
+}
+
+/* Thread (across, down) of a block of (columns, together): rows of the block, HELD of them in flight for each thread; where
+ * a row goes is asked for while it is on its way. */
+template <class Unit, int32_t ROWS_HELD>
+CODE void set_rows(const SetMla &set, uint32_t block, uint32_t across, uint32_t down, uint32_t columns, uint32_t together_) {
+    int32_t size = (int32_t)sizeof(Unit), together = (int32_t)together_;
+    int32_t first = (int32_t)block * together * ROWS_HELD + (int32_t)down;
+    for (int32_t column = (int32_t)across; column < set.units; column += (int32_t)columns) {
+        bool is_nope = column < set.nope_units;
+        const char *source = is_nope ? set.nope + (int64_t)column * size : set.rope + (int64_t)(column - set.nope_units) * size;
+        int64_t stride = is_nope ? set.nope_stride : set.rope_stride;
+        Unit held[ROWS_HELD];
+        int64_t slots[ROWS_HELD];
+        UNROLLED for (int32_t at = 0; at < ROWS_HELD; at++) {
+            int32_t row = first + at * together;
+            slots[at] = -1;
+            if (row < set.rows) {
+                held[at] = load<Unit>(source + row * stride);
+                slots[at] = slot_of(set, row);
+            }
+        }
+        UNROLLED for (int32_t at = 0; at < ROWS_HELD; at++)
+            if (slots[at] >= 0 && slots[at] < set.slots && slots[at] != set.skip)
+                store<Unit>(set.buffer + slots[at] * set.buffer_stride + (int64_t)column * size, held[at]);
+    }
+}
+
+#endif

@@ -1,0 +1,162 @@
+"""Which of a step's top-k tokens a request's hot buffer lacks, and whom they replace: on a card, or on the CPU.
+
+The plan says slots and a list of copies; `kv_copy` carries the list out with the counts still on the card, once for
+each layer that shares the plan. Exact LRU; kernels/swap_plan.h states the order and why victims suffice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import LocalProtocolError
+from ..geometry import Int64s
+from .card import Card, card
+
+THREADS = 1_024
+_HOT_MAX = 0xFFFF  # places, and twice as many as positions: both are counted in 16 bits
+_TOP_MAX = 0x7FFF
+
+
+class SwapArgument(ctypes.Structure):
+    """Swap of kernels/swap_plan.h."""
+
+    _fields_ = (
+        ("positions", ctypes.c_uint64), ("lengths", ctypes.c_uint64), ("rows", ctypes.c_uint64),
+        ("real", ctypes.c_uint64), ("host_slots", ctypes.c_uint64), ("hot_slots", ctypes.c_uint64),
+        ("held", ctypes.c_uint64), ("order", ctypes.c_uint64), ("slots", ctypes.c_uint64),
+        ("sources", ctypes.c_uint64), ("targets", ctypes.c_uint64), ("counts", ctypes.c_uint64),
+        ("host_stride", ctypes.c_int64), ("requests", ctypes.c_int32), ("top", ctypes.c_int32),
+        ("hot", ctypes.c_int32), ("buckets", ctypes.c_int32),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HotBuffers:
+    """What is in each row's hot buffer, int32, all of numpy or all in a card's memory, contiguous.
+
+    `held` (rows, hot): the position in each place, -1 where there is none. `order` (rows, hot): the places, the one
+    used longest ago first; at first 0, 1, ... `hot_slots` (rows, hot): each place's slot in the device pool.
+    `host_slots` (rows, length): each position's slot in the arena. While a request has at most `hot` tokens,
+    position p is in place p: whoever brings it there says so in `held`.
+    """
+
+    held: Any
+    order: Any
+    hot_slots: Any
+    host_slots: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SwapPlan:
+    """Where a plan is written, int32, where the tables are; it may be carried out for any number of layers.
+
+    `slots` (requests, top): the device slot of each position, -1 for none. The first counts[0] of `sources` and
+    `targets` (requests * top,) are arena slots and device slots to copy; counts[1] is how many positions were refused:
+    they were outside their request, or more than the hot buffer holds. `counts` (5,) is zero before the first plan.
+    """
+
+    slots: Any
+    sources: Any
+    targets: Any
+    counts: Any
+
+
+def swap_plan(
+    hot: HotBuffers,
+    positions: Any,
+    lengths: Any,
+    rows: Any,
+    plan: SwapPlan,
+    *,
+    real: Any = None,
+    threads: int = THREADS,
+    stream: int = 0,
+) -> None:
+    """Plans one step: positions int32 (requests, top), of which -1 is none and any may be there twice.
+
+    `lengths` (requests,) is tokens of each, `rows` (requests,) its row of the tables, no row twice; `real` (1,) how
+    many requests are no padding, where fewer than all. On a card this queues one launch, a block of `threads`, a
+    multiple of 32, for each request. Raises LocalProtocolError for shapes that do not fit together.
+    """
+    requests, top = int(positions.shape[0]), int(positions.shape[1])
+    places = hot.held.shape[1]
+    if not (0 < places <= _HOT_MAX and 0 < top <= _TOP_MAX):
+        raise LocalProtocolError(f"hot: {places} is not in 1..{_HOT_MAX}, or top {top} not in 1..{_TOP_MAX}")
+    if threads % 32 or not 32 <= threads <= THREADS:
+        raise LocalProtocolError(f"threads: {threads} is no multiple of 32 up to {THREADS}")
+    if tuple(plan.slots.shape) != (requests, top) or plan.sources.shape[0] < requests * top:
+        raise LocalProtocolError(f"plan: for {tuple(plan.slots.shape)}, not for {requests} requests of {top}")
+    if not getattr(positions, "is_cuda", False):
+        _on_cpu(hot, positions, lengths, rows, plan, requests if real is None else int(real[0]))
+    elif requests:
+        argument = argument_of(hot, positions, lengths, rows, plan, real)
+        launch(card(positions.device.index), argument, threads=threads, stream=stream)
+
+
+def argument_of(hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, real: Any) -> SwapArgument:
+    """What the kernel is told."""
+    requests, top = positions.shape
+    return SwapArgument(
+        positions=_address("positions", positions), lengths=_address("lengths", lengths), rows=_address("rows", rows),
+        real=0 if real is None else _address("real", real), host_slots=_address("host_slots", hot.host_slots),
+        hot_slots=_address("hot_slots", hot.hot_slots), held=_address("held", hot.held),
+        order=_address("order", hot.order), slots=_address("slots", plan.slots),
+        sources=_address("sources", plan.sources), targets=_address("targets", plan.targets),
+        counts=_address("counts", plan.counts), host_stride=hot.host_slots.shape[1], requests=requests, top=top,
+        hot=hot.held.shape[1], buckets=1 << (2 * top - 1).bit_length(),
+    )  # fmt: skip
+
+
+def launch(here: Card, argument: SwapArgument, *, threads: int, stream: int) -> None:
+    """Queues it."""
+    shared = shared_bytes(argument, threads)
+    here.launch("swap_plan", argument, blocks=argument.requests, threads=threads, stream=stream, shared_bytes=shared)
+
+
+def shared_bytes(argument: SwapArgument, threads: int) -> int:
+    """A block's: four tables of its hot buffer, two of its top-k, counts, and buckets of three words."""
+    return 4 * (2 + 4 * argument.hot + 2 * argument.top + threads + 1 + 3 * argument.buckets)
+
+
+def _address(name: str, array: Any) -> int:
+    described = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    if described["typestr"] != "<i4" or described.get("strides") is not None:
+        raise LocalProtocolError(f"{name}: {described['typestr']}, not contiguous int32")
+    return int(described["data"][0])
+
+
+def _on_cpu(hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, real: int) -> None:
+    plan.slots[:] = -1
+    copies: list[Int64s] = []
+    refused = 0
+    for request in range(min(real, len(positions))):
+        row, length, top = int(rows[request]), int(lengths[request]), positions[request]
+        inside = (top >= 0) & (top < length)
+        refused += int(((top < -1) | (top >= length)).sum())
+        places, held = hot.hot_slots[row], hot.held[row]
+        if length <= len(held):
+            plan.slots[request, inside] = places[top[inside]]
+            continue
+        asked, first = np.unique(top[inside], return_index=True)
+        asked = asked[np.argsort(first)]
+        order = hot.order[row].copy()
+        hit = np.isin(held[order], asked) & (held[order] >= 0)
+        missing = asked[~np.isin(asked, held)]
+        refused += max(0, len(missing) - int((~hit).sum()))
+        missing = missing[: int((~hit).sum())]
+        unused = order[~hit]
+        victims = unused[: len(missing)]
+        held[victims] = missing
+        hot.order[row] = np.concatenate((unused[len(missing) :], order[hit], victims))
+        copies.append(np.stack((hot.host_slots[row, missing], places[victims])))
+        place_of = {int(position): place for place, position in enumerate(held.tolist()) if position >= 0}
+        found = [place_of.get(int(position), -1) if good else -1 for position, good in zip(top, inside, strict=True)]
+        plan.slots[request] = [places[place] if place >= 0 else -1 for place in found]
+    listed = np.concatenate(copies, axis=1) if copies else np.empty((2, 0), np.int64)
+    count = listed.shape[1]
+    plan.sources[:count], plan.targets[:count] = listed
+    plan.counts[:2] = count, refused

@@ -1,0 +1,120 @@
+"""What a decode step needs of a card, set_mla_kv_buffer and swap_plan, against the CPU: `make test-gpu`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pdtransfer.kernels import card as cards
+from pdtransfer.kernels.kv_copy import kv_copy
+from pdtransfer.kernels.pools import Pool
+from pdtransfer.kernels.set_mla import argument_of, launch, set_mla_kv_buffer
+from pdtransfer.kernels.swap import HotBuffers, SwapPlan, swap_plan
+from pdtransfer.layout import Layout, Plane
+
+from . import test_set_mla as on_cpu
+
+if cards.count() == 0:
+    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("loc_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", on_cpu.DTYPES)
+@pytest.mark.parametrize("rows", [1, 7, 64, 257, 1024])
+@pytest.mark.parametrize("parts", on_cpu.PARTS)
+def test_rows_land_side_by_side_in_their_slots(
+    parts: tuple[int, int], rows: int, dtype: torch.dtype, loc_dtype: torch.dtype, bulk: bool
+) -> None:
+    for gap in (0, 1, 8):
+        given = on_cpu.case(rows, parts, dtype, loc_dtype, gap)
+        there = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda") for each in given]
+        for to, of in zip(there, given, strict=True):
+            to.copy_(of)
+        launch(cards.card(0), argument_of(*there, None), torch.cuda.current_stream().cuda_stream, bulk=bulk)
+        assert torch.equal(on_cpu.as_bytes(there[0]).cpu(), on_cpu.by_indexing(given))
+
+
+def test_rows_to_skip_or_outside_the_buffer_are_left_out() -> None:
+    given = on_cpu.case(6, (512, 64), torch.bfloat16, torch.int64)
+    given[1] = torch.tensor([5, -1, 9, on_cpu.SLOTS, 1 << 40, 0])
+    there = [each.cuda() for each in given]
+    set_mla_kv_buffer(*there, skip_index=9)
+    assert torch.equal(on_cpu.as_bytes(there[0]).cpu(), on_cpu.by_indexing(given, skip=9))
+
+
+@pytest.mark.parametrize("threads", [32, 96, 512, 1024])
+@pytest.mark.parametrize(("requests", "top", "places"), [(1, 2048, 4096), (7, 2048, 4096), (100, 64, 100), (3, 1, 1)])
+def test_steps_are_planned_and_carried_out_as_on_the_cpu(requests: int, top: int, places: int, threads: int) -> None:
+    rng, length, row = np.random.default_rng(top), 10_000, 656
+    rows_held = requests + 1
+    tables = HotBuffers(
+        held=np.full((rows_held, places), -1, np.int32),
+        order=np.tile(np.arange(places, dtype=np.int32), (rows_held, 1)),
+        hot_slots=rng.permutation(rows_held * places).astype(np.int32).reshape(rows_held, places),
+        host_slots=rng.permutation(rows_held * length).astype(np.int32).reshape(rows_held, length),
+    )
+    there = HotBuffers(**{name: _there(getattr(tables, name)) for name in HotBuffers.__dataclass_fields__})
+    plans = [_plan(requests, top), SwapPlan(**{n: _there(a) for n, a in _fields(_plan(requests, top)).items()})]
+    lengths = rng.integers(1, length, requests).astype(np.int32)
+    source = rng.integers(0, 256, (rows_held * length, row), dtype=np.uint8)
+    arena, device = (
+        torch.from_numpy(source).cuda(),
+        torch.zeros(rows_held * places, row, dtype=torch.uint8, device="cuda"),
+    )
+    pools = [
+        Pool(
+            layout=Layout((Plane(0, "k", "uint8", 0, 1, 0, row, row, row),), 1, len(each)),
+            address=each.data_ptr(),
+            card=0,
+        )
+        for each in (device, arena)
+    ]
+    for turn in range(6):
+        window = rng.integers(1, 3 * places)
+        positions = (rng.integers(-1, window, (requests, top)) % length).astype(np.int32)
+        positions[:, ::17] = -1
+        rows = rng.permutation(rows_held)[:requests].astype(np.int32)
+        real = np.array([requests - (turn == 3)], np.int32)
+        swap_plan(tables, positions, lengths, rows, plans[0], real=real)
+        given = [_there(each) for each in (positions, lengths, rows)]
+        swap_plan(there, *given, plans[1], real=_there(real), threads=threads)
+        kv_copy(pools[0], pools[1], plans[1].targets, plans[1].sources, plans[1].counts[:1])
+        torch.cuda.synchronize()
+        for name in ("held", "order"):
+            assert np.array_equal(getattr(there, name).cpu().numpy(), getattr(tables, name)), (turn, name)
+        assert np.array_equal(plans[1].slots.cpu().numpy(), plans[0].slots)
+        count = int(plans[0].counts[0])
+        assert plans[1].counts.tolist() == [*plans[0].counts[:2].tolist(), 0, 0, 0]
+        copies = [
+            sorted(
+                zip(np.asarray(plan.sources.tolist())[:count], np.asarray(plan.targets.tolist())[:count], strict=True)
+            )
+            for plan in plans
+        ]
+        assert copies[0] == copies[1]
+        for request in range(int(real[0])):
+            row_at, top_k = int(rows[request]), positions[request]
+            if lengths[request] <= places:
+                continue
+            good = (top_k >= 0) & (top_k < lengths[request]) & (plans[0].slots[request] >= 0)
+            wanted = source[tables.host_slots[row_at, top_k[good]]]
+            assert np.array_equal(device.cpu().numpy()[plans[0].slots[request][good]], wanted)
+
+
+def _there(array: Any) -> torch.Tensor:
+    return torch.from_numpy(array).cuda()
+
+
+def _fields(plan: SwapPlan) -> dict[str, Any]:
+    return {name: getattr(plan, name) for name in SwapPlan.__dataclass_fields__}
+
+
+def _plan(requests: int, top: int) -> SwapPlan:
+    lists = [np.full(requests * top, -7, np.int32) for _ in range(2)]
+    slots, counts = np.full((requests, top), -7, np.int32), np.zeros(5, np.int32)
+    return SwapPlan(slots=slots, sources=lists[0], targets=lists[1], counts=counts)

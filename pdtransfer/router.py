@@ -7,6 +7,7 @@ import logging
 import math
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
@@ -113,8 +114,11 @@ class Router:
         return await self._listener.open(self._config.listen)
 
     def allow(self, allowed: AllowList) -> None:
-        """Takes another allow-list: a worker that is on it no more is lost."""
+        """Takes another allow-list: a worker that is on it no more is lost, and one that is again is sought again."""
         self._bus.allow(allowed)
+        for endpoint in (*self._config.prefill, *self._config.decode):
+            with suppress(ConfigError):  # not on the list
+                self._bus.dial(endpoint)
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Takes no more requests, and waits a bounded time for those under way, less if somebody is in a hurry."""

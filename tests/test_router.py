@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -23,6 +24,7 @@ from pdtransfer.completions import BadRequestError, Text, parse
 from pdtransfer.config import RouterConfig
 from pdtransfer.effects import Send
 from pdtransfer.errors import ConfigError, WorldError
+from pdtransfer.keys import AllowList, KeyPair, generate, generate_pair
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX, Limits
 from pdtransfer.router import Router
 from pdtransfer.service import Service, Start, Stop
@@ -385,6 +387,38 @@ def test_a_client_that_leaves_has_its_room_stopped_on_both_workers() -> None:
 
     for stream in (False, True):
         run(lambda each=stream: case(each))
+
+
+def test_a_worker_that_is_listed_again_is_dialled_again(tmp_path: Path) -> None:
+    async def case() -> None:
+        heard = asyncio.Event()
+        line = generate(tmp_path / "r0")
+        keys, router_keys = generate_pair(), KeyPair.read(tmp_path / "r0.key")
+        everybody = AllowList({keys.public: "p0", router_keys.public: "r0"})
+        (tmp_path / "peers").write_text(f"{line}\np0 {keys.public}\n")
+        bus = Bus(node="p0", keys=keys, allowed=everybody, receive=lambda *_: heard.set(), refused=lambda *_: None)
+        endpoint = f"{keys.public}@" + await bus.bind("tcp://127.0.0.1:0")
+        router = Router(
+            RouterConfig(
+                listen="127.0.0.1:0", prefill=(endpoint,), decode=(), limits=LIMITS,
+                key=tmp_path / "r0.key", allow=tmp_path / "peers",
+            )
+        )  # fmt: skip
+        try:
+            await router.open()
+            async with asyncio.timeout(30):
+                await heard.wait()
+            router.allow(AllowList({router_keys.public: "r0"}))
+            await asyncio.sleep(0)
+            heard.clear()
+            router.allow(everybody)
+            async with asyncio.timeout(30):
+                await heard.wait()
+        finally:
+            await router.close()
+            await bus.close()
+
+    uvloop.run(case())
 
 
 def test_a_failure_in_midstream_is_an_error_event_and_no_done() -> None:

@@ -39,7 +39,28 @@ def test_rows_land_side_by_side_in_their_slots(
         assert torch.equal(on_cpu.as_bytes(there[0]).cpu(), on_cpu.by_indexing(given))
 
 
-def test_rows_to_skip_or_outside_the_buffer_are_left_out() -> None:
+@pytest.mark.parametrize("loc_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", on_cpu.DTYPES)
+@pytest.mark.parametrize("parts", on_cpu.PARTS)
+@pytest.mark.parametrize("rows", [1, 257])
+def test_triton_scatters_the_same_on_older_cards(
+    parts: tuple[int, int], rows: int, dtype: torch.dtype, loc_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cards.card(0), "capability", (8, 0))
+    for gap in (0, 1, 8):
+        given = on_cpu.case(rows, parts, dtype, loc_dtype, gap)
+        there = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda") for each in given]
+        for to, of in zip(there, given, strict=True):
+            to.copy_(of)
+        set_mla_kv_buffer(*there)
+        assert torch.equal(on_cpu.as_bytes(there[0]).cpu(), on_cpu.by_indexing(given))
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_rows_to_skip_or_outside_the_buffer_are_left_out(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cards.card(0), "capability", capability)
     given = on_cpu.case(6, (512, 64), torch.bfloat16, torch.int64)
     given[1] = torch.tensor([5, -1, 9, on_cpu.SLOTS, 1 << 40, 0])
     there = [each.cuda() for each in given]

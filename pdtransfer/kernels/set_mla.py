@@ -45,7 +45,8 @@ def set_mla_kv_buffer(
     Torch tensors of one device: `buffer` (slots, ..., row), `nope` and `rope` (n, ..., part), rows contiguous and of
     equal dtype or bytes, any stride from row to row; `loc` int32 or int64 (n,), contiguous, different from one another.
     Rows whose loc is `skip_index`, or outside the buffer, are left out. On a card this queues one launch to `stream`,
-    by default torch's current one, and may be captured. Raises LocalProtocolError for what does not fit together.
+    by default torch's current one, and may be captured; below sm_90 it is Triton's. Raises LocalProtocolError for
+    what does not fit together.
     """
     argument = argument_of(buffer, loc, nope, rope, skip_index)
     if not argument.rows:
@@ -54,6 +55,11 @@ def set_mla_kv_buffer(
         _on_cpu(buffer, loc, nope, rope, skip_index)
         return
     here = card(buffer.device.index)
+    if stream is None and here.capability < _BULK_CAPABILITY:
+        from .set_mla_triton import scatter
+
+        scatter(argument, buffer, loc, nope, rope)
+        return
     if stream is None:
         import torch
 

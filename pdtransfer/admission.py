@@ -34,6 +34,7 @@ class Admission:
         self._queue: OrderedDict[int, Demand] = OrderedDict()
         self.inflight_bytes = 0
         self._admitted_ms = 0.0  # mean time between admissions while rooms waited
+        self._stuck: tuple[object, ...] = ()  # what there was when the head found too little
         self._admitted_at: float | None = None  # None while none wait: idle time says nothing of how fast a queue moves
 
     def __len__(self) -> int:
@@ -75,6 +76,10 @@ class Admission:
     def admit(self, now: float) -> Holding | None:
         """Slots for the head of the queue, which leaves it; None when it has to wait on. Somebody must be queued."""
         room, demand = next(iter(self._queue.items()))
+        there = demand, self.inflight_bytes, self._cache.changes, *(free.free_slots for free in self._arena.free)
+        if there == self._stuck:
+            return None  # A long prompt is not looked up again for every message that comes while it waits.
+        self._stuck = there
         blocks = self._cache.longest(demand.keys)
         inflight_bytes = demand.inflight_bytes - self._cache.bytes_of(len(blocks) * self._cache.block_tokens)
         over = self.inflight_bytes + inflight_bytes > self._limits.inflight_bytes_max

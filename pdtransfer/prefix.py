@@ -86,6 +86,7 @@ class PrefixCache:
         self._blocks: dict[bytes, Block] = {}
         self._idle: OrderedDict[bytes, Block] = OrderedDict()  # claimed by nobody, the next to go first
         self.queried_tokens = self.hit_tokens = self.evicted_blocks = 0
+        self.changes = 0  # of which blocks there are, and of who claims them
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -128,6 +129,7 @@ class PrefixCache:
             if slots > idle * rows_each:
                 return None
             needed = max(needed, -(-slots // rows_each) if slots else 0)
+        self.changes += 1
         self._claim(blocks)
         self._evict(needed)
         holding = self.arena.allocate(rest)
@@ -145,6 +147,7 @@ class PrefixCache:
         Of a block that has come twice, the second stays the room's own.
         """
         assert holding.claims == 1, "somebody may still write there"
+        self.changes += 1
         before, blocks = len(holding.blocks), self.longest(keys)
         shared = len(blocks)
         self._claim(blocks[before:])
@@ -168,6 +171,7 @@ class PrefixCache:
         """Ends one claim; returns whether it was the last, so that its own slots are free and its blocks may go."""
         if not self.arena.drop(holding):
             return False
+        self.changes += 1
         for block in reversed(holding.blocks):
             block.claims -= 1
             if not block.claims:
@@ -188,6 +192,7 @@ class PrefixCache:
         """The `count` blocks that have been out of use for longest."""
         if not count:
             return
+        self.changes += 1
         gone = [self._idle.popitem(last=False)[1] for _ in range(count)]
         for block in gone:
             del self._blocks[block.key]

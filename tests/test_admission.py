@@ -143,3 +143,23 @@ def test_bytes_cannot_land_twice() -> None:
     queue.landed(once, held)
     with pytest.raises(AssertionError):
         queue.landed(once, held)
+
+
+def test_a_head_that_waits_is_looked_up_again_only_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(components(KV, 1, page_first=True))
+    cache = PrefixCache(arena, LIMITS, model="m", weights=b"w")
+    queue, looked = Admission(cache, LIMITS), list[int]()
+    monkeypatch.setattr(cache, "longest", lambda keys: looked.append(len(keys)) or [])
+    held = cache.allocate((40, 10), [])
+    assert held is not None
+    queue.enqueue(1, demand(40))
+    assert [queue.admit(0.0) for _ in range(3)] == [None, None, None]
+    assert len(looked) == 1
+    queue.withdraw(1)
+    queue.enqueue(1, demand(8))
+    assert queue.admit(0.0) is not None, "another demand under the same label"
+    queue.enqueue(2, demand(40))
+    assert queue.admit(0.0) is None
+    cache.drop(held)
+    assert queue.admit(0.0) is not None
+    assert len(looked) == 4

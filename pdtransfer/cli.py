@@ -18,7 +18,8 @@ from cyclopts.config import Env
 from cyclopts.validators import Number
 
 from . import __version__, logs
-from .config import PREFIX, BenchModel, DecodeConfig, DemoConfig, PrefillConfig, RouterConfig, sources
+from .config import PREFIX, BenchModel, DecodeConfig, DemoConfig, PrefillConfig, RouterConfig
+from .config_sources import sources
 from .errors import ConfigError, PDTransferError
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141

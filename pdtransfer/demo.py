@@ -13,19 +13,17 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import aiohttp
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from .config import DecodeConfig, DemoConfig, PrefillConfig, RouterConfig
+from .demo_report import Answer, good, report_of, show
 from .errors import PDTransferError, WorldError
 from .fleet import Fleet
 from .limits import Limits
@@ -43,19 +41,6 @@ COMPLAINTS_MAX = 20  # lines of the daemons' logs that are shown where the demo 
 RETRIES = 100  # of one request that meets a full fleet
 SLOTS_MAX = 131_072
 LIMITS = Limits(room_deadline_ms=600_000)  # the last of 32 prompts waits for the others, on a slow host for long
-
-
-@dataclass(slots=True)
-class Answer:
-    """What came back for one prompt."""
-
-    prompt: str
-    seconds: float = 0.0
-    tokens: int = 0
-    cached: int = 0  # tokens of the prompt that decode had already
-    error: str = ""
-    facts: dict[str, Any] = field(default_factory=dict[str, Any])  # the router's `pdtransfer` object
-    identical: bool = False
 
 
 def prompts(config: DemoConfig) -> list[str]:
@@ -124,14 +109,14 @@ async def _show(config: DemoConfig, logs: Path) -> int:
         reference = await _reference(config, texts)
     for answer, expected in zip(answers, reference, strict=True):
         answer.identical = not answer.error and all(answer.facts.get(name) == expected[name] for name in expected)
-    report = _report(config, answers, seconds, leaked)
+    report = report_of(config, answers, seconds, leaked)
     if config.verify:
         report |= {"grants_verified": verified[0], "grants_mismatched": verified[1]}
     if config.json:
         print(json.dumps(report))
     else:
-        _print(answers, report)
-    return 0 if _good(report) else 1
+        show(answers, report)
+    return 0 if good(report) else 1
 
 
 def _complain(logs: Path) -> None:
@@ -342,76 +327,3 @@ def _generate(demo: DemoConfig, texts: list[str]) -> list[dict[str, str]]:
         }
         for outcome in generate_many(config, [(prompt, sampling) for prompt in prompts])
     ]
-
-
-def _report(config: DemoConfig, answers: Sequence[Answer], seconds: float, leaked: int) -> dict[str, Any]:
-    done = [answer for answer in answers if answer.facts]
-    handoffs_ms = sorted(a.facts["handoff_us"] / 1e3 for a in done if a.facts.get("handoff_us") is not None)
-    copied = [(a.facts["kv_bytes"], a.facts["copy_us"]) for a in done]
-    copy_us = sum(us for _, us in copied)
-    tokens = sum(answer.tokens for answer in answers)
-    return {
-        "requests": len(answers),
-        "identical": sum(answer.identical for answer in answers),
-        "all_identical": all(answer.identical for answer in answers),
-        "failed": sum(bool(answer.error) for answer in answers),
-        "attention": config.attention,
-        "prefill": config.prefill,
-        "decode": config.decode,
-        "prefill_tp": config.prefill_tp,
-        "prefill_pp": config.prefill_pp,
-        "decode_tp": config.decode_tp,
-        "bytes": sum(byte_count for byte_count, _ in copied),
-        "prompt_tokens": sum(len(answer.prompt) for answer in done),
-        "cached_tokens": sum(answer.cached for answer in done),
-        "tokens": tokens,
-        "seconds": round(seconds, 3),
-        "requests_per_s": round(len(done) / seconds, 2),
-        "tokens_per_s": round(tokens / seconds, 1),
-        "handoff_ms_p50": round(median(handoffs_ms), 3) if handoffs_ms else None,
-        "handoff_ms_p99": round(handoffs_ms[int(0.99 * (len(handoffs_ms) - 1))], 3) if handoffs_ms else None,
-        "copy_gb_s": round(sum(b for b, _ in copied) / copy_us / 1e3, 3) if copy_us else None,
-        "slots_leaked": leaked,
-    }
-
-
-def _good(report: dict[str, Any]) -> bool:
-    """Whether it went as it has to. A mismatch fails its room, which is prefilled once more: the answer hides it."""
-    verified = report.get("grants_verified", report["requests"]) >= report["requests"]
-    return report["all_identical"] and not report["slots_leaked"] and verified and not report.get("grants_mismatched")
-
-
-def _print(answers: Sequence[Answer], report: dict[str, Any]) -> None:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("prompt", "was there", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
-        table.add_column(name, justify="right")
-    for answer in sorted(answers, key=lambda each: len(each.prompt)):
-        facts = answer.facts
-        if answer.error:
-            table.add_row(f"{len(answer.prompt)} B", "", "", "", "", "", "", f"[red]failed: {answer.error}")
-            continue
-        handoff_us, copy_us = facts.get("handoff_us"), facts["copy_us"]
-        table.add_row(
-            f"{len(answer.prompt):,} B",
-            f"{answer.cached:,}" if answer.cached else "-",
-            f"{facts['kv_bytes']:,}",
-            f"{facts['kv_bytes'] / copy_us / 1e3:.2f}" if copy_us else "-",
-            f"{handoff_us / 1e3:.2f} ms" if handoff_us is not None else "-",
-            str(answer.tokens),
-            f"{answer.seconds:.2f} s",
-            "[green]yes" if answer.identical else "[red]NO",
-        )
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    console.print(table)
-    verified, color = "", "green" if _good(report) else "red"
-    if "grants_verified" in report:
-        verified = f"; {report['grants_verified']} grants verified, {report['grants_mismatched']} mismatched"
-    console.print(
-        f"\n{report['requests']} requests, {report['bytes'] / 1e6:,.1f} MB of KV in {report['seconds']:.1f} s: "
-        f"{report['requests_per_s']:.1f} requests/s, {report['tokens_per_s']:.0f} tokens/s, "
-        f"copies at {report['copy_gb_s']} GB/s\n"
-        f"{report['cached_tokens']:,} of {report['prompt_tokens']:,} prompt tokens were there already\n"
-        f"hand-off, last cell written to READY: p50 {report['handoff_ms_p50']} ms, p99 {report['handoff_ms_p99']} ms\n"
-        f"[{color}]{report['identical']} of {report['requests']} identical to a single process "
-        f"(tokens, logits, KV); {report['slots_leaked']} slots leaked{verified}"
-    )

@@ -73,11 +73,11 @@ class Fleet:
     async def __aenter__(self) -> Fleet:
         try:
             for number, config in enumerate(self._configs):
-                self.daemons.append(await Daemon.start(config, self._logs / f"{config.role}-{number}.log"))
+                await self._start(config, self._logs / f"{config.role}-{number}.log")
             await asyncio.gather(*(daemon.wait_ready() for daemon in self.daemons))
             endpoints = {role: tuple(d.ready["endpoint"] for d in self.of(role)) for role in ("prefill", "decode")}
             router = replace(self._router, prefill=endpoints["prefill"], decode=endpoints["decode"])
-            self.daemons.append(await Daemon.start(router, self._logs / "router.log"))
+            await self._start(router, self._logs / "router.log")
             await self.daemons[-1].wait_ready()
         except BaseException:
             await self.__aexit__()
@@ -86,6 +86,14 @@ class Fleet:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(daemon.stop() for daemon in reversed(self.daemons)))
+
+    async def _start(self, config: PrefillConfig | DecodeConfig | RouterConfig, log: Path) -> None:
+        """Whoever gives up in the middle of it finds the process among the others all the same."""
+        start = asyncio.ensure_future(Daemon.start(config, log))
+        try:
+            await asyncio.shield(start)
+        finally:
+            self.daemons.append(await start)
 
     def of(self, role: str) -> list[Daemon]:
         """The daemons of one role."""

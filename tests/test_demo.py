@@ -21,7 +21,8 @@ import pytest
 
 from pdtransfer import demo
 from pdtransfer.config import DemoConfig
-from pdtransfer.demo import Answer, prompts, run
+from pdtransfer.demo import prompts, run
+from pdtransfer.demo_report import Answer
 from pdtransfer.errors import WorldError
 
 REPO = Path(__file__).resolve().parent.parent

@@ -1,0 +1,102 @@
+"""What a demo ends with: one row a prompt, and whether all of it went as it has to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .config import DemoConfig
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back for one prompt."""
+
+    prompt: str
+    seconds: float = 0.0
+    tokens: int = 0
+    cached: int = 0  # tokens of the prompt that decode had already
+    error: str = ""
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])  # the router's `pdtransfer` object
+    identical: bool = False
+
+
+def report_of(config: DemoConfig, answers: Sequence[Answer], seconds: float, leaked: int) -> dict[str, Any]:
+    """What the run comes to, as `--json` prints it."""
+    done = [answer for answer in answers if answer.facts]
+    handoffs_ms = sorted(a.facts["handoff_us"] / 1e3 for a in done if a.facts.get("handoff_us") is not None)
+    copied = [(a.facts["kv_bytes"], a.facts["copy_us"]) for a in done]
+    copy_us = sum(us for _, us in copied)
+    tokens = sum(answer.tokens for answer in answers)
+    return {
+        "requests": len(answers),
+        "identical": sum(answer.identical for answer in answers),
+        "all_identical": all(answer.identical for answer in answers),
+        "failed": sum(bool(answer.error) for answer in answers),
+        "attention": config.attention,
+        "prefill": config.prefill,
+        "decode": config.decode,
+        "prefill_tp": config.prefill_tp,
+        "prefill_pp": config.prefill_pp,
+        "decode_tp": config.decode_tp,
+        "bytes": sum(byte_count for byte_count, _ in copied),
+        "prompt_tokens": sum(len(answer.prompt) for answer in done),
+        "cached_tokens": sum(answer.cached for answer in done),
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "requests_per_s": round(len(done) / seconds, 2),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "handoff_ms_p50": round(median(handoffs_ms), 3) if handoffs_ms else None,
+        "handoff_ms_p99": round(handoffs_ms[int(0.99 * (len(handoffs_ms) - 1))], 3) if handoffs_ms else None,
+        "copy_gb_s": round(sum(b for b, _ in copied) / copy_us / 1e3, 3) if copy_us else None,
+        "slots_leaked": leaked,
+    }
+
+
+def good(report: dict[str, Any]) -> bool:
+    """Whether it went as it has to. A mismatch fails its room, which is prefilled once more: the answer hides it."""
+    verified = report.get("grants_verified", report["requests"]) >= report["requests"]
+    return report["all_identical"] and not report["slots_leaked"] and verified and not report.get("grants_mismatched")
+
+
+def show(answers: Sequence[Answer], report: dict[str, Any]) -> None:
+    """The table of answers, and below it the sum."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("prompt", "was there", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
+        table.add_column(name, justify="right")
+    for answer in sorted(answers, key=lambda each: len(each.prompt)):
+        facts = answer.facts
+        if answer.error:
+            table.add_row(f"{len(answer.prompt)} B", "", "", "", "", "", "", f"[red]failed: {answer.error}")
+            continue
+        handoff_us, copy_us = facts.get("handoff_us"), facts["copy_us"]
+        table.add_row(
+            f"{len(answer.prompt):,} B",
+            f"{answer.cached:,}" if answer.cached else "-",
+            f"{facts['kv_bytes']:,}",
+            f"{facts['kv_bytes'] / copy_us / 1e3:.2f}" if copy_us else "-",
+            f"{handoff_us / 1e3:.2f} ms" if handoff_us is not None else "-",
+            str(answer.tokens),
+            f"{answer.seconds:.2f} s",
+            "[green]yes" if answer.identical else "[red]NO",
+        )
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    verified, color = "", "green" if good(report) else "red"
+    if "grants_verified" in report:
+        verified = f"; {report['grants_verified']} grants verified, {report['grants_mismatched']} mismatched"
+    console.print(
+        f"\n{report['requests']} requests, {report['bytes'] / 1e6:,.1f} MB of KV in {report['seconds']:.1f} s: "
+        f"{report['requests_per_s']:.1f} requests/s, {report['tokens_per_s']:.0f} tokens/s, "
+        f"copies at {report['copy_gb_s']} GB/s\n"
+        f"{report['cached_tokens']:,} of {report['prompt_tokens']:,} prompt tokens were there already\n"
+        f"hand-off, last cell written to READY: p50 {report['handoff_ms_p50']} ms, p99 {report['handoff_ms_p99']} ms\n"
+        f"[{color}]{report['identical']} of {report['requests']} identical to a single process "
+        f"(tokens, logits, KV); {report['slots_leaked']} slots leaked{verified}"
+    )

@@ -129,23 +129,24 @@ def test_arguments_are_as_long_as_the_kernels_own(lib: ctypes.CDLL) -> None:
     assert sizes == [ctypes.sizeof(CopyArgument), ctypes.sizeof(SlotsArgument), 7 * 8]
 
 
+@pytest.mark.parametrize("of_source", [False, True])
 @pytest.mark.parametrize("granule", [1, 4])
 def test_slots_that_only_the_card_knows_are_skipped_and_counted_where_they_leave_their_pool(
-    lib: ctypes.CDLL, granule: int
+    lib: ctypes.CDLL, granule: int, of_source: bool
 ) -> None:
-    source, target = (
-        filled(name, mla(), 4, 8, content=name == "layer_first") for name in ("layer_first", "page_first")
-    )
-    entries = np.array([3, -1, 0, 1 << 40, 32 // granule, 32 // granule - 1])
+    source, target = filled("layer_first", mla(), 4, 8, content=True), filled("page_first", mla(), 4, 8, content=False)
+    entries = np.array([3, -1, 0, 1 << 20, 32 // granule, 32 // granule - 1])
     good = [0, 2, 5]
     slots = Pages(entries) if granule > 1 else entries
     words = kernels_host.Words()
     rows = len(entries) * granule
-    kernels_host.run(lib, pool_of(target), pool_of(source), slots, range(rows), rows, words=words)
-    sources = np.arange(rows).reshape(-1, granule)[good].reshape(-1)
-    targets = (entries[good][:, None] * granule + np.arange(granule)).reshape(-1)
+    given = (range(rows), slots) if of_source else (slots, range(rows))
+    kernels_host.run(lib, pool_of(target), pool_of(source), *given, rows, words=words)
+    plain = np.arange(rows).reshape(-1, granule)[good].reshape(-1)
+    named = (entries[good][:, None] * granule + np.arange(granule)).reshape(-1)
     untouched = filled("page_first", mla(), 4, 8, content=False)
-    assert np.array_equal(target.memory, wanted(source, untouched, sources, targets))
+    sides = (named, plain) if of_source else (plain, named)
+    assert np.array_equal(target.memory, wanted(source, untouched, *sides))
     assert words.progress.tolist() == [5 << 2 | State.COMPLETE, 3 * granule]
     assert not words.tally.any(), "ready for the next launch"
 

@@ -20,7 +20,9 @@ from typing import Literal
 
 from .config import DecodeConfig, PrefillConfig, RouterConfig, cache_directory
 from .headroom import headroom, huge_pages_free
-from .kernels import load
+from .kernels import UnusableError, load
+from .kernels.card import card, count
+from .kernels.compiled import compiler
 from .keys import Address
 from .memory import Arena, map_received
 
@@ -91,6 +93,18 @@ def _copy() -> Seen:
     if native.used:
         return ok(native.text)
     return warn(native.text, "apt-get install -y g++")
+
+
+def _cards() -> Seen:
+    """Whether kernels can run: a host with a card needs the bindings, and something that compiles."""
+    cards = count()
+    if not cards:
+        return ok("no card that the bindings see: copies run on the CPU")
+    named = ", ".join(sorted({card(ordinal).architecture for ordinal in range(cards)}))
+    try:
+        return ok(f"{cards} x {named}, {compiler().version.splitlines()[-1]}")
+    except UnusableError as error:
+        return warn(f"{cards} x {named}, and {error}", "pip install nvidia-cuda-nvrtc")
 
 
 def _cache() -> Seen:
@@ -288,6 +302,7 @@ PROBES: dict[str, tuple[Callable[[], Seen], str]] = {
     "packages": (_packages, VENV),
     "torch": (_torch, VENV),
     "native copy": (_copy, VENV),
+    "cards": (_cards, ""),
     "kernel cache": (_cache, ""),
     "sealed memfd": (_memfd, KERNEL),
     "fence lock": (_lock, KERNEL),

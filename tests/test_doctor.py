@@ -17,6 +17,7 @@ import pytest
 from pdtransfer import doctor, probes
 from pdtransfer.config import DecodeConfig, PrefillConfig
 from pdtransfer.headroom import Headroom
+from pdtransfer.kernels import UnusableError
 from pdtransfer.keys import Address
 from pdtransfer.probes import Seen
 
@@ -144,3 +145,18 @@ def test_host_with_too_little_memory_is_told_how_many_slots_fit(monkeypatch: pyt
     words = tight.mend.split()
     decode, prefill = (int(words[at + 1]) for at, word in enumerate(words) if word == "--slots")
     assert DecodeConfig(slots=decode).slots + PrefillConfig(slots=prefill).slots < DecodeConfig().slots // 4
+
+
+def test_cards_are_named_with_what_compiles_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "count", lambda: 0)
+    assert seen("cards").state == "ok"
+    monkeypatch.setattr(probes, "count", lambda: 2)
+    monkeypatch.setattr(probes, "card", lambda ordinal: SimpleNamespace(architecture="sm_90"))
+    monkeypatch.setattr(probes, "compiler", lambda: SimpleNamespace(version="NVRTC 13.0"))
+    assert seen("cards") == probes.ok("2 x sm_90, NVRTC 13.0")
+
+    def nothing() -> None:
+        raise UnusableError("no NVRTC")
+
+    monkeypatch.setattr(probes, "compiler", nothing)
+    assert seen("cards") == probes.warn("2 x sm_90, and no NVRTC", "pip install nvidia-cuda-nvrtc")

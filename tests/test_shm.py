@@ -784,7 +784,7 @@ async def test_a_cancelled_write_fails_and_is_still(
     held, go = stall_copies(monkeypatch)
     every = np.arange(SLOTS)
     both.write(every, every, grant=1)
-    await asyncio.to_thread(held.wait)
+    await until(held.is_set)
     both.writer.cancel(WRITER, 2)  # another grant
     both.writer.cancel(WRITER, 1)
     go.set()
@@ -819,7 +819,7 @@ async def test_a_session_is_unmapped_only_when_its_writes_have_ended(
     held, go = stall_copies(monkeypatch)
     every = np.arange(SLOTS)
     both.want(both.write(every, every, grant=1))
-    await asyncio.to_thread(held.wait)
+    await until(held.is_set)
     both.writer.unmap(WRITER)
     both.writer.unmap(WRITER)
     both.owner.revoke(WRITER)
@@ -844,7 +844,7 @@ async def test_close_waits_for_what_is_in_flight(
     held, go = stall_copies(monkeypatch)
     every = np.arange(SLOTS)
     both.want(both.write(every, every, grant=1))
-    await asyncio.to_thread(held.wait)
+    await until(held.is_set)
     closing = asyncio.create_task(both.close())
     await asyncio.sleep(0.02)
     assert not closing.done()
@@ -895,13 +895,13 @@ async def test_a_map_that_nobody_wants_any_more_leaves_no_lock(
     both = Pair(arena, directory)
     held, go = threading.Event(), threading.Event()
 
-    def slow(*_: object) -> None:
+    def slow(*_: object, **__: object) -> None:
         held.set()
         assert go.wait(30)
 
     monkeypatch.setattr(shm.Mapping, "prefault", slow)
     mapping = asyncio.create_task(both.map())
-    await asyncio.to_thread(held.wait)
+    await until(held.is_set)
     both.owner.revoke(WRITER)
     assert not both.owner.quiet(WRITER)
     if way == "cancel":

@@ -248,9 +248,12 @@ def test_one_grant_too_many_fails_alone() -> None:
     end.up()
     end.open()
     end.hear(grant())
-    effects = end.hear(grant(2, at=20))
+    end.up(HOSTILE, peer="d1")
+    effects = end.hear(grant(1, at=20, session=HOSTILE), peer="d1")
     (failed,) = sent(effects, Failed)
     assert failed.detail == "grants: one more than the 1 that the engine expects"
+    (failed,) = sent(end.hear(grant(2, at=20)), Failed)
+    assert failed.detail == "grants: a second one of session 0xa0 for room 0x1"
     assert of(effects, fx.RoomFailed) == []
     assert len(of(end.push(), fx.Write)) == 2
 

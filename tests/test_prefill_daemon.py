@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from pdtransfer.config import PrefillConfig
@@ -18,31 +18,35 @@ from pdtransfer.wire import Begin, Cancel, End, Ended, Hello, Message, Ranks, Sa
 from tests.routing_world import identity
 
 
-@pytest.mark.asyncio
-async def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
-    config = PrefillConfig(slots=1_024, http="")
-    engine = create_engine(config.engine, config.engine_config)
-    settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
-    port, said = Port[Order](), list[tuple[str, Message]]()
-    daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), Lead(Ranks(0, 2)))
-    daemon.desk._send = lambda peer, message: bool(said.append((peer, message))) or True
-    follower = Follower(Ranks(1, 2), "p0-tp1", link=None)  # type: ignore[arg-type]
-    begin = Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000)
-    try:
-        for node in ("a", "b"):
-            daemon.desk.receive(f"node:{node}", Hello(1, 1, identity(node, "router", 1)))
-        for message in (begin, Cancel(7, Cause.ABORTED.value), Ended(7)):
-            daemon.desk.receive("node:a", message)
-        daemon.desk.receive("node:b", begin)
-        (end,) = [message for peer, message in said if peer == "node:b" and isinstance(message, End)]
-        assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0x7 is in use")
-        assert not [order for order in port.poll() if isinstance(order, Free)], "the follower may still read its pages"
-        daemon.group.heard(follower, Drained(7))
-        assert port.poll() == [Free(7)]
-        daemon.desk.receive("node:b", Ended(7))
-        daemon.desk.receive("node:a", Begin(8, begin.prompt, begin.sampling, begin.peers, 60_000))
-        assert [type(order) for order in port.poll()] == [Compute]
-    finally:
-        daemon.desk.ticker.stop()
-        await daemon.node.close()
-        port.close()
+def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
+    async def case() -> None:
+        config = PrefillConfig(slots=1_024, http="")
+        engine = create_engine(config.engine, config.engine_config)
+        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        port, said = Port[Order](), list[tuple[str, Message]]()
+        daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), Lead(Ranks(0, 2)))
+        daemon.desk._send = lambda peer, message: bool(said.append((peer, message))) or True
+        follower = Follower(Ranks(1, 2), "p0-tp1", link=None)  # type: ignore[arg-type]
+        begin = Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000)
+        try:
+            for node in ("a", "b"):
+                daemon.desk.receive(f"node:{node}", Hello(1, 1, identity(node, "router", 1)))
+            for message in (begin, Cancel(7, Cause.ABORTED.value), Ended(7)):
+                daemon.desk.receive("node:a", message)
+            daemon.desk.receive("node:b", begin)
+            (end,) = [message for peer, message in said if peer == "node:b" and isinstance(message, End)]
+            assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0x7 is in use")
+            assert not [order for order in port.poll() if isinstance(order, Free)], (
+                "the follower may still read its pages"
+            )
+            daemon.group.heard(follower, Drained(7))
+            assert port.poll() == [Free(7)]
+            daemon.desk.receive("node:b", Ended(7))
+            daemon.desk.receive("node:a", Begin(8, begin.prompt, begin.sampling, begin.peers, 60_000))
+            assert [type(order) for order in port.poll()] == [Compute]
+        finally:
+            daemon.desk.ticker.stop()
+            await daemon.node.close()
+            port.close()
+
+    uvloop.run(case())

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
+import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -228,10 +230,23 @@ def open_files(daemon: Daemon) -> int:
     return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
 
 
+def loopback() -> str:
+    """An address that a restarted process finds free again: its port is none that the kernel gives to connections."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with socket.socket() as probe:
+            address = "127.0.0.1", random.randrange(low // 2, low)
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return "{}:{}".format(*address)
+
+
 def prefill_config(number: int = 0, **more: Any) -> PrefillConfig:
     return PrefillConfig(
         **{
-            "bind": "tcp://127.0.0.1:0",
+            "bind": f"tcp://{loopback()}",
             "http": "127.0.0.1:0",
             "node": f"prefill-{number}",
             "slots": SLOTS,
@@ -246,7 +261,7 @@ def prefill_config(number: int = 0, **more: Any) -> PrefillConfig:
 def decode_config(sockets: Path, number: int = 0, **more: Any) -> DecodeConfig:
     return DecodeConfig(
         **{
-            "bind": "tcp://127.0.0.1:0",
+            "bind": f"tcp://{loopback()}",
             "http": "127.0.0.1:0",
             "node": f"decode-{number}",
             "slots": SLOTS,
@@ -273,7 +288,7 @@ async def fleet(
     sockets = tempfile.TemporaryDirectory(prefix="pdt-")
     prefill = [prefill_config(number, **more) for number, more in enumerate(prefills)]
     decode = [decode_config(Path(sockets.name) / "s", number, **more) for number, more in enumerate(decodes)]
-    front = RouterConfig(**{"listen": "127.0.0.1:0", "node": "router", "limits": LIMITS, **(router or {})})
+    front = RouterConfig(**{"listen": loopback(), "node": "router", "limits": LIMITS, **(router or {})})
     async with Fleet(prefill, decode, front, logs) as running:
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
         # A connection that is kept would be a descriptor of a daemon's.
@@ -316,7 +331,7 @@ def running(logs: Path, ends_as: tuple[int, ...] = (), **more: Any) -> Iterator[
         finally:
             left = list(site.fleet.daemons)
             runner.run(context.__aexit__(None, None, None))
-        statuses = {daemon.ready["node"]: daemon.process.returncode for daemon in left}
+        statuses = {daemon.log.name: daemon.process.returncode for daemon in left}
         assert set(statuses.values()) <= {0, *ends_as}, statuses  # each ended by itself, and in time
         for log in filter(Path.is_file, logs.glob("*.log")):  # and no device
             assert "Traceback" not in log.read_text(), log.read_text()

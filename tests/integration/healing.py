@@ -62,6 +62,16 @@ def mappings(daemon: Daemon) -> int:
 
 async def met(site: Site) -> Rest:
     """Has every decode meet every prefill; what each process has then."""
+    await meet(site)
+    await site.settled()
+    return at_rest(site)
+
+
+async def meet(site: Site) -> None:
+    """Asks until every decode has a session with every prefill, and every answer is right.
+
+    A prefill hears of a decode's new life, and lets go of the old one's grants, when they meet again.
+    """
     pairs = len(site.fleet.of("prefill"))
 
     async def up(daemon: Daemon) -> bool:
@@ -78,8 +88,6 @@ async def met(site: Site) -> Rest:
         return all([await up(each) for each in site.fleet.of("decode")])
 
     await until(all_up, "every pair has a session")
-    await site.settled()
-    return at_rest(site)
 
 
 def at_rest(site: Site) -> Rest:
@@ -125,6 +133,7 @@ async def healed(site: Site, before: Rest) -> None:
     asked = [f"{number} {SERVED}" for number in range(8)]
     answers = await asyncio.gather(*(site.complete(each) for each in asked))
     assert all(map(right, asked, answers)), answers
+    await meet(site)
     while found := await complaints(site, before):
         assert time.monotonic() - began < HEAL_S, found
         await asyncio.sleep(0.05)

@@ -91,7 +91,7 @@ def test_many_prompts_at_once_are_answered_as_by_a_single_process_and_nothing_le
         assert decode["pdtransfer_kv_bytes_total"] == prefill["pdtransfer_kv_bytes_total"]
         assert decode["pdtransfer_rooms_ended_total{length}"] == prefill["pdtransfer_rooms_ended_total{done}"]
         after = {daemon.role: open_files(daemon) for daemon in site.fleet.daemons if daemon.role != "router"}
-        assert after == before
+        assert all(after[role] <= count for role, count in before.items()), (before, after)
 
     on(case)
 

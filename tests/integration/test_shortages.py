@@ -201,7 +201,8 @@ def test_a_client_that_does_not_read_its_stream_holds_up_nobody_and_misses_nothi
 
         await until(all_generated, "decode has done its part")
         await all_served(site, seed=4)
-        assert (await site.metrics(site.router))["pdtransfer_requests_total"] == answered + 8  # it still waits
+        # All of the others; what the slow one has not read may lie here, or in the kernel's buffers as a whole.
+        assert (await site.metrics(site.router))["pdtransfer_requests_total"] >= answered + 8
         lines = (await reader.read()).split(b"data: ")[1:-1]
         writer.close()
         events = [json.loads(line[: line.rindex(b"}") + 1]) for line in lines]

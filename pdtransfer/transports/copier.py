@@ -3,6 +3,7 @@ large one."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from .base import WriteDone
 PIECE_BYTES = 4 << 20  # copied between two turns: some 0.5 ms
 
 _CANCELLED = "cancelled"
+_NICE = 5  # a loop that has something to say, that a room is aborted for one, need not wait for a core that copies
 _Result = TypeVar("_Result")
 
 Piece = Callable[[], int]
@@ -150,6 +152,7 @@ class Copier(Generic[AnyWork]):
             thread.join()
 
     def _work(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone
         while (jobs := self._turn()) is not None:
             job = jobs[0]
             piece, text = (None, job.text) if job.text else _attempt(job.next)

@@ -13,6 +13,7 @@ import zmq
 
 from pdtransfer.bus import BusLimits
 from pdtransfer.bus.connections import Connections, TurnedAwayError
+from pdtransfer.bus.sockets import open_socket
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.keys import AllowList
 from pdtransfer.limits import FRAME_BYTES_MAX
@@ -293,15 +294,13 @@ async def test_a_connection_that_never_greets_ends() -> None:
         writer.close()
 
 
-@on_loop
-async def test_a_connection_that_answers_no_heartbeat_ends() -> None:
-    async with Node("p", limits=replace(LIMITS, heartbeat_ms=50, heartbeat_timeout_ms=100)) as prefill:
-        port = int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-        writer.write(b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER")
-        assert b"PING" in await reader.read()
-        writer.close()
+def test_no_socket_has_heartbeats_and_a_bounded_queue(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Both together let a peer abort this process: it fills the queue, and its connection ends (libzmq#3937)."""
+    for kind in (zmq.ROUTER, zmq.DEALER):
+        with open_socket(context, kind, LIMITS) as opened:
+            assert opened.get(zmq.RCVHWM) == LIMITS.receive_queue
+            assert opened.get(zmq.HEARTBEAT_IVL) == 0
+            assert opened.get(zmq.TCP_MAXRT) == LIMITS.unanswered_ms
 
 
 @on_loop

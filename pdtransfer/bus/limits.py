@@ -18,11 +18,10 @@ class BusLimits:
     send_queue: int = 1_024  # messages queued for one peer; beyond it send() says False, and the protocol repeats
     receive_queue: int = 256  # of one peer: beyond it TCP holds it back. Times a frame: what one hostile peer can fill
     mute_ms: int = 1_000  # what follows a breach on its connection is dropped for so long
-    rejects_max: int = 1_024  # Rejects that one connection may earn in mute_ms before it is muted: one for each grant
+    rejects_max: int = 128  # Rejects that one connection may earn in mute_ms before it is muted: one for each grant
     log_ms: int = 1_000  # refused strangers are logged this often
     handshake_ms: int = 5_000  # a connection that has not authenticated by then ends
-    heartbeat_ms: int = 1_000
-    heartbeat_timeout_ms: int = 5_000  # half-open connections end; a silent peer is the protocol's own Ping to find
+    unanswered_ms: int = 5_000  # of what was sent, Pings too, no byte acknowledged: the connection ends
     reconnect_ms: int = 100
     reconnect_ms_max: int = 1_000
     redial_ms: int = 2_000  # an endpoint that stays unreachable is resolved and dialled afresh, at first this soon

@@ -32,9 +32,8 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: BusL
         (zmq.SNDHWM, limits.send_queue),
         (zmq.RCVHWM, limits.receive_queue),
         (zmq.HANDSHAKE_IVL, limits.handshake_ms),
-        (zmq.HEARTBEAT_IVL, limits.heartbeat_ms),
-        (zmq.HEARTBEAT_TIMEOUT, limits.heartbeat_timeout_ms),
-        (zmq.HEARTBEAT_TTL, limits.heartbeat_timeout_ms),
+        # Not ZMQ's own heartbeats: a full queue on a connection that ends then aborts the process (libzmq#3937, 4.3.5).
+        (zmq.TCP_MAXRT, limits.unanswered_ms),
         (zmq.RECONNECT_IVL, limits.reconnect_ms),
         (zmq.RECONNECT_IVL_MAX, limits.reconnect_ms_max),
         (zmq.CONNECT_TIMEOUT, limits.redial_ms),

@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import NamedTuple
 
 import numpy as np
 import uvloop
@@ -29,6 +28,7 @@ from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..process import prepare
 from ..session.prefill import Cell
 from ..wire import Grant, Message, Part, encode
+from .orders import Batch, Echoes, Failure, Fragment, GiveUp, Memcpy, Stall
 
 _ANY_PORT = "tcp://127.0.0.1:0"
 _AUX = b"\0" * 32  # about what the reference engine says of a room
@@ -36,58 +36,6 @@ _ROOM_SECONDS = 60.0
 _ECHO = encode(Grant(1 << 63, 1, 1 << 63, 16, 0, (Part(0, 0, 16, b"\0" * 8),), send_aux=True, time_left_ms=1))
 _STALLED = 1 << 48  # rooms from here on are stalled ones
 _PAGE_STEP = 7  # rooms take every 7th page: what was just read is not read again at once
-
-
-class Batch(NamedTuple):
-    """Rooms first .. first + rooms - 1 of `tokens` tokens each, `at_once` of them under way.
-
-    Where `abort_s` is not empty decode aborts its i-th room so many seconds after it was expected. `shared`, if given,
-    is how many tokens of every prompt are the same, -1: decode knows no prompts.
-    """
-
-    first: int
-    rooms: int
-    tokens: int
-    at_once: int
-    abort_s: tuple[float, ...] = ()
-    shared: int = -1
-
-
-class Stall(NamedTuple):
-    """Rooms that hold a grant of this source's, and of which nothing is ever written; their ends are no failures.
-
-    Prefill answers when every one is leased.
-    """
-
-    rooms: int
-    tokens: int
-    source: str
-
-
-class Echoes(NamedTuple):
-    """So many bare round trips, one after the other: drained on the loop as a bus is, or with blocking sockets.
-
-    Prefill is asked for the blocking ones alone, and says twice that it has heard: before and after.
-    """
-
-    trips: int
-    blocking: bool
-
-
-class Memcpy(NamedTuple):
-    """One memcpy of so many bytes of the pool."""
-
-    byte_count: int
-
-
-class Fragment(NamedTuple):
-    """Decode holds every second slot of its arena from now on."""
-
-
-class Failure(NamedTuple):
-    """Why there is no answer, for a person."""
-
-    text: str
 
 
 class _Rank(ABC):
@@ -184,7 +132,10 @@ class _PrefillRank(_Rank):
         match order:
             case Batch():
                 self._written = np.zeros(order.rooms, np.int64)
-                self.begin(order)
+                self.begin(order._replace(at_once=order.rooms) if order.abort_s else order)
+            case GiveUp():
+                for room in range(self._batch.first, self._batch.first + self._batch.rooms):
+                    self._of(room).abort(room)
             case Echoes(trips):
                 self._pipe.send(None)
                 for _ in range(trips):

@@ -17,7 +17,8 @@ from ..errors import WorldError
 from ..keys import AllowList, KeyPair, generate_pair
 from ..layout import Component
 from ..node import NodeSettings
-from .rank import Batch, Echoes, Failure, Fragment, Memcpy, Stall, run_decode, run_prefill
+from .orders import Batch, Echoes, Failure, Fragment, GiveUp, Memcpy, Stall
+from .rank import run_decode, run_prefill
 
 _ANSWER_SECONDS = 120.0
 
@@ -128,6 +129,8 @@ class Ranks:
         self._prefill.send(batch)
         self._decode.send(batch)
         expected, ready, decode_cpu_ns = _answer(self._decode)
+        if abort_s:
+            self._prefill.send(GiveUp())
         written, prefill_cpu_ns = _answer(self._prefill)
         return Stamps(
             expected=expected,

@@ -377,6 +377,7 @@ def test_words_of_peers_make_no_labels(fleet: Running) -> None:
             room = await router.begin(prefill.endpoint)
             grant = await prefill.peer.hear(Grant)
             await router.peer.say(Cancel(room, "pwned too"))
+            await prefill.peer.hear(Abort)
             await prefill.peer.say(Drained(grant.session, grant.grant))
             assert (await router.peer.hear(End)).reason == "aborted"
             await router.peer.say(Ended(room))

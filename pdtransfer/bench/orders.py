@@ -1,0 +1,61 @@
+"""What a bench asks of its two ranks over their pipes, and how one says that it cannot."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Batch(NamedTuple):
+    """Rooms first .. first + rooms - 1 of `tokens` tokens each, `at_once` of them under way.
+
+    Where `abort_s` is not empty decode aborts its i-th room so many seconds after it was expected, and prefill opens
+    all of them at once. `shared` is how many tokens of every prompt are the same, -1: decode knows no prompts.
+    """
+
+    first: int
+    rooms: int
+    tokens: int
+    at_once: int
+    abort_s: tuple[float, ...] = ()
+    shared: int = -1
+
+
+class GiveUp(NamedTuple):
+    """Prefill ends what is left of its batch: it has heard nothing of rooms that were aborted before their grants."""
+
+
+class Stall(NamedTuple):
+    """Rooms that hold a grant of this source's, and of which nothing is ever written; their ends are no failures.
+
+    Prefill answers when every one is leased.
+    """
+
+    rooms: int
+    tokens: int
+    source: str
+
+
+class Echoes(NamedTuple):
+    """So many bare round trips, one after the other: drained on the loop as a bus is, or with blocking sockets.
+
+    Prefill is asked for the blocking ones alone, and says twice that it has heard: before and after.
+    """
+
+    trips: int
+    blocking: bool
+
+
+class Memcpy(NamedTuple):
+    """One memcpy of so many bytes of the pool."""
+
+    byte_count: int
+
+
+class Fragment(NamedTuple):
+    """Decode holds every second slot of its arena from now on."""
+
+
+class Failure(NamedTuple):
+    """Why there is no answer, for a person."""
+
+    text: str

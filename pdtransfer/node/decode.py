@@ -1,0 +1,172 @@
+"""A decode rank on the loop: expects rooms, hands its arena over, fences writers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..effects import DecodeEffect, Fence, Forget, HangUp, Leased, Offer, PeerRefused, Ready, RoomFailed, Send, Verify
+from ..errors import Cause, LocalProtocolError, WorldError
+from ..events import Event, EventQueue
+from ..keys import AllowList
+from ..layout import Component
+from ..memory import Arena
+from ..session.decode import DecodeSessions
+from ..transports.base import ArenaTransport
+from ..transports.shm import ShmArena
+from ..transports.verifier import Verifier
+from ..turn import Performer, Ticker
+from ..wire import Goodbye, Message
+from .settings import NodeSettings, Others, revoked
+
+log = logging.getLogger(__name__)
+
+
+class DecodeNode:
+    """One decode rank. `tell` gets what the engine has to hear."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        components: Sequence[Component],
+        arena: Arena,
+        tell: Callable[[Ready | RoomFailed], None],
+        *,
+        socket_directory: Path | None = None,
+        enable_hisparse: bool = False,
+        prefix_cache: bool = True,
+        verify: bool = False,
+        others: Others | None = None,
+        leased: Callable[[int], None] | None = None,
+    ) -> None:
+        """`leased` hears of rooms that have got their slots, some time before they are READY."""
+        self._tell, self._others, self._leased = tell, others, leased
+        self._loop = asyncio.get_running_loop()
+        core = self.core = DecodeSessions(
+            settings.identity("decode"),
+            components,
+            settings.limits,
+            lambda: secrets.randbits(64) or 1,  # 0 is no session
+            enable_hisparse=enable_hisparse,
+            prefix_cache=prefix_cache,
+            verify=verify,
+            bytes_ready=arena.bytes_ready or None,  # one that nobody prefaults is backed as it is written
+        )
+        self._verifier = Verifier(arena.mapping.address) if verify else None
+        self._transport: ArenaTransport = ShmArena(arena, directory=socket_directory)
+        self.bus = settings.bus(self.receive)
+        ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._loop.time())))
+        self._run: Performer[DecodeEffect] = Performer(self._perform, ticker)
+        self._events = EventQueue(self._never_quiet)
+
+    def dial(self, source: str) -> None:
+        """Opens a session with a prefill rank ahead of its first room. Raises as Bus.dial."""
+        self.bus.dial(source)
+        self._run(self.core.dial(source, self._loop.time()))
+
+    def expect(
+        self,
+        room: int,
+        *,
+        tokens: int,
+        sources: Sequence[str],
+        time_left_s: float,
+        growth: int = 0,
+        prefix: int = 0,
+        keys: tuple[bytes, ...] = (),
+        enable_hisparse: bool = False,
+    ) -> None:
+        """As DecodeSessions.expect; what makes no sense, and a source that may not be dialled, fail the room."""
+        now = self._loop.time()
+        try:
+            for source in sources:
+                self.bus.dial(source)
+            effects = self.core.expect(
+                room, tokens=tokens, sources=sources, now=now, deadline=now + time_left_s, growth=growth, prefix=prefix,
+                keys=keys, enable_hisparse=enable_hisparse,
+            )  # fmt: skip
+        except (LocalProtocolError, WorldError) as error:
+            self._tell(RoomFailed(room, Cause.REFUSED, str(error)))
+            return
+        self._run(effects)
+
+    def ready(self, bytes_ready: int) -> None:
+        """So many of the arena's first bytes are prefaulted now."""
+        self._run(self.core.ready(bytes_ready, self._loop.time()))
+
+    def release(self, room: int, *, after: Event | None = None) -> None:
+        """The engine is done with a READY room once `after` has fired. A room that is not READY fails."""
+        self._events.call(room, after, lambda: self._release(room))
+
+    def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
+        """Gives a room up that is not READY."""
+        self._run(self.core.abort(room, self._loop.time(), cause, detail))
+
+    def receive(self, peer: str, message: Message) -> None:
+        """A message of a prefill rank, unless it is somebody else's."""
+        if self._others is None or not self._others(peer, message):
+            self._run(self.core.receive(peer, message, self._loop.time()))
+
+    def allow(self, allowed: AllowList) -> None:
+        """Takes another allow-list. Who is on it no more loses its sessions; its leases wait for the fence."""
+        for peer in self.bus.allow(allowed):
+            self.receive(peer, revoked())
+
+    async def close(self) -> None:
+        """Fails what is not READY, says goodbye, stops the clock and the hand-over.
+
+        Peers may write on until they have heard it: the arena's bytes are nobody else's until its last mapping is gone.
+        This node reads none of them any more.
+        """
+        for room in list(self.core.rooms):
+            self.abort(room, Cause.SHUTDOWN, "this node is closed")
+        for name, peer in self.core.links.peers.items():
+            if peer.identity is not None:
+                self.bus.send(name, Goodbye(self.core.links.identity.incarnation, Cause.SHUTDOWN.value))
+        self._run.ticker.stop()
+        self._events.stop()
+        if self._verifier is not None:
+            await self._verifier.close()
+        await self._transport.close()
+        await self.bus.close()
+
+    def _never_quiet(self, room: int, error: Exception) -> None:
+        log.critical("room %#x keeps its slots, nothing says when they are quiet: %s", room, error)
+
+    def _release(self, room: int) -> None:
+        try:
+            self._run(self.core.release(room, self._loop.time()))
+        except LocalProtocolError as error:
+            self.abort(room, Cause.REFUSED, str(error))
+
+    def _perform(self, effect: DecodeEffect) -> None:
+        match effect:
+            case Send(peer, message):
+                self.bus.send(peer, message)
+            case Ready() | RoomFailed():
+                self._tell(effect)
+            case Leased(room):
+                if self._leased is not None:
+                    self._leased(room)
+            case Offer(_, session):
+                reach = self._transport.offer(session)
+                self._run(self.core.offered(session, reach, self._loop.time()))
+            case Fence(session):
+                self._transport.revoke(session)
+                if self._transport.quiet(session):
+                    self._run(self.core.fenced(session, self._loop.time()))
+            case Forget(session):
+                self._transport.forget(session)
+            case Verify():
+                assert self._verifier is not None
+                self._verifier.verify(effect, self._verified)
+            case HangUp(peer):
+                self.bus.hang_up(peer)
+            case PeerRefused(_, detail):
+                log.warning("%s", detail)
+
+    def _verified(self, order: Verify, checksum: int, detail: str) -> None:
+        self._run(self.core.verified(order.session, order.grant, checksum, detail, self._loop.time()))

@@ -1,0 +1,194 @@
+"""A prefill rank on the loop: maps arenas, writes cells, says when pages are safe."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from ..effects import (
+    Drained,
+    FenceWriter,
+    Landed,
+    Leased,
+    Map,
+    Outcome,
+    PrefillEffect,
+    RoomFailed,
+    Send,
+    StopWriting,
+    Unmap,
+    Write,
+)
+from ..errors import Cause, LocalProtocolError, PDTransferError
+from ..events import Event, EventQueue
+from ..keys import AllowList
+from ..layout import Component
+from ..session.prefill import Cell, PrefillSessions
+from ..sharing import Replicas, holds_of
+from ..transports.base import WriterTransport
+from ..transports.shm import ShmWriter
+from ..turn import Performer, Ticker
+from ..wire import Goodbye, Message
+from .settings import REVOKED, NodeSettings, Others, revoked
+
+log = logging.getLogger(__name__)
+
+
+class PrefillNode:
+    """One prefill rank. `tell` gets what the engine has to hear.
+
+    It tells who dials it which layers and heads `components` hold; `replicas` says of which there are equal holders.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        components: Sequence[Component],
+        tell: Callable[[Leased | Landed | RoomFailed | Drained], None],
+        *,
+        pool_address: int = 0,
+        copy_threads: int = 2,
+        replicas: Replicas | None = None,
+        others: Others | None = None,
+    ) -> None:
+        self._tell, self._others = tell, others
+        self._loop = asyncio.get_running_loop()
+        identity = settings.identity("prefill", holds_of(components, settings.ranks, replicas or {}))
+        core = self.core = PrefillSessions(identity, components, settings.limits)
+        self._silence_s = settings.limits.silence_ms / 1e3
+        self._transport: WriterTransport = ShmWriter(
+            tuple(components), pool_address=pool_address, copy_threads=copy_threads
+        )
+        self.bus = settings.bus(self.receive)
+        ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._loop.time())))
+        self._run: Performer[PrefillEffect] = Performer(self._perform, ticker)
+        self._events = EventQueue(lambda room, error: self.abort(room, Cause.ENGINE, f"its event: {error}"))
+        self._mappings: set[asyncio.Task[None]] = set()
+        self._started_ns: dict[tuple[int, int], int] = {}
+        self.stamp_ns = 0  # CLOCK_MONOTONIC of the latest write's end, or finish: what lands a room
+        self.copy_ns: dict[int, int] = {}  # by room, until it is drained: the time that its writes took
+
+    def open(
+        self, room: int, *, tokens: int, time_left_s: float, grants: int = 1, peers: Collection[str] | None = None
+    ) -> None:
+        """As PrefillSessions.open, `peers` by the names that they go by; numbers that make no sense fail the room."""
+        now = self._loop.time()
+        names = None if peers is None else [self.bus.peer_named(name) for name in peers]
+        try:
+            effects = self.core.open(
+                room, tokens=tokens, now=now, deadline=now + time_left_s, grants=grants, peers=names
+            )
+        except LocalProtocolError as error:
+            if room in self.core.rooms:
+                raise  # Drained would be a lie about the room that has this label.
+            self._tell(RoomFailed(room, Cause.REFUSED, str(error)))
+            self._tell(Drained(room))
+            return
+        self._run(effects)
+
+    def push(self, room: int, cell: Cell, *, after: Event | None = None) -> None:
+        """Offers a cell once `after` and the events of the room's earlier cells have fired; read until it is drained.
+
+        A wrong cell fails the room.
+        """
+        self._call(room, after, lambda: self._run(self.core.push(room, cell)))
+
+    def finish(self, room: int, *, aux: bytes, after: Event | None = None) -> None:
+        """No more cells, once `after` has fired and every cell has been offered."""
+        self._call(room, after, lambda: self._finish(room, aux))
+
+    def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
+        """Gives a room up; Drained says when its pages are safe."""
+        self._run(self.core.abort(room, self._loop.time(), cause, detail))
+
+    def receive(self, peer: str, message: Message) -> None:
+        """A message of a decode node, unless it is somebody else's."""
+        if self._others is None or not self._others(peer, message):
+            self._run(self.core.receive(peer, message, self._loop.time()))
+
+    @property
+    def idle(self) -> bool:
+        """No room is open, no write in flight, and no decode node that lives has an end to acknowledge."""
+        silent = self._loop.time() - self._silence_s
+        waits = (self.core.peers.get(each.peer) for each in self.core.sessions.values() if each.open and each.duties)
+        return not self.core.rooms and all(peer is None or peer.heard < silent for peer in waits)
+
+    def allow(self, allowed: AllowList) -> None:
+        """Takes another allow-list. Who is on it no more loses its sessions: nothing is written for it any more."""
+        for peer in self.bus.allow(allowed):
+            known = self.core.peers.get(peer)
+            self.receive(peer, revoked() if known is None else Goodbye(known.incarnation, REVOKED))
+
+    async def close(self) -> None:
+        """Fails what is open, says goodbye, stops the clock, and waits for what is in flight: pages are safe then."""
+        for room in list(self.core.rooms):
+            self.abort(room, Cause.SHUTDOWN, "this node is closed")
+        for name in self.core.peers:
+            self.bus.send(name, Goodbye(self.core.identity.incarnation, Cause.SHUTDOWN.value))
+        self._run.ticker.stop()
+        self._events.stop()
+        for task in self._mappings:
+            task.cancel()
+        await self._transport.close()
+        await self.bus.close()
+
+    def _perform(self, effect: PrefillEffect) -> None:
+        match effect:
+            case Send(peer, message):
+                self.bus.send(peer, message)
+            case Write():
+                self._started_ns[effect.session, effect.write] = time.monotonic_ns()
+                self._transport.write(effect, self._wrote)
+            case Leased() | Landed() | RoomFailed():
+                self._tell(effect)
+            case Drained(room):
+                self._events.forget(room)
+                self.copy_ns.pop(room, None)
+                self._tell(effect)
+            case StopWriting(session, grant):
+                self._transport.cancel(session, grant)
+            case Map():
+                task = self._loop.create_task(self._map(effect))
+                self._mappings.add(task)
+                task.add_done_callback(self._mappings.discard)
+            case Unmap(session):
+                self._transport.unmap(session)
+            case FenceWriter(session):
+                # The only writer here is this process: what it left unknown stays quarantined until it is gone.
+                log.critical(
+                    "session %#x: a write's outcome is unknown; restart this process to give its slots back", session
+                )
+
+    def _call(self, room: int, after: Event | None, call: Callable[[], None]) -> None:
+        def checked() -> None:
+            try:
+                call()
+            except LocalProtocolError as error:
+                self.abort(room, Cause.REFUSED, str(error))
+
+        self._events.call(room, after, checked)
+
+    def _finish(self, room: int, aux: bytes) -> None:
+        self.stamp_ns = time.monotonic_ns()
+        self._run(self.core.finish(room, aux=aux, now=self._loop.time()))
+
+    def _wrote(self, order: Write, outcome: Outcome, detail: str, checksum: int) -> None:
+        self.stamp_ns = time.monotonic_ns()
+        took_ns = self.stamp_ns - self._started_ns.pop((order.session, order.write))
+        self.copy_ns[order.room] = self.copy_ns.get(order.room, 0) + took_ns
+        now = self._loop.time()
+        self._run(self.core.wrote(order.session, order.write, outcome, detail, now, checksum=checksum))
+
+    async def _map(self, effect: Map) -> None:
+        def mapped(bytes_ready: int) -> None:
+            self._run(self.core.mapped(effect.session, bytes_ready))
+
+        try:
+            bytes_ready = await self._transport.map(effect.session, effect.reach, effect.components, mapped)
+        except PDTransferError as error:
+            log.warning("session %#x: %s", effect.session, error)
+            self._run(self.core.unmappable(effect.session, str(error), self._loop.time()))
+        else:
+            mapped(bytes_ready)

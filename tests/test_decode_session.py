@@ -283,7 +283,7 @@ def test_a_room_that_its_sources_do_not_cover_fails_as_soon_as_it_has_its_places
     while not failed:
         failed = of(end.hear(Pong(1)), RoomFailed) or of(end.hear(Pong(1), peer=P2), RoomFailed)
         failed = failed or of(end.tick(0.01), RoomFailed)
-        assert end.core._gaps == {}
+        assert end.core.places.refused() is None
     assert [(each.room, each.cause) for each in failed] == [(2, Cause.PEER_LOST), (3, Cause.REFUSED)]
 
 

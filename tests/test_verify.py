@@ -307,8 +307,8 @@ def test_damage_in_the_arena_is_caught_before_anybody_reads_it(
             pair.arena[:] = CANARY
         strike = [True]
 
-        def once(_: Landed) -> None:
-            if strike:
+        def once(message: Landed) -> None:
+            if strike and message.grant == 2:  # on a loaded machine the first one repeats, and comes after its end
                 strike.clear()
                 damage(pair.arena)
 

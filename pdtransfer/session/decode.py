@@ -37,6 +37,7 @@ from .leases import Leases
 from .ledger import LeaseEntry, Peer, Room, Session
 from .links import Links
 from .parts import fits_a_grant, sent_bytes
+from .places import Places
 from .verify import Verifications
 
 
@@ -61,10 +62,8 @@ class DecodeSessions:
         self.rooms: dict[int, Room] = {}  # unended ones
         self.draining = False
         self._out: list[DecodeEffect] = []
-        self._waiting: dict[str, dict[int, Room]] = {}  # peer -> rooms without a place in its window, oldest first
         self._unkept: dict[int, Room] = {}  # READY, and their prompts not yet in the cache
-        self._gaps: dict[int, str] = {}  # rooms that their sources do not cover: they fail before anything is leased
-        self._coverage = Coverage(self.arena.components, limits.sessions_max)
+        self.places = Places(Coverage(self.arena.components, limits.sessions_max))
         self._arena_bytes = sum(c.bytes_of(c.layout.slots) for c in self.arena.components)
         self.links = Links(
             identity, tuple(components), limits, mint, self._out.append,
@@ -122,13 +121,13 @@ class DecodeSessions:
         self.rooms[room_id] = room
         self.links.timers.set(("room", room_id, 0), deadline)
         for name in room.sources:
-            if name not in self._waiting:
+            if name not in self.places:
                 self.links.redial(name, now)
             refusal = self.links.unfit(name, now, self._arena_bytes)
             if refusal is not None:
                 self._fail(room, *refusal, now)
                 return self._effects(now)
-            self._waiting.setdefault(name, {})[room_id] = room
+        self.places.wait(room)
         for name in room.sources:
             self._connect(name)
         return self._effects(now)
@@ -281,32 +280,17 @@ class DecodeSessions:
     # Rooms
 
     def _connect(self, name: str) -> None:
-        """Gives the places in this peer's window to the rooms that wait for one, oldest first.
-
-        A room of several ranks keeps each place that it has got: since all ranks serve the oldest first, it gets the
-        others, too.
-        """
-        peer, waiting = self.links.peers.get(name), self._waiting.get(name)
-        session = None if peer is None else peer.up
-        while waiting and session is not None and session.has_place:
-            room = waiting.pop(next(iter(waiting)))
-            session.reserved += 1
-            room.places[name] = session
-            if len(room.places) == len(room.sources):
-                gap = self._coverage.gap(room.places[source] for source in room.sources)
-                if gap:
-                    self._gaps[room.id] = gap
-                    continue
+        """Gives the places in this peer's window to the rooms that wait for one."""
+        peer = self.links.peers.get(name)
+        if peer is not None and peer.up is not None:
+            for room in self.places.give(peer.up):
                 room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.CONNECT)
                 self.admission.enqueue(room.id, room.demand)
-        if not waiting:
-            self._waiting.pop(name, None)
 
     def _admit(self, now: float) -> None:
         while True:
-            while self._gaps:  # a room that fails below may have left its place to one of these
-                room_id, gap = self._gaps.popitem()
-                self._fail(self.rooms[room_id], Cause.REFUSED, gap, now)
+            while (refused := self.places.refused()) is not None:  # one that fails below may leave its place to such
+                self._fail(*refused, now)
             if (head := self.admission.head()) is None:
                 return
             room = self.rooms[head]
@@ -361,9 +345,7 @@ class DecodeSessions:
         """Ends a room that is not READY: its client hears it now, its leases end in their own time."""
         before = room.state
         room.state = step(DECODE_ROOM, before, DecodeRoomEvent.FAIL)
-        for source in room.sources:
-            self._waiting.get(source, {}).pop(room.id, None)
-        self._gaps.pop(room.id, None)
+        self.places.leave(room)
         self.admission.withdraw(room.id)
         if before in (DecodeRoom.LANDING, DecodeRoom.VERIFYING):
             assert room.holding is not None
@@ -372,7 +354,6 @@ class DecodeSessions:
         for lease in room.leases:
             self.leases.abort(lease, now)
         self._close(room)
-        room.unreserve()
         for source in room.sources:
             self._connect(source)
 
@@ -390,7 +371,7 @@ class DecodeSessions:
         self.leases.quarantine(session)
 
     def _peer_unreachable(self, peer: Peer, cause: Cause, detail: str, now: float) -> None:
-        for room in list(self._waiting.get(peer.name, {}).values()):
+        for room in self.places.at(peer.name):
             self._fail(room, cause, detail, now)
 
     def _effects(self, now: float) -> list[DecodeEffect]:

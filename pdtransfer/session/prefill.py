@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..effects import Drained, FenceWriter, Landed, Leased, Outcome, PrefillEffect, RoomFailed, Send, Write
+from ..effects import Drained, FenceWriter, Landed, Leased, Outcome, PrefillEffect, RoomFailed, Send
 from ..errors import Cause, LocalProtocolError, RemoteProtocolError
 from ..layout import Component
 from ..lease import DUTY_ENDS, Duty, DutyEvent
@@ -20,6 +20,7 @@ from .cells import Cell, Room
 from .duties import DutyEntry, WriterSession
 from .grants import Grants
 from .writers import DecodePeer, TimerKey, Writers
+from .writes import ended, started
 
 
 class PrefillSessions:
@@ -96,7 +97,7 @@ class PrefillSessions:
         room.offer(cell, self._components)
         for duty in room.duties:
             if duty.state is Duty.ACTIVE:
-                self._write(duty, room, cell)
+                self._out += started(duty, cell)
         return self._effects()
 
     def finish(self, room_id: int, *, aux: bytes, now: float) -> list[PrefillEffect]:
@@ -150,17 +151,14 @@ class PrefillSessions:
     ) -> list[PrefillEffect]:
         """Answers Write, with its checksum where it asked for one. A write that a fence has ended is ignored."""
         session = self.sessions.get(session_id)
-        found = None if session is None else session.writes.get(write)
-        if session is None or found is None:
+        if session is None or write not in session.writes:
             return []
-        duty, byte_count = found
         if outcome is Outcome.UNKNOWN:
             # It stays in flight until the fence: neither its target nor its source may be touched.
             self._out.append(FenceWriter(session_id))
-            self._fail_duty(duty, Cause.TRANSFER, detail, now)
+            self._fail_duty(session.writes[write][0], Cause.TRANSFER, detail, now)
             return self._effects()
-        del session.writes[write]
-        duty.in_flight -= 1
+        duty, byte_count = ended(session, write)
         if outcome is Outcome.LANDED:
             duty.wrote(byte_count, checksum)
         else:
@@ -172,11 +170,7 @@ class PrefillSessions:
         """Answers FenceWriter: nothing of this session is in flight any more, and nothing will be. It is over."""
         session = self.sessions.get(session_id)
         if session is not None:
-            duties = [duty for duty, _ in session.writes.values()]
-            session.writes.clear()
-            for duty in duties:
-                duty.in_flight -= 1
-            for duty in duties:
+            for duty, _ in [ended(session, write) for write in list(session.writes)]:
                 self._fail_duty(duty, Cause.TRANSFER, "its writer was fenced", now)
                 self._settle(duty, now)
             if session.open:
@@ -285,36 +279,8 @@ class PrefillSessions:
             if len(room.duties) == room.grants:
                 self._out.append(Leased(room.id))
             for cell in room.cells:
-                self._write(duty, room, cell)
+                self._out += started(duty, cell)
             self._complete(duty, room, now)
-
-    def _write(self, duty: DutyEntry, room: Room, cell: Cell) -> None:
-        """Starts the write of what this cell and this grant have in common."""
-        session = duty.session
-        for share in duty.shares:
-            component = session.components[share.component]
-            if component.name != cell.component:
-                continue
-            low = max(share.first_row, cell.first_row)
-            high = min(share.first_row + share.rows, cell.first_row + len(cell.source_slots))
-            layers = component.layout.layer_range
-            first, end = max(layers[0], cell.layers[0]), min(layers[1], cell.layers[1])
-            slot_bytes = component.layout.row_bytes
-            if (first, end) != layers:
-                slot_bytes = component.layout.row_bytes_of(first, end)
-            if low >= high or not slot_bytes:
-                continue
-            write = session.next_write
-            session.next_write += 1
-            session.writes[write] = duty, (high - low) * slot_bytes
-            duty.in_flight += 1
-            order = Write(
-                session=session.id, grant=duty.number, room=room.id, write=write,
-                component=share.component, layers=(first, end), first_row=low, verify=duty.verify,
-                source_slots=cell.source_slots[low - cell.first_row : high - cell.first_row],
-                target_slots=share.target_slots[low - share.first_row : high - share.first_row],
-            )  # fmt: skip
-            self._out.append(order)
 
     def _complete(self, duty: DutyEntry, room: Room, now: float) -> None:
         """Lands an active duty whose bytes are all written, once the engine has said that there are no more."""

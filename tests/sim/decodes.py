@@ -228,7 +228,7 @@ class DecodeNode(Process):
                 world.fail(f"{self.name} leaks {free.slots - free.free_slots} slots")
         if core.admission.inflight_bytes or len(core.admission) or core.leases.quarantined_bytes:
             world.fail(f"{self.name} ends with bytes in flight, in the queue or in quarantine")
-        if len(core.links.sessions) != len(world.prefills) or any(core._waiting.values()):
+        if len(core.links.sessions) != len(world.prefills) or core.places:
             world.fail(f"{self.name} ends with sessions that nobody fenced, or rooms that wait")
         for peer in core.links.peers.values():
             if peer.up is None or peer.quarantined_bytes:

@@ -209,7 +209,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         """A room of `tokens` tokens in all, for `grants` decode ranks; before or after their grants arrive.
 
         `room` is a u64 that both sides know it by, and no other room, before or after. `peers`, if given, names the
-        only ranks it is for: as the allow-list does, or, where there are no keys, by their nodes.
+        only ranks it is for: by public key or as the allow-list does; where there are no keys, by their nodes.
         """
         self._begin(room, tokens)
         self._port.submit(

@@ -37,6 +37,7 @@ from .group.link import Link
 from .memory import Arena
 from .node import DecodeNode, NodeSettings, PrefillNode
 from .port import Port
+from .prefill_daemon import open_room
 from .wire import Begin, Message
 
 
@@ -76,8 +77,7 @@ class PrefillFollower:
         """The leader's room, open here as well."""
         request = self._requests[begin.room] = request_of(begin)
         self.metrics.rooms.begun.inc()
-        tokens, time_left_s = len(request.prompt), begin.time_left_ms / 1e3
-        self.node.open(begin.room, tokens=tokens, time_left_s=time_left_s, grants=len(begin.peers))
+        open_room(self.node, begin, len(request.prompt))
 
     def abort(self, room: int, cause: Cause, detail: str) -> None:
         """It has failed on some rank."""

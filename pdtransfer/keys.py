@@ -21,9 +21,9 @@ from zmq.utils import z85
 
 from .errors import ConfigError
 from .limits import ADDRESS_LENGTH_MAX, NAME_LENGTH_MAX
+from .wire import KEY_LENGTH, split_key
 
 ROLES = frozenset({"prefill", "decode", "router"})
-KEY_LENGTH = 40  # Z85 characters of 32 bytes
 FILE_BYTES_MAX = 1 << 20  # an allow-list of some 10,000 peers
 
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}")
@@ -173,17 +173,16 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ConfigError. A key may itself hold '@' or ':', so it is told by its length and not by its end."""
-        server_key, address = None, text
-        if text[KEY_LENGTH : KEY_LENGTH + 7] == "@tcp://":
-            server_key, address = text[:KEY_LENGTH], text[KEY_LENGTH + 1 :]
+        """Raises ConfigError."""
+        server_key, address = split_key(text)
+        if server_key:
             _checked_key(server_key, f"endpoint {text[:64]!r}: key")
         parsed = Address.parse(address)
         if parsed.port_first != parsed.port_last or parsed.port_first == 0:
             raise ConfigError(f"endpoint {text!r}: port: one port other than 0 is needed to dial")
         if parsed.host == "*" or (is_literal(parsed.host) and ipaddress.ip_address(parsed.host).is_unspecified):
             raise ConfigError(f"endpoint {text!r}: host: {parsed.host} can be bound, not dialled")
-        return cls(address=address, server_key=server_key)
+        return cls(address=address, server_key=server_key or None)
 
 
 def is_literal(host: str) -> bool:

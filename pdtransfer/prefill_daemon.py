@@ -43,6 +43,12 @@ class Work:
     stamp_ns: int = 0
 
 
+def open_room(node: PrefillNode, begin: Begin, tokens: int) -> None:
+    """What one rank opens for a room: the same on every rank of a group."""
+    time_left_s = begin.time_left_ms / 1e3
+    node.open(begin.room, tokens=tokens, time_left_s=time_left_s, grants=len(begin.peers), peers=begin.peers)
+
+
 class PrefillDaemon:
     """Prompts in, KV out: the engine computes, the node writes, the router hears how it ended."""
 
@@ -111,7 +117,7 @@ class PrefillDaemon:
             return
         work = self._work[begin.room] = Work(tokens := len(request.prompt))
         self.group.start(begin)
-        self.node.open(begin.room, tokens=tokens, time_left_s=begin.time_left_ms / 1e3, grants=len(begin.peers))
+        open_room(self.node, begin, tokens)
         if not work.ended:  # open may have failed at once
             self.port.tell(Compute(request))
 

@@ -217,7 +217,7 @@ class Routing:
         assert pair.decode.identity is not None
         prefill_node, decode_node = pair.prefill.identity.node, pair.decode.identity.node
         for worker, node, peers in (
-            (pair.prefill, prefill_node, pair.decode.nodes),
+            (pair.prefill, prefill_node, pair.decode.names),
             (pair.decode, decode_node, pair.prefill.endpoints),
         ):
             begin = Begin(room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse, request.salt)

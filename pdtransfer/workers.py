@@ -19,7 +19,7 @@ from .prefix import KnownPrefixes, block_keys, root_key
 from .session.lives import Lives
 from .states import step
 from .timers import Timers
-from .wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome
+from .wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 
 GREETINGS_WANTED = frozenset({"hello_first", "hello_required"})  # a Reject that only wants to know who speaks
 
@@ -84,10 +84,12 @@ class Worker:
         return (self.peer, *(member.endpoint for member in self.identity.group[1:]))
 
     @property
-    def nodes(self) -> tuple[str, ...]:
-        """The names under which it dials prefill: of a group every rank's."""
+    def names(self) -> tuple[str, ...]:
+        """Whom prefill has to let in, of a group every rank: by the keys that they are dialled with, else by their
+        nodes."""
         assert self.identity is not None
-        return tuple(member.node for member in self.identity.group) or (self.identity.node,)
+        nodes = (self.identity.node, *(member.node for member in self.identity.group[1:]))
+        return tuple(split_key(endpoint)[0] or node for endpoint, node in zip(self.endpoints, nodes, strict=True))
 
     @property
     def slots_left(self) -> int:

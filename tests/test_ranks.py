@@ -10,6 +10,7 @@ from pdtransfer.effects import Send
 from pdtransfer.errors import ConfigError
 from pdtransfer.group import frames
 from pdtransfer.group.meeting import common
+from pdtransfer.limits import ADDRESS_LENGTH_MAX
 from pdtransfer.routing import Accepted, Routing
 from pdtransfer.wire import Begin, Load, Member, Ranks, Sampling, Welcome
 from tests.routing_world import LIMITS, identity, request
@@ -73,6 +74,20 @@ def test_the_router_names_every_rank_of_a_group_to_the_other_side() -> None:
     assert begins == {d: (p, "tcp://p0:2"), p: ("d0", "d0-tp1")}
 
 
+def test_the_router_names_decode_ranks_by_the_keys_that_they_are_dialled_with() -> None:
+    p, d, d1 = (f"{letter * 40}@tcp://h:{port}" for port, letter in enumerate("pde", 1))
+    routing = Routing(identity("r", "router"), prefill=[p], decode=[d], limits=LIMITS, mint=lambda: 7)
+    routing.start(0.0)
+    decode = replace(identity("d0", "decode"), group=(Member("d0", ""), Member("d0-tp1", d1)))
+    for peer, who in ((p, identity("p0", "prefill")), (d, decode)):
+        routing.receive(peer, Welcome(1, who), 0.0)
+        routing.receive(peer, Load(True, False, 0, 0, 1_000, 1_000), 0.0)
+    taken = routing.submit(request(), 0.0)
+    assert isinstance(taken, Accepted)
+    begins = {e.peer: e.message.peers for e in taken.effects if isinstance(e, Send) and isinstance(e.message, Begin)}
+    assert begins == {d: (p,), p: ("d" * 40, "e" * 40)}
+
+
 def test_frames_between_ranks_come_back_as_they_were_and_junk_is_refused() -> None:
     begin = Begin(1, b"abcd", Sampling(3), ("tcp://p0:1",), 1_000)
     for frame in (
@@ -80,6 +95,7 @@ def test_frames_between_ranks_come_back_as_they_were_and_junk_is_refused() -> No
         frames.Start(begin),
         frames.Turn([("compute", 1, b""), ("generate", 2, b"aux"), ("free", 3, b"")]),
         frames.Failed(1, "engine", "why", 0),
+        frames.Bound("k" * 40 + "@tcp://" + "h" * (ADDRESS_LENGTH_MAX - 52) + ":7101", "h" * ADDRESS_LENGTH_MAX),
     ):
         encoded = frames.encode(frame)
         assert int.from_bytes(encoded[:4], "little") == len(encoded) - 4

@@ -232,8 +232,9 @@ class Bus:
         self._receive(dialled.name, message)
 
     def peer_named(self, name: str) -> str:
-        """Whom `receive` names so: who dialled, by its name on the allow-list; where there are no keys, by its node."""
-        return ("node:" if self._allowed is None else "key:") + name
+        """Whom `receive` names so: who dialled, by its public key or its name on the allow-list; without keys by its
+        node."""
+        return f"node:{name}" if self._allowed is None else f"key:{self._allowed.name_of(name) or name}"
 
     def _name(self, user: str, hello: Hello) -> str:
         if self._allowed is not None:
@@ -242,11 +243,11 @@ class Bus:
             if not self._allowed.lets_be(user, hello.identity.role):
                 text = f"{hello.identity.role!r}, the allow-list lets {name} be {sorted(self._allowed.roles[user])}"
                 raise RemoteProtocolError("Hello.identity.role", text)
-            return self.peer_named(name)
+            return f"key:{name}"
         node = hello.identity.node
         if not node.isprintable():
             raise RemoteProtocolError("Hello.identity.node", f"{node!r} cannot be printed")
-        return self.peer_named(node)
+        return f"node:{node}"
 
     def _refuse(self, connection: Connection, frame: zmq.Frame, error: RemoteProtocolError, now: float) -> None:
         self.refused += 1

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from ..limits import AUX_BYTES_MAX, FRAME_BYTES_MAX, NAME_LENGTH_MAX, TEXT_LENGTH_MAX
+from ..limits import ADDRESS_LENGTH_MAX, AUX_BYTES_MAX, FRAME_BYTES_MAX, NAME_LENGTH_MAX, TEXT_LENGTH_MAX
 from ..wire import Begin, Ranks
 
 LENGTH_BYTES = 4  # little-endian, before each frame
@@ -19,6 +19,7 @@ BYTES_MAX = FRAME_BYTES_MAX  # a Begin with the longest prompt is half of it
 Room = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(max_length=NAME_LENGTH_MAX)]
 Text = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
+Address = Annotated[str, Meta(max_length=ADDRESS_LENGTH_MAX)]
 Cause = Annotated[str, Meta(max_length=32)]
 Aux = Annotated[bytes, Meta(max_length=AUX_BYTES_MAX)]
 Op = Literal["compute", "generate", "cancel", "free"]
@@ -52,8 +53,8 @@ class Joined(_Frame, frozen=True):
 class Bound(_Frame, frozen=True):
     """Follower: where decode reaches it, and people its metrics."""
 
-    endpoint: Name
-    http: Name
+    endpoint: Address
+    http: Address
 
 
 class Start(_Frame, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .codec import decode, encode, negotiate, pack_extents, pack_ids, unpack_extents, unpack_ids
+from .endpoints import KEY_LENGTH, split_key
 from .messages import (
     MESSAGES,
     VERSION,
@@ -41,6 +42,7 @@ from .messages import (
 )
 
 __all__ = [
+    "KEY_LENGTH",
     "MESSAGES",
     "VERSION",
     "Abort",
@@ -80,6 +82,7 @@ __all__ = [
     "negotiate",
     "pack_extents",
     "pack_ids",
+    "split_key",
     "unpack_extents",
     "unpack_ids",
 ]

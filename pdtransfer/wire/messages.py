@@ -276,7 +276,8 @@ class Begin(_Wire, frozen=True):
     room: Id64  # a random u64; a retry is a new room
     prompt: Annotated[bytes, Meta(max_length=PROMPT_BYTES_MAX)]  # u32 token ids
     sampling: Sampling  # how tokens are picked
-    # To decode: endpoints of the prefill ranks to dial. To prefill: names of the decode ranks that will come.
+    # To decode: endpoints of the prefill ranks to dial. To prefill: the decode ranks that it is for, and no others, by
+    # the public keys that they are dialled with, or without keys by their nodes' names.
     peers: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=PEERS_MAX)]
     time_left_ms: Milliseconds  # after this the room fails
     enable_hisparse: bool = False  # what this request wants

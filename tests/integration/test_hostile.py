@@ -222,6 +222,27 @@ def test_what_comes_before_its_time_or_under_another_session_is_refused(fleet: R
     fleet(case)
 
 
+def test_a_decode_that_guesses_a_label_gets_nothing_of_a_room_for_another(fleet: Running, tmp_path: Path) -> None:
+    async def case(site: Site) -> None:
+        async with mallory(site, tmp_path) as it, dialler(site.prefill) as dial:
+            await it.register()
+            router = FakeRouter(dial())
+            await router.greet()
+            room = await router.begin("decode-0", tokens=10)
+            await router.peer.hear(Begun)
+            await it.peer.say(it.grant(1, part((0, 10)), room=room))
+            failed = await it.peer.hear(Failed, Landed)
+            assert isinstance(failed, Failed), failed
+            assert (failed.reason, failed.quiescent) == ("breach", True)
+            await it.peer.say(Released(failed.session, 1))
+            await router.peer.say(Cancel(room, "aborted"))
+            end = await router.peer.hear(End)
+            assert end.reason == "aborted", "the room is still there for whom it was meant for"
+            await router.peer.say(Ended(room))
+
+    fleet(case)
+
+
 def test_a_session_belongs_to_who_registered_it(fleet: Running, tmp_path: Path) -> None:
     async def case(site: Site) -> None:
         async with mallory(site, tmp_path) as it, dialler(site.prefill) as dial:

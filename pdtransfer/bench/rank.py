@@ -262,8 +262,10 @@ class _DecodeRank(_Rank):
         source = self._endpoints[room % len(self._endpoints)]
         keys = node.core.cache.keys(prompt.tobytes(), b"") if shared >= 0 else ()
         node.expect(room, tokens=tokens, sources=(source,), time_left_s=_ROOM_SECONDS, keys=keys)
-        if self._batch.abort_s:
-            self._loop.call_later(self._batch.abort_s[room - self._batch.first], self._abort, room)
+        if self._batch.abort_s and (after_s := self._batch.abort_s[room - self._batch.first]):
+            self._loop.call_later(after_s, self._abort, room)
+        elif self._batch.abort_s:
+            self._abort(room)  # at once: before anything is read that it could be READY by
 
     def _abort(self, room: int) -> None:
         """Of a batch of aborts `expected` is when a room was aborted, `ready` when its slots were free; 0: it was READY

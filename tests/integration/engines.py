@@ -1,27 +1,32 @@
 """The reference engine with a mind of its own, for daemons under test: `--engine tests.integration.engines:create`.
 
 Options beside the reference's: `step_ms`, how long every step takes at least; `fault`, what goes wrong with a prompt
-that starts with an exclamation mark.
+that starts with an exclamation mark; `gates`: a directory (fleets.Gates), and while there is a file of this engine's
+role in it, prefill makes no step, and decode one for each room that it admits.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pdtransfer.engine import reference
 from pdtransfer.engine.base import Broken, EngineConfig, Finished, Request, Token
 
+HELD_S = 2e-3  # between two looks at a gate
 MARK = ord("!")
 
 
 class Slow:
     """Hands everything on to the reference engine, slowly; `fault` happens to marked prompts."""
 
-    def __init__(self, engine: Any, step_ms: float, fault: str) -> None:
-        self._engine, self._step_s, self._fault = engine, step_ms / 1e3, fault
+    def __init__(self, engine: Any, config: EngineConfig, *, step_ms: float, fault: str, gates: str) -> None:
+        self._engine, self._role, self._step_s, self._fault = engine, config.role, step_ms / 1e3, fault
+        self._gate = Path(gates) / config.role
         self._marked: set[int] = set()
+        self._admitted = False  # a room since the last step
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -29,10 +34,13 @@ class Slow:
     def admit(self, request: Request, *more: Any) -> Any:
         if request.prompt[0] == MARK:
             self._marked.add(request.room)
+        self._admitted = True
         return self._engine.admit(request, *more)
 
     def step(self) -> list[Any]:
         time.sleep(self._step_s)
+        if self._held():
+            return []
         made = self._engine.step()
         marked = [each for each in made if each.room in self._marked]
         if not marked or not self._fault:
@@ -40,6 +48,16 @@ class Slow:
         if self._fault == "die":
             raise RuntimeError("as the test wants it")
         return [each for each in made if each.room not in self._marked] + self._spoil(marked)
+
+    def _held(self) -> bool:
+        """Waits as long as prefill's gate is closed; says whether decode's lets no room have its step now."""
+        while self._role == "prefill" and self._gate.exists():
+            time.sleep(HELD_S)
+        if not self._gate.exists():
+            return False
+        time.sleep(HELD_S)
+        admitted, self._admitted = self._admitted, False
+        return not admitted
 
     def _spoil(self, made: list[Any]) -> list[Any]:
         room = made[0].room
@@ -56,5 +74,6 @@ class Slow:
 def create(config: EngineConfig) -> Any:
     """As reference.create."""
     options = dict(config.options)
-    step_ms, fault = float(options.pop("step_ms", 0)), options.pop("fault", "")
-    return Slow(reference.create(replace(config, options=options)), step_ms, fault)
+    own = {"step_ms": float(options.pop("step_ms", 0)), "fault": options.pop("fault", "")}
+    own["gates"] = options.pop("gates", "/nowhere")
+    return Slow(reference.create(replace(config, options=options)), config, **own)

@@ -302,6 +302,23 @@ async def fleet(
     sockets.cleanup()
 
 
+class Gates:
+    """A directory that engines look into at every step: what a test wants to see under way is so until it lets go."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @contextmanager
+    def closed(self, role: str) -> Iterator[None]:
+        """Prefills finish no prompt, or decodes generate no token but the first, for so long."""
+        gate = self.directory / role
+        gate.touch()
+        try:
+            yield
+        finally:
+            gate.unlink()
+
+
 class Running:
     """A site for the tests of one module, each of which takes turns on its loop."""
 

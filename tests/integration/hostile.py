@@ -43,7 +43,7 @@ from pdtransfer.wire import (
 )
 
 CANARY = 0xEE
-SECONDS = 20.0
+SECONDS = 60.0
 
 JUNK = [
     b"",

@@ -5,7 +5,8 @@ Row p of a layer is a stamp of the layer and of tokens 0 to p, repeated over the
 breaks its request with `WRONG`. Importing it takes a third of a second, since there is no torch in it.
 
 Options: `row_bytes` of one layer; `step_ms`, how long a step takes at least; `forks`: a prompt with that mark has
-prefill fork a child that keeps all its mappings until it is killed.
+prefill fork a child that keeps all its mappings until it is killed; `gates`: a directory (fleets.Gates), and while
+there is a file of this engine's role in it, prefill computes no room's last chunk, decode no more than one token each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from pdtransfer.layouts import host_layout
 LAYERS = 2
 ROW_BYTES = 64
 FORKS = ord("!")  # the first byte of a prompt that has prefill fork
+HELD_S = 2e-3  # between two looks at a gate
 CHILD_S = 60  # after which a forked child ends by itself, lest it outlive a test that was cut short
 WRONG = "these bytes are not this room's"
 
@@ -94,8 +97,8 @@ class _Prompt:
 class PlainPrefill:
     """A base.PrefillEngine: one chunk of the oldest room a step."""
 
-    def __init__(self, config: EngineConfig, row_bytes: int, step_s: float) -> None:
-        self.card, self._config, self._step_s = card(config, row_bytes), config, step_s
+    def __init__(self, config: EngineConfig, row_bytes: int, step_s: float, gate: Path) -> None:
+        self.card, self._config, self._step_s, self._gate = card(config, row_bytes), config, step_s, gate
         self._memory = np.zeros(self.card.memory_bytes, np.uint8)
         self.pool = memoryview(self._memory)
         self._rows = Rows(self.pool, self.card.components[0].layout)
@@ -126,6 +129,9 @@ class PlainPrefill:
         if not room.done and room.request.prompt[0] == FORKS:
             fork()
         end = min(total, room.done + self._config.chunk_tokens)
+        if end == total and self._gate.exists():
+            time.sleep(HELD_S)
+            return []
         self._rows.write(room.slots[room.done : end], room.stamps[room.done : end])
         rows, room.done = (room.done, end), end
         made: list[Computed | Prefilled | Broken] = [
@@ -168,8 +174,8 @@ class _Room:
 class PlainDecode:
     """A base.DecodeEngine: a token a step for every room."""
 
-    def __init__(self, config: EngineConfig, row_bytes: int, step_s: float) -> None:
-        self.card, self._config, self._step_s = card(config, row_bytes), config, step_s
+    def __init__(self, config: EngineConfig, row_bytes: int, step_s: float, gate: Path) -> None:
+        self.card, self._config, self._step_s, self._gate = card(config, row_bytes), config, step_s, gate
         self._rows: Rows | None = None
         self._rooms: dict[int, _Room] = {}
 
@@ -197,7 +203,12 @@ class PlainDecode:
         time.sleep(self._step_s)
         assert self._rows is not None
         made: list[Token | Finished | Broken] = []
+        held = self._gate.exists()
+        if held:
+            time.sleep(HELD_S)
         for number, room in list(self._rooms.items()):
+            if held and room.rows > len(room.request.prompt):
+                continue
             if not self._rows.right(room.slots[: room.rows], room.stamps[: room.rows]):
                 del self._rooms[number]
                 made.append(Broken(room=number, detail=WRONG))
@@ -219,5 +230,6 @@ def create(config: EngineConfig) -> Any:
     """The engine that `config.role` names."""
     options = dict(config.options)
     row_bytes, step_s = int(options.pop("row_bytes", ROW_BYTES)), float(options.pop("step_ms", 0)) / 1e3
+    gate = Path(options.pop("gates", "/nowhere")) / config.role
     assert not options, options
-    return (PlainPrefill if config.role == "prefill" else PlainDecode)(config, row_bytes, step_s)
+    return (PlainPrefill if config.role == "prefill" else PlainDecode)(config, row_bytes, step_s, gate)

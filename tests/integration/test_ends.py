@@ -15,15 +15,32 @@ import pytest
 
 from pdtransfer.config import RouterConfig
 from pdtransfer.fleet import Daemon
-from tests.integration.fleets import ENGINE, LIMITS, Running, Site, equal, generated, prompts, running, until
-
-SLOW = {"engine": ENGINE, "engine_option": ("layers=2", "step_ms=40")}
+from tests.integration.fleets import (
+    ENGINE,
+    LIMITS,
+    PATIENCE_S,
+    Gates,
+    Running,
+    Site,
+    equal,
+    generated,
+    prompts,
+    running,
+    until,
+)
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Prefill takes a step for every 8 tokens, decode one for each, 40 ms each: there is time to interfere."""
-    with running(tmp_path_factory.mktemp("f"), prefills=[SLOW | {"chunk_tokens": 8}], decodes=[SLOW]) as made:
+def gates(tmp_path_factory: pytest.TempPathFactory) -> Gates:
+    """Those of `slow`."""
+    return Gates(tmp_path_factory.mktemp("gates"))
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Running]:
+    """Prefill takes a step for every 8 tokens, decode one for each, 5 ms each, and both wait at their gates."""
+    engine = {"engine": ENGINE, "engine_option": ("layers=2", "step_ms=5", f"gates={gates.directory}")}
+    with running(tmp_path_factory.mktemp("f"), prefills=[engine | {"chunk_tokens": 8}], decodes=[engine]) as made:
         yield made
 
 
@@ -34,14 +51,24 @@ async def rooms(site: Site, daemon: Daemon) -> float:
 # Clients that leave
 
 
-def test_a_client_that_leaves_in_mid_stream_gives_everything_back(slow: Running) -> None:
+async def leased(site: Site) -> None:
+    """Waits for a transfer."""
+
+    async def some() -> bool:
+        return bool((await site.metrics(site.decode))["pdtransfer_leases"])
+
+    await until(some, "a lease")
+
+
+def test_a_client_that_leaves_in_mid_stream_gives_everything_back(slow: Running, gates: Gates) -> None:
     async def case(site: Site) -> None:
         before = await site.metrics(site.decode)
-        events = site.events("leaves soon", max_tokens=400)
-        async for _ in events:
-            break
-        await events.aclose()
-        await site.settled()
+        with gates.closed("decode"):
+            events = site.events("leaves soon", max_tokens=400)
+            async for _ in events:
+                break
+            await events.aclose()
+            await site.settled()
         after = await site.metrics(site.decode)
         name = "pdtransfer_rooms_ended_total{aborted}"
         assert after[name] == before.get(name, 0) + 1
@@ -50,17 +77,19 @@ def test_a_client_that_leaves_in_mid_stream_gives_everything_back(slow: Running)
     slow(case)
 
 
-def test_a_client_that_leaves_before_anything_has_landed_gives_everything_back(slow: Running) -> None:
+def test_a_client_that_leaves_before_anything_has_landed_gives_everything_back(slow: Running, gates: Gates) -> None:
     async def case(site: Site) -> None:
-        (text,) = prompts(1, 400)  # two seconds of prefill
-        asked = asyncio.ensure_future(site.complete(text))
+        (text,) = prompts(1, 400)
+        with gates.closed("prefill"):
+            asked = asyncio.ensure_future(site.complete(text))
+            await leased(site)
+            tokens = (await site.metrics(site.router))["pdtransfer_generated_tokens_total"]
+            asked.cancel()
 
-        async def landing() -> bool:
-            return bool((await site.metrics(site.decode))["pdtransfer_leases"])
+            async def heard() -> bool:
+                return not await rooms(site, site.decode)
 
-        await until(landing, "a lease")
-        tokens = (await site.metrics(site.router))["pdtransfer_generated_tokens_total"]
-        asked.cancel()
+            await until(heard, "decode has given the room up")
         await site.settled()
         assert (await site.metrics(site.router))["pdtransfer_generated_tokens_total"] == tokens
         await site.served()
@@ -68,12 +97,14 @@ def test_a_client_that_leaves_before_anything_has_landed_gives_everything_back(s
     slow(case)
 
 
-def test_clients_that_all_leave_at_once_leave_nothing_behind(slow: Running) -> None:
+def test_clients_that_all_leave_at_once_leave_nothing_behind(slow: Running, gates: Gates) -> None:
     async def case(site: Site) -> None:
-        asked = [asyncio.ensure_future(site.complete(text)) for text in prompts(2, *[60] * 20)]
-        await until(lambda: has_rooms(site, 20), "20 rooms")
-        for each in asked:
-            each.cancel()
+        with gates.closed("prefill"):
+            asked = [asyncio.ensure_future(site.complete(text)) for text in prompts(2, *[60] * 20)]
+            await until(lambda: has_rooms(site, 20), "20 rooms")
+            for each in asked:
+                each.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
         await site.settled()
         await site.served()
 
@@ -88,8 +119,10 @@ async def has_rooms(site: Site, count: int) -> bool:
 
 
 @asynccontextmanager
-async def under_way(site: Site, max_tokens: int = 60) -> AsyncIterator[asyncio.Task[list[dict[str, Any]]]]:
-    """A stream whose first token has come."""
+async def under_way(
+    site: Site, gates: Gates, max_tokens: int = 60
+) -> AsyncIterator[asyncio.Task[list[dict[str, Any]]]]:
+    """A stream whose first token has come, and no other comes until the context is left."""
     started = asyncio.Event()
 
     async def collect() -> list[dict[str, Any]]:
@@ -99,9 +132,10 @@ async def under_way(site: Site, max_tokens: int = 60) -> AsyncIterator[asyncio.T
             started.set()
         return events
 
-    task = asyncio.ensure_future(collect())
-    await started.wait()
-    yield task
+    with gates.closed("decode"):
+        task = asyncio.ensure_future(collect())
+        await started.wait()
+        yield task
     await asyncio.gather(task, return_exceptions=True)
 
 
@@ -112,7 +146,7 @@ def finished(events: list[dict[str, Any]], max_tokens: int = 60) -> bool:
 
 async def ended(site: Site, daemon: Daemon) -> int:
     """Its exit status, once it has ended; its log tells of no failure."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         status = await daemon.process.wait()
     assert "Traceback" not in site.log(daemon)
     return status
@@ -128,11 +162,11 @@ async def ended(site: Site, daemon: Daemon) -> int:
     ids=["SIGTERM", "two at once", "SIGINT"],
 )
 def test_a_signal_drains_what_is_under_way_ends_and_new_requests_get_503(
-    slow: Running, role: str, signals: list[signal.Signals]
+    slow: Running, gates: Gates, role: str, signals: list[signal.Signals]
 ) -> None:
     async def case(site: Site) -> None:
         daemon = site.fleet.of(role)[0]
-        async with under_way(site) as stream:
+        async with under_way(site, gates) as stream:
             for number in signals:
                 daemon.process.send_signal(number)
             await until(lambda: unusable(site, role), f"{role} drains")
@@ -156,17 +190,15 @@ async def unusable(site: Site, role: str) -> bool:
     return any(each["role"] == role and not each["usable"] for each in (await site.health(site.router))["workers"])
 
 
-def test_a_prefill_that_drains_computes_the_prompt_that_it_has(slow: Running) -> None:
+def test_a_prefill_that_drains_computes_the_prompt_that_it_has(slow: Running, gates: Gates) -> None:
     async def case(site: Site) -> None:
         (text,) = prompts(3, 200)
-        asked = asyncio.ensure_future(site.complete(text))
-
-        async def landing() -> bool:
-            return bool((await site.metrics(site.decode))["pdtransfer_leases"])
-
-        await until(landing, "a lease")
         daemon = site.prefill
-        daemon.process.terminate()
+        with gates.closed("prefill"):
+            asked = asyncio.ensure_future(site.complete(text))
+            await leased(site)
+            daemon.process.terminate()
+            await until(lambda: unusable(site, "prefill"), "prefill drains")
         assert equal(await asked, generated("mla", text))
         assert await ended(site, daemon) == 0
         await site.restart(daemon)
@@ -176,10 +208,10 @@ def test_a_prefill_that_drains_computes_the_prompt_that_it_has(slow: Running) ->
     slow(case)
 
 
-def test_a_second_signal_a_while_later_means_now(slow: Running) -> None:
+def test_a_second_signal_a_while_later_means_now(slow: Running, gates: Gates) -> None:
     async def case(site: Site) -> None:
         daemon = site.decode
-        async with under_way(site, max_tokens=1_500) as stream:  # a minute
+        async with under_way(site, gates) as stream:
             daemon.process.terminate()
             while daemon.process.returncode is None:
                 await asyncio.sleep(0.2)
@@ -200,7 +232,7 @@ def with_pid(daemon: Daemon, number: signal.Signals) -> None:
         daemon.process.send_signal(number)
 
 
-def test_a_router_drains_as_its_workers_do(slow: Running) -> None:
+def test_a_router_drains_as_its_workers_do(slow: Running, gates: Gates) -> None:
     async def case(site: Site) -> None:
         endpoints = {role: (site.fleet.of(role)[0].ready["endpoint"],) for role in ("prefill", "decode")}
         config = RouterConfig(listen="127.0.0.1:0", node="router-2", json=True, limits=LIMITS, **endpoints)
@@ -210,7 +242,7 @@ def test_a_router_drains_as_its_workers_do(slow: Running) -> None:
             async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
                 second = Site(site.fleet, http, site.configs, site.logs)
                 await until(lambda: is_ready(second, router), "the second router has its workers")
-                async with under_way(second) as stream:
+                async with under_way(second, gates) as stream:
                     router.process.terminate()
                     await until(lambda: is_draining(second, router), "it drains")
                     refused = await second.complete("too late")
@@ -234,7 +266,7 @@ async def is_draining(site: Site, router: Daemon) -> bool:
     return bool((await site.health(router))["draining"])
 
 
-def test_a_router_that_is_killed_has_its_rooms_stopped(slow: Running) -> None:
+def test_a_router_that_is_killed_has_its_rooms_stopped(slow: Running, gates: Gates) -> None:
     async def case(site: Site) -> None:
         endpoints = {role: (site.fleet.of(role)[0].ready["endpoint"],) for role in ("prefill", "decode")}
         config = RouterConfig(listen="127.0.0.1:0", node="router-3", json=True, limits=LIMITS, **endpoints)
@@ -244,14 +276,16 @@ def test_a_router_that_is_killed_has_its_rooms_stopped(slow: Running) -> None:
             async with aiohttp.ClientSession(f"http://{router.ready['http']}") as http:
                 second = Site(site.fleet, http, site.configs, site.logs)
                 await until(lambda: is_ready(second, router), "the third router has its workers")
-                events = second.events("left alone", max_tokens=1_500)
-                async for _ in events:
-                    break
-                router.process.kill()
-                await router.process.wait()
-                await site.settled()
+                with gates.closed("decode"):
+                    events = second.events("left alone", max_tokens=400)
+                    async for _ in events:
+                        break
+                    router.process.kill()
+                    await router.process.wait()
+                    await site.settled()
                 with pytest.raises(aiohttp.ClientError):
-                    await events.__anext__()
+                    async for _ in events:  # what it has said before it died may lie here
+                        pass
         finally:
             await router.stop()
         await site.served()
@@ -296,7 +330,7 @@ def test_an_engine_that_breaks_down_ends_its_daemon_with_a_traceback_and_status_
         async def case(site: Site) -> None:
             answer = await site.complete("!marked")
             assert answer.status in (500, 503)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await site.decode.process.wait() == 1
             log = site.log(site.decode)
             assert "as the test wants it" in log

@@ -10,7 +10,7 @@ import time
 import msgspec
 
 from pdtransfer.memory import Mapping, map_received
-from pdtransfer.transports.handover import receive
+from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import Reach
 
 

@@ -29,7 +29,8 @@ from pdtransfer.client import DecodeClient, KVPoll, PrefillClient
 from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
 from pdtransfer.limits import AUX_BYTES_MAX, TOKENS_MAX
-from pdtransfer.transports import copier, shm
+from pdtransfer.transports import copier
+from pdtransfer.transports.shm import writer
 from tests.client_pair import LIMITS, Expected, Late, Pair, client_pair, component, settings, slots_of_pages
 from tests.layout_tensors import Pool, mha, mla
 
@@ -304,7 +305,7 @@ def test_rooms_wait_for_slots_in_order_and_one_that_never_fits_is_refused_at_onc
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Holds every copy, in the copy threads, until it is opened."""
     made = Gate()
-    monkeypatch.setattr(shm, "_INLINE_BYTES_MAX", 0)
+    monkeypatch.setattr(writer, "_INLINE_BYTES_MAX", 0)
     monkeypatch.setattr(copier.kernels, "copy", made)
     yield made
     made.opened.set()

@@ -31,10 +31,12 @@ from pdtransfer.effects import Outcome, Write
 from pdtransfer.errors import LayoutMismatchError, RemoteProtocolError, TransportError
 from pdtransfer.layout import Component, Layout, Plane, Span, expand_pages, pair
 from pdtransfer.memory import Arena
-from pdtransfer.transports import copier, handover, shm
+from pdtransfer.transports import copier
 from pdtransfer.transports.copier import Copier, Job
-from pdtransfer.transports.handover import receive
-from pdtransfer.transports.shm import ShmArena, ShmWriter
+from pdtransfer.transports.shm import ShmArena, ShmWriter, handover
+from pdtransfer.transports.shm import arena as shm_arena
+from pdtransfer.transports.shm import writer as shm_writer
+from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import Reach
 
 REPO = Path(__file__).resolve().parent.parent
@@ -392,7 +394,7 @@ async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_fo
     arena.mapping.prefault(first=half, end=half + 4_096)
     await until(lambda: told == [half + 4_096])
     arena.mapping.prefault(first=half + 8_192)  # all but one page: what is behind a hole is not ready
-    await asyncio.sleep(3 * shm._FOLLOW_SECONDS)
+    await asyncio.sleep(3 * shm_writer._FOLLOW_SECONDS)
     assert told == [half + 4_096]
     arena.mapping.prefault()
     await until(lambda: told == [half + 4_096, arena.byte_count])
@@ -546,8 +548,8 @@ async def test_a_writer_that_locks_bytes_of_others_keeps_them_out_and_breaks_not
     owner = ShmArena(arena, directory=directory)
     hostile = await receive(owner.offer(1), 1, seconds=5)
     # Its own byte is 0; the next writer's will be 1.
-    asked = shm._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0 if whole else 1, 0)
-    fcntl.fcntl(hostile, shm._F_OFD_SETLK, asked)
+    asked = shm_arena._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0 if whole else 1, 0)
+    fcntl.fcntl(hostile, shm_arena._F_OFD_SETLK, asked)
     before, reach = open_files(), owner.offer(WRITER)
     with pytest.raises(TransportError, match="refused the token"):
         await receive(reach, WRITER, seconds=5)
@@ -899,7 +901,7 @@ async def test_a_map_that_nobody_wants_any_more_leaves_no_lock(
         held.set()
         assert go.wait(30)
 
-    monkeypatch.setattr(shm.Mapping, "prefault", slow)
+    monkeypatch.setattr(shm_writer.Mapping, "prefault", slow)
     mapping = asyncio.create_task(both.map())
     await until(held.is_set)
     both.owner.revoke(WRITER)

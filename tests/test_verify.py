@@ -17,7 +17,8 @@ from pdtransfer.errors import Cause
 from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.ledger import SessionState
 from pdtransfer.session.prefill import PrefillSessions
-from pdtransfer.transports import shm, verifier
+from pdtransfer.transports import verifier
+from pdtransfer.transports.shm import writer
 from pdtransfer.wire import Abort, Failed, Goodbye, Grant, Landed, Released, unpack_extents
 from tests.client_pair import Expected, Pair, client_pair, slots_of_pages
 from tests.layout_tensors import CANARY, mha
@@ -220,7 +221,7 @@ def verified_pair(**options: Any) -> Iterator[Pair]:
 @pytest.fixture(params=["on the loop", "in threads"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "in threads":
-        monkeypatch.setattr(shm, "_INLINE_BYTES_MAX", 0)
+        monkeypatch.setattr(writer, "_INLINE_BYTES_MAX", 0)
         monkeypatch.setattr(verifier, "_INLINE_BYTES_MAX", 0)
     return request.param
 
@@ -326,13 +327,13 @@ def test_damage_in_the_arena_is_caught_before_anybody_reads_it(
 
 def test_a_row_of_the_pool_that_changes_between_read_and_write_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     with verified_pair() as pair:
-        copy = shm.kernels.copy
+        copy = writer.kernels.copy
 
         def late(*args: Any, **kwargs: Any) -> bool:
             pair.source.memory[:] ^= 1
             return copy(*args, **kwargs)
 
-        monkeypatch.setattr(shm.kernels, "copy", late)
+        monkeypatch.setattr(writer.kernels, "copy", late)
         pair.expect(1, 20)
         pair.send(1, 20)
         assert pair.failed(1).cause is Cause.TRANSFER

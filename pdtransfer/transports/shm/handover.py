@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import TransportError
-from ..wire import Reach
+from ...errors import TransportError
+from ...wire import Reach
 
 _MAGIC = b"pdt-shm1"
 _REQUEST = struct.Struct("<8sQ32s")  # magic, session, token

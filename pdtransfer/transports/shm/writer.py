@@ -1,41 +1,27 @@
-"""Shared memory on one host: prefill maps decode's arena and copies into it; the fence is a lock its mapping holds.
-
-For each writer the arena's memfd is reopened, an open-file-description lock is taken on a byte of that writer's own,
-and that descriptor is handed over and closed here. The lock is gone when the last mapping and descriptor of it is,
-whoever forked, froze or was killed: then, and only then, nobody can write.
-"""
+"""Prefill's side of shared memory: maps arenas, and copies into them on the loop or in threads."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
-import secrets
-import struct
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from hmac import compare_digest
-from pathlib import Path
 
-from .. import kernels, sums
-from ..checksum import Lines, lines_of
-from ..effects import Outcome, Write
-from ..errors import LayoutMismatchError, RemoteProtocolError, TransportError
-from ..layout import Component, Pairing
-from ..memory import Arena, Mapping, enter_backed, map_received
-from ..sharing import pair_share
-from ..wire import Reach
-from .base import Ready, WriteDone
-from .copier import Copier, Job
-from .handover import TOKEN_BYTES, Listener, host, receive
-from .reports import Reports
-
-# From <fcntl.h>: Python's fcntl module has them on some builds only.
-_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
-_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
+from ... import kernels, sums
+from ...checksum import Lines, lines_of
+from ...effects import Outcome, Write
+from ...errors import LayoutMismatchError, RemoteProtocolError, TransportError
+from ...layout import Component, Pairing
+from ...memory import Mapping, enter_backed, map_received
+from ...sharing import pair_share
+from ...wire import Reach
+from ..base import Ready, WriteDone
+from ..copier import Copier, Job
+from ..reports import Reports
+from .handover import receive
 
 _INLINE_BYTES_MAX = 256 << 10  # copied on the loop: some 30 us, less than waking a thread and being woken
 _INLINE_BYTES_TURN = 1 << 20  # and so many in one turn of the loop, lest it stall
@@ -44,89 +30,6 @@ _MAP_THREADS = 4
 _FOLLOW_SECONDS = 0.05  # an arena's owner backs some 100 MiB meanwhile
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _HandOver:
-    """One session's: a token until it is shown or revoked, and the bytes whose locks went away with descriptors."""
-
-    token: bytes = b""
-    locked: list[int] = field(default_factory=list[int])
-
-
-class ShmArena:
-    """Decode's side, an ArenaTransport. Make it on the loop's thread, with the arena open until after close.
-
-    `directory` holds the socket, is made private and must be this user's alone; None takes the abstract namespace.
-    Writers of other users than `uids` (this one and root) are turned away.
-    """
-
-    def __init__(self, arena: Arena, *, directory: Path | None, uids: frozenset[int] | None = None) -> None:
-        self._arena = arena
-        self._sessions: dict[int, _HandOver] = {}
-        self._next_byte = 0  # never used twice; a lock may lie beyond the file's end
-        self._host = host()  # read now: later there may be no descriptor left to read it with
-        self._listener = Listener(self._give, byte_count=arena.byte_count, directory=directory, uids=uids)
-
-    def offer(self, session: int) -> Reach:
-        """A fresh token for this session, good once; one that was offered before is good no more."""
-        token = secrets.token_bytes(TOKEN_BYTES)
-        self._sessions.setdefault(session, _HandOver()).token = token
-        return Reach(
-            transport="shm",
-            host=self._host,
-            address=self._listener.address,
-            token=token,
-            base=0,
-            arena_bytes=self._arena.byte_count,
-        )
-
-    def revoke(self, session: int) -> None:
-        """The token is good no more. A descriptor that was handed over stays where it is."""
-        if (hand := self._sessions.get(session)) is not None:
-            hand.token = b""
-
-    def quiet(self, session: int) -> bool:
-        """Whether no token is good and every lock that was handed over is free, which the kernel says."""
-        if (hand := self._sessions.get(session)) is None:
-            return True
-        hand.locked = [byte for byte in hand.locked if self._held(byte)]
-        return not hand.token and not hand.locked
-
-    def forget(self, session: int) -> None:
-        """Drops what is kept of a session that was proven quiet."""
-        assert self.quiet(session), f"session {session:#x} is not quiet"
-        self._sessions.pop(session, None)
-
-    async def close(self) -> None:
-        """Stops handing over. `quiet` answers as long as the arena is open."""
-        self._listener.close()
-
-    def _give(self, session: int, token: bytes) -> int | None:
-        hand = self._sessions.get(session)
-        if hand is None or not hand.token or not compare_digest(hand.token, token):
-            return None
-        try:
-            fd = self._arena.reopen()
-        except OSError:  # out of descriptors: the token stays good
-            return None
-        byte, self._next_byte = self._next_byte, self._next_byte + 1
-        try:
-            fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
-        except OSError as error:
-            # Without its lock nothing would ever say that this writer is gone.
-            os.close(fd)
-            log.error("a writer of this arena holds locks that are not its own: nobody is let in (%s)", error.strerror)
-            return None
-        hand.token = b""
-        hand.locked.append(byte)
-        return fd
-
-    def _held(self, byte: int) -> bool:
-        """Whether a description other than the arena's own, which never takes a lock, has the byte locked."""
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        kind: int = _FLOCK.unpack(fcntl.fcntl(self._arena.fd, _F_OFD_GETLK, asked))[0]
-        return kind != fcntl.F_UNLCK
 
 
 _Cuts = dict[tuple[int, tuple[int, int]], Pairing]
@@ -175,7 +78,7 @@ class _Attached:
 
 
 class ShmWriter:
-    """Prefill's side, a WriterTransport. Make it on the loop's thread.
+    """A WriterTransport. Make it on the loop's thread.
 
     `components` are the pool's own, whose bases are offsets from `pool_address`, or addresses where that is 0; the pool
     stays mapped until after close. They meet a session's components by name.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .errors import LocalProtocolError
 from .geometry import Int64s, read_only
-from .layout import Pairing
+from .pairing import Pairing
 
 _FEW = 32  # slots: for so few, numpy's calls take longer than what they do
 _BLOCK = 16_384  # slots looked at together: what is made on the way stays in the cache, and needs no fresh pages

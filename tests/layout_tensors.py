@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdtransfer.layout import Layout
+from pdtransfer.layout import Layout, Plane
 from pdtransfer.layouts import C4_PAGE_BYTES, C4_PAGE_SIZE, C4_PARTS, DSA_INDEX_PARTS, host_layout, item_layout
 
 Bytes = NDArray[np.uint8]
@@ -206,3 +206,19 @@ def planes_of(layout: Layout) -> Iterator[tuple[int, str, int, Sequence[int]]]:
     """(plane index, kind, layer, heads) of every plane."""
     for at, plane in enumerate(layout.planes):
         yield at, plane.kind, plane.layer, range(plane.head_start, plane.head_start + plane.head_count)
+
+
+def plane(**changed: Any) -> Plane:
+    """One of 16 slots a page, back to back, unless `changed` says something else."""
+    fields: dict[str, Any] = {
+        "layer": 0,
+        "kind": "k",
+        "dtype": "bfloat16",
+        "head_start": 0,
+        "head_count": 2,
+        "base": 0,
+        "page_stride": 1024,
+        "row_stride": 64,
+        "row_bytes": 64,
+    }
+    return Plane(**(fields | changed))

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from pdtransfer import kernels
 from pdtransfer.cancel import Cancel
 from pdtransfer.kernels import Native
-from pdtransfer.layout import Layout, Plane, pair
+from pdtransfer.layout import Layout, Plane
+from pdtransfer.pairing import pair
 from pdtransfer.plan import Plan, plan
 
 NUMPY = Native(path=None, text="numpy")

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from pdtransfer import plan as plan_module
 from pdtransfer.errors import LocalProtocolError
-from pdtransfer.layout import Pairing, expand_pages, pair
+from pdtransfer.layout import expand_pages
 from pdtransfer.layouts import HOST_LAYOUTS
+from pdtransfer.pairing import Pairing, pair
 from pdtransfer.plan import Plan, plan
 from tests.layout_tensors import CANARY, Model, Pool, c4, content, dsa_index, mha, mla, models, pools
 

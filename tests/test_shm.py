@@ -29,8 +29,9 @@ from pdtransfer import kernels, memory
 from pdtransfer.checksum import lines_of
 from pdtransfer.effects import Outcome, Write
 from pdtransfer.errors import LayoutMismatchError, RemoteProtocolError, TransportError
-from pdtransfer.layout import Component, Layout, Plane, Span, expand_pages, pair
+from pdtransfer.layout import Component, Layout, Plane, Span, expand_pages
 from pdtransfer.memory import Arena
+from pdtransfer.pairing import pair
 from pdtransfer.transports import copier
 from pdtransfer.transports.copier import Copier, Job
 from pdtransfer.transports.shm import ShmArena, ShmWriter, handover

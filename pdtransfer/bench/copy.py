@@ -12,8 +12,9 @@ import numpy as np
 from .. import kernels
 from ..geometry import Int64s
 from ..kernels import Native
-from ..layout import expand_pages, pair
+from ..layout import expand_pages
 from ..memory import Arena, Mapping, allocate
+from ..pairing import pair
 from ..plan import Plan, plan
 from .models import PAGE_SIZE, latent_layout
 from .report import Figures, Line

@@ -8,7 +8,8 @@ from time import perf_counter
 
 import numpy as np
 
-from ..layout import expand_pages, pair
+from ..layout import expand_pages
+from ..pairing import pair
 from ..plan import plan
 from .models import latent_layout
 from .report import Figures, Line

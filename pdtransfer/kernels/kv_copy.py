@@ -11,7 +11,8 @@ import numpy as np
 from ..cancel import Cancel
 from ..errors import LocalProtocolError
 from ..geometry import Int64s
-from ..layout import Layout, Pairing, check_slots, expand_pages, pair
+from ..layout import Layout, check_slots, expand_pages
+from ..pairing import Pairing, pair
 from ..plan import plan
 from . import copy as host_copy
 from .card import Card, card
@@ -99,7 +100,7 @@ def kv_copy(
 
 @lru_cache(_PAIRINGS_MAX)
 def pairing_of(source: Layout, target: Layout) -> Pairing:
-    """layout.pair, fused; kept, since engines copy between the same two pools again and again."""
+    """pairing.pair, fused; kept, since engines copy between the same two pools again and again."""
     return pair(source, target).fused()
 
 

@@ -16,7 +16,7 @@ from ..cancel import Cancel
 from ..checksum import MASK, Lines, runs_of
 from ..effects import Write
 from ..errors import TransportError
-from ..layout import Pairing
+from ..pairing import Pairing
 from ..plan import Plan, plan
 from .base import WriteDone
 

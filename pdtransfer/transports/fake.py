@@ -17,7 +17,8 @@ from ..cancel import Cancel
 from ..checksum import lines_of, runs_of
 from ..effects import Outcome, Write
 from ..errors import TransportError
-from ..layout import Component, Pairing
+from ..layout import Component
+from ..pairing import Pairing
 from ..plan import plan
 from ..sharing import pair_share
 from ..wire import Reach

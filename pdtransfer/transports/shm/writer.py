@@ -14,8 +14,9 @@ from ... import kernels, sums
 from ...checksum import Lines, lines_of
 from ...effects import Outcome, Write
 from ...errors import LayoutMismatchError, RemoteProtocolError, TransportError
-from ...layout import Component, Pairing
+from ...layout import Component
 from ...memory import Mapping, enter_backed, map_received
+from ...pairing import Pairing
 from ...sharing import pair_share
 from ...wire import Reach
 from ..base import Ready, WriteDone

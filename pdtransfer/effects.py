@@ -83,6 +83,14 @@ class Verify:
 
 
 @dataclass(frozen=True, slots=True)
+class StopVerifying:
+    """Nobody wants this grant's sum any more: stop reading soon, and say `verified` when nothing of it is read."""
+
+    session: int
+    grant: int
+
+
+@dataclass(frozen=True, slots=True)
 class RoomFailed:
     """The room ended without READY (decode) or without landing (prefill); said once, with the one root cause."""
 
@@ -192,7 +200,9 @@ class Drained:
     room: int
 
 
-DecodeEffect: TypeAlias = Send | Offer | Fence | Forget | Leased | Verify | Ready | RoomFailed | HangUp | PeerRefused
+DecodeEffect: TypeAlias = (
+    Send | Offer | Fence | Forget | Leased | Verify | StopVerifying | Ready | RoomFailed | HangUp | PeerRefused
+)
 PrefillEffect: TypeAlias = (
     Send | Map | Unmap | Write | StopWriting | FenceWriter | Leased | Landed | RoomFailed | Drained
 )

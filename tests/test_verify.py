@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pdtransfer import sums
-from pdtransfer.effects import Ready, RoomFailed, Verify
+from pdtransfer.effects import Ready, RoomFailed, StopVerifying, Verify
 from pdtransfer.errors import Cause
 from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.ledger import SessionState
@@ -139,6 +139,7 @@ def test_slots_of_a_room_that_fails_while_it_is_read_are_reused_only_after_the_l
     failed = failure(effects)
     assert failed.cause is (Cause.ABORTED if why == "abort" else Cause.DEADLINE)
     assert not sent(effects, Abort)
+    assert of(effects, StopVerifying) == [StopVerifying(grant.session, grant.grant)]
     assert decode.free[0] == 0, "it is still being read"
     assert not decode.core.idle
     assert not sent(decode.expect(8, tokens=SLOTS), Grant)
@@ -376,11 +377,13 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
+        self.words: list[object] = []  # the cancel word of each sum
         monkeypatch.setattr(verifier, "_INLINE_BYTES_MAX", 0)
         real = sums.checksum
 
         def held(*args: Any, **kwargs: Any) -> int | None:
             if threading.current_thread().name.startswith("pdtransfer-verify"):
+                self.words.append(kwargs["cancel"])
                 self.begun.set()
                 assert self.go.wait(20)
             return real(*args, **kwargs)
@@ -403,6 +406,25 @@ def test_abort_of_a_room_that_is_being_read_keeps_its_slots_until_it_is(monkeypa
         assert not pair.prefill_said(2, type(pair.said_p[0])), "nothing is granted on slots that are read"
         held.go.set()
         pair.ready(2)
+
+
+def test_a_room_that_fails_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    monkeypatch.setattr(verifier, "PIECE_BYTES", 1)  # a row each
+    with verified_pair() as pair:
+        pair.expect(1, 256)
+        pair.send(1, 256, pages=pair.all_pages())
+        assert held.begun.wait(20)
+        pair.decode.abort(1)
+        pair.failed(1)
+        held.go.set()
+        pair.drained(1)
+        pair.expect(2, 256)
+        pair.send(2, 256, pages=pair.all_pages())
+        pair.ready(2)
+        first, last = held.words[0], held.words[-1]
+        assert held.words.count(last) == 256
+        assert held.words.count(first) <= 2, "what each of the two threads had begun"
 
 
 def test_closing_waits_for_what_is_being_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,20 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..effects import DecodeEffect, Fence, Forget, HangUp, Leased, Offer, PeerRefused, Ready, RoomFailed, Send, Verify
+from ..effects import (
+    DecodeEffect,
+    Fence,
+    Forget,
+    HangUp,
+    Leased,
+    Offer,
+    PeerRefused,
+    Ready,
+    RoomFailed,
+    Send,
+    StopVerifying,
+    Verify,
+)
 from ..errors import Cause, LocalProtocolError, WorldError
 from ..events import Event, EventQueue
 from ..keys import AllowList
@@ -40,7 +53,7 @@ class DecodeNode:
         prefix_cache: bool = True,
         verify: bool = False,
         others: Others | None = None,
-        leased: Callable[[int], None] | None = None,
+        leased: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`leased` hears of rooms that have got their slots, some time before they are READY."""
         self._tell, self._others, self._leased = tell, others, leased
@@ -149,8 +162,7 @@ class DecodeNode:
             case Ready() | RoomFailed():
                 self._tell(effect)
             case Leased(room):
-                if self._leased is not None:
-                    self._leased(room)
+                self._leased(room)
             case Offer(_, session):
                 reach = self._transport.offer(session)
                 self._run(self.core.offered(session, reach, self._loop.time()))
@@ -163,6 +175,9 @@ class DecodeNode:
             case Verify():
                 assert self._verifier is not None
                 self._verifier.verify(effect, self._verified)
+            case StopVerifying(session, grant):
+                assert self._verifier is not None
+                self._verifier.cancel(session, grant)
             case HangUp(peer):
                 self.bus.hang_up(peer)
             case PeerRefused(_, detail):

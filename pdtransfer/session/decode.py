@@ -350,6 +350,7 @@ class DecodeSessions:
         if before in (DecodeRoom.LANDING, DecodeRoom.VERIFYING):
             assert room.holding is not None
             self.admission.landed(room.demand, room.holding)
+        self.verifications.stop(room)
         self._out.append(RoomFailed(room.id, cause, detail[:TEXT_LENGTH_MAX]))
         for lease in room.leases:
             self.leases.abort(lease, now)

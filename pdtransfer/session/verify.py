@@ -1,7 +1,7 @@
 """What decode reads back before a room is ready: each grant's rows, held against the sum of whoever wrote them.
 
-While the shell reads, the rows are claimed: a room may fail and its leases end meanwhile, its slots come back after the
-last byte was read.
+While the shell reads, the rows are claimed: a room may fail and its leases end meanwhile, and reading is stopped then,
+but its slots come back after the last byte was read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..arena import Holding
 from ..checksum import CHECKSUM_BYTES
-from ..effects import DecodeEffect, Rows, Verify
+from ..effects import DecodeEffect, Rows, StopVerifying, Verify
 from ..prefix import PrefixCache
 from ..wire import unpack_extents
 from .ledger import LeaseEntry, Room
@@ -58,6 +58,13 @@ class Verifications:
         )
         self._out(Verify(session.id, message.grant, room.id, parts))
         return ""
+
+    def stop(self, room: Room) -> None:
+        """The room has failed: what is being read of it is read for nobody."""
+        if room.verifying:
+            for (session, grant), each in self._open.items():
+                if each.room is room:
+                    self._out(StopVerifying(session, grant))
 
     def end(self, session: int, grant: int, checksum: int, detail: str) -> tuple[Room, str]:
         """The rows were read, or could not be: their room, which may have failed meanwhile, and what is wrong."""

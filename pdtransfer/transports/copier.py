@@ -22,7 +22,7 @@ from .base import WriteDone
 
 PIECE_BYTES = 4 << 20  # copied between two turns: some 0.5 ms
 
-_CANCELLED = "cancelled"
+CANCELLED = "cancelled"
 _NICE = 5  # a loop that has something to say, that a room is aborted for one, need not wait for a core that copies
 _Result = TypeVar("_Result")
 
@@ -93,7 +93,7 @@ class Job:
     def next(self) -> Piece | None:
         """The next piece, or None when there is none; raises what planning raises."""
         if self.cancel.is_set:
-            raise TransportError(_CANCELLED)
+            raise TransportError(CANCELLED)
         if self.pieces is None:
             self.pieces = self._plan().pieces(PIECE_BYTES)
         plan = next(self.pieces, None)
@@ -109,7 +109,7 @@ class Job:
             runs = runs_of(piece.runs[:, 0], piece.runs[:, 2], self.order.first_row + first)
             checksum = sums.checksum(self.lines, runs, self.source_address, cancel=self.cancel)
         if checksum is None or not kernels.copy(piece, self.source_address, self.target_address, cancel=self.cancel):
-            raise TransportError(_CANCELLED)
+            raise TransportError(CANCELLED)
         return checksum
 
     def _plan(self) -> Plan:

@@ -14,7 +14,7 @@ from ..effects import Rows, Verify
 from ..errors import TransportError
 from ..geometry import Int64s
 from ..layout import Component
-from .copier import PIECE_BYTES, Copier, Piece
+from .copier import CANCELLED, PIECE_BYTES, Copier, Piece
 from .reports import Reports
 
 VerifyDone = Callable[[Verify, int, str], None]
@@ -23,7 +23,6 @@ none."""
 
 _INLINE_BYTES_MAX = 256 << 10  # some 30 us: less than waking a thread and being woken
 _INLINE_BYTES_TURN = 1 << 20  # and so many in one turn of the loop
-_CLOSED = "the node is closed"
 _LINES_MAX = 256  # components whose heads are kept in mind
 
 
@@ -35,7 +34,7 @@ class _Reading:
     done: VerifyDone
     address: int
     rows: list[tuple[Lines, Int64s]]
-    cancel: Cancel
+    cancel: Cancel = field(default_factory=Cancel)
     text: str = ""
     checksum: int = 0
     running: int = 0
@@ -60,6 +59,9 @@ class _Reading:
             self.checksum = (self.checksum + piece()) & MASK
 
     def next(self) -> Piece | None:
+        """The next piece, or None when there is none."""
+        if self.cancel.is_set:
+            raise TransportError(CANCELLED)
         return next(self.pieces, None)
 
     def _pieces(self) -> Iterator[Piece]:
@@ -70,7 +72,7 @@ class _Reading:
     def _sum(self, lines: Lines, runs: Int64s) -> int:
         found = sums.checksum(lines, runs, self.address, cancel=self.cancel)
         if found is None:
-            raise TransportError(_CLOSED)
+            raise TransportError(CANCELLED)
         return found
 
 
@@ -84,15 +86,18 @@ class Verifier:
         self._reports: Reports[_Reading] = Reports(self._ended)
         self._copier: Copier[_Reading] = Copier(threads, self._reports.tell, name="verify")
         self._lines: dict[Component, Lines] = {}
-        self._cancel = Cancel()
+        self._readings: dict[tuple[int, int], _Reading] = {}  # by session and grant
+        self._closing = False
         self._inline_bytes = 0  # read in this turn of the loop
 
     def verify(self, order: Verify, done: VerifyDone) -> None:
         """Starts reading; fair between grants."""
         rows = [(self._lines_of(part.component), self._runs_of(part)) for part in order.parts]
-        reading = _Reading(order=order, done=done, address=self._address, rows=rows, cancel=self._cancel)
-        if self._cancel.is_set:
-            reading.text = _CLOSED
+        reading = self._readings[order.session, order.grant] = _Reading(
+            order=order, done=done, address=self._address, rows=rows
+        )
+        if self._closing:
+            reading.text = CANCELLED
             self._reports.tell(reading)
             return
         byte_count = reading.byte_count
@@ -106,9 +111,16 @@ class Verifier:
         reading.carry()
         self._reports.tell(reading)
 
+    def cancel(self, session: int, grant: int) -> None:
+        """Stops reading this grant at its next rows; it reports all the same. One that has ended is ignored."""
+        if (reading := self._readings.get((session, grant))) is not None:
+            reading.cancel.set()
+
     async def close(self) -> None:
         """Stops what is being read, and returns when nothing of the arena is."""
-        self._cancel.set()
+        self._closing = True
+        for key in self._readings:
+            self.cancel(*key)
         await self._native
         await self._loop.run_in_executor(None, self._copier.close)
 
@@ -127,4 +139,5 @@ class Verifier:
         self._inline_bytes = 0
 
     def _ended(self, reading: _Reading) -> None:
+        del self._readings[reading.turn]
         reading.done(reading.order, reading.checksum, reading.text)

@@ -1,8 +1,8 @@
-"""The reference engine with a mind of its own, for daemons under test: `--engine tests.integration.engines:create`.
+"""An engine with a mind of its own, for daemons under test: `--engine tests.integration.engines:create`.
 
-Options beside the reference's: `step_ms`, how long every step takes at least; `fault`, what goes wrong with a prompt
-that starts with an exclamation mark; `gates`: a directory (fleets.Gates), and while there is a file of this engine's
-role in it, prefill makes no step, and decode one for each room that it admits.
+Options beside the engine's own: `model`: plain, or else the reference's; `step_ms`, how long every step takes at
+least; `fault`, what goes wrong with a prompt that starts with a question mark; `gates`: a directory (fleets.Gates), and
+while there is a file of this engine's role in it, prefill makes no step, and decode one for each room that it admits.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pdtransfer.engine import reference
 from pdtransfer.engine.base import Broken, EngineConfig, Finished, Request, Token
+from tests.integration import plain
 
 HELD_S = 2e-3  # between two looks at a gate
-MARK = ord("!")
+MARK = ord("?")  # the first byte of a prompt that has a fault
 
 
 class Slow:
-    """Hands everything on to the reference engine, slowly; `fault` happens to marked prompts."""
+    """Hands everything on to the engine, slowly; `fault` happens to marked prompts."""
 
     def __init__(self, engine: Any, config: EngineConfig, *, step_ms: float, fault: str, gates: str) -> None:
         self._engine, self._role, self._step_s, self._fault = engine, config.role, step_ms / 1e3, fault
@@ -72,8 +72,13 @@ class Slow:
 
 
 def create(config: EngineConfig) -> Any:
-    """As reference.create."""
+    """As reference.create, or plain.create."""
     options = dict(config.options)
     own = {"step_ms": float(options.pop("step_ms", 0)), "fault": options.pop("fault", "")}
     own["gates"] = options.pop("gates", "/nowhere")
-    return Slow(reference.create(replace(config, options=options)), config, **own)
+    if options.get("model") == "plain":
+        del options["model"]
+        make = plain.create
+    else:
+        from pdtransfer.engine.reference import create as make
+    return Slow(make(replace(config, options=options)), config, **own)

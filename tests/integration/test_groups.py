@@ -6,12 +6,12 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +20,44 @@ from pdtransfer.engine.base import EngineConfig
 from pdtransfer.engine.reference import Generation, generate_many
 from pdtransfer.fleet import Daemon
 from pdtransfer.wire import Sampling
-from tests.integration.fleets import ENGINE, REPO, SLOTS, TOKENS, Running, Site, equal, prompts, running, until
+from tests.integration.fleets import (
+    ENGINE,
+    PATIENCE_S,
+    REPO,
+    SLOTS,
+    TOKENS,
+    Gates,
+    Running,
+    Site,
+    equal,
+    loopback,
+    prompts,
+    running,
+    until,
+)
 
 OPTIONS = ("layers=2", "kv_heads=1")
 GQA = {"attention": "gqa", "engine_option": OPTIONS}
 SLOW = {"engine": ENGINE, "attention": "gqa", "engine_option": (*OPTIONS, "step_ms=40")}
 
 
+def gated(gates: Gates) -> dict[str, Any]:
+    """A prefill whose ranks wait at a gate."""
+    return SLOW | {"chunk_tokens": 16, "tp_size": 2, "engine_option": (*OPTIONS, f"gates={gates.directory}")}
+
+
 @pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Two stages of two ranks, and two ranks, that all share one key-value head; 40 ms a step."""
+def gates(tmp_path_factory: pytest.TempPathFactory) -> Gates:
+    """That of `group`'s prefill."""
+    return Gates(tmp_path_factory.mktemp("gates"))
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Running]:
+    """Two stages of two ranks, and two ranks of 40 ms a step, that all share one key-value head."""
     with running(
         tmp_path_factory.mktemp("g"),
-        prefills=[SLOW | {"chunk_tokens": 16, "tp_size": 2, "pp_size": 2}],
+        prefills=[gated(gates) | {"pp_size": 2}],
         decodes=[SLOW | {"tp_size": 2}],
     ) as made:
         yield made
@@ -91,16 +116,17 @@ def test_prompts_through_ranks_are_answered_as_by_one_process(group: Running) ->
     group(case)
 
 
-def test_a_client_that_leaves_is_forgotten_by_every_rank(group: Running) -> None:
+def test_a_client_that_leaves_is_forgotten_by_every_rank(group: Running, gates: Gates) -> None:
     async def case(site: Site) -> None:
         (long, short) = prompts(4, 300, 20)
-        asked = asyncio.ensure_future(site.complete(long))
 
         async def computing() -> bool:
             return bool((await site.metrics(site.decode))["pdtransfer_leases"])
 
-        await until(computing)
-        asked.cancel()
+        with gates.closed("prefill"):
+            asked = asyncio.ensure_future(site.complete(long))
+            await until(computing)
+            asked.cancel()
         events = site.events(short, max_tokens=200)
         async for _ in events:
             break
@@ -114,27 +140,28 @@ def test_a_client_that_leaves_is_forgotten_by_every_rank(group: Running) -> None
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_rank_ends_its_worker_and_what_it_was_doing_with_its_name(tmp_path: Path, role: str) -> None:
-    slow = SLOW | {"chunk_tokens": 16, "tp_size": 2}
+    gates = Gates(tmp_path)
     grouped = {
-        "prefills": [slow if role == "prefill" else GQA],
+        "prefills": [gated(gates) if role == "prefill" else GQA],
         "decodes": [SLOW | {"tp_size": 2} if role == "decode" else GQA],
     }
 
     async def case(site: Site) -> None:
         daemon = site.prefill if role == "prefill" else site.decode
         (text,) = prompts(5, 300)
-        asked = asyncio.ensure_future(site.complete(text, max_tokens=200))
 
         async def busy() -> bool:
             return bool((await site.metrics(daemon))["pdtransfer_rooms"])
 
-        await until(busy)
-        (pid,) = followers(daemon)
-        os.kill(pid, signal.SIGKILL)
-        answer = await asyncio.wait_for(asked, 30)
+        with gates.closed("prefill"):
+            asked = asyncio.ensure_future(site.complete(text, max_tokens=200))
+            await until(busy)
+            (pid,) = followers(daemon)
+            os.kill(pid, signal.SIGKILL)
+        answer = await asyncio.wait_for(asked, PATIENCE_S)
         assert answer.status == 500, answer
         assert f"rank tp1 ({role}-0-tp1) of this worker" in answer.error["message"], answer
-        assert await asyncio.wait_for(daemon.process.wait(), 30) == 1
+        assert await asyncio.wait_for(daemon.process.wait(), PATIENCE_S) == 1
         again = await site.restart(daemon)
         await site.usable()
         answer = await site.complete(text)
@@ -155,7 +182,7 @@ def test_a_frozen_rank_ends_its_worker_as_a_dead_one_does(tmp_path: Path) -> Non
         os.kill(pid, signal.SIGSTOP)
         last = [event async for event in events][-1]
         assert "rank tp1 (decode-0-tp1) of this worker is lost: silent" in last["error"]["message"], last
-        assert await asyncio.wait_for(site.decode.process.wait(), 30) == 1
+        assert await asyncio.wait_for(site.decode.process.wait(), PATIENCE_S) == 1
         assert not alive(pid), "its leader does not leave it behind"
 
     with running(tmp_path, ends_as=(1,), prefills=[GQA], decodes=[SLOW | {"tp_size": 2}]) as made:
@@ -187,7 +214,7 @@ def test_a_rank_that_is_told_to_end_takes_its_worker_through_a_drain(tmp_path: P
             break
         (pid,) = followers(site.prefill)
         os.kill(pid, signal.SIGTERM)
-        assert await asyncio.wait_for(site.prefill.process.wait(), 30) == 0
+        assert await asyncio.wait_for(site.prefill.process.wait(), PATIENCE_S) == 0
         assert "pdtransfer" in [event async for event in events][-1], "what was under way has its end"
 
     with running(tmp_path, prefills=[GQA | {"tp_size": 2}], decodes=[SLOW]) as made:
@@ -203,15 +230,13 @@ def start(*flags: str) -> subprocess.Popen[str]:
 
 def test_ranks_that_are_started_one_by_one_find_each_other_and_say_where_they_differ() -> None:
     flags = ("--engine-option", "layers=2", "--bind", "tcp://127.0.0.1:0", "--http", "", "--json", "--slots", "256")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = loopback()
     ranks = ("prefill", "--tp-size", "2", "--group", place, *flags)
     follower = start(*ranks, "--tp-rank", "1", "--page-size", "32")
     leader = start(*ranks)
     other = None
     try:
-        _, said = follower.communicate(timeout=60)
+        _, said = follower.communicate(timeout=3 * PATIENCE_S)
         assert follower.returncode == 2
         assert "the leader refuses this rank: page_size: '32' on rank tp1, '64' on its leader" in said
         other = start(*ranks, "--tp-rank", "1")
@@ -219,8 +244,8 @@ def test_ranks_that_are_started_one_by_one_find_each_other_and_say_where_they_di
         ready = json.loads(leader.stdout.readline())
         assert ready["ranks"][0]["node"] == ready["node"]
         leader.send_signal(signal.SIGTERM)
-        leader.communicate(timeout=30)
-        other.communicate(timeout=30)
+        leader.communicate(timeout=PATIENCE_S)
+        other.communicate(timeout=PATIENCE_S)
         assert (leader.returncode, other.returncode) == (0, 0)
     finally:
         for each in filter(None, (leader, follower, other)):
@@ -237,9 +262,11 @@ def test_an_idle_group_costs_next_to_nothing(group: Running) -> None:
             stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
             return sum(int(stat[11]) + int(stat[12]) for stat in stats)
 
-        before, since = ticks(), time.monotonic()
-        await asyncio.sleep(2)
-        share = (ticks() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - since) / len(pids)
-        assert share < 0.05, "a rank that polls would use a tenth of a core"
+        async def idle() -> bool:
+            before, since = ticks(), time.monotonic()
+            await asyncio.sleep(1)
+            return (ticks() - before) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - since) / len(pids) < 0.05
+
+        await until(idle, "a rank that polls would use a tenth of a core, always")
 
     group(case)

@@ -51,11 +51,20 @@ async def all_served(site: Site, seed: int) -> None:
 def no_descriptors(daemon: Daemon) -> Iterator[None]:
     """The daemon can open nothing more, for so long."""
     pid = daemon.process.pid
-    held = {int(each) for each in os.listdir(f"/proc/{pid}/fd")}
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    lowest_free = next(number for number in range(len(held) + 1) if number not in held)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+
+    def lowest_free() -> int:
+        held = {int(each) for each in os.listdir(f"/proc/{pid}/fd")}
+        return next(number for number in range(len(held) + 1) if number not in held)
+
     try:
+        limits: list[int] = []
+        while (
+            len(limits) < 10 or limits[-10] != limits[-1]
+        ):  # the connections of what was asked last close in their time
+            limits.append(lowest_free())
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (limits[-1], before[1]))
+            time.sleep(0.03)
         yield
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)

@@ -266,12 +266,12 @@ async def _follow(config: Config, shared: Shared, engine: Any, arena: Arena | No
 
 def _obey(daemon: PrefillFollower | DecodeFollower, over: asyncio.Event, frame: Frame) -> None:
     match frame:
-        case Start(begin):
-            daemon.start(begin)
+        case Start(serial, begin):
+            daemon.start(serial, begin)
         case Turn():
             daemon.turn(frame)
-        case Abort(room, cause, detail):
-            daemon.abort(room, Cause.of(cause), detail)
+        case Abort(serial, cause, detail):
+            daemon.abort(serial, Cause.of(cause), detail)
         case frames.Quit():
             over.set()
         case _:

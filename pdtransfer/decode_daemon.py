@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from itertools import count
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -23,7 +24,7 @@ from .engine_thread import Cancel, DecodeOutcome, Dropped, Generate, Order
 from .errors import Cause, LocalProtocolError, RemoteProtocolError
 from .group import frames
 from .group.lead import Follower, Lead
-from .limits import TEXT_LENGTH_MAX
+from .limits import TEXT_LENGTH_MAX, TOKENS_MAX
 from .memory import Arena
 from .node import DecodeNode, NodeSettings
 from .port import Port
@@ -43,8 +44,19 @@ class Work:
     ranks_ready: int = 0
     ready_ns: int = 0  # on all of them: it generates
     kv_bytes: int = 0  # of all of them
-    prefix: int = 0  # tokens that did not cross
+    prefix: int = TOKENS_MAX  # tokens that crossed to none of them; ranks evict each by itself, so the least counts
     dropped: tuple[Cause, str] | None = None  # why it is to end early
+    ended: bool = False  # its router has heard so; the engine may still read its slots
+
+    @property
+    def room(self) -> int:
+        """Its label, which the node and the router know it by."""
+        return self.begin.room
+
+    @property
+    def serial(self) -> int:
+        """Which the engine and the other ranks know it by."""
+        return self.request.room
 
 
 def expect(node: DecodeNode, begin: Begin, request: Request) -> None:
@@ -90,7 +102,9 @@ class DecodeDaemon:
         )
         service = Service(self.node.core.links.identity, config.limits)
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
-        self._work: dict[int, Work] = {}
+        self._work: dict[int, Work] = {}  # by serial number
+        self._rooms: dict[int, Work] = {}  # the same, by label
+        self._serials = count(1)
         self.metrics = DecodeMetrics(self.node, registry)
         turns = engine_thread.leading(engine, port, self.group.turn)
         self.thread = engine_thread.DecodeThread(engine, port, self._heard, turns)
@@ -135,86 +149,89 @@ class DecodeDaemon:
     def _start(self, begin: Begin) -> None:
         self.metrics.rooms.begun.inc()
         try:
-            request = request_of(begin)
+            request = request_of(begin, next(self._serials))
+            if begin.room in self._rooms:  # another router's, over, and the engine has not let go of it yet
+                raise ValueError(f"room: {begin.room:#x} is in use")
             if begin.enable_hisparse and not self.config.enable_hisparse:
                 raise ValueError("enable_hisparse: the request wants it, this node is run without it")
             self._engine.check(request)
         except (ValueError, RemoteProtocolError) as error:
-            self._end(failure(begin.room, Cause.REFUSED, str(error)))
+            self._say(failure(begin.room, Cause.REFUSED, str(error)))
             return
-        self._work[begin.room] = Work(request, begin)
+        work = Work(request, begin)
+        self._work[work.serial] = self._rooms[work.room] = work
         expect(self.node, begin, request)
 
     def _leased(self, room: int) -> None:
         """The other ranks wait for slots in the order in which this one got its own: two rooms that each had some
         would wait for one another."""
-        work = self._work.get(room)
+        work = self._rooms.get(room)
         if work is not None:
-            self.group.start(work.begin)
+            self.group.start(work.serial, work.begin)
 
     def _stop(self, room: int, cause: Cause) -> None:
-        work = self._work.get(room)
-        if work is not None and work.ready_ns:
-            self._drop(room, cause, "the router gave it up")
-        else:
-            self._fail(room, cause, "the router gave it up")
+        self._fail(self._rooms.get(room), cause, "the router gave it up")
 
     def end_all(self, cause: Cause, detail: str) -> None:
-        """The worker cannot go on: ends what is under way, for the routers to hear why. No engine steps any more."""
-        for room in list(self._work):
-            if self._work[room].ready_ns:
-                self._close(room, cause.value, detail)
-            else:
-                self._fail(room, cause, detail)
+        """The worker cannot go on: ends what is under way, for the routers to hear why.
 
-    def _drop(self, room: int, cause: Cause, detail: str) -> None:
-        """Of a READY room: its slots are the engine's until Dropped."""
-        self._work[room].dropped = cause, detail
-        self.port.tell(Cancel(room))
+        The engine may be in a step, for ever if another rank is gone: the slots that it has come back when it says so,
+        or with the end of this process.
+        """
+        for work in list(self._work.values()):
+            self._fail(work, cause, detail)
+            self._end(work, failure(work.room, cause, detail))
 
     def _told(self, event: Ready | RoomFailed) -> None:
+        work = self._rooms.get(event.room)
         match event:
-            case Ready(room):
-                work = self._work[room]
-                work.landing, work.prefix = event, event.prefix
+            case Ready():
+                assert work is not None
+                work.landing = event
                 self.metrics.rooms.kv_bytes.inc(event.kv_bytes)
-                self._ready(room, event.kv_bytes)
-            case RoomFailed(room, cause, detail, retry_ms):
-                self._fail(room, cause, detail, retry_ms)
+                self._ready(work, event.kv_bytes, event.prefix)
+            case RoomFailed(_, cause, detail, retry_ms):
+                self._fail(work, cause, detail, retry_ms)
 
     def _reported(self, follower: Follower, report: frames.Report) -> None:
         """What has become of a room on another rank."""
+        work = self._work.get(report.serial)
         match report:
-            case frames.Ready(room, kv_bytes):
-                self._ready(room, kv_bytes)
-            case frames.Failed(room, cause, detail, retry_ms):
-                self._fail(room, Cause.of(cause), f"{follower.name}: {detail}", retry_ms)
+            case frames.Ready(_, kv_bytes, prefix) if work is not None:
+                self._ready(work, kv_bytes, prefix)
+            case frames.Failed(_, cause, detail, retry_ms):
+                self._fail(work, Cause.of(cause), f"{follower.name}: {detail}", retry_ms)
+            case frames.Ready():
+                pass  # It has failed since.
             case _:
                 raise AssertionError(report)
 
-    def _ready(self, room: int, kv_bytes: int) -> None:
+    def _ready(self, work: Work, kv_bytes: int, prefix: int) -> None:
         """On one rank; it generates once it is on all."""
-        work = self._work.get(room)
-        if work is None:
-            return  # It has failed since.
         work.ranks_ready += 1
         work.kv_bytes += kv_bytes
+        work.prefix = min(work.prefix, prefix)
         if work.ranks_ready == self.group.size:
             assert work.landing is not None
             work.ready_ns = time.monotonic_ns()
             self.port.tell(Generate(work.request, work.landing.slots, work.landing.aux))
 
-    def _fail(self, room: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
-        """Before it generates: on every rank, for the first reason that there is."""
-        work = self._work.pop(room, None)
+    def _fail(self, work: Work | None, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        """Before it generates: on every rank, for the first reason that there is. Then its slots are the engine's until
+        Dropped."""
         if work is None:
             return
-        self._end(failure(room, cause, detail, retry_ms))
-        self.group.abort(room, cause, detail)
+        if work.ready_ns:
+            work.dropped = cause, detail
+            self.port.tell(Cancel(work.serial))
+            return
+        del self._work[work.serial], self._rooms[work.room]
+        self._end(work, failure(work.room, cause, detail, retry_ms))
+        self.group.abort(work.serial, cause, detail)
         if work.landing is None:
-            self.node.abort(room, cause, detail)
+            self.node.abort(work.room, cause, detail)
         else:
-            self.node.release(room)
+            self.node.release(work.room)
 
     def _heard(self, outcomes: list[DecodeOutcome]) -> None:
         """What the engine's thread has done; a room's tokens of one step go out in one message."""
@@ -222,34 +239,37 @@ class DecodeDaemon:
         for outcome in outcomes:
             if isinstance(outcome, Token):
                 tokens.setdefault(outcome.room, []).append(outcome.id)
-        for room, ids in tokens.items():
+        for serial, ids in tokens.items():
+            work = self._work.get(serial)
             try:
-                self.desk.tokens(room, ids)
+                if work is not None:
+                    self.desk.tokens(work.room, ids)
             except LocalProtocolError as error:  # more than it was asked for
-                self._drop(room, Cause.ENGINE, str(error))
+                self._fail(work, Cause.ENGINE, str(error))
         for outcome in outcomes:
             match outcome:
                 case Token():
                     pass
-                case Finished():
-                    self._close(outcome.room, outcome.reason, "", outcome)
-                case Broken():
-                    self._close(outcome.room, Cause.ENGINE.value, outcome.detail)
-                case Dropped(room):
-                    if room in self._work:  # else it finished before the Cancel came
-                        self._close(room, Cause.ABORTED.value, "")
+                case Finished(room=serial, reason=reason):
+                    self._close(serial, reason, "", outcome)
+                case Broken(room=serial, detail=detail):
+                    self._close(serial, Cause.ENGINE.value, detail)
+                case Dropped(serial):
+                    if serial in self._work:  # else it finished before the Cancel came
+                        self._close(serial, Cause.ABORTED.value, "")
 
-    def _close(self, room: int, reason: str, detail: str, finished: Finished | None = None) -> None:
+    def _close(self, serial: int, reason: str, detail: str, finished: Finished | None = None) -> None:
         """The engine touches no slot of the room any more."""
-        work = self._work.pop(room, None)
+        work = self._work.pop(serial, None)
         if work is None:
-            log.error("the engine ends room %#x, which it has not", room)
+            log.error("the engine ends room %d, which it has not", serial)
             return
-        self.node.release(room)
+        del self._rooms[work.room]
+        self.node.release(work.room)
         if work.dropped is not None:
             reason, detail, finished = work.dropped[0].value, work.dropped[1], None
         end = End(
-            room,
+            work.room,
             reason,
             detail[:TEXT_LENGTH_MAX],
             0,
@@ -264,8 +284,14 @@ class DecodeDaemon:
                 logits_digest=finished.logits_digest,
                 kv_digest=finished.kv_digest,
             )
-        self._end(end)
+        self._end(work, end)
 
-    def _end(self, end: End) -> None:
+    def _end(self, work: Work, end: End) -> None:
+        """Each room ends once, though its slots may be held for longer."""
+        if not work.ended:
+            work.ended = True
+            self._say(end)
+
+    def _say(self, end: End) -> None:
         self.metrics.rooms.ended.labels(end.reason).inc()
         self.desk.end(end)

@@ -17,13 +17,17 @@ from .wire import Begin, End, Load, Message, Reject, unpack_ids
 log = logging.getLogger(__name__)
 
 
-def request_of(begin: Begin) -> Request:
-    """What the engine has to do. Raises RemoteProtocolError and ValueError for a prompt that is none."""
+def request_of(begin: Begin, serial: int) -> Request:
+    """What the engine has to do, under a number that no other room has had. A label may come again from another router:
+    what is then still said of the room before it must not find the new one.
+
+    Raises RemoteProtocolError and ValueError for a prompt that is none.
+    """
     prompt = unpack_ids("prompt", begin.prompt)
     if not len(prompt):
         raise ValueError("prompt: no tokens")
     return Request(
-        room=begin.room,
+        room=serial,
         prompt=prompt,
         sampling=begin.sampling,
         enable_hisparse=begin.enable_hisparse,

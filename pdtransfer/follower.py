@@ -41,6 +41,19 @@ from .prefill_daemon import open_room
 from .wire import Begin, Message
 
 
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """A room of the leader's, whose rows are this rank's."""
+
+    room: int  # its label, which the node knows it by
+    request: Request
+
+    @property
+    def serial(self) -> int:
+        """Which the leader and the engine know it by."""
+        return self.request.room
+
+
 class PrefillFollower:
     """Computes its layers and heads of each prompt, and writes them."""
 
@@ -64,7 +77,8 @@ class PrefillFollower:
             replicas=card.replicas,
         )
         self._picks = ranks.pp_size > 1 and ranks.pp_rank == ranks.pp_size - 1 and ranks.tp_rank == 0
-        self._requests: dict[int, Request] = {}  # until the leader says Free
+        self._work: dict[int, _Prefill] = {}  # by serial number, until the leader says Free
+        self._rooms: dict[int, _Prefill] = {}  # by label, until drained
         self.metrics = PrefillMetrics(self.node, registry)
         self.thread = engine_thread.PrefillThread(engine, self.port, self._heard, engine_thread.following(self.port))
 
@@ -73,48 +87,60 @@ class PrefillFollower:
         """Nobody waits for anything that this process still has to say."""
         return self.node.idle
 
-    def start(self, begin: Begin) -> None:
-        """The leader's room, open here as well."""
-        request = self._requests[begin.room] = request_of(begin)
+    def start(self, serial: int, begin: Begin) -> None:
+        """The leader's room, open here as well. The leader starts no other of its label before this one has drained."""
+        work = _Prefill(begin.room, request_of(begin, serial))
+        self._work[serial] = self._rooms[work.room] = work
         self.metrics.rooms.begun.inc()
-        open_room(self.node, begin, len(request.prompt))
+        open_room(self.node, begin, len(work.request.prompt))
 
-    def abort(self, room: int, cause: Cause, detail: str) -> None:
+    def abort(self, serial: int, cause: Cause, detail: str) -> None:
         """It has failed on some rank."""
-        self.node.abort(room, cause, detail)
+        work = self._here(serial)
+        if work is not None:
+            self.node.abort(work.room, cause, detail)
 
     def turn(self, turn: frames.Turn) -> None:
         """The engine's next step."""
         self.port.tell(list(self._orders(turn)))
 
     def _orders(self, turn: frames.Turn) -> Iterator[Order]:
-        for what, room, _ in turn.orders:
+        for what, serial, _ in turn.orders:
             match what:
                 case "compute":
-                    yield Compute(self._requests[room])
+                    yield Compute(self._work[serial].request)
                 case "cancel":
-                    yield Cancel(room)
+                    yield Cancel(serial)
                 case "free":
-                    del self._requests[room]
-                    yield Free(room)
+                    del self._work[serial]
+                    yield Free(serial)
                 case "generate":
                     raise AssertionError("a prefill rank generates nothing")
 
     def _heard(self, outcomes: list[PrefillOutcome]) -> None:
         for outcome in outcomes:
+            work = self._here(outcome.room)
+            if work is None:
+                continue  # It has drained: its label may be another room's.
             match outcome:
-                case Offered(room, cell):
-                    self.node.push(room, cell)
-                case Prefilled(room=room, aux=aux):
+                case Offered(cell=cell):
+                    self.node.push(work.room, cell)
+                case Prefilled(aux=aux):
                     if self._picks:
-                        self._link.send(frames.Picked(room, aux))
-                    self.node.finish(room, aux=b"")
-                case Broken(room=room, detail=detail):
-                    self._link.send(frames.Failed(room, Cause.ENGINE.value, detail, 0))
+                        self._link.send(frames.Picked(work.serial, aux))
+                    self.node.finish(work.room, aux=b"")
+                case Broken(detail=detail):
+                    self._link.send(frames.Failed(work.serial, Cause.ENGINE.value, detail, 0))
                 case Refused():
                     pass  # The leader's engine refuses it, too.
 
+    def _here(self, serial: int) -> _Prefill | None:
+        """The room, unless it has drained."""
+        work = self._work.get(serial)
+        return work if work is not None and self._rooms.get(work.room) is work else None
+
     def _told(self, event: Leased | Landed | RoomFailed | Drained) -> None:
+        serial = self._rooms[event.room].serial
         match event:
             case Leased():
                 pass
@@ -123,20 +149,27 @@ class PrefillFollower:
                 self.metrics.rooms.kv_bytes.inc(kv_bytes)
                 self.metrics.copy_seconds.observe(copy_us / 1e6)
                 self.metrics.rooms.ended.labels("done").inc()
-                self._link.send(frames.Landed(room, kv_bytes, copy_us, self.node.stamp_ns))
-            case RoomFailed(room, cause, detail, retry_ms):
+                self._link.send(frames.Landed(serial, kv_bytes, copy_us, self.node.stamp_ns))
+            case RoomFailed(_, cause, detail, retry_ms):
                 self.metrics.rooms.ended.labels(cause.value).inc()
-                self._link.send(frames.Failed(room, cause.value, detail, retry_ms))
+                self._link.send(frames.Failed(serial, cause.value, detail, retry_ms))
             case Drained(room):
-                self._link.send(frames.Drained(room))
+                del self._rooms[room]
+                self._link.send(frames.Drained(serial))
 
 
 @dataclass(slots=True, eq=False)
-class _Work:
+class _Decode:
     """A room of the leader's, in this rank's arena."""
 
+    room: int  # its label, which the node knows it by
     request: Request
     landing: Ready | None = None
+
+    @property
+    def serial(self) -> int:
+        """Which the leader and the engine know it by."""
+        return self.request.room
 
 
 class DecodeFollower:
@@ -164,7 +197,8 @@ class DecodeFollower:
             verify=config.verify,
             others=self._strange,
         )
-        self._work: dict[int, _Work] = {}
+        self._work: dict[int, _Decode] = {}  # by serial number
+        self._rooms: dict[int, _Decode] = {}  # the same, by label
         self.metrics = DecodeMetrics(self.node, registry)
         self.thread = engine_thread.DecodeThread(engine, self.port, self._heard, engine_thread.following(self.port))
 
@@ -173,33 +207,37 @@ class DecodeFollower:
         """Nobody waits for anything that this process still has to say."""
         return not self.node.core.rooms
 
-    def start(self, begin: Begin) -> None:
+    def start(self, serial: int, begin: Begin) -> None:
         """The leader's room, expected here as well."""
-        work = self._work[begin.room] = _Work(request_of(begin))
         self.metrics.rooms.begun.inc()
+        if begin.room in self._rooms:  # the leader's engine has let go of another one of this label, ours not yet
+            self._fail(serial, Cause.REFUSED, f"room: {begin.room:#x} is in use")
+            return
+        work = _Decode(begin.room, request_of(begin, serial))
+        self._work[serial] = self._rooms[work.room] = work
         expect(self.node, begin, work.request)
 
-    def abort(self, room: int, cause: Cause, detail: str) -> None:
+    def abort(self, serial: int, cause: Cause, detail: str) -> None:
         """It has failed on some rank, and never generates."""
-        work = self._work.pop(room, None)
+        work = self._forget(serial)
         if work is not None and work.landing is not None:
-            self._release(room, cause.value)
+            self._release(work, cause.value)
         elif work is not None:
-            self.node.abort(room, cause, detail)
+            self.node.abort(work.room, cause, detail)
 
     def turn(self, turn: frames.Turn) -> None:
         """The engine's next step."""
         self.port.tell(list(self._orders(turn)))
 
     def _orders(self, turn: frames.Turn) -> Iterator[Order]:
-        for what, room, aux in turn.orders:
+        for what, serial, aux in turn.orders:
             match what:
                 case "generate":
-                    work = self._work[room]
+                    work = self._work[serial]
                     assert work.landing is not None, "the leader waits until it is ready here"
                     yield Generate(work.request, work.landing.slots, aux)
                 case "cancel":
-                    yield Cancel(room)
+                    yield Cancel(serial)
                 case "compute" | "free":
                     raise AssertionError("a decode rank computes no prompt")
 
@@ -212,29 +250,43 @@ class DecodeFollower:
             match outcome:
                 case Token():
                     pass
-                case Finished(room=room, reason=reason):
-                    self._close(room, reason)
-                case Broken(room=room):
-                    self._close(room, Cause.ENGINE.value)
-                case Dropped(room):
-                    self._close(room, Cause.ABORTED.value)
+                case Finished(room=serial, reason=reason):
+                    self._close(serial, reason)
+                case Broken(room=serial):
+                    self._close(serial, Cause.ENGINE.value)
+                case Dropped(serial):
+                    self._close(serial, Cause.ABORTED.value)
 
-    def _close(self, room: int, reason: str) -> None:
+    def _close(self, serial: int, reason: str) -> None:
         """The engine touches no slot of the room any more."""
-        if self._work.pop(room, None) is not None:  # else it finished before the Cancel came
-            self._release(room, reason)
+        work = self._forget(serial)
+        if work is not None:  # else it finished before the Cancel came
+            self._release(work, reason)
 
-    def _release(self, room: int, reason: str) -> None:
+    def _forget(self, serial: int) -> _Decode | None:
+        work = self._work.pop(serial, None)
+        if work is not None:
+            del self._rooms[work.room]
+        return work
+
+    def _release(self, work: _Decode, reason: str) -> None:
         self.metrics.rooms.ended.labels(reason).inc()
-        self.node.release(room)
+        self.node.release(work.room)
 
     def _told(self, event: Ready | RoomFailed) -> None:
+        work = self._rooms.get(event.room)
         match event:
-            case Ready(room):
+            case Ready():
+                assert work is not None
                 self.metrics.rooms.kv_bytes.inc(event.kv_bytes)
-                self._work[room].landing = event
-                self._link.send(frames.Ready(room, event.kv_bytes))
-            case RoomFailed(room, cause, detail, retry_ms):
-                self._work.pop(room, None)
+                work.landing = event
+                self._link.send(frames.Ready(work.serial, event.kv_bytes, event.prefix))
+            case RoomFailed(_, cause, detail, retry_ms) if work is not None:
+                self._forget(work.serial)
+                self._fail(work.serial, cause, detail, retry_ms)
+            case RoomFailed(_, cause):  # the leader has said so
                 self.metrics.rooms.ended.labels(cause.value).inc()
-                self._link.send(frames.Failed(room, cause.value, detail, retry_ms))
+
+    def _fail(self, serial: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        self.metrics.rooms.ended.labels(cause.value).inc()
+        self._link.send(frames.Failed(serial, cause.value, detail, retry_ms))

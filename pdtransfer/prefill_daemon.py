@@ -8,6 +8,7 @@ a room has landed when it has on every rank, fails on all when it fails on one, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -32,6 +33,8 @@ from .wire import Begin, End, Hello, Load, Message
 class Work:
     """One room that the engine computes, or will; the counts are of ranks."""
 
+    room: int  # its label, which the node and the router know it by
+    serial: int  # which the engine and the other ranks know it by
     tokens: int
     landed: int = 0
     drained: int = 0
@@ -76,7 +79,9 @@ class PrefillDaemon:
         )
         service = Service(self.node.core.identity, config.limits)
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
-        self._work: dict[int, Work] = {}  # rooms whose pages the engine has, or waits for
+        self._work: dict[int, Work] = {}  # by serial number: rooms whose pages the engine has, or waits for
+        self._rooms: dict[int, Work] = {}  # the same, by label
+        self._serials = count(1)
         self.metrics = PrefillMetrics(self.node, registry)
         turns = engine_thread.leading(engine, port, self.group.turn)
         self.thread = engine_thread.PrefillThread(engine, port, self._heard, turns)
@@ -109,43 +114,47 @@ class PrefillDaemon:
     def _start(self, begin: Begin) -> None:
         self.metrics.rooms.begun.inc()
         try:
-            request = request_of(begin)
-            if begin.room in self._work:  # another router's, over and not drained yet: its pages are still read
+            request = request_of(begin, next(self._serials))
+            if begin.room in self._rooms:  # another router's, over and not drained yet: its pages are still read
                 raise ValueError(f"room: {begin.room:#x} is in use")
         except (ValueError, RemoteProtocolError) as error:
             self._end(failure(begin.room, Cause.REFUSED, str(error)))
             return
-        work = self._work[begin.room] = Work(tokens := len(request.prompt))
-        self.group.start(begin)
-        open_room(self.node, begin, tokens)
+        work = Work(begin.room, request.room, len(request.prompt))
+        self._work[work.serial] = self._rooms[work.room] = work
+        self.group.start(work.serial, begin)
+        open_room(self.node, begin, work.tokens)
         if not work.ended:  # open may have failed at once
             self.port.tell(Compute(request))
 
     def _stop(self, room: int, cause: Cause) -> None:
-        self._fail(room, cause, "the router gave it up")
+        self._fail(self._rooms.get(room), cause, "the router gave it up")
 
     def end_all(self, cause: Cause, detail: str) -> None:
         """The worker cannot go on: ends what is under way, for the routers to hear why."""
-        for room in list(self._work):
-            self._fail(room, cause, detail)
+        for work in list(self._work.values()):
+            self._fail(work, cause, detail)
 
     def _heard(self, outcomes: list[PrefillOutcome]) -> None:
         """What the engine's thread has done."""
         for outcome in outcomes:
+            work = self._work.get(outcome.room)
+            if work is None:
+                continue  # It was over when the engine made this.
             match outcome:
-                case Offered(room, cell):
-                    self.node.push(room, cell)
-                case Prefilled():
-                    if outcome.room in self._work:
-                        self._work[outcome.room].computed = True
-                        self._finish(outcome.room, outcome.aux or None)
-                case Broken():
-                    self._fail(outcome.room, Cause.ENGINE, outcome.detail)
-                case Refused(room, detail):
-                    self._fail(room, Cause.REFUSED, detail)
+                case Offered(cell=cell):
+                    self.node.push(work.room, cell)
+                case Prefilled(aux=aux):
+                    work.computed = True
+                    self._finish(work, aux or None)
+                case Broken(detail=detail):
+                    self._fail(work, Cause.ENGINE, detail)
+                case Refused(detail=detail):
+                    self._fail(work, Cause.REFUSED, detail)
 
     def _told(self, event: Leased | Landed | RoomFailed | Drained) -> None:
         """What has become of a room; Drained always comes last."""
+        work = self._rooms[event.room]
         match event:
             case Leased():
                 pass
@@ -153,67 +162,61 @@ class PrefillDaemon:
                 copy_us = self.node.copy_ns.get(room, 0) // 1_000
                 self.metrics.rooms.kv_bytes.inc(kv_bytes)
                 self.metrics.copy_seconds.observe(copy_us / 1e6)
-                self._landed(frames.Landed(room, kv_bytes, copy_us, self.node.stamp_ns))
-            case RoomFailed(room, cause, detail, retry_ms):
-                self._fail(room, cause, detail, retry_ms)
-            case Drained(room):
-                self._drained(room)
+                self._landed(work, frames.Landed(work.serial, kv_bytes, copy_us, self.node.stamp_ns))
+            case RoomFailed(_, cause, detail, retry_ms):
+                self._fail(work, cause, detail, retry_ms)
+            case Drained():
+                self._drained(work)
 
     def _reported(self, follower: Follower, report: frames.Report) -> None:
         """What has become of a room on another rank."""
+        work = self._work.get(report.serial)
+        if work is None:
+            return  # It was over everywhere when that rank's engine made this.
         match report:
             case frames.Landed():
-                self._landed(report)
-            case frames.Failed(room, cause, detail, retry_ms):
-                self._fail(room, Cause.of(cause), f"{follower.name}: {detail}", retry_ms)
-            case frames.Drained(room):
-                self._drained(room)
-            case frames.Picked(room, aux):
-                self._finish(room, aux)
+                self._landed(work, report)
+            case frames.Failed(_, cause, detail, retry_ms):
+                self._fail(work, Cause.of(cause), f"{follower.name}: {detail}", retry_ms)
+            case frames.Drained():
+                self._drained(work)
+            case frames.Picked(_, aux):
+                self._finish(work, aux)
             case frames.Ready():
                 raise AssertionError("nothing lands in a prefill rank")
 
-    def _finish(self, room: int, aux: bytes | None) -> None:
+    def _finish(self, work: Work, aux: bytes | None) -> None:
         """Of a pipeline the last stage picks the token, and this rank, the first, tells decode when both are done."""
-        work = self._work.get(room)
-        if work is not None:
-            work.aux = work.aux if aux is None else aux
-            if work.computed and work.aux is not None:
-                self.node.finish(room, aux=work.aux)
+        work.aux = work.aux if aux is None else aux
+        if work.computed and work.aux is not None:
+            self.node.finish(work.room, aux=work.aux)
 
-    def _landed(self, on: frames.Landed) -> None:
+    def _landed(self, work: Work, on: frames.Landed) -> None:
         """On one rank; the room has landed when it has on all."""
-        work = self._work.get(on.room)
-        if work is None:
-            return
         work.landed += 1
         work.kv_bytes += on.kv_bytes
         work.copy_us += on.copy_us
         work.stamp_ns = max(work.stamp_ns, on.stamp_ns)
         if work.landed == self.group.size and not work.ended:
             work.ended = True
-            end = End(on.room, "done", "", 0, kv_bytes=work.kv_bytes, copy_us=work.copy_us, stamp_ns=work.stamp_ns)
+            end = End(work.room, "done", "", 0, kv_bytes=work.kv_bytes, copy_us=work.copy_us, stamp_ns=work.stamp_ns)
             self._end(end)
 
-    def _fail(self, room: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+    def _fail(self, work: Work | None, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         """On every rank, for the first reason that there is."""
-        work = self._work.get(room)
         if work is None or work.ended:
             return
         work.ended = True
-        self.port.tell(Cancel(room))
-        self._end(failure(room, cause, detail, retry_ms))
-        self.group.abort(room, cause, detail)
-        self.node.abort(room, cause, detail)
+        self.port.tell(Cancel(work.serial))
+        self._end(failure(work.room, cause, detail, retry_ms))
+        self.group.abort(work.serial, cause, detail)
+        self.node.abort(work.room, cause, detail)
 
-    def _drained(self, room: int) -> None:
-        work = self._work.get(room)
-        if work is None:
-            return
+    def _drained(self, work: Work) -> None:
         work.drained += 1
         if work.drained == self.group.size:
-            del self._work[room]
-            self.port.tell(Free(room))
+            del self._work[work.serial], self._rooms[work.room]
+            self.port.tell(Free(work.serial))
 
     def _end(self, end: End) -> None:
         self.metrics.rooms.ended.labels(end.reason).inc()

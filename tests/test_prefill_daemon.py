@@ -39,8 +39,8 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
             assert not [order for order in port.poll() if isinstance(order, Free)], (
                 "the follower may still read its pages"
             )
-            daemon.group.heard(follower, Drained(7))
-            assert port.poll() == [Free(7)]
+            daemon.group.heard(follower, Drained(1))
+            assert port.poll() == [Free(1)]
             daemon.desk.receive("node:b", Ended(7))
             daemon.desk.receive("node:a", Begin(8, begin.prompt, begin.sampling, begin.peers, 60_000))
             assert [type(order) for order in port.poll()] == [Compute]

@@ -92,7 +92,7 @@ def test_frames_between_ranks_come_back_as_they_were_and_junk_is_refused() -> No
     begin = Begin(1, b"abcd", Sampling(3), ("tcp://p0:1",), 1_000)
     for frame in (
         frames.Join(Ranks(1, 2), "n", {"slots": "1"}),
-        frames.Start(begin),
+        frames.Start(9, begin),
         frames.Turn([("compute", 1, b""), ("generate", 2, b"aux"), ("free", 3, b"")]),
         frames.Failed(1, "engine", "why", 0),
         frames.Bound("k" * 40 + "@tcp://" + "h" * (ADDRESS_LENGTH_MAX - 52) + ":7101", "h" * ADDRESS_LENGTH_MAX),

@@ -95,7 +95,7 @@ class EngineCard:
 class Request:
     """One room's work. `prompt` is int64 token ids."""
 
-    room: int
+    room: int  # a number of this worker's own, the same on all its ranks and never used again; not the router's label
     prompt: NDArray[np.int64]
     sampling: Sampling
     enable_hisparse: bool = False

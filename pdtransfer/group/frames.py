@@ -1,5 +1,7 @@
 """What the ranks of one worker say to each other: msgpack arrays behind a length, the name of their kind first.
 
+A room goes by the serial number that its leader gave it, and never by its label: a word of an earlier room of the same
+label, which may still be on its way, finds nobody.
 Not part of the protocol between workers: all ranks of a group run the same version, and joining says so.
 """
 
@@ -16,7 +18,7 @@ from ..wire import Begin, Ranks
 LENGTH_BYTES = 4  # little-endian, before each frame
 BYTES_MAX = FRAME_BYTES_MAX  # a Begin with the longest prompt is half of it
 
-Room = Annotated[int, Meta(ge=0)]
+Serial = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(max_length=NAME_LENGTH_MAX)]
 Text = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
 Address = Annotated[str, Meta(max_length=ADDRESS_LENGTH_MAX)]
@@ -60,19 +62,20 @@ class Bound(_Frame, frozen=True):
 class Start(_Frame, frozen=True):
     """Leader: open or expect this room, as the router has begun it."""
 
+    serial: Serial
     begin: Begin
 
 
 class Turn(_Frame, frozen=True):
     """Leader: give the engine these orders, then step it once."""
 
-    orders: list[tuple[Op, Room, Aux]]
+    orders: list[tuple[Op, Serial, Aux]]
 
 
 class Abort(_Frame, frozen=True):
     """Leader: the room has failed. Until it generates, it is the node's to end."""
 
-    room: Room
+    serial: Serial
     cause: Cause
     detail: Text
 
@@ -88,14 +91,15 @@ class Asked(_Frame, frozen=True):
 class Ready(_Frame, frozen=True):
     """Decode follower: the room is in its arena."""
 
-    room: Room
+    serial: Serial
     kv_bytes: Count
+    prefix: Count  # tokens that were there already
 
 
 class Landed(_Frame, frozen=True):
     """Prefill follower: all that it had to write of the room is written."""
 
-    room: Room
+    serial: Serial
     kv_bytes: Count
     copy_us: Count
     stamp_ns: Count
@@ -104,13 +108,13 @@ class Landed(_Frame, frozen=True):
 class Drained(_Frame, frozen=True):
     """Prefill follower: nothing reads its pages of the room any more."""
 
-    room: Room
+    serial: Serial
 
 
 class Failed(_Frame, frozen=True):
     """Follower: the room has failed here."""
 
-    room: Room
+    serial: Serial
     cause: Cause
     detail: Text
     retry_ms: Count
@@ -119,7 +123,7 @@ class Failed(_Frame, frozen=True):
 class Picked(_Frame, frozen=True):
     """The rank that ends a pipeline: what decode needs to go on."""
 
-    room: Room
+    serial: Serial
     aux: Aux
 
 

@@ -101,9 +101,9 @@ class Lead:
 
     # They follow
 
-    def start(self, begin: Begin) -> None:
+    def start(self, serial: int, begin: Begin) -> None:
         """Before the room can get an order."""
-        self._say(Start(begin))
+        self._say(Start(serial, begin))
 
     def turn(self, orders: Sequence[Order]) -> None:
         """What the leader's own engine is about to do."""
@@ -124,9 +124,9 @@ class Lead:
                     return  # the engine ends, and so do theirs, by Quit
         self._say(Turn(said))
 
-    def abort(self, room: int, cause: Cause, detail: str) -> None:
+    def abort(self, serial: int, cause: Cause, detail: str) -> None:
         """The room has failed before it generates."""
-        self._say(Abort(room, cause.value, detail[:TEXT_LENGTH_MAX]))
+        self._say(Abort(serial, cause.value, detail[:TEXT_LENGTH_MAX]))
 
     def fail(self, why: str) -> None:
         """The group cannot go on; the first reason counts."""

@@ -323,7 +323,7 @@ class End(_Wire, frozen=True):
     tokens_digest: Digest = b""  # of the generated ids
     logits_digest: Digest = b""  # of the logits that they were picked from
     kv_digest: Digest = b""  # of the KV by (position, plane)
-    prefix: TokenCount = 0  # decode: tokens of the prompt that it held already
+    prefix: TokenCount = 0  # decode: tokens of the prompt that it held already, on each of its ranks
 
 
 class Ended(_Wire, frozen=True):

@@ -1,4 +1,4 @@
-"""A prefill daemon, and a decode daemon or a rank that follows one, on one loop, with the reference engine and no router.
+"""A prefill daemon, and a decode daemon or a follower of one, on one loop, with the reference engine and no router.
 
 Prefill's engine runs in its thread; what decode's engine says is the test's, unless the test starts that thread, too.
 """

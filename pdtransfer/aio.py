@@ -8,8 +8,8 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
-from .client import DecodeClient, DecodeEvent, PrefillClient, PrefillEvent
-from .effects import Drained, Landed, Leased, Ready, RoomFailed
+from .client import DecodeClient, PrefillClient
+from .effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from .errors import RoomFailedError
 from .events import Event
 

@@ -15,13 +15,13 @@ from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, Self, TypeAlias, TypeVar
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 import uvloop
 from numpy.typing import ArrayLike
 
-from .effects import Drained, Landed, Leased, Ready, RoomFailed
+from .effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from .errors import LocalProtocolError, PDTransferError
 from .events import Event
 from .layout import Component, expand_pages
@@ -33,8 +33,6 @@ from .session.prefill import Cell
 from .sharing import Replicas
 from .wire import pack_ids
 
-DecodeEvent: TypeAlias = Ready | RoomFailed
-PrefillEvent: TypeAlias = Leased | Landed | RoomFailed | Drained
 STATES_MAX = 65_536  # of ended rooms, kept for schedulers that ask late
 Node = TypeVar("Node", DecodeNode, PrefillNode)
 Said = TypeVar("Said")

@@ -19,7 +19,7 @@ from cyclopts import Parameter
 
 from .engine.base import EngineConfig
 from .errors import ConfigError
-from .keys import Endpoint, is_loopback
+from .keys import Address, Endpoint, check_exposure, is_loopback
 from .limits import LIMIT_BOUNDS, LIMIT_COUNT, LIMIT_MILLISECONDS, NAME_LENGTH_MAX, TOKENS_MAX, Limits
 from .ranks import FREE, SIZE_MAX, check_ranks
 from .wire import Ranks
@@ -114,17 +114,12 @@ class NodeConfig:
 
     def _check_bind(self, name: str, value: str, *, scheme: str = "") -> None:
         """`value` is to be bound: scheme + host:port, and keys stand before whatever other hosts reach."""
+        named, address = f"{name} = {value!r}", "tcp://" + value.removeprefix(scheme)
         try:
-            guarded = self.insecure or self.key is not None or is_loopback("tcp://" + value.removeprefix(scheme))
+            Address.parse(address if value.startswith(scheme) else value)
         except ConfigError as error:
-            raise ConfigError(f"{name} = {value!r}: must be {scheme}host:port ({error})") from None
-        if not value.startswith(scheme):
-            raise ConfigError(f"{name} = {value!r}: must be {scheme}host:port")
-        if not guarded:
-            raise ConfigError(
-                f"{name} = {value!r}: other hosts could reach it: make keys (pdtransfer keygen NAME) and give key and "
-                "allow, or say insecure"
-            )
+            raise ConfigError(f"{named}: must be {scheme}host:port ({error})") from None
+        check_exposure(address, named=named, keyed=self.key is not None, insecure=self.insecure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -18,7 +19,7 @@ from . import engine_thread
 from .config import DecodeConfig
 from .daemon_metrics import DecodeMetrics
 from .desk import Desk, failure, request_of
-from .effects import Ready, RoomFailed
+from .effects import DecodeEvent, Ready, RoomFailed
 from .engine.base import Broken, DecodeEngine, Finished, Request, Token
 from .engine_thread import Cancel, DecodeOutcome, Dropped, Generate, Order
 from .errors import Cause, LocalProtocolError, RemoteProtocolError
@@ -26,7 +27,7 @@ from .group import frames
 from .group.lead import Follower, Lead
 from .limits import TEXT_LENGTH_MAX, TOKENS_MAX
 from .memory import Arena
-from .node import DecodeNode, NodeSettings
+from .node import DecodeNode, NodeSettings, Others
 from .port import Port
 from .service import Service
 from .wire import Begin, End, Load, Message
@@ -59,6 +60,31 @@ class Work:
         return self.request.room
 
 
+def node_of(
+    config: DecodeConfig,
+    settings: NodeSettings,
+    engine: DecodeEngine,
+    arena: Arena,
+    tell: Callable[[DecodeEvent], None],
+    *,
+    others: Others,
+    leased: Callable[[int], None] = lambda _: None,
+) -> DecodeNode:
+    """One rank's node: the same on every rank of a group, but for what is done with `others` and what was leased."""
+    return DecodeNode(
+        settings,
+        engine.card.components,
+        arena,
+        tell,
+        socket_directory=config.socket_directory,
+        enable_hisparse=config.enable_hisparse,
+        prefix_cache=config.prefix_cache,
+        verify=config.verify,
+        others=others,
+        leased=leased,
+    )
+
+
 def expect(node: DecodeNode, begin: Begin, request: Request) -> None:
     """What one rank leases for a room: the same on every rank of a group."""
     node.expect(
@@ -87,19 +113,7 @@ class DecodeDaemon:
     ) -> None:
         self.config, self._engine, self.port, self.group = config, engine, port, group or Lead()
         self.group.heard = self._reported
-        card = engine.card
-        self.node = DecodeNode(
-            settings,
-            card.components,
-            arena,
-            self._told,
-            socket_directory=config.socket_directory,
-            enable_hisparse=config.enable_hisparse,
-            prefix_cache=config.prefix_cache,
-            verify=config.verify,
-            others=self._receive,
-            leased=self._leased,
-        )
+        self.node = node_of(config, settings, engine, arena, self._told, others=self._receive, leased=self._leased)
         service = Service(self.node.core.links.identity, config.limits)
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
         self._work: dict[int, Work] = {}  # by serial number
@@ -182,7 +196,7 @@ class DecodeDaemon:
             self._fail(work, cause, detail)
             self._end(work, failure(work.room, cause, detail))
 
-    def _told(self, event: Ready | RoomFailed) -> None:
+    def _told(self, event: DecodeEvent) -> None:
         work = self._rooms.get(event.room)
         match event:
             case Ready():

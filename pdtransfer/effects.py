@@ -206,3 +206,9 @@ DecodeEffect: TypeAlias = (
 PrefillEffect: TypeAlias = (
     Send | Map | Unmap | Write | StopWriting | FenceWriter | Leased | Landed | RoomFailed | Drained
 )
+
+DecodeEvent: TypeAlias = Ready | RoomFailed
+"""What an engine hears of a room on the decode side."""
+
+PrefillEvent: TypeAlias = Leased | Landed | RoomFailed | Drained
+"""The same on the prefill side; Drained comes last."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 
-from . import engine_thread
+from . import decode_daemon, engine_thread, prefill_daemon
 from .config import DecodeConfig, PrefillConfig
 from .daemon_metrics import DecodeMetrics, PrefillMetrics
-from .decode_daemon import expect
 from .desk import request_of
-from .effects import Drained, Landed, Leased, Ready, RoomFailed
+from .effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from .engine.base import Broken, DecodeEngine, Finished, Prefilled, PrefillEngine, Request, Token
 from .engine_thread import (
     Cancel,
@@ -35,7 +33,7 @@ from .errors import Cause
 from .group import frames
 from .group.link import Link
 from .memory import Arena
-from .node import DecodeNode, NodeSettings, PrefillNode
+from .node import NodeSettings
 from .port import Port
 from .prefill_daemon import open_room
 from .wire import Begin, Message
@@ -67,15 +65,8 @@ class PrefillFollower:
     ) -> None:
         self.config, self._link = config, link
         self.port: Port[list[Order]] = Port()
-        card, ranks = engine.card, settings.ranks
-        self.node = PrefillNode(
-            settings,
-            card.components,
-            self._told,
-            pool_address=np.frombuffer(engine.pool, dtype=np.uint8).ctypes.data,
-            copy_threads=config.copy_threads,
-            replicas=card.replicas,
-        )
+        ranks = settings.ranks
+        self.node = prefill_daemon.node_of(config, settings, engine, self._told)
         self._picks = ranks.pp_size > 1 and ranks.pp_rank == ranks.pp_size - 1 and ranks.tp_rank == 0
         self._work: dict[int, _Prefill] = {}  # by serial number, until the leader says Free
         self._rooms: dict[int, _Prefill] = {}  # by label, until drained
@@ -139,17 +130,14 @@ class PrefillFollower:
         work = self._work.get(serial)
         return work if work is not None and self._rooms.get(work.room) is work else None
 
-    def _told(self, event: Leased | Landed | RoomFailed | Drained) -> None:
+    def _told(self, event: PrefillEvent) -> None:
         serial = self._rooms[event.room].serial
         match event:
             case Leased():
                 pass
-            case Landed(room, kv_bytes):
-                copy_us = self.node.copy_ns.get(room, 0) // 1_000
-                self.metrics.rooms.kv_bytes.inc(kv_bytes)
-                self.metrics.copy_seconds.observe(copy_us / 1e6)
+            case Landed():
                 self.metrics.rooms.ended.labels("done").inc()
-                self._link.send(frames.Landed(serial, kv_bytes, copy_us, self.node.stamp_ns))
+                self._link.send(prefill_daemon.landed(serial, event, self.node, self.metrics))
             case RoomFailed(_, cause, detail, retry_ms):
                 self.metrics.rooms.ended.labels(cause.value).inc()
                 self._link.send(frames.Failed(serial, cause.value, detail, retry_ms))
@@ -186,17 +174,7 @@ class DecodeFollower:
     ) -> None:
         self.config, self._link = config, link
         self.port: Port[list[Order]] = Port()
-        self.node = DecodeNode(
-            settings,
-            engine.card.components,
-            arena,
-            self._told,
-            socket_directory=config.socket_directory,
-            enable_hisparse=config.enable_hisparse,
-            prefix_cache=config.prefix_cache,
-            verify=config.verify,
-            others=self._strange,
-        )
+        self.node = decode_daemon.node_of(config, settings, engine, arena, self._told, others=self._strange)
         self._work: dict[int, _Decode] = {}  # by serial number
         self._rooms: dict[int, _Decode] = {}  # the same, by label
         self.metrics = DecodeMetrics(self.node, registry)
@@ -215,7 +193,7 @@ class DecodeFollower:
             return
         work = _Decode(begin.room, request_of(begin, serial))
         self._work[serial] = self._rooms[work.room] = work
-        expect(self.node, begin, work.request)
+        decode_daemon.expect(self.node, begin, work.request)
 
     def abort(self, serial: int, cause: Cause, detail: str) -> None:
         """It has failed on some rank, and never generates."""
@@ -273,7 +251,7 @@ class DecodeFollower:
         self.metrics.rooms.ended.labels(reason).inc()
         self.node.release(work.room)
 
-    def _told(self, event: Ready | RoomFailed) -> None:
+    def _told(self, event: DecodeEvent) -> None:
         work = self._rooms.get(event.room)
         match event:
             case Ready():

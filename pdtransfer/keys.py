@@ -209,12 +209,13 @@ def is_loopback(address: str) -> bool:
     return all(_is_loopback(str(answer[4][0])) for answer in found)
 
 
-def check_exposure(bind: str, keys: KeyPair | None, insecure: bool) -> None:
-    """Raises ConfigError where `bind` would let other hosts in without keys and nobody has said that they may come."""
-    if keys is None and not insecure and not is_loopback(bind):
+def check_exposure(address: str, *, named: str, keyed: bool, insecure: bool) -> None:
+    """Raises ConfigError where `address`, to be bound, would let other hosts in without keys and nobody has said that
+    they may come."""
+    if not keyed and not insecure and not is_loopback(address):
         raise ConfigError(
-            f"bind {bind}: other hosts could reach it and nothing would tell them apart: "
-            "make keys (pdtransfer keygen NAME) and give --key and --allow, or say --insecure"
+            f"{named}: other hosts could reach it and nothing would tell them apart: "
+            "make keys (pdtransfer keygen NAME) and give key and allow, or say insecure"
         )
 
 

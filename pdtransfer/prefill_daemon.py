@@ -7,6 +7,7 @@ a room has landed when it has on every rank, fails on all when it fails on one, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -17,13 +18,13 @@ from . import engine_thread
 from .config import PrefillConfig
 from .daemon_metrics import PrefillMetrics
 from .desk import Desk, failure, request_of
-from .effects import Drained, Landed, Leased, RoomFailed
+from .effects import Drained, Landed, Leased, PrefillEvent, RoomFailed
 from .engine.base import Broken, Prefilled, PrefillEngine
 from .engine_thread import Cancel, Compute, Free, Offered, Order, PrefillOutcome, Refused
 from .errors import Cause, RemoteProtocolError
 from .group import frames
 from .group.lead import Follower, Lead
-from .node import NodeSettings, PrefillNode
+from .node import NodeSettings, Others, PrefillNode
 from .port import Port
 from .service import Service
 from .wire import Begin, End, Hello, Load, Message
@@ -52,6 +53,34 @@ def open_room(node: PrefillNode, begin: Begin, tokens: int) -> None:
     node.open(begin.room, tokens=tokens, time_left_s=time_left_s, grants=len(begin.peers), peers=begin.peers)
 
 
+def node_of(
+    config: PrefillConfig,
+    settings: NodeSettings,
+    engine: PrefillEngine,
+    tell: Callable[[PrefillEvent], None],
+    *,
+    others: Others | None = None,
+) -> PrefillNode:
+    """One rank's node: the same on every rank of a group, but that only the leader hears `others`."""
+    return PrefillNode(
+        settings,
+        engine.card.components,
+        tell,
+        pool_address=np.frombuffer(engine.pool, dtype=np.uint8).ctypes.data,
+        copy_threads=config.copy_threads,
+        replicas=engine.card.replicas,
+        others=others,
+    )
+
+
+def landed(serial: int, event: Landed, node: PrefillNode, metrics: PrefillMetrics) -> frames.Landed:
+    """Counts what has landed from this rank, and says it as its leader adds it up."""
+    copy_us = node.copy_ns.get(event.room, 0) // 1_000
+    metrics.rooms.kv_bytes.inc(event.kv_bytes)
+    metrics.copy_seconds.observe(copy_us / 1e6)
+    return frames.Landed(serial, event.kv_bytes, copy_us, node.stamp_ns)
+
+
 class PrefillDaemon:
     """Prompts in, KV out: the engine computes, the node writes, the router hears how it ended."""
 
@@ -66,17 +95,7 @@ class PrefillDaemon:
     ) -> None:
         self.config, self._engine, self.port, self.group = config, engine, port, group or Lead()
         self.group.heard = self._reported
-        card = engine.card
-        pool_address = np.frombuffer(engine.pool, dtype=np.uint8).ctypes.data
-        self.node = PrefillNode(
-            settings,
-            card.components,
-            self._told,
-            pool_address=pool_address,
-            copy_threads=config.copy_threads,
-            replicas=card.replicas,
-            others=self._receive,
-        )
+        self.node = node_of(config, settings, engine, self._told, others=self._receive)
         service = Service(self.node.core.identity, config.limits)
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
         self._work: dict[int, Work] = {}  # by serial number: rooms whose pages the engine has, or waits for
@@ -152,17 +171,14 @@ class PrefillDaemon:
                 case Refused(detail=detail):
                     self._fail(work, Cause.REFUSED, detail)
 
-    def _told(self, event: Leased | Landed | RoomFailed | Drained) -> None:
+    def _told(self, event: PrefillEvent) -> None:
         """What has become of a room; Drained always comes last."""
         work = self._rooms[event.room]
         match event:
             case Leased():
                 pass
-            case Landed(room, kv_bytes):
-                copy_us = self.node.copy_ns.get(room, 0) // 1_000
-                self.metrics.rooms.kv_bytes.inc(kv_bytes)
-                self.metrics.copy_seconds.observe(copy_us / 1e6)
-                self._landed(work, frames.Landed(work.serial, kv_bytes, copy_us, self.node.stamp_ns))
+            case Landed():
+                self._landed(work, landed(work.serial, event, self.node, self.metrics))
             case RoomFailed(_, cause, detail, retry_ms):
                 self._fail(work, cause, detail, retry_ms)
             case Drained():

@@ -229,8 +229,8 @@ async def test_bind_speaks_ipv6() -> None:
 async def test_what_can_never_be_bound_is_a_config_error() -> None:
     async with Node("p") as node:
         for endpoint, named in (
-            ("tcp://0.0.0.0:0", "--insecure"),
-            ("tcp://*:0", "--insecure"),
+            ("tcp://0.0.0.0:0", "say insecure"),
+            ("tcp://*:0", "say insecure"),
             ("tcp://host.invalid:0", "does not resolve"),
             ("ipc:///tmp/x", "is not tcp"),
         ):

@@ -223,9 +223,8 @@ def test_a_name_is_loopback_only_if_every_answer_is(monkeypatch: pytest.MonkeyPa
 
 
 def test_other_hosts_are_let_in_only_with_keys_or_on_purpose() -> None:
-    pair = KeyPair(public=KEY, secret=OTHER)
-    with pytest.raises(ConfigError, match=r"bind tcp://0\.0\.0\.0:9000: .*keygen.*--insecure"):
-        check_exposure("tcp://0.0.0.0:9000", None, False)
-    check_exposure("tcp://0.0.0.0:9000", pair, False)
-    check_exposure("tcp://0.0.0.0:9000", None, True)
-    check_exposure("tcp://127.0.0.1:9000", None, False)
+    with pytest.raises(ConfigError, match=r"bind tcp://0\.0\.0\.0:9000: .*keygen.*insecure"):
+        check_exposure("tcp://0.0.0.0:9000", named="bind tcp://0.0.0.0:9000", keyed=False, insecure=False)
+    check_exposure("tcp://0.0.0.0:9000", named="bind tcp://0.0.0.0:9000", keyed=True, insecure=False)
+    check_exposure("tcp://0.0.0.0:9000", named="bind tcp://0.0.0.0:9000", keyed=False, insecure=True)
+    check_exposure("tcp://127.0.0.1:9000", named="bind tcp://127.0.0.1:9000", keyed=False, insecure=False)

@@ -76,7 +76,8 @@ class Bus:
             host = (await resolve(self._loop, address.host))[0]
         except OSError as error:
             raise ConfigError(f"endpoint {endpoint!r}: host: {address.host} does not resolve: {error}") from None
-        check_exposure(address.at(host, address.port_first), self._keys, self._insecure)
+        wanted = address.at(host, address.port_first)
+        check_exposure(wanted, named=f"bind {wanted}", keyed=self._keys is not None, insecure=self._insecure)
         router = open_socket(self._context, zmq.ROUTER, self._limits)
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.set(zmq.IPV6, int(":" in host or host == "*"))

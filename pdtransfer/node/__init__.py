@@ -6,3 +6,4 @@ Everything here runs on one event loop's thread. What it performs effects with a
 from .decode import DecodeNode as DecodeNode
 from .prefill import PrefillNode as PrefillNode
 from .settings import NodeSettings as NodeSettings
+from .settings import Others as Others

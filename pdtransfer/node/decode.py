@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..effects import (
     DecodeEffect,
+    DecodeEvent,
     Fence,
     Forget,
     HangUp,
@@ -46,7 +47,7 @@ class DecodeNode:
         settings: NodeSettings,
         components: Sequence[Component],
         arena: Arena,
-        tell: Callable[[Ready | RoomFailed], None],
+        tell: Callable[[DecodeEvent], None],
         *,
         socket_directory: Path | None = None,
         enable_hisparse: bool = False,

@@ -76,17 +76,17 @@ class Admission:
     def admit(self, now: float) -> Holding | None:
         """Slots for the head of the queue, which leaves it; None when it has to wait on. Somebody must be queued."""
         room, demand = next(iter(self._queue.items()))
-        there = demand, self.inflight_bytes, self._cache.changes, *(free.free_slots for free in self._arena.free)
-        if there == self._stuck:
+        if self._stuck and self._stuck == self._found(demand):
             return None  # A long prompt is not looked up again for every message that comes while it waits.
-        self._stuck = there
+        self._stuck = ()
         blocks = self._cache.longest(demand.keys)
         inflight_bytes = demand.inflight_bytes - self._cache.bytes_of(len(blocks) * self._cache.block_tokens)
         over = self.inflight_bytes + inflight_bytes > self._limits.inflight_bytes_max
-        if over and self.inflight_bytes:  # alone it may exceed the bound, or it would wait for ever
-            return None
-        holding = self._cache.allocate(demand.rows, blocks, queried=len(demand.keys))
+        holding = None
+        if not over or not self.inflight_bytes:  # alone it may exceed the bound, or it would wait for ever
+            holding = self._cache.allocate(demand.rows, blocks, queried=len(demand.keys))
         if holding is None:
+            self._stuck = self._found(demand)
             return None
         del self._queue[room]
         self.inflight_bytes += inflight_bytes
@@ -95,6 +95,10 @@ class Admission:
             self._admitted_ms += 0.1 * (gap_ms - self._admitted_ms)
         self._admitted_at = now if self._queue else None
         return holding
+
+    def _found(self, demand: Demand) -> tuple[object, ...]:
+        """What decides whether this demand can be met."""
+        return demand, self.inflight_bytes, self._cache.changes, *(free.free_slots for free in self._arena.free)
 
     def landed(self, demand: Demand, holding: Holding) -> None:
         """The room's bytes are no longer in flight, whichever way that ended."""

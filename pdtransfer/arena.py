@@ -63,9 +63,17 @@ class FreeExtents:
         """1 - largest run / free slots: 0 when all that is free is one run."""
         return 1.0 - self.largest / self.free_slots if self.free_slots else 0.0
 
+    def in_pages(self, count: int) -> int:
+        """So many slots, rounded up to whole pages."""
+        return -(-count // self.granule) * self.granule
+
+    def lacking(self, count: int) -> int:
+        """How many would have to come free before `count` could be allocated."""
+        return max(0, self.in_pages(count) - self.free_slots)
+
     def allocate(self, count: int) -> Extents | None:
         """`count` slots, rounded up to whole pages, in as few runs as best fit finds; None if so many are not free."""
-        wanted = -(-count // self.granule) * self.granule
+        wanted = self.in_pages(count)
         if wanted > self.free_slots:
             return None
         self.free_slots -= wanted
@@ -190,20 +198,23 @@ class Arena:
 
     def fits(self, rows: Sequence[int]) -> bool:
         """Whether an empty arena could hold these rows."""
-        return all(self._pages(free, count) <= free.slots for free, count in zip(self.free, rows, strict=True))
+        return all(free.in_pages(count) <= free.slots for free, count in zip(self.free, rows, strict=True))
 
     def allocate(self, rows: Sequence[int]) -> Holding | None:
         """Extents for `rows[i]` rows of component i, with the room's own claim; None, with nothing taken, where one
         component lacks slots."""
-        if any(self._pages(free, count) > free.free_slots for free, count in zip(self.free, rows, strict=True)):
-            return None
-        extents: list[Extents] = []
         for free, count in zip(self.free, rows, strict=True):
+            if free.lacking(count):
+                return None
+        extents: list[Extents] = []
+        byte_count = 0
+        for free, row_bytes, count in zip(self.free, self._row_bytes, rows, strict=True):
             got = free.allocate(count)
             assert got is not None
             extents.append(got)
+            byte_count += row_bytes * count
         own = tuple(extents)
-        return Holding(own, own=own, bytes=sum(b * n for b, n in zip(self._row_bytes, rows, strict=True)))
+        return Holding(own, own=own, bytes=byte_count)
 
     def drop(self, holding: Holding) -> bool:
         """Ends one claim; returns whether it was the last one, so that its own slots are free now."""
@@ -217,18 +228,28 @@ class Arena:
 
     def lacking(self, rows: Sequence[int]) -> list[int]:
         """How many slots of each component would have to come free before these rows could be leased."""
-        return [max(0, self._pages(free, n) - free.free_slots) for free, n in zip(self.free, rows, strict=True)]
+        return [free.lacking(count) for free, count in zip(self.free, rows, strict=True)]
 
-    @staticmethod
-    def _pages(free: FreeExtents, count: int) -> int:
-        return -(-count // free.granule) * free.granule
+
+def slot_count(extents: Extents) -> int:
+    """How many slots they have."""
+    if len(extents) == 1:  # as of most rooms: numpy would take ten times as long
+        return extents.item(1)
+    return int(extents[:, 1].sum())
+
+
+def end_of(extents: Extents) -> int:
+    """One past their highest slot; 0 of none."""
+    if len(extents) == 1:
+        return extents.item(0) + extents.item(1)
+    return int(extents.sum(1).max(initial=0))
 
 
 def slots_of(extents: Extents, *, first: int = 0, count: int | None = None) -> NDArray[np.int64]:
     """The slots of extents in order, as int64, from the `first`-th on; `count` of them, or all."""
     if len(extents) == 1:
-        start, length = int(extents[0, 0]) + first, int(extents[0, 1]) - first
-        return np.arange(start, start + (length if count is None else count), dtype=np.int64)
+        start = extents.item(0) + first
+        return np.arange(start, start + (extents.item(1) - first if count is None else count), dtype=np.int64)
     counts = extents[:, 1]
     steps = np.ones(int(counts.sum()), dtype=np.int64)
     if len(extents):
@@ -244,7 +265,7 @@ def cut(extents: Extents, *, first: int, count: int) -> Extents:
     if not count:
         return extents[:0]
     if len(extents) == 1:
-        return np.array([[int(extents[0, 0]) + first, count]], dtype=np.int64)
+        return np.array(((extents.item(0) + first, count),), dtype=np.int64)
     ends = np.cumsum(extents[:, 1])
     starts = ends - extents[:, 1]
     low, high = np.maximum(starts, first), np.minimum(ends, first + count)
@@ -261,29 +282,36 @@ class ExtentSet:
     def overlaps(self, extents: Extents) -> bool:
         """Whether one of them overlaps another, or what is there."""
         if len(extents) == 1:
-            return self._gap(*extents[0].tolist()) is None
+            return self.overlaps_run(extents.item(0), extents.item(1))
         return self._with(extents) is None
 
     def add(self, extents: Extents) -> bool:
         """Adds all of them, or none where one overlaps; returns whether they were added."""
-        if len(extents) == 1:  # as of most rooms: numpy would take ten times as long
-            start, count = extents[0].tolist()
-            place = self._gap(start, count)
-            if place is None:
-                return False
-            self._starts.insert(place, start)
-            self._ends.insert(place, start + count)
-            return True
+        if len(extents) == 1:
+            return self.add_run(extents.item(0), extents.item(1))
         edges = self._with(extents)
         if edges is None:
             return False
         self._starts, self._ends = (array("q", side.tobytes()) for side in edges)
         return True
 
+    def add_run(self, start: int, count: int) -> bool:
+        """As `add` does for a single extent."""
+        place = self._gap(start, count)
+        if place is None:
+            return False
+        self._starts.insert(place, start)
+        self._ends.insert(place, start + count)
+        return True
+
+    def overlaps_run(self, start: int, count: int) -> bool:
+        """As `overlaps` does for a single extent."""
+        return self._gap(start, count) is None
+
     def remove(self, extents: Extents) -> None:
         """Takes out extents that were added."""
         if len(extents) == 1:
-            start, count = extents[0].tolist()
+            start, count = extents.item(0), extents.item(1)
             place = bisect_left(self._starts, start)
             assert (self._starts[place], self._ends[place]) == (start, start + count), "no such extent"
             del self._starts[place], self._ends[place]

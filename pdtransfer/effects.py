@@ -3,11 +3,11 @@ nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from .arena import Extents
@@ -16,8 +16,7 @@ from .layout import Component
 from .wire import Message, Reach
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """Hand `message` to `peer`: an endpoint that was dialled, or the authenticated name of who dialled. May be lost."""
 
     peer: str
@@ -27,30 +26,26 @@ class Send:
 # Decode
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(Struct, frozen=True):
     """Prepare a hand-over of the arena for `session`, then call `offered` with its Reach."""
 
     peer: str
     session: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(Struct, frozen=True):
     """Revoke the session's hand-over and watch until it is proven quiet, then call `fenced`. Repeats are harmless."""
 
     session: int
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(Struct, frozen=True):
     """The session is over and was proven quiet: drop what is kept of it."""
 
     session: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Struct, frozen=True):
     """Every byte of the room is in the arena: `slots` holds, per component, one int64 slot a row, growth included.
 
     Other rooms may read the prompt's rows, too: they are not to be written.
@@ -63,8 +58,7 @@ class Ready:
     prefix: int = 0  # tokens that did not
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Struct, frozen=True):
     """Rows of a room from first_row on, in the order of `extents` of the component, whose bases are arena offsets."""
 
     component: Component
@@ -72,8 +66,7 @@ class Rows:
     extents: Extents
 
 
-@dataclass(frozen=True, slots=True)
-class Verify:
+class Verify(Struct, frozen=True):
     """Sum the rows of a landed grant as they lie in the arena, then call `verified`: its slots wait for that."""
 
     session: int
@@ -82,16 +75,14 @@ class Verify:
     parts: tuple[Rows, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StopVerifying:
+class StopVerifying(Struct, frozen=True):
     """Nobody wants this grant's sum any more: stop reading soon, and say `verified` when nothing of it is read."""
 
     session: int
     grant: int
 
 
-@dataclass(frozen=True, slots=True)
-class RoomFailed:
+class RoomFailed(Struct, frozen=True):
     """The room ended without READY (decode) or without landing (prefill); said once, with the one root cause."""
 
     room: int
@@ -100,15 +91,13 @@ class RoomFailed:
     retry_ms: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HangUp:
+class HangUp(Struct, frozen=True):
     """The peer is forgotten: close what was dialled. The next room that needs it dials again."""
 
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
-class PeerRefused:
+class PeerRefused(Struct, frozen=True):
     """The peer and this node can't work together; the text names each field with both values."""
 
     peer: str
@@ -126,8 +115,7 @@ class Outcome(Enum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Map:
+class Map(Struct, frozen=True):
     """Map the arena that `reach` names for `session`, then call `mapped` or `unmappable`."""
 
     session: int
@@ -135,15 +123,13 @@ class Map:
     components: tuple[Component, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Unmap:
+class Unmap(Struct, frozen=True):
     """The session is over and none of its writes is in flight: let its mapping go."""
 
     session: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Write:
+class Write(Struct, frozen=True, kw_only=True):
     """One cell's rows on their way into one grant's slots; answered by `wrote`.
 
     `source_slots` and `target_slots` are int64 of equal length, in slots of the component's layout on either side;
@@ -162,39 +148,34 @@ class Write:
     verify: bool = False  # a checksum of the rows as they are read is wanted with the outcome
 
 
-@dataclass(frozen=True, slots=True)
-class StopWriting:
+class StopWriting(Struct, frozen=True):
     """Writes of this grant may stop early; each still reports its own outcome."""
 
     session: int
     grant: int
 
 
-@dataclass(frozen=True, slots=True)
-class FenceWriter:
+class FenceWriter(Struct, frozen=True):
     """A write's outcome is unknown: kill what writes for this session, then call `fenced`."""
 
     session: int
 
 
-@dataclass(frozen=True, slots=True)
-class Leased:
+class Leased(Struct, frozen=True):
     """Prefill: every decode rank has leased slots for the room, what is computed now leaves at once. Decode: this one
     has, and the room waits for nobody's slots any more."""
 
     room: int
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(Struct, frozen=True):
     """Every grant of the room has landed."""
 
     room: int
     kv_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
+class Drained(Struct, frozen=True):
     """The room has ended and nothing reads its pages any more: the engine may reuse them. Said once."""
 
     room: int

@@ -30,14 +30,20 @@ class EventQueue:
 
     def call(self, room: int, after: Event | None, call: Callable[[], None]) -> None:
         """Calls after `after` and after every earlier call of this room."""
-        queue = self._waiting.setdefault(room, deque())
+        queue = self._waiting.get(room)
+        if not queue and after is None:
+            call()
+            return
+        if queue is None:
+            queue = self._waiting[room] = deque()
         queue.append((after, call))
         if len(queue) == 1:
             self._advance(room)
 
     def forget(self, room: int) -> None:
         """Calls nothing more for this room, and asks its events no more."""
-        self._waiting.pop(room, deque()).clear()
+        if (queue := self._waiting.pop(room, None)) is not None:
+            queue.clear()
 
     def stop(self) -> None:
         """Asks no more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ Int64s = NDArray[np.int64]
 
 BYTES_MAX = 1 << 62  # every address and every sum of two is within int64
 ROW_BYTES_MAX = 1 << 30
+FEW = 32  # values: for so few, numpy's calls take longer than what they do
 
 COLUMNS = ("layer", "head_start", "head_count", "base", "page_stride", "row_stride", "row_bytes")
 _LOW = (0, 0, 1, 0, 0, 0, 1)
@@ -103,6 +105,14 @@ def holder_of(points: Int64s, starts: Int64s, ends: Int64s) -> Int64s:
 def first_true(found: NDArray[np.bool_]) -> int | None:
     """The index of the first True."""
     return int(found.argmax()) if found.any() else None
+
+
+def bounds_of(values: NDArray[np.integer[Any]]) -> tuple[int, int]:
+    """The lowest and the highest of some values, at least one."""
+    if len(values) <= FEW:
+        listed = values.tolist()
+        return min(listed), max(listed)
+    return int(values.min()), int(values.max())
 
 
 def read_only(array: Int64s) -> Int64s:

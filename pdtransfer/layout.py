@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from . import geometry
 from .errors import LocalProtocolError
-from .geometry import BYTES_MAX, COLUMNS, ROW_BYTES_MAX, Int64s, first_true
+from .geometry import BYTES_MAX, COLUMNS, ROW_BYTES_MAX, Int64s, bounds_of, first_true
 from .limits import COMPONENTS_MAX, NAME_LENGTH_MAX, PLANES_MAX
 
 Count16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
@@ -31,6 +31,7 @@ DTYPE_BYTES = {
 _KIND_LENGTH_MAX = 16
 _PAGE_SIZE_MAX = 1 << 20
 _SLOTS_MAX = 1 << 40
+_INT64_MAX = (1 << 63) - 1
 
 
 class Plane(Struct, frozen=True, array_like=True):
@@ -278,8 +279,10 @@ def expand_pages(pages: ArrayLike, page_size: int, tokens: int) -> Int64s:
         raise LocalProtocolError(f"page_size: {page_size} is no power of two")
     if tokens < 0 or not (len(indices) - 1) * page_size < tokens <= len(indices) * page_size:
         raise LocalProtocolError(f"tokens: {tokens} do not end in the last of {len(indices)} pages of {page_size}")
-    limit = np.iinfo(np.int64).max // page_size
-    if (at := first_true((indices < 0) | (indices >= limit))) is not None:
+    limit = _INT64_MAX // page_size
+    low, high = bounds_of(indices) if len(indices) else (0, 0)
+    if low < 0 or high >= limit:
+        at = first_true((indices < 0) | (indices >= limit))
         raise LocalProtocolError(f"pages[{at}]: {indices[at]} is not in 0..{limit - 1}")
     slots = indices.astype(np.int64)[:, None] * page_size + np.arange(page_size)
     return slots.reshape(-1)[:tokens]

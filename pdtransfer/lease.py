@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from .states import Word
 
 
-class Lease(Enum):
+class Lease(Word):
     """A grant as decode sees it: until ENDED its writer may touch the slots."""
 
     GRANTED = "granted"
@@ -14,7 +14,7 @@ class Lease(Enum):
     ENDED = "ended"
 
 
-class LeaseEvent(Enum):
+class LeaseEvent(Word):
     """What happens to a lease; a proof is Landed, Failed(quiescent) or Drained."""
 
     ABORT = "abort"
@@ -38,7 +38,7 @@ LEASE: dict[tuple[Lease, LeaseEvent], Lease] = {
 }
 
 
-class Duty(Enum):
+class Duty(Word):
     """A grant as its writer sees it; LANDED, FAILED and DRAINED are ends, repeated until Released."""
 
     WAITING = "waiting"  # for its room to be opened
@@ -49,7 +49,7 @@ class Duty(Enum):
     DRAINED = "drained"
 
 
-class DutyEvent(Enum):
+class DutyEvent(Word):
     """What happens to a duty. FAIL and ABORT say whether anything is in flight: BUSY if so."""
 
     OPEN = "open"

@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import LocalProtocolError
-from .geometry import Int64s, read_only
+from .geometry import FEW, Int64s, read_only
 from .pairing import Pairing
 
-_FEW = 32  # slots: for so few, numpy's calls take longer than what they do
 _BLOCK = 16_384  # slots looked at together: what is made on the way stays in the cache, and needs no fresh pages
 
 
@@ -81,7 +80,7 @@ def plan(pairing: Pairing, source_slots: Int64s, target_slots: Int64s) -> Plan:
     """
     assert source_slots.shape == target_slots.shape == (len(source_slots),), (source_slots.shape, target_slots.shape)
     rows = len(source_slots)
-    runs_of = _runs_of_few if rows <= _FEW else _runs_of_many
+    runs_of = _runs_of_few if rows <= FEW else _runs_of_many
     return Plan(pairing=pairing, runs=read_only(runs_of(pairing, source_slots, target_slots)), rows=rows)
 
 

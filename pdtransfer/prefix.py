@@ -109,8 +109,12 @@ class PrefixCache:
 
     def longest(self, keys: Sequence[bytes]) -> list[Block]:
         """The blocks that are here of those named, up to the first that is not."""
-        found = (self._blocks.get(key) for key in keys)
-        return list(takewhile(lambda block: block is not None, found))  # pyright: ignore[reportReturnType]
+        found: list[Block] = []
+        for key in keys:
+            if (block := self._blocks.get(key)) is None:
+                break
+            found.append(block)
+        return found
 
     @property
     def free_slots(self) -> list[int]:
@@ -122,24 +126,37 @@ class PrefixCache:
     def allocate(self, rows: Sequence[int], blocks: list[Block], *, queried: int = 0) -> Holding | None:
         """Slots for `rows[i]` rows of component i, of which `blocks` hold the first ones; None, with nothing changed,
         where one component lacks slots. Blocks that nobody claims make room. `queried` keys had been asked for."""
-        rest = [count - len(blocks) * rows_each for count, rows_each in zip(rows, self._rows, strict=True)]
-        idle = len(self._idle) - sum(not block.claims for block in blocks)
-        needed = 0  # blocks to evict
-        for slots, rows_each in zip(self.arena.lacking(rest), self._rows, strict=True):
-            if slots > idle * rows_each:
-                return None
-            needed = max(needed, -(-slots // rows_each) if slots else 0)
-        self.changes += 1
-        self._claim(blocks)
-        self._evict(needed)
-        holding = self.arena.allocate(rest)
-        assert holding is not None
-        holding.blocks, holding.prefix = blocks, len(blocks) * self.block_tokens
+        rest = rows
         if blocks:
+            rest = [count - len(blocks) * rows_each for count, rows_each in zip(rows, self._rows, strict=True)]
+        holding = self.arena.allocate(rest)
+        if holding is None:
+            needed = self._to_evict(rest, blocks)
+            if needed is None:
+                return None
+            self._claim(blocks)
+            self._evict(needed)
+            holding = self.arena.allocate(rest)
+            assert holding is not None
+        else:
+            self._claim(blocks)
+        self.changes += 1
+        if blocks:
+            holding.blocks, holding.prefix = blocks, len(blocks) * self.block_tokens
             holding.extents = tuple(self._extents(blocks, at, own) for at, own in enumerate(holding.own))
         self.queried_tokens += queried * self.block_tokens
         self.hit_tokens += holding.prefix
         return holding
+
+    def _to_evict(self, rest: Sequence[int], blocks: Sequence[Block]) -> int | None:
+        """How many idle blocks, none of `blocks`, make room for `rest` rows a component; None: all are too few."""
+        idle = len(self._idle) - sum(not block.claims for block in blocks)
+        needed = 0
+        for slots, rows_each in zip(self.arena.lacking(rest), self._rows, strict=True):
+            if slots > idle * rows_each:
+                return None
+            needed = max(needed, -(-slots // rows_each) if slots else 0)
+        return needed
 
     def keep(self, holding: Holding, keys: Sequence[bytes]) -> None:
         """The prompt of this room is all there, and no lease on it is left: its full blocks are shared from here on.

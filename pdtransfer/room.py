@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from .states import Word
 
 
-class DecodeRoom(Enum):
+class DecodeRoom(Word):
     """A room on the decode side."""
 
     CONNECTING = "connecting"  # a session of its prefill ranks is not up yet, or has its window full
@@ -17,7 +17,7 @@ class DecodeRoom(Enum):
     FAILED = "failed"
 
 
-class DecodeRoomEvent(Enum):
+class DecodeRoomEvent(Word):
     """What happens to a room on the decode side."""
 
     CONNECT = "connect"
@@ -44,7 +44,7 @@ DECODE_ROOM: dict[tuple[DecodeRoom, DecodeRoomEvent], DecodeRoom] = {
 }
 
 
-class PrefillRoom(Enum):
+class PrefillRoom(Word):
     """A room on the prefill side; its pages may be reused once it has ended and its last write is over."""
 
     OPEN = "open"  # the engine computes and offers cells
@@ -53,7 +53,7 @@ class PrefillRoom(Enum):
     FAILED = "failed"
 
 
-class PrefillRoomEvent(Enum):
+class PrefillRoomEvent(Word):
     """What happens to a room on the prefill side."""
 
     FINISH = "finish"

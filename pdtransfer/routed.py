@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from .errors import Cause
+from .states import Word
 from .wire import Begin, End, Sampling
 from .workers import Worker
 
@@ -21,7 +21,7 @@ class Request:
     salt: bytes = b""
 
 
-class Leg(Enum):
+class Leg(Word):
     """A room on one of its two workers."""
 
     BEGINNING = "beginning"  # Begin repeats
@@ -30,7 +30,7 @@ class Leg(Enum):
     ENDED = "ended"  # its End has arrived, with all tokens that it counts, or its worker is lost
 
 
-class LegEvent(Enum):
+class LegEvent(Word):
     """What happens to a room on one worker."""
 
     BEGUN = "begun"
@@ -57,7 +57,7 @@ LEG: dict[tuple[Leg, LegEvent], Leg] = {
 }
 
 
-class RouterRoom(Enum):
+class RouterRoom(Word):
     """A room as its client sees it. One that is FINISHED or FAILED stays until both legs have ended."""
 
     OPEN = "open"
@@ -65,7 +65,7 @@ class RouterRoom(Enum):
     FAILED = "failed"
 
 
-class RouterEvent(Enum):
+class RouterEvent(Word):
     """What happens to a room at its router."""
 
     FINISH = "finish"

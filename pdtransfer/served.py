@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from enum import Enum
 
 from .errors import Cause
 from .session.lives import Lives
+from .states import Word
 from .wire import End
 
 
-class ServiceRoom(Enum):
+class ServiceRoom(Word):
     """A router's room on a daemon."""
 
     RUNNING = "running"
@@ -20,7 +20,7 @@ class ServiceRoom(Enum):
     ENDED = "ended"
 
 
-class ServiceEvent(Enum):
+class ServiceEvent(Word):
     """What happens to a room on a daemon."""
 
     STOP = "stop"

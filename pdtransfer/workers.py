@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Literal
 
 from .effects import Send
@@ -17,21 +16,21 @@ from .errors import Cause
 from .limits import PREFIX_PLACED_BLOCKS_MAX, Limits
 from .prefix import KnownPrefixes, block_keys, root_key
 from .session.lives import Lives
-from .states import step
+from .states import Word, step
 from .timers import Timers
 from .wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 
 GREETINGS_WANTED = frozenset({"hello_first", "hello_required"})  # a Reject that only wants to know who speaks
 
 
-class Presence(Enum):
+class Presence(Word):
     """A worker as its router sees it."""
 
     SOUGHT = "sought"  # Hello repeats
     THERE = "there"
 
 
-class PresenceEvent(Enum):
+class PresenceEvent(Word):
     """What happens to a worker."""
 
     WELCOME = "welcome"

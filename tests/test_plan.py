@@ -149,7 +149,7 @@ def test_runs_are_maximal(data: Any) -> None:
     source, target, source_slots, target_slots = drawn(data)
     pairing = pair(source.layout, target.layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "_FEW", data.draw(st.sampled_from(FEW)))
+        patch.setattr(plan_module, "FEW", data.draw(st.sampled_from(FEW)))
         planned = plan(pairing, source_slots, target_slots)
     assert planned.runs.tolist() == runs_one_by_one(pairing, source_slots, target_slots)
     assert planned.rows == len(source_slots)
@@ -216,7 +216,7 @@ def test_an_empty_plan_has_nothing() -> None:
 def test_slots_outside_a_pool_make_no_plan(
     few: int, source_slots: list[int], target_slots: list[int], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "_FEW", few)
+    monkeypatch.setattr(plan_module, "FEW", few)
     source, target = (Pool(name="page_head", model=mha(), page_size=8, slots=slots).layout for slots in (32, 16))
     with pytest.raises(LocalProtocolError, match=text):
         plan(pair(source, target), np.array(source_slots), np.array(target_slots))

@@ -158,12 +158,12 @@ class DecodeNode:
 
     def _perform(self, effect: DecodeEffect) -> None:
         match effect:
-            case Send(peer, message):
-                self.bus.send(peer, message)
+            case Send():  # without sub-patterns, which cost as much as the call
+                self.bus.send(effect.peer, effect.message)
             case Ready() | RoomFailed():
                 self._tell(effect)
-            case Leased(room):
-                self._leased(room)
+            case Leased():
+                self._leased(effect.room)
             case Offer(_, session):
                 reach = self._transport.offer(session)
                 self._run(self.core.offered(session, reach, self._loop.time()))

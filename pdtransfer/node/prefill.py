@@ -94,11 +94,11 @@ class PrefillNode:
 
         A wrong cell fails the room.
         """
-        self._call(room, after, lambda: self._run(self.core.push(room, cell)))
+        self._events.call(room, after, lambda: self._push(room, cell))
 
     def finish(self, room: int, *, aux: bytes, after: Event | None = None) -> None:
         """No more cells, once `after` has fired and every cell has been offered."""
-        self._call(room, after, lambda: self._finish(room, aux))
+        self._events.call(room, after, lambda: self._finish(room, aux))
 
     def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
         """Gives a room up; Drained says when its pages are safe."""
@@ -137,16 +137,16 @@ class PrefillNode:
 
     def _perform(self, effect: PrefillEffect) -> None:
         match effect:
-            case Send(peer, message):
-                self.bus.send(peer, message)
+            case Send():  # without sub-patterns, which cost as much as the call
+                self.bus.send(effect.peer, effect.message)
             case Write():
                 self._started_ns[effect.session, effect.write] = time.monotonic_ns()
                 self._transport.write(effect, self._wrote)
             case Leased() | Landed() | RoomFailed():
                 self._tell(effect)
-            case Drained(room):
-                self._events.forget(room)
-                self.copy_ns.pop(room, None)
+            case Drained():
+                self._events.forget(effect.room)
+                self.copy_ns.pop(effect.room, None)
                 self._tell(effect)
             case StopWriting(session, grant):
                 self._transport.cancel(session, grant)
@@ -162,18 +162,18 @@ class PrefillNode:
                     "session %#x: a write's outcome is unknown; restart this process to give its slots back", session
                 )
 
-    def _call(self, room: int, after: Event | None, call: Callable[[], None]) -> None:
-        def checked() -> None:
-            try:
-                call()
-            except LocalProtocolError as error:
-                self.abort(room, Cause.REFUSED, str(error))
-
-        self._events.call(room, after, checked)
+    def _push(self, room: int, cell: Cell) -> None:
+        try:
+            self._run(self.core.push(room, cell))
+        except LocalProtocolError as error:
+            self.abort(room, Cause.REFUSED, str(error))
 
     def _finish(self, room: int, aux: bytes) -> None:
         self.stamp_ns = time.monotonic_ns()
-        self._run(self.core.finish(room, aux=aux, now=self._loop.time()))
+        try:
+            self._run(self.core.finish(room, aux=aux, now=self._loop.time()))
+        except LocalProtocolError as error:
+            self.abort(room, Cause.REFUSED, str(error))
 
     def _wrote(self, order: Write, outcome: Outcome, detail: str, checksum: int) -> None:
         self.stamp_ns = time.monotonic_ns()

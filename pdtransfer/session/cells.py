@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..arena import ExtentSet
 from ..errors import Cause, LocalProtocolError
+from ..geometry import bounds_of
 from ..layout import Component
 from ..room import PrefillRoom
 from .duties import DutyEntry
@@ -53,13 +54,15 @@ class Room:
         first, end = component.layout.layer_range
         if not first <= cell.layers[0] < cell.layers[1] <= end:
             raise LocalProtocolError(f"layers: {list(cell.layers)} of [{first}, {end})")
-        low, high = int(cell.source_slots.min()), int(cell.source_slots.max())
+        low, high = bounds_of(cell.source_slots)
         if low < 0 or high >= component.layout.slots:
             raise LocalProtocolError(f"slots: {low}..{high} of a pool of {component.layout.slots}")
-        extent = np.array([[cell.first_row, len(cell.source_slots)]], dtype=np.int64)
         for (name, other_first, other_end), offered in self._offered.items():
             apart = other_end <= cell.layers[0] or cell.layers[1] <= other_first
-            if name == cell.component and not apart and offered.overlaps(extent):
+            if name == cell.component and not apart and offered.overlaps_run(cell.first_row, end_row - cell.first_row):
                 raise LocalProtocolError(f"cell: rows [{cell.first_row}, {end_row}) were offered already")
-        self._offered.setdefault((cell.component, *cell.layers), ExtentSet()).add(extent)
+        key = cell.component, *cell.layers
+        if (offered := self._offered.get(key)) is None:
+            offered = self._offered[key] = ExtentSet()
+        offered.add_run(cell.first_row, end_row - cell.first_row)
         self.cells.append(cell)

@@ -123,10 +123,9 @@ class DecodeSessions:
         for name in room.sources:
             if name not in self.places:
                 self.links.redial(name, now)
-            refusal = self.links.unfit(name, now, self._arena_bytes)
-            if refusal is not None:
-                self._fail(room, *refusal, now)
-                return self._effects(now)
+        if (refusal := self._unfit(room, now)) is not None:
+            self._fail(room, *refusal, now)
+            return self._effects(now)
         self.places.wait(room)
         for name in room.sources:
             self._connect(name)
@@ -294,14 +293,11 @@ class DecodeSessions:
             if (head := self.admission.head()) is None:
                 return
             room = self.rooms[head]
-            refusal = next(
-                filter(None, (self.links.unfit(name, now, self._arena_bytes) for name in room.sources)), None
-            )
-            if refusal is not None:
+            if (refusal := self._unfit(room, now)) is not None:
                 self._fail(room, *refusal, now)
                 continue
-            for landed in list(self._unkept.values()):  # so that it shares with all that were READY before
-                self._keep(landed)
+            while self._unkept:  # so that it shares with all that were READY before
+                self._keep(next(iter(self._unkept.values())))
             holding = self.admission.admit(now)
             if holding is None:
                 return
@@ -317,6 +313,13 @@ class DecodeSessions:
             for session in sessions:
                 self.leases.grant(room, session, send_aux=session.peer == room.sources[0], verify=self._verify, now=now)
 
+    def _unfit(self, room: Room, now: float) -> tuple[Cause, str] | None:
+        """Why one of its sources may not be granted now, if so."""
+        for source in room.sources:
+            if (refusal := self.links.unfit(source, now, self._arena_bytes)) is not None:
+                return refusal
+        return None
+
     def _ready(self, room: Room, now: float) -> None:
         assert room.holding is not None
         room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.COMPLETE)
@@ -326,7 +329,7 @@ class DecodeSessions:
             self._unkept[room.id] = room
             self.links.timers.set(("keep", room.id, 0), now)  # a turn later: the engine need not wait for it
         slots = room.slots_of(self.arena.components)
-        self._out.append(Ready(room.id, slots, room.aux, sum(lease.kv_bytes for lease in room.leases), room.prefix))
+        self._out.append(Ready(room.id, slots, room.aux, sum([lease.kv_bytes for lease in room.leases]), room.prefix))
 
     def _keep(self, room: Room) -> None:
         """The prompt of a READY room enters the cache, once."""

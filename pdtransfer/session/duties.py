@@ -7,27 +7,26 @@ finds a number that was forgotten, and the window keeps the ledger small.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena import Extents, ExtentSet, slots_below, slots_of
+from ..arena import Extents, ExtentSet, end_of, slot_count, slots_below, slots_of
 from ..checksum import CHECKSUM_BYTES, MASK
 from ..errors import Cause, RemoteProtocolError
 from ..layout import Component
 from ..lease import DUTY, DUTY_ENDS, Duty, DutyEvent
 from ..limits import TEXT_LENGTH_MAX
-from ..states import step
+from ..states import Word, step
 from ..wire import Drained, Failed, Grant, Landed, Part, Reach, unpack_extents
 from .parts import prefix_rows
 
 EndMessage: TypeAlias = Landed | Failed | Drained
 
 
-class WriterState(Enum):
+class WriterState(Word):
     """A session on the prefill side; only MAPPING and UP take messages."""
 
     MAPPING = "mapping"  # the shell maps the arena
@@ -37,7 +36,7 @@ class WriterState(Enum):
     CLOSED = "closed"
 
 
-class WriterEvent(Enum):
+class WriterEvent(Word):
     """What happens to a session on the prefill side."""
 
     MAP = "map"
@@ -87,6 +86,11 @@ class DutyEntry:
     in_flight: int = 0
     repeat_ms: int = 0
     end: EndMessage | None = None
+    kv_bytes: int = field(init=False)  # what it has to write
+
+    def __post_init__(self) -> None:
+        components = self.session.components
+        self.kv_bytes = sum([components[share.component].bytes_of(share.rows) for share in self.shares])
 
     @property
     def room(self) -> int | None:
@@ -97,12 +101,6 @@ class DutyEntry:
     def verify(self) -> bool:
         """Whether decode wants a checksum."""
         return self.message is not None and self.message.verify
-
-    @property
-    def kv_bytes(self) -> int:
-        """What it has to write."""
-        components = self.session.components
-        return sum(components[share.component].bytes_of(share.rows) for share in self.shares)
 
     def wrote(self, byte_count: int, checksum: int) -> None:
         """A write of it has landed."""
@@ -229,13 +227,12 @@ class WriterSession:
             text = f"rows {part.first_row}+{part.rows}, {component.name} has {rows_total} for {tokens} tokens"
             raise RemoteProtocolError(f"{field_name}.rows", text)
         extents = unpack_extents(f"{field_name}.extents", part.extents)
-        slots, granted = component.layout.slots, int(extents[:, 1].sum())
+        slots, granted, end = component.layout.slots, slot_count(extents), end_of(extents)
         if granted != part.rows:
             raise RemoteProtocolError(f"{field_name}.rows", f"{part.rows}, its extents hold {granted}")
-        if int((extents[:, 0] + extents[:, 1]).max()) > slots:
-            worst = int((extents[:, 0] + extents[:, 1]).max())
-            raise RemoteProtocolError(f"{field_name}.extents", f"end at slot {worst}, {component.name} has {slots}")
-        if (end := int(extents.sum(1).max())) > (ready := self.slots_ready[part.component]):
+        if end > slots:
+            raise RemoteProtocolError(f"{field_name}.extents", f"end at slot {end}, {component.name} has {slots}")
+        if end > (ready := self.slots_ready[part.component]):
             text = f"end at slot {end}, {ready} of {component.name} are ready in what Registered said"
             raise RemoteProtocolError(f"{field_name}.extents", text)
         claims = self._claims.setdefault(part.component, ExtentSet())

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..admission import Demand
-from ..arena import Extents, Holding, slots_below, slots_of
+from ..arena import Extents, Holding, end_of, slots_below, slots_of
 from ..errors import Cause, RemoteProtocolError
 from ..layout import Component
 from ..lease import Lease
 from ..room import DecodeRoom
+from ..states import Word
 from ..wire import Grant, Identity, Landed, Reach
 from .lives import Lives
 
 
-class SessionState(Enum):
+class SessionState(Word):
     """A session on the decode side; only UP may be granted on."""
 
     OFFERING = "offering"  # the shell prepares the hand-over
@@ -31,7 +31,7 @@ class SessionState(Enum):
     CLOSED = "closed"
 
 
-class SessionEvent(Enum):
+class SessionEvent(Word):
     """What happens to a session."""
 
     OFFER = "offer"
@@ -74,11 +74,11 @@ class LeaseEntry:
     aborted: float = 0.0  # when Abort first went out
     repeat_ms: int = 0
 
-    @property
-    def kv_bytes(self) -> int:
-        """What the writer has to write."""
+    kv_bytes: int = field(init=False)  # what the writer has to write
+
+    def __post_init__(self) -> None:
         components = self.session.components
-        return sum(components[part.component].bytes_of(part.rows) for part in self.message.parts)
+        self.kv_bytes = sum([components[part.component].bytes_of(part.rows) for part in self.message.parts])
 
     def check(self, message: Landed) -> None:
         """RemoteProtocolError where the writer says something else than what was granted."""
@@ -110,13 +110,13 @@ class Session:
 
     def extents_of(self, holding: Holding) -> tuple[Extents, ...]:
         """Where the rows of its components go."""
-        return tuple(holding.extents[place] for place in self.places)
+        return tuple([holding.extents[place] for place in self.places])
 
     def covers(self, holding: Holding) -> bool:
         """Whether the writer has ready where the rows of its components go."""
         assert self.reach is not None
         return self.bytes_ready >= self.reach.arena_bytes or all(
-            not len(extents) or int(extents.sum(1).max()) <= slots_below(component.layout, self.bytes_ready)
+            end_of(extents) <= slots_below(component.layout, self.bytes_ready)
             for component, extents in zip(self.components, self.extents_of(holding), strict=True)
         )
 

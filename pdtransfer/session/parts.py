@@ -15,7 +15,7 @@ _PART_BYTES = 32  # of a part without its extents, and more than it has
 
 def sent_bytes(components: Sequence[Component], *, tokens: int, prefix: int) -> int:
     """Bytes that cross for a room of `tokens` tokens, the first `prefix` of which decode already holds."""
-    return sum(c.bytes_of(c.rows(tokens) - prefix_rows(c, prefix)) for c in components)
+    return sum([c.bytes_of(c.rows(tokens) - prefix_rows(c, prefix)) for c in components])
 
 
 def parts_of(
@@ -33,8 +33,12 @@ def parts_of(
 
 def fits_a_grant(extents: Sequence[Extents], frame_bytes_max: int) -> bool:
     """Whether one Grant can name so many extents: the protocol bounds those of a part, the peer a frame's bytes."""
-    frame_bytes = _GRANT_BYTES + sum(_PART_BYTES + 8 * len(each) for each in extents)
-    return frame_bytes <= frame_bytes_max and all(len(each) <= PART_EXTENTS_MAX for each in extents)
+    frame_bytes = _GRANT_BYTES
+    for each in extents:
+        if len(each) > PART_EXTENTS_MAX:
+            return False
+        frame_bytes += _PART_BYTES + 8 * len(each)
+    return frame_bytes <= frame_bytes_max
 
 
 def prefix_rows(component: Component, prefix: int) -> int:

@@ -588,21 +588,38 @@ def test_what_cannot_be_mapped_is_rejected_with_the_reason() -> None:
     assert end.core.sessions == {}
 
 
-def test_another_session_of_a_peer_closes_the_one_before() -> None:
+def test_the_first_word_on_another_session_of_a_peer_closes_the_one_before() -> None:
     end = PrefillEnd()
     end.up()
     end.open()
     end.hear(grant())
-    effects = end.hear(end.register(0xA1))
+    end.up(0xA1)
+    effects = end.hear(Abort(0xA1, 1))
     assert failure(effects) == (1, Cause.PEER_RESTARTED)
     assert of(effects, Unmap) == [Unmap(S)]
-    assert [effect.session for effect in of(effects, Map)] == [0xA1]
+    assert end.core.sessions.keys() == {0xA1}
+
+
+def test_a_late_register_of_a_dead_process_costs_the_next_one_nothing() -> None:
+    """It carries no incarnation, and its session was never heard of; but nobody can map what it offers."""
+    end = PrefillEnd()
+    end.up()
+    end.open()
+    end.hear(grant())
+    effects = end.hear(end.register(0xDEAD))
+    assert [effect.session for effect in of(effects, Map)] == [0xDEAD]
+    assert of(effects, RoomFailed) == []
+    effects = end.core.unmappable(0xDEAD, "the hand-over was revoked", end.now)
+    assert [message.session for message in sent(effects, Reject)] == [0xDEAD]
+    assert end.core.sessions.keys() == {S}
+    assert 1 in end.core.rooms
 
 
 def test_a_late_register_of_an_ended_session_changes_nothing() -> None:
     end = PrefillEnd()
     end.up(S)
     end.up(0xA1)
+    end.hear(Abort(0xA1, 1))
     effects = end.hear(end.register(S))
     assert sent(effects, Reject) == [Reject(S, "unknown_session", ())]
     assert of(effects, Map) == []

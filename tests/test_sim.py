@@ -35,7 +35,8 @@ def test_worlds_show_what_they_are_for() -> None:
         "partitions", "one-way partitions", "messages held at a cut", "cells that the engine forgets",
         "Failed before its writing has ended", "router kills", "rooms of dead routers", "retries",
         "tokens shared", "blocks evicted", "rooms with a rank left out", "decode nodes that stay away",
-        "fences of who stays away",
+        "fences of who stays away", "grants that waited for memory", "grants read back",
+        "grants read back after the room failed", "rooms with a corrupted row",
         "requests: finished", "requests: its router died", "requests: failed full",
     ):  # fmt: skip
         assert seen[what] > 0, f"{what}: {sorted(seen.items())}"

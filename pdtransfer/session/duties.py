@@ -144,6 +144,7 @@ class WriterSession:
     reach: Reach
     window: int
     state: WriterState = WriterState.MAPPING
+    spoken_on: bool = False  # by its owner, after Register
     bytes_ready: int = 0
     slots_ready: tuple[int, ...] = ()  # the same, for each component: its first slots
     floor: int = 1  # every lower number has ended, and its end was acknowledged

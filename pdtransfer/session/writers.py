@@ -97,7 +97,7 @@ class Writers:
                     if session is not None:
                         self.close(session, Cause.PEER_LOST, f"{name} ended the session: {message.reason}", now)
                 elif session is not None:
-                    self._told(session, message, now)
+                    self._hear(session, message, now)
                 else:
                     self._out(Send(name, Reject(message.session, "unknown_session", ())))
             case _:
@@ -225,19 +225,41 @@ class Writers:
         if differences:
             self._reject(peer.name, message.session, Cause.REFUSED, *differences[:FIELDS_MAX])
             return
-        for other in self._open_of(peer.name):
-            self.close(other, Cause.PEER_RESTARTED, f"{peer.name} opened another session", now)
-        of_peer = sum(session.peer == peer.name for session in self.sessions.values())
-        for name, count in (("peer_sessions_max", of_peer), ("sessions_max", len(self.sessions))):
-            if count >= (most := getattr(self._limits, name)):
-                self._reject(peer.name, message.session, Cause.FULL, f"sessions: {count} not over, {name} is {most}")
-                return
+        if self._full(peer.name):
+            for other in self._open_of(peer.name):
+                self.close(other, Cause.PEER_RESTARTED, f"{peer.name} opened another session", now)
+        if full := self._full(peer.name):
+            self._reject(peer.name, message.session, Cause.FULL, full)
+            return
         session = WriterSession(message.session, peer.name, message.components, message.reach, peer.window)
         self.sessions[session.id] = session
         if session.components:
             self._out(Map(session.id, message.reach, message.components))
         else:  # It sends nothing, so it maps nothing.
+            self._supersede(session, now)
             self.mapped(session.id, message.reach.arena_bytes)
+
+    def _full(self, name: str) -> str:
+        """Why this peer can have no other session now, if so."""
+        of_peer = sum(session.peer == name for session in self.sessions.values())
+        for limit, count in (("peer_sessions_max", of_peer), ("sessions_max", len(self.sessions))):
+            if count >= (most := getattr(self._limits, limit)):
+                return f"sessions: {count} not over, {limit} is {most}"
+        return ""
+
+    def _hear(self, session: WriterSession, message: Grant | Abort | Released, now: float) -> None:
+        if not session.spoken_on:
+            session.spoken_on = True
+            self._supersede(session, now)
+        self._told(session, message, now)
+
+    def _supersede(self, session: WriterSession, now: float) -> None:
+        """Its owner has another session no more. Register alone does not say so: it may come late from a process that
+        is dead, whose arena nobody can map, and whose next one has a session already."""
+        for other in self._open_of(session.peer):
+            if other is session:
+                break
+            self.close(other, Cause.PEER_RESTARTED, f"{session.peer} opened another session", now)
 
     def _differences(self, message: Register) -> list[str]:
         """What is registered and is not what this prefill holds, a line for each field, with both values.

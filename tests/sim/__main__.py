@@ -1,7 +1,7 @@
 """Runs the simulator by hand: each seed is a world of its own, and any failure is replayed by its seed alone.
 
 python -m tests.sim --seeds 100000 --jobs 4      many seeds, in four processes
-python -m tests.sim --rooms 1000000 --jobs 2     as many as it takes for so many rooms
+python -m tests.sim --rooms 1000000 --jobs 2     as many as it takes for so many rooms; says now and then how far it is
 python -m tests.sim --seed 7 --trace             one seed, with every message and event
 python -m tests.sim --mutant NAME                how many seeds of its kind a planted bug takes to be caught
 """
@@ -9,6 +9,7 @@ python -m tests.sim --mutant NAME                how many seeds of its kind a pl
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import shlex
 import sys
@@ -24,6 +25,8 @@ from .mutants import MUTANTS
 from .profile import KINDS, draw
 from .world import Violation, World
 
+PROGRESS_S = 60.0
+
 
 @dataclass(slots=True)
 class Tally:
@@ -32,11 +35,24 @@ class Tally:
     seeds: int = 0
     seen: Counter[str] = field(default_factory=Counter[str])
     failure: str = ""
+    cpu: float = 0.0  # seconds
+
+    def __str__(self) -> str:
+        rooms, ready = self.seen["rooms"], self.seen["ready"]
+        share = f"{ready / max(1, rooms):.0%}"
+        return f"{self.seeds} seeds, {rooms} rooms, {ready} READY ({share}), {self.cpu:.1f} s of CPU"
+
+    def add(self, other: Tally) -> None:
+        self.seeds += other.seeds
+        self.seen += other.seen
+        self.failure = self.failure or other.failure
+        self.cpu += other.cpu
 
 
 def run(seeds: Iterable[int], *, kind: str | None = None, trace: bool = False, replay: str = "") -> Tally:
     """Runs seeds up to the first that fails, for whatever reason: an exception of the code under test is one, too."""
-    tally = Tally()
+    tally, start = Tally(), time.process_time()
+    gc.set_threshold(100_000)  # a world is large, and lives on: looking for garbage as often as usual takes a sixth
     for seed in seeds:
         world = World(seed, draw(seed, kind))
         world.trace = [] if trace else None
@@ -52,6 +68,7 @@ def run(seeds: Iterable[int], *, kind: str | None = None, trace: bool = False, r
             print("\n".join(world.trace))
         if tally.failure:
             break
+    tally.cpu = time.process_time() - start
     return tally
 
 
@@ -74,6 +91,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kind", choices=KINDS, help="worlds of this kind only (default: all in turn)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in (default 1)")
+    parser.add_argument("--go-on", action="store_true", help="run on after a failure; each is printed with its seed")
     parser.add_argument("--trace", action="store_true", help="print every message and event")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), help="plant this bug first")
     return parser.parse_args()
@@ -102,26 +120,33 @@ def main() -> int:
     else:
         # A worker is forked, and so has the mutant too.
         with ProcessPoolExecutor(options.jobs) as pool:
-            under_way = deque[Future[Tally]]()
-            batches = _batches(options)
-            while not total.failure:
+            under_way = deque[tuple[range, Future[Tally]]]()
+            batches, said = _batches(options), start
+
+            def submit(seeds: range) -> None:
+                job = pool.submit(run, seeds, kind=kind, trace=options.trace, replay=replay)
+                under_way.append((seeds, job))
+
+            while not total.failure or options.go_on:
                 wanted = not options.rooms or total.seen["rooms"] < options.rooms
                 wanted = wanted and time.perf_counter() - start < 60 * options.minutes
                 while wanted and len(under_way) <= options.jobs and (seeds := next(batches, None)) is not None:
-                    under_way.append(pool.submit(run, seeds, kind=kind, trace=options.trace, replay=replay))
+                    submit(seeds)
                 if not under_way:
                     break
-                tally = under_way.popleft().result()
-                total.seeds += tally.seeds
-                total.seen += tally.seen
-                total.failure = tally.failure
-    seen, seconds = total.seen, time.perf_counter() - start
+                seeds, job = under_way.popleft()
+                total.add(tally := job.result())
+                if tally.failure and options.go_on:
+                    print(tally.failure, flush=True)
+                    submit(seeds[tally.seeds :])
+                if time.perf_counter() - said > PROGRESS_S:
+                    said = time.perf_counter()
+                    print(f"{total} in {said - start:.0f} s, up to seed {seeds[-1]}", flush=True)
     if total.failure:
         print(total.failure)
     elif options.seed is None:
-        print(", ".join(f"{count} {what}" for what, count in sorted(seen.items()) if what not in ("rooms", "ready")))
-    share = seen["ready"] / max(1, seen["rooms"])
-    print(f"{total.seeds} seeds, {seen['rooms']} rooms, {seen['ready']} READY ({share:.0%}), {seconds:.1f} s")
+        print(", ".join(f"{count} {what}" for what, count in sorted(total.seen.items())))
+    print(f"{total} in {time.perf_counter() - start:.1f} s")
     return 1 if total.failure else 0
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from pdtransfer import effects as fx
 from pdtransfer.arena import FreeExtents
+from pdtransfer.checksum import MASK
 from pdtransfer.lease import Lease
 from pdtransfer.prefix import PrefixCache
 from pdtransfer.session.decode import DecodeSessions
 
-from .pools import Int64s, holds, places
+from .pools import ROW, Int64s, checksum, holds, places
 
 if TYPE_CHECKING:
     from .prefills import PrefillNode
@@ -30,13 +31,26 @@ def is_shared(cache: PrefixCache, component: int, slot: int) -> bool:
 
 
 @dataclass(eq=False)
+class Backing:
+    """One life of a decode node's arena, which outlives the node."""
+
+    memory: Int64s
+    byte_count: int  # of its first bytes there is memory
+
+    @property
+    def whole(self) -> bool:
+        return self.byte_count == len(self.memory) * ROW
+
+
+@dataclass(eq=False)
 class Mapping:
-    """One life of a decode node's arena, as a writer maps it; it outlives the node."""
+    """An arena as a writer maps it."""
 
     name: str
-    memory: Int64s
+    arena: Backing
     core: DecodeSessions
     live: set[Mapping]  # those of the session that can still write
+    ready: int = 0  # bytes that the writer has in its page table
 
 
 class Copy:
@@ -50,12 +64,15 @@ class Copy:
         ours = next(each for each in node.components if each.name == theirs.name)
         self.source, self.session = node.rooms[order.room], self.mapping.core.links.sessions.get(order.session)
         self.lease = None if self.session is None else self.session.leases.get(order.grant)
+        self.theirs, self.checksum = theirs, 0
         # Which words of a row: their heads, by either side's count of layers and heads.
         heads, here, there = holds(theirs).heads, holds(ours), holds(theirs)
         self.targets = places(theirs), there.layers[0]
         cut = slice(heads[0] - here.heads[0], heads[1] - here.heads[0])
         self.sources = places(ours)[:, cut], here.layers[0]
         world, p = self.world, self.world.profile
+        if (int(self.targets[0][:, :, order.target_slots].max()) + 1) * ROW > self.mapping.ready:
+            world.fail(f"{node.name} writes {self.mapping.name} for grant {order.grant} where it has no memory yet")
         total = world.stretch(p.write, 0.0 if world.healed else p.write_tail)
         self.fails = not world.healed and world.rng.random() < p.write_fails
         rows = len(order.source_slots)
@@ -68,6 +85,8 @@ class Copy:
         unknown = not world.healed and world.rng.random() < p.write_unknown
         self.unknown_at = world.rng.randrange(len(self.pieces) + 1) if unknown else None
         self.deaf = bool(p.write_deaf) and world.rng.random() < p.write_deaf
+        # The last piece to land arrives with another bit.
+        self.corrupts = bool(p.corrupts) and not world.healed and world.rng.random() < p.corrupts
         self.each = total / (len(self.pieces) + 1)
         world.at(self.each, self._next)
 
@@ -92,10 +111,12 @@ class Copy:
     def _report(self, outcome: fx.Outcome) -> None:
         node, order = self.node, self.order
         self.told = True
-        node.act(
-            self.life,
-            lambda: node.perform(node.core.wrote(order.session, order.write, outcome, "the copy failed", node.clock)),
-        )
+
+        def tell() -> None:
+            detail, checksum = "the copy failed", self.checksum
+            node.perform(node.core.wrote(order.session, order.write, outcome, detail, node.clock, checksum=checksum))
+
+        node.act(self.life, tell)
 
     def _land(self, layer: int, low: int, high: int, *, alive: bool) -> None:
         """Invariant 1: the target is this grant's still; the source is the room's still (its words say whose it is)."""
@@ -113,5 +134,17 @@ class Copy:
         world.seen["pieces by orphans"] += not alive
         world.seen["pieces after the room failed"] += lease.state is not Lease.GRANTED
         (to, first), (from_, from_first) = self.targets, self.sources
+        at = to[layer - first][:, targets]
         words = node.pool[from_[layer - from_first][:, sources]] if alive else -1
-        self.mapping.memory[to[layer - first][:, targets]] = words
+        self.mapping.arena.memory[at] = words
+        if alive and self.order.verify:
+            found = checksum(self.theirs, (layer, layer + 1), self.order.first_row + low, words[None])
+            self.checksum = (self.checksum + found) & MASK
+        if self.corrupts and not self.pieces:
+            self._corrupt(at)
+
+    def _corrupt(self, at: Int64s) -> None:
+        rng, reader = self.world.rng, self.world.decodes[self.mapping.name]
+        self.mapping.arena.memory[rng.choice(at.ravel())] ^= 1 << rng.randrange(63)
+        if reader.core is self.mapping.core:
+            reader.rooms[self.order.room].corrupted = True

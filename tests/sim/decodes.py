@@ -6,13 +6,15 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pdtransfer import effects as fx
+from pdtransfer.arena import slots_of
+from pdtransfer.checksum import MASK
 from pdtransfer.lease import Lease
 from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.ledger import SessionState
-from pdtransfer.wire import Abort, Failed, Grant, Identity, Landed, Load, Message, Ranks, Reach
+from pdtransfer.wire import Abort, Failed, Grant, Identity, Landed, Load, Message, Ranks, Reach, Register, Registered
 
-from .copies import Mapping
-from .pools import ROW, Shape, components, memory
+from .copies import Backing, Mapping, is_free
+from .pools import ROW, Shape, checksum, components, holds, memory, places
 from .process import Alarm, Process
 from .rooms import Target
 from .services import DecodeDesk
@@ -26,29 +28,43 @@ class DecodeNode(Process):
 
     def __init__(self, world: World, name: str, *, shape: Shape, ranks: Ranks) -> None:
         super().__init__(world, name)
-        self.components = components(world.profile.arena_tokens, 1, shape, page_first=True)
+        self.components = components(world.profile.arena_tokens, 1, shape, page_first=True, kv_first=False)
         self._arena_bytes = sum(c.bytes_of(c.layout.slots) for c in self.components)
         self._ranks = ranks
         self.rooms: dict[int, Target] = {}
         self._performed = 0
 
     def start(self) -> None:
-        world = self.world
+        world, p = self.world, self.world.profile
         self.memory = memory(self.components)
+        ends = [*sorted(world.rng.randrange(1, self._arena_bytes) for _ in range(p.chunks - 1)), self._arena_bytes]
+        self.arena = Backing(self.memory, ends[0])
         incarnation = world.rng.getrandbits(64)
         self.identity = Identity(self.name, "decode", incarnation, self._ranks, "sim", b"w", self.limits.window)
-        self.core = DecodeSessions(self.identity, self.components, self.limits, lambda: world.rng.getrandbits(63) + 1)
+        self.core = DecodeSessions(
+            self.identity, self.components, self.limits, lambda: world.rng.getrandbits(63) + 1,
+            verify=p.verify, bytes_ready=ends[0],
+        )  # fmt: skip
         self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
         self.desk = DecodeDesk(self) if world.profile.routers else None
         self.rooms = {}
         self.writers: dict[int, set[Mapping]] = {}  # session -> mappings that can still write
         self.revoked: set[int] = set()
+        self._read: set[tuple[int, int]] = set()  # grants that were read back, or are not to be
         self._evicted = 0
-        self.ends: Counter[str] = Counter()  # of sessions, by peer
+        self.ends: Counter[str] = Counter()  # of sessions by peer, and its deaths before this life
+        self.ends.update({name: node.deaths for name, node in world.prefills.items()})
         self.asked: dict[tuple[int, int], float] = {}  # when a session's grant was first given up
         self.granted: Counter[int] = Counter()  # the highest number, by session
         for peer in world.prefills:
             self.later(0.0, lambda peer=peer: self.perform(self.core.dial(peer, self.clock)))
+        for end in ends[1:]:
+            self.later(p.backing * end / self._arena_bytes, lambda end=end: self._back(end))
+
+    def _back(self, byte_count: int) -> None:
+        """There is memory for so many of the arena's first bytes."""
+        self.arena.byte_count = byte_count
+        self.perform(self.core.ready(byte_count, self.clock))
 
     def kill(self) -> None:
         """The process dies; its arena lives on, unread, as long as somebody maps it."""
@@ -84,6 +100,9 @@ class DecodeNode(Process):
             self.desk.receive(source, message)
             return
         session = self.core.links.sessions.get(getattr(message, "session", 0))
+        if session is not None and isinstance(message, Registered):
+            held = [each for each in session.leases.values() if each.state is Lease.GRANTED and not each.repeat_ms]
+            self.world.seen["grants that waited for memory"] += len(held)
         self._look_at(session, message)
         silent = {s.id for s in self.core.links.sessions.values() if s.state is SessionState.SILENT}
         self.perform(self.core.receive(source, message, self.clock))
@@ -118,17 +137,17 @@ class DecodeNode(Process):
         world = self.world
         match effect:
             case fx.Send(peer, message):
-                if isinstance(message, Grant):
-                    self._check_grant(peer, message)
-                if isinstance(message, Abort):
-                    self.asked.setdefault((message.session, message.grant), self.clock)
-                world.network.send(self, peer, message)
+                self.send(peer, message)
             case fx.Offer(_, session):
                 reach = Reach("shm", "host", self.name, b"token", 0, len(self.memory) * ROW)
                 self.writers[session] = set()
                 self.later(0.001, lambda s=session, r=reach: self.perform(self.core.offered(s, r, self.clock)))
             case fx.Fence(session):
                 self._fence(session)
+            case fx.Verify():
+                self.later(world.stretch(world.profile.write, 1.0), lambda: self._verify(effect))
+            case fx.StopVerifying(session, grant):
+                self._stop_verifying(session, grant)
             case fx.Forget(session):
                 world.seen["fences"] += 1
                 if self.writers.pop(session):
@@ -141,6 +160,28 @@ class DecodeNode(Process):
             case fx.PeerRefused() | fx.HangUp():
                 world.fail(f"{self.name}: {effect}")
 
+    def send(self, peer: str, message: Message) -> None:
+        match message:
+            case Grant():
+                self._check_grant(peer, message)
+            case Abort():
+                self.asked.setdefault((message.session, message.grant), self.clock)
+            case _:
+                pass
+        super().send(peer, message)
+        if isinstance(message, Register):
+            self._die_registering(peer)
+
+    def _die_registering(self, peer: str) -> None:
+        """What it has sent arrives late, when another process of its name has a session there. Who has not heard its
+        Hello yet would take it for the latest, since incarnations have no order."""
+        world, p = self.world, self.world.profile
+        if p.dies_registering and world.prefills[peer].deaths and not self.deaths:
+            known = [node.core.peers.get(self.name) for node in world.prefills.values()]
+            heard = all(each is not None and each.incarnation == self.identity.incarnation for each in known)
+            if heard and world.rng.random() < p.dies_registering:
+                self.later(0.0, lambda: world.kill(self))
+
     def _fence(self, session_id: int) -> None:
         """The kernel's proof: nobody can write by this session's hand-over any more."""
         world, session = self.world, self.core.links.sessions[session_id]
@@ -151,6 +192,29 @@ class DecodeNode(Process):
             world.seen["fences that had to wait"] += 1
         else:
             self.later(0.0005, lambda: self.perform(self.core.fenced(session_id, self.clock)))
+
+    def _verify(self, order: fx.Verify) -> None:
+        """Reads a grant's rows back, unless it was stopped. Invariant 1: they are nobody else's meanwhile."""
+        if (order.session, order.grant) in self._read:
+            return
+        self._read.add((order.session, order.grant))
+        world, total, names = self.world, 0, [each.name for each in self.components]
+        for part in order.parts:
+            slots = slots_of(part.extents)
+            free = self.core.arena.free[names.index(part.component.name)]
+            if any(is_free(free, slot) for slot in slots.tolist()):
+                world.fail(f"{self.name} reads slots {slots[0]}.. for grant {order.grant}, which are free")
+            got = self.memory[places(part.component)[:, :, slots]]
+            total += checksum(part.component, holds(part.component).layers, part.first_row, got)
+        world.seen["grants read back"] += 1
+        world.seen["grants read back after the room failed"] += self.rooms[order.room].failed
+        self.perform(self.core.verified(order.session, order.grant, total & MASK, "", self.clock))
+
+    def _stop_verifying(self, session: int, grant: int) -> None:
+        """Now and then it is too late."""
+        if (session, grant) not in self._read and self.world.rng.random() < 0.5:
+            self._read.add((session, grant))
+            self.later(0.0005, lambda: self.perform(self.core.verified(session, grant, 0, "stopped", self.clock)))
 
     def _count_end(self, peer: str) -> None:
         """Where nothing is lost and nobody stops, a session ends because a process has died, and for nothing else."""
@@ -180,12 +244,13 @@ class DecodeNode(Process):
         leases = [lease for session in core.links.sessions.values() for lease in session.leases.values()]
         held = {id(lease.holding): lease.holding for lease in leases}
         held |= {id(room.holding): room.holding for room in core.rooms.values() if room.holding is not None}
+        held |= {id(reading.holding): reading.holding for reading in core.verifications._open.values()}
         blocks = core.cache._blocks
         for place, free in enumerate(core.arena.free):
             taken = sum(int(holding.own[place][:, 1].sum()) for holding in held.values())
             taken += sum(count for block in blocks.values() for _, count in block.runs[place])
-            if taken != free.slots - free.free_slots:
-                world.fail(f"{self.name}: {free.slots - free.free_slots} slots are taken, {taken} are held")
+            if taken != free.ready - free.free_slots:
+                world.fail(f"{self.name}: {free.ready - free.free_slots} slots are taken, {taken} are held")
         by_peer, kept = Counter[str](), dict[int, int]()
         for lease in leases:
             if lease.state is Lease.GRANTED and lease.message.room not in core.rooms:
@@ -210,7 +275,7 @@ class DecodeNode(Process):
         landing = sum(
             room.demand.inflight_bytes - core.cache.bytes_of(room.holding.prefix)
             for room in core.rooms.values()
-            if room.state.value == "landing" and room.holding is not None
+            if room.state.value in ("landing", "verifying") and room.holding is not None
         )
         if core.admission.inflight_bytes != landing:
             world.fail(f"{self.name}: {core.admission.inflight_bytes} bytes in flight are counted, {landing} are")
@@ -233,6 +298,8 @@ class DecodeNode(Process):
         for peer in core.links.peers.values():
             if peer.up is None or peer.quarantined_bytes:
                 world.fail(f"{self.name} has no session with {peer.name} after healing, or its slots in quarantine")
+            if not self.arena.whole or peer.up.bytes_ready != self.arena.byte_count:
+                world.fail(f"{peer.name} has {peer.up.bytes_ready} bytes of {self.name} ready, of {self._arena_bytes}")
             if peer.up.reserved or not peer.up.has_place:
                 world.fail(f"{self.name} ends with places of the window taken")
         if self.desk is not None:
@@ -245,7 +312,7 @@ class DecodeNode(Process):
         return (
             not self.dead
             and self.core.idle
-            and all(peer.up for peer in links.peers.values())
+            and all(peer.up and peer.up.bytes_ready == self._arena_bytes for peer in links.peers.values())
             and len(links.sessions) == len(self.world.prefills)
             and (self.desk is None or self.desk.idle)
         )

@@ -32,6 +32,7 @@ from pdtransfer.session.ledger import LeaseEntry, Session, SessionState
 from pdtransfer.session.links import Links
 from pdtransfer.session.lives import Lives
 from pdtransfer.session.prefill import PrefillSessions
+from pdtransfer.session.verify import Verifications
 from pdtransfer.session.writers import Writers
 from pdtransfer.wire import Begun, Drained, End, Failed, Landed, Pong, Tokens
 from pdtransfer.workers import Workers
@@ -299,9 +300,9 @@ def unknown_taken_for_failed(patch: Patch) -> None:
     """A write that nobody knows the end of counts as ended."""
     wrote = PrefillSessions.wrote
 
-    def sure(self: PrefillSessions, session: int, write: int, outcome: fx.Outcome, detail: str, now: float) -> Any:
+    def sure(self: PrefillSessions, session: int, write: int, outcome: fx.Outcome, *args: Any, checksum: int) -> Any:
         known = fx.Outcome.FAILED if outcome is fx.Outcome.UNKNOWN else outcome
-        return wrote(self, session, write, known, detail, now)
+        return wrote(self, session, write, known, *args, checksum=checksum)
 
     patch(PrefillSessions, "wrote", sure)
 
@@ -602,6 +603,141 @@ def silent_peer_not_fenced(patch: Patch) -> None:
     patch(Links, "_fence", patient)
 
 
+def granted_before_it_is_ready(patch: Patch) -> None:
+    """A Grant is said whether or not its writer has its slots ready."""
+    patch(Session, "covers", lambda self, holding: True)
+
+
+def more_said_ready_than_there_is(patch: Patch) -> None:
+    """The writer says that it has the whole arena when it has some of it."""
+    mapped = Writers.mapped
+
+    def all_of_it(self: Writers, session_id: int, bytes_ready: int) -> None:
+        session = self.sessions.get(session_id)
+        mapped(self, session_id, bytes_ready if session is None else session.reach.arena_bytes)
+
+    patch(Writers, "mapped", all_of_it)
+
+
+def register_said_until_the_first_answer(patch: Patch) -> None:
+    """Register ends with the first Registered, and the one that says more may be lost."""
+    registered = Links.registered
+
+    def once(self: Links, session: Session, message: Any) -> None:
+        registered(self, session, message)
+        self.timers.clear(("register", session.id, 0))
+
+    patch(Links, "registered", once)
+
+
+def held_grants_forgotten(patch: Patch) -> None:
+    """A Grant whose slots were not ready is not said when they are."""
+    patch(Leases, "ready", lambda self, session, now: None)
+
+
+def arena_grows_no_more(patch: Patch) -> None:
+    """Slots that are backed later are never leased."""
+    patch(DecodeSessions, "ready", lambda self, bytes_ready, now: [])
+
+
+def replaced_by_register(patch: Patch) -> None:
+    """A Register ends the session before it, though a dead process may have sent it."""
+    register = Writers._open
+
+    def hasty(self: Writers, peer: Any, message: Any, now: float) -> None:
+        for other in self._open_of(peer.name):
+            self.close(other, Cause.PEER_RESTARTED, "another session", now)
+        register(self, peer, message, now)
+
+    patch(Writers, "_open", hasty)
+
+
+def checksums_not_compared(patch: Patch) -> None:
+    """What was read back is right, whatever the writer has said."""
+    end = Verifications.end
+
+    def trusting(self: Verifications, session: int, grant: int, checksum: int, detail: str) -> Any:
+        said = int.from_bytes(self._open[session, grant].checksum, "little")
+        return end(self, session, grant, said, detail)
+
+    patch(Verifications, "end", trusting)
+
+
+def ready_before_it_is_read(patch: Patch) -> None:
+    """A room is READY with its last Landed, while its rows are read back."""
+    begin, end = Verifications.begin, Verifications.end
+
+    def uncounted(self: Verifications, room: Any, *args: Any) -> str:
+        wrong = begin(self, room, *args)
+        room.verifying -= not wrong
+        return wrong
+
+    def ended(self: Verifications, session: int, grant: int, *args: Any) -> Any:
+        self._open[session, grant].room.verifying += 1
+        return end(self, session, grant, *args)
+
+    patch(Verifications, "begin", uncounted)
+    patch(Verifications, "end", ended)
+
+
+def ready_with_the_first_sum(patch: Patch) -> None:
+    """A room of several ranks is READY when the first of its grants was read back."""
+    end = Verifications.end
+
+    def hasty(self: Verifications, *args: Any) -> Any:
+        room, wrong = end(self, *args)
+        room.verifying = 0
+        return room, wrong
+
+    patch(Verifications, "end", hasty)
+
+
+def rows_not_claimed_while_they_are_read(patch: Patch) -> None:
+    """The slots of a room that fails while it is read back are free at once."""
+    begin, end = Verifications.begin, Verifications.end
+
+    def unclaimed(self: Verifications, room: Any, lease: LeaseEntry, checksum: bytes) -> str:
+        wrong = begin(self, room, lease, checksum)
+        lease.holding.claims -= not wrong
+        return wrong
+
+    def ended(self: Verifications, session: int, grant: int, *args: Any) -> Any:
+        holding = self._open[session, grant].holding
+        holding.claims += 2
+        found = end(self, session, grant, *args)
+        holding.claims -= 1
+        return found
+
+    patch(Verifications, "begin", unclaimed)
+    patch(Verifications, "end", ended)
+
+
+def wrong_rows_taken_for_a_breach(patch: Patch) -> None:
+    """One wrong row ends its writer's session, and all its rooms."""
+    verified = DecodeSessions.verified
+
+    def strict(self: DecodeSessions, session_id: int, *args: Any) -> Any:
+        before, now = self.verifications.mismatched, args[-1]
+        effects = verified(self, session_id, *args)
+        session = self.links.sessions.get(session_id)
+        if self.verifications.mismatched > before and session is not None:
+            self.links.condemn(session, Cause.TRANSFER, "wrong rows", now)
+        return effects + self._effects(now)
+
+    patch(DecodeSessions, "verified", strict)
+
+
+def sum_of_the_last_write(patch: Patch) -> None:
+    """Landed carries the checksum of the grant's last write alone."""
+    wrote = DutyEntry.wrote
+
+    def last(self: DutyEntry, byte_count: int, checksum: int) -> None:
+        self.checksum = 0
+        wrote(self, byte_count, checksum)
+
+    patch(DutyEntry, "wrote", last)
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A planted bug; to be caught within so many seeds of worlds of that kind, about three times what it took."""
@@ -664,4 +800,16 @@ MUTANTS: dict[str, Mutant] = {
     "retried after a token": Mutant(retried_after_a_token, "fleet", 15),
     "the other side not cancelled": Mutant(other_side_not_cancelled, "fleet", 6),
     "a worker's restart unnoticed": Mutant(restart_of_a_worker_unnoticed, "fleet", 9),
+    "granted before it is ready": Mutant(granted_before_it_is_ready, "growing", 3),
+    "more said ready than there is": Mutant(more_said_ready_than_there_is, "growing", 9),
+    "Register said until the first answer": Mutant(register_said_until_the_first_answer, "growing", 40),
+    "held Grants forgotten": Mutant(held_grants_forgotten, "growing", 9),
+    "an arena that grows no more": Mutant(arena_grows_no_more, "growing", 3),
+    "replaced by Register": Mutant(replaced_by_register, "restarts", 200),
+    "checksums not compared": Mutant(checksums_not_compared, "checked", 15),
+    "READY before it is read": Mutant(ready_before_it_is_read, "checked", 6),
+    "READY with the first sum": Mutant(ready_with_the_first_sum, "checked", 105),
+    "rows not claimed while they are read": Mutant(rows_not_claimed_while_they_are_read, "checked", 63),
+    "wrong rows taken for a breach": Mutant(wrong_rows_taken_for_a_breach, "checked", 15),
+    "the sum of the last write": Mutant(sum_of_the_last_write, "checked", 6),
 }

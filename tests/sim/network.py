@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from pdtransfer.wire import Message, decode, encode
+from pdtransfer import wire
+from pdtransfer.wire import Message, encode
 
 if TYPE_CHECKING:
     from .process import Process
     from .world import World
 
 
+decode = lru_cache(maxsize=4_096)(wire.decode)  # messages are frozen, and many are said again
+
+
 class Network:
-    """Carries frames between processes by their names: what comes for one that was started again meets the new one."""
+    """Carries frames between processes by their names: what comes for one that was started again meets the new one,
+    unless frames go by connections: who dialled takes its own along when it dies."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -38,7 +44,8 @@ class Network:
             if p.ordered:
                 lives = source.name, source.life, target
                 when = self._latest[lives] = max(when, self._latest.get(lives, 0.0))
-            world.at(when - world.now, lambda: self._arrive(source.name, target, frame))
+            life = world.decodes[target].life if p.ordered and target in world.decodes else 0
+            world.at(when - world.now, lambda life=life: self._arrive(source.name, target, frame, life))
 
     def cut(
         self, node: Process, *, others: list[str], inward: bool, outward: bool, holds: bool, seconds: float
@@ -68,7 +75,7 @@ class Network:
         for source, target, frame in held:
             self.world.at(0.0, lambda s=source, t=target, f=frame: self._arrive(s, t, f))
 
-    def _arrive(self, source: str, target: str, frame: bytes) -> None:
+    def _arrive(self, source: str, target: str, frame: bytes, life: int = 0) -> None:
         if (source, target) in self._cuts:
             if self._cuts[source, target]:
                 self._held.append((source, target, frame))
@@ -76,6 +83,6 @@ class Network:
             return
         process = self.world.processes[target]
         if process.frozen:
-            process.backlog.append(lambda: self._arrive(source, target, frame))
-        elif not process.dead:
+            process.backlog.append(lambda: self._arrive(source, target, frame, life))
+        elif not process.dead and life in (0, process.life):
             process.receive(source, decode(frame))

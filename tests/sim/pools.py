@@ -8,11 +8,14 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from pdtransfer.checksum import Words, lines_of
+from pdtransfer.checksum import _of_words as hash_words
 from pdtransfer.layout import Component, Layout, Plane, Span
 
 Int64s = NDArray[np.int64]
 
 ROW = 8  # bytes of one head's row: a word, which names the room, component, row, layer and head that it belongs to
+ROWS_MAX = 64  # of a room
 LAYERS = 3
 BLOCK = 8  # tokens that rooms share or do not
 
@@ -28,10 +31,15 @@ class Shape:
 ONE_HEAD = Shape()
 
 
-def words(room: int | Int64s, component: int, rows: Int64s, layers: tuple[int, int], heads: tuple[int, int]) -> Int64s:
-    """What rows of a room, or of one room each, have to read as: int64 (layers, heads, rows)."""
-    place = np.arange(*layers)[:, None, None] + np.arange(*heads)[None, :, None] * 11 + rows[None, None, :] * 101
-    return place + room * 1_000_003 + component * 40_009 + 1
+def words(room: int | Int64s, component: int, rows: tuple[int, int], shape: Shape) -> Int64s:
+    """What rows [first, end) of a room, or of one room each, have to read as: int64 (layers, heads, rows)."""
+    return _words(component, shape)[:, :, slice(*rows)] + room * 1_000_003
+
+
+@cache
+def _words(component: int, shape: Shape) -> Int64s:
+    layers, heads, rows = np.ix_(np.arange(*shape.layers), np.arange(*shape.heads), np.arange(ROWS_MAX))
+    return layers + heads * 11 + rows * 101 + component * 40_009 + 1
 
 
 def layout(slots: int, page: int, base: int, shape: Shape, *, page_first: bool) -> Layout:
@@ -50,10 +58,15 @@ def layout(slots: int, page: int, base: int, shape: Shape, *, page_first: bool) 
 
 
 @cache
-def components(tokens: int, page: int, shape: Shape = ONE_HEAD, *, page_first: bool) -> tuple[Component, ...]:
+def components(
+    tokens: int, page: int, shape: Shape = ONE_HEAD, *, page_first: bool, kv_first: bool = True
+) -> tuple[Component, ...]:
     """A KV with a row a token, and a compressed one of a single head with a row per 4 tokens."""
+    one = Shape(shape.layers, (0, 1))
     kv = layout(tokens, page, 0, shape, page_first=page_first)
-    c4 = layout(tokens, page, kv.end, Shape(shape.layers, (0, 1)), page_first=page_first)
+    c4 = layout(tokens, page, kv.end if kv_first else 0, one, page_first=page_first)
+    if not kv_first:
+        kv = layout(tokens, page, c4.end, shape, page_first=page_first)
     return Component("kv", "dram", 1, Span(), kv), Component("c4", "dram", 4, Span(), c4)
 
 
@@ -70,6 +83,19 @@ def places(component: Component) -> Int64s:
     slots, planes = np.arange(component.layout.slots), component.layout.planes
     at = np.stack([component.layout.address(plane, slots) // ROW for plane in range(len(planes))])
     return at[:, None, :] + np.arange(planes[0].head_count)[None, :, None]
+
+
+@cache
+def _seeds(component: Component, layers: tuple[int, int]) -> Words:
+    """Of the checksums of its rows: uint64 (layers, heads, rows)."""
+    of_heads = lines_of(component.name, component.layout, layers=layers).seeds.reshape(layers[1] - layers[0], -1, 1)
+    return hash_words(np.arange(ROWS_MAX, dtype=np.uint64), of_heads)
+
+
+def checksum(component: Component, layers: tuple[int, int], first_row: int, got: Int64s) -> int:
+    """Of what was read as rows first_row, first_row + 1, ..., int64 (layers, heads, rows); a head is one word."""
+    seeds = _seeds(component, layers)[:, :, first_row : first_row + got.shape[2]]
+    return int(hash_words(got.view(np.uint64), seeds).sum())
 
 
 def memory(of: tuple[Component, ...]) -> Int64s:

@@ -12,7 +12,7 @@ from pdtransfer.sharing import holds_of
 from pdtransfer.wire import Abort, Grant, Identity, Load, Message, Ranks, Reach
 
 from .copies import Copy, Mapping
-from .pools import Shape, components, memory
+from .pools import ROW, Shape, components, memory
 from .process import Alarm, Process
 from .rooms import Source
 from .services import PrefillDesk
@@ -121,7 +121,7 @@ class PrefillNode(Process):
         world = self.world
         match effect:
             case fx.Send(peer, message):
-                world.network.send(self, peer, message)
+                self.send(peer, message)
             case fx.Map(session, reach, theirs):
                 self.later(world.stretch(0.002, 0.5), lambda s=session, r=reach, c=theirs: self._map(s, r, c))
             case fx.Unmap(session):
@@ -147,10 +147,20 @@ class PrefillNode(Process):
         if node.dead or session in node.revoked or session not in node.writers:
             self.perform(self.core.unmappable(session, "the hand-over was revoked", self.clock))
             return
-        mapping = Mapping(node.name, node.memory, node.core, node.writers[session])
+        mapping = Mapping(node.name, node.arena, node.core, node.writers[session])
         mapping.live.add(mapping)
         self.mappings[session] = mapping
-        self.perform(self.core.mapped(session, reach.arena_bytes))
+        self._follow(session, mapping)
+
+    def _follow(self, session: int, mapping: Mapping) -> None:
+        """Takes what the arena's owner has backed meanwhile, and looks again until that is all."""
+        if self.mappings.get(session) is not mapping:
+            return
+        if mapping.arena.byte_count > mapping.ready:
+            mapping.ready = mapping.arena.byte_count
+            self.perform(self.core.mapped(session, mapping.ready))
+        if mapping.ready < len(mapping.arena.memory) * ROW:
+            self.later(0.02, lambda: self._follow(session, mapping))
 
     def _kill_writer(self, session: int) -> None:
         """What this session's writer had in flight goes no further; the rest of the process lives."""

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pdtransfer.errors import Cause
 from pdtransfer.limits import Limits
-from pdtransfer.wire import Message
+from pdtransfer.wire import Message, Reject
 
 from .pools import BLOCK
 
@@ -36,8 +37,14 @@ class Process:
         self.frozen = self.dead = False
         self.disturbed = 0  # times that it froze, died, or was cut off
         self.thawed = 0.0  # by its own clock
-        self.life, self.deaths = 1, 0
+        self.life, self.deaths, self.died = 1, 0, -math.inf
         self.backlog: list[Callable[[], None]] = []
+
+    def send(self, peer: str, message: Message) -> None:
+        """Over the network. Here everybody is honest, so nobody is accused."""
+        if isinstance(message, Reject) and message.reason == Cause.BREACH.value:
+            self.world.fail(f"{self.name} accuses {peer}: {message.fields}")
+        self.world.network.send(self, peer, message)
 
     @property
     def clock(self) -> float:
@@ -83,6 +90,7 @@ class Process:
         self.disturbed += 1
         self.life += 1
         self.deaths += 1
+        self.died = self.world.now
         rng, (soon, late) = self.world.rng, self.world.profile.restart
         self.world.at(math.exp(rng.uniform(math.log(soon), math.log(late))), self.restart)
 

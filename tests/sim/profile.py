@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
-    "shared",
+    "shared", "growing", "checked",
 )  # fmt: skip
 
 
@@ -44,6 +44,7 @@ class Profile:
     kills: int = 0  # processes that die, and are started again
     restart: tuple[float, float] = (0.0005, 9.0)  # so much later, most of them soon
     ping_ms: int = 150
+    dies_registering: float = 0.0  # a decode, once, when a prefill that was started again gets its Register
     orphans: float = 0.7  # a killed writer leaves a child that goes on writing
     partitions: int = 0  # a process cut off from some or all others, in one direction or both
     window: int
@@ -58,6 +59,10 @@ class Profile:
     routers: int = 0  # that begin the rooms, for clients; 0: begun by hand
     router_kills: int = 0
     engine_fails: float = 0.0  # a room that an engine fails, behind a router
+    chunks: int = 1  # in which an arena is backed with memory, while its first ones serve
+    backing: float = 0.0  # over which they come, in each life
+    verify: bool = False
+    corrupts: float = 0.0  # a write of which other bits arrive than left
 
 
 def draw(seed: int, kind: str | None = None) -> Profile:
@@ -124,6 +129,7 @@ def draw(seed: int, kind: str | None = None) -> Profile:
             return replace(
                 base, exact=True, ordered=True, delay=0.005, delay_tail=rng.choice([1.0, 2.5]), delay_max=0.14,
                 kills=rng.randint(2, 4), restart=(0.001, rng.choice([0.02, 2.0])), orphans=0.3, span=2.0, ping_ms=30,
+                dies_registering=0.5,
             )  # fmt: skip
         case "fleet":
             return replace(
@@ -139,8 +145,19 @@ def draw(seed: int, kind: str | None = None) -> Profile:
                 kills=rng.choice([0, 0, 1]), freezes=rng.choice([0, 0, 1]), delay_tail=rng.choice([0.0, 1.0]),
                 opens_late=0.1, deadline=(2.0, 8.0),
             )  # fmt: skip
+        case _:
+            return _with(kind, base, rng)
+
+
+def _with(kind: str, base: Profile, rng: random.Random) -> Profile:
+    """Worlds with something that may be switched on."""
+    match kind:
         case "shared":
             return _shared(base, rng)
+        case "growing":
+            return _growing(base, rng)
+        case "checked":
+            return _checked(base, rng)
         case _:
             raise ValueError(f"{kind} is none of {KINDS}")
 
@@ -153,4 +170,33 @@ def _shared(base: Profile, rng: random.Random) -> Profile:
         write_tail=rng.choice([0.0, 1.5]), write_fails=rng.choice([0.0, 0.05]), kills=rng.choice([0, 0, 2]),
         freezes=rng.choice([0, 0, 1]), delay_tail=rng.choice([0.0, 1.0]), abort=rng.choice([0.0, 0.3]),
         opens_late=rng.choice([0.0, 0.2]),
+    )  # fmt: skip
+
+
+def _growing(base: Profile, rng: random.Random) -> Profile:
+    """Half of them lose messages and nothing else, so that a room that only waits is seen."""
+    grows = replace(
+        base, chunks=rng.choice([2, 8, 32]), backing=rng.choice([0.5, 2.0]), loss=rng.choice([0.0, 0.02, 0.1]),
+        duplicate=rng.choice([0.0, 0.2]), families=rng.choice([0, 0, 3]), window=rng.choice([8, 64]), span=2.0,
+    )  # fmt: skip
+    if rng.random() < 0.5:
+        return replace(grows, patient=True, abort=0.2)
+    return replace(
+        grows, arena_tokens=rng.choice([128, 1024]), kills=rng.randint(1, 3), freezes=rng.choice([0, 0, 1]),
+        delay_tail=rng.choice([0.0, 1.0]), write_tail=rng.choice([0.0, 1.5]), restart=(0.001, 2.0),
+    )  # fmt: skip
+
+
+def _checked(base: Profile, rng: random.Random) -> Profile:
+    """Half of them have no other fault, so that a session that ends for a wrong row is seen."""
+    checked = replace(
+        base, verify=True, corrupts=rng.choice([0.0, 0.01, 0.05]), families=rng.choice([0, 0, 3]),
+        arena_tokens=rng.choice([128, 1024]), duplicate=rng.choice([0.0, 0.2]), write_tail=rng.choice([0.0, 1.5]),
+        abort=rng.choice([0.0, 0.3]), ranks=rng.random() < 0.3,
+    )  # fmt: skip
+    if rng.random() < 0.5:
+        return replace(checked, exact=True)
+    return replace(
+        checked, loss=rng.choice([0.0, 0.1]), kills=rng.choice([0, 1]), freezes=rng.choice([0, 1]),
+        write_fails=rng.choice([0.0, 0.05]), opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0),
     )  # fmt: skip

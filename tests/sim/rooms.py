@@ -14,7 +14,7 @@ from pdtransfer.errors import Cause
 from pdtransfer.layout import Component, expand_pages
 from pdtransfer.session.prefill import Cell
 
-from .pools import BLOCK, LAYERS, Int64s, holds, places, words
+from .pools import BLOCK, LAYERS, ROW, Int64s, Shape, holds, places, words
 
 if TYPE_CHECKING:
     from .decodes import DecodeNode
@@ -60,10 +60,13 @@ class Room:
         ids[self.shared :] += 1_000_000 * self.serial
         return ids.astype("<u4").tobytes()
 
-    def owners(self, component: Component, rows: Int64s) -> Int64s:
+    def words(self, component: Component, index: int, rows: tuple[int, int], shape: Shape) -> Int64s:
         """What rows are filled with: alike where all their tokens are, and what comes before them."""
-        alike = (rows + 1) * component.tokens_per_row <= self.shared
-        return np.where(alike, 1_000 + self.family, self.serial)
+        owners: int | Int64s = self.serial
+        if self.shared:
+            alike = np.arange(rows[0] + 1, rows[1] + 1) * component.tokens_per_row <= self.shared
+            owners = np.where(alike, 1_000 + self.family, self.serial)
+        return words(owners, index, rows, shape)
 
     @property
     def ready(self) -> bool:
@@ -152,9 +155,7 @@ class Source(_Part):
             component = node.components[index]
             slots, here = self.source_slots[low:high], holds(component)
             at = places(component)[layers[0] - here.layers[0] : layers[1] - here.layers[0]]
-            node.pool[at[:, :, slots]] = words(
-                self.room.owners(component, np.arange(low, high)), index, np.arange(low, high), layers, here.heads
-            )
+            node.pool[at[:, :, slots]] = self.room.words(component, index, (low, high), Shape(layers, here.heads))
             node.perform(node.core.push(self.room.id, Cell(component.name, low, layers, slots)))
         if cells:
             node.later(world.rng.expovariate(500.0), lambda: self._compute(cells))
@@ -217,6 +218,7 @@ class Target(_Part):
         super().__init__(room, node, caller)
         self.node = node
         self.expected = self.ready = self.released = False
+        self.corrupted = False  # a row of it is not what was sent
         self.ready_at = math.inf
 
     def expect(self, *, seconds: float, sources: list[str]) -> None:
@@ -256,6 +258,9 @@ class Target(_Part):
         for component in components:
             if len(effect.slots[component.name]) != component.rows(room.tokens + room.growth):
                 world.fail(f"room {room.id} got {len(effect.slots[component.name])} slots for {component.name}")
+            at = places(component)[:, :, effect.slots[component.name]]
+            if at.size and (int(at.max()) + 1) * ROW > self.node.arena.byte_count:
+                world.fail(f"room {room.id} got slots for {component.name} where there is no memory yet")
         rest = {each: each.rows(room.tokens) - effect.prefix // each.tokens_per_row for each in components}
         if effect.kv_bytes != sum(component.bytes_of(rows) for component, rows in rest.items()):
             world.fail(f"room {room.id} is READY with {effect.kv_bytes} bytes")
@@ -274,6 +279,9 @@ class Target(_Part):
             world.fail(f"room {room.id}: honest peers were accused: {effect.detail}")
         if effect.cause is Cause.DEADLINE and world.profile.patient:
             world.fail(f"room {room.id} waited for its deadline, and for nothing else: {effect.detail}")
+        if "checksum" in effect.detail and not self.corrupted:
+            world.fail(f"room {room.id} fails for rows that are right: {effect.detail}")
+        world.seen["rooms with a corrupted row"] += self.corrupted
         self.failed = True
         self.check_deadline(self.node, effect.cause)
         self.caller.ended(self, effect.cause, effect.detail, effect.retry_ms)
@@ -285,17 +293,14 @@ class Target(_Part):
     def _grow(self) -> None:
         """Decode writes its own rows behind the prompt's."""
         component, room = self.node.components[0], self.room
-        here, rows = holds(component), np.arange(room.tokens, room.tokens + room.growth)
-        own = words(room.serial, 0, rows, here.layers, here.heads)
+        own = words(room.serial, 0, (room.tokens, room.tokens + room.growth), holds(component))
         self.node.memory[places(component)[:, :, self.slots["kv"][room.tokens :]]] = own
 
     def _read(self, when: str, *, grown: bool) -> None:
         for index, component in enumerate(self.node.components):
             rows = component.rows(self.room.tokens) + (self.room.growth if grown and not index else 0)
-            here = holds(component)
             got = self.node.memory[places(component)[:, :, self.slots[component.name][:rows]]]
-            owners = self.room.owners(component, np.arange(rows))
-            if (got != words(owners, index, np.arange(rows), here.layers, here.heads)).any():
+            if (got != self.room.words(component, index, (0, rows), holds(component))).any():
                 self.world.fail(f"at {when} room {self.room.id} reads rows of {component.name} wrong")
 
     @property

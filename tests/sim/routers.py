@@ -101,7 +101,7 @@ class RouterNode(Process):
         for effect in effects:
             match effect:
                 case Send(peer, message):
-                    world.network.send(self, peer, message)
+                    self.send(peer, message)
                 case Emit(label, ids):
                     self.clients[label].hear(ids)
                 case Finish(label):

@@ -40,7 +40,7 @@ class Desk:
                 case Send(peer, message):
                     if isinstance(message, End):
                         self._ended.add(message.room)
-                    world.network.send(node, peer, message)
+                    node.send(peer, message)
                 case Start(peer, begin):
                     if begin.room in self._started or begin.room in self._ended:
                         world.fail(f"{node.name} starts room {begin.room:#x} after it has started or ended there")
@@ -54,7 +54,7 @@ class Desk:
     def tell_load(self) -> None:
         for effect in self.service.load(self.node.load(), self.node.clock):
             assert isinstance(effect, Send)
-            self.world.network.send(self.node, effect.peer, effect.message)
+            self.node.send(effect.peer, effect.message)
         self.alarm.arm()
 
     def end(self, room: int, reason: str, detail: str = "", retry_ms: int = 0) -> None:

@@ -145,7 +145,7 @@ class World:
 
     def _plan_faults(self) -> None:
         p, rng = self.profile, self.rng
-        # A late Register of a dead decode node's, which bears no incarnation, ends the session of the next: not exact.
+        # Where it is exact, a decode dies with its Register on the way, if at all.
         nodes: list[Process] = [*self.prefills.values(), *([] if p.exact else self.decodes.values())]
         for _ in range(p.freezes):
             node = rng.choice([*self.prefills.values()] if p.isolation else [*self.processes.values()])
@@ -153,13 +153,18 @@ class World:
         # Incarnations have no order: which of three at once is the latest, nobody can tell. So exactly, each dies once.
         killed = rng.sample(nodes, min(p.kills, len(nodes))) if p.exact else rng.choices(nodes, k=p.kills)
         for node in killed:
-            self._plan(partial(self._kill, node), first=0.3 if p.exact else 0.0)
+            self._plan(partial(self.kill, node), first=0.3 if p.exact else 0.0)
         for _ in range(p.router_kills):
             self._plan(rng.choice([*self.routers.values()]).kill)
         for _ in range(p.partitions):
             self._plan(self._part)
 
-    def _kill(self, node: Process) -> None:
+    def kill(self, node: Process) -> None:
+        if self.profile.exact and node.name in self.prefills:
+            wait = max(each.died for each in self.decodes.values()) + 0.3 - self.now
+            if wait > 0:  # else what both had left on their way would meet, and nobody could tell who is the latest
+                self.at(wait, partial(self.kill, node))
+                return
         node.kill()
         for call in self.calls:
             call.on_killed(node)

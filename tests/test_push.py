@@ -1,23 +1,360 @@
-"""push without a card, against the tensors' own indexing."""
+"""push without a card, by every backend: against the tensors' own indexing, with everything around the rows watched.
+
+Cards are played by this process: their launches are the kernels' own headers, and their streams run in any order that
+events allow.
+"""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from pdtransfer.kernels.pools import Pool, Progress, State
-from pdtransfer.kernels.push import push
+from pdtransfer.cancel import Cancel
+from pdtransfer.errors import LocalProtocolError, WorldError
+from pdtransfer.kernels import kv_copy, lanes, stretches
+from pdtransfer.kernels import push as pushing
+from pdtransfer.kernels.dma import cut
+from pdtransfer.kernels.pools import Progress, State
+from pdtransfer.kernels.push import Load, choose, push
 
+from . import kernels_host
+from .card_on_host import CardOnHost
+from .layout_tensors import CANARY, c4, dsa_index, mha, mla
 from .layout_tensors import Pool as Tensors
-from .layout_tensors import mla
+from .test_kv_copy import copies, filled, pool_of, slots_of, wanted
+
+PROPERTY = settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+SLOT_BYTES = 6_000
 
 
-def test_a_push_lands_and_says_so() -> None:
-    source, target = (Tensors(name="layer_first", model=mla(), page_size=4, slots=32) for _ in range(2))
-    source.fill(np.arange(32))
-    pools = [Pool(layout=each.layout, address=each.memory.ctypes.data) for each in (target, source)]
-    progress = Progress()
-    push(pools[0], pools[1], range(8, 16), range(8), 8, progress=progress)
+@pytest.fixture(scope="module")
+def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return kernels_host.library(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A ring and runs to suit small pools; shapes and lanes are kept, so nobody else's."""
+    for module in (lanes, pushing):
+        monkeypatch.setattr(module, "SLOT_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(stretches, "RUN_BYTES_MIN", 1)
+    yield
+    lanes._idle.clear()
+
+
+@pytest.fixture(params=["c", "python"])
+def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> CardOnHost:
+    """Card 0, whose work C queues, or Python."""
+    if request.param == "python":
+        monkeypatch.setattr(lanes, "_native", lambda: None)
+    elif lanes._native() is None:
+        pytest.skip("no C compiler")
+    return carded(lib, monkeypatch, 0)
+
+
+def carded(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, seed: int) -> CardOnHost:
+    made = CardOnHost(lib, seed)
+    for module in (kv_copy, pushing):
+        monkeypatch.setattr(module, "card", lambda _: made)
+    monkeypatch.setattr("pdtransfer.kernels.card.card", lambda _: made)
+    return made
+
+
+def pushed(
+    source: Tensors, target: Tensors, target_slots: Any, source_slots: Any, rows: int, *, fetch: bool, card: int | None,
+    **how: Any,
+) -> None:  # fmt: skip
+    pools = pool_of(target, card=card, host=not fetch), pool_of(source, card=card, host=fetch)
+    push(*pools, target_slots, source_slots, rows, **how)
+
+
+@PROPERTY
+@given(
+    copies(),
+    st.sampled_from(["ring", "ring", "ring", "direct", "kernel"]),
+    st.booleans(),
+    st.sampled_from([None, 1, 2, 3, 4]),
+    st.booleans(),
+)
+def test_every_backend_carries_every_layout_into_every_other_and_touches_nothing_else(
+    lib: ctypes.CDLL, copy: tuple[Tensors, Tensors, Any, Any, int], backend: str, fetch: bool, seed: int | None,
+    by_python: bool,
+) -> None:  # fmt: skip
+    source, target, source_slots, target_slots, rows = copy
+    source.fill(np.arange(source.slots))
+    right = wanted(source, target, slots_of(source_slots, source, rows), slots_of(target_slots, target, rows))
+    lanes._idle.clear()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if by_python:
+            monkeypatch.setattr(lanes, "_native", lambda: None)
+        made = carded(lib, monkeypatch, seed) if seed is not None else None
+        progress = Progress(None if made is None else 0)
+        how = {"progress": progress, "backend": backend, "fetch": fetch, "card": None if made is None else 0}
+        refused = ""
+        try:
+            pushed(source, target, target_slots, source_slots, rows, **how)
+        except LocalProtocolError as error:
+            refused = str(error)
+        if refused:
+            assert (backend, "long enough" in refused) == ("ring", True)
+            assert (target.memory == CANARY).all()
+            return
+        if made is not None:
+            while progress.state is State.RUNNING:
+                assert made.step(), "nothing will end it"
     assert progress.state is State.COMPLETE
-    for layer in range(3):
-        landed, sent = target.read("latent", layer, 0, np.arange(8, 16)), source.read("latent", layer, 0, np.arange(8))
-        assert np.array_equal(landed, sent)
+    assert np.array_equal(target.memory, right)
+
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+@pytest.mark.parametrize("fetch", [False, True])
+@pytest.mark.parametrize(("near", "far"), [(a, b) for a in LAYOUTS[:3] for b in LAYOUTS])
+@pytest.mark.parametrize("model", [mha(), mla(), dsa_index(page_size=8), c4()], ids=["mha", "mla", "dsa", "c4"])
+def test_long_runs_of_every_layout_go_through_the_ring(
+    here: CardOnHost, model: Any, near: str, far: str, fetch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if model.item_bytes is not None and far == "page_head":
+        pytest.skip("pages that keep their parts apart have no heads")
+    for module in (lanes, pushing):
+        monkeypatch.setattr(module, "SLOT_BYTES", 80_000)
+    page_size = 64 if model == c4() else 8
+    theirs = filled(near, model, page_size, 12, content=not fetch)
+    ours = filled(far, model, page_size, 12, content=fetch)
+    runs = np.concatenate([np.arange(5, 5 + 6 * page_size), np.arange(8 * page_size, 9 * page_size)])
+    anywhere = np.random.default_rng(0).permutation(theirs.slots)[: len(runs)]
+    source, target = (ours, theirs) if fetch else (theirs, ours)
+    slots = (runs, anywhere) if fetch else (anywhere, runs)
+    right = wanted(source, target, *slots)
+    progress = Progress(0)
+    pushed(source, target, slots[1], slots[0], len(runs), fetch=fetch, card=0, backend="ring", progress=progress)
+    here.finish()
+    assert np.array_equal(target.memory, right)
+    assert progress.state is State.COMPLETE
+    carried = sum(count for _, _, count in here.copies)
+    pairing = kv_copy.pairing_of(source.layout, target.layout)
+    by_row = (pairing.source_page_size if fetch else pairing.target_page_size) == 1
+    whole = len(runs) if by_row else 6 * page_size
+    assert carried == whole * pairing.row_bytes, "the copy engine has all but what lies in parts of pages"
+
+
+def test_a_run_is_one_transfer_a_chunk(here: CardOnHost) -> None:
+    source, target = (
+        filled("layer_first", mla(), 4, 64, content=True),
+        filled("page_first", mla(), 4, 64, content=False),
+    )
+    pushed(source, target, range(256), np.arange(256)[::-1].copy(), 256, fetch=False, card=0, backend="ring")
+    here.finish()
+    rows = [count // (3 * 1_152) for _, _, count in here.copies]
+    assert rows == [1] * 256, "a slot holds one row of 3,456 bytes"
+
+
+@pytest.mark.parametrize("backend", ["direct", "ring"])
+def test_no_transfer_crosses_two_registrations(here: CardOnHost, backend: str) -> None:
+    source, target = (
+        filled("layer_first", mla(), 4, 64, content=True),
+        filled("page_first", mla(), 4, 64, content=False),
+    )
+    starts = source.memory.ctypes.data, target.memory.ctypes.data
+    here.borders = np.sort([start + at for start in starts for at in (0, 5_000, 5_001, 123_456, 10_000_000)])
+    right = wanted(source, target, np.arange(256), np.arange(256))
+    pushed(source, target, range(256), range(256), 256, fetch=False, card=0, backend=backend)
+    here.finish()
+    assert np.array_equal(target.memory, right)
+    for copied in here.copies:
+        for start in copied[:2]:
+            inside = (here.borders > start) & (here.borders < start + copied[2])
+            assert not inside.any()
+
+
+def test_runs_are_cut_at_borders_of_either_side_and_nowhere_else() -> None:
+    runs = np.array([(0, 1_000, 100), (500, 2_000, 50), (900, 50, 10)])
+    parts, origins = cut(runs, np.array([0, 40, 500, 1_010, 1_050, 2_050]))
+    expected = [(0, 1_000, 10), (10, 1_010, 30), (40, 1_040, 10), (50, 1_050, 50), (500, 2_000, 50), (900, 50, 10)]
+    assert list(map(tuple, parts.tolist())) == expected
+    assert origins.tolist() == [0, 0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("backend", ["direct", "ring"])
+@pytest.mark.parametrize("card", [None, 0])
+def test_what_is_cancelled_before_it_starts_writes_nothing_and_says_so(
+    here: CardOnHost, backend: str, card: int | None
+) -> None:
+    source, target = (
+        filled("layer_first", mla(), 4, 64, content=True),
+        filled("page_first", mla(), 4, 64, content=False),
+    )
+    progress, cancel = Progress(card), Cancel()
+    cancel.set()
+    how = {"fetch": False, "card": card, "backend": backend, "progress": progress, "cancel": cancel}
+    pushed(source, target, range(256), range(256), 256, **how)
+    here.finish()
+    assert progress.state is State.CANCELLED
+    assert (target.memory == CANARY).all()
+
+
+@pytest.mark.parametrize("backend", ["direct", "ring"])
+def test_cancel_stops_what_the_lanes_have_not_begun_and_the_end_comes_after_what_they_have(
+    here: CardOnHost, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    source, target = (
+        filled("layer_first", mla(), 4, 64, content=True),
+        filled("page_first", mla(), 4, 64, content=False),
+    )
+    progress, cancel, queued = Progress(0), Cancel(), 0
+    copy = here.copy
+
+    def counting(*run: int) -> None:
+        nonlocal queued
+        queued += 1
+        if queued == 2 * lanes.LANES:
+            cancel.set()
+        copy(*run)
+
+    monkeypatch.setattr(here, "copy", counting)
+    how = {"fetch": False, "card": 0, "backend": backend, "progress": progress, "cancel": cancel}
+    pushed(source, target, range(256), range(256), 256, **how)
+    while progress.state is State.RUNNING:
+        assert here.step()
+    assert progress.state is State.CANCELLED
+    assert len(here.copies) == queued < 256
+    after = target.memory.copy()
+    here.finish()
+    assert np.array_equal(target.memory, after)
+
+
+def test_no_lane_is_more_than_one_work_ahead(here: CardOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = (
+        filled("layer_first", mla(), 4, 64, content=True),
+        filled("page_first", mla(), 4, 64, content=False),
+    )
+    ahead, launch = [], here.launch
+
+    def counting(*launched: Any, **how: Any) -> None:
+        ahead.append(here.launches - len(here.copies))
+        launch(*launched, **how)
+
+    monkeypatch.setattr(here, "launch", counting)
+    pushed(source, target, range(256), range(256), 256, fetch=False, card=0, backend="ring")
+    assert max(ahead) < lanes.LANES
+
+
+@pytest.mark.parametrize("what", ["launch", "copy"])
+def test_where_the_card_refuses_nothing_is_pending_once_the_caller_hears_of_it(
+    here: CardOnHost, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    source, target = (
+        filled("layer_first", mla(), 4, 64, content=True),
+        filled("page_first", mla(), 4, 64, content=False),
+    )
+    progress, calls, refuse = Progress(0), 0, here._refuse
+
+    def later(name: str) -> None:
+        nonlocal calls
+        calls += 1
+        here.refuses = what if calls > 20 else None
+        refuse(name)
+
+    monkeypatch.setattr(here, "_refuse", later)
+    with pytest.raises(WorldError, match="refused"):
+        pushed(source, target, range(256), range(256), 256, fetch=False, card=0, backend="ring", progress=progress)
+    assert progress.state is State.CANCELLED
+    after = target.memory.copy()
+    here.finish()
+    assert np.array_equal(target.memory, after)
+    here.refuses, calls = None, -1_000
+    pushed(source, target, range(256), range(256), 256, fetch=False, card=0, backend="ring", progress=progress)
+    here.finish()
+    assert progress.state is State.COMPLETE
+
+
+class Known:
+    """Slots in a card's memory."""
+
+    def __init__(self, slots: Any) -> None:
+        self._slots = np.asarray(slots)
+        self.__cuda_array_interface__ = self._slots.__array_interface__
+
+
+@pytest.mark.parametrize("backend", ["direct", "ring"])
+def test_rows_that_only_the_card_knows_are_the_kernels_alone(here: CardOnHost, backend: str) -> None:
+    source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
+    with pytest.raises(LocalProtocolError, match="only kernel can"):
+        pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, card=0, backend=backend)
+    right = wanted(source, target, [0, 1], [3, 4])
+    pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, card=0)
+    here.finish()
+    assert np.array_equal(target.memory, right)
+    assert here.launches == 1
+
+
+def test_a_ring_says_why_it_cannot(here: CardOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stretches, "RUN_BYTES_MIN", 5_000)
+    source, target = (filled("page_first", mla(), 4, 8, content=content) for content in (True, False))
+    with pytest.raises(LocalProtocolError, match="no rows of the target lie in runs that are long enough"):
+        pushed(source, target, np.arange(0, 16, 2), range(8), 8, fetch=False, card=0, backend="ring")
+    pools = (pool_of(each, card=0) for each in (target, source))
+    with pytest.raises(LocalProtocolError, match="both pools are in the same memory"):
+        push(next(pools), next(pools), range(8), range(8), 8, backend="ring")
+    assert not here.launches
+
+
+def test_progress_of_this_process_is_refused_for_a_card(here: CardOnHost) -> None:
+    source, target = (filled("page_first", mla(), 4, 8, content=content) for content in (True, False))
+    with pytest.raises(LocalProtocolError, match="a card can't see these words"):
+        pushed(source, target, range(8), range(8), 8, fetch=False, card=0, backend="direct", progress=Progress())
+    assert not here.copies
+
+
+# The choice
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("load", "backend"),
+    [
+        (Load(1 * MIB, 1 * MIB, 1 * MIB), "kernel"),
+        (Load(8 * MIB, 1 * MIB, 8 * MIB), "direct"),
+        (Load(64 * MIB, 1_152, 64 * MIB), "ring"),
+        (Load(64 * MIB, 1_152, 32 * MIB), "kernel"),
+        (Load(8 * MIB, 1_152, 8 * MIB), "kernel"),
+        (Load(64 * MIB, 73_728, 0), "kernel"),
+    ],
+)
+def test_the_choice_goes_by_bytes_and_runs(load: Load, backend: str) -> None:
+    assert choose(load) == backend
+
+
+@pytest.mark.parametrize(
+    ("source_name", "slots", "chosen"),
+    [
+        ("page_first", range(256), "direct"),
+        ("layer_first", range(256), "ring"),
+        ("layer_first", np.random.default_rng(0).permutation(512)[:256], "kernel"),
+    ],
+)
+def test_auto_carries_by_what_was_chosen(
+    here: CardOnHost, monkeypatch: pytest.MonkeyPatch, source_name: str, slots: Any, chosen: str
+) -> None:
+    monkeypatch.setattr(stretches, "RUN_BYTES_MIN", 30_000)
+    for name, value in (("PLANNED_BYTES_MIN", 0), ("RING_BYTES_MIN", 0), ("DIRECT_RUN_BYTES_MIN", 200_000)):
+        monkeypatch.setattr(pushing, name, value)
+    source = filled(source_name, mla(), 4, 128, content=True)
+    target = filled("page_first", mla(), 4, 128, content=False)
+    right = wanted(source, target, np.arange(256), np.asarray(slots))
+    pushed(source, target, slots, range(256), 256, fetch=False, card=0)
+    here.finish()
+    assert np.array_equal(target.memory, right)
+    assert {(False, True): "direct", (True, True): "ring", (True, False): "kernel"}[
+        here.launches > 0, bool(here.copies)
+    ] == chosen

@@ -10,7 +10,7 @@ import ctypes
 import importlib
 import threading
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import WorldError
+from ..geometry import Int64s
 from . import UnusableError
 from .compiled import machine_code
 
@@ -36,6 +37,9 @@ class Card:
         self._lock = threading.Lock()
         self._kernels: dict[str, Any] = {}
         self._tables: dict[object, int] = {}  # the one used last comes last
+        self._calls: Calls | None = None
+        self._registrations: dict[int, int] = {}  # address here: address there
+        self.borders: Int64s = np.empty(0, np.int64)
         device = self.call("cuDeviceGet", ordinal)
         self._context = self.call("cuDevicePrimaryCtxRetain", device)
         attributes = self.driver.CUdevice_attribute
@@ -88,6 +92,26 @@ class Card:
         attribute.value = value
         return [attribute]
 
+    def function(self, kernel: str) -> int:
+        """The handle of kernels/`kernel`.cu's function of the same name, for those who call the driver themselves."""
+        return int(self.load(kernel, kernel))
+
+    @cached_property
+    def context(self) -> int:
+        """Its handle."""
+        return int(self._context)
+
+    def calls(self) -> Calls:
+        """The driver's functions for those who call them without Python."""
+        if self._calls is None:
+            found = (self.driver.cuGetProcAddress(name.encode(), since, 0) for name, since in _CALLS)
+            self._calls = Calls(*(0 if int(status) else int(address) for status, address, _ in found))
+        return self._calls
+
+    def status_of(self, number: int) -> str:
+        """The driver's word for what a function of it answers."""
+        return self.driver.CUresult(number).name
+
     def load(self, kernel: str, function: str, shared_bytes: int = 0) -> Any:
         """The function's handle, compiled and loaded at its first use: some 0.1 s then, unless it is in the cache."""
         name = f"{kernel}.{function}.{shared_bytes}"
@@ -113,7 +137,19 @@ class Card:
         self.enter()
         if stream is None:
             return int(self.call("cuMemAlloc", byte_count))
-        return int(self.call("cuMemAllocAsync", byte_count, stream))
+        return int(self.call("cuMemAllocFromPoolAsync", byte_count, self._pool, stream))
+
+    @cached_property
+    def _pool(self) -> Any:
+        """Memory that comes and goes in the order of streams. It is kept: giving it back at every wait takes 100 us."""
+        kinds = self.driver.CUmemAllocationType, self.driver.CUmemLocationType
+        asked = self.driver.CUmemPoolProps()
+        asked.allocType = kinds[0].CU_MEM_ALLOCATION_TYPE_PINNED
+        asked.location.type, asked.location.id = kinds[1].CU_MEM_LOCATION_TYPE_DEVICE, self.ordinal
+        pool = self.call("cuMemPoolCreate", asked)
+        kept = self.driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+        self.call("cuMemPoolSetAttribute", pool, kept, self.driver.cuuint64_t(1 << 30))
+        return pool
 
     def free(self, address: int, stream: int | None = None) -> None:
         """At once, which waits for the card; with a `stream`, after the work queued there so far."""
@@ -144,6 +180,35 @@ class Card:
         """Waits until the work queued there is done; WorldError where it failed."""
         self.enter()
         self.call("cuStreamSynchronize", stream)
+
+    def stream(self) -> int:
+        """A new one, whose blocks go before others' when a multiprocessor is free. It is never destroyed."""
+        self.enter()
+        _, highest = self._pair_of("cuCtxGetStreamPriorityRange")
+        return int(self.call("cuStreamCreateWithPriority", 1, highest))
+
+    def event(self) -> Any:
+        """A new one, that nobody waits for by spinning. It is never destroyed."""
+        self.enter()
+        flags = self.driver.CUevent_flags
+        return self.call("cuEventCreate", int(flags.CU_EVENT_BLOCKING_SYNC) | int(flags.CU_EVENT_DISABLE_TIMING))
+
+    def record(self, event: Any, stream: int) -> None:
+        """The event is what is queued on the stream so far."""
+        self.call("cuEventRecord", event, stream)
+
+    def follow(self, stream: int, event: Any) -> None:
+        """What is queued on the stream from now on starts after the event."""
+        self.call("cuStreamWaitEvent", stream, event, 0)
+
+    def reach(self, event: Any) -> None:
+        """Waits until what it was recorded after is done."""
+        self.call("cuEventSynchronize", event)
+
+    def write(self, address: int, word: int, stream: int) -> None:
+        """Queues the store of a 32-bit word, which is seen once everything queued before it is."""
+        self.enter()
+        self.call("cuStreamWriteValue32", stream, address, word, 0)
 
     def kept(self, key: object, table: NDArray[np.int64]) -> int:
         """Where the card has `table`, which `key` names for good; it waits for the card where it has to forget one."""
@@ -182,17 +247,24 @@ class Card:
         return registered
 
     def host_register(self, address: int, byte_count: int) -> int:
-        """The address at which the card sees it; register's own."""
+        """The address at which the card sees it; register's own. No transfer of the copy engine may cross its start."""
         self.enter()
         flags = self.driver.CU_MEMHOSTREGISTER_DEVICEMAP | self.driver.CU_MEMHOSTREGISTER_PORTABLE
         self.call("cuMemHostRegister", address, byte_count, flags)
-        return int(self.call("cuMemHostGetDevicePointer", address, 0))
+        seen = int(self.call("cuMemHostGetDevicePointer", address, 0))
+        with self._lock:
+            self._registrations[address] = seen
+            self.borders = np.array(sorted(self._registrations.values()), np.int64)
+        return seen
 
     def host_unregister(self, addresses: Iterable[int]) -> None:
         """Undoes host_register; the card must have ended with it."""
         self.enter()
         for address in addresses:
             self.call("cuMemHostUnregister", address)
+            with self._lock:
+                self._registrations.pop(address, None)
+                self.borders = np.array(sorted(self._registrations.values()), np.int64)
 
     def enter(self) -> None:
         """Makes the context the calling thread's, which other libraries may have changed."""
@@ -204,6 +276,24 @@ class Card:
         if int(status):
             raise WorldError(f"card {self.ordinal}: {name}: {status.name}")
         return values[0] if values else None
+
+    def _pair_of(self, name: str) -> tuple[int, int]:
+        status, low, high = getattr(self.driver, name)()
+        if int(status):
+            raise WorldError(f"card {self.ordinal}: {name}: {status.name}")
+        return int(low), int(high)
+
+
+_CALLS = (  # and the release of CUDA whose arguments are meant
+    ("cuCtxSetCurrent", 4_000), ("cuLaunchKernel", 4_000), ("cuMemcpyAsync", 4_000), ("cuMemcpyBatchAsync", 12_080),
+    ("cuEventRecord", 2_000), ("cuStreamWaitEvent", 3_020), ("cuEventSynchronize", 2_000),
+)  # fmt: skip
+
+
+class Calls(ctypes.Structure):
+    """Calls of kernels/host_lanes.c; 0 for what this driver has not."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name, _ in _CALLS)
 
 
 class Registered:

@@ -84,6 +84,24 @@ def kv_copy(
     repeated or too few, as far as the CPU knows them; the kernel skips what lies outside and counts it in `progress`.
     Raises WorldError where the card refuses.
     """
+    asked = checked(target, source, target_slots, source_slots, count)
+    if target.card is None:
+        _on_cpu(target, source, asked, progress, cancel or Cancel())
+    else:
+        _on_card(target, source, asked, count, progress, cancel, blocks, stream)
+
+
+class Asked(NamedTuple):
+    """What a copy was asked for, once the CPU has found no fault with it."""
+
+    pairing: Pairing
+    target: Side
+    source: Side
+    rows: int  # at most so many, where only the card knows the count
+
+
+def checked(target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, count: Any) -> Asked:
+    """kv_copy's errors for its arguments, before a byte moves."""
     if target.card != source.card:
         raise LocalProtocolError(f"pools: the target is of card {target.card}, the source of card {source.card}")
     pairing = pairing_of(source.layout, target.layout)
@@ -92,10 +110,7 @@ def kv_copy(
     rows = _rows(count, theirs, ours)
     _check(theirs, "source_slots", rows, repeated=True)
     _check(ours, "target_slots", rows, repeated=False)
-    if target.card is None:
-        _on_cpu(pairing, target, source, ours, theirs, rows, progress, cancel or Cancel())
-    else:
-        _on_card(target, source, ours, theirs, rows, count, progress, cancel, blocks, stream)
+    return Asked(pairing, ours, theirs, rows)
 
 
 @lru_cache(_PAIRINGS_MAX)
@@ -159,21 +174,22 @@ def _check(side: Side, name: str, rows: int, *, repeated: bool) -> None:
             raise LocalProtocolError(str(error)) from None
 
 
-def _on_cpu(
-    pairing: Pairing, target: Pool, source: Pool, ours: Side, theirs: Side, rows: int, progress: Progress | None,
-    cancel: Cancel,
-) -> None:  # fmt: skip
+def _on_cpu(target: Pool, source: Pool, asked: Asked, progress: Progress | None, cancel: Cancel) -> None:
     if progress is not None:
         progress.begin()
-    work = plan(pairing, _slots(theirs, rows), _slots(ours, rows))
+    work = plan(asked.pairing, listed(asked.source, asked.rows), listed(asked.target, asked.rows))
     complete = host_copy(work, source.address, target.address, cancel=cancel)
     if progress is not None:
         progress.end(State.COMPLETE if complete else State.CANCELLED)
 
 
-def _slots(side: Side, rows: int) -> Int64s:
-    entries = range(side.first, side.first + side.entries) if side.listed is None else side.listed
-    used = np.asarray(entries[: -(-rows // side.granule)], np.int64)
+def listed(side: Side, rows: int) -> Int64s:
+    """The slots of so many rows, which the CPU knows."""
+    count = -(-rows // side.granule)
+    if side.listed is None:
+        used = np.arange(side.first, side.first + count)
+    else:
+        used = side.listed[:count].astype(np.int64, copy=False)
     return expand_pages(used, side.granule, rows) if side.granule > 1 else used
 
 
@@ -231,12 +247,12 @@ def _used(side: Side, rows: int) -> np.ndarray[Any, Any] | None:
 
 
 def _on_card(
-    target: Pool, source: Pool, ours: Side, theirs: Side, rows: int, count: Any, progress: Progress | None,
-    cancel: Cancel | None, blocks: int | None, stream: int,
+    target: Pool, source: Pool, asked: Asked, count: Any, progress: Progress | None, cancel: Cancel | None,
+    blocks: int | None, stream: int,
 ) -> None:  # fmt: skip
     assert target.card is not None
     here = card(target.card)
-    launch = launch_of(target, source, ours, theirs, rows, known=isinstance(count, int))
+    launch = launch_of(target, source, asked.target, asked.source, asked.rows, known=isinstance(count, int))
     argument = launch.argument
     argument.count_at = 0 if isinstance(count, int) else _count_at(count)
     if cancel is not None:

@@ -1,14 +1,25 @@
-"""One call that carries rows between two pools, by whichever of its backends suits their size and their runs."""
+"""One call that carries rows between two pools, by whichever of its backends suits their bytes and their runs."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..cancel import Cancel
-from .kv_copy import kv_copy
+from ..errors import LocalProtocolError
+from ..plan import Plan, plan
+from .card import card
+from .kv_copy import Asked, checked, kv_copy, listed
+from .lanes import SLOT_BYTES, borrowed
 from .pools import Pool, Progress, Slots
+from .ring import Sides, direct_works, listing, on_cpu, ring_works
+from .stretches import Through, through
 
-Backend = Literal["auto", "kernel"]
+Backend = Literal["auto", "kernel", "direct", "ring"]
+
+PLANNED_BYTES_MIN = 4 << 20  # below, the launch is as fast as anything, and nothing is planned
+DIRECT_RUN_BYTES_MIN = 128 << 10  # on average
+RING_BYTES_MIN = 16 << 20
+RING_SHARE_MIN = 0.9
 
 
 def push(
@@ -29,6 +40,119 @@ def push(
     starts after it. Returns once all of it is queued: on a card that may be shortly before it has ended, so call it off
     the loop. What `cancel` stops is not begun; bytes that were being copied when it was set may still land, until
     `progress` says that nothing is pending.
+
+    `kernel` is kv_copy's launch. `direct` leaves all to the copy engine, a transfer for each run that lies together on
+    both sides. `ring` gathers rows into a small ring in the card's memory in the order in which they lie on the host's
+    side, long runs of which the copy engine then drains, and the reverse from the host; rows outside such runs go by
+    launches of kv_copy. `auto` chooses by `choose`. Raises LocalProtocolError, saying why, where a backend cannot.
     """
-    assert backend in ("auto", "kernel"), backend
-    kv_copy(target, source, target_slots, source_slots, count, progress=progress, cancel=cancel, stream=stream)
+    asked = checked(target, source, target_slots, source_slots, count)
+    known = isinstance(count, int) and not asked.target.at and not asked.source.at
+    if backend == "auto":
+        made = _chosen(target, source, asked) if known else None
+    elif backend != "kernel":
+        if not known:
+            raise LocalProtocolError(f"backend: {backend}: nobody but the card knows these rows: only kernel can")
+        made = _plan(asked) if backend == "direct" else _through(target, source, asked)
+    else:
+        made = None
+    if made is not None:
+        _carry(target, source, asked, made, progress, cancel, stream)
+    else:
+        kv_copy(target, source, target_slots, source_slots, count, progress=progress, cancel=cancel, stream=stream)
+
+
+class Load(NamedTuple):
+    """What `choose` goes by."""
+
+    bytes: int
+    direct_run_bytes: float  # of a run that lies together on both sides, on average
+    ring_bytes: int  # of those that lie in long runs on the host's side
+
+
+def choose(load: Load) -> Backend:
+    """The fastest backend for a push or fetch between a card and its host; kernels/README.md has the figures.
+
+    One run of the copy engine costs 0.3 us beside its bytes, so long runs are its own; a ring makes long runs of short
+    ones, but the first of them has to be gathered before anything moves.
+    """
+    if load.bytes < PLANNED_BYTES_MIN:
+        return "kernel"
+    if load.direct_run_bytes >= DIRECT_RUN_BYTES_MIN:
+        return "direct"
+    if load.bytes >= RING_BYTES_MIN and load.ring_bytes >= RING_SHARE_MIN * load.bytes:
+        return "ring"
+    return "kernel"
+
+
+def _chosen(target: Pool, source: Pool, asked: Asked) -> Plan | Through | None:
+    """What the chosen backend goes by: direct by a Plan, ring by a Through, the kernel by neither."""
+    byte_count = asked.rows * asked.pairing.row_bytes
+    if target.card is None or target.host == source.host or byte_count < PLANNED_BYTES_MIN:
+        return None  # nothing but the CPU, or the card's own memory, is used, or it is little
+    made = _plan(asked)
+    mean = byte_count / max(1, runs_of(made))
+    rows = _lies_through(target, source, asked) if mean < DIRECT_RUN_BYTES_MIN else None
+    match choose(Load(byte_count, mean, rows.bytes if rows is not None else 0)):
+        case "direct":
+            return made
+        case "ring":
+            return rows
+        case _:
+            return None
+
+
+def runs_of(made: Plan) -> int:
+    """At most so many runs of bytes are in the plan: pages whose planes follow one another are still counted apart."""
+    table = made.pairing.table
+    touching = int(((table[:, 2] == table[:, 6]) & (table[:, 5] == table[:, 6])).sum())
+    return len(made.runs) * touching + made.rows * (len(table) - touching)
+
+
+def _plan(asked: Asked) -> Plan:
+    return plan(asked.pairing, listed(asked.source, asked.rows), listed(asked.target, asked.rows))
+
+
+def _through(target: Pool, source: Pool, asked: Asked) -> Through | None:
+    if target.card is not None and target.host == source.host:
+        raise LocalProtocolError("backend: ring: both pools are in the same memory")
+    made = _lies_through(target, source, asked)
+    if made is None and asked.rows:
+        side = "source" if _fetches(target, source) else "target"
+        raise LocalProtocolError(f"backend: ring: no rows of the {side} lie in runs that are long enough, or they gape")
+    return made
+
+
+def _fetches(target: Pool, source: Pool) -> bool:
+    return source.host and not target.host
+
+
+def _lies_through(target: Pool, source: Pool, asked: Asked) -> Through | None:
+    sides = listed(asked.source, asked.rows), listed(asked.target, asked.rows)
+    return through(asked.pairing, *sides, fetch=_fetches(target, source), slot_bytes=SLOT_BYTES)
+
+
+def _carry(
+    target: Pool, source: Pool, asked: Asked, made: Plan | Through, progress: Progress | None, cancel: Cancel | None,
+    stream: int,
+) -> None:  # fmt: skip
+    """By the copy engine, straight or through a ring."""
+    sides = Sides(target, source, listed(asked.target, asked.rows), listed(asked.source, asked.rows))
+    if target.card is None:
+        on_cpu(sides, made, SLOT_BYTES, progress=progress, cancel=cancel or Cancel())
+        return
+    here = card(target.card)
+    if progress is not None and not progress.address:
+        raise LocalProtocolError("progress: a card can't see these words: make them for that card")
+    with borrowed(here) as lanes:
+        if isinstance(made, Plan):
+            works = direct_works(target, source, made, bytes_max=SLOT_BYTES)
+            lanes.run(works, stream=stream, cancel=cancel, progress=progress)
+            return
+        slots = listing(made, sides)
+        there = here.allocate(slots.nbytes, stream)
+        try:
+            here.upload(there, slots, stream)
+            lanes.run(ring_works(lanes, sides, made, there), stream=stream, cancel=cancel, progress=progress)
+        finally:
+            here.free(there, stream)

@@ -1,0 +1,214 @@
+"""Carries rows through a ring: a kernel between the near side and the ring's slots, the copy engine beyond them."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cancel import Cancel
+from ..geometry import Int64s, read_only
+from ..plan import Plan, plan
+from . import copy as host_copy
+from .card import Card
+from .kv_copy import BLOCKS_FETCH, BLOCKS_PUSH, CopyArgument, Side, SlotsArgument, kv_copy, launch_of
+from .lanes import ARGUMENT, Lanes, Works
+from .pairs import device_pairs, lanes_of, pair_major
+from .pools import Pool, Progress, State
+from .stretches import Shape, Through
+
+BLOCKS = 16  # of a gather: 4 MiB take 11 us then, and the engine 76
+_TABLES_MAX = 64
+
+
+class Sides(NamedTuple):
+    """Two pools, and which slot of the one goes to which of the other."""
+
+    target: Pool
+    source: Pool
+    target_slots: Int64s
+    source_slots: Int64s
+
+
+def direct_works(target: Pool, source: Pool, made: Plan, *, bytes_max: int) -> Works:
+    """All rows of a plan as runs that lie together on both sides, about `bytes_max` at a time."""
+    runs = made.byte_runs() + np.array((source.address, target.address, 0))
+    if (wide := runs[:, 2] > bytes_max).any():
+        runs = _split(runs, wide, bytes_max)
+    ends = np.append(0, np.cumsum(runs[:, 2]))
+    full = np.searchsorted(ends, np.arange(bytes_max, int(ends[-1]), bytes_max))
+    edges = np.unique(np.append(full, (0, len(runs))))
+    table = np.zeros((len(edges) - 1, 4), np.int64)
+    table[:, 0], table[:, 2], table[:, 3] = -1, edges[:-1], edges[1:]
+    return Works(np.zeros(0, ARGUMENT), table, runs, fetch=False)
+
+
+def _split(runs: Int64s, wide: NDArray[np.bool_], bytes_max: int) -> Int64s:
+    """Runs longer than `bytes_max` in pieces of it."""
+    counts = np.where(wide, -(-runs[:, 2] // bytes_max), 1)
+    pieces = np.repeat(runs, counts, axis=0)
+    at = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * bytes_max
+    pieces[:, :2] += at[:, None]
+    pieces[:, 2] = np.minimum(pieces[:, 2] - at, bytes_max)
+    return pieces
+
+
+class Listed(NamedTuple):
+    """Where the card has the slots of a Through, int32: the near side's, and those of the rows that are left."""
+
+    near: int
+    left_source: int
+    left_target: int
+
+
+def listing(made: Through, sides: Sides) -> NDArray[np.int32]:
+    """What is uploaded for it."""
+    left = made.left
+    return np.concatenate((made.near_slots, sides.source_slots[left], sides.target_slots[left])).astype(np.int32)
+
+
+def ring_works(lanes: Lanes, sides: Sides, made: Through, listed: int) -> Works:
+    """All rows, those past the ring last; `listed` is where the card has `listing`."""
+    here, shape, carved = lanes.card, made.shape, made.carved()
+    near, far = (sides.target, sides.source) if shape.fetch else (sides.source, sides.target)
+    count = len(carved.chunks)
+    lane = np.arange(count) % len(lanes.slots)
+    tables = [_table(shape, near.address, slot) for slot in lanes.slots]
+    starts, first, end = np.array(tables[0].starts), carved.chunks[:, 0], carved.chunks[:, 1]
+    arguments = np.repeat(_argument(tables[0], made), count)
+    held = np.array(
+        [here.kept((shape, near.address, slot), table.pairs) for slot, table in zip(lanes.slots, tables, strict=True)]
+    )
+    arguments["pairs"] = held[lane] + starts[first] * tables[0].pairs.strides[0]
+    arguments["pair_count"] = starts[end] - starts[first]
+    arguments["count"] = (carved.chunks[:, 3] - carved.chunks[:, 2]) * shape.block
+    arguments["target" if shape.fetch else "source"]["entries"] = listed + 4 * carved.chunks[:, 2] * shape.block
+    table = np.empty((count, 4), np.int64)
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = np.arange(count), BLOCKS, carved.edges[:-1], carved.edges[1:]
+    each = np.repeat(np.array(lanes.slots)[lane], np.diff(carved.edges))
+    runs = carved.runs.copy()
+    runs[:, 0] += each
+    runs[:, 1] += far.address
+    if shape.fetch:
+        runs = np.ascontiguousarray(runs[:, [1, 0, 2]])
+    if len(made.left):
+        left = _left(here, sides, made, listed + 4 * len(made.near_slots), lanes.slot_bytes)
+        more = np.zeros((len(left), 4), np.int64)
+        more[:, 0] = count + np.arange(len(left))
+        more[:, 1] = BLOCKS_FETCH if shape.fetch else BLOCKS_PUSH
+        more[:, 2:] = len(runs)
+        arguments, table = np.concatenate((arguments, left)), np.concatenate((table, more))
+    return Works(arguments, table, runs, fetch=shape.fetch)
+
+
+def _left(here: Card, sides: Sides, made: Through, listed: int, bytes_max: int) -> NDArray[Any]:
+    """Launches past the ring, ARGUMENT (n,): each as much as a slot holds."""
+    count, pairing = len(made.left), made.shape.pairing
+    step = max(1, bytes_max // pairing.row_bytes)
+    ours, theirs = (
+        Side(None, 0, 1, False, 1, count, limit, True) for limit in (pairing.target_slots, pairing.source_slots)
+    )
+    launch = launch_of(sides.target, sides.source, ours, theirs, count)
+    launch.argument.pairs = here.kept(launch.key, launch.pairs)
+    first = np.arange(0, count, step)
+    arguments = np.repeat(_array(launch.argument), len(first))
+    arguments["count"] = np.minimum(step, count - first)
+    arguments["source"]["entries"] = listed + 4 * first
+    arguments["target"]["entries"] = listed + 4 * (count + first)
+    return arguments
+
+
+class _Table(NamedTuple):
+    """All pairs of a ring's slot, as the card takes them."""
+
+    pairs: Int64s
+    starts: list[int]  # of each stretch; one more ends the last
+    group_shift: int
+    pair_major: bool
+
+
+@lru_cache(_TABLES_MAX)
+def _table(shape: Shape, near: int, slot: int) -> _Table:
+    parts: list[Int64s] = []
+    for at in range(len(shape.stretches)):
+        region = slot + at % shape.together * shape.region_bytes
+        addresses = (region, near) if shape.fetch else (near, region)
+        parts.append(device_pairs(shape.ring_pairing(at), source_address=addresses[0], target_address=addresses[1]))
+    pairs = read_only(np.concatenate(parts))
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    major = pair_major(pairs[: starts[1]], base=3, stride=5)
+    return _Table(pairs, starts, lanes_of(pairs).bit_length() - 1, major)
+
+
+def _argument(table: _Table, made: Through) -> NDArray[Any]:
+    """What the kernel is told of every chunk, but for addresses and counts: ARGUMENT (1,)."""
+    shape, pairing = made.shape, made.shape.pairing
+    page_size = pairing.target_page_size if shape.fetch else pairing.source_page_size
+    limit = pairing.target_slots if shape.fetch else pairing.source_slots
+    near = SlotsArgument(entry_limit=limit, page_shift=page_size.bit_length() - 1)
+    ring = SlotsArgument(entry_limit=shape.room * shape.block, page_shift=shape.block.bit_length() - 1)
+    sides = (ring, near) if shape.fetch else (near, ring)
+    told = CopyArgument(
+        source=sides[0], target=sides[1], group_shift=table.group_shift, pair_major=table.pair_major
+    )  # fmt: skip
+    return _array(told)
+
+
+def _array(told: CopyArgument) -> NDArray[Any]:
+    return np.frombuffer(bytes(told), ARGUMENT)
+
+
+def on_cpu(sides: Sides, made: Plan | Through, slot_bytes: int, *, progress: Progress | None, cancel: Cancel) -> None:
+    """The same in this process, with a ring of one slot; it returns when all is done."""
+    if progress is not None:
+        progress.begin()
+    complete = (
+        _runs_here(sides, made, slot_bytes, cancel)
+        if isinstance(made, Plan)
+        else _ring_here(sides, made, slot_bytes, cancel)
+    )
+    if progress is not None:
+        progress.end(State.COMPLETE if complete else State.CANCELLED)
+
+
+def _runs_here(sides: Sides, made: Plan, bytes_max: int, cancel: Cancel) -> bool:
+    works = direct_works(sides.target, sides.source, made, bytes_max=bytes_max)
+    for first, end in works.table[:, 2:].tolist():
+        if cancel.is_set:
+            return False
+        _move(works.runs[first:end])
+    return True
+
+
+def _ring_here(sides: Sides, made: Through, slot_bytes: int, cancel: Cancel) -> bool:
+    ring, shape, carved = np.empty(slot_bytes, np.uint8), made.shape, made.carved()
+    slot = ring.ctypes.data
+    for at, (first_stretch, end_stretch, first, end) in enumerate(carved.chunks.tolist()):
+        if cancel.is_set:
+            return False
+        runs = carved.runs[carved.edges[at] : carved.edges[at + 1]]
+        near = made.near_slots[first * shape.block : end * shape.block]
+        if shape.fetch:
+            _move(runs[:, [1, 0, 2]] + np.array((sides.source.address, slot, 0)))
+        for stretch in range(first_stretch, end_stretch):
+            region = slot + (stretch - first_stretch) * shape.region_bytes
+            pairing, rows = shape.ring_pairing(stretch), np.arange(len(near))
+            if shape.fetch:
+                host_copy(plan(pairing, rows, near), region, sides.target.address)
+            else:
+                host_copy(plan(pairing, near, rows), sides.source.address, region)
+        if not shape.fetch:
+            _move(runs + np.array((slot, sides.target.address, 0)))
+    if cancel.is_set and len(made.left):
+        return False
+    target_slots, source_slots = sides.target_slots[made.left], sides.source_slots[made.left]
+    kv_copy(sides.target, sides.source, target_slots, source_slots, len(made.left))
+    return True
+
+
+def _move(runs: Int64s) -> None:
+    for source, target, byte_count in runs.tolist():
+        ctypes.memmove(target, source, byte_count)

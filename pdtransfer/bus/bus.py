@@ -20,6 +20,7 @@ from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwa
 from .dialled import SOCKETS, Dialled
 from .limits import BusLimits
 from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, open_socket, resolve
+from .wires import Sweep, Wire
 from .zap import DOMAIN, Authenticator
 
 
@@ -58,6 +59,8 @@ class Bus:
         self._router_drain: Drain | None = None
         self._connections = Connections(self._limits)
         self._dialled: dict[str, Dialled] = {}
+        self._sweep: Sweep | None = None
+        self._auditing = self._loop.call_later(self._limits.audit_ms / 1e3, self._audit)
         self.sent = self.received = self.refused = self.dropped = 0
 
     @property
@@ -93,10 +96,13 @@ class Bus:
             router.close()
             raise
         self._router = router
-        self._router_drain = Drain(self._loop, router, Frames(router, self._accepted, routed=True), self._limits)
-        bound = router.get(zmq.LAST_ENDPOINT)
-        assert isinstance(bound, bytes)
-        return bound.decode().rstrip("\0")
+        frames = Frames(router, self._accepted, self._connections.count, routed=True)
+        self._router_drain = Drain(self._loop, router, frames, self._limits)
+        last = router.get(zmq.LAST_ENDPOINT)
+        assert isinstance(last, bytes)
+        bound = last.decode().rstrip("\0")
+        self._sweep = Sweep(Address.parse(bound).port_first)
+        return bound
 
     def dial(self, endpoint: str) -> str:
         """Keeps a connection to `[KEY@]tcp://host:port` from now on; returns the peer's name, the same text.
@@ -153,13 +159,17 @@ class Bus:
     def allow(self, allowed: AllowList) -> list[str]:
         """Takes another allow-list in place of the one that it has; returns the names of peers that it has cut off.
 
-        Those are whose key is listed no more, or under another name or with other roles. Nothing that they say is read
-        from here on, and what they dialled stays open as long as they like: ZMQ closes no single connection.
+        Those are whose key is listed no more, or under another name or with other roles. Their connections end, and
+        nothing that they have said is heard. One that has never said a word ends when it does.
         """
         assert self._zap is not None, "a bus without keys knows no allow-list"
         before, self._allowed, self._zap.allowed = self._allowed, allowed, allowed
         assert before is not None, "keys and an allow-list come together"
-        gone = self._connections.expel(lambda user: before.entry(user) == allowed.entry(user))
+        expelled = self._connections.expel(lambda user: before.entry(user) == allowed.entry(user))
+        for connection in expelled:
+            if connection.wire is not None:
+                connection.wire.end()
+        gone = [connection.name for connection in expelled if connection.name and not connection.superseded]
         for endpoint, dialled in list(self._dialled.items()):
             if allowed.name_of(dialled.server_key or "") is None:
                 self.hang_up(endpoint)
@@ -177,6 +187,7 @@ class Bus:
 
     async def close(self) -> None:
         """Ends all connections once last words have left, or linger_ms have passed. Idempotent."""
+        self._auditing.cancel()
         for dialled in self._dialled.values():
             dialled.close()
         self._dialled.clear()
@@ -194,10 +205,22 @@ class Bus:
         user = "" if self._allowed is None else str(frame.get("User-Id"))
         if self._allowed is not None and self._allowed.name_of(user) is None:
             self.dropped += 1  # it was listed when it came
+            if (wire := self._wire_of(frame)) is not None:
+                wire.end()
             return
         connection = self._connections.find(route, user, now)
-        if connection.departed or now < connection.muted_until:
+        if connection.wire is None:
+            connection.wire = self._wire_of(frame)
+        if connection.wire is not None:
+            connection.wire.took(len(frame))
+        if connection.departed:
             self.dropped += 1
+            return
+        if now < connection.muted_until:
+            self.dropped += 1
+            connection.ignored += 1
+            if connection.ignored > self._limits.ignored_max:
+                self._end(connection, "muted", f"{connection.ignored} messages came all the same", now)
             return
         try:
             message = _decode(frame)
@@ -211,6 +234,38 @@ class Bus:
         connection.heard = now
         self.received += 1
         self._receive(connection.name, message)
+
+    def _wire_of(self, frame: zmq.Frame) -> Wire | None:
+        return Wire.of(int(frame.get(zmq.SRCFD)), curve=self._keys is not None)
+
+    def _audit(self) -> None:
+        now = self._loop.time()
+        self._auditing = self._loop.call_later(self._limits.audit_ms / 1e3, self._audit)
+        known = self._connections.wires
+        for connection in self._connections.swamped():
+            assert connection.wire is not None
+            self._end(connection, "unread", f"{connection.wire.unread_bytes} bytes wait to be read", now)
+        if self._sweep is not None:
+            for wire in self._sweep.swamped(known, unread_bytes_max=self._limits.unread_bytes_max):
+                self.refused += 1
+                self._on_refused("unknown:", RemoteProtocolError("frames", "the first message has no end"))
+                wire.end()
+        for dialled in self._dialled.values():
+            if dialled.swamped:
+                self.refused += 1
+                self._on_refused(dialled.name, RemoteProtocolError("unread", "too much waits to be read"))
+                dialled.redial()
+
+    def _end(self, connection: Connection, field: str, text: str, now: float) -> None:
+        """Who floods is hung up on, and its key gets no connection for a while."""
+        self.refused += 1
+        name = connection.name or "unknown:"
+        if connection.wire is not None:
+            connection.wire.end()
+        self._connections.depart(connection.route)
+        if self._zap is not None:
+            self._zap.ban(connection.user, now + self._limits.banned_ms / 1e3)
+        self._on_refused(name, RemoteProtocolError(field, text))
 
     def _answered(self, dialled: Dialled, frame: zmq.Frame) -> None:
         now = self._loop.time()
@@ -259,7 +314,8 @@ class Bus:
                 return
             reason, connection.told_until = error.reason, until
         else:
-            reason, connection.muted_until = BREACH, until
+            reason = BREACH
+            connection.mute(until)
         self._route(connection.route, _reject(reason, error))
         owner = connection.name and not connection.superseded
         self._on_refused(connection.name if owner else f"unknown:{frame.get('Peer-Address')}", error)

@@ -6,13 +6,16 @@ for it last, and to no other: what goes to a name goes there alone, what its old
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..errors import RemoteProtocolError
 from .limits import BusLimits
+from .wires import Wire
 
-ROUTE_BYTES = 5  # of an id that the ROUTER itself gave out; the first is 0
+ROUTE_MARK, ROUTE_RANDOM_BYTES = b"\1", 8  # an id that the authenticator gave out
+_ROUTERS_MARK, _ROUTERS_BYTES = b"\0", 4  # one that the ROUTER did
 
 
 class TurnedAwayError(RemoteProtocolError):
@@ -43,6 +46,12 @@ class Connection:
     told_until: float = float("-inf")  # no other Reject goes out before
     rejects: int = 0  # that it has earned since
     rejects_since: float = float("-inf")
+    ignored: int = 0  # messages since it was muted
+    wire: Wire | None = None
+
+    def mute(self, until: float) -> None:
+        """Nothing that it says is heard before."""
+        self.muted_until, self.ignored = until, 0
 
 
 class Connections:
@@ -82,7 +91,7 @@ class Connections:
             self.check(connection)
             raise RemoteProtocolError("Hello.identity.node", f"{name}, this connection is {connection.name}'s")
         # An id of the peer's own choice could be that of a peer that has gone, and would get what is meant for it.
-        if len(route) != ROUTE_BYTES or route[0] != 0:
+        if not _is_given(route):
             raise RemoteProtocolError("routing id", f"{route[:16].hex()} was chosen by the dialler, who must set none")
         elder = self._routes.get(name)
         if elder is not None:
@@ -114,7 +123,7 @@ class Connections:
             connection.rejects, connection.rejects_since = 0, now
         connection.rejects += 1
         if connection.rejects > self._limits.rejects_max:
-            connection.muted_until = now + period_s
+            connection.mute(now + period_s)
 
     def forget(self, route: bytes) -> None:
         """The connection is gone, or must say Hello again; unknown routes are ignored."""
@@ -131,13 +140,35 @@ class Connections:
             gone.name, gone.departed = "", True
             self._keep_unnamed(gone)
 
-    def expel(self, stays: Callable[[str], bool]) -> list[str]:
-        """Forgets the named connections of users that do not stay; returns their names."""
-        gone = [each for each in self._named.values() if not stays(each.user)]
-        names = [connection.name for connection in gone]
+    def expel(self, stays: Callable[[str], bool]) -> list[Connection]:
+        """Forgets the connections of users that do not stay, and returns them."""
+        gone = [each for each in self._all() if not stays(each.user)]
         for connection in gone:
             self.forget(connection.route)
-        return names
+        return gone
+
+    def count(self, route: bytes, byte_count: int) -> None:
+        """One more frame of so many bytes was read of a message whose first one was heard."""
+        connection = self._named.get(route) or self._unnamed.get(route)
+        if connection is not None and connection.wire is not None:
+            connection.wire.took(byte_count)
+
+    @property
+    def wires(self) -> set[bytes]:
+        """The cookies of all wires. Where two have one, a descriptor has changed hands: both are looked for anew."""
+        claims = Counter(each.wire.cookie for each in self._all() if each.wire is not None)
+        for connection in self._all():
+            if connection.wire is not None and claims[connection.wire.cookie] > 1:
+                connection.wire = None
+        return set(claims)
+
+    def swamped(self) -> list[Connection]:
+        """Those on whose wires too much waits to be read."""
+        return [each for each in self._all() if each.wire is not None and each.wire.swamped(self._limits)]
+
+    def _all(self) -> Iterator[Connection]:
+        yield from self._named.values()
+        yield from self._unnamed.values()
 
     def _is_stale(self, name: str, now: float) -> bool:
         route = self._routes.get(name)
@@ -159,3 +190,8 @@ class Connections:
             text = f"{len(self._named)} peers are connected, the limit is {self._limits.named_max}"
             raise TurnedAwayError(FULL, "connections", text)
         self.forget(silent.route)
+
+
+def _is_given(route: bytes) -> bool:
+    """Whether a connection has its id from the authenticator or, where there is none, or it was late, the ROUTER."""
+    return (route[:1], len(route) - 1) in ((ROUTE_MARK, ROUTE_RANDOM_BYTES), (_ROUTERS_MARK, _ROUTERS_BYTES))

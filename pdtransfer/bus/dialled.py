@@ -19,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from ..keys import Address, Endpoint, KeyPair
 from .limits import BusLimits
 from .sockets import NOBLOCK, Drain, Frames, open_socket, resolve
+from .wires import Wire
 
 SOCKETS = 3  # that one endpoint takes: a DEALER and both ends of its monitor
 
@@ -29,6 +30,7 @@ _TROUBLE = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "it refused our key; is it on its allow-list?",
 }
 _UP, _DOWN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
+_MADE = int(zmq.EVENT_CONNECTED)  # before the handshake
 
 _monitors = itertools.count()
 log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class Dialled:
         self.connected = False
         self.muted_until = float("-inf")
         self._line: _Line | None = None
+        self._wire: Wire | None = None
         self._trouble = "no answer"
         self._attempt, self._reached = 0, False
         self._redial_ms = limits.redial_ms
@@ -67,6 +70,17 @@ class Dialled:
     def hopeless(self) -> bool:
         """Whether it was tried and has never been reached."""
         return self._attempt > 0 and not self._reached
+
+    @property
+    def swamped(self) -> bool:
+        """Whether too much waits to be read."""
+        return self._wire is not None and self._wire.swamped(self._limits)
+
+    def redial(self) -> None:
+        """Hangs up, and dials again after a while."""
+        self._trouble = "it was hung up on"
+        self._hang_up(linger_ms=0)
+        self._set_timer(self._redial_ms)
 
     def send(self, frame: bytes) -> bool:
         """Whether ZMQ took it; False without a connection or with a full queue."""
@@ -88,11 +102,20 @@ class Dialled:
                 context=self._context,
                 loop=self._loop,
                 limits=self._limits,
-                heard=lambda _, frame: self._take(self, frame),
+                heard=self._heard,
+                spare=self._count,
                 noticed=self._noticed,
             )
         except (OSError, zmq.ZMQError) as error:
             self._trouble = str(error)
+
+    def _heard(self, route: bytes, frame: zmq.Frame) -> None:
+        self._count(route, len(frame))
+        self._take(self, frame)
+
+    def _count(self, _: bytes, byte_count: int) -> None:
+        if self._wire is not None:
+            self._wire.took(byte_count)
 
     def _dealer(self) -> zmq.Socket[bytes]:
         dealer = open_socket(self._context, zmq.DEALER, self._limits)
@@ -122,8 +145,10 @@ class Dialled:
             self._line.close(linger_ms)
         self._line = None
 
-    def _noticed(self, event: int) -> None:
-        if event == _UP:
+    def _noticed(self, event: int, value: int) -> None:
+        if event == _MADE:
+            self._wire = Wire.of(value, curve=self._keys is not None)
+        elif event == _UP:
             self.connected = self._reached = True
             self._redial_ms, self._trouble = self._limits.redial_ms, "the connection was lost"
             self._set_timer(None)
@@ -148,7 +173,8 @@ class _Line:
         loop: asyncio.AbstractEventLoop,
         limits: BusLimits,
         heard: Callable[[bytes, zmq.Frame], None],
-        noticed: Callable[[int], None],
+        spare: Callable[[bytes, int], None],
+        noticed: Callable[[int, int], None],
     ) -> None:
         with ExitStack() as undo:
             undo.callback(dealer.close, linger=0)
@@ -156,11 +182,11 @@ class _Line:
             self._dealer, self._monitor, self._noticed = dealer, context.socket(zmq.PAIR), noticed
             undo.callback(self._monitor.close, linger=0)
             where = f"inproc://dialled-{next(_monitors)}"
-            dealer.monitor(where, sum(_TROUBLE) + _UP + _DOWN)
+            dealer.monitor(where, sum(_TROUBLE) + _MADE + _UP + _DOWN)
             self._monitor.connect(where)
             dealer.connect(address)
             undo.pop_all()
-        self._drain = Drain(loop, dealer, Frames(dealer, heard, routed=False), limits)
+        self._drain = Drain(loop, dealer, Frames(dealer, heard, spare, routed=False), limits)
         self._monitor_drain = Drain(loop, self._monitor, self._take_event, limits)
 
     def send(self, frame: bytes) -> bool:
@@ -180,5 +206,5 @@ class _Line:
 
     def _take_event(self) -> int:
         event = parse_monitor_message(self._monitor.recv_multipart(NOBLOCK))
-        self._noticed(int(event["event"]))
+        self._noticed(int(event["event"]), int(event["value"]))
         return 0

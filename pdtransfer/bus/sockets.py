@@ -24,15 +24,19 @@ _POLLIN = int(zmq.POLLIN)
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, limits: BusLimits) -> zmq.Socket[bytes]:
-    """A socket for the network that bounds frames, queues, handshakes and silence."""
+    """A socket for the network that bounds frames, handshakes, silence, and what waits to be sent.
+
+    What was received has no bound here. A full queue stops ZMQ's reading, and if the connection ends meanwhile,
+    whatever has ZMQ write on it, a heartbeat of ours or a PING of the peer's among what it has read, fails an assertion
+    that aborts the process (libzmq#3937, 4.3.5). The bus looks after unread bytes itself.
+    """
     socket = context.socket(kind)
     for option, value in (
         (zmq.LINGER, limits.linger_ms),
         (zmq.MAXMSGSIZE, FRAME_BYTES_MAX + ENVELOPE_BYTES),
         (zmq.SNDHWM, limits.send_queue),
-        (zmq.RCVHWM, limits.receive_queue),
+        (zmq.RCVHWM, 0),
         (zmq.HANDSHAKE_IVL, limits.handshake_ms),
-        # Not ZMQ's own heartbeats: a full queue on a connection that ends then aborts the process (libzmq#3937, 4.3.5).
         (zmq.TCP_MAXRT, limits.unanswered_ms),
         (zmq.RECONNECT_IVL, limits.reconnect_ms),
         (zmq.RECONNECT_IVL_MAX, limits.reconnect_ms_max),
@@ -129,20 +133,28 @@ class Frames:
     """Reads a socket for a Drain, handing on (route, first frame); `routed` says that ROUTER puts a route before it.
 
     A message has one frame: `frame.more` tells of a breach. Further frames are thrown away one by one, within the same
-    budget, since one message may have millions of them.
+    budget, since one message may have millions of them; `spare(route, bytes)` hears of them.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[bytes, zmq.Frame], None], *, routed: bool) -> None:
-        self._socket, self._take, self._routed = socket, take, routed
-        self._more = False
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        take: Callable[[bytes, zmq.Frame], None],
+        spare: Callable[[bytes, int], None],
+        *,
+        routed: bool,
+    ) -> None:
+        self._socket, self._take, self._spare, self._routed = socket, take, spare, routed
+        self._route, self._more = b"", False
 
     def __call__(self) -> int:
         """Bytes taken; zmq.Again when there are none."""
         if self._more:
             frame = self._socket.recv(NOBLOCK, copy=False)
             self._more = frame.more
+            self._spare(self._route, len(frame))
             return len(frame)
-        route = self._socket.recv(NOBLOCK) if self._routed else b""
+        route = self._route = self._socket.recv(NOBLOCK) if self._routed else b""
         frame = self._socket.recv(NOBLOCK, copy=False)
         self._more = frame.more
         self._take(route, frame)

@@ -24,8 +24,9 @@
 #define P5 0x27D4EB2F165667C5ULL
 
 enum {
-    ABI = 1,    /* changes with the meaning of any argument */
+    ABI = 2,    /* changes with the meaning of any argument */
     ITEMS = 8,  /* hashed side by side: one hash alone waits for its own multiplications */
+    SLICE_RUNS = 512,
     STRIPE = 32
 };
 #define AHEAD ((size_t)2048) /* bytes of an item that are fetched early; further on the hardware has understood */
@@ -41,6 +42,15 @@ typedef struct {
 typedef struct {
     int64_t slot, row, count;
 } Run;
+
+/* As host_copy.c has it. */
+typedef struct {
+    int64_t source_start, target_start, count;
+} PlanRun;
+
+typedef int32_t (*Copy)(const void *pairs, int64_t pair_count, const PlanRun *runs, int64_t run_count,
+                        int64_t source_page_size, int64_t target_page_size, uint64_t source_at, uint64_t target_at,
+                        int32_t streams, const uint32_t *cancel);
 
 typedef struct {
     const unsigned char *at;
@@ -210,6 +220,60 @@ static inline int row_of(Batch *batch, const Line *line, const uint64_t *seeds, 
     return 1;
 }
 
+typedef struct {
+    const Line *lines;
+    int64_t count;
+    const uint64_t *seeds;
+    int shift; /* of the page size */
+    int64_t mask;
+    uintptr_t at;
+    int woven;
+} Source;
+
+static int rows_of(Batch *batch, const Source *source, const Run *runs, int64_t run_count) {
+    int64_t outer = source->woven ? 1 : source->count, inner = source->woven ? source->count : 1;
+    for (int64_t first = 0; first < outer; first++)
+        for (const Run *run = runs; run < runs + run_count; run++)
+            for (int64_t number = 0; number < run->count; number++) {
+                int64_t slot = run->slot + number;
+                for (int64_t line = first; line < first + inner; line++)
+                    if (!row_of(batch, &source->lines[line], source->seeds, source->at, slot >> source->shift,
+                                slot & source->mask, (uint64_t)(run->row + number)))
+                        return 0;
+            }
+    return 1;
+}
+
+static Source source_of(const Line *lines, int64_t count, const uint64_t *seeds, int64_t page_size, uint64_t at,
+                        int32_t woven) {
+    Source source;
+    source.lines = lines;
+    source.count = count;
+    source.seeds = seeds;
+    source.shift = __builtin_ctzll((unsigned long long)page_size);
+    source.mask = page_size - 1;
+    source.at = (uintptr_t)at;
+    source.woven = woven;
+    return source;
+}
+
+static void begin(Batch *batch, int32_t wide, const uint32_t *cancel) {
+    memset(batch, 0, sizeof *batch);
+    batch->cancel = cancel;
+    batch->hashes = hashes_plain;
+#if defined(__x86_64__)
+    if (wide && pdtransfer_checksum_wide()) batch->hashes = hashes_avx512;
+#else
+    (void)wide;
+#endif
+}
+
+static int end(Batch *batch, uint64_t *sum) {
+    if (!flush(batch) || !flush(batch)) return 0;
+    *sum = batch->sum;
+    return 1;
+}
+
 /* Adds up the hashes of every head of every line in every row of the runs, mod 2**64, into *sum.
  *
  * `at` is added to the lines' bases; a page size is a power of two. `wide` is at most pdtransfer_checksum_wide(). Where
@@ -219,26 +283,41 @@ EXPORT int32_t pdtransfer_checksum(const Line *lines, int64_t line_count, const 
                                    int64_t run_count, int64_t page_size, uint64_t at, int32_t woven, int32_t wide,
                                    const uint32_t *cancel, uint64_t *sum) {
     Batch batch;
-    memset(&batch, 0, sizeof batch);
-    batch.cancel = cancel;
-    batch.hashes = hashes_plain;
-#if defined(__x86_64__)
-    if (wide && pdtransfer_checksum_wide()) batch.hashes = hashes_avx512;
-#else
-    (void)wide;
-#endif
-    int shift = __builtin_ctzll((unsigned long long)page_size);
-    int64_t mask = page_size - 1, outer = woven ? 1 : line_count, inner = woven ? line_count : 1;
-    for (int64_t first = 0; first < outer; first++)
-        for (const Run *run = runs; run < runs + run_count; run++)
-            for (int64_t number = 0; number < run->count; number++) {
-                int64_t slot = run->slot + number;
-                for (int64_t line = first; line < first + inner; line++)
-                    if (!row_of(&batch, &lines[line], seeds, (uintptr_t)at, slot >> shift, slot & mask,
-                                (uint64_t)(run->row + number)))
-                        return 0;
-            }
-    if (!flush(&batch) || !flush(&batch)) return 0;
-    *sum = batch.sum;
-    return 1;
+    Source source = source_of(lines, line_count, seeds, page_size, at, woven);
+    begin(&batch, wide, cancel);
+    return rows_of(&batch, &source, runs, run_count) && end(&batch, sum);
+}
+
+/* The same over the source of a plan that is carried out meanwhile, slice by slice: what was just summed is copied out
+ * of the cache.
+ *
+ * `copy` is host_copy.c's pdtransfer_copy, and what follows it are its arguments, but for the addresses: `at` is the
+ * source's. The first run's first row is row `row` of the room; a slice is at most `slice_rows` rows. */
+EXPORT int32_t pdtransfer_checksum_copy(const Line *lines, int64_t line_count, const uint64_t *seeds, int64_t page_size,
+                                        uint64_t at, int32_t woven, int32_t wide, int64_t row, int64_t slice_rows,
+                                        Copy copy, const void *pairs, int64_t pair_count, const PlanRun *runs,
+                                        int64_t run_count, int64_t source_page_size, int64_t target_page_size,
+                                        uint64_t target_at, int32_t streams, const uint32_t *cancel, uint64_t *sum) {
+    Batch batch;
+    Source source = source_of(lines, line_count, seeds, page_size, at, woven);
+    Run summed[SLICE_RUNS];
+    PlanRun copied[SLICE_RUNS];
+    begin(&batch, wide, cancel);
+    int64_t run = 0, done = 0; /* the next row is the run's row `done` */
+    while (run < run_count) {
+        int count = 0;
+        for (int64_t left = slice_rows; left > 0 && run < run_count && count < SLICE_RUNS; count++) {
+            int64_t part = runs[run].count - done < left ? runs[run].count - done : left;
+            copied[count].source_start = summed[count].slot = runs[run].source_start + done;
+            copied[count].target_start = runs[run].target_start + done;
+            copied[count].count = summed[count].count = part;
+            summed[count].row = row;
+            row += part, left -= part, done += part;
+            if (done == runs[run].count) done = 0, run++;
+        }
+        if (!rows_of(&batch, &source, summed, count)) return 0;
+        if (!copy(pairs, pair_count, copied, count, source_page_size, target_page_size, at, target_at, streams, cancel))
+            return 0;
+    }
+    return end(&batch, sum);
 }

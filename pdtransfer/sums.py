@@ -1,9 +1,8 @@
-"""Checksums of rows that lie in this process's memory, with the compiled kernel; without one, with numpy."""
+"""Checksums of rows that lie in this process's memory, or are copied; without the compiled kernel, with numpy."""
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,15 @@ import numpy as np
 
 from . import kernels, rows
 from .cancel import Cancel
-from .checksum import MASK, Lines, hashes, pieces_of, row_seeds
+from .checksum import MASK, Lines, hashes, pieces_of, row_seeds, runs_of
 from .geometry import Int64s
+from .plan import Plan
 
-_ABI = 1  # of kernels/host_checksum.c
+_ABI = 2  # of kernels/host_checksum.c
+_SLICE_BYTES = 256 << 10  # summed, then copied out of the cache
 _PIECE_BYTES = 4 << 20  # of numpy's, between two looks at the cancel word
 
-_Sum = Callable[[int, int, int, int, int, int, int, int, int, int, int], int]
+_Function = Callable[..., int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,49 +29,40 @@ class Native:
     path: Path | None
     text: str
     wide: bool = False  # AVX-512
-    sum: _Sum | None = None
+    sum: _Function | None = None
+    copy: _Function | None = None
 
 
 NUMPY = Native(path=None, text="numpy checksums")
 
-_lock = threading.Lock()
-_chosen: Native | None = None
-
-
-def native(cache: Path | None = None) -> Native:
-    """The sum of this process, chosen once, as kernels.native is: make the first call off the loop."""
-    global _chosen  # noqa: PLW0603 (one process has one sum)
-    with _lock:
-        if _chosen is None:
-            _chosen = load(cache)
-        return _chosen
-
 
 def load(cache: Path | None = None) -> Native:
-    """What `native` finds, found anew."""
+    """The sum that there is, as kernels.load finds the copy."""
     try:
         return kernels.loaded("host_checksum", cache, _opened)
     except kernels.UnusableError as error:
         return Native(path=None, text=f"numpy checksums: {error}")
 
 
+native = kernels.Once(load)
+"""The sum of this process."""
+
+
 def _opened(path: Path) -> Native:
-    try:
-        library = ctypes.CDLL(str(path))
-        abi = library.pdtransfer_checksum_abi()
-        wide = bool(library.pdtransfer_checksum_wide())
-        function = library.pdtransfer_checksum
-    except (OSError, AttributeError) as error:
-        raise kernels.UnusableError(f"{path}: {error}") from None
-    if abi != _ABI:
-        raise kernels.UnusableError(f"{path}: its interface is {abi}, not {_ABI}")
+    library = kernels.library_at(path, abi_name="pdtransfer_checksum_abi", abi=_ABI)
+    wide = bool(library.pdtransfer_checksum_wide())
     address, count, flag = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32
-    function.argtypes = (
+    total, copied = library.pdtransfer_checksum, library.pdtransfer_checksum_copy
+    total.argtypes = (
         address, count, address, address, count, count, address, flag, flag, address, ctypes.c_void_p,
     )  # fmt: skip
-    function.restype = ctypes.c_int32
+    copied.argtypes = (
+        address, count, address, count, address, flag, flag, count, count,
+        address, address, count, address, count, count, count, address, flag, address, ctypes.c_void_p,
+    )  # fmt: skip
+    total.restype = copied.restype = ctypes.c_int32
     text = f"compiled checksum, {'AVX-512' if wide else 'plain'}: {path}"
-    return Native(path=path, text=text, wide=wide, sum=function)
+    return Native(path=path, text=text, wide=wide, sum=total, copy=copied)
 
 
 def checksum(
@@ -93,6 +85,36 @@ def checksum(
         lines.page_size, address, lines.woven, by.wide, cancel.address, ctypes.addressof(found),
     )  # fmt: skip
     return found.value if complete else None
+
+
+def copy(
+    plan: Plan,
+    source_address: int,
+    target_address: int,
+    *,
+    lines: Lines,
+    first_row: int,
+    cancel: Cancel | None = None,
+    by: Native | None = None,
+) -> int | None:
+    """As kernels.copy, and sums what it reads: `lines` are the source's, and the plan's rows the room's from
+    `first_row` on. None when `cancel` stopped it."""
+    by, cancel, copier = by or native(), cancel or Cancel(), kernels.native()
+    if by.copy is None or not copier.used:
+        runs = runs_of(plan.runs[:, 0], plan.runs[:, 2], first_row)
+        found = checksum(lines, runs, source_address, cancel=cancel, by=by)
+        return found if kernels.copy(plan, source_address, target_address, cancel=cancel) else None
+    table, runs, total = plan.pairing.table, plan.runs, ctypes.c_uint64(0)
+    assert runs.dtype == table.dtype == lines.table.dtype == np.int64
+    assert all(each.flags.c_contiguous for each in (runs, table, lines.table, lines.seeds))
+    complete = by.copy(
+        lines.table.ctypes.data, len(lines.table), lines.seeds.ctypes.data, lines.page_size, source_address,
+        lines.woven, by.wide, first_row, max(1, _SLICE_BYTES // max(1, plan.pairing.row_bytes)),
+        copier.address, table.ctypes.data, len(table), runs.ctypes.data, len(runs),
+        plan.pairing.source_page_size, plan.pairing.target_page_size, target_address,
+        kernels.streams_for(plan, copier), cancel.address, ctypes.addressof(total),
+    )  # fmt: skip
+    return total.value if complete else None
 
 
 def _with_numpy(lines: Lines, runs: Int64s, address: int, cancel: Cancel) -> int | None:

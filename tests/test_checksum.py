@@ -17,9 +17,11 @@ from pdtransfer import kernels, sums
 from pdtransfer.cancel import Cancel
 from pdtransfer.checksum import MASK, Lines, hash_of, hashes, lines_of, pieces_of, runs_of
 from pdtransfer.layout import Layout, Plane
+from pdtransfer.pairing import pair
+from pdtransfer.plan import plan
 from pdtransfer.sums import Native, checksum
 from tests import stranger
-from tests.layout_tensors import Pool, mha, mla, models, pools
+from tests.layout_tensors import CANARY, Pool, mha, mla, models, pools
 
 NUMPY = Native(path=None, text="numpy")
 PRIME32 = 2_654_435_761
@@ -229,6 +231,44 @@ def test_cancel_stops_a_sum_that_runs(compiled: Native) -> None:
         assert ended == [None]
 
 
+@PROPERTY
+@given(st.data())
+def test_what_is_copied_is_summed_as_it_is_read(compiled: Native, data: st.DataObject) -> None:
+    model = data.draw(models())
+    source, target = data.draw(pools(model)), data.draw(pools(model))
+    source.fill(np.arange(source.slots) + 7)
+    rows = data.draw(st.integers(1, min(source.slots, target.slots)))
+    source_slots, target_slots = (
+        np.array(data.draw(st.permutations(range(pool.slots)))[:rows], np.int64) for pool in (source, target)
+    )
+    work = plan(pair(source.layout, target.layout).fused(), source_slots, target_slots)
+    first = data.draw(st.integers(0, 1 << 20))
+    addresses = source.memory.ctypes.data, target.memory.ctypes.data
+    target.memory[:] = CANARY
+    assert kernels.copy(work, *addresses)
+    copied, wanted = target.memory.copy(), sum_of(source, source_slots, first_row=first)
+    with pytest.MonkeyPatch.context() as patch:
+        # Slices of a few rows, so that runs are cut.
+        patch.setattr(sums, "_SLICE_BYTES", data.draw(st.integers(1, 4 * source.layout.row_bytes)))
+        for by in ways(compiled):
+            target.memory[:] = CANARY
+            found = sums.copy(work, *addresses, lines=lines_of("kv", source.layout), first_row=first, by=by)
+            assert found == wanted
+            np.testing.assert_array_equal(target.memory, copied)
+
+
+def test_cancel_stops_a_copy_that_is_summed(compiled: Native) -> None:
+    side = Layout((Plane(0, "k", "uint8", 0, 1, 0, 4_096, 4_096, 4_096),), 1, 64)
+    source, target = np.zeros(64 * 4_096, np.uint8), np.full(64 * 4_096, CANARY, np.uint8)
+    work = plan(pair(side, side), np.arange(64), np.arange(64))
+    for by in ways(compiled):
+        cancel = Cancel()
+        cancel.set()
+        addresses = source.ctypes.data, target.ctypes.data
+        assert sums.copy(work, *addresses, lines=lines_of("kv", side), first_row=0, cancel=cancel, by=by) is None
+        assert (target == CANARY).all()
+
+
 def test_without_a_compiler_numpy_sums_and_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +304,12 @@ def test_the_compiled_sum_has_no_undefined_behaviour(tmp_path: Path, capfd: pyte
     for model in (mha(layers=range(2), heads=range(3), head_bytes=44), mla(layers=range(3), head_bytes=656)):
         made = Pool(name="page_first", model=model, page_size=4, slots=32)
         made.fill(np.arange(32))
-        assert {sum_of(made, np.arange(31), by=by) for by in ways(sanitized)} == {sum_of(made, np.arange(31))}
+        wanted, target, work = sum_of(made, np.arange(31)), np.empty_like(made.memory), np.arange(31)
+        carried = plan(pair(made.layout, made.layout).fused(), work, work[::-1].copy())
+        for by in ways(sanitized):
+            assert sum_of(made, np.arange(31), by=by) == wanted
+            between, lines = (made.memory.ctypes.data, target.ctypes.data), lines_of("kv", made.layout)
+            assert sums.copy(carried, *between, lines=lines, first_row=0, by=by) == wanted
     assert "runtime error" not in capfd.readouterr().err
 
 

@@ -15,6 +15,9 @@ from .. import sums
 from ..checksum import Lines, lines_of, pieces_of, runs_of
 from ..geometry import Int64s
 from ..memory import Arena, Mapping, allocate
+from ..pairing import pair
+from ..plan import plan
+from ..transports.copier import PIECE_BYTES
 from .models import PAGE_SIZE, components, latent_layout
 from .ranks import Ranks
 from .report import Figures, Line
@@ -28,7 +31,7 @@ LINES = (
         Line(
             f"checksum, {rows}, {name}",
             f"{{{name}_{rows}_1:.2f}}, {{{name}_{rows}_2:.2f}}",
-            f"one thread, two; numpy {{{name}_{rows}_numpy:.3f}}",
+            f"one thread, two; numpy {{{name}_{rows}_numpy:.3f}}; copied as well {{{name}_{rows}_copied:.2f}}",
         )
         for name in _LAYOUTS
         for rows in ("pages", "scattered")
@@ -42,7 +45,8 @@ LINES = (
 def measure(*, tokens: int = 4_096, rooms: int = 1_000, repeats: int = 7) -> Figures:
     """Shares of one memcpy's rate for an MLA request, 61 planes of 1,152-byte rows; then rooms without and with verify.
 
-    A checksum reads what a memcpy reads and writes, so a share may pass 1. Each figure is the median over `repeats` of
+    A checksum reads what a memcpy reads and writes, so a share may pass 1; "copied as well" is a writer's way, into an
+    arena that is page_first, in the order of the slots. Each figure is the median over `repeats` of
     (time of a memcpy of the same bytes) / (time of the checksum), timed one after the other; numpy's is of a few rows.
     Hand-offs are those of `bench handoff`, one at a time, `rooms` of 16 tokens of the reference model; the room is that
     of `bench transfer`, two copy threads, a fresh arena. Two pairs of ranks, one of which verifies, take turns.
@@ -76,6 +80,8 @@ def _rates(tokens: int, repeats: int) -> Figures:
                 for threads in (1, 2):
                     sum_up = _seconds_of(_summing(lines, runs, source, threads))
                     figures[f"{name}_{rows}_{threads}"] = median(memcpy() / sum_up() for _ in range(repeats))
+                copied = _seconds_of(_copying(name, runs, source, target))
+                figures[f"{name}_{rows}_copied"] = median(memcpy() / copied() for _ in range(repeats))
                 few = next(pieces_of(runs, _NUMPY_ROWS))
                 slow = _seconds_of(partial(sums.checksum, lines, few, source.address, by=sums.NUMPY))
                 figures[f"{name}_{rows}_numpy"] = memcpy() * min(1.0, _NUMPY_ROWS / tokens) / slow()
@@ -100,6 +106,22 @@ def _summing(lines: Lines, runs: Int64s, memory: Mapping, threads: int) -> Calla
             other.join()
 
     return sum_up
+
+
+def _copying(name: str, runs: Int64s, memory: Mapping, arena: Arena) -> Callable[[], None]:
+    """The same rows, carried into the first slots of the arena, in a copy thread's pieces."""
+    slots = np.repeat(runs[:, 0] - runs[:, 1], runs[:, 2]) + np.arange(int(runs[:, 2].sum()))
+    ours = latent_layout(name, slots=2 * len(slots), page_size=PAGE_SIZE)
+    theirs = latent_layout("page_first", slots=len(slots), page_size=PAGE_SIZE)
+    work, lines = plan(pair(ours, theirs).fused(), slots, np.arange(len(slots))), lines_of("kv", ours)
+
+    def copy() -> None:
+        first_row = 0
+        for piece in work.pieces(PIECE_BYTES):
+            sums.copy(piece, memory.address, arena.mapping.address, lines=lines, first_row=first_row)
+            first_row += piece.rows
+
+    return copy
 
 
 def _hand_offs(rooms: int, repeats: int) -> Figures:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -49,6 +49,7 @@ class Native:
     text: str
     streams: int = 0  # the widest streaming stores, as kernels/host_copy.c numbers them
     copy: _Copy | None = None
+    address: int = 0  # of the function, for other kernels to call
 
     @property
     def used(self) -> bool:
@@ -67,29 +68,33 @@ def source_directory() -> Path:
     return shared if shared.is_dir() else package.parent / "kernels"
 
 
-_lock = threading.Lock()
-_chosen: Native | None = None
+class Once(Generic[Library]):
+    """What `load` finds, found once a process: the first call may compile for a second, so make it off the loop."""
 
+    def __init__(self, load: Callable[[], Library]) -> None:
+        self._load, self._lock = load, threading.Lock()
+        self._found: Library | None = None
 
-def native(cache: Path | None = None) -> Native:
-    """The copy of this process, chosen once: the first call may compile for a second, so make it off the loop.
-
-    `cache` is where compiled kernels are kept, by default config's. Where there is no compiler the numpy path is used,
-    and `text` says what to install.
-    """
-    global _chosen  # noqa: PLW0603 (one process has one copy)
-    with _lock:
-        if _chosen is None:
-            _chosen = load(cache)
-        return _chosen
+    def __call__(self) -> Library:
+        with self._lock:
+            if self._found is None:
+                self._found = self._load()
+            return self._found
 
 
 def load(cache: Path | None = None) -> Native:
-    """What `native` finds, found anew."""
+    """The copy that there is. Where there is no compiler it is numpy's, and `text` says what to install.
+
+    `cache` is where compiled kernels are kept, by default config's.
+    """
     try:
         return loaded("host_copy", cache, _opened)
     except UnusableError as error:
         return Native(path=None, text=f"numpy copies: {error}")
+
+
+native = Once(load)
+"""The copy of this process."""
 
 
 def loaded(name: str, cache: Path | None, opened: Callable[[Path], Library]) -> Library:
@@ -167,20 +172,27 @@ def run_compiler(command: list[str]) -> str:
     return done.stdout
 
 
-def _opened(path: Path) -> Native:
+def library_at(path: Path, *, abi_name: str, abi: int) -> ctypes.CDLL:
+    """A compiled library; UnusableError where it cannot be opened, or its function `abi_name` says another `abi`."""
     try:
         library = ctypes.CDLL(str(path))
-        abi = library.pdtransfer_abi()
-        streams: int = library.pdtransfer_streams()
-        function = library.pdtransfer_copy
+        found = library[abi_name]()
     except (OSError, AttributeError) as error:
         raise UnusableError(f"{path}: {error}") from None
-    if abi != _ABI:
-        raise UnusableError(f"{path}: its interface is {abi}, not {_ABI}")
+    if found != abi:
+        raise UnusableError(f"{path}: its interface is {found}, not {abi}")
+    return library
+
+
+def _opened(path: Path) -> Native:
+    library = library_at(path, abi_name="pdtransfer_abi", abi=_ABI)
+    streams: int = library.pdtransfer_streams()
+    function = library.pdtransfer_copy
     address, count = ctypes.c_uint64, ctypes.c_int64
     function.argtypes = (address, count, address, count, count, count, address, address, ctypes.c_int32, address)
     function.restype = ctypes.c_int32
-    return Native(path=path, text=f"compiled copy, {_STREAMS[streams]}: {path}", streams=streams, copy=function)
+    text, at = f"compiled copy, {_STREAMS[streams]}: {path}", ctypes.cast(function, ctypes.c_void_p).value or 0
+    return Native(path=path, text=text, streams=streams, copy=function, address=at)
 
 
 def copy(
@@ -197,7 +209,7 @@ def copy(
     Returns when no store of it is pending any more. It holds the GIL for no copied byte. `by` is for those who compare.
     """
     by, cancel = by or native(), cancel or Cancel()
-    streams = by.streams if plan.bytes >= _STREAM_BYTES_MIN else 0
+    streams = streams_for(plan, by)
     if threads == 1:
         return _carry(plan, source_address, target_address, cancel, by, streams)
     parts, ended = list(_shares(plan, threads)), list[bool]()
@@ -214,6 +226,11 @@ def copy(
         other.join()
     assert len(ended) == len(parts), "a copy thread has died"
     return all(ended)
+
+
+def streams_for(plan: Plan, by: Native) -> int:
+    """Which streaming stores a copy of so many bytes takes."""
+    return by.streams if plan.bytes >= _STREAM_BYTES_MIN else 0
 
 
 def _carry(plan: Plan, source_address: int, target_address: int, cancel: Cancel, by: Native, streams: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from .. import kernels, sums
 from ..cancel import Cancel
-from ..checksum import MASK, Lines, runs_of
+from ..checksum import MASK, Lines
 from ..effects import Write
 from ..errors import TransportError
 from ..pairing import Pairing
@@ -104,11 +104,13 @@ class Job:
 
     def _copy(self, piece: Plan, first: int) -> int:
         """Copies a piece whose first row is row `first` of the order's; its checksum is of what it read."""
-        checksum: int | None = 0
-        if self.lines is not None:
-            runs = runs_of(piece.runs[:, 0], piece.runs[:, 2], self.order.first_row + first)
-            checksum = sums.checksum(self.lines, runs, self.source_address, cancel=self.cancel)
-        if checksum is None or not kernels.copy(piece, self.source_address, self.target_address, cancel=self.cancel):
+        between = piece, self.source_address, self.target_address
+        if self.lines is None:
+            checksum = 0 if kernels.copy(*between, cancel=self.cancel) else None
+        else:
+            row = self.order.first_row + first
+            checksum = sums.copy(*between, lines=self.lines, first_row=row, cancel=self.cancel)
+        if checksum is None:
             raise TransportError(CANCELLED)
         return checksum
 

@@ -97,13 +97,21 @@ def doctor(*, json: Json = False) -> int:
 
 @app.command
 def keygen(
-    name: Annotated[str, Parameter(help="The node's name, after a directory if need be.")], /, *, json: Json = False
+    name: Annotated[str, Parameter(help="The node's name, after a directory if need be.")],
+    /,
+    *,
+    tp_size: Annotated[int, _count("Ranks of a worker that share the heads: a key for each, beside its leader's.")] = 1,
+    pp_size: Annotated[int, _count("Stages of a worker that share the layers: the same.")] = 1,
+    json: Json = False,
 ) -> int:
     """Makes NAME.key, which stays secret, and NAME.pub, whose line goes into the allow-list of every peer."""
     from .keys import generate
+    from .ranks import key_of, ranks_of
 
-    line = generate(name)
-    print(dumps({"name": line.split()[0], "public": line.split()[1]}) if json else line)
+    others = ranks_of(tp_size, pp_size)[1:]
+    for path in (Path(name), *(key_of(Path(name), ranks) for ranks in others)):
+        line = generate(path)
+        print(dumps({"name": line.split()[0], "public": line.split()[1]}) if json else line)
     return 0
 
 

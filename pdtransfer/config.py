@@ -21,7 +21,7 @@ from .engine.base import EngineConfig
 from .errors import ConfigError
 from .keys import Address, Endpoint, check_exposure, is_loopback
 from .limits import LIMIT_BOUNDS, LIMIT_COUNT, LIMIT_MILLISECONDS, NAME_LENGTH_MAX, TOKENS_MAX, Limits
-from .ranks import FREE, SIZE_MAX, check_ranks
+from .ranks import FREE, SIZE_MAX, check_advertise, check_ranks
 from .wire import Ranks
 
 PREFIX = "PDTRANSFER_"
@@ -127,6 +127,7 @@ class WorkerConfig(NodeConfig):
     """What a daemon with an engine is told besides."""
 
     bind: Annotated[str, _help("Where peers reach this daemon; port 0 takes a free one.")] = "tcp://127.0.0.1:0"
+    advertise: Annotated[str, _help("The host that peers dial, if it is not the one in bind.")] = ""
     http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for nowhere.")] = ""
     engine: Annotated[str, _help("The engine's factory, module:attribute.")] = "pdtransfer.engine.reference:create"
     engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
@@ -163,6 +164,9 @@ class WorkerConfig(NodeConfig):
             for each in fields(self):
                 if each.name in FREE and getattr(self, each.name) == each.default:
                     object.__setattr__(self, each.name, FREE[each.name])
+        # Of a leader the router tells where it is; of the others it does, where they are on its host.
+        told = self.grouped and not (self.leads and self.group)
+        check_advertise(self.advertise, self.bind, told=told)
 
     @property
     def ranks(self) -> Ranks:
@@ -178,6 +182,11 @@ class WorkerConfig(NodeConfig):
     def leads(self) -> bool:
         """Whether routers talk to this process."""
         return self.ranks.tp_rank == self.ranks.pp_rank == 0
+
+    @property
+    def allowed(self) -> Path | None:
+        """The allow-list, where there are keys."""
+        return self.allow if self.key is not None else None
 
     @property
     def engine_options(self) -> dict[str, str]:

@@ -34,7 +34,8 @@ from .memory import Arena
 from .node import NodeSettings
 from .port import Port
 from .prefill_daemon import PrefillDaemon
-from .signals import Stop, reload_on_hangup
+from .ranks import advertised
+from .signals import Stop, reload, reload_on_hangup
 from .wire import Member
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def _settings(config: Config, card: EngineCard, group: tuple[Member, ...] = ()) 
         model=card.model,
         weights=card.weights,
         keys=KeyPair.read(config.key) if config.key is not None else None,
-        allowed=AllowList.read(config.allow) if config.key is not None and config.allow is not None else None,
+        allowed=AllowList.read(config.allowed) if config.allowed is not None else None,
         insecure=config.insecure,
         ranks=config.ranks,
         group=group,
@@ -196,8 +197,13 @@ async def _lead(config: Config, shared: Shared, engine: Any, arena: Arena | None
 async def _live(config: Config, shared: Shared, daemon: PrefillDaemon | DecodeDaemon) -> None:
     loop, stop, died, group = asyncio.get_running_loop(), shared.stop, shared.died, daemon.group
     daemon.port.attach(loop)
-    reload_on_hangup(config.allow if config.key is not None else None, daemon.node.allow)
-    endpoint = _public(config) + await daemon.node.bus.bind(config.bind)
+
+    def reload_all() -> None:
+        reload(config.allowed, daemon.node.allow)
+        group.reload()
+
+    reload_on_hangup(config.allowed, reload_all)
+    endpoint = _endpoint(config, await daemon.node.bus.bind(config.bind))
     thread = engine_thread.start(daemon.thread, lambda _: _call(loop, died.set))
     group.asked = stop.asked.set
     shared.daemon = daemon
@@ -237,8 +243,8 @@ async def _follow(config: Config, shared: Shared, engine: Any, arena: Arena | No
     over = asyncio.Event()
     try:
         daemon.port.attach(loop)
-        reload_on_hangup(config.allow if config.key is not None else None, daemon.node.allow)
-        endpoint = _public(config) + await daemon.node.bus.bind(config.bind)
+        reload_on_hangup(config.allowed, lambda: reload(config.allowed, daemon.node.allow))
+        endpoint = _endpoint(config, await daemon.node.bus.bind(config.bind))
         thread = engine_thread.start(daemon.thread, lambda _: _call(loop, shared.died.set))
         link.send(Bound(endpoint, shared.http))
         shared.daemon = daemon
@@ -246,7 +252,7 @@ async def _follow(config: Config, shared: Shared, engine: Any, arena: Arena | No
         if config.json:
             ready = {"ready": True, "role": config.role, "node": config.node, "endpoint": endpoint, "http": shared.http}
             print(json.dumps(ready), flush=True)
-        listening = asyncio.create_task(link.listen(lambda frame: _obey(daemon, over, frame)))
+        listening = asyncio.create_task(link.listen(lambda frame: _obey(config, daemon, over, frame)))
         listening.add_done_callback(lambda _: over.set())
         await _first(shared.stop.asked, shared.died, over)
         if shared.stop.asked.is_set():
@@ -264,7 +270,7 @@ async def _follow(config: Config, shared: Shared, engine: Any, arena: Arena | No
         await link.close()
 
 
-def _obey(daemon: PrefillFollower | DecodeFollower, over: asyncio.Event, frame: Frame) -> None:
+def _obey(config: Config, daemon: PrefillFollower | DecodeFollower, over: asyncio.Event, frame: Frame) -> None:
     match frame:
         case Start(serial, begin):
             daemon.start(serial, begin)
@@ -272,6 +278,8 @@ def _obey(daemon: PrefillFollower | DecodeFollower, over: asyncio.Event, frame: 
             daemon.turn(frame)
         case Abort(serial, cause, detail):
             daemon.abort(serial, Cause.of(cause), detail)
+        case frames.Reload():
+            reload(config.allowed, daemon.node.allow)
         case frames.Quit():
             over.set()
         case _:
@@ -296,9 +304,10 @@ async def _first(*events: asyncio.Event) -> None:
         wait.cancel()
 
 
-def _public(config: Config) -> str:
-    """What stands before an endpoint that wants keys."""
-    return f"{KeyPair.read(config.key).public}@" if config.key is not None else ""
+def _endpoint(config: Config, bound: str) -> str:
+    """Where peers dial this daemon, with its key before it where they need one."""
+    key = f"{KeyPair.read(config.key).public}@" if config.key is not None else ""
+    return key + advertised(bound, config.advertise)
 
 
 def _call(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -159,6 +159,11 @@ class Address:
             raise ConfigError(f"endpoint {text!r}: port: {match[2]} to {match[3] or match[2]} is not within 1 to 65535")
         return cls(host=match[1].strip("[]"), port_first=first, port_last=last)
 
+    @property
+    def wildcard(self) -> bool:
+        """Whether it can be bound, and nobody can dial it."""
+        return self.host == "*" or (is_literal(self.host) and ipaddress.ip_address(self.host).is_unspecified)
+
     def at(self, host: str, port: int) -> str:
         """The text of one host and port, as ZMQ wants it."""
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
@@ -180,7 +185,7 @@ class Endpoint:
         parsed = Address.parse(address)
         if parsed.port_first != parsed.port_last or parsed.port_first == 0:
             raise ConfigError(f"endpoint {text!r}: port: one port other than 0 is needed to dial")
-        if parsed.host == "*" or (is_literal(parsed.host) and ipaddress.ip_address(parsed.host).is_unspecified):
+        if parsed.wildcard:
             raise ConfigError(f"endpoint {text!r}: host: {parsed.host} can be bound, not dialled")
         return cls(address=address, server_key=server_key or None)
 

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from .errors import ConfigError
-from .keys import Endpoint, is_loopback
+from .keys import Address, Endpoint, is_literal, is_loopback
 from .wire import Ranks
 
 SIZE_MAX = 64  # along one axis: beyond it no model is split
 FREE = {"bind": "tcp://127.0.0.1:0", "http": ""}  # what a rank that does not lead listens on by default
+
+
+def label(ranks: Ranks) -> str:
+    """A rank's place, as part of a name."""
+    return f"pp{ranks.pp_rank}-tp{ranks.tp_rank}" if ranks.pp_size > 1 else f"tp{ranks.tp_rank}"
+
+
+def place_of(ranks: Ranks) -> int:
+    """A rank's number in its group; the leader's is 0."""
+    return ranks.pp_rank * ranks.tp_size + ranks.tp_rank
+
+
+def ranks_of(tp_size: int, pp_size: int) -> list[Ranks]:
+    """All ranks of a group, by their numbers."""
+    return [Ranks(place % tp_size, tp_size, place // tp_size, pp_size) for place in range(tp_size * pp_size)]
+
+
+def key_of(leaders: Path, ranks: Ranks) -> Path:
+    """Where the key of another rank lies, beside its leader's: each is a peer, and a peer is its key."""
+    return leaders.with_name(f"{leaders.name.removesuffix('.key')}-{label(ranks)}.key")
 
 
 def check_ranks(ranks: Ranks, group: str, *, insecure: bool) -> None:
@@ -35,6 +57,30 @@ def _check_group(group: str, *, alone: bool, insecure: bool) -> None:
         raise ConfigError(
             f"group = {group!r}: other hosts could reach it, and torch.distributed knows no keys: say insecure"
         )
+
+
+def check_advertise(advertise: str, bind: str, *, told: bool) -> None:
+    """Raises ConfigError for an `advertise` that is no host; where peers are `told` of this rank, also for a `bind`
+    that nobody can dial."""
+    if advertise:
+        try:
+            Endpoint.parse(_at(advertise, 1) if is_literal(advertise) else f"tcp://{advertise}:1")
+        except ConfigError as error:
+            raise ConfigError(f"advertise = {advertise!r}: must be a host to dial, without a port ({error})") from None
+    elif told and Address.parse(bind).wildcard:
+        raise ConfigError(
+            f"bind = {bind!r}: nobody can dial that, and peers are told where each rank is: bind an address of this "
+            "host, or name as advertise the one that they are to dial"
+        )
+
+
+def advertised(bound: str, advertise: str) -> str:
+    """The endpoint to tell peers of, where `bound` is what was bound."""
+    return _at(advertise, Address.parse(bound).port_first) if advertise else bound
+
+
+def _at(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def group_address(group: str) -> tuple[str, int]:

@@ -26,7 +26,7 @@ from .limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS
 from .process import prepare
 from .router_metrics import RouterMetrics
 from .routing import Emit, Fail, Finish, Refusal, Routing, RoutingEffect
-from .signals import Stop, reload_on_hangup
+from .signals import Stop, reload, reload_on_hangup
 from .turn import Performer, Ticker
 from .wire import Identity, Message, Ranks
 
@@ -318,7 +318,7 @@ async def serve(config: RouterConfig) -> None:
     stop, router = Stop(), Router(config)
     try:
         address = await router.open()
-        reload_on_hangup(config.allow, router.allow)
+        reload_on_hangup(config.allow, lambda: reload(config.allow, router.allow))
         log.info("%s listens on %s", config.node, address)
         if config.json:
             line = {"ready": True, "role": config.role, "node": config.node, "http": address}

@@ -52,16 +52,19 @@ class Stop:
             self.hurried.set()
 
 
-def reload_on_hangup(path: Path | None, allow: Allow) -> None:
-    """From now on SIGHUP reads the allow-list anew; one that makes no sense changes nothing.
+def reload_on_hangup(path: Path | None, reload: Callable[[], None]) -> None:
+    """From now on SIGHUP is for reading the allow-list anew.
 
-    Without a list SIGHUP does what it does to any process: it ends it.
+    Without a list it does what it does to any process: it ends it.
     """
     if path is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload, path, allow)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
-def _reload(path: Path, allow: Allow) -> None:
+def reload(path: Path | None, allow: Allow) -> None:
+    """Reads the allow-list anew, if there is one; one that makes no sense changes nothing."""
+    if path is None:
+        return
     try:
         allowed = AllowList.read(path)
     except ConfigError as error:

@@ -17,8 +17,10 @@ import pytest
 
 import pdtransfer
 from pdtransfer import cli
-from pdtransfer.config import PREFIX
+from pdtransfer.config import PREFIX, DecodeConfig
 from pdtransfer.errors import TransportError
+from pdtransfer.group.meeting import rank_configs
+from pdtransfer.keys import KeyPair
 
 BENCHES = {
     "transfer": ("run_transfer", {"tokens": 4_096, "rooms": 32, "model": "deepseek", "json": False}),
@@ -178,6 +180,18 @@ def test_help_of_every_command_names_it_and_each_flag_with_a_word_on_it(
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == pdtransfer.__version__ + "\n"
+
+
+def test_keygen_makes_a_key_for_each_rank_where_its_leader_looks_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["keygen", str(tmp_path / "d0"), "--tp-size", "2"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["d0", "d0-tp1"]
+    allow = tmp_path / "allow"
+    (rank,) = rank_configs(DecodeConfig(tp_size=2, key=tmp_path / "d0.key", allow=allow), "127.0.0.1:7100")
+    assert KeyPair.read(rank.key).public == (tmp_path / "d0-tp1.pub").read_text().split()[1]
+    assert cli.main(["keygen", str(tmp_path / "p0"), "--tp-size", "2", "--pp-size", "2"]) == 0
+    assert len({path.name for path in tmp_path.glob("p0-pp?-tp?.key")}) == 3
 
 
 def test_keygen_writes_a_private_key_and_prints_the_line_for_the_allow_list(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,8 +12,9 @@ from pdtransfer.config import DecodeConfig, PrefillConfig
 from pdtransfer.effects import Send
 from pdtransfer.errors import ConfigError
 from pdtransfer.group import frames
-from pdtransfer.group.meeting import common
+from pdtransfer.group.meeting import common, rank_configs
 from pdtransfer.limits import ADDRESS_LENGTH_MAX
+from pdtransfer.ranks import advertised
 from pdtransfer.routing import Accepted, Routing
 from pdtransfer.wire import Begin, Load, Member, Ranks, Sampling, Welcome
 from tests.routing_world import LIMITS, identity, request
@@ -29,6 +33,15 @@ GROUP = "127.0.0.1:7100"
         ({"tp_size": 2, "group": "7100"}, "group = '7100': must be host:port"),
         ({"tp_size": 2, "group": "127.0.0.1:0"}, "group = '127.0.0.1:0': must be host:port"),
         ({"tp_size": 2, "group": "192.0.2.1:7100"}, "torch.distributed knows no keys: say insecure"),
+        ({"tp_size": 2, "group": "0.0.0.0:7100", "insecure": True}, "group = '0.0.0.0:7100': must be host:port"),
+        ({"tp_size": 2, "bind": "tcp://*:0", "insecure": True}, "bind = 'tcp://*:0': nobody can dial that"),
+        ({"tp_size": 2, "bind": "tcp://0.0.0.0:7101", "insecure": True}, "or name as advertise the one that"),
+        (
+            {"tp_size": 2, "tp_rank": 1, "group": GROUP, "bind": "tcp://[::]:0", "insecure": True},
+            "bind = 'tcp://[::]:0': nobody can dial that",
+        ),
+        ({"advertise": "host:7101"}, "advertise = 'host:7101': must be a host to dial, without a port"),
+        ({"advertise": "0.0.0.0"}, "advertise = '0.0.0.0': must be a host to dial"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_in_one_line(given: dict, text: str) -> None:
@@ -36,6 +49,29 @@ def test_ranks_that_cannot_be_are_refused_in_one_line(given: dict, text: str) ->
         PrefillConfig(**given)
     assert text in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_wildcard_is_fine_where_nobody_is_told_of_it_or_another_host_is_named() -> None:
+    wild = {"bind": "tcp://*:7101", "insecure": True}
+    assert PrefillConfig(**wild).advertise == ""  # alone: the router's config says where it is
+    assert PrefillConfig(**wild, tp_size=2, group=GROUP).leads  # the same of a leader, and it starts nobody
+    for bind, advertise, told in (
+        ("tcp://0.0.0.0:7101", "node-7", "tcp://node-7:7101"),
+        ("tcp://[::]:7101", "2001:db8::7", "tcp://[2001:db8::7]:7101"),
+        ("tcp://10.0.0.7:7101", "", "tcp://10.0.0.7:7101"),
+    ):
+        assert advertised(bind, advertise) == told
+        leader = PrefillConfig(tp_size=2, bind=bind, advertise=advertise, insecure=True)
+        (rank,) = rank_configs(leader, GROUP)
+        assert (rank.advertise, rank.bind.rpartition(":")[2], rank.tp_rank) == (advertise, "0", 1)
+
+
+def test_ranks_differ_when_only_one_has_keys_or_verifies() -> None:
+    card = SimpleNamespace(model="m", weights=b"w")
+    plain, verifies = (common(DecodeConfig(verify=verify), card) for verify in (False, True))
+    keyed = common(DecodeConfig(key=Path("k"), allow=Path("a")), card)
+    assert {name for name in plain if plain[name] != verifies[name]} == {"verify"}
+    assert {name for name in plain if plain[name] != keyed[name]} == {"keys"}
 
 
 def test_a_rank_that_does_not_lead_takes_free_ports_unless_it_is_told_others() -> None:

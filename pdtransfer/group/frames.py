@@ -80,6 +80,10 @@ class Abort(_Frame, frozen=True):
     detail: Text
 
 
+class Reload(_Frame, frozen=True):
+    """Leader: read the allow-list anew, whoever is on it."""
+
+
 class Quit(_Frame, frozen=True):
     """Leader: all rooms are over, end in good order."""
 
@@ -132,7 +136,7 @@ class Beat(_Frame, frozen=True):
 
 
 Report: TypeAlias = Ready | Landed | Drained | Failed | Picked
-Frame: TypeAlias = Join | Refuse | Joined | Bound | Start | Turn | Abort | Quit | Asked | Beat | Report
+Frame: TypeAlias = Join | Refuse | Joined | Bound | Start | Turn | Abort | Reload | Quit | Asked | Beat | Report
 
 _decoder = msgspec.msgpack.Decoder(Frame)
 

@@ -45,14 +45,15 @@ class Gloo:
         listening.listen()
         return listening
 
-    def meet(self, host: str, port: int, listening: socket.socket | None = None) -> None:
-        """Finds the other ranks; the leader brings the socket that they meet at. Raises RuntimeError."""
+    def meet(self, host: str, port: int, own: str, listening: socket.socket | None = None) -> None:
+        """Finds the other ranks at host:port; the leader brings the socket that they meet at. `own` is the address of
+        this host on which they reach this rank. Raises RuntimeError."""
         tp_size, place = self.ranks.tp_size, self.ranks.pp_rank * self.ranks.tp_size + self.ranks.tp_rank
         leads = {} if listening is None else {"is_master": True, "master_listen_fd": listening.detach()}
         self._store = _dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=MEET_S), **leads)
-        self._stage = _ring(self._store, f"stage{self.ranks.pp_rank}", host, self.ranks.tp_rank, tp_size)
+        self._stage = _ring(self._store, f"stage{self.ranks.pp_rank}", own, self.ranks.tp_rank, tp_size)
         if self.ranks.pp_size > 1:
-            self._all = _ring(self._store, "all", host, place, tp_size * self.ranks.pp_size)
+            self._all = _ring(self._store, "all", own, place, tp_size * self.ranks.pp_size)
 
     def gather(self, part: NDArray[Any]) -> list[NDArray[Any]]:
         own = _torch.from_numpy(np.ascontiguousarray(part))

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from ..engine_thread import Cancel, Compute, Free, Generate, Order
 from ..errors import Cause, WorldError
 from ..limits import TEXT_LENGTH_MAX
+from ..ranks import label, place_of
 from ..wire import Begin, Member, Ranks
-from .frames import Abort, Asked, Bound, Frame, Join, Joined, Op, Quit, Refuse, Report, Start, Turn
+from .frames import Abort, Asked, Bound, Frame, Join, Joined, Op, Quit, Refuse, Reload, Report, Start, Turn
 from .link import Link, LinkLostError
 
 log = logging.getLogger(__name__)
@@ -35,16 +36,6 @@ class Follower:
     def name(self) -> str:
         """For a person."""
         return f"rank {label(self.ranks)} ({self.node})"
-
-
-def label(ranks: Ranks) -> str:
-    """A rank's place, as part of a name."""
-    return f"pp{ranks.pp_rank}-tp{ranks.tp_rank}" if ranks.pp_size > 1 else f"tp{ranks.tp_rank}"
-
-
-def place_of(ranks: Ranks) -> int:
-    """A rank's number in its group; the leader's is 0."""
-    return ranks.pp_rank * ranks.tp_size + ranks.tp_rank
 
 
 class Lead:
@@ -127,6 +118,10 @@ class Lead:
     def abort(self, serial: int, cause: Cause, detail: str) -> None:
         """The room has failed before it generates."""
         self._say(Abort(serial, cause.value, detail[:TEXT_LENGTH_MAX]))
+
+    def reload(self) -> None:
+        """This rank was told to read its allow-list anew."""
+        self._say(Reload())
 
     def fail(self, why: str) -> None:
         """The group cannot go on; the first reason counts."""

@@ -29,6 +29,11 @@ class Link:
         connected: socket.socket = writer.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    @property
+    def host(self) -> str:
+        """This host's address, as the other rank sees it."""
+        return str(self._writer.get_extra_info("sockname")[0])
+
     def send(self, frame: Frame) -> None:
         """In order, some time; lost with the link."""
         if self._writer.is_closing():

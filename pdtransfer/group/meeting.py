@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__
 from ..config import DecodeConfig, PrefillConfig, arguments, child_environment
 from ..engine.base import EngineCard
-from ..errors import WorldError
-from ..ranks import group_address
+from ..errors import ConfigError, WorldError
+from ..ranks import group_address, key_of, label, ranks_of
 from ..signals import end_with_parent
 from ..wire import Ranks
 from .follow import join
 from .frames import Join
-from .lead import Lead, label
+from .lead import Lead
 from .link import Link
 
 if TYPE_CHECKING:
@@ -45,10 +45,12 @@ def common(config: Config, card: EngineCard) -> dict[str, str]:
     return {
         "version": __version__,
         "role": config.role,
+        "keys": "none" if config.key is None else "given",
         "model": card.model,
         "weights": card.weights.hex(),
         "engine_option": " ".join(sorted(f"{name}={value}" for name, value in config.engine_options.items())),
         **{name: str(getattr(config, name)) for name in config_fields},
+        **({"verify": str(config.verify)} if isinstance(config, DecodeConfig) else {}),
     }
 
 
@@ -67,8 +69,9 @@ async def leading(config: Config, card: EngineCard, gloo: Gloo | None, stop: asy
         host, port = group_address(config.group)
         bound = await lead.open(host, port)
         if not config.group:
-            await _start(config, bound, children)
-            watches = [asyncio.create_task(_watch(lead, config, at, child)) for at, child in enumerate(children, 1)]
+            await _start(rank_configs(config, bound), children)
+            others = ranks_of(config.ranks.tp_size, config.ranks.pp_size)[1:]
+            watches = [asyncio.create_task(_watch(lead, *each)) for each in zip(others, children, strict=True)]
         else:
             log.info("waiting for %d more ranks at %s", lead.size - 1, bound)
             watches = []
@@ -76,7 +79,7 @@ async def leading(config: Config, card: EngineCard, gloo: Gloo | None, stop: asy
         listening = gloo.store_socket(host)
         port = listening.getsockname()[1]
         lead.meet(port)
-        await _meet(gloo, host, port, listening)
+        await _meet(gloo, host, port, host, listening)
         yield lead
     finally:
         await lead.quit(QUIT_S)
@@ -96,13 +99,13 @@ async def following(config: Config, card: EngineCard, gloo: Gloo, stop: asyncio.
     if found is None:
         raise StoppedError
     link, joined = found
-    await _meet(gloo, group_address(config.group)[0], joined.port, None)
+    await _meet(gloo, group_address(config.group)[0], joined.port, link.host, None)
     return link
 
 
-async def _meet(gloo: Gloo, host: str, port: int, listening: Any) -> None:
+async def _meet(gloo: Gloo, host: str, port: int, own: str, listening: Any) -> None:
     try:
-        await asyncio.to_thread(gloo.meet, host, port, listening)
+        await asyncio.to_thread(gloo.meet, host, port, own, listening)
     except RuntimeError as error:
         raise WorldError(f"the ranks do not find each other: {str(error).splitlines()[0]}") from None
 
@@ -117,34 +120,46 @@ async def _unless(stop: asyncio.Event, wait: Coroutine[Any, Any, None]) -> None:
     waited.result()
 
 
-async def _start(config: Config, bound: str, children: list[asyncio.subprocess.Process]) -> None:
-    """Every other rank as a child of this process, with this very config."""
-    for place in range(1, config.ranks.tp_size * config.ranks.pp_size):
-        ranks = _ranks_at(config, place)
-        child = replace(
-            config,
-            node=f"{config.node}-{label(ranks)}"[-128:],
-            bind=config.bind.rpartition(":")[0] + ":0",
-            http=config.http.rpartition(":")[0] + ":0" if config.http else "",
-            group=bound,
-            json=False,
-            tp_rank=ranks.tp_rank,
-            **({"pp_rank": ranks.pp_rank} if isinstance(config, PrefillConfig) else {}),
+def rank_configs(config: Config, bound: str) -> list[Config]:
+    """This very config for every other rank, each with a name, a key and ports of its own.
+
+    Raises ConfigError for a key that is not there.
+    """
+    found: list[Config] = []
+    for ranks in ranks_of(config.ranks.tp_size, config.ranks.pp_size)[1:]:
+        key = None if config.key is None else key_of(config.key, ranks)
+        if key is not None and not key.exists():
+            stem = str(key).removesuffix(".key")
+            text = f"rank {label(ranks)} is a peer of its own and needs a key: pdtransfer keygen {stem}"
+            raise ConfigError(f"key = '{config.key}': there is no {key.name} beside it; {text}")
+        found.append(
+            replace(
+                config,
+                node=f"{config.node}-{label(ranks)}"[-128:],
+                key=key,
+                bind=config.bind.rpartition(":")[0] + ":0",
+                http=config.http.rpartition(":")[0] + ":0" if config.http else "",
+                group=bound,
+                json=False,
+                tp_rank=ranks.tp_rank,
+                **({"pp_rank": ranks.pp_rank} if isinstance(config, PrefillConfig) else {}),
+            )
         )
-        children.append(
+    return found
+
+
+async def _start(configs: list[Config], children: list[asyncio.subprocess.Process]) -> None:
+    """Every other rank as a child of this process."""
+    for child in configs:
+        children.append(  # noqa: PERF401 -- whoever gives up in the middle has to find the first ones
             await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "pdtransfer", config.role, *arguments(child),
+                sys.executable, "-m", "pdtransfer", child.role, *arguments(child),
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
                 env=child_environment(), start_new_session=True, preexec_fn=end_with_parent,
             )
         )  # fmt: skip
 
 
-def _ranks_at(config: Config, place: int) -> Ranks:
-    tp_size, pp_size = config.ranks.tp_size, config.ranks.pp_size
-    return Ranks(place % tp_size, tp_size, place // tp_size, pp_size)
-
-
-async def _watch(lead: Lead, config: Config, place: int, child: asyncio.subprocess.Process) -> None:
+async def _watch(lead: Lead, ranks: Ranks, child: asyncio.subprocess.Process) -> None:
     status = await child.wait()
-    lead.fail(f"rank {label(_ranks_at(config, place))} of this worker has ended with status {status}")
+    lead.fail(f"rank {label(ranks)} of this worker has ended with status {status}")

@@ -1,0 +1,130 @@
+"""Groups of ranks with CURVE keys: each rank is a peer with a key of its own, and none does more than it is listed for.
+
+Decode verifies what it lands, and keeps prompts that have landed for the next ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdtransfer.keys import generate
+from tests.integration.fleets import REPO, Running, Site, equal, generated, prompts, running, until
+
+GROUP = {"attention": "gqa", "tp_size": 2}
+STRANGERS = "pdtransfer_bus_strangers_total"
+KEYS = ("front", "p", "p-tp1", "d", "d-tp1")  # nobody's node goes by the name of its key
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    here = tmp_path_factory.mktemp("k")
+    lines = {name: generate(here / name) for name in KEYS}
+    for owner, listed in {
+        "front": {"p": "prefill", "d": "decode"},
+        "p": {"front": "router", "d": "decode", "d-tp1": "decode"},
+        "d": {"front": "router", "p": "prefill", "p-tp1": "prefill"},
+    }.items():
+        (here / f"{owner}.allow").write_text("".join(f"{lines[name]} {role}\n" for name, role in listed.items()))
+
+    def keys(name: str) -> dict[str, Path]:
+        return {"key": here / f"{name}.key", "allow": here / f"{name}.allow"}
+
+    with running(
+        tmp_path_factory.mktemp("f"),
+        prefills=[GROUP | keys("p") | {"chunk_tokens": 16}],
+        decodes=[GROUP | keys("d") | {"verify": True}],
+        router=keys("front"),
+    ) as made:
+        yield made
+
+
+async def on_ranks(site: Site, role: str, name: str) -> list[float]:
+    """One metric of each rank of a worker, the leader's first."""
+    daemon, found = site.fleet.of(role)[0], []
+    for rank in daemon.ready["ranks"]:
+        async with site.http.get(f"http://{rank['http']}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        found.append(sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))))
+    return found
+
+
+async def all_given_back(site: Site) -> None:
+    await site.settled()
+
+    async def nothing() -> bool:
+        names = {"prefill": ("rooms", "grants"), "decode": ("rooms", "leases", "quarantined_bytes")}
+        return not any(
+            [sum(await on_ranks(site, role, f"pdtransfer_{name}")) for role, some in names.items() for name in some]
+        )
+
+    await until(nothing, "every rank has let go")
+    assert await on_ranks(site, "decode", "pdtransfer_slots") == await on_ranks(site, "decode", "pdtransfer_slots_free")
+
+
+def test_ranks_with_keys_of_their_own_answer_as_one_process_verified_and_from_the_prefix_cache(keyed: Running) -> None:
+    texts = prompts(7, 1, 40, 150, 90)
+
+    async def case(site: Site) -> None:
+        strangers = {role: await on_ranks(site, role, STRANGERS) for role in ("prefill", "decode")}
+        cached = []
+        for _ in range(2):
+            answers = await asyncio.gather(*(site.complete(text) for text in texts))
+            for text, answer in zip(texts, answers, strict=True):
+                assert equal(answer, generated("gqa", text)), answer
+            cached.append([answer.body["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers])
+        assert cached == [[0, 0, 0, 0], [0, 0, 128, 64]]
+        verified = await on_ranks(site, "decode", "pdtransfer_grants_verified_total")
+        assert min(verified) >= 2 * len(texts), "on either rank, the rows of each room"
+        assert await on_ranks(site, "decode", "pdtransfer_grants_mismatched_total") == [0, 0]
+        for role, before in strangers.items():
+            assert await on_ranks(site, role, STRANGERS) == before
+        assert await on_ranks(site, "prefill", "pdtransfer_sessions") == [2, 2]
+        await all_given_back(site)
+
+    keyed(case)
+
+
+def test_what_a_leader_reads_anew_at_a_hangup_its_ranks_read_anew_as_well(keyed: Running) -> None:
+    async def case(site: Site) -> None:
+        allow = site.configs["prefill-0"].allow
+        before = allow.read_text()
+        await site.served("gqa")
+
+        async def sessions(count: int) -> bool:
+            return await on_ranks(site, "prefill", "pdtransfer_sessions") == [count, count]
+
+        try:
+            allow.write_text("".join(line for line in before.splitlines(keepends=True) if "d-tp1" not in line))
+            site.prefill.process.send_signal(signal.SIGHUP)
+            await until(lambda: sessions(1), "no rank serves the rank whose key is gone")
+            assert (await site.complete("does it work")).status != 200
+        finally:
+            allow.write_text(before)
+            site.prefill.process.send_signal(signal.SIGHUP)
+
+        async def served() -> bool:
+            return (await site.complete("does it work")).status == 200
+
+        await until(served, "it is listed again")
+        await all_given_back(site)
+
+    keyed(case)
+
+
+def test_a_rank_without_a_key_of_its_own_is_said_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    generate(tmp_path / "d")
+    (tmp_path / "allow").write_text((tmp_path / "d.pub").read_text())
+    flags = ("--tp-size=2", f"--key={tmp_path / 'd.key'}", f"--allow={tmp_path / 'allow'}", "--engine-option=layers=1")
+    started = subprocess.run(
+        [sys.executable, "-m", "pdtransfer", "decode", *flags, "--bind=tcp://127.0.0.1:0", "--http=", "--slots=64"],
+        cwd=REPO, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert started.returncode == 2
+    assert f"rank tp1 is a peer of its own and needs a key: pdtransfer keygen {tmp_path}/d-tp1" in started.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import inspect
 import os
 import select
 import socket
@@ -17,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ import uvloop
 
 from pdtransfer import client as client_module
 from pdtransfer import kernels
-from pdtransfer.aio import AsyncDecode, AsyncPrefill
+from pdtransfer.aio import AsyncDecode, AsyncPrefill, DecodeHand, PrefillHand
 from pdtransfer.client import DecodeClient, KVPoll, PrefillClient
 from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
@@ -963,6 +965,23 @@ async def test_a_label_used_already_is_refused_and_its_room_goes_on(twins: Twins
         opened.push([0, 1, 2], rows=(0, 40))
         await opened.finish()
         assert (await hand.ready()).room == 1
+
+
+@pytest.mark.parametrize(
+    ("twin", "original"),
+    [
+        (AsyncDecode.expect, DecodeClient.expect),
+        (AsyncPrefill.open, PrefillClient.open),
+        (PrefillHand.push, PrefillClient.push),
+        (DecodeHand.release, DecodeClient.release),
+    ],
+)
+def test_the_clients_for_asyncio_take_what_the_clients_take(twin: Any, original: Any) -> None:
+    taken, wanted = (
+        {name: (each.default, each.kind) for name, each in inspect.signature(call).parameters.items() if name != "room"}
+        for call in (twin, original)
+    )
+    assert taken == wanted
 
 
 def test_limits_that_hold_fewer_rooms_at_once_only_make_them_wait() -> None:

@@ -14,6 +14,7 @@ from pdtransfer.session.ledger import SessionState
 from pdtransfer.wire import Abort, Failed, Grant, Identity, Landed, Load, Message, Ranks, Reach, Register, Registered
 
 from .copies import Backing, Mapping, is_free
+from .groups import Group, members
 from .pools import ROW, Shape, checksum, components, holds, memory, places
 from .process import Alarm, Process
 from .rooms import Target
@@ -32,6 +33,7 @@ class DecodeNode(Process):
         self._arena_bytes = sum(c.bytes_of(c.layout.slots) for c in self.components)
         self._ranks = ranks
         self.rooms: dict[int, Target] = {}
+        self.group: Group | None = None
         self._performed = 0
 
     def start(self) -> None:
@@ -40,16 +42,19 @@ class DecodeNode(Process):
         ends = [*sorted(world.rng.randrange(1, self._arena_bytes) for _ in range(p.chunks - 1)), self._arena_bytes]
         self.arena = Backing(self.memory, ends[0])
         incarnation = world.rng.getrandbits(64)
-        self.identity = Identity(self.name, "decode", incarnation, self._ranks, "sim", b"w", self.limits.window)
+        self.identity = Identity(
+            self.name, "decode", incarnation, self._ranks, "sim", b"w", self.limits.window, group=members(self)
+        )
         self.core = DecodeSessions(
             self.identity, self.components, self.limits, lambda: world.rng.getrandbits(63) + 1,
             verify=p.verify, bytes_ready=ends[0],
         )  # fmt: skip
         self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
-        self.desk = DecodeDesk(self) if world.profile.routers else None
+        self.desk = DecodeDesk(self) if p.routers and self.group.leader is self else None
         self.rooms = {}
         self.writers: dict[int, set[Mapping]] = {}  # session -> mappings that can still write
         self.revoked: set[int] = set()
+        self.offered: set[int] = set()  # sessions whose token is good: once
         self._read: set[tuple[int, int]] = set()  # grants that were read back, or are not to be
         self._evicted = 0
         self.ends: Counter[str] = Counter()  # of sessions by peer, and its deaths before this life
@@ -141,6 +146,7 @@ class DecodeNode(Process):
             case fx.Offer(_, session):
                 reach = Reach("shm", "host", self.name, b"token", 0, len(self.memory) * ROW)
                 self.writers[session] = set()
+                self.offered.add(session)
                 self.later(0.001, lambda s=session, r=reach: self.perform(self.core.offered(s, r, self.clock)))
             case fx.Fence(session):
                 self._fence(session)
@@ -152,6 +158,8 @@ class DecodeNode(Process):
                 world.seen["fences"] += 1
                 if self.writers.pop(session):
                     world.fail(f"{self.name} forgets session {session:#x}, which can still be written")
+            case fx.Leased(room) if self.desk is not None:
+                self.desk.leased(room)
             case fx.Ready():
                 self.rooms[effect.room].on_ready(effect)
             case fx.RoomFailed():
@@ -188,6 +196,7 @@ class DecodeNode(Process):
         if session_id not in self.revoked:
             self._count_end(session.peer)
         self.revoked.add(session_id)
+        self.offered.discard(session_id)
         if self.writers[session_id]:
             world.seen["fences that had to wait"] += 1
         else:

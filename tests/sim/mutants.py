@@ -35,7 +35,7 @@ from pdtransfer.session.prefill import PrefillSessions
 from pdtransfer.session.verify import Verifications
 from pdtransfer.session.writers import Writers
 from pdtransfer.wire import Begun, Drained, End, Failed, Landed, Pong, Tokens
-from pdtransfer.workers import Workers
+from pdtransfer.workers import Worker, Workers
 
 Patch = Callable[[object, str, Any], None]
 
@@ -738,6 +738,28 @@ def sum_of_the_last_write(patch: Patch) -> None:
     patch(DutyEntry, "wrote", last)
 
 
+def leader_dialled_alone(patch: Patch) -> None:
+    """The router names one rank of a prefill worker to decode."""
+    whole: Any = Worker.endpoints
+    patch(Worker, "endpoints", property(lambda self: whole.fget(self)[: 1 if self.role == "prefill" else None]))
+
+
+def leader_let_in_alone(patch: Patch) -> None:
+    """The router names one rank of a decode worker to prefill."""
+    patch(Worker, "names", property(lambda self: (self.identity.node,)))
+
+
+def landed_with_the_first_grant(patch: Patch) -> None:
+    """Prefill's room has landed when it has in one rank of a decode worker."""
+    attach = PrefillSessions._attach
+
+    def first(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
+        attach(self, duty, room, now)
+        room.grants = len(room.duties)
+
+    patch(PrefillSessions, "_attach", first)
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A planted bug; to be caught within so many seeds of worlds of that kind, about three times what it took."""
@@ -805,7 +827,10 @@ MUTANTS: dict[str, Mutant] = {
     "Register said until the first answer": Mutant(register_said_until_the_first_answer, "growing", 40),
     "held Grants forgotten": Mutant(held_grants_forgotten, "growing", 9),
     "an arena that grows no more": Mutant(arena_grows_no_more, "growing", 3),
-    "replaced by Register": Mutant(replaced_by_register, "restarts", 200),
+    "replaced by Register": Mutant(replaced_by_register, "restarts", 57),
+    "the leader dialled alone": Mutant(leader_dialled_alone, "groups", 3),
+    "the leader let in alone": Mutant(leader_let_in_alone, "groups", 12),
+    "landed with the first grant": Mutant(landed_with_the_first_grant, "groups", 12),
     "checksums not compared": Mutant(checksums_not_compared, "checked", 15),
     "READY before it is read": Mutant(ready_before_it_is_read, "checked", 6),
     "READY with the first sum": Mutant(ready_with_the_first_sum, "checked", 105),

@@ -12,6 +12,7 @@ from pdtransfer.sharing import holds_of
 from pdtransfer.wire import Abort, Grant, Identity, Load, Message, Ranks, Reach
 
 from .copies import Copy, Mapping
+from .groups import Group, members
 from .pools import ROW, Shape, components, memory
 from .process import Alarm, Process
 from .rooms import Source
@@ -33,6 +34,7 @@ class PrefillNode(Process):
         if ranks != Ranks():
             self._holds = holds_of(self.components, ranks, replicas)
         self.rooms: dict[int, Source] = {}
+        self.group: Group | None = None
 
     def start(self) -> None:
         world, p = self.world, self.world.profile
@@ -41,11 +43,12 @@ class PrefillNode(Process):
         world.rng.shuffle(self.pages)
         incarnation = world.rng.getrandbits(64)
         self.identity = Identity(
-            self.name, "prefill", incarnation, self._ranks, "sim", b"w", self.limits.window, holds=self._holds
-        )
+            self.name, "prefill", incarnation, self._ranks, "sim", b"w", self.limits.window, holds=self._holds,
+            group=members(self),
+        )  # fmt: skip
         self.core = PrefillSessions(self.identity, self.components, self.limits)
         self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
-        self.desk = PrefillDesk(self) if p.routers else None
+        self.desk = PrefillDesk(self) if p.routers and self.group.leader is self else None
         self.rooms = {}
         self.mappings: dict[int, Mapping] = {}
         self.stopping: set[tuple[int, int]] = set()
@@ -144,9 +147,10 @@ class PrefillNode(Process):
 
     def _map(self, session: int, reach: Reach, theirs: tuple[Component, ...]) -> None:
         node = self.world.decodes[reach.address]
-        if node.dead or session in node.revoked or session not in node.writers:
-            self.perform(self.core.unmappable(session, "the hand-over was revoked", self.clock))
+        if node.dead or session not in node.offered:
+            self.perform(self.core.unmappable(session, "the hand-over was revoked, or taken", self.clock))
             return
+        node.offered.remove(session)
         mapping = Mapping(node.name, node.arena, node.core, node.writers[session])
         mapping.live.add(mapping)
         self.mappings[session] = mapping

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
-    "shared", "growing", "checked",
+    "shared", "growing", "checked", "groups",
 )  # fmt: skip
 
 
@@ -158,6 +158,8 @@ def _with(kind: str, base: Profile, rng: random.Random) -> Profile:
             return _growing(base, rng)
         case "checked":
             return _checked(base, rng)
+        case "groups":
+            return _groups(base, rng)
         case _:
             raise ValueError(f"{kind} is none of {KINDS}")
 
@@ -199,4 +201,16 @@ def _checked(base: Profile, rng: random.Random) -> Profile:
     return replace(
         checked, loss=rng.choice([0.0, 0.1]), kills=rng.choice([0, 1]), freezes=rng.choice([0, 1]),
         write_fails=rng.choice([0.0, 0.05]), opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0),
+    )  # fmt: skip
+
+
+def _groups(base: Profile, rng: random.Random) -> Profile:
+    """As "fleet", of workers with up to four ranks."""
+    return replace(
+        base, ranks=True, prefills=rng.randint(1, 2), decodes=rng.randint(1, 2), rooms=rng.randint(8, 16),
+        routers=rng.randint(1, 2), router_kills=rng.choice([0, 0, 1]), kills=rng.choice([0, 0, 1, 2]),
+        freezes=rng.choice([0, 0, 1]), loss=rng.choice([0.0, 0.02, 0.1]), duplicate=rng.choice([0.0, 0.2]),
+        delay_tail=rng.choice([0.0, 1.0]), engine_fails=rng.choice([0.0, 0.1]), arena_tokens=rng.choice([64, 64, 128]),
+        span=rng.choice([0.2, 1.0]), window=rng.choice([2, 8]), verify=rng.random() < 0.2, chunks=rng.choice([1, 1, 8]),
+        backing=0.5,
     )  # fmt: skip

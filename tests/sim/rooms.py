@@ -277,6 +277,8 @@ class Target(_Part):
             world.fail(f"room {room.id} fails on decode after it has ended: {effect.cause} {effect.detail}")
         if effect.cause is Cause.BREACH:
             world.fail(f"room {room.id}: honest peers were accused: {effect.detail}")
+        if "sent by none" in effect.detail and world.profile.routers:
+            world.fail(f"room {room.id}: its router left a rank out: {effect.detail}")
         if effect.cause is Cause.DEADLINE and world.profile.patient:
             world.fail(f"room {room.id} waited for its deadline, and for nothing else: {effect.detail}")
         if "checksum" in effect.detail and not self.corrupted:

@@ -71,8 +71,8 @@ class RouterNode(Process):
         )  # fmt: skip
         self.core = Routing(
             self.identity,
-            prefill=list(world.prefills),
-            decode=list(world.decodes),
+            prefill=[group[0].name for group in world.prefill_groups],
+            decode=[group[0].name for group in world.decode_groups],
             limits=self.limits,
             mint=lambda: world.rng.getrandbits(64),
         )

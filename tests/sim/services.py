@@ -10,6 +10,7 @@ from pdtransfer.served import ServiceRoom
 from pdtransfer.service import Service, ServiceEffect, Start, Stop
 from pdtransfer.wire import Begin, End, Message
 
+from .groups import Group
 from .process import Alarm
 from .rooms import Source, Target
 from .routers import answer
@@ -29,6 +30,11 @@ class Desk:
         self.alarm = Alarm(node, self.service.next_tick, lambda: self.run(self.service.tick(node.clock)))
         self._started: set[int] = set()
         self._ended: set[int] = set()
+
+    @property
+    def group(self) -> Group:
+        assert self.node.group is not None
+        return self.node.group
 
     def receive(self, source: str, message: Message) -> None:
         self.run(self.service.receive(source, message, self.node.clock))
@@ -83,73 +89,137 @@ class Desk:
 
 
 class PrefillDesk(Desk):
-    """Prompts in, KV out."""
+    """Prompts in, KV out: a room has landed when it has on every rank, and fails on all when it fails on one."""
 
     node: PrefillNode
 
+    def __init__(self, node: PrefillNode) -> None:
+        super().__init__(node)
+        self._landed: dict[int, int] = {}  # rooms under way, and on how many ranks they have landed
+
     def begin(self, begin: Begin) -> None:
-        node, rng = self.node, self.world.rng
-        source = Source(self.world.room_of(begin), node, self)
-        seconds, peers = begin.time_left_ms / 1e3, list(begin.peers)
-        source.open(seconds=seconds, grants=len(peers), peers=peers)
+        rng, ranks = self.world.rng, self.group.ranks
+        self._landed[begin.room] = 0
+        self.group.tell(lambda rank: self._open(rank, begin))
         if rng.random() < self.world.profile.engine_fails:
-            node.later(rng.expovariate(50.0), lambda: source.abort(Cause.ENGINE))
+            broken = rng.choice(ranks) if len(ranks) > 1 else self.node
+            broken.later(rng.expovariate(50.0), lambda: self._abort(broken, begin.room, Cause.ENGINE))
+
+    def _open(self, rank: PrefillNode, begin: Begin) -> None:
+        source = Source(self.world.room_of(begin), rank, self)
+        peers = list(begin.peers)
+        source.open(seconds=begin.time_left_ms / 1e3, grants=len(peers), peers=peers)
+
+    def _abort(self, rank: PrefillNode, room: int, cause: Cause) -> None:
+        if room in rank.rooms:
+            rank.rooms[room].abort(cause)
 
     def stop(self, room: int, cause: Cause) -> None:
-        self.node.rooms[room].abort(cause)
+        self._fail(room, cause)
 
     def ready(self, target: Target) -> None:
         raise AssertionError("prefill has no target")
 
     def ended(self, part: Source | Target, cause: Cause | None, detail: str, retry_ms: int) -> None:
-        self.end(part.room.id, "done" if cause is None else cause.value, detail, retry_ms)
+        room, leader = part.room.id, self.node
+        if cause is None:
+            self.group.say(part.node, leader, lambda: self._lands(room))
+        else:
+            self.group.say(part.node, leader, lambda: self._fail(room, cause, detail, retry_ms))
+
+    def _lands(self, room: int) -> None:
+        if room in self._landed:
+            self._landed[room] += 1
+            if self._landed[room] == len(self.group.ranks):
+                del self._landed[room]
+                self.end(room, "done")
+
+    def _fail(self, room: int, cause: Cause, detail: str = "", retry_ms: int = 0) -> None:
+        """For the first reason that there is."""
+        if self._landed.pop(room, None) is not None:
+            self.end(room, cause.value, detail, retry_ms)
+            self.group.tell(lambda rank: self._abort(rank, room, cause))
 
 
 class DecodeDesk(Desk):
-    """KV in, tokens out."""
+    """KV in, tokens out: a room generates when it is READY on every rank, and before that fails on all when on one."""
 
     node: DecodeNode
 
     def __init__(self, node: DecodeNode) -> None:
         super().__init__(node)
         self._begins: dict[int, Begin] = {}
+        self._landing: dict[int, int] = {}  # rooms that do not generate yet, and on how many ranks they are READY
         self._stopped: dict[int, Cause] = {}
 
     def begin(self, begin: Begin) -> None:
-        self._begins[begin.room] = begin
-        target = Target(self.world.room_of(begin), self.node, self)
+        self._begins[begin.room], self._landing[begin.room] = begin, 0
+        self._expect(self.node, begin)
+
+    def leased(self, room: int) -> None:
+        """The others get their slots in the order in which the leader has: else two rooms would wait for each other."""
+        if room in self._landing:
+            for rank in self.group.ranks[1:]:
+                self.group.say(self.node, rank, lambda rank=rank: self._expect(rank, self._begins[room]))
+
+    def _expect(self, rank: DecodeNode, begin: Begin) -> None:
+        target = Target(self.world.room_of(begin), rank, self)
         target.expect(seconds=begin.time_left_ms / 1e3, sources=list(begin.peers))
 
     def stop(self, room: int, cause: Cause) -> None:
-        self._stopped[room] = cause
-        target = self.node.rooms[room]
-        if not target.ready:  # else the engine drops it at its next step
-            target.abort(cause)
+        if room in self._landing:
+            self._fail(room, cause)
+        else:  # the engine drops it at its next step
+            self._stopped[room] = cause
 
     def ready(self, target: Target) -> None:
+        self.group.say(target.node, self.node, lambda: self._ready(target.room.id))
+
+    def _ready(self, room: int) -> None:
+        if room not in self._landing:
+            return
+        self._landing[room] += 1
+        if self._landing[room] < len(self.group.ranks):
+            return
+        del self._landing[room]
         rng = self.world.rng
         fails = rng.random() < self.world.profile.engine_fails
-        first = answer(self._begins[target.room.id])
+        first = answer(self._begins[room])
         last = rng.randrange(len(first) + 1) if fails else len(first)
         pace = rng.choice([0.01, 0.01, 0.01, 0.01, 0.3])
-        self.node.later(rng.expovariate(200.0), lambda: self._step(target, first, 0, last, pace, fails=fails))
+        self.node.later(rng.expovariate(200.0), lambda: self._step(room, first, 0, last, pace, fails=fails))
 
-    def _step(self, target: Target, ids: list[int], done: int, last: int, pace: float, *, fails: bool) -> None:
+    def _step(self, room: int, ids: list[int], done: int, last: int, pace: float, *, fails: bool) -> None:
         """The engine generates some tokens and goes on, unless the room was dropped."""
-        room, rng = target.room.id, self.world.rng
+        rng = self.world.rng
         if room in self._stopped:
-            target.release()
-            self.end(room, self._stopped[room].value)
+            self._close(room, self._stopped[room].value)
             return
         upto = min(last, done + rng.randint(1, 4))
         if upto > done:
             self.run(self.service.tokens(room, ids[done:upto], self.node.clock))
         if upto == last:
-            target.release()
-            self.end(room, "engine" if fails else "length")
+            self._close(room, "engine" if fails else "length")
         else:
-            self.node.later(rng.expovariate(1 / pace), lambda: self._step(target, ids, upto, last, pace, fails=fails))
+            self.node.later(rng.expovariate(1 / pace), lambda: self._step(room, ids, upto, last, pace, fails=fails))
+
+    def _close(self, room: int, reason: str) -> None:
+        self.group.tell(lambda rank: rank.rooms[room].release())
+        self.end(room, reason)
 
     def ended(self, part: Source | Target, cause: Cause | None, detail: str, retry_ms: int) -> None:
         assert cause is not None
-        self.end(part.room.id, cause.value, detail, retry_ms)
+        self.group.say(part.node, self.node, lambda: self._fail(part.room.id, cause, detail, retry_ms))
+
+    def _fail(self, room: int, cause: Cause, detail: str = "", retry_ms: int = 0) -> None:
+        """Before it generates, for the first reason that there is."""
+        if self._landing.pop(room, None) is not None:
+            self.end(room, cause.value, detail, retry_ms)
+            self.group.tell(lambda rank: self._give_up(rank, room, cause))
+
+    def _give_up(self, rank: DecodeNode, room: int, cause: Cause) -> None:
+        target = rank.rooms.get(room)  # else it was never started there
+        if target is not None and target.ready:
+            target.release()
+        elif target is not None:
+            target.abort(cause)

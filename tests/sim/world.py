@@ -17,6 +17,7 @@ from pdtransfer.wire import Begin, Ranks
 
 from .calls import Call
 from .decodes import DecodeNode
+from .groups import Group
 from .network import Network
 from .pools import LAYERS, Shape
 from .prefills import PrefillNode
@@ -49,6 +50,8 @@ class World:
         self._labels: dict[int, Room] = {}
         self.prefill_groups = [self._prefill_group(f"tcp://p{place}") for place in range(p.prefills)]
         self.decode_groups = [self._decode_group(f"d{place}") for place in range(p.decodes)]
+        for group in (*self.prefill_groups, *self.decode_groups):
+            Group(group)
         self.prefills = {node.name: node for node in chain.from_iterable(self.prefill_groups)}
         self.decodes = {node.name: node for node in chain.from_iterable(self.decode_groups)}
         self.routers = {f"r{place}": RouterNode(self, f"r{place}") for place in range(p.routers)}
@@ -165,7 +168,9 @@ class World:
             if wait > 0:  # else what both had left on their way would meet, and nobody could tell who is the latest
                 self.at(wait, partial(self.kill, node))
                 return
-        node.kill()
+        ranks = node.group.ranks if self.profile.routers and node.group is not None else [node]
+        for rank in ranks:
+            rank.kill()
         for call in self.calls:
             call.on_killed(node)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ from .engine.base import Request
 from .errors import Cause, RemoteProtocolError
 from .limits import TEXT_LENGTH_MAX
 from .service import Service, ServiceEffect, Start, Stop
-from .turn import Ticker
+from .turn import Clock, Ticker
 from .wire import Begin, End, Load, Message, Reject, unpack_ids
 
 log = logging.getLogger(__name__)
@@ -53,34 +52,34 @@ class Desk:
         load: Callable[[], Load],
     ) -> None:
         self.service, self._send, self._start, self._stop, self._load = service, send, start, stop, load
-        self._loop = asyncio.get_running_loop()
-        self.ticker = Ticker(service.next_tick, lambda: self.run(service.tick(self._loop.time())))
+        self._clock = Clock(service.limits.ping_ms / 2e3)
+        self.ticker = Ticker(service.next_tick, lambda: self.run(service.tick(self._clock.now())), self._clock)
 
     @property
     def idle(self) -> bool:
         """As Service.idle."""
-        return self.service.idle(self._loop.time())
+        return self.service.idle(self._clock.now())
 
     def receive(self, peer: str, message: Message) -> None:
         """A message of a router; a breach is answered, and costs only that message."""
         try:
-            self.run(self.service.receive(peer, message, self._loop.time()))
+            self.run(self.service.receive(peer, message, self._clock.now()))
         except RemoteProtocolError as error:
             log.warning("%s: %s", peer, error)
             self._send(peer, Reject(0, Cause.BREACH.value, (str(error)[:TEXT_LENGTH_MAX],)))
 
     def tokens(self, room: int, ids: list[int]) -> None:
         """The engine has generated these."""
-        self.run(self.service.tokens(room, ids, self._loop.time()))
+        self.run(self.service.tokens(room, ids, self._clock.now()))
 
     def end(self, end: End) -> None:
         """The room has ended here."""
-        self.run(self.service.end(end, self._loop.time()))
+        self.run(self.service.end(end, self._clock.now()))
 
     def run(self, effects: list[ServiceEffect]) -> None:
         """Performs, and tells the routers what is left then."""
         self._perform(effects)
-        self._perform(self.service.load(self._load(), self._loop.time()))
+        self._perform(self.service.load(self._load(), self._clock.now()))
         self.ticker.arm()
 
     def _perform(self, effects: list[ServiceEffect]) -> None:

@@ -27,7 +27,7 @@ from .process import prepare
 from .router_metrics import RouterMetrics
 from .routing import Emit, Fail, Finish, Refusal, Routing, RoutingEffect
 from .signals import Stop, reload, reload_on_hangup
-from .turn import Performer, Ticker
+from .turn import Clock, Performer, Ticker
 from .wire import Identity, Message, Ranks
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,8 @@ class Router:
             limits=config.limits,
             mint=lambda: secrets.randbits(64),
         )
-        self._perform = Performer(self._perform_one, Ticker(self.routing.next_tick, self._tick))
+        self._clock = Clock(config.limits.ping_ms / 2e3)
+        self._perform = Performer(self._perform_one, Ticker(self.routing.next_tick, self._tick, self._clock))
         self._replies: dict[int, Reply] = {}
         self._idle = asyncio.Event()  # set while there are none
         self._idle.set()
@@ -110,7 +111,7 @@ class Router:
         """Dials the workers and listens; returns host:port. Raises ConfigError or WorldError."""
         for endpoint in (*self._config.prefill, *self._config.decode):
             self._bus.dial(endpoint)
-        self._perform(self.routing.start(self._loop.time()))
+        self._perform(self.routing.start(self._clock.now()))
         return await self._listener.open(self._config.listen)
 
     def allow(self, allowed: AllowList) -> None:
@@ -131,14 +132,14 @@ class Router:
 
     async def close(self) -> None:
         """Fails what is still under way, says goodbye to the workers, and lets everything go."""
-        self._perform(self.routing.close(self._loop.time()))
+        self._perform(self.routing.close(self._clock.now()))
         self._perform.ticker.stop()
         await self._listener.close()
         await self._bus.close()
 
     def _receive(self, peer: str, message: Message) -> None:
         try:
-            effects = self.routing.receive(peer, message, self._loop.time())
+            effects = self.routing.receive(peer, message, self._clock.now())
         except RemoteProtocolError as breach:
             self._refused(peer, breach)
             return
@@ -148,10 +149,10 @@ class Router:
         """A worker broke the protocol; the bus finds what is no message, the core what makes no sense."""
         self.metrics.breaches.inc()
         log.warning("%s broke the protocol: %s", peer, breach)
-        self._perform(self.routing.breach(peer, breach, self._loop.time()))
+        self._perform(self.routing.breach(peer, breach, self._clock.now()))
 
     def _tick(self) -> None:
-        self._perform(self.routing.tick(self._loop.time()))
+        self._perform(self.routing.tick(self._clock.now()))
 
     def _perform_one(self, effect: RoutingEffect) -> None:
         match effect:
@@ -191,7 +192,7 @@ class Router:
         limits, prompt_bytes = self._config.limits, len(asked.request.prompt)
         if len(self._replies) >= limits.rooms_max or self._prompts_bytes + prompt_bytes > limits.prompts_bytes_max:
             return self._refuse(_error(429, "too many answers are still being read", code=Cause.FULL.value))
-        taken = self.routing.submit(asked.request, self._loop.time())
+        taken = self.routing.submit(asked.request, self._clock.now())
         if isinstance(taken, Refusal):
             return self._refuse(_failed(taken))
         reply = self._replies[taken.request] = Reply(self._loop.time())
@@ -208,7 +209,7 @@ class Router:
             return web.Response()  # Nobody reads it.
         finally:
             if reply.end is None:
-                self._perform(self.routing.cancel(taken.request, self._loop.time()))
+                self._perform(self.routing.cancel(taken.request, self._clock.now()))
             del self._replies[taken.request]
             self._prompts_bytes -= prompt_bytes
             if not self._replies:

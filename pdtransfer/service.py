@@ -65,7 +65,7 @@ class Service:
     """One daemon towards its routers: peers whose Hello says role "router"."""
 
     def __init__(self, identity: Identity, limits: Limits) -> None:
-        self._identity, self._limits = identity, limits
+        self._identity, self.limits = identity, limits
         self._routers: dict[str, ServedRouter] = {}
         self._rooms: dict[int, ServedRoom] = {}
         self._prompts_bytes = 0  # theirs
@@ -190,7 +190,7 @@ class Service:
                 text = f"routers: {len(self._routers)} are known, the limit is {ROUTERS_MAX}"
                 self._effects.append(Send(peer, Reject(0, Cause.FULL.value, (text,))))
                 return
-            router = self._routers[peer] = ServedRouter(peer, theirs.incarnation, now, Lives(self._limits.silence_ms))
+            router = self._routers[peer] = ServedRouter(peer, theirs.incarnation, now, Lives(self.limits.silence_ms))
         elif router.lives.late(theirs.incarnation, now):
             return  # A late word of a process that is gone.
         elif theirs.incarnation != router.incarnation:
@@ -198,7 +198,7 @@ class Service:
             router.incarnation = theirs.incarnation
             self._stop_all(router, Cause.PEER_RESTARTED)
         router.heard = now
-        self._timers.set(("router", peer), now + self._limits.ping_ms / 1e3)
+        self._timers.set(("router", peer), now + self.limits.ping_ms / 1e3)
         self._effects.append(Send(peer, Welcome(version, self._identity)))
         if self._load is not None:
             self._effects.append(Send(peer, self._load))
@@ -223,7 +223,7 @@ class Service:
         elif self._load is not None and self._load.draining:
             self._refuse(router, End(begin.room, Cause.SHUTDOWN.value, f"{self._identity.node} is draining", 0))
         elif (text := self._full(begin)) is not None:
-            retry_ms = self._limits.resend_ms_max
+            retry_ms = self.limits.resend_ms_max
             self._refuse(router, End(begin.room, Cause.FULL.value, text, 0, retry_ms=retry_ms))
         else:
             room = ServedRoom(begin.room, router, begin.sampling.max_tokens, len(begin.prompt))
@@ -235,7 +235,7 @@ class Service:
 
     def _full(self, begin: Begin) -> str | None:
         """Why no such room may be begun now, if so."""
-        rooms, held, more, limits = len(self._rooms), self._prompts_bytes, len(begin.prompt), self._limits
+        rooms, held, more, limits = len(self._rooms), self._prompts_bytes, len(begin.prompt), self.limits
         if rooms >= limits.rooms_max:
             return f"rooms: {rooms} of rooms_max {limits.rooms_max}"
         if held + more > limits.prompts_bytes_max:
@@ -312,17 +312,17 @@ class Service:
                 self._stop(room, cause)
 
     def _quit(self, router: ServedRouter, now: float) -> None:
-        router.heard = min(router.heard, now - self._limits.silence_ms / 1e3)
+        router.heard = min(router.heard, now - self.limits.silence_ms / 1e3)
         self._stop_all(router, Cause.SHUTDOWN)
 
     def _silent(self, router: ServedRouter, now: float) -> bool:
-        return (now - router.heard) * 1e3 >= self._limits.silence_ms
+        return (now - router.heard) * 1e3 >= self.limits.silence_ms
 
     def _alive(self, router: ServedRouter, now: float) -> None:
         """A silent router's rooms stop; one that stays away, with nothing left running, is forgotten with its Ends."""
         if self._silent(router, now):
             self._stop_all(router, Cause.PEER_LOST)
-            away_ms = max(self._limits.room_deadline_ms, 2 * self._limits.silence_ms)
+            away_ms = max(self.limits.room_deadline_ms, 2 * self.limits.silence_ms)
             if (now - router.heard) * 1e3 >= away_ms and all(room.end is not None for room in router.rooms.values()):
                 for room in router.rooms.values():
                     del self._rooms[room.id]
@@ -330,7 +330,7 @@ class Service:
                     self._timers.clear(("room", room.id))
                 del self._routers[router.peer]
                 return
-        self._timers.set(("router", router.peer), now + self._limits.ping_ms / 1e3)
+        self._timers.set(("router", router.peer), now + self.limits.ping_ms / 1e3)
 
     def _stream(self, room: ServedRoom) -> None:
         """Sends what was not sent yet, as far as the window goes."""
@@ -353,8 +353,8 @@ class Service:
         self._schedule(room, now)
 
     def _schedule(self, room: ServedRoom, now: float) -> None:
-        room.repeat_ms = min(max(2 * room.repeat_ms, self._limits.resend_ms), self._limits.resend_ms_max)
-        pause_ms = room.repeat_ms if room.unacked or room.end is not None else self._limits.resend_ms_max
+        room.repeat_ms = min(max(2 * room.repeat_ms, self.limits.resend_ms), self.limits.resend_ms_max)
+        pause_ms = room.repeat_ms if room.unacked or room.end is not None else self.limits.resend_ms_max
         self._timers.set(("room", room.id), now + pause_ms / 1e3)
 
     def _tell_load(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What turns a sans-I/O core on a loop: its next time, and its effects, one after the other."""
+"""What turns a sans-I/O core on a loop: its time, its next time, and its effects, one after the other."""
 
 from __future__ import annotations
 
@@ -10,12 +10,36 @@ from typing import Generic, TypeVar
 Effect = TypeVar("Effect")
 
 
-class Ticker:
-    """Calls `tick` when the core's next time has come."""
+class Clock:
+    """A core's time: the loop's, less what went by while this process did not run.
 
-    def __init__(self, next_tick: Callable[[], float | None], tick: Callable[[], None]) -> None:
-        self._next_tick, self._tick = next_tick, tick
-        self._loop = asyncio.get_running_loop()
+    A process that was stopped, or whose host stood still, hears what was said meanwhile only after its timers have
+    fired: by the loop's time everybody else would have been silent. Here no tick is later than `slack_s`.
+    """
+
+    def __init__(self, slack_s: float) -> None:
+        self._loop, self._slack_s = asyncio.get_running_loop(), slack_s
+        self._lost = 0.0
+        self.due: float | None = None  # when the next tick should be
+
+    def now(self) -> float:
+        """Seconds; never less than before."""
+        now = self._loop.time() - self._lost
+        if self.due is None or now <= self.due + self._slack_s:
+            return now
+        self._lost += now - self.due - self._slack_s
+        return self.due + self._slack_s
+
+    def call_at(self, when: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        """As the loop's."""
+        return self._loop.call_at(when + self._lost, call)
+
+
+class Ticker:
+    """Calls `tick` when the core's next time has come by `clock`, which is this core's alone."""
+
+    def __init__(self, next_tick: Callable[[], float | None], tick: Callable[[], None], clock: Clock) -> None:
+        self._next_tick, self._tick, self._clock = next_tick, tick, clock
         self._armed: asyncio.Handle | None = None
         self._when = 0.0
 
@@ -25,17 +49,20 @@ class Ticker:
         if when is None or (self._armed is not None and self._when <= when):
             return
         self.stop()
-        self._armed, self._when = self._loop.call_at(when, self._fire), when
+        self._armed, self._when = self._clock.call_at(when, self._fire), when
+        self._clock.due = when
 
     def stop(self) -> None:
         """Calls no more."""
         if self._armed is not None:
             self._armed.cancel()
-            self._armed = None
+            self._armed = self._clock.due = None
 
     def _fire(self) -> None:
         self._armed = None
         self._tick()
+        if self._armed is None:
+            self._clock.due = None
         self.arm()
 
 

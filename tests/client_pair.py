@@ -24,7 +24,7 @@ from pdtransfer.memory import Arena
 from pdtransfer.node import NodeSettings
 from tests.layout_tensors import CANARY, Model, Pool, content, mla
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 LIMITS = Limits(resend_ms=50, resend_ms_max=200, ping_ms=200, silence_ms=4_000, fence_poll_ms=20)
 
 

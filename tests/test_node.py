@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,10 +22,12 @@ import zmq.asyncio
 from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.events import Event, EventQueue
+from pdtransfer.limits import Limits
 from pdtransfer.memory import Arena
 from pdtransfer.node import DecodeNode, PrefillNode
+from pdtransfer.room import DecodeRoom
 from pdtransfer.session.prefill import Cell
-from pdtransfer.turn import Performer, Ticker
+from pdtransfer.turn import Clock, Performer, Ticker
 from pdtransfer.wire import (
     Begin,
     Goodbye,
@@ -41,7 +44,7 @@ from pdtransfer.wire import (
     encode,
     pack_ids,
 )
-from tests.client_pair import Late, component, settings
+from tests.client_pair import LIMITS, Late, component, settings
 from tests.layout_tensors import CANARY, Pool, mla
 
 
@@ -49,7 +52,7 @@ def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(*args: object, **kwargs: object) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await test(*args, **kwargs)
 
         uvloop.run(bounded())
@@ -64,21 +67,23 @@ async def until(condition: Callable[[], object]) -> None:
 
 # Ticker
 
+SLACK_S = 5.0
+
 
 class Times:
     """Timers of a core: ticks when the earliest has come."""
 
     def __init__(self) -> None:
-        self.loop, self.due, self.ticked = asyncio.get_running_loop(), [], []
-        self.ticker = Ticker(lambda: min(self.due, default=None), self._tick)
+        self.loop, self.clock, self.due, self.ticked = asyncio.get_running_loop(), Clock(SLACK_S), [], []
+        self.ticker = Ticker(lambda: min(self.due, default=None), self._tick, self.clock)
 
     def at(self, seconds: float) -> float:
-        self.due.append(self.loop.time() + seconds)
+        self.due.append(self.clock.now() + seconds)
         self.ticker.arm()
         return self.due[-1]
 
     def _tick(self) -> None:
-        now = self.loop.time()
+        now = self.clock.now()
         self.ticked.append(now)
         self.due = [when for when in self.due if when > now]
 
@@ -125,6 +130,34 @@ async def test_a_stopped_ticker_ticks_no_more() -> None:
     assert times.ticked == []
 
 
+@on_loop
+async def test_what_a_process_did_not_run_for_is_no_time_of_its_core() -> None:
+    times = Times()
+    times.clock._slack_s = 0.01
+    first, second = times.at(0.02), times.at(0.5)
+    time.sleep(1)  # noqa: ASYNC251 - nothing runs
+    await until(lambda: times.ticked)
+    assert times.ticked[0] <= first + 0.01 + 1e-9
+    assert times.due == [second], "it has its half second still"
+    await until(lambda: not times.due)
+    assert times.ticked == sorted(times.ticked)
+    assert times.ticked[-1] >= second - 0.002
+
+
+@on_loop
+async def test_a_node_that_stood_still_calls_no_peer_silent() -> None:
+    limits = replace(LIMITS, ping_ms=100, silence_ms=400)
+    async with nodes(limits=limits) as it:
+        it.expect(1)
+        await until(lambda: it.decode.core.rooms[1].state is DecodeRoom.LANDING)
+        peer, clock = it.decode.core.links.peers[it.endpoint], it.decode._clock
+        await until(lambda: 0.01 < clock.now() - peer.heard < 0.09)  # between two Pings: nothing is on its way
+        time.sleep(1)  # noqa: ASYNC251 - neither side runs
+        await asyncio.sleep(0.3)
+        it.send(1)
+        await it.ready(1)
+
+
 # Performer
 
 
@@ -133,7 +166,7 @@ class Performed:
 
     def __init__(self) -> None:
         self.done: list[int] = []
-        self.ticker = Ticker(lambda: None, lambda: None)
+        self.ticker = Ticker(lambda: None, lambda: None, Clock(SLACK_S))
         self.perform: Performer[int] = Performer(self._perform, self.ticker)
         self.makes: dict[int, list[int]] = {}
 
@@ -294,15 +327,15 @@ TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=
 class Nodes:
     """A prefill and a decode node on this very loop, and what they tell."""
 
-    def __init__(self, arena: Arena, directory: Path | None = None) -> None:
+    def __init__(self, arena: Arena, directory: Path | None, limits: Limits) -> None:
         SOURCE.fill(np.arange(SOURCE.slots))
         self.told_p: list[Leased | Landed | RoomFailed | Drained] = []
         self.told_d: list[Ready | RoomFailed] = []
         self.prefill = PrefillNode(
-            settings("p"), [component(SOURCE)], self.told_p.append, pool_address=SOURCE.memory.ctypes.data
+            settings("p", limits), [component(SOURCE)], self.told_p.append, pool_address=SOURCE.memory.ctypes.data
         )
         self.decode = DecodeNode(
-            settings("d"), [component(TARGET)], arena, self.told_d.append, socket_directory=directory
+            settings("d", limits), [component(TARGET)], arena, self.told_d.append, socket_directory=directory
         )
         self.endpoint = ""
 
@@ -322,10 +355,10 @@ class Nodes:
 
 
 @asynccontextmanager
-async def nodes(directory: Path | None = None) -> AsyncIterator[Nodes]:
+async def nodes(directory: Path | None = None, limits: Limits = LIMITS) -> AsyncIterator[Nodes]:
     arena = Arena.create(TARGET.layout.end, huge_pages="never")
     arena.mapping.array[:] = CANARY
-    made = Nodes(arena, directory)
+    made = Nodes(arena, directory, limits)
     made.endpoint = await made.prefill.bus.bind("tcp://127.0.0.1:0")
     try:
         yield made

@@ -28,7 +28,7 @@ from pdtransfer.keys import AllowList, KeyPair, generate, generate_pair
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX, Limits
 from pdtransfer.router import Router
 from pdtransfer.service import Service, Start, Stop
-from pdtransfer.turn import Performer, Ticker
+from pdtransfer.turn import Clock, Performer, Ticker
 from pdtransfer.wire import Begin, End, Load, Tokens, unpack_ids
 from tests.routing_world import identity
 
@@ -55,18 +55,18 @@ class Worker:
         self.begun: list[Begin] = []
         self.stopped: list[Stop] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._loop = asyncio.get_running_loop()
+        self._clock = Clock(LIMITS.ping_ms / 2e3)
         who = identity(node, role, 7, model=model)
         self.service = Service(who, LIMITS)
         self.bus = Bus(node=node, keys=None, allowed=None, receive=self._receive, refused=lambda *_: None)
-        self.perform = Performer(self._perform, Ticker(self.service.next_tick, self._tick))
+        self.perform = Performer(self._perform, Ticker(self.service.next_tick, self._tick, self._clock))
 
     async def open(self) -> str:
         self.load(LOAD)
         return await self.bus.bind("tcp://127.0.0.1:0")
 
     def load(self, load: Load) -> None:
-        self.perform(self.service.load(load, self._loop.time()))
+        self.perform(self.service.load(load, self._clock.now()))
 
     async def close(self) -> None:
         self.perform.ticker.stop()
@@ -75,10 +75,10 @@ class Worker:
         await self.bus.close()
 
     def _receive(self, peer: str, message) -> None:
-        self.perform(self.service.receive(peer, message, self._loop.time()))
+        self.perform(self.service.receive(peer, message, self._clock.now()))
 
     def _tick(self) -> None:
-        self.perform(self.service.tick(self._loop.time()))
+        self.perform(self.service.tick(self._clock.now()))
 
     def _perform(self, effect) -> None:
         match effect:
@@ -93,7 +93,7 @@ class Worker:
                 self.end(End(room, "aborted", "", 0))
 
     def end(self, end: End) -> None:
-        self.perform(self.service.end(end, self._loop.time()))
+        self.perform(self.service.end(end, self._clock.now()))
 
     async def _work(self, begin: Begin) -> None:
         room = begin.room
@@ -105,7 +105,7 @@ class Worker:
         ids = generated(begin)
         for place in range(0, len(ids), self.piece):
             await (self.more if place else self.gate).wait()
-            self.perform(self.service.tokens(room, ids[place : place + self.piece], self._loop.time()))
+            self.perform(self.service.tokens(room, ids[place : place + self.piece], self._clock.now()))
             await asyncio.sleep(0)
             if self.failure:
                 self.end(End(room, self.failure, "as told", 0))

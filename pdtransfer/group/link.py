@@ -11,7 +11,7 @@ from . import frames
 from .frames import Beat, Frame
 
 BEAT_S = 1.0
-SILENCE_S = 10.0  # a rank that says nothing for so long is frozen, and the group with it
+SILENCE_BEATS = 10  # of ours, in which a rank that says nothing is frozen, and the group with it
 BUFFER_BYTES_MAX = 64 << 20  # not yet sent: its reader has stopped long ago
 
 
@@ -26,6 +26,7 @@ class Link:
         self._reader, self._writer = reader, writer
         self._loop = asyncio.get_running_loop()
         self._beating: asyncio.TimerHandle | None = None
+        self._unheard = 0  # beats of ours since the last frame of theirs
         connected: socket.socket = writer.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -42,7 +43,7 @@ class Link:
         if self._writer.transport.get_write_buffer_size() > BUFFER_BYTES_MAX:
             self._writer.transport.abort()
 
-    async def read(self, timeout_s: float = SILENCE_S) -> Frame:
+    async def read(self, timeout_s: float | None) -> Frame:
         """The next frame. Raises LinkLostError."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -51,9 +52,10 @@ class Link:
                     raise LinkLostError(f"a frame of {size} bytes, at most {frames.BYTES_MAX} are allowed")
                 return frames.decode(await self._reader.readexactly(size))
         except TimeoutError:
-            raise LinkLostError(f"silent for {timeout_s:g} s") from None
+            raise LinkLostError(f"silent for {timeout_s} s") from None
         except (asyncio.IncompleteReadError, ConnectionError, OSError):
-            raise LinkLostError("gone") from None
+            silent = self._unheard > SILENCE_BEATS
+            raise LinkLostError(f"silent for {SILENCE_BEATS * BEAT_S:g} s" if silent else "gone") from None
         except ValueError as error:
             raise LinkLostError(f"says what is no frame: {error}") from None
 
@@ -62,7 +64,8 @@ class Link:
         self._beat()
         try:
             while True:
-                frame = await self.read()
+                frame = await self.read(timeout_s=None)
+                self._unheard = 0
                 if not isinstance(frame, Beat):
                     heard(frame)
         except LinkLostError as lost:
@@ -80,6 +83,11 @@ class Link:
                 await self._writer.wait_closed()
 
     def _beat(self) -> None:
+        # Beats are counted, not seconds: those in which this process did not run itself say nothing of the other.
+        self._unheard += 1
+        if self._unheard > SILENCE_BEATS:
+            self._writer.transport.abort()
+            return
         self.send(Beat())
         if not self._writer.is_closing():
             self._beating = self._loop.call_later(BEAT_S, self._beat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from ..session.decode import DecodeSessions
 from ..transports.base import ArenaTransport
 from ..transports.shm import ShmArena
 from ..transports.verifier import Verifier
-from ..turn import Performer, Ticker
+from ..turn import Clock, Performer, Ticker
 from ..wire import Goodbye, Message
 from .settings import NodeSettings, Others, revoked
 
@@ -58,7 +57,7 @@ class DecodeNode:
     ) -> None:
         """`leased` hears of rooms that have got their slots, some time before they are READY."""
         self._tell, self._others, self._leased = tell, others, leased
-        self._loop = asyncio.get_running_loop()
+        self._clock = Clock(settings.limits.ping_ms / 2e3)
         core = self.core = DecodeSessions(
             settings.identity("decode"),
             components,
@@ -72,14 +71,14 @@ class DecodeNode:
         self._verifier = Verifier(arena.mapping.address) if verify else None
         self._transport: ArenaTransport = ShmArena(arena, directory=socket_directory)
         self.bus = settings.bus(self.receive)
-        ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._loop.time())))
+        ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock)
         self._run: Performer[DecodeEffect] = Performer(self._perform, ticker)
         self._events = EventQueue(self._never_quiet)
 
     def dial(self, source: str) -> None:
         """Opens a session with a prefill rank ahead of its first room. Raises as Bus.dial."""
         self.bus.dial(source)
-        self._run(self.core.dial(source, self._loop.time()))
+        self._run(self.core.dial(source, self._clock.now()))
 
     def expect(
         self,
@@ -94,7 +93,7 @@ class DecodeNode:
         enable_hisparse: bool = False,
     ) -> None:
         """As DecodeSessions.expect; what makes no sense, and a source that may not be dialled, fail the room."""
-        now = self._loop.time()
+        now = self._clock.now()
         try:
             for source in sources:
                 self.bus.dial(source)
@@ -109,7 +108,7 @@ class DecodeNode:
 
     def ready(self, bytes_ready: int) -> None:
         """So many of the arena's first bytes are prefaulted now."""
-        self._run(self.core.ready(bytes_ready, self._loop.time()))
+        self._run(self.core.ready(bytes_ready, self._clock.now()))
 
     def release(self, room: int, *, after: Event | None = None) -> None:
         """The engine is done with a READY room once `after` has fired. A room that is not READY fails."""
@@ -117,12 +116,12 @@ class DecodeNode:
 
     def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
         """Gives a room up that is not READY."""
-        self._run(self.core.abort(room, self._loop.time(), cause, detail))
+        self._run(self.core.abort(room, self._clock.now(), cause, detail))
 
     def receive(self, peer: str, message: Message) -> None:
         """A message of a prefill rank, unless it is somebody else's."""
         if self._others is None or not self._others(peer, message):
-            self._run(self.core.receive(peer, message, self._loop.time()))
+            self._run(self.core.receive(peer, message, self._clock.now()))
 
     def allow(self, allowed: AllowList) -> None:
         """Takes another allow-list. Who is on it no more loses its sessions; its leases wait for the fence."""
@@ -152,7 +151,7 @@ class DecodeNode:
 
     def _release(self, room: int) -> None:
         try:
-            self._run(self.core.release(room, self._loop.time()))
+            self._run(self.core.release(room, self._clock.now()))
         except LocalProtocolError as error:
             self.abort(room, Cause.REFUSED, str(error))
 
@@ -166,11 +165,11 @@ class DecodeNode:
                 self._leased(effect.room)
             case Offer(_, session):
                 reach = self._transport.offer(session)
-                self._run(self.core.offered(session, reach, self._loop.time()))
+                self._run(self.core.offered(session, reach, self._clock.now()))
             case Fence(session):
                 self._transport.revoke(session)
                 if self._transport.quiet(session):
-                    self._run(self.core.fenced(session, self._loop.time()))
+                    self._run(self.core.fenced(session, self._clock.now()))
             case Forget(session):
                 self._transport.forget(session)
             case Verify():
@@ -185,4 +184,4 @@ class DecodeNode:
                 log.warning("%s", detail)
 
     def _verified(self, order: Verify, checksum: int, detail: str) -> None:
-        self._run(self.core.verified(order.session, order.grant, checksum, detail, self._loop.time()))
+        self._run(self.core.verified(order.session, order.grant, checksum, detail, self._clock.now()))

@@ -30,7 +30,7 @@ from ..session.prefill import Cell, PrefillSessions
 from ..sharing import Replicas, holds_of
 from ..transports.base import WriterTransport
 from ..transports.shm import ShmWriter
-from ..turn import Performer, Ticker
+from ..turn import Clock, Performer, Ticker
 from ..wire import Goodbye, Message
 from .settings import REVOKED, NodeSettings, Others, revoked
 
@@ -55,7 +55,7 @@ class PrefillNode:
         others: Others | None = None,
     ) -> None:
         self._tell, self._others = tell, others
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._clock = asyncio.get_running_loop(), Clock(settings.limits.ping_ms / 2e3)
         identity = settings.identity("prefill", holds_of(components, settings.ranks, replicas or {}))
         core = self.core = PrefillSessions(identity, components, settings.limits)
         self._silence_s = settings.limits.silence_ms / 1e3
@@ -63,7 +63,7 @@ class PrefillNode:
             tuple(components), pool_address=pool_address, copy_threads=copy_threads
         )
         self.bus = settings.bus(self.receive)
-        ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._loop.time())))
+        ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock)
         self._run: Performer[PrefillEffect] = Performer(self._perform, ticker)
         self._events = EventQueue(lambda room, error: self.abort(room, Cause.ENGINE, f"its event: {error}"))
         self._mappings: set[asyncio.Task[None]] = set()
@@ -75,7 +75,7 @@ class PrefillNode:
         self, room: int, *, tokens: int, time_left_s: float, grants: int = 1, peers: Collection[str] | None = None
     ) -> None:
         """As PrefillSessions.open, `peers` by the names that they go by; numbers that make no sense fail the room."""
-        now = self._loop.time()
+        now = self._clock.now()
         names = None if peers is None else [self.bus.peer_named(name) for name in peers]
         try:
             effects = self.core.open(
@@ -102,17 +102,17 @@ class PrefillNode:
 
     def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
         """Gives a room up; Drained says when its pages are safe."""
-        self._run(self.core.abort(room, self._loop.time(), cause, detail))
+        self._run(self.core.abort(room, self._clock.now(), cause, detail))
 
     def receive(self, peer: str, message: Message) -> None:
         """A message of a decode node, unless it is somebody else's."""
         if self._others is None or not self._others(peer, message):
-            self._run(self.core.receive(peer, message, self._loop.time()))
+            self._run(self.core.receive(peer, message, self._clock.now()))
 
     @property
     def idle(self) -> bool:
         """No room is open, no write in flight, and no decode node that lives has an end to acknowledge."""
-        silent = self._loop.time() - self._silence_s
+        silent = self._clock.now() - self._silence_s
         waits = (self.core.peers.get(each.peer) for each in self.core.sessions.values() if each.open and each.duties)
         return not self.core.rooms and all(peer is None or peer.heard < silent for peer in waits)
 
@@ -171,7 +171,7 @@ class PrefillNode:
     def _finish(self, room: int, aux: bytes) -> None:
         self.stamp_ns = time.monotonic_ns()
         try:
-            self._run(self.core.finish(room, aux=aux, now=self._loop.time()))
+            self._run(self.core.finish(room, aux=aux, now=self._clock.now()))
         except LocalProtocolError as error:
             self.abort(room, Cause.REFUSED, str(error))
 
@@ -179,7 +179,7 @@ class PrefillNode:
         self.stamp_ns = time.monotonic_ns()
         took_ns = self.stamp_ns - self._started_ns.pop((order.session, order.write))
         self.copy_ns[order.room] = self.copy_ns.get(order.room, 0) + took_ns
-        now = self._loop.time()
+        now = self._clock.now()
         self._run(self.core.wrote(order.session, order.write, outcome, detail, now, checksum=checksum))
 
     async def _map(self, effect: Map) -> None:
@@ -190,6 +190,6 @@ class PrefillNode:
             bytes_ready = await self._transport.map(effect.session, effect.reach, effect.components, mapped)
         except PDTransferError as error:
             log.warning("session %#x: %s", effect.session, error)
-            self._run(self.core.unmappable(effect.session, str(error), self._loop.time()))
+            self._run(self.core.unmappable(effect.session, str(error), self._clock.now()))
         else:
             mapped(bytes_ready)

@@ -16,7 +16,7 @@ import pytest
 from pdtransfer.fleet import Daemon
 from tests.integration import plain
 from tests.integration.fleets import PATIENCE_S, Answer, Gates, Running, Site, prompts, running, until
-from tests.integration.healing import Rest, decode, healed, met, prefill, right, said
+from tests.integration.healing import QUICK, Rest, decode, healed, met, prefill, right, said
 
 STEP_MS = 10
 STREAM_TOKENS = 100
@@ -375,3 +375,29 @@ def test_a_router_that_drains_under_load_answers_all_that_it_has_taken(
         await healed(site, before)
 
     on(case)
+
+
+def test_a_host_that_stands_still_for_a_while_costs_no_request(four: tuple[Running, Rest], gates: Gates) -> None:
+    """Nobody was silent: each finds that it has not run itself, and lets the others answer first."""
+    on, before = four
+
+    async def case(site: Site) -> None:
+        begun = [await metric(site, each.ready["node"], "pdtransfer_rooms_begun_total") for each in workers(site)]
+        with gates.closed("prefill"):
+            load = Load(site, seed=10)
+            for each in workers(site):
+                await has(site, each.ready["node"], "pdtransfer_rooms")
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for each in site.fleet.daemons:
+                    each.process.send_signal(number)
+                await asyncio.sleep(2 * QUICK.silence_ms / 1e3)
+        await load.all_served()
+        after = [await metric(site, each.ready["node"], "pdtransfer_rooms_begun_total") for each in workers(site)]
+        assert sum(after) - sum(begun) == 2 * 16, "no room was begun again"
+        await healed(site, before)
+
+    on(case)
+
+
+def workers(site: Site) -> list[Daemon]:
+    return [each for each in site.fleet.daemons if each.role != "router"]

@@ -7,6 +7,7 @@ import contextlib
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
@@ -86,10 +87,12 @@ async def test_who_takes_the_routing_id_of_a_peer_that_left_is_heard_only_under_
         route = prefill.bus._connections.route_of("key:victim")
         assert route is not None
         victim.socket.close()
-        await asyncio.sleep(0.1)
-        thief = Raw(context, bound, keys=t, server=p.public, routing_id=route)
-        thief.say(Ping(2))
-        answer = await thief.hear()
+        answer = None
+        while answer is None:  # before the victim's end is seen, ZMQ never lets its id in
+            thief = Raw(context, bound, keys=t, server=p.public, routing_id=route)
+            thief.say(Ping(2))
+            with suppress(TimeoutError):
+                answer = await asyncio.wait_for(thief.hear(), 1)
         assert isinstance(answer, Reject)
         assert answer.reason == "hello_first"
         assert not prefill.bus.send("key:victim", Ping(3))
@@ -102,7 +105,7 @@ async def test_who_takes_the_routing_id_of_a_peer_that_left_is_heard_only_under_
 async def test_a_breach_names_its_field_mutes_its_connection_and_nobody_elses(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
-    async with Node("p", limits=replace(LIMITS, mute_ms=300)) as prefill:
+    async with Node("p", limits=replace(LIMITS, mute_ms=1_500)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         bad, good = Raw(context, bound), Raw(context, bound)
         bad.say(hello("bad"), encode(Ping(1))[:-9] + b"\xa1x", Ping(2))
@@ -115,8 +118,8 @@ async def test_a_breach_names_its_field_mutes_its_connection_and_nobody_elses(
         assert name == "node:bad"
         assert answer.fields[0].startswith(f"{error.field}: ")
         assert ("node:bad", Ping(2)) not in prefill.heard
-        assert prefill.bus.dropped == 1
-        await asyncio.sleep(0.35)
+        await until(lambda: prefill.bus.dropped == 1)
+        await asyncio.sleep(1.55)
         bad.say(Ping(4))
         assert await bad.hear() == Pong(4)
 
@@ -205,10 +208,10 @@ async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: z
         thread = threading.Thread(target=fill)
         thread.start()
         # The loop stands still until the flood is in, so that the good peer's words come last of all.
-        assert flooding.wait(20)
+        assert flooding.wait(60)
         thread.join()
         good.say(*[Ping(n) for n in range(1, 6)])
-        flood.socket.poll(100)  # blocking: both are in by then
+        flood.socket.poll(1_000)  # blocking: both are in by then
         bursts, seen = [0], 0
         while len(prefill.heard) < 20_005:
             await asyncio.sleep(0)
@@ -445,7 +448,7 @@ async def test_a_key_that_is_listed_under_another_name_has_to_say_hello_for_it(
 
 @on_loop
 async def test_who_earns_rejects_in_floods_is_not_read_for_a_while(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p", limits=replace(LIMITS, mute_ms=500, rejects_max=8)) as prefill:
+    async with Node("p", limits=replace(LIMITS, mute_ms=1_500, rejects_max=8)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         bad, good = Raw(context, bound), Raw(context, bound)
         bad.say(hello("bad"))
@@ -461,7 +464,7 @@ async def test_who_earns_rejects_in_floods_is_not_read_for_a_while(context: zmq.
         await until(lambda: prefill.bus.dropped == dropped + 1)
         good.say(Ping(3))
         assert await good.hear() == Pong(3)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.55)
         bad.say(Ping(4))
         await until(lambda: ("node:bad", Ping(4)) in prefill.heard)
         assert ("node:bad", Ping(2)) not in prefill.heard
@@ -557,6 +560,7 @@ async def test_a_session_that_is_replayed_on_another_connection_is_not_heard() -
         between = Between(port)
         peer = await decode_node.meet(f"{p.public}@tcp://127.0.0.1:{await between.open()}", "d")
         await decode_node.ping(peer, 1)
+        await decode_node.ping(peer, 2)  # by now every Ping(1) of its own is heard
         heard = len(prefill.heard)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(between.kept)
@@ -564,7 +568,7 @@ async def test_a_session_that_is_replayed_on_another_connection_is_not_heard() -
         while await reader.read(1 << 16):  # until it is hung up on
             pass
         assert [message for _, message in prefill.heard[heard:] if message == Ping(1)] == []
-        await decode_node.ping(peer, 2)
+        await decode_node.ping(peer, 3)
         writer.close()
 
 

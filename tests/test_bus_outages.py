@@ -87,10 +87,11 @@ async def test_an_endpoint_that_refused_us_is_dialled_until_it_lets_us_in(
     async with Node("d", d, {"p": p}) as decode_node:
         peer = decode_node.bus.dial(f"{p.public}@{bound}")
         assert not decode_node.bus.send(peer, hello("d"))
-        await asyncio.sleep(0.3)
         if at_first == "does not list us":
-            assert unlisted.bus.strangers
+            await until(lambda: unlisted.bus.strangers > 0)
             await unlisted.bus.close()
+        else:
+            await until(lambda: decode_node.bus._dialled[peer]._attempt > 0)
         router.close()
         async with Node("p", p, {"d": d}) as prefill:
             await rebind(prefill, bound)
@@ -147,8 +148,10 @@ async def test_nothing_is_dialled_after_hanging_up(caplog: pytest.LogCaptureFixt
         dialled = decode_node.bus._dialled[peer]
         await asyncio.sleep(0.01)
         decode_node.bus.hang_up(peer)
+        before = dialled._attempt, caplog.text  # none by now, unless these 10 ms took twice as long
         await asyncio.sleep(0.1)
-        assert (dialled._attempt, dialled.connected, caplog.text) == (0, False, "")
+        assert (dialled._attempt, caplog.text) == before
+        assert not dialled.connected
 
 
 @on_loop

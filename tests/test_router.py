@@ -55,7 +55,7 @@ class Worker:
         self.begun: list[Begin] = []
         self.stopped: list[Stop] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._clock = Clock(LIMITS.ping_ms / 2e3)
+        self._loop, self._clock = asyncio.get_running_loop(), Clock(LIMITS.ping_ms / 2e3)
         who = identity(node, role, 7, model=model)
         self.service = Service(who, LIMITS)
         self.bus = Bus(node=node, keys=None, allowed=None, receive=self._receive, refused=lambda *_: None)

@@ -262,11 +262,11 @@ async def test_who_shows_the_token_gets_the_arena_once(arena: Arena, directory: 
     before = open_files()
     owner = ShmArena(arena, directory=None if abstract else directory)
     reach = owner.offer(WRITER)
-    fd = await receive(reach, WRITER, seconds=5)
+    fd = await receive(reach, WRITER, seconds=60)
     assert os.fstat(fd).st_ino == os.fstat(arena.fd).st_ino
     assert not os.get_inheritable(fd)
     with pytest.raises(TransportError, match="refused the token"):
-        await receive(reach, WRITER, seconds=5)
+        await receive(reach, WRITER, seconds=60)
     os.close(fd)
     await owner.close()
     assert open_files() == before
@@ -280,9 +280,9 @@ async def test_a_wrong_token_is_refused_and_spoils_nothing(arena: Arena, directo
     wrong = msgspec.structs.replace(reach, token=secrets.token_bytes(32))
     for session, shown in ((WRITER, wrong), (WRITER, other), (99, reach)):
         with pytest.raises(TransportError, match="refused the token"):
-            await receive(shown, session, seconds=5)
+            await receive(shown, session, seconds=60)
     for session, shown in ((WRITER, reach), (8, other)):
-        os.close(await receive(shown, session, seconds=5))
+        os.close(await receive(shown, session, seconds=60))
     await owner.close()
 
 
@@ -291,10 +291,10 @@ async def test_an_old_or_a_revoked_token_is_refused(arena: Arena, directory: Pat
     owner = ShmArena(arena, directory=directory)
     old, new = owner.offer(WRITER), owner.offer(WRITER)
     with pytest.raises(TransportError, match="refused the token"):
-        await receive(old, WRITER, seconds=5)
+        await receive(old, WRITER, seconds=60)
     owner.revoke(WRITER)
     with pytest.raises(TransportError, match="refused the token"):
-        await receive(new, WRITER, seconds=5)
+        await receive(new, WRITER, seconds=60)
     await owner.close()
 
 
@@ -313,7 +313,7 @@ async def test_a_token_that_is_shown_too_late_is_refused(
         peer.send(request[20:])
     peer.close()
     owner._listener._seconds = 5
-    os.close(await receive(reach, WRITER, seconds=5))
+    os.close(await receive(reach, WRITER, seconds=60))
     await owner.close()
 
 
@@ -326,7 +326,7 @@ async def test_junk_is_closed_and_others_go_on(arena: Arena, directory: Path, ju
     peer.send(junk)
     assert await said(peer) == b""
     peer.close()
-    os.close(await receive(reach, WRITER, seconds=5))
+    os.close(await receive(reach, WRITER, seconds=60))
     await owner.close()
 
 
@@ -338,7 +338,7 @@ async def test_a_request_with_something_behind_it_is_refused(arena: Arena, direc
     peer.send(handover._REQUEST.pack(handover._MAGIC, WRITER, reach.token) + b"!")
     assert await said(peer) == b""
     peer.close()
-    os.close(await receive(reach, WRITER, seconds=5))
+    os.close(await receive(reach, WRITER, seconds=60))
     await owner.close()
 
 
@@ -351,8 +351,8 @@ async def test_a_flood_of_silent_connections_keeps_no_writer_out(arena: Arena, d
     for _ in range(10):
         crowd += [connected(reach) for _ in range(30)]
         await asyncio.sleep(0.01)
-    assert len(owner._listener._connections) == 64
-    os.close(await receive(reach, WRITER, seconds=5))
+    await until(lambda: len(owner._listener._connections) == 64)
+    os.close(await receive(reach, WRITER, seconds=60))
     await owner.close()
     for peer in crowd:
         peer.close()
@@ -374,8 +374,8 @@ async def test_a_listener_without_descriptors_recovers(
 
     monkeypatch.setattr(Arena, "reopen", none_left)
     with pytest.raises(TransportError, match="refused"):
-        await receive(reach, WRITER, seconds=5)
-    os.close(await receive(reach, WRITER, seconds=5))
+        await receive(reach, WRITER, seconds=60)
+    os.close(await receive(reach, WRITER, seconds=60))
     await owner.close()
 
 
@@ -454,7 +454,7 @@ async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_
 async def test_users_who_are_not_allowed_are_turned_away(arena: Arena, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory, uids=frozenset({os.geteuid() + 1}))
     with pytest.raises(TransportError):
-        await receive(owner.offer(WRITER), WRITER, seconds=5)
+        await receive(owner.offer(WRITER), WRITER, seconds=60)
     await owner.close()
 
 
@@ -483,7 +483,7 @@ async def test_what_cannot_be_reached_is_named(arena: Arena, directory: Path) ->
     }
     for text, fields in wrong.items():
         with pytest.raises(TransportError, match=text):
-            await receive(msgspec.structs.replace(reach, **fields), WRITER, seconds=5)
+            await receive(msgspec.structs.replace(reach, **fields), WRITER, seconds=60)
     await owner.close()
 
 
@@ -509,7 +509,7 @@ async def test_a_writer_knocks_at_no_door_that_is_not_an_arenas(
     owner = ShmArena(arena, directory=directory)
     reach = msgspec.structs.replace(owner.offer(WRITER), address=address)
     with pytest.raises(TransportError, match=r"is no /\.\.\./arena-NUMBER and no @pdtransfer-NUMBER in hex"):
-        await receive(reach, WRITER, seconds=5)
+        await receive(reach, WRITER, seconds=60)
     assert knocked == []
     await owner.close()
 
@@ -535,7 +535,7 @@ async def test_a_writer_is_not_led_by_a_name_to_what_is_no_arenas_socket(directo
         reach = Reach("shm", handover.host(), str(path), b"FLUSHALL\r\n".ljust(32), 0, 4_096)
         before = open_files()
         with pytest.raises(TransportError, match="is no socket"):
-            await receive(reach, WRITER, seconds=5)
+            await receive(reach, WRITER, seconds=60)
         assert open_files() == before
         with pytest.raises(BlockingIOError):
             other.accept()
@@ -547,18 +547,18 @@ async def test_a_writer_that_locks_bytes_of_others_keeps_them_out_and_breaks_not
     arena: Arena, directory: Path, whole: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner = ShmArena(arena, directory=directory)
-    hostile = await receive(owner.offer(1), 1, seconds=5)
+    hostile = await receive(owner.offer(1), 1, seconds=60)
     # Its own byte is 0; the next writer's will be 1.
     asked = shm_arena._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0 if whole else 1, 0)
     fcntl.fcntl(hostile, shm_arena._F_OFD_SETLK, asked)
     before, reach = open_files(), owner.offer(WRITER)
     with pytest.raises(TransportError, match="refused the token"):
-        await receive(reach, WRITER, seconds=5)
+        await receive(reach, WRITER, seconds=60)
     assert open_files() == before
     assert "locks that are not its own" in caplog.text
     if whole:
         os.close(hostile)
-    os.close(await receive(reach, WRITER, seconds=5))  # the token was not used up
+    os.close(await receive(reach, WRITER, seconds=60))  # the token was not used up
     if not whole:
         os.close(hostile)
     assert owner.quiet(1)
@@ -596,7 +596,7 @@ async def test_sockets_of_the_dead_are_swept_and_those_of_the_living_are_not(are
         dead.bind(str(directory / "arena-0123456789abcdef"))
     other = ShmArena(arena, directory=directory)
     assert sorted(os.listdir(directory)) == sorted(Path(o.offer(1).address).name for o in (living, other))
-    os.close(await receive(living.offer(2), 2, seconds=5))
+    os.close(await receive(living.offer(2), 2, seconds=60))
     await living.close()
     await other.close()
 
@@ -806,7 +806,7 @@ def stall_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, thre
 
     def stalled(*args: object, **kwargs: object) -> bool:
         held.set()
-        assert go.wait(30)
+        assert go.wait(60)
         return copy(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(kernels, "copy", stalled)
@@ -900,7 +900,7 @@ async def test_a_map_that_nobody_wants_any_more_leaves_no_lock(
 
     def slow(*_: object, **__: object) -> None:
         held.set()
-        assert go.wait(30)
+        assert go.wait(60)
 
     monkeypatch.setattr(shm_writer.Mapping, "prefault", slow)
     mapping = asyncio.create_task(both.map())
@@ -1067,7 +1067,7 @@ def test_threads_share_one_large_write(monkeypatch: pytest.MonkeyPatch) -> None:
     def seen(*args: object, **kwargs: object) -> bool:
         if threading.get_ident() not in carriers:
             carriers.add(threading.get_ident())
-            both.wait(20)  # neither goes on before the other has a piece
+            both.wait(60)  # neither goes on before the other has a piece
         return copy(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(kernels, "copy", seen)

@@ -159,7 +159,9 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
     """A prefill rank. `components` are the engine's pools, their bases addresses, or offsets from `pool_address`.
 
     Of a model spread over several ranks they hold this rank's layers and heads, and `settings.ranks` says which it
-    is. Where n ranks hold the same rows of a component, `replicas` has it as {name: (which of them this is, n)}.
+    is. Where n ranks hold the same rows of a component, `replicas` has it as {name: (which of them this is, n)}. Where
+    the pools lie in the memory of a `card`, that card writes them; then `condemned`, if it is given, is called from
+    another thread once a write's end is unknown: nothing but the end of this process proves it, so end it.
 
     The engine: `open`, then `push` and `finish`, or `abort`. It may reuse a room's pages once `poll` says Drained.
     """
@@ -172,7 +174,9 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         bind: str = "tcp://127.0.0.1:0",
         pool_address: int = 0,
         copy_threads: int = 2,
+        card: int | None = None,
         replicas: Replicas | None = None,
+        condemned: Callable[[], None] | None = None,
     ) -> None:
         self.endpoint = bind  # as bound, once started
         self._components = {component.name: component for component in components}
@@ -184,8 +188,10 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
                 self._port.tell,
                 pool_address=pool_address,
                 copy_threads=copy_threads,
+                card=card,
                 replicas=replicas,
             )
+            node.condemned = condemned or node.condemned
             try:
                 self.endpoint = await node.bus.bind(bind)
             except PDTransferError:

@@ -50,6 +50,12 @@ def _match(name: str, value: str, pattern: str, expected: str) -> None:
         raise ConfigError(f"{name} = {value!r}: must be {expected}")
 
 
+def card_of(device: str) -> int | None:
+    """The card that a device's name is about, if it is about one."""
+    _match("device", device, r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")
+    return None if device == "cpu" else int(device.partition(":")[2] or 0)
+
+
 def _check_limits(limits: Limits) -> None:
     values = {each.name: cast("float", getattr(limits, each.name)) for each in fields(limits)}
     for name, value in values.items():
@@ -153,7 +159,7 @@ class WorkerConfig(NodeConfig):
         _match("engine", self.engine, r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:attribute")
         for option in self.engine_option:
             _match("engine_option", option, r"[\w.-]+=.*", "name=value")
-        _match("device", self.device, r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")
+        card_of(self.device)
         _power_of_two("page_size", self.page_size, PAGE_SIZE_MAX)
         _bound("slots", self.slots, 1, SLOTS_MAX)
         if self.slots % self.page_size:
@@ -172,6 +178,11 @@ class WorkerConfig(NodeConfig):
     def ranks(self) -> Ranks:
         """This process's place in its worker."""
         return Ranks(self.tp_rank, self.tp_size)
+
+    @property
+    def card(self) -> int | None:
+        """The card that `device` names, if it names one."""
+        return card_of(self.device)
 
     @property
     def grouped(self) -> bool:
@@ -327,6 +338,7 @@ class DemoConfig:
     seed: Annotated[int, _help("Decides the prompts.")] = 0
     attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
     engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
+    device: Annotated[str, _help("Where all of them compute: cpu, cuda or cuda:N.")] = "cpu"
     prefill: Annotated[int, _help("Prefill workers.")] = 1
     decode: Annotated[int, _help("Decode workers.")] = 1
     prefill_tp: Annotated[int, _help("Processes of a prefill worker that share the heads of each layer.")] = 1
@@ -340,6 +352,7 @@ class DemoConfig:
     json: Annotated[bool, _help("Print one JSON object instead of the table.")] = False
 
     def __post_init__(self) -> None:
+        card_of(self.device)
         _bound("requests", self.requests, 1, 1_000_000)
         _bound("concurrency", self.concurrency, 1, 4_096)
         _bound("prompt_bytes_max", self.prompt_bytes_max, 1, 1 << 19)

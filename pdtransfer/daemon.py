@@ -28,6 +28,7 @@ from .group.frames import Abort, Asked, Bound, Frame, Start, Turn
 from .group.lead import Lead
 from .group.link import Link
 from .http import Health, Listener, application
+from .kernels.card import card
 from .keys import AllowList, KeyPair
 from .limits import LOAD_MS
 from .memory import Arena
@@ -99,11 +100,25 @@ def _run(config: Config) -> int:
 async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: Stop) -> Arena:
     """The arena of a decode rank, which its engine reads from now on."""
     arena = Arena.create(engine.card.memory_bytes, huge_pages=config.huge_pages, name=config.node)
+    if config.card is not None:
+        arena.card = here = card(config.card)
+        if (node := here.numa_node) is not None and not arena.mapping.bind(node):
+            log.info("arena: its memory may be of any node: the kernel takes no wish for node %d", node)
     # Alone it serves from the first chunk on, and nobody waits for the rest; a group's ranks become ready together.
-    await asyncio.to_thread(
-        arena.prefault, None, lambda: stop.asked.is_set() or (arena.bytes_ready > 0 and not config.grouped)
-    )
-    engine.attach(arena.mapping.view[: engine.card.memory_bytes])
+    try:
+        await asyncio.to_thread(
+            arena.prefault, None, lambda: stop.asked.is_set() or (arena.bytes_ready > 0 and not config.grouped)
+        )
+    except WorldError:
+        arena.close()
+        raise
+    if arena.card is not None and not arena.bytes_ready:
+        raise meeting.StoppedError
+    view = arena.mapping.view[: engine.card.memory_bytes]
+    if (registered := arena.mapping.registered) is not None:
+        engine.attach(view, device_address=registered.device_address)
+    else:
+        engine.attach(view)
     return arena
 
 
@@ -180,6 +195,7 @@ async def _lead(config: Config, shared: Shared, engine: Any, arena: Arena | None
     backing: asyncio.Task[None] | None = None
     if isinstance(config, PrefillConfig):
         daemon = PrefillDaemon(config, settings, engine, port, shared.registry, group)
+        daemon.node.condemned = shared.died.set
     else:
         assert arena is not None
         daemon = DecodeDaemon(config, settings, engine, arena, port, shared.registry, group)
@@ -237,6 +253,7 @@ async def _follow(config: Config, shared: Shared, engine: Any, arena: Arena | No
     loop, settings = asyncio.get_running_loop(), _settings(config, engine.card)
     if isinstance(config, PrefillConfig):
         daemon = PrefillFollower(config, settings, engine, link, shared.registry)
+        daemon.node.condemned = shared.died.set
     else:
         assert arena is not None
         daemon = DecodeFollower(config, settings, engine, arena, link, shared.registry)

@@ -22,10 +22,11 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .config import DecodeConfig, DemoConfig, PrefillConfig, RouterConfig
+from .config import DecodeConfig, DemoConfig, PrefillConfig, RouterConfig, card_of
 from .demo_report import Answer, good, report_of, show
 from .errors import PDTransferError, WorldError
 from .fleet import Fleet
+from .kernels import card
 from .limits import Limits
 from .signals import end_with_parent
 
@@ -59,6 +60,8 @@ def prompts(config: DemoConfig) -> list[str]:
 
 def run(config: DemoConfig) -> int:
     """The command `pdtransfer demo`; exit status 1 when an answer is not identical, or a slot is lost."""
+    if (number := card_of(config.device)) is not None:
+        card.check(number)
     return uvloop.run(_until_stopped(config))
 
 
@@ -139,7 +142,8 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
         PrefillConfig(
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}",
-            limits=LIMITS, engine_option=options, tp_size=config.prefill_tp, pp_size=config.prefill_pp,
+            limits=LIMITS, engine_option=options, device=config.device, tp_size=config.prefill_tp,
+            pp_size=config.prefill_pp,
         )
         for number in range(config.prefill)
     ]  # fmt: skip
@@ -147,7 +151,8 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
         DecodeConfig(
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=LIMITS,
-            socket_directory=logs / "sockets", engine_option=options, verify=config.verify, tp_size=config.decode_tp,
+            socket_directory=logs / "sockets", engine_option=options, device=config.device, verify=config.verify,
+            tp_size=config.decode_tp,
         )
         for number in range(config.decode)
     ]  # fmt: skip
@@ -316,6 +321,7 @@ def _generate(demo: DemoConfig, texts: list[str]) -> list[dict[str, str]]:
         slots=-(-max(longest, 32_768) // 64) * 64,
         page_size=64,
         host_layout="layer_first",
+        device=demo.device,
         options=_engine_options(demo),
     )
     sampling = Sampling(max_tokens=demo.max_tokens, ignore_eos=True)

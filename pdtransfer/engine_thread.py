@@ -20,6 +20,7 @@ from .engine.base import (
     Broken,
     Computed,
     DecodeEngine,
+    Event,
     Finished,
     Prefilled,
     PrefillEngine,
@@ -88,10 +89,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Prefill: a cell of the room is computed."""
+    """Prefill: a cell of the room is computed, once `after` has fired."""
 
     room: int
     cell: Cell
+    after: Event | None = None
 
 
 Order: TypeAlias = Compute | Generate | Cancel | Free | Quit
@@ -187,7 +189,7 @@ class PrefillThread:
             slots = expand_pages(outcome.pages[: -(-end // page_size)], page_size, end)[first:]
         except LocalProtocolError as error:
             return Broken(room=outcome.room, detail=f"the engine's pages: {error}")
-        return Offered(outcome.room, Cell(outcome.component, first, outcome.layers, slots))
+        return Offered(outcome.room, Cell(outcome.component, first, outcome.layers, slots), outcome.after)
 
 
 class DecodeThread:

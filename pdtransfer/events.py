@@ -5,17 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+
+from .engine.base import Event
 
 POLL_S = 0.0002  # how often an event that has not fired is asked again
-
-
-class Event(Protocol):
-    """What `after=` takes: torch.cuda.Event, or anything that can be asked."""
-
-    def query(self) -> bool:
-        """Whether everything before it is done."""
-        ...
 
 
 class EventQueue:

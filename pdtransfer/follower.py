@@ -114,8 +114,8 @@ class PrefillFollower:
             if work is None:
                 continue  # It has drained: its label may be another room's.
             match outcome:
-                case Offered(cell=cell):
-                    self.node.push(work.room, cell)
+                case Offered(cell=cell, after=after):
+                    self.node.push(work.room, cell, after=after)
                 case Prefilled(aux=aux):
                     if self._picks:
                         self._link.send(frames.Picked(work.serial, aux))

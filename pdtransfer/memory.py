@@ -1,6 +1,7 @@
 """Memory with an address: sealed memfd arenas, mappings of received ones, pools; and what backs them.
 
-What a mapping's address points at stays mapped until close. Prefaulting takes long: call it off the loop.
+What a mapping's address points at stays mapped until close. Prefaulting and registering take long: call them off the
+loop.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from .errors import TransportError, WorldError
 from .headroom import HUGE_PAGE_BYTES, headroom, huge_pages_free
+from .kernels.registered import Registered, Registrar
 
 HugePages = Literal["auto", "never", "always"]
 Progress = Callable[[int], None]
@@ -32,6 +34,10 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _CHUNK_BYTES = 64 << 20  # prefaulted at a time: some 35 ms with pages of 4 KiB
 UNBACKED_BYTES_MAX = 64 << 20  # of an arena that is handed to us
 
+_MPOL_PREFERRED = 1  # and not bound: a node that is full must not end this process
+_SYS_MBIND = {"x86_64": 237, "aarch64": 235}
+_NODES_MAX = 64
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 
@@ -39,10 +45,11 @@ _libc.madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 class Mapping:
     """Bytes that are mapped into this process until `close`, at `address`."""
 
-    __slots__ = ("_map", "address", "byte_count")
+    __slots__ = ("_map", "address", "byte_count", "registered")
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._map = mapped
+        self.registered: Registered | None = None  # what a card may reach of it
         self.byte_count = len(mapped)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
@@ -95,19 +102,43 @@ class Mapping:
                         f"{left.what}: {left.bytes} bytes"
                     )
 
+    def register(self, card: Registrar, end: int) -> int:
+        """Lets a card, always the same, reach the chunks that lie below `end` and are backed; returns how many of the
+        first bytes it can reach by now. Raises WorldError where it refuses more.
+        """
+        if self.registered is None:
+            self.registered = Registered(card, self.address, self.byte_count)
+        return self.registered.grow(end)
+
+    def bind(self, node: int) -> bool:
+        """Has what is not backed yet come from the memory of this NUMA node, as long as there is some; False where the
+        kernel does not let us say so."""
+        mask = ctypes.c_ulong(1 << node) if node < _NODES_MAX else None
+        number = _SYS_MBIND.get(os.uname().machine)
+        if mask is None or number is None:
+            return False
+        arguments = self.address, self.byte_count, _MPOL_PREFERRED, ctypes.addressof(mask), _NODES_MAX + 1, 0
+        return not _libc.syscall(number, *map(ctypes.c_size_t, arguments))
+
     def close(self) -> None:
-        """Unmaps; idempotent. Raises BufferError while a view of it lives: somebody would read what is no more."""
+        """Takes it from the card, then unmaps it; idempotent. Raises BufferError while a view of it lives: somebody
+        would read what is no more. Raises WorldError, and leaves it mapped, where the card does not let go of it.
+        """
+        if self.registered is not None:
+            self.registered.close()
+            self.registered = None
         self._map.close()
 
 
 class Arena:
     """Decode's memory that prefill writes into: one memfd, mapped here, whose size is sealed."""
 
-    __slots__ = ("bytes_ready", "fd", "huge", "mapping")
+    __slots__ = ("bytes_ready", "card", "fd", "huge", "mapping")
 
     def __init__(self, fd: int, mapping: Mapping, *, huge: bool) -> None:
         self.fd, self.mapping, self.huge = fd, mapping, huge
-        self.bytes_ready = 0  # prefaulted, from 0
+        self.card: Registrar | None = None  # that is to reach it, too
+        self.bytes_ready = 0  # prefaulted, and reached by the card if there is one, from 0
 
     @classmethod
     def create(cls, byte_count: int, *, huge_pages: HugePages = "auto", name: str = "pdtransfer-arena") -> Arena:
@@ -160,9 +191,10 @@ class Arena:
         return self.mapping.byte_count
 
     def prefault(self, progress: Progress | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
-        """As Mapping.prefault, from where it was stopped before; `bytes_ready` follows.
+        """As Mapping.prefault, from where it was stopped before; `bytes_ready` follows, behind what `card` can reach.
 
-        Raises WorldError also where headroom runs out on the way, before the kernel would kill somebody for it.
+        Raises WorldError also where headroom runs out on the way, before the kernel would kill somebody for it, and
+        where the card refuses.
         """
 
         def stopped() -> bool:
@@ -172,9 +204,12 @@ class Arena:
             return stop()
 
         def ready(byte_count: int) -> None:
-            self.bytes_ready = byte_count
-            if progress is not None:
-                progress(byte_count)
+            if self.card is not None:
+                byte_count = self.mapping.register(self.card, byte_count)
+            if byte_count > self.bytes_ready:
+                self.bytes_ready = byte_count
+                if progress is not None:
+                    progress(byte_count)
 
         return self.mapping.prefault(ready, stopped, first=self.bytes_ready)
 
@@ -183,7 +218,7 @@ class Arena:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Unmaps and lets the memfd go; who has mapped it keeps it. Idempotent. BufferError while a view lives."""
+        """Unmaps and lets the memfd go; who has mapped it keeps it. Idempotent. Raises as Mapping.close."""
         self.mapping.close()
         if self.fd >= 0:
             os.close(self.fd)

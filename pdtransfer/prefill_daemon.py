@@ -19,7 +19,7 @@ from .config import PrefillConfig
 from .daemon_metrics import PrefillMetrics
 from .desk import Desk, failure, request_of
 from .effects import Drained, Landed, Leased, PrefillEvent, RoomFailed
-from .engine.base import Broken, Prefilled, PrefillEngine
+from .engine.base import Broken, CardMemory, Prefilled, PrefillEngine
 from .engine_thread import Cancel, Compute, Free, Offered, Order, PrefillOutcome, Refused
 from .errors import Cause, RemoteProtocolError
 from .group import frames
@@ -62,12 +62,15 @@ def node_of(
     others: Others | None = None,
 ) -> PrefillNode:
     """One rank's node: the same on every rank of a group, but that only the leader hears `others`."""
+    pool = engine.pool
+    on_card = isinstance(pool, CardMemory)
     return PrefillNode(
         settings,
         engine.card.components,
         tell,
-        pool_address=np.frombuffer(engine.pool, dtype=np.uint8).ctypes.data,
+        pool_address=pool.address if on_card else np.frombuffer(pool, dtype=np.uint8).ctypes.data,
         copy_threads=config.copy_threads,
+        card=pool.card if on_card else None,
         replicas=engine.card.replicas,
         others=others,
     )
@@ -161,8 +164,8 @@ class PrefillDaemon:
             if work is None:
                 continue  # It was over when the engine made this.
             match outcome:
-                case Offered(cell=cell):
-                    self.node.push(work.room, cell)
+                case Offered(cell=cell, after=after):
+                    self.node.push(work.room, cell, after=after)
                 case Prefilled(aux=aux):
                     work.computed = True
                     self._finish(work, aux or None)

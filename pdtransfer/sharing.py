@@ -138,10 +138,10 @@ def pair_share(source: Layout, target: Layout) -> Pairing:
     Raises LayoutMismatchError where the source lacks something of the target, holds it otherwise, or where it holds
     another kind in one of the target's layers.
     """
-    return pair(_facing(source, target), target)
+    return pair(facing(source, target), target)
 
 
-def _facing(source: Layout, target: Layout) -> Layout:
+def facing(source: Layout, target: Layout) -> Layout:
     """The planes of `source` cut to the target's layers and, in each (kind, layer), to its heads; all of it where it
     lacks one of these, so that the difference shows whole."""
     layers: set[int] = set()

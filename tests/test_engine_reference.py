@@ -230,7 +230,7 @@ def test_seeds_give_models_that_generate_otherwise(attention, expected):
         ({"slots": 100, "page_size": 16}, "100"),
         ({"slots": 0}, "0"),
         ({"host_layout": "sideways"}, "sideways"),
-        ({"device": "cuda"}, "cuda"),
+        ({"device": "cuda:99"}, "cuda:99"),
         ({"attention": "linear"}, "linear"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
         ({"batch_max": 0}, "batch_max"),

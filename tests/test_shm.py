@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,6 +35,7 @@ from pdtransfer.memory import Arena
 from pdtransfer.pairing import pair
 from pdtransfer.transports import copier
 from pdtransfer.transports.copier import Copier, Job
+from pdtransfer.transports.lane import WriterCard
 from pdtransfer.transports.shm import ShmArena, ShmWriter, handover
 from pdtransfer.transports.shm import arena as shm_arena
 from pdtransfer.transports.shm import writer as shm_writer
@@ -708,28 +710,43 @@ class Pool:
 class Pair:
     """An arena's owner and a writer on one loop, and what the arena must hold in the end."""
 
-    def __init__(self, arena: Arena, directory: Path, *, threads: int = 2) -> None:
+    def __init__(
+        self, arena: Arena, directory: Path, *, threads: int = 2, card: WriterCard | None = None, address: int = 0
+    ) -> None:
         self.pool, self.arena = Pool(), arena
         self.owner = ShmArena(arena, directory=directory)
-        self.writer = ShmWriter((self.pool.component,), pool_address=self.pool.address, copy_threads=threads)
+        self.writer = ShmWriter(
+            (self.pool.component,), pool_address=address or self.pool.address, copy_threads=threads, card=card
+        )
         self.target = page_first()
         self.wanted = np.zeros(arena.byte_count, np.uint8)
         self.ended: list[tuple[int, Outcome, str]] = []
         self.writes = 0
+        self.checksums: dict[int, int] = {}
 
     async def map(self, session: int = WRITER) -> int:
         return await self.writer.map(session, self.owner.offer(session), (component(self.target),))
 
     def write(
-        self, source: NDArray[np.int64], target: NDArray[np.int64], *, grant: int, layers: tuple[int, int] = (0, LAYERS)
+        self,
+        source: NDArray[np.int64],
+        target: NDArray[np.int64],
+        *,
+        grant: int,
+        layers: tuple[int, int] = (0, LAYERS),
+        **more: Any,
     ) -> Write:
         self.writes += 1
         order = Write(
             session=WRITER, grant=grant, room=grant, write=self.writes, component=0, layers=layers,
-            source_slots=source, target_slots=target,
+            source_slots=source, target_slots=target, **more,
         )  # fmt: skip
-        self.writer.write(order, lambda order, outcome, text, _: self.ended.append((order.write, outcome, text)))
+        self.writer.write(order, self._wrote)
         return order
+
+    def _wrote(self, order: Write, outcome: Outcome, text: str, checksum: int) -> None:
+        self.ended.append((order.write, outcome, text))
+        self.checksums[order.write] = checksum
 
     def want(self, order: Write) -> None:
         """The order's rows, by the layouts' own addresses."""

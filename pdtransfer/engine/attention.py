@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .numerics import exp2
+from .numerics import exp2, products, total
 
 KEY_BLOCK = 256
 
@@ -52,7 +52,7 @@ def attend(query: Tensor, tiles: Tiles, read: ReadKeys, value_dim: int) -> Tenso
     heads, count, height, _ = query.shape
     rows = tiles.bias.shape[1]
     top = query.new_full((heads, count, height, 1), -torch.inf)
-    total = query.new_zeros(heads, count, height, 1)
+    shared = query.new_zeros(heads, count, height, 1)
     mixed = query.new_zeros(heads, count, height, value_dim)
     for block in range(tiles.depths[-1] + 1):
         first, masked = bisect_left(tiles.depths, block), bisect_right(tiles.depths, block)
@@ -61,7 +61,7 @@ def attend(query: Tensor, tiles: Tiles, read: ReadKeys, value_dim: int) -> Tenso
         scores = query.new_empty(heads, active, height, KEY_BLOCK)
         for head in range(heads):
             source = keys[:, :, head].expand(active, -1, -1).transpose(1, 2)
-            torch.bmm(query[head, first:], source, out=scores[head])
+            products(query[head, first:], source, out=scores[head])
         if masked > first:
             own = scores[:, : masked - first].view(heads, masked - first, rows, height // rows, KEY_BLOCK)
             own += tiles.bias[first:masked].unsqueeze(2)
@@ -70,11 +70,13 @@ def attend(query: Tensor, tiles: Tiles, read: ReadKeys, value_dim: int) -> Tenso
         shrink = exp2(before - after)
         shares = exp2(scores.sub_(after))
         top[:, first:] = after
-        total[:, first:] = total[:, first:] * shrink + shares.sum(-1, keepdim=True)
+        shared[:, first:] = shared[:, first:] * shrink + total(shares)
         mixed[:, first:] *= shrink
         for head in range(heads):
-            mixed[head, first:] += torch.bmm(shares[head], values[:, :, head, :value_dim].expand(active, -1, -1))
-    return mixed.div_(total)
+            part = query.new_empty(active, height, value_dim)
+            products(shares[head], values[:, :, head, :value_dim].expand(active, -1, -1), out=part)
+            mixed[head, first:] += part
+    return mixed.div_(shared)
 
 
 def _blocks(tiles: Tiles, read: ReadKeys, block: int, first: int) -> tuple[Tensor, Tensor]:

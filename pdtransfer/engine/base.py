@@ -92,6 +92,23 @@ class EngineCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CardMemory:
+    """A pool in the memory of card `card` of this host, at the card's `address`, as long as its engine lives."""
+
+    card: int
+    address: int
+    byte_count: int
+
+
+class Event(Protocol):
+    """What `after=` takes: torch.cuda.Event, or anything that can be asked."""
+
+    def query(self) -> bool:
+        """Whether everything before it is done; returns at once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One room's work. `prompt` is int64 token ids."""
 
@@ -104,7 +121,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """Prefill: rows [rows) of layers [layers) of one component are in the pool.
+    """Prefill: rows [rows) of layers [layers) of one component are in the pool, once `after` has fired if there is one.
 
     `pages` names the pages of rows [0, rows[1]) in order: row r of the room is in slot
     pages[r // page_size] * page_size + r % page_size.
@@ -115,6 +132,7 @@ class Computed:
     rows: tuple[int, int]
     layers: tuple[int, int]
     pages: NDArray[np.int64]
+    after: Event | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +179,8 @@ class PrefillEngine(Protocol):
     def card(self) -> EngineCard: ...
 
     @property
-    def pool(self) -> memoryview:
-        """The pool's bytes in this process; component bases are offsets into it."""
+    def pool(self) -> memoryview | CardMemory:
+        """The pool's bytes in this process, or where they are on a card; component bases are offsets into it."""
         ...
 
     def admit(self, request: Request) -> bool:
@@ -194,8 +212,10 @@ class DecodeEngine(Protocol):
     @property
     def card(self) -> EngineCard: ...
 
-    def attach(self, arena: memoryview) -> None:
-        """The arena's bytes in this process, `card.memory_bytes` of them; called once, before the first admit."""
+    def attach(self, arena: memoryview, *, device_address: int = 0) -> None:
+        """The arena's bytes in this process, `card.memory_bytes` of them; called once, before the first admit. For an
+        engine whose config names a card, `device_address` is where that card sees them; else it is not given.
+        """
         ...
 
     def check(self, request: Request) -> None:

@@ -30,7 +30,7 @@ class Cache:
         unit = gcd(page_stride, row_stride)
         self._page_size = layout.page_size
         self._page_step, self._row_step = page_stride // unit, row_stride // unit
-        self._architecture, self._head_count = architecture, len(heads)
+        self._architecture, self._head_count, self._device = architecture, len(heads), flat.device
         self._planes: dict[tuple[str, int], list[tuple[slice, Tensor]]] = {}
         for plane in sorted(layout.planes, key=lambda plane: plane.head_start):
             first = plane.head_start - heads.start
@@ -40,7 +40,7 @@ class Cache:
     def index(self, slots: NDArray[np.int64], multiple: int) -> Tensor:
         """Slots int64 (n,) -> cache rows int64, good for every plane; filled up to a multiple with the first one."""
         pages, rows = np.divmod(np.pad(slots, (0, -len(slots) % multiple), constant_values=slots[0]), self._page_size)
-        return torch.as_tensor(pages * self._page_step + rows * self._row_step)
+        return torch.as_tensor(pages * self._page_step + rows * self._row_step, device=self._device)
 
     def read(self, kind: str, layer: int, index: Tensor) -> Tensor:
         """Cache rows (n,) -> a fresh (n, heads, dim)."""
@@ -69,6 +69,20 @@ class Cache:
                     for head, digest in enumerate(digests):
                         digest.update(np.ascontiguousarray(rows[:, head]).data)
         return np.stack([np.frombuffer(digest.digest(), np.uint8) for digest in digests])
+
+
+class _Reached:
+    """Host memory as a card sees it, for torch to take."""
+
+    def __init__(self, address: int, elements: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (elements,), "typestr": "<f4", "data": (address, False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+def reached(address: int, byte_count: int) -> Tensor:
+    """Registered host memory as a flat float32 tensor of the card, at the card's address; it has to stay."""
+    return torch.as_tensor(_Reached(address, byte_count // 4), device="cuda")
 
 
 def _view(flat: Tensor, plane: Plane, unit: int) -> Tensor:

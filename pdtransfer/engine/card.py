@@ -20,8 +20,6 @@ COMPONENT = "kv"
 
 def build_model(config: EngineConfig, options: Options) -> Model:
     """The model that a daemon's flags ask for. Raises ConfigError."""
-    if config.device != "cpu":
-        raise ConfigError(f"device: {config.device!r}, the reference engine runs on 'cpu'")
     if config.attention not in ("mla", "gqa"):
         raise ConfigError(f"attention: {config.attention!r} is none of mla, gqa")
     if config.chunk_tokens < 1 or config.batch_max < 1:
@@ -35,7 +33,26 @@ def build_model(config: EngineConfig, options: Options) -> Model:
     )
     if architecture.gqa_heads % architecture.kv_heads:
         raise ConfigError(f"kv_heads: {architecture.kv_heads} does not divide {architecture.gqa_heads} query heads")
-    return Model(architecture, torch.device(config.device), config.group)
+    return Model(architecture, _device(config.device), config.group)
+
+
+def _device(name: str) -> torch.device:
+    """Where tensors are; float32 products keep all their bits there. Raises ConfigError."""
+    if name == "cpu":
+        return torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type != "cuda":
+        raise ConfigError(f"device: {name!r}, the reference engine runs on cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    number = device.index or 0
+    if number >= count:
+        raise ConfigError(f"device: {name!r}, torch {torch.__version__} sees {count} cards")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def build_card(config: EngineConfig, model: Model, options: Options) -> EngineCard:

@@ -17,7 +17,7 @@ from ..layout import check_slots
 from .architecture import Options
 from .attention import KEY_BLOCK, Tiles, causal_bias
 from .base import Broken, EngineCard, EngineConfig, Finished, Request, Token
-from .cache import Cache
+from .cache import Cache, reached
 from .card import COMPONENT, build_card, check_request
 from .model import Batch, Model
 from .numerics import block_up, single_threaded
@@ -66,12 +66,20 @@ class ReferenceDecode:
     def idle(self) -> bool:
         return not self._rooms
 
-    def attach(self, arena: memoryview) -> None:
-        assert self._cache is None, "attach is called once"
+    def attach(self, arena: memoryview, *, device_address: int = 0) -> None:
         if arena.nbytes < self._card.memory_bytes or arena.readonly:
             kind = "read-only" if arena.readonly else "writable"
             raise ValueError(f"arena: {arena.nbytes} {kind} bytes, expected {self._card.memory_bytes} writable ones")
-        flat = torch.frombuffer(arena, dtype=torch.float32, count=self._card.memory_bytes // 4)
+        if self._model.device.type == "cuda":
+            if not device_address:
+                raise ValueError(f"arena: it was not registered with {self._model.device}")
+            self.take(reached(device_address, self._card.memory_bytes))
+        else:
+            self.take(torch.frombuffer(arena, dtype=torch.float32, count=self._card.memory_bytes // 4))
+
+    def take(self, flat: Tensor) -> None:
+        """Decodes out of this memory, which the model's device reads and writes."""
+        assert self._cache is None, "attach is called once"
         self._cache = Cache(flat, self._card.components[0].layout, self._model.architecture, self._model.shard.kv_heads)
 
     def check(self, request: Request) -> None:
@@ -129,8 +137,9 @@ class ReferenceDecode:
         ids, positions = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
         ids[: len(rooms)] = torch.tensor([room.ids[-1] for room in rooms])
         positions[: len(rooms)] = torch.tensor([room.position for room in rooms])
+        positions = positions.to(self._model.device)
         batch = Batch(
-            ids=ids,
+            ids=ids.to(self._model.device),
             positions=positions,
             own=slice(0, len(rooms)),
             targets=torch.stack([room.index.view(-1)[room.position] for room in rooms]),

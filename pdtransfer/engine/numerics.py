@@ -1,7 +1,8 @@
 """The arithmetic of the reference model; rule: no row's result may depend on how many rows share a call.
 
 Matrix products run in zero-padded blocks of BLOCK_ROWS rows, since a library picks its order of summation by shape.
-Even so equal bits need equal processors: the library picks its code by instruction set, too.
+On a card so do sums, and batches of products: it takes those apart. Even so equal bits need equal processors: the
+library picks its code by instruction set, too.
 Elementwise functions run over whole vectors, since the scalar code for a tail rounds differently from the vector code.
 """
 
@@ -39,7 +40,26 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor) -> Tensor:
     """Rows of unit root mean square; (rows, k), rows is a multiple of BLOCK_ROWS."""
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + _EPSILON)
+    return x * torch.rsqrt(total(x * x) / x.shape[-1] + _EPSILON)
+
+
+def total(x: Tensor) -> Tensor:
+    """(..., k) -> (..., 1); on a card by halves, in one order whatever the shape: k is a power of two there."""
+    if not x.is_cuda:
+        return x.sum(-1, keepdim=True)
+    while (k := x.shape[-1]) > 1:
+        assert k % 2 == 0, k
+        x = x[..., : k // 2] + x[..., k // 2 :]
+    return x
+
+
+def products(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """(n, a, k) @ (n, k, b) to (n, a, b); on a card one by one."""
+    if not left.is_cuda:
+        torch.bmm(left, right, out=out)
+        return
+    for at in range(len(left)):
+        torch.mm(left[at], right[at], out=out[at])
 
 
 def silu(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..layout import expand_pages
 from .architecture import Options
 from .attention import KEY_BLOCK, Tiles, causal_bias
-from .base import Broken, Computed, EngineCard, EngineConfig, Prefilled, Request
+from .base import Broken, CardMemory, Computed, EngineCard, EngineConfig, Event, Prefilled, Request
 from .cache import Cache, Pages
 from .card import COMPONENT, build_card, check_request
 from .model import Batch, Model
@@ -58,8 +58,12 @@ class ReferencePrefill:
         self._first, self._last = ranks.pp_rank == 0, ranks.pp_rank == ranks.pp_size - 1
         opening = Shard.of(model.architecture, replace(ranks, pp_rank=0)).layers
         self._turns = -(-len(opening) // options.layers_per_cell) if options.layers_per_cell else 1
-        # From numpy, since torch.zeros would touch every page of a pool that may never be full.
-        self._flat = torch.as_tensor(np.zeros(self._card.memory_bytes // 4, dtype=np.float32), device=model.device)
+        elements = self._card.memory_bytes // 4
+        if model.device.type == "cuda":
+            self._flat = torch.zeros(elements, dtype=torch.float32, device=model.device)
+            torch.cuda.synchronize()  # others read it in streams of their own
+        else:  # from numpy, since torch.zeros would touch every page of a pool that may never be full
+            self._flat = torch.as_tensor(np.zeros(elements, dtype=np.float32))
         self._cache = Cache(self._flat, self._card.components[0].layout, model.architecture, model.shard.kv_heads)
         self._pages = Pages(count=config.slots // config.page_size, page_size=config.page_size)
         self._held: dict[int, NDArray[np.int64]] = {}
@@ -71,7 +75,15 @@ class ReferencePrefill:
         return self._card
 
     @property
-    def pool(self) -> memoryview:
+    def flat(self) -> Tensor:
+        """The pool, for who decodes out of it in this process."""
+        return self._flat
+
+    @property
+    def pool(self) -> memoryview | CardMemory:
+        if self._flat.is_cuda:
+            number, byte_count = self._flat.get_device(), self._card.memory_bytes
+            return CardMemory(card=number, address=self._flat.data_ptr(), byte_count=byte_count)
         return self._flat.numpy().data.cast("B")
 
     @property
@@ -122,7 +134,7 @@ class ReferencePrefill:
         if ends:
             hidden, room.hidden, room.batch, room.turns, room.done = room.hidden, None, None, 0, room.end
             if not self._last:
-                self._config.group.hand_on(hidden.numpy())
+                self._config.group.hand_on(hidden.cpu().numpy())
             if room.left == 0:
                 number = room.request.room
                 del self._rooms[number]
@@ -151,7 +163,16 @@ class ReferencePrefill:
             rows=(room.done, room.end),
             layers=(first, room.layer),
             pages=room.pages[: self._pages.needed(room.end)],
+            after=self._event(),
         )
+
+    def _event(self) -> Event | None:
+        """Fires when all that was computed so far is in the pool."""
+        if not self._flat.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _taken_over(self, batch: Batch) -> Tensor:
         """What the stage before has made of the chunk."""
@@ -166,9 +187,10 @@ class ReferencePrefill:
         own = slice(room.done - first, room.end - first)
         ids = torch.zeros(rows, dtype=torch.int64)
         ids[own] = torch.tensor(room.request.prompt[room.done : room.end])
-        positions = torch.arange(first, first + rows)
+        ids = ids.to(self._model.device)
+        positions = torch.arange(first, first + rows, device=self._model.device)
         bias = causal_bias(positions.view(-1, BLOCK_ROWS))
-        depths = [int(position) // KEY_BLOCK for position in positions[::BLOCK_ROWS]]
+        depths = [position // KEY_BLOCK for position in range(first, first + rows, BLOCK_ROWS)]
         tiles = [
             Tiles(
                 first=at,

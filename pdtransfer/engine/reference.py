@@ -50,13 +50,13 @@ def generate(config: EngineConfig, prompt: NDArray[np.int64], sampling: Sampling
 def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int64], Sampling]]) -> list[Generation]:
     """Requests in this process, as many at a time as `config.slots` holds, outcomes in the order of requests.
 
-    `config.role` does not matter, and no other field but `attention` and `options` changes a bit of the outcome.
+    `config.role` does not matter, and no other field but `attention`, `options` and `device` changes a bit of it.
     """
     options = Options.parse(config.options)
     model = build_model(config, options)
     prefill = ReferencePrefill(replace(config, role="prefill"), options, model)
     decode = ReferenceDecode(replace(config, role="decode"), options, model)
-    decode.attach(prefill.pool)
+    decode.take(prefill.flat)
     rooms = [Request(room=at, prompt=prompt, sampling=sampling) for at, (prompt, sampling) in enumerate(requests)]
     waiting = deque(rooms)
     slots: dict[int, NDArray[np.int64]] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import threading
-from collections.abc import Iterable
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from ..errors import WorldError
 from ..geometry import Int64s
 from . import UnusableError
 from .compiled import machine_code
+from .registered import Registered
 
 _TABLES_MAX = 64
-_REGISTER_CHUNK_BYTES = 256 << 20  # registered at a time: some 10 ms of pages that are there
 
 
 class Card:
@@ -40,7 +39,7 @@ class Card:
         self._calls: Calls | None = None
         self._registrations: dict[int, int] = {}  # address here: address there
         self.borders: Int64s = np.empty(0, np.int64)
-        device = self.call("cuDeviceGet", ordinal)
+        device = self._device = self.call("cuDeviceGet", ordinal)
         self._context = self.call("cuDevicePrimaryCtxRetain", device)
         attributes = self.driver.CUdevice_attribute
         prefix = "CU_DEVICE_ATTRIBUTE_"
@@ -129,6 +128,16 @@ class Card:
                 self.call("cuFuncSetAttribute", handle, attribute, shared_bytes)
             self._kernels[name] = handle
             return handle
+
+    @property
+    def numa_node(self) -> int | None:
+        """The node of this host's memory that is nearest to the card; None where nobody says."""
+        bus = self.call("cuDeviceGetPCIBusId", 13, self._device).split(b"\0")[0].decode().lower()
+        try:
+            node = int(Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text())
+        except (OSError, ValueError):
+            return None
+        return node if node >= 0 else None
 
     # Memory of the card
 
@@ -234,37 +243,42 @@ class Card:
         return address, int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     def register(self, address: int, byte_count: int) -> Registered:
-        """Lets the card reach a mapping of this process, chunk by chunk; takes 40 ms a GiB that is touched, so call it
-        off the loop. Raises WorldError, with nothing registered, where the host refuses.
+        """Lets the card reach all of a mapping of this process; off the loop. Raises WorldError, with nothing
+        registered, where the host refuses.
         """
-        self.enter()
         registered = Registered(self, address, byte_count)
         try:
-            registered.start(_REGISTER_CHUNK_BYTES)
+            registered.grow(byte_count)
         except WorldError:
             registered.close()
             raise
         return registered
 
     def host_register(self, address: int, byte_count: int) -> int:
-        """The address at which the card sees it; register's own. No transfer of the copy engine may cross its start."""
+        """Lets the card reach these bytes of this process; the address at which it sees them.
+
+        No transfer of the copy engine may cross their start or their end.
+        """
         self.enter()
         flags = self.driver.CU_MEMHOSTREGISTER_DEVICEMAP | self.driver.CU_MEMHOSTREGISTER_PORTABLE
         self.call("cuMemHostRegister", address, byte_count, flags)
-        seen = int(self.call("cuMemHostGetDevicePointer", address, 0))
+        try:
+            seen = int(self.call("cuMemHostGetDevicePointer", address, 0))
+        except WorldError:
+            self.call("cuMemHostUnregister", address)
+            raise
         with self._lock:
             self._registrations[address] = seen
             self.borders = np.array(sorted(self._registrations.values()), np.int64)
         return seen
 
-    def host_unregister(self, addresses: Iterable[int]) -> None:
+    def host_unregister(self, address: int) -> None:
         """Undoes host_register; the card must have ended with it."""
         self.enter()
-        for address in addresses:
-            self.call("cuMemHostUnregister", address)
-            with self._lock:
-                self._registrations.pop(address, None)
-                self.borders = np.array(sorted(self._registrations.values()), np.int64)
+        self.call("cuMemHostUnregister", address)
+        with self._lock:
+            self._registrations.pop(address, None)
+            self.borders = np.array(sorted(self._registrations.values()), np.int64)
 
     def enter(self) -> None:
         """Makes the context the calling thread's, which other libraries may have changed."""
@@ -273,14 +287,17 @@ class Card:
     def call(self, name: str, *arguments: Any) -> Any:
         """A function of the driver, by name; WorldError, with its own word for it, where it fails."""
         status, *values = getattr(self.driver, name)(*arguments)
+        self.check(name, status)
+        return values[0] if values else None
+
+    def check(self, name: str, status: Any) -> None:
+        """WorldError, with the driver's own word for it, where `status` of that function is no success."""
         if int(status):
             raise WorldError(f"card {self.ordinal}: {name}: {status.name}")
-        return values[0] if values else None
 
     def _pair_of(self, name: str) -> tuple[int, int]:
         status, low, high = getattr(self.driver, name)()
-        if int(status):
-            raise WorldError(f"card {self.ordinal}: {name}: {status.name}")
+        self.check(name, status)
         return int(low), int(high)
 
 
@@ -296,32 +313,6 @@ class Calls(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name, _ in _CALLS)
 
 
-class Registered:
-    """Host memory that a card may reach until `close`, from `device_address` on; close before it is unmapped."""
-
-    __slots__ = ("_address", "_byte_count", "_card", "_chunks", "device_address")
-
-    def __init__(self, card: Card, address: int, byte_count: int) -> None:
-        self._card, self._address, self._byte_count = card, address, byte_count
-        self._chunks: list[int] = []
-        self.device_address = 0
-
-    def start(self, chunk_bytes: int) -> None:
-        """Card.register's own."""
-        for at in range(0, self._byte_count, chunk_bytes):
-            seen = self._card.host_register(self._address + at, min(chunk_bytes, self._byte_count - at))
-            self._chunks.append(self._address + at)
-            if at == 0:
-                self.device_address = seen
-            elif seen != self.device_address + at:
-                raise WorldError(f"card {self._card.ordinal}: chunks of host memory are not seen side by side")
-
-    def close(self) -> None:
-        """The card can reach it no more: call it once no launch may. Idempotent."""
-        chunks, self._chunks = self._chunks, []
-        self._card.host_unregister(chunks)
-
-
 def count() -> int:
     """Cards that this process sees: 0 without a driver, too."""
     try:
@@ -330,6 +321,13 @@ def count() -> int:
         return 0
     status, number = driver.cuDeviceGetCount()
     return 0 if int(status) else int(number)
+
+
+def check(ordinal: int) -> None:
+    """WorldError, naming what is missing, unless there is such a card; touches none."""
+    _driver()
+    if (found := count()) <= ordinal:
+        raise WorldError(f"card {ordinal}: this process sees {found} cards")
 
 
 @cache

@@ -102,3 +102,7 @@ class PinnedCancel(Cancel):
         super().__init__()
         self.address, self.device_address = card(ordinal).pinned(4)
         self._word = ctypes.c_uint32.from_address(self.address)
+
+    def clear(self) -> None:
+        """Makes it as new, for the next launch: nobody else may have it any more."""
+        self._word.value = 0

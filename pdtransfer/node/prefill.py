@@ -29,6 +29,7 @@ from ..layout import Component
 from ..session.prefill import Cell, PrefillSessions
 from ..sharing import Replicas, holds_of
 from ..transports.base import WriterTransport
+from ..transports.lane import PoolCard
 from ..transports.shm import ShmWriter
 from ..turn import Clock, Performer, Ticker
 from ..wire import Goodbye, Message
@@ -41,6 +42,8 @@ class PrefillNode:
     """One prefill rank. `tell` gets what the engine has to hear.
 
     It tells who dials it which layers and heads `components` hold; `replicas` says of which there are equal holders.
+    With a `card` the pool lies in the memory of that card, which writes. `condemned` is called once nothing but the end
+    of this process proves a write's end.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class PrefillNode:
         *,
         pool_address: int = 0,
         copy_threads: int = 2,
+        card: int | None = None,
         replicas: Replicas | None = None,
         others: Others | None = None,
     ) -> None:
@@ -60,8 +64,12 @@ class PrefillNode:
         core = self.core = PrefillSessions(identity, components, settings.limits)
         self._silence_s = settings.limits.silence_ms / 1e3
         self._transport: WriterTransport = ShmWriter(
-            tuple(components), pool_address=pool_address, copy_threads=copy_threads
+            tuple(components),
+            pool_address=pool_address,
+            copy_threads=copy_threads,
+            card=None if card is None else PoolCard(card),
         )
+        self.condemned: Callable[[], None] = lambda: None
         self.bus = settings.bus(self.receive)
         ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock)
         self._run: Performer[PrefillEffect] = Performer(self._perform, ticker)
@@ -158,9 +166,8 @@ class PrefillNode:
                 self._transport.unmap(session)
             case FenceWriter(session):
                 # The only writer here is this process: what it left unknown stays quarantined until it is gone.
-                log.critical(
-                    "session %#x: a write's outcome is unknown; restart this process to give its slots back", session
-                )
+                log.critical("session %#x: a write's outcome is unknown until this process has ended", session)
+                self.condemned()
 
     def _push(self, room: int, cell: Cell) -> None:
         try:

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from .. import kernels, sums
 from ..cancel import Cancel
 from ..checksum import MASK, Lines
-from ..effects import Write
+from ..effects import Outcome, Write
 from ..errors import TransportError
 from ..pairing import Pairing
 from ..plan import Plan, plan
@@ -77,6 +77,15 @@ class Job:
     def turn(self) -> tuple[int, int]:
         """What takes turns: session and grant."""
         return self.order.session, self.order.grant
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it has ended. FAILED is quiescent like LANDED: the copy has returned, and its stores with it."""
+        return Outcome.FAILED if self.text else Outcome.LANDED
+
+    def stop(self) -> None:
+        """Ends it at its next rows, from any thread."""
+        self.cancel.set()
 
     @property
     def byte_count(self) -> int:

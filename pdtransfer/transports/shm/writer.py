@@ -1,4 +1,4 @@
-"""Prefill's side of shared memory: maps arenas, and copies into them on the loop or in threads."""
+"""Prefill's side of shared memory: maps arenas, and writes there from its own memory, or a card's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from ... import kernels, sums
 from ...checksum import Lines, lines_of
 from ...effects import Outcome, Write
-from ...errors import LayoutMismatchError, RemoteProtocolError, TransportError
+from ...errors import LayoutMismatchError, RemoteProtocolError, TransportError, WorldError
+from ...kernels.pools import Pool
 from ...layout import Component
 from ...memory import Mapping, enter_backed, map_received
 from ...pairing import Pairing
-from ...sharing import pair_share
+from ...sharing import facing, pair_share
 from ...wire import Reach
 from ..base import Ready, WriteDone
 from ..copier import Copier, Job
+from ..lane import WriterCard
+from ..pusher import Push, Pusher, Staged
 from ..reports import Reports
 from .handover import receive
 
@@ -33,7 +36,9 @@ _FOLLOW_SECONDS = 0.05  # an arena's owner backs some 100 MiB meanwhile
 log = logging.getLogger(__name__)
 
 
-_Cuts = dict[tuple[int, tuple[int, int]], Pairing]
+_lost: list[Mapping] = []  # that may be written as long as this process lives: they stay mapped, for all to see
+
+_Cut = tuple[int, tuple[int, int]]  # a component of Register, and layers of it
 
 
 @dataclass(slots=True, eq=False)
@@ -43,9 +48,11 @@ class _Session:
     components: tuple[Component, ...]
     mapping: Mapping | None = None
     pairings: tuple[Pairing, ...] = ()  # a component of Register each, in order
-    cuts: _Cuts = field(default_factory=_Cuts)
-    lines: dict[tuple[int, tuple[int, int]], Lines] = field(default_factory=dict[tuple[int, tuple[int, int]], Lines])
+    cuts: dict[_Cut, Pairing] = field(default_factory=dict[_Cut, Pairing])
+    lines: dict[_Cut, Lines] = field(default_factory=dict[_Cut, Lines])
+    pools: dict[_Cut, tuple[Pool, Pool]] = field(default_factory=dict[_Cut, tuple[Pool, Pool]])
     writes: int = 0  # not yet reported
+    unknown: bool = False  # how one of its writes ended
     leaving: bool = False
     bytes_ready: int = 0
     fd: int = -1  # of the arena, until all of it is ready
@@ -82,7 +89,8 @@ class ShmWriter:
     """A WriterTransport. Make it on the loop's thread.
 
     `components` are the pool's own, whose bases are offsets from `pool_address`, or addresses where that is 0; the pool
-    stays mapped until after close. They meet a session's components by name.
+    stays mapped until after close. They meet a session's components by name. With a `card` the addresses are the card's
+    own, and it writes: what is mapped is registered with it, and counts as ready from then on.
     """
 
     def __init__(
@@ -91,16 +99,19 @@ class ShmWriter:
         *,
         pool_address: int = 0,
         copy_threads: int = 2,
+        card: WriterCard | None = None,
         uids: frozenset[int] | None = None,
     ) -> None:
         self._components = {component.name: component for component in components}
         self._pool_address, self._uids = pool_address, uids
         self._loop = asyncio.get_running_loop()
-        self._reports: Reports[Job] = Reports(self._ended)
-        self._copier: Copier[Job] = Copier(copy_threads, self._reports.tell)
+        self._reports: Reports[Job | Push] = Reports(self._ended)
+        self._card = card
+        self._pusher = None if card is None else Pusher(card.lane, self._reports.tell)
+        self._copier: Copier[Job] = Copier(0 if card else copy_threads, self._reports.tell)
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
         self._sessions: dict[int, _Session] = {}
-        self._jobs: dict[tuple[int, int], set[Job]] = {}  # by session and grant
+        self._jobs: dict[tuple[int, int], set[Job | Push]] = {}  # by session and grant
         self._inline_bytes = 0  # copied in this turn of the loop
         self._small: deque[Job] = deque()  # that this turn has no bytes left for
         self._closing = False
@@ -149,7 +160,7 @@ class ShmWriter:
         if mapped.leaving or mapped.mapping is None:
             return
         mapped.growing = True
-        grown = self._apart.submit(enter_backed, mapped.mapping, mapped.fd, mapped.bytes_ready)
+        grown = self._apart.submit(self._enter, mapped.mapping, mapped.fd, mapped.bytes_ready)
         grown.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._grown, session, mapped, more, done))
 
     def _grown(self, session: int, mapped: _Session, more: Ready, done: Future[int]) -> None:
@@ -170,11 +181,19 @@ class ShmWriter:
             pairings = tuple(self._paired(index, theirs, arena_bytes) for index, theirs in enumerate(components))
             mapping = map_received(fd, arena_bytes)
             undo.callback(mapping.close)
-            kernels.native()
             sums.native()
-            bytes_ready = enter_backed(mapping, fd, 0)
+            if self._card is None:
+                kernels.native()
+            else:
+                self._card.prepare()
+            bytes_ready = self._enter(mapping, fd, 0)
             undo.pop_all()
         return _Attached(mapping, pairings, fd, bytes_ready)
+
+    def _enter(self, mapping: Mapping, fd: int, first: int) -> int:
+        """In a worker thread: how much is ready by now."""
+        entered = enter_backed(mapping, fd, first)
+        return entered if self._card is None else mapping.register(self._card, entered)
 
     def _paired(self, index: int, theirs: Component, arena_bytes: int) -> Pairing:
         named = f"component {theirs.name!r}"
@@ -202,7 +221,10 @@ class ShmWriter:
         quiet = not mapped.writes and not mapped.growing
         if mapped.leaving and mapped.mapping is not None and quiet and self._sessions.get(session) is mapped:
             mapped.close_fd()
-            self._apart.submit(mapped.mapping.close)  # a large one takes its time
+            if mapped.unknown:
+                _lost.append(mapped.mapping)
+            else:
+                self._apart.submit(_unmap, mapped.mapping)  # a large one takes its time
             self._forget(session)
 
     def _forget(self, session: int) -> None:
@@ -217,6 +239,12 @@ class ShmWriter:
         if mapped is None or mapped.mapping is None or mapped.leaving:
             self._loop.call_soon(done, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
             return
+        mapped.writes += 1
+        if self._pusher is not None:
+            push = self._push(mapped, mapped.mapping, order, done)
+            self._jobs.setdefault(push.turn, set()).add(push)
+            self._pusher.add(push)
+            return
         job = Job(
             order=order,
             done=done,
@@ -225,7 +253,6 @@ class ShmWriter:
             target_address=mapped.mapping.address,
             lines=self._lines(mapped, order) if order.verify else None,
         )
-        mapped.writes += 1
         self._jobs.setdefault(job.turn, set()).add(job)
         if job.byte_count > _INLINE_BYTES_MAX:
             self._copier.add(job)
@@ -233,6 +260,24 @@ class ShmWriter:
             self._carry(job)
         else:
             self._small.append(job)
+
+    def _push(self, mapped: _Session, mapping: Mapping, order: Write, done: WriteDone) -> Push:
+        key = order.component, order.layers
+        if (pools := mapped.pools.get(key)) is None:
+            assert self._card is not None
+            assert mapping.registered is not None
+            theirs = mapped.components[order.component]
+            target = theirs.layout.layers(*order.layers)
+            source = facing(self._components[theirs.name].layout, target)
+            card, there = self._card.ordinal, mapping.registered.device_address
+            pools = mapped.pools[key] = (
+                Pool(layout=source, address=self._pool_address, card=card),
+                Pool(layout=target, address=there, card=card, host=True),
+            )
+        source, target = pools
+        staged = Staged.of(mapped.components[order.component].name, source.layout) if order.verify else None
+        row_bytes = target.layout.row_bytes
+        return Push(order=order, done=done, source=source, target=target, row_bytes=row_bytes, staged=staged)
 
     def _lines(self, mapped: _Session, order: Write) -> Lines:
         """Where the order's heads lie in our pool."""
@@ -258,23 +303,24 @@ class ShmWriter:
         while self._small and self._has_turn(self._small[0]):
             self._carry(self._small.popleft())
 
-    def _ended(self, job: Job) -> None:
-        """On the loop. FAILED is quiescent like LANDED: the copy has returned, and its stores with it."""
+    def _ended(self, job: Job | Push) -> None:
+        """On the loop."""
         jobs = self._jobs[job.turn]
         jobs.remove(job)
         if not jobs:
             del self._jobs[job.turn]
         mapped = self._sessions[job.order.session]
         mapped.writes -= 1
+        mapped.unknown |= job.outcome is Outcome.UNKNOWN
         try:
-            job.done(job.order, Outcome.FAILED if job.text else Outcome.LANDED, job.text, job.checksum)
+            job.done(job.order, job.outcome, job.text, job.checksum)
         finally:
             self._leave(job.order.session, mapped)
 
     def cancel(self, session: int, grant: int) -> None:
         """Stops this grant's writes at their next rows; each still reports, FAILED unless it was through."""
         for job in self._jobs.get((session, grant), ()):
-            job.cancel.set()
+            job.stop()
 
     async def close(self) -> None:
         """Waits for what is in flight, unmaps everything, joins every thread."""
@@ -287,8 +333,19 @@ class ShmWriter:
         await self._loop.run_in_executor(None, self._join)
 
     def _join(self) -> None:
+        if self._pusher is not None:
+            self._pusher.close()
         self._copier.close()
         self._apart.shutdown()
+
+
+def _unmap(mapping: Mapping) -> None:
+    """In a worker thread. What a card does not let go of stays mapped, and its lock locked."""
+    try:
+        mapping.close()
+    except WorldError as error:
+        log.critical("an arena stays mapped until this process ends: %s", error)
+        _lost.append(mapping)
 
 
 def _discard(attached: Future[_Attached]) -> None:

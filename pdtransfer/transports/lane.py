@@ -1,0 +1,121 @@
+"""What a writer takes of the card that its pool is of: registered memory, launches that it can wait for and stop."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..cancel import Cancel
+from ..kernels.card import Card, card
+from ..kernels.event import Event
+from ..kernels.kv_copy import kv_copy
+from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
+from ..kernels.push import push
+from ..kernels.registered import Registrar
+from ..layout import Layout
+
+IN_FLIGHT_MAX = 2  # one runs, one waits behind it: more would only delay who cancels
+
+
+class Lane(Protocol):
+    """What pushing takes of a card. All but `word` and `reuse` are called in one thread."""
+
+    def word(self) -> Cancel:
+        """A cancel word that launches look at, not set, for one write at a time."""
+        ...
+
+    def reuse(self, word: Cancel) -> None:
+        """No launch looks at it any more."""
+        ...
+
+    def launch(self, place: int, target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, rows: int,
+               cancel: Cancel) -> None:  # fmt: skip
+        """Queues a copy as launch `place`, one of IN_FLIGHT_MAX. Where it raises, the copy may have been queued."""
+        ...
+
+    def wait(self, place: int) -> tuple[State, int]:
+        """Sleeps until launch `place` has ended: how, and how many rows it left out. WorldError where none can say."""
+        ...
+
+    def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
+        """Copies rows of the card's to rows 0 to rows - 1 of `layout`, and waits: the address of that in this process,
+        good until the next fetch. WorldError where it fails."""
+        ...
+
+    def drain(self) -> None:
+        """Sleeps until all that was ever queued has ended. WorldError where none can say."""
+        ...
+
+
+class CardLane:
+    """A stream of a card, its launches' words and events."""
+
+    def __init__(self, here: Card) -> None:
+        self._card, self._stream = here, here.stream()
+        self._events = [Event(here) for _ in range(IN_FLIGHT_MAX)]
+        self._progress = [Progress(here.ordinal) for _ in range(IN_FLIGHT_MAX)]
+        self._words: list[PinnedCancel] = []  # that are free: pinned memory is never given back
+        self._fetched = (0, 0, 0)  # bytes that fetch may use, their address here and on the card
+
+    def word(self) -> Cancel:
+        return self._words.pop() if self._words else PinnedCancel(self._card.ordinal)
+
+    def reuse(self, word: Cancel) -> None:
+        assert isinstance(word, PinnedCancel)
+        word.clear()
+        self._words.append(word)
+
+    def launch(self, place: int, target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, rows: int,
+               cancel: Cancel) -> None:  # fmt: skip
+        progress = self._progress[place]
+        push(target, source, target_slots, source_slots, rows, progress=progress, cancel=cancel, stream=self._stream)
+        self._events[place].record(self._stream)
+
+    def wait(self, place: int) -> tuple[State, int]:
+        self._events[place].wait()
+        return self._progress[place].state, self._progress[place].refused
+
+    def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
+        if self._fetched[0] < layout.end:
+            self._fetched = (layout.end, *self._card.pinned(layout.end))
+        _, here, there = self._fetched
+        target = Pool(layout=layout, address=there, card=self._card.ordinal, host=True)
+        kv_copy(target, source, range(rows), slots, rows, stream=self._stream)
+        self._card.synchronise(self._stream)
+        return here
+
+    def drain(self) -> None:
+        self._card.synchronise(self._stream)
+
+
+class WriterCard(Registrar, Protocol):
+    """A card, as a writer sees it. Called in worker threads; none of it waits for what the card computes."""
+
+    @property
+    def ordinal(self) -> int: ...
+
+    def prepare(self) -> None:
+        """Does now what the first launch would have to wait for; WorldError where there can be none."""
+        ...
+
+    def lane(self) -> Lane:
+        """A fresh one, for one thread."""
+        ...
+
+
+class PoolCard:
+    """Card `ordinal` of this host, a WriterCard. Raises WorldError where there is none."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal, self._card = ordinal, card(ordinal)
+
+    def host_register(self, address: int, byte_count: int) -> int:
+        return self._card.host_register(address, byte_count)
+
+    def host_unregister(self, address: int) -> None:
+        self._card.host_unregister(address)
+
+    def prepare(self) -> None:
+        self._card.load("kv_copy", "kv_copy")  # may compile
+
+    def lane(self) -> Lane:
+        return CardLane(self._card)

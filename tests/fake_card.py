@@ -1,0 +1,132 @@
+"""A card that is none: what is registered with it, and whether it was let go in time."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from pdtransfer.cancel import Cancel
+from pdtransfer.errors import WorldError
+from pdtransfer.kernels.kv_copy import kv_copy
+from pdtransfer.kernels.pools import Pool, Progress, Slots, State
+from pdtransfer.layout import Layout
+
+_libc = ctypes.CDLL(None)
+_libc.mincore.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_char_p)
+
+
+class FakeRegistrar:
+    """Sees host memory `shift` bytes further up; refuses the registration with number `refused`, from 0 on."""
+
+    def __init__(self, *, refused: int = -1, shift: int = 1 << 40) -> None:
+        self.refused, self.shift = refused, shift
+        self.calls = 0
+        self.keeps = False  # refuses to let go
+        self.registered: dict[int, int] = {}
+        self.log: list[str] = []
+
+    def host_register(self, address: int, byte_count: int) -> int:
+        self.calls += 1
+        assert mapped(address, byte_count)
+        if self.calls - 1 == self.refused:
+            raise WorldError("card 0: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
+        assert not any(a < address + byte_count and address < a + n for a, n in self.registered.items()), "twice"
+        self.registered[address] = byte_count
+        self.log.append(f"register {byte_count}")
+        return address + self.shift
+
+    def host_unregister(self, address: int) -> None:
+        byte_count = self.registered[address]
+        assert mapped(address, byte_count), "unmapped before it was unregistered"
+        if self.keeps:
+            raise WorldError("card 0: cuMemHostUnregister: CUDA_ERROR_ILLEGAL_ADDRESS")
+        del self.registered[address]
+        self.log.append(f"unregister {byte_count}")
+
+
+def mapped(address: int, byte_count: int) -> bool:
+    """Whether every page of it is mapped into this process."""
+    return not _libc.mincore(address, byte_count, bytes(-(-byte_count // mmap.PAGESIZE)))
+
+
+class FakeLane:
+    """Launches that copy on the CPU, when they are waited for or drained; `shift` as the registrar's."""
+
+    def __init__(self, card: FakeCard) -> None:
+        self.card = card
+        self.queued: dict[int, tuple[Pool, Pool, Slots, Slots, int, Cancel]] = {}
+        self.ended: dict[int, State] = {}  # that were drained, and not waited for yet
+
+    def word(self) -> Cancel:
+        if not self.card.words:
+            return Cancel()
+        return self.card.words.pop()
+
+    def reuse(self, word: Cancel) -> None:
+        assert all(launch[-1] is not word for launch in self.queued.values()), "a launch still looks at it"
+        word._word.value = 0
+        self.card.words.append(word)
+
+    def launch(
+        self, place: int, target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, rows: int,
+        cancel: Cancel,
+    ) -> None:  # fmt: skip
+        assert place not in self.queued, "two launches in one place"
+        self.ended.pop(place, None)
+        self.queued[place] = target, source, target_slots, source_slots, rows, cancel
+        self.card.launched.append((len(self.queued), rows))
+        self.card.launching()
+
+    def wait(self, place: int) -> tuple[State, int]:
+        self.card.waiting()
+        state = self.ended.pop(place) if place in self.ended else self._carried(place)
+        return state, self.card.left_out
+
+    def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
+        self.card.fetching()
+        self.fetched = np.zeros(layout.end, np.uint8)
+        target = Pool(layout=layout, address=self.fetched.ctypes.data)
+        kv_copy(target, replace(source, card=None), range(rows), slots, rows)
+        return target.address
+
+    def drain(self) -> None:
+        self.card.draining()
+        for place in sorted(self.queued):
+            self.ended[place] = self._carried(place)
+
+    def _carried(self, place: int) -> State:
+        target, source, ours, theirs, rows, cancel = self.queued.pop(place)
+        assert target.host
+        assert not source.host
+        assert target.card == source.card == self.card.ordinal
+        there = Pool(layout=target.layout, address=target.address - self.card.shift)
+        progress = Progress()
+        kv_copy(there, replace(source, card=None), ours, theirs, rows, progress=progress, cancel=cancel)
+        return progress.state
+
+
+class FakeCard(FakeRegistrar):
+    """A WriterCard on the CPU. What is called `...ing` is a test's to replace: it happens in the middle of things."""
+
+    ordinal = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[tuple[int, int]] = []  # how many were in flight then, and rows
+        self.words: list[Cancel] = []
+        self.left_out = 0
+        self.prepared = 0
+        self.launching: Callable[[], None] = lambda: None
+        self.waiting: Callable[[], None] = lambda: None
+        self.draining: Callable[[], None] = lambda: None
+        self.fetching: Callable[[], None] = lambda: None
+
+    def prepare(self) -> None:
+        self.prepared += 1
+
+    def lane(self) -> FakeLane:
+        return FakeLane(self)

@@ -1,0 +1,158 @@
+"""The fence where a card is writing: whoever is killed in whatever state, slots are reused after the last write."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdtransfer.kernels import card as cards
+from pdtransfer.memory import Arena
+from pdtransfer.transports.shm import ShmArena
+
+from .test_shm import WRITER, Process, on_loop, until
+
+if cards.count() == 0:
+    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+REPO = Path(__file__).resolve().parent.parent
+ARENA_BYTES = 256 << 20  # some 5 ms of the bus
+STILL_SECONDS = 0.5  # a hundred launches
+
+
+class CardProcess(Process):
+    """tests/gpu_writer.py, and what it forked."""
+
+    def __init__(self, reach: object) -> None:
+        command = [sys.executable, str(REPO / "tests" / "gpu_writer.py"), str(WRITER), msgspec.json.encode(reach)]
+        self.started = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},
+        )  # fmt: skip
+        self.forked: list[int] = []
+
+    async def child(self, how: str) -> int:
+        self.say(how)
+        self.forked.append(int(await self.heard()))
+        return self.forked[-1]
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena.create(ARENA_BYTES)
+    made.prefault()
+    yield made
+    made.close()
+
+
+def sample(arena: Arena) -> bytes:
+    """Some bytes of every row."""
+    return arena.mapping.array[::4_096].tobytes()
+
+
+async def changes(arena: Arena) -> None:
+    """Returns once the arena has been seen to change."""
+    before = sample(arena)
+    await until(lambda: sample(arena) != before)
+
+
+async def is_still(arena: Arena) -> None:
+    """Whatever is put there now stays."""
+    arena.mapping.array[:] = 0xA5
+    await asyncio.sleep(STILL_SECONDS)
+    assert bool((arena.mapping.array == 0xA5).all()), "written after the fence"
+
+
+@pytest.mark.parametrize("turn", range(4))
+@on_loop
+async def test_a_killed_writer_is_quiet_only_after_its_cards_last_write(
+    arena: Arena, tmp_path: Path, turn: int
+) -> None:
+    owner = ShmArena(arena, directory=tmp_path / "s")
+    async with CardProcess(owner.offer(WRITER)) as process:
+        process.say("push")
+        await changes(arena)
+        owner.revoke(WRITER)
+        assert not owner.quiet(WRITER)
+        killed = time.monotonic()
+        process.started.kill()
+        await until(lambda: owner.quiet(WRITER))
+        quiet = time.monotonic()
+        await is_still(arena)
+        print(f"turn {turn}: quiet {quiet - killed:.3f} s after SIGKILL")
+    await owner.close()
+
+
+@pytest.mark.parametrize("turn", range(3))
+@on_loop
+async def test_a_forked_child_keeps_a_card_writing_and_the_fence_closed(
+    arena: Arena, tmp_path: Path, turn: int
+) -> None:
+    owner = ShmArena(arena, directory=tmp_path / "s")
+    async with CardProcess(owner.offer(WRITER)) as process:
+        child = await process.child("fork")
+        process.say("push")
+        await changes(arena)
+        owner.revoke(WRITER)
+        killed = time.monotonic()
+        process.started.kill()
+        process.started.wait()
+        changed, last = 0, sample(arena)
+        while time.monotonic() < killed + 6:
+            assert not owner.quiet(WRITER), "its child has the mapping, and the card's context"
+            await asyncio.sleep(0.01)
+            if (now := sample(arena)) != last:
+                changed, last = changed + 1, now
+                ended = time.monotonic()
+        os.kill(child, signal.SIGKILL)
+        process.forked.clear()
+        await until(lambda: owner.quiet(WRITER))
+        await is_still(arena)
+        print(
+            f"turn {turn}: seen changed {changed} times after SIGKILL, until {ended - killed if changed else 0:.2f} s"
+        )
+    await owner.close()
+
+
+@pytest.mark.parametrize("turn", range(3))
+@on_loop
+async def test_a_child_that_runs_another_program_keeps_no_card_writing(arena: Arena, tmp_path: Path, turn: int) -> None:
+    owner = ShmArena(arena, directory=tmp_path / "s")
+    async with CardProcess(owner.offer(WRITER)) as process:
+        await process.child("exec")
+        process.say("push")
+        await changes(arena)
+        owner.revoke(WRITER)
+        killed = time.monotonic()
+        process.started.kill()
+        await until(lambda: owner.quiet(WRITER))
+        print(f"turn {turn}: quiet {time.monotonic() - killed:.3f} s after SIGKILL")
+        await is_still(arena)
+    await owner.close()
+
+
+@on_loop
+async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena: Arena, tmp_path: Path) -> None:
+    owner = ShmArena(arena, directory=tmp_path / "s")
+    async with CardProcess(owner.offer(WRITER)) as process:
+        process.say("push")
+        await changes(arena)
+        owner.revoke(WRITER)
+        process.started.send_signal(signal.SIGSTOP)
+        stopped = Path(f"/proc/{process.started.pid}/stat")
+        await until(lambda: stopped.read_text().rpartition(")")[2].split()[0] == "T")
+        await changes(arena)
+        assert not owner.quiet(WRITER)
+        process.started.kill()
+        await until(lambda: owner.quiet(WRITER))
+        await is_still(arena)
+    await owner.close()

@@ -1,0 +1,257 @@
+"""Writes out of a card's memory: in turn, stopped, failed, lost; with a card that is none."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdtransfer import memory, sums
+from pdtransfer.checksum import lines_of, runs_of
+from pdtransfer.effects import Outcome
+from pdtransfer.errors import WorldError
+from pdtransfer.kernels import registered
+from pdtransfer.memory import Arena
+from pdtransfer.transports import pusher
+
+from .fake_card import FakeCard
+from .test_shm import LAYERS, ROW, SLOTS, WRITER, Pair, component, on_loop, until
+
+PIECE_ROWS = 256
+EVERY = np.arange(SLOTS)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena.create(SLOTS * LAYERS * ROW, huge_pages="never")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("s") / "sockets"
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pusher, "PIECE_BYTES", PIECE_ROWS * LAYERS * ROW)
+    monkeypatch.setattr(registered, "CHUNK_BYTES", 2 << 20)
+
+
+class Gate:
+    """Holds the first launch that is waited for until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.open.wait(60)
+
+
+@on_loop
+async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: Arena, directory: Path) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    assert await both.map() == arena.byte_count
+    assert sum(card.registered.values()) == arena.byte_count
+    assert card.prepared == 1
+    rng = np.random.default_rng(3)
+    source, target = rng.permutation(SLOTS)[:8_000], rng.permutation(SLOTS)[:8_000]
+    cuts = np.sort(rng.choice(np.arange(1, 8_000), 20, replace=False))
+    for grant, (ours, theirs) in enumerate(zip(np.split(source, cuts), np.split(target, cuts), strict=True), 1):
+        for layers in ((0, 1), (1, LAYERS)):
+            both.want(both.write(ours, theirs, grant=grant, layers=layers))
+    both.want(both.write(EVERY[8_000:8_100], np.setdiff1d(EVERY, target)[:100], grant=1))
+    assert not both.ended, "done is never called from within write"
+    await until(lambda: len(both.ended) == both.writes)
+    assert {outcome for _, outcome, _ in both.ended} == {Outcome.LANDED}
+    assert both.right
+    await both.close()
+    assert card.registered == {}, "let go before it was unmapped"
+
+
+@on_loop
+async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: Arena, directory: Path) -> None:
+    card, gate = FakeCard(), Gate()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    card.waiting = gate
+    both.want(both.write(EVERY[: 10 * PIECE_ROWS], EVERY[: 10 * PIECE_ROWS], grant=1))
+    await until(gate.reached.is_set)
+    both.want(both.write(EVERY[-5:], EVERY[-5:], grant=2))
+    gate.open.set()
+    await until(lambda: len(both.ended) == 2)
+    assert max(flying for flying, _ in card.launched) == 2
+    assert [write for write, _, _ in both.ended] == [2, 1], "the small one waits for two launches, not for ten"
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: Arena, directory: Path) -> None:
+    card, gate = FakeCard(), Gate()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    card.waiting = gate
+    both.write(EVERY, EVERY, grant=1)
+    await until(gate.reached.is_set)
+    both.writer.cancel(WRITER, 2)  # another grant
+    both.writer.cancel(WRITER, 1)
+    await until(lambda: gate.reached.is_set())
+    assert not both.ended, "launches are in flight"
+    gate.open.set()
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "cancelled")]
+    assert not arena.mapping.array.any(), "what was queued saw the word"
+    card.waiting = lambda: None
+    both.want(both.write(EVERY, EVERY, grant=3))
+    await until(lambda: len(both.ended) == 2)
+    assert both.ended[1] == (2, Outcome.LANDED, "")
+    assert both.right, "its word is not the stopped one's"
+    await both.close()
+
+
+@on_loop
+async def test_a_launch_that_is_refused_fails_its_write_alone(arena: Arena, directory: Path) -> None:
+    card, drained = FakeCard(), list[int]()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+
+    def refuse() -> None:
+        card.launching = lambda: None
+        raise WorldError("card 5: cuLaunchKernelEx: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+
+    card.launching, card.draining = refuse, lambda: drained.append(1)
+    both.write(EVERY[:3], EVERY[:3], grant=1)
+    await until(lambda: bool(both.ended))
+    assert both.ended[0][1:] == (Outcome.FAILED, "card 5: cuLaunchKernelEx: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+    assert drained, "a copy that may have been queued has ended before anybody hears"
+    await both.close()
+
+
+@on_loop
+async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: Arena, directory: Path) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    card.left_out = 2
+    both.write(EVERY[:3], EVERY[:3], grant=1)
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "2 rows lie outside their pool")]
+    await both.close()
+
+
+@on_loop
+async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked(arena: Arena, directory: Path) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+
+    def fail() -> None:
+        raise WorldError("card 5: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    card.waiting = card.draining = card.launching = fail
+    both.write(EVERY, EVERY, grant=1)
+    both.write(EVERY[:3], EVERY[:3], grant=2)
+    await until(lambda: len(both.ended) == 2)
+    outcomes = {write: outcome for write, outcome, _ in both.ended}
+    assert outcomes[1] is Outcome.UNKNOWN
+    assert all("CUDA_ERROR_ILLEGAL_ADDRESS" in text for _, _, text in both.ended)
+    both.write(EVERY[:3], EVERY[:3], grant=3)
+    await until(lambda: len(both.ended) == 3)
+    assert both.ended[2][1] is Outcome.FAILED, "it was never launched"
+    held = len(card.registered)
+    both.owner.revoke(WRITER)
+    await both.writer.close()
+    assert not both.owner.quiet(WRITER), "this process can write until it is gone"
+    assert len(card.registered) == held > 0
+    await both.owner.close()
+
+
+@on_loop
+async def test_an_arena_that_cannot_be_registered_is_not_mapped(arena: Arena, directory: Path) -> None:
+    card = FakeCard()
+    card.refused = 1
+    both = Pair(arena, directory, card=card)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(WorldError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        await both.map()
+    both.owner.revoke(WRITER)
+    assert both.owner.quiet(WRITER)
+    assert card.registered == {}
+    assert len(os.listdir("/proc/self/fd")) == before
+    await both.close()
+
+
+@on_loop
+async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(memory, "_CHUNK_BYTES", 1 << 20)
+    made = Arena.create(SLOTS * LAYERS * ROW, huge_pages="never")
+    card, told = FakeCard(), list[int]()
+    both = Pair(made, directory, card=card)
+    made.prefault(None, lambda: made.bytes_ready >= 3 << 20)
+    reach = both.owner.offer(WRITER)
+    assert await both.writer.map(WRITER, reach, (component(both.target),), told.append) == 2 << 20
+    made.prefault()
+    await until(lambda: bool(told) and told[-1] == made.byte_count)
+    assert sum(card.registered.values()) == made.byte_count
+    await both.close()
+    made.close()
+
+
+@on_loop
+async def test_a_card_that_cannot_be_used_fails_writes(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = FakeCard()
+
+    def lane() -> None:
+        raise WorldError("card 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(card, "lane", lane)
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.write(EVERY[:3], EVERY[:3], grant=1)
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "card 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")]
+    await both.close()
+
+
+@on_loop
+async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: Arena, directory: Path) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    source, target = np.random.default_rng(1).permutation(SLOTS)[:1_000], EVERY[:1_000]
+    for layers in ((0, LAYERS), (1, 3)):
+        both.write(source, target, grant=1, layers=layers, first_row=77, verify=True)
+    await until(lambda: len(both.ended) == 2)
+    lines = [lines_of("latent", both.pool.layout, layers=layers) for layers in ((0, LAYERS), (1, 3))]
+    runs = runs_of(source, np.ones_like(source), 77)
+    assert [both.checksums[1], both.checksums[2]] == [sums.checksum(each, runs, both.pool.address) for each in lines]
+    await both.close()
+
+
+@on_loop
+async def test_rows_that_cannot_be_read_back_fail_their_write(arena: Arena, directory: Path) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+
+    def fail() -> None:
+        raise WorldError("card 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+
+    card.fetching = fail
+    both.write(EVERY[:9], EVERY[:9], grant=1, verify=True)
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "card 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")]
+    await both.close()

@@ -116,6 +116,7 @@ class DecodeDaemon:
         self.node = node_of(config, settings, engine, arena, self._told, others=self._receive, leased=self._leased)
         service = Service(self.node.core.links.identity, config.limits)
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
+        self._row_bytes = sum(component.layout.row_bytes for component in engine.card.components)
         self._work: dict[int, Work] = {}  # by serial number
         self._rooms: dict[int, Work] = {}  # the same, by label
         self._serials = count(1)
@@ -136,7 +137,6 @@ class DecodeDaemon:
         core = self.node.core
         each = zip(core.arena.free, core.cache.free_slots, strict=True)
         free_slots, slots = min(((free, of.ready) for of, free in each), key=lambda pair: pair[0] / max(1, pair[1]))
-        row_bytes = sum(component.layout.row_bytes for component in core.arena.components)
         return Load(
             ready=True,
             draining=self.node.core.draining,
@@ -144,7 +144,7 @@ class DecodeDaemon:
             rooms_queued=len(core.admission),
             slots_free=free_slots,
             slots_total=slots,
-            slots_quarantined=core.leases.quarantined_bytes // row_bytes,
+            slots_quarantined=core.leases.quarantined_bytes // self._row_bytes,
             enable_hisparse=self.config.enable_hisparse,
         )
 

@@ -103,6 +103,7 @@ class PrefillDaemon:
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
         self._work: dict[int, Work] = {}  # by serial number: rooms whose pages the engine has, or waits for
         self._rooms: dict[int, Work] = {}  # the same, by label
+        self._tokens = 0  # theirs, all together
         self._serials = count(1)
         self.metrics = PrefillMetrics(self.node, registry)
         turns = engine_thread.leading(engine, port, self.group.turn)
@@ -115,14 +116,13 @@ class PrefillDaemon:
 
     def load(self) -> Load:
         """What there is and what is left, in tokens of the pool."""
-        used = sum(work.tokens for work in self._work.values())
         waiting = min(self.thread.waiting, len(self._work))
         return Load(
             ready=True,
             draining=self.node.core.draining,
             rooms_running=len(self._work) - waiting,
             rooms_queued=waiting,
-            slots_free=max(0, self.config.slots - used),
+            slots_free=max(0, self.config.slots - self._tokens),
             slots_total=self.config.slots,
         )
 
@@ -144,6 +144,7 @@ class PrefillDaemon:
             return
         work = Work(begin.room, request.room, len(request.prompt))
         self._work[work.serial] = self._rooms[work.room] = work
+        self._tokens += work.tokens
         self.group.start(work.serial, begin)
         open_room(self.node, begin, work.tokens)
         if not work.ended:  # open may have failed at once
@@ -235,6 +236,7 @@ class PrefillDaemon:
         work.drained += 1
         if work.drained == self.group.size:
             del self._work[work.serial], self._rooms[work.room]
+            self._tokens -= work.tokens
             self.port.tell(Free(work.serial))
 
     def _end(self, end: End) -> None:

@@ -33,6 +33,7 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
                 daemon.desk.receive(f"node:{node}", Hello(1, 1, identity(node, "router", 1)))
             for message in (begin, Cancel(7, Cause.ABORTED.value), Ended(7)):
                 daemon.desk.receive("node:a", message)
+            assert daemon.load().slots_free == 1_024 - 3, "ended here, and its pages are not free"
             daemon.desk.receive("node:b", begin)
             (end,) = [message for peer, message in said if peer == "node:b" and isinstance(message, End)]
             assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0x7 is in use")
@@ -41,6 +42,7 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
             )
             daemon.group.heard(follower, Drained(1))
             assert port.poll() == [Free(1)]
+            assert daemon.load().slots_free == 1_024
             daemon.desk.receive("node:b", Ended(7))
             daemon.desk.receive("node:a", Begin(8, begin.prompt, begin.sampling, begin.peers, 60_000))
             assert [type(order) for order in port.poll()] == [Compute]

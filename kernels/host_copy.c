@@ -2,6 +2,7 @@
  *
  * This is C that is C++ as well, so that whichever compiler a host has will do. Built without -march: the widest
  * stores are chosen when it runs, so that one library serves every CPU of a shared home directory. */
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -19,6 +20,7 @@ enum {
     ABI = 1,            /* changes with the meaning of any argument */
     BATCH_BYTES = 4608, /* fetched before it is stored: a few KiB hide memory's latency and stay in the L1 cache */
     BATCH_ROWS = 256,
+    TURN_BYTES = 512 << 10, /* some 50 us of copying; then whoever waits for this core is let on it */
     TILE_ROWS = 64,       /* rows of long runs that are taken through all planes before the next rows are */
     TILE_RUNS = 2048,     /* the same for short runs: many rows of one plane in turn spare the TLB */
     TILE_RUNS_WOVEN = 16, /* and where the planes of a target row lie together, and are better written together */
@@ -55,6 +57,7 @@ typedef struct {
     Item items[BATCH_ROWS];
     int count;
     size_t bytes;
+    size_t turn_bytes;
     Store store;
     const volatile uint32_t *cancel;
 } Batch;
@@ -126,8 +129,14 @@ static int flush(Batch *batch) {
     if (batch->cancel && *batch->cancel) return 0;
     for (int at = 0; at < batch->count; at++)
         batch->store(batch->items[at].target, batch->items[at].source, batch->items[at].bytes);
+    batch->turn_bytes += batch->bytes;
     batch->count = 0;
     batch->bytes = 0;
+    if (batch->turn_bytes >= TURN_BYTES) {
+        /* A thread that has just woken would else wait for the end of this one's slice, some milliseconds. */
+        sched_yield();
+        batch->turn_bytes = 0;
+    }
     return 1;
 }
 
@@ -193,6 +202,7 @@ EXPORT int32_t pdtransfer_copy(const Pair *pairs, int64_t pair_count, const Run 
     Batch batch;
     batch.count = 0;
     batch.bytes = 0;
+    batch.turn_bytes = 0;
     batch.store = store_of(streams);
     batch.cancel = cancel;
     int source_shift = __builtin_ctzll((unsigned long long)source_page_size);

@@ -1,0 +1,46 @@
+"""Ranks of one worker on different hosts, each beside its own of the other side: answered as by one process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.fleets import REPO
+from tests.integration.rank_hosts import served
+
+_APART = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
+_TRIAL = "ip link set lo up && ip link add near type veth peer name far"
+
+
+def _why_not() -> str:
+    missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed"
+    trial = subprocess.run([*_APART, "sh", "-c", _TRIAL], capture_output=True, text=True, check=False)
+    return "" if trial.returncode == 0 else f"no network namespaces here: {trial.stderr.strip()}"
+
+
+@pytest.mark.timeout(300)
+def test_ranks_at_another_address_find_their_leaders_and_write_to_their_own_decode_rank(tmp_path: Path) -> None:
+    mapped = asyncio.run(served(tmp_path, "127.0.0.2", "127.0.0.3", [], {}))
+    assert mapped == [{"decode-0"}, {"decode-0-tp1"}]
+
+
+@pytest.mark.timeout(300)
+def test_ranks_in_another_network_namespace_serve_with_keys_of_their_own(tmp_path: Path) -> None:
+    if why := _why_not():
+        pytest.skip(why)
+    command = [*_APART, sys.executable, "-m", "tests.integration.rank_hosts", str(tmp_path)]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False,
+        cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)},
+    )  # fmt: skip
+    logs = "".join(log.read_text()[-2_000:] for log in tmp_path.glob("*.log"))
+    assert ran.returncode == 0, ran.stderr + logs
+    assert ran.stdout == "True\n", "each prefill rank has mapped the arena of its own host, and no other"

@@ -34,7 +34,7 @@ TOKENS = 130  # two blocks of the prefix cache, and something
 
 
 async def until(condition: Any, what: str = "") -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 (what it waits for tells nobody)
             await asyncio.sleep(0.005)
 

@@ -153,7 +153,7 @@ def test_two_schedulers_that_never_wait_move_rooms_chunk_by_chunk() -> None:
                 assert (rows[0] == rows[1]).all()
 
         prefill, decode = PrefillScheduler(pair, senders), DecodeScheduler(pair, receivers, read)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not (prefill.idle and decode.idle):
             assert time.monotonic() < deadline
             prefill.step()
@@ -321,7 +321,7 @@ class Gate:
     def __call__(self, *arguments: object, **named: object) -> bool:
         self.copies += 1
         self.entered.set()
-        assert self.opened.wait(30)
+        assert self.opened.wait(60)
         return self._copy(*arguments, **named)
 
 
@@ -329,7 +329,7 @@ def is_leasable(pair: Pair, room: int) -> bool:
     """Whether the whole arena can be leased at this moment: the loop has had its say about a room of that size."""
     leased = threading.Event()
     pair.decode._port.submit(leased.set)
-    assert leased.wait(10)
+    assert leased.wait(60)
     return pair.decode._node.core.arena.free[0].free_slots == pair.target.slots
 
 
@@ -338,7 +338,7 @@ def test_who_gives_up_hears_at_once_and_memory_is_safe_when_the_write_has_ended(
     with client_pair() as pair:
         pair.expect(1, 40)
         pair.send(1, 40)
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         getattr(pair, side).abort(1)
         pair.until(lambda: pair.prefill_said(1, RoomFailed) and pair.decode_said(1, RoomFailed))
         assert pair.prefill.state(1) is pair.decode.state(1) is KVPoll.FAILED
@@ -491,7 +491,7 @@ def test_no_call_of_a_scheduler_waits_for_the_loop(pair: Pair) -> None:
     """Both loops stand still while every call of the interface is made."""
     held = threading.Event()
     for each in (pair.prefill, pair.decode):
-        each._port.submit(lambda: held.wait(30))
+        each._port.submit(lambda: held.wait(60))
     over = threading.Event()
 
     def calls() -> None:
@@ -510,7 +510,7 @@ def test_no_call_of_a_scheduler_waits_for_the_loop(pair: Pair) -> None:
     thread = threading.Thread(target=calls)
     thread.start()
     try:
-        assert over.wait(10)
+        assert over.wait(60)
     finally:
         held.set()
         thread.join()
@@ -529,13 +529,13 @@ def test_fileno_is_readable_from_news_until_poll(pair: Pair) -> None:
     pair.expect(1, 10)
     assert not readable(pair.decode, 0.05)
     pair.send(1, 10)
-    assert readable(pair.decode, 10)
+    assert readable(pair.decode, 60)
     assert [type(said) for said in pair.decode.poll()] == [Ready]
     assert not readable(pair.decode, 0)
     assert pair.decode.poll() == []
     said = []
     while len(said) < 3:
-        assert readable(pair.prefill, 10)
+        assert readable(pair.prefill, 60)
         said += [type(each) for each in pair.prefill.poll()]
     assert said == [Leased, Landed, Drained]
 
@@ -762,14 +762,14 @@ def test_prefills_close_waits_for_writes_and_decode_hears_of_it(gate: Gate) -> N
     with client_pair() as pair:
         pair.expect(1, 40)
         pair.send(1, 40)
-        assert gate.entered.wait(10)
+        assert gate.entered.wait(60)
         closing = threading.Thread(target=pair.prefill.close)
         closing.start()
         assert pair.failed(1).cause is Cause.SHUTDOWN
         closing.join(0.2)
         assert closing.is_alive()  # a page is being read
         gate.opened.set()
-        closing.join(10)
+        closing.join(60)
         assert not closing.is_alive()
         pair.poll()
         assert [type(said) for said in pair.said_p] == [Leased, RoomFailed, Drained]
@@ -835,7 +835,7 @@ def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(*args: object, **kwargs: object) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await test(*args, **kwargs)
 
         uvloop.run(bounded())
@@ -910,7 +910,7 @@ async def test_abort_returns_when_the_pages_are_safe(gate: Gate, twins: Twins) -
         hand = decode.expect(7, tokens=40, sources=[prefill.client.endpoint])
         opened = prefill.open(7, tokens=40)
         opened.push([0, 1, 2], rows=(0, 40))
-        assert await asyncio.to_thread(gate.entered.wait, 10)
+        assert await asyncio.to_thread(gate.entered.wait, 60)
         aborted = asyncio.ensure_future(opened.abort())
         with pytest.raises(RoomFailedError):
             await hand.ready()

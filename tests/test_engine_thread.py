@@ -152,7 +152,7 @@ class Site:
             self.port.tell(order)
 
     def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, (self.outcomes, self.engine)
             while self.port._calls:
@@ -177,7 +177,7 @@ def site(made: Site) -> Iterator[Site]:
     yield made
     if made.thread.is_alive():
         made.tell(Quit())
-    made.thread.join(10)
+    made.thread.join(60)
     assert not made.thread.is_alive()
     made.port.close()
 
@@ -323,7 +323,7 @@ def test_quit_ends_the_thread_with_work_left(decode: Site) -> None:
     decode.tell(Generate(request(1), {}, b"aux"))
     decode.until(lambda: decode.engine.steps > 3)
     decode.tell(Quit())
-    decode.thread.join(10)
+    decode.thread.join(60)
     assert not decode.thread.is_alive()
     assert decode.died == []
 

@@ -235,7 +235,7 @@ class Writers:
         self.sessions[session.id] = session
         if session.components:
             self._out(Map(session.id, message.reach, message.components))
-        else:  # It sends nothing, so it maps nothing.
+        else:  # It maps nothing, so nothing tells a dead process's late one apart: that may cost rooms, no bytes.
             self._supersede(session, now)
             self.mapped(session.id, message.reach.arena_bytes)
 

@@ -298,7 +298,9 @@ async def test_who_sends_more_than_can_be_read_is_hung_up_on_and_kept_out_for_a_
             time.sleep(0.01)  # noqa: ASYNC251 - so that the loop reads none of them before
         prefill.bus._audit()
         await until(lambda: monitor.poll(0) != 0)
-        assert [(name, error.field) for name, error in prefill.refusals] == [("key:villain", "unread")]
+        # ZMQ dials again by itself, and says the rest again: that connection may be found before it has a name.
+        assert [(name, error.field) for name, error in prefill.refusals][:1] == [("key:villain", "unread")]
+        assert {error.field for _, error in prefill.refusals} == {"unread"}
         assert not prefill.bus.send("key:villain", Ping(2))
         strangers = prefill.bus.strangers
         await until(lambda: prefill.bus.strangers > strangers)  # it dials again

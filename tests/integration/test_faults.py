@@ -390,7 +390,7 @@ def test_a_host_that_stands_still_for_a_while_costs_no_request(four: tuple[Runni
             for number in (signal.SIGSTOP, signal.SIGCONT):
                 for each in site.fleet.daemons:
                     each.process.send_signal(number)
-                await asyncio.sleep(2 * QUICK.silence_ms / 1e3)
+                await asyncio.sleep(1.3 * QUICK.silence_ms / 1e3)
         await load.all_served()
         after = [await metric(site, each.ready["node"], "pdtransfer_rooms_begun_total") for each in workers(site)]
         assert sum(after) - sum(begun) == 2 * 16, "no room was begun again"

@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike
 from .effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from .errors import LocalProtocolError, PDTransferError
 from .events import Event
+from .keys import AllowList
 from .layout import Component, expand_pages
 from .limits import TOKENS_MAX
 from .memory import Arena
@@ -95,8 +96,9 @@ def _call(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 class _Client(Generic[Node, Said]):
     """What both sides share: the port, the states, the life of the thread."""
 
-    def __init__(self, start: Callable[[], Awaitable[Node]]) -> None:
+    def __init__(self, start: Callable[[], Awaitable[Node]], *, has_keys: bool) -> None:
         self._port: Port[Said] = Port()
+        self._has_keys = has_keys
         self._thread: _Thread[Node] = _Thread(self._port, start)
         self._states: dict[int, KVPoll] = {}
         self._ended: dict[int, None] = {}  # oldest first
@@ -123,6 +125,16 @@ class _Client(Generic[Node, Said]):
         self._closed = True
         self._thread.close()
         self._port.close()
+
+    def allow(self, allowed: AllowList) -> None:
+        """Takes another allow-list in place of the one in its settings.
+
+        Who is on it no more, or under another name or in other roles, loses its connections and its sessions: their
+        rooms fail. LocalProtocolError where this client has no keys.
+        """
+        if not self._has_keys:
+            raise LocalProtocolError("allowed: a client without keys knows no allow-list")
+        self._port.submit(lambda: self._node.allow(allowed))
 
     def fileno(self) -> int:
         """For select, poll, epoll, or loop.add_reader: readable while `poll` has something to say."""
@@ -199,7 +211,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
                 raise
             return node
 
-        super().__init__(start)
+        super().__init__(start, has_keys=settings.keys is not None)
 
     def open(
         self,
@@ -303,7 +315,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 verify=verify,
             )
 
-        super().__init__(start)
+        super().__init__(start, has_keys=settings.keys is not None)
 
     def dial(self, source: str) -> None:
         """Opens the session with a prefill rank ahead of its first room."""

@@ -157,6 +157,7 @@ def client_pair(
     source: tuple[str, int, int] = ("layer_first", 16, 512),
     target: tuple[str, int, int] = ("page_first", 1, 256),
     limits: Limits = LIMITS,
+    prefill_settings: dict[str, Any] | None = None,
     decode_settings: dict[str, Any] | None = None,
     decode_options: dict[str, Any] | None = None,
     components: Callable[[Component], Sequence[Component]] = lambda one: [one],
@@ -172,8 +173,9 @@ def client_pair(
     pools[1].__dict__["memory"] = arena.mapping.array[:size]
     pools[1].__dict__.pop("tensor", None)
     prefill = PrefillClient(
-        settings("p", limits), [component(pools[0])], pool_address=pools[0].memory.ctypes.data, copy_threads=2
-    )
+        settings("p", limits, **prefill_settings or {}), [component(pools[0])],
+        pool_address=pools[0].memory.ctypes.data, copy_threads=2,
+    )  # fmt: skip
     decode = DecodeClient(
         settings("d", limits, **decode_settings or {}),
         list(components(component(pools[1]))),

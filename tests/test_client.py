@@ -10,6 +10,7 @@ import asyncio
 import functools
 import gc
 import inspect
+import itertools
 import os
 import select
 import socket
@@ -30,9 +31,11 @@ from pdtransfer.aio import AsyncDecode, AsyncPrefill, DecodeHand, PrefillHand
 from pdtransfer.client import DecodeClient, KVPoll, PrefillClient
 from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
+from pdtransfer.keys import AllowList
 from pdtransfer.limits import AUX_BYTES_MAX, TOKENS_MAX
 from pdtransfer.transports import copier
 from pdtransfer.transports.shm import writer
+from tests.bus_peers import pair as keys
 from tests.client_pair import LIMITS, Expected, Late, Pair, client_pair, component, settings, slots_of_pages
 from tests.layout_tensors import Pool, mha, mla
 
@@ -994,3 +997,40 @@ def test_limits_that_hold_fewer_rooms_at_once_only_make_them_wait() -> None:
             pair.decode.release(room)
             pair.drained(room)
         pair.whole_arena_is_free(99)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_who_is_taken_off_a_clients_allow_list_loses_its_rooms_and_is_met_again_when_it_is_back(side: str) -> None:
+    p, d = keys(), keys()
+    known = {"prefill": AllowList({d.public: "d"}), "decode": AllowList({p.public: "p"})}
+    with client_pair(
+        prefill_settings={"keys": p, "allowed": known["prefill"]},
+        decode_settings={"keys": d, "allowed": known["decode"]},
+    ) as pair:
+        source, client = [f"{p.public}@{pair.prefill.endpoint}"], getattr(pair, side)
+        pair.decode.expect(1, tokens=16, sources=source)
+        pair.prefill.open(1, tokens=16)
+        pair.until(lambda: pair.prefill_said(1, Leased))
+        client.allow(AllowList({}))
+        pair.until(lambda: (pair.prefill_said if side == "prefill" else pair.decode_said)(1, RoomFailed))
+        client.allow(known[side])
+        pair.prefill.abort(1)
+        rooms = itertools.count(2)
+
+        def lands() -> bool:
+            room = next(rooms)
+            pair.decode.expect(room, tokens=16, sources=source)
+            pair.send(room, 16)
+            pair.until(lambda: pair.decode_said(room, Ready) or pair.decode_said(room, RoomFailed))
+            if pair.decode_said(room, Ready) is None:
+                pair.prefill.abort(room)
+                return False
+            return True
+
+        while not lands():  # decode dials again after some seconds
+            time.sleep(0.1)
+
+
+def test_a_client_without_keys_has_no_allow_list_to_change(pair: Pair) -> None:
+    with pytest.raises(LocalProtocolError, match="without keys"):
+        pair.decode.allow(AllowList({}))

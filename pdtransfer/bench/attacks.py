@@ -38,6 +38,7 @@ from ..wire import (
 
 NICE = 19  # an attacker has a host of its own: here it must not take the processors of those it attacks
 _PAUSE_SECONDS = 0.005
+_PATIENCE_MS = 20
 _TRICKLE_SECONDS = 0.2
 _AT_ONCE = 20  # handshakes under way
 _BURST = 64  # frames between two looks at the pipe
@@ -65,26 +66,34 @@ class Target:
 
 
 class Line:
-    """A DEALER to the target."""
+    """A DEALER to the target, which is opened anew where it was refused: ZMQ itself gives up then."""
 
     def __init__(self, target: Target, keys: KeyPair | None, server_key: str) -> None:
+        self._target, self._keys, self._server_key = target, keys, server_key
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._open()
+
+    def _open(self) -> None:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.SNDHWM, _BURST)
-        if keys is not None:
-            self.socket.set(zmq.CURVE_SERVERKEY, server_key.encode())
-            self.socket.set(zmq.CURVE_PUBLICKEY, keys.public.encode())
-            self.socket.set(zmq.CURVE_SECRETKEY, keys.secret.encode())
-        self.socket.connect("tcp://{}:{}".format(*target.address))
+        if self._keys is not None:
+            self.socket.set(zmq.CURVE_SERVERKEY, self._server_key.encode())
+            self.socket.set(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
+            self.socket.set(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
+        self.socket.connect("tcp://{}:{}".format(*self._target.address))
 
-    def say(self, frame: bytes) -> None:
-        """Sends if there is a place in the queue within a moment, and reads away what has come."""
+    def say(self, frame: bytes) -> bool:
+        """Sends if there is a place in the queue within a moment, and reads away what has come. Says whether it did."""
         with suppress(zmq.Again):
             while True:
                 self.socket.recv(zmq.NOBLOCK)
-        if self.socket.poll(10, zmq.POLLOUT):
+        if self.socket.poll(_PATIENCE_MS, zmq.POLLOUT):
             self.socket.send(frame)
+            return True
+        self.socket.close()
+        self._open()
+        return False
 
 
 def no_key(target: Target) -> Iterator[int]:
@@ -159,10 +168,11 @@ def oversize(target: Target) -> Iterator[int]:
     """A listed key whose frames are longer than any may be; each ends its connection."""
     frame = bytes(FRAME_BYTES_MAX + 4_096)
     line = Line(target, target.guest, target.server_key)
-    for number in itertools.count(1):
-        line.say(frame)
+    said = 0
+    while True:
+        said += line.say(frame)
         time.sleep(_PAUSE_SECONDS)
-        yield number
+        yield said
 
 
 def slow(target: Target) -> Iterator[int]:
@@ -198,11 +208,10 @@ def trespass(target: Target) -> Iterator[int]:
     line = Line(target, target.guest, target.server_key)
     frames = [encode(each) for each in _trespasses(target.component)]
     hello = encode(_hello("guest"))
-    for number in itertools.count(1):
-        line.say(hello)
-        for frame in frames:
-            line.say(frame)
-        yield number * (1 + len(frames))
+    said = 0
+    while True:
+        said += sum(line.say(frame) for frame in (hello, *frames))
+        yield said
 
 
 def _trespasses(component: Component) -> list[Message]:
@@ -221,12 +230,11 @@ def _trespasses(component: Component) -> list[Message]:
 
 def flood(target: Target) -> Iterator[int]:
     """A listed key that asks whether we live, as fast as it can: nothing in it is wrong."""
-    line, ping = Line(target, target.guest, target.server_key), encode(Ping(1))
-    line.say(encode(_hello("guest")))
-    for number in itertools.count(1):
-        for _ in range(_BURST):
-            line.say(ping)
-        yield number * _BURST
+    line, ping, hello = Line(target, target.guest, target.server_key), encode(Ping(1)), encode(_hello("guest"))
+    said = 0
+    while True:
+        said += sum(line.say(frame) for frame in (hello, *[ping] * _BURST))
+        yield said
 
 
 ATTACKS: dict[str, Callable[[Target], Iterator[int]]] = {

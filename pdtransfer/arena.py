@@ -177,7 +177,7 @@ class Holding:
     claims: int = 1
     bytes: int = field(default=0, kw_only=True)  # of its own
     own: tuple[Extents, ...] = field(default=(), kw_only=True)  # in no block: free when it is
-    blocks: list[Block] = field(default_factory=list[Block], kw_only=True)  # from the prompt's first row on
+    blocks: Sequence[Block] = field(default=(), kw_only=True)  # from the prompt's first row on
     prefix: int = field(default=0, kw_only=True)  # tokens that others had brought when it was leased
 
 

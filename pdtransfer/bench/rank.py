@@ -256,11 +256,13 @@ class _DecodeRank(_Rank):
 
     def start(self, room: int) -> None:
         tokens, shared, node = self._batch.tokens, self._batch.shared, self._of(room)
-        prompt = np.arange(tokens, dtype="<u4")
-        prompt[max(0, shared) :] += room * tokens
+        prompt = None
+        if shared >= 0:
+            prompt = np.arange(tokens, dtype="<u4")
+            prompt[shared:] += room * tokens
         self._expected[room - self._batch.first] = time.monotonic_ns()
         source = self._endpoints[room % len(self._endpoints)]
-        keys = node.core.cache.keys(prompt.tobytes(), b"") if shared >= 0 else ()
+        keys = () if prompt is None else node.core.cache.keys(prompt.tobytes(), b"")
         node.expect(room, tokens=tokens, sources=(source,), time_left_s=_ROOM_SECONDS, keys=keys)
         if self._batch.abort_s and (after_s := self._batch.abort_s[room - self._batch.first]):
             self._loop.call_later(after_s, self._abort, room)

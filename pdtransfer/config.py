@@ -170,9 +170,8 @@ class WorkerConfig(NodeConfig):
             for each in fields(self):
                 if each.name in FREE and getattr(self, each.name) == each.default:
                     object.__setattr__(self, each.name, FREE[each.name])
-        # Of a leader the router tells where it is; of the others it does, where they are on its host.
-        told = self.grouped and not (self.leads and self.group)
-        check_advertise(self.advertise, self.bind, told=told)
+        # Where a leader is the router knows; where the others are they tell, those that it starts at its own address.
+        check_advertise(self.advertise, self.bind, told=self.grouped and not (self.leads and self.group))
 
     @property
     def ranks(self) -> Ranks:

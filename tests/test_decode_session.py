@@ -780,13 +780,15 @@ def test_a_peer_that_does_not_fit_is_refused_with_both_values_until_another_take
     assert end.expect(2) == []
 
 
-def test_a_session_that_is_refused_fails_the_rooms_that_wait_for_it() -> None:
+@pytest.mark.parametrize(("word", "cause"), [("refused", Cause.REFUSED), ("transfer", Cause.TRANSFER)])
+def test_a_session_that_is_refused_fails_the_rooms_that_wait_for_it(word: str, cause: Cause) -> None:
+    """An arena that could not be mapped in time is no word on the request: elsewhere, or later, it may go."""
     end = DecodeEnd()
     end.expect(1)
     (offer,) = of(end.hear(end.welcome()), Offer)
     end.core.offered(offer.session, REACH, 0.0)
-    effects = end.hear(Reject(offer.session, "refused", ("Register.components[0].name: 'kv', this prefill has []",)))
-    assert failure(effects) == (1, Cause.REFUSED)
+    effects = end.hear(Reject(offer.session, word, ("Register.components[0].name: 'kv', this prefill has []",)))
+    assert failure(effects) == (1, cause)
     assert end.core.links.peers[P].session is None
 
 

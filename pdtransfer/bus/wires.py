@@ -94,7 +94,10 @@ class Sweep:
         if busy < _BUSY:
             return
         if not self._left:
-            self._left = [int(name) for name in os.listdir("/proc/self/fd")]
+            try:
+                self._left = [int(name) for name in os.listdir("/proc/self/fd")]
+            except OSError:
+                return  # No descriptor is left to look with.
         looked_at, self._left = self._left[:_SWEEP], self._left[_SWEEP:]
         for fd in looked_at:
             if (received_bytes(fd) or 0) <= unread_bytes_max or _port_of(fd) != self._port:

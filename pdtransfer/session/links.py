@@ -117,7 +117,7 @@ class Links:
         wrong = wrong_fields(theirs, ours, self._components)
         differences += [f"{field}: {name} has {text}" for field, text in wrong]
         if differences:
-            self._refuse(peer, "; ".join(differences), now)
+            self._refuse(peer, Cause.REFUSED, "; ".join(differences), now)
             return
         if known is not None and known.incarnation != theirs.incarnation:
             peer.lives.end(known.incarnation, now)
@@ -200,7 +200,9 @@ class Links:
         session = self.of(name, message.session)
         refused = session is not None and session.state in _OPENING and message.reason != "unknown_session"
         if message.session == 0 or refused:
-            self._refuse(peer, text, now)
+            # What could not be mapped is no word on what we are: another prefill may be tried, and this one again.
+            cause = Cause.TRANSFER if message.reason == Cause.TRANSFER.value else Cause.REFUSED
+            self._refuse(peer, cause, text, now)
         elif session is not None:
             self.condemn(session, Cause.PEER_LOST, text, now)
 
@@ -286,16 +288,16 @@ class Links:
         self.timers.set(("hello", peer.name, 0), now + peer.repeat_ms / 1e3)
         self._out(Send(peer.name, Hello(VERSION, VERSION, self.identity)))
 
-    def _refuse(self, peer: Peer, text: str, now: float) -> None:
+    def _refuse(self, peer: Peer, cause: Cause, text: str, now: float) -> None:
         """It may be replaced by one that fits, so it is asked again, without haste."""
         self._greet_later(peer, now)
         if peer.session is not None:
-            self.condemn(peer.session, Cause.REFUSED, text, now)
+            self.condemn(peer.session, cause, text, now)
         peer.heard, peer.identity = now, None
         if peer.refusal != text:
             peer.refusal = text
             self._out(PeerRefused(peer.name, text))
-        self._unreachable(peer, Cause.REFUSED, text, now)
+        self._unreachable(peer, cause, text, now)
 
     def _register(self, session: Session, now: float) -> None:
         assert session.reach is not None

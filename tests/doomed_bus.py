@@ -97,7 +97,7 @@ async def main(settings: dict[str, Any]) -> None:
     node = Bus(
         node="doomed", keys=KeyPair(**keys["own"]) if keys else None,
         allowed=AllowList(keys["allowed"]) if keys else None, receive=receive, refused=lambda *_: None,
-        limits=replace(BusLimits(), naming_ms=500, redial_ms=100, redial_ms_max=100, unread_frames_max=1 << 20),
+        limits=replace(BusLimits(), naming_ms=500, redial_ms=60_000, redial_ms_max=60_000, unread_frames_max=1 << 20),
     )  # fmt: skip
     if settings["dials"]:
         node.send(node.dial(settings["dials"]), hello("doomed"))

@@ -34,7 +34,10 @@ class Zmtp:
     def _read(self, count: int) -> bytes:
         read = b""
         while len(read) < count:
-            read += self.socket.recv(count - len(read))
+            piece = self.socket.recv(count - len(read))
+            if not piece:
+                raise ConnectionResetError("the other side has hung up on the handshake")
+            read += piece
         return read
 
     def say(self, text: bytes) -> None:

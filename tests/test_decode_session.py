@@ -693,6 +693,15 @@ def test_goodbye_fails_rooms_at_once_and_the_next_process_is_greeted_without_has
     assert len(sent(end.tick(0.5), Hello)) == 1
 
 
+def test_a_process_that_follows_one_that_left_is_greeted_as_soon_as_it_answers() -> None:
+    """Simulated, seed 172 of leaving: it asked for a Hello again and again, and rooms waited for it in vain."""
+    end = DecodeEnd()
+    end.up()
+    end.hear(Goodbye(1, "shutdown"))
+    assert sent(end.tick(0.1), Hello) == []
+    assert len(sent(end.hear(Reject(0, "hello_required", ())), Hello)) == 1
+
+
 def test_a_peer_that_had_forgotten_this_node_gets_a_new_session() -> None:
     """Simulated, seed 82: a frozen decode node kept a session that its prefill had dropped."""
     end = DecodeEnd()

@@ -601,7 +601,7 @@ def test_the_first_word_on_another_session_of_a_peer_closes_the_one_before() -> 
 
 
 def test_a_late_register_of_a_dead_process_costs_the_next_one_nothing() -> None:
-    """It carries no incarnation, and its session was never heard of; but nobody can map what it offers."""
+    """Simulated, seed 18 of restarts: it carries no incarnation, and took the next one's place. Nobody can map it."""
     end = PrefillEnd()
     end.up()
     end.open()

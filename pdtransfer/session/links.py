@@ -194,6 +194,8 @@ class Links:
         if message.session == 0 and message.reason in GREETINGS_WANTED:
             # Soon after its Welcome this is a late answer to what was sent before: the session stands.
             if peer.session is None or (now - peer.welcomed) * 1e3 >= self._limits.resend_ms:
+                self.timers.clear(("hello", name, 0))  # at the slowest pace, maybe; but somebody is there
+                peer.repeat_ms = 0
                 self._greet(peer, now)
             return
         text = f"{name} refuses ({message.reason}): " + "; ".join(message.fields)

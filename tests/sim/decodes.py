@@ -83,6 +83,14 @@ class DecodeNode(Process):
         life = self.life
         self.world.at(1.2 * self.limits.session_silence_ms / 1e3, lambda: self._check_forgotten(life))
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether nobody waits for anything of it; a lease whose writer is not proven quiet holds up nobody."""
+        return not self.core.rooms
+
+    def depart(self) -> None:
+        self._leave([name for name, peer in self.core.links.peers.items() if peer.identity], self.identity.incarnation)
+
     def _check_forgotten(self, life: int) -> None:
         """Who stays away is mapped by nobody."""
         if self.life == life and self.dead and not self.world.profile.duplicate:  # late, it would count as life
@@ -98,7 +106,7 @@ class DecodeNode(Process):
         free = min(core.arena.free, key=lambda each: each.free_slots / each.slots)
         quarantined = core.leases.quarantined_bytes // sum(each.layout.row_bytes for each in self.components)
         waiting = len(core.admission)
-        return Load(True, False, len(core.rooms) - waiting, waiting, free.free_slots, free.slots, quarantined)
+        return Load(True, core.draining, len(core.rooms) - waiting, waiting, free.free_slots, free.slots, quarantined)
 
     def receive(self, source: str, message: Message) -> None:
         if self.desk is not None and source in self.world.routers:

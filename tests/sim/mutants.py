@@ -760,6 +760,17 @@ def landed_with_the_first_grant(patch: Patch) -> None:
     patch(PrefillSessions, "_attach", first)
 
 
+def sent_to_who_drains(patch: Patch) -> None:
+    """The router goes on choosing a worker that has said that it drains."""
+    there = {"THERE"}
+    patch(Worker, "usable", property(lambda self: self.state.name in there and self.load is not None))
+
+
+def never_tried_again(patch: Patch) -> None:
+    """What a worker that drains has refused has failed."""
+    patch(Routing, "_second", lambda self, *args: None)
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A planted bug; to be caught within so many seeds of worlds of that kind, about three times what it took."""
@@ -831,6 +842,8 @@ MUTANTS: dict[str, Mutant] = {
     "the leader dialled alone": Mutant(leader_dialled_alone, "groups", 3),
     "the leader let in alone": Mutant(leader_let_in_alone, "groups", 12),
     "landed with the first grant": Mutant(landed_with_the_first_grant, "groups", 12),
+    "sent to who drains": Mutant(sent_to_who_drains, "leaving", 21),
+    "never tried again": Mutant(never_tried_again, "leaving", 12),
     "checksums not compared": Mutant(checksums_not_compared, "checked", 15),
     "READY before it is read": Mutant(ready_before_it_is_read, "checked", 6),
     "READY with the first sum": Mutant(ready_with_the_first_sum, "checked", 105),

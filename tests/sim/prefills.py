@@ -63,7 +63,7 @@ class PrefillNode(Process):
         open_rooms = [source for source in self.rooms.values() if not source.over]
         used = sum(source.room.tokens for source in open_rooms)
         slots = self.world.profile.pool_tokens
-        return Load(True, False, len(open_rooms), 0, max(0, slots - used), slots)
+        return Load(True, self.core.draining, len(open_rooms), 0, max(0, slots - used), slots)
 
     def kill(self) -> None:
         """The process dies. Its mappings die with it, or later where a child that it forked writes on."""
@@ -83,10 +83,21 @@ class PrefillNode(Process):
         proven = 1.2 * (limits.silence_ms + 2 * limits.ping_ms + limits.fence_poll_ms_max) / 1e3 + 0.1
         world.at(delay + proven, lambda: self._check_fenced(life))
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether nobody waits for anything of it."""
+        return self.core.idle
+
+    def depart(self) -> None:
+        self._leave(list(self.core.peers), self.identity.incarnation)
+        for mapping in self.mappings.values():
+            mapping.live.discard(mapping)
+
     def _check_fenced(self, life: int) -> None:
         """Nobody has to come back for what a dead one kept: the kernel's proof suffices."""
         for node in self.world.decodes.values():
-            if self.life == life and self.dead and self.deaths == 1 and not node.disturbed:
+            repeats = self.world.profile.duplicate  # late, they would count as life
+            if self.life == life and self.dead and self.deaths == 1 and not node.disturbed and not repeats:
                 self.world.seen["fences of who stays away"] += 1
                 sessions = [each for each in node.core.links.sessions.values() if each.peer == self.name]
                 if any(each.leases and not node.writers[each.id] for each in sessions):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pdtransfer.errors import Cause
 from pdtransfer.limits import Limits
-from pdtransfer.wire import Message, Reject
+from pdtransfer.wire import Goodbye, Message, Reject
 
 from .pools import BLOCK
 
@@ -42,10 +42,10 @@ class Process:
         self.awaits: list[Process] = []  # who has to be there before it is started again
 
     def send(self, peer: str, message: Message) -> None:
-        """Over the network. Here everybody is honest, so nobody is accused; except of words that were meant for this
-        process's forerunner, and come while it tries in vain to map what that one had mapped."""
+        """Over the network. Here everybody is honest, so nobody is accused; except of words on a session that this
+        process, or the one before it, has dropped, and that a repeated Register has it try to map again, in vain."""
         accused = isinstance(message, Reject) and message.reason == Cause.BREACH.value
-        if accused and not (self.deaths and "not yet Registered" in str(message.fields)):
+        if accused and "not yet Registered" not in str(message.fields):
             self.world.fail(f"{self.name} accuses {peer}: {message.fields}")
         self.world.network.send(self, peer, message)
 
@@ -96,6 +96,13 @@ class Process:
         self.died = self.world.now
         rng, (soon, late) = self.world.rng, self.world.profile.restart
         self.world.at(math.exp(rng.uniform(math.log(soon), math.log(late))), self.restart)
+
+    def _leave(self, peers: list[str], incarnation: int) -> None:
+        """Ends in good order."""
+        self.world.log(f"{self.name} leaves")
+        for peer in peers:
+            self.send(peer, Goodbye(incarnation, Cause.SHUTDOWN.value))
+        self.die()
 
     def restart(self) -> None:
         if self.dead and any(other.dead for other in self.awaits):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
-    "shared", "growing", "checked", "groups",
+    "shared", "growing", "checked", "groups", "leaving",
 )  # fmt: skip
 
 
@@ -58,6 +58,7 @@ class Profile:
     blocks_max: int = 1_024  # that a decode remembers
     routers: int = 0  # that begin the rooms, for clients; 0: begun by hand
     router_kills: int = 0
+    leaves: bool = False  # one worker of each role drains, says goodbye, and is started again; no request is lost
     engine_fails: float = 0.0  # a room that an engine fails, behind a router
     chunks: int = 1  # in which an arena is backed with memory, while its first ones serve
     backing: float = 0.0  # over which they come, in each life
@@ -160,6 +161,8 @@ def _with(kind: str, base: Profile, rng: random.Random) -> Profile:
             return _checked(base, rng)
         case "groups":
             return _groups(base, rng)
+        case "leaving":
+            return _leaving(base, rng)
         case _:
             raise ValueError(f"{kind} is none of {KINDS}")
 
@@ -213,4 +216,13 @@ def _groups(base: Profile, rng: random.Random) -> Profile:
         delay_tail=rng.choice([0.0, 1.0]), engine_fails=rng.choice([0.0, 0.1]), arena_tokens=rng.choice([64, 64, 128]),
         span=rng.choice([0.2, 1.0]), window=rng.choice([2, 8]), verify=rng.random() < 0.2, chunks=rng.choice([1, 1, 8]),
         backing=0.5,
+    )  # fmt: skip
+
+
+def _leaving(base: Profile, rng: random.Random) -> Profile:
+    """No faults but loss: what is lost is lost because somebody left."""
+    return replace(
+        base, leaves=True, decodes=2, prefills=2, routers=rng.randint(1, 2), rooms=rng.randint(15, 30), window=64,
+        loss=rng.choice([0.0, 0.02]), delay_tail=rng.choice([0.0, 1.0]), span=rng.choice([1.0, 3.0]),
+        ranks=rng.random() < 0.3, restart=(0.001, 2.0),
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdtransfer.effects import Send
+from pdtransfer.errors import Cause
 from pdtransfer.routing import Accepted, Emit, Fail, Finish, Refusal, Request, Routing, RoutingEffect
 from pdtransfer.wire import Begin, Identity, Message, Ranks, Sampling, pack_ids, unpack_ids
 
@@ -111,6 +112,8 @@ class RouterNode(Process):
                     client.over("finished")
                 case Fail(label, cause, detail):
                     world.log(f"{self.name} request {self.clients[label].number} failed {cause} {detail}")
+                    if world.profile.leaves and cause is not Cause.ABORTED:
+                        world.fail(f"request {self.clients[label].number} is lost: {cause} {detail}")
                     self.clients[label].over(f"failed {cause}")
         world.seen["retries"] += self.core.retries - getattr(self, "_retries", 0)
         self._retries = self.core.retries

@@ -66,6 +66,23 @@ class Desk:
     def end(self, room: int, reason: str, detail: str = "", retry_ms: int = 0) -> None:
         self.run(self.service.end(End(room, reason, detail, 0, retry_ms=retry_ms), self.node.clock))
 
+    def leave(self) -> None:
+        """As at SIGTERM: begins no more, ends what there is, says goodbye; then it is started again."""
+        if not self.world.healed and not self.node.dead and not self.node.core.draining:
+            self.world.log(f"{self.node.name} drains")
+            self.node.core.drain()
+            self._leave_when_idle()
+
+    def _leave_when_idle(self) -> None:
+        self.tell_load()
+        if not self.idle or not self.node.at_rest:
+            self.node.later(0.02, self._leave_when_idle)
+            return
+        self.world.seen["workers that leave"] += 1
+        self.run(self.service.goodbye(Cause.SHUTDOWN.value))
+        for rank in self.group.ranks:
+            rank.depart()
+
     def begin(self, begin: Begin) -> None:
         raise NotImplementedError
 

@@ -159,8 +159,16 @@ class World:
             self._plan(partial(self.kill, node), first=0.3 if p.exact else 0.0)
         for _ in range(p.router_kills):
             self._plan(rng.choice([*self.routers.values()]).kill)
+        if p.leaves:  # one after another: who is refused by one that drains is tried again once
+            first, second = rng.sample([self.prefill_groups, self.decode_groups], 2)
+            self.at(rng.uniform(0.1, 0.5) * p.span, lambda: self._leave(rng.choice(first)[0]))
+            self.at(rng.uniform(0.7, 1.0) * p.span, lambda: self._leave(rng.choice(second)[0]))
         for _ in range(p.partitions):
             self._plan(self._part)
+
+    def _leave(self, leader: PrefillNode | DecodeNode) -> None:
+        assert leader.desk is not None
+        leader.desk.leave()
 
     def kill(self, node: Process) -> None:
         if self.profile.exact and node.name in self.prefills:

@@ -1,10 +1,13 @@
-/* Queues works of a card to lanes, each a stream and a slot of a ring, without Python: a work takes 3 us here and 60 there,
- * and the engine's other threads want the interpreter. Lane after lane gets one work; a lane that still has one is waited
- * for, so that a cancel word stops all but what the lanes have.
+/* Queues works of a card to lanes, each a stream and a slot of a ring, without Python: a work takes 10 us here and 60
+ * there, and the engine's other threads want the interpreter. Lane after lane gets one work. There is an event after every
+ * few, since each takes the copy engine a microsecond; when all events are pending the oldest is waited for, so that a
+ * cancel word stops all but what is queued by then.
  *
  * C that is C++ as well. The driver's functions are handed in: nothing here is linked with them. */
+#define _POSIX_C_SOURCE 199309L
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 #if defined(__cplusplus)
 #define EXTERN extern "C" __attribute__((visibility("default")))
@@ -22,8 +25,10 @@ struct Calls {
                  size_t *firsts, size_t attribute_count, size_t *failed, void *stream); /* may be null */
     int (*record)(void *event, void *stream);
     int (*follow)(void *stream, void *event, unsigned flags);
-    int (*reach)(void *event);
+    int (*query)(void *event);
 };
+
+enum { NOT_READY = 600, POLL_NANOSECONDS = 20000 };
 
 /* Rows between two places by the kernel, runs by the copy engine, or both in this order; the reverse in a fetch. */
 struct Work {
@@ -41,12 +46,20 @@ struct Lanes {
     const struct Work *works;
     const uint64_t *sources, *targets, *sizes;
     void *attributes; /* of a batch: CUmemcpyAttributes */
-    int64_t lanes, work_count, argument_bytes, threads, fetch;
+    int64_t lanes, event_count, every, work_count, argument_bytes, threads, fetch; /* an event after `every` works */
     /* answers */
     int64_t queued; /* works, of which the last may be there in part where `status` is not 0 */
     int32_t status; /* of the call that failed: 0 if none did */
     int32_t cancelled;
 };
+
+/* Waits as this does and not by an event that wakes its waiter: each of those holds its stream up for 6 us. */
+static int reach(const struct Calls *calls, void *event) {
+    const struct timespec pause = {0, POLL_NANOSECONDS};
+    int status;
+    while ((status = calls->query(event)) == NOT_READY) nanosleep(&pause, NULL);
+    return status;
+}
 
 static int queue_runs(const struct Lanes *lanes, const struct Work *work, void *stream) {
     int64_t count = work->end_run - work->first_run;
@@ -82,9 +95,10 @@ EXTERN void pdtransfer_lanes(struct Lanes *lanes, void *fork) {
     lanes->queued = 0, lanes->cancelled = 0;
     lanes->status = calls->set_context(lanes->context);
     for (int64_t turn = 0; turn < lanes->work_count && !lanes->status; turn++) {
-        int64_t lane = turn % lanes->lanes;
-        void *stream = lanes->streams[lane], *event = lanes->events[lane];
-        lanes->status = turn < lanes->lanes ? calls->follow(stream, fork, 0) : calls->reach(event);
+        void *stream = lanes->streams[turn % lanes->lanes];
+        void *event = lanes->events[turn / lanes->every % lanes->event_count];
+        if (turn < lanes->lanes) lanes->status = calls->follow(stream, fork, 0);
+        if (turn % lanes->every == 0 && turn >= lanes->every * lanes->event_count) lanes->status = reach(calls, event);
         if (lanes->status) return;
         if (lanes->cancel && *(const volatile uint32_t *)lanes->cancel) {
             lanes->cancelled = 1;
@@ -92,7 +106,7 @@ EXTERN void pdtransfer_lanes(struct Lanes *lanes, void *fork) {
         }
         lanes->queued = turn + 1;
         lanes->status = queue_work(lanes, lanes->works + turn, stream);
-        if (!lanes->status) lanes->status = calls->record(event, stream);
+        if (!lanes->status && (turn + 1) % lanes->every == 0) lanes->status = calls->record(event, stream);
     }
 }
 

@@ -156,7 +156,10 @@ class CardOnHost(Card):
             (self._batched, [*[ctypes.POINTER(word)] * 3, size, word, word, size, word, word]),
             (lambda event, stream: self._answer(lambda: self.record(event, stream)), [word, word]),
             (lambda stream, event, _: self._answer(lambda: self.follow(stream, event)), [word, word, number]),
-            (lambda event: self._answer(lambda: self.reach(event)), [word]),
+            (
+                lambda event: self._answer(lambda: self.reach(event)) or (600 if self._random.random() < 0.5 else 0),
+                [word],
+            ),
         )
         self._callbacks = [ctypes.CFUNCTYPE(ctypes.c_int, *taken)(function) for function, taken in shapes]
         addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in self._callbacks]

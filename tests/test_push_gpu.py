@@ -143,7 +143,7 @@ def test_cancel_stops_what_was_not_begun_and_nothing_is_written_after_the_end(ba
         for place, memory in ((source, content), (target, np.zeros(rows * row, np.uint8)))
     ]
     stream = cards.card(0).stream()
-    how = {"backend": backend, "progress": progress, "cancel": cancel, "stream": stream}
+    how: dict[str, Any] = {"backend": backend, "progress": progress, "cancel": cancel, "stream": stream}
     pushing = threading.Thread(target=lambda: push(pools[1], pools[0], range(rows), range(rows), rows, **how))
     try:
         pushing.start()
@@ -159,6 +159,7 @@ def test_cancel_stops_what_was_not_begun_and_nothing_is_written_after_the_end(ba
         assert 0 < landed < rows
         time.sleep(0.2)
         assert np.array_equal(view[: rows * row], first)
+        del view
     finally:
         target.close()
 

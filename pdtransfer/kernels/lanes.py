@@ -27,8 +27,9 @@ from .dma import Attributes, copy_runs, cut
 from .kv_copy import THREADS, CopyArgument
 from .pools import Progress, State
 
-LANES = 4
-SLOT_BYTES = 4 << 20
+LANES = 2
+SLOT_BYTES = 16 << 20
+EVENTS = 3  # that are pending, each after one work more than there are lanes, so that every lane has its turn at them
 _ABI = 1  # of kernels/host_lanes.c
 
 ARGUMENT = np.dtype(CopyArgument)
@@ -49,8 +50,8 @@ class Lanes:
     def __init__(self, here: Card, *, count: int | None = None, slot_bytes: int | None = None) -> None:
         self.card, self.slot_bytes = here, slot_bytes or SLOT_BYTES
         self.streams = [here.stream() for _ in range(count or LANES)]
-        self._events = [here.event() for _ in self.streams]
-        self._fork = here.event()
+        self._events = [here.event() for _ in range(EVENTS)]
+        self._fork, self._joins = here.event(), [here.event() for _ in self.streams]
         self._slots: list[int] = []
 
     @property
@@ -61,13 +62,21 @@ class Lanes:
             self._slots = [start + at * self.slot_bytes for at in range(len(self.streams))]
         return self._slots
 
+    @property
+    def ahead(self) -> int:
+        """The most works that are queued and not done, as far as lanes keep step."""
+        return self._every * len(self._events)
+
+    @property
+    def _every(self) -> int:
+        return len(self.streams) + 1
+
     def run(self, works: Works, *, stream: int, cancel: Cancel | None, progress: Progress | None) -> None:
         """Queues all works, between what `stream` has now and what it will have later, until `cancel` is set.
 
-        Each lane has one work at a time, so that this is never farther ahead of the card than the lanes are many, and
-        what is set stops all but those. What `progress` says last is true of every work. Where the card refuses, this
-        raises WorldError once nothing is pending any more; if the card does not say that either, `progress` stays
-        RUNNING, and nobody can tell what is still written.
+        This is only some works ahead of the card, so that what is set stops all but those. What `progress`
+        says last is true of every work. Where the card refuses, this raises WorldError once nothing is pending any
+        more; if the card does not say that either, `progress` stays RUNNING, and nobody can tell what is still written.
         """
         here, ticket = self.card, progress.begin() if progress is not None else 0
         works = _whole(works, here)
@@ -76,8 +85,8 @@ class Lanes:
             here.record(self._fork, stream)
             native = _native()
             state = self._by_c(native, works, cancel) if native is not None else self._by_python(works, cancel)
-            for lane, event in enumerate(self._events[: len(works.table)]):
-                here.record(event, self.streams[lane])
+            for lane, event in zip(self.streams, self._joins[: len(works.table)], strict=False):
+                here.record(event, lane)
                 here.follow(stream, event)
             if progress is not None:
                 here.write(progress.address, ticket << 2 | state, stream)
@@ -107,6 +116,8 @@ class Lanes:
             sizes=columns[2].ctypes.data,
             attributes=ctypes.addressof(attributes),
             lanes=len(self.streams),
+            event_count=len(self._events),
+            every=self._every,
             work_count=len(works.table),
             argument_bytes=ARGUMENT.itemsize,
             threads=THREADS,
@@ -120,11 +131,11 @@ class Lanes:
     def _by_python(self, works: Works, cancel: Cancel | None) -> State:
         here = self.card
         for turn, (argument, blocks, first, end) in enumerate(works.table.tolist()):
-            lane = turn % len(self.streams)
-            stream, event = self.streams[lane], self._events[lane]
+            stream, group = self.streams[turn % len(self.streams)], turn // self._every
+            event = self._events[group % len(self._events)]
             if turn < len(self.streams):
                 here.follow(stream, self._fork)
-            else:
+            if turn % self._every == 0 and group >= len(self._events):
                 here.reach(event)
             if cancel is not None and cancel.is_set:
                 return State.CANCELLED
@@ -136,7 +147,8 @@ class Lanes:
                 here.launch("kv_copy", told, blocks=blocks, threads=THREADS, stream=stream)
             if not works.fetch:
                 copy_runs(here, runs, stream)
-            here.record(event, stream)
+            if (turn + 1) % self._every == 0:
+                here.record(event, stream)
         return State.COMPLETE
 
 
@@ -162,7 +174,8 @@ class _LanesArgument(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("calls", "context", "function", "streams", "events", "cancel")),
         *((name, ctypes.c_uint64) for name in ("arguments", "works", "sources", "targets", "sizes", "attributes")),
-        *((name, ctypes.c_int64) for name in ("lanes", "work_count", "argument_bytes", "threads", "fetch", "queued")),
+        *((name, ctypes.c_int64) for name in ("lanes", "event_count", "every", "work_count", "argument_bytes")),
+        *((name, ctypes.c_int64) for name in ("threads", "fetch", "queued")),
         ("status", ctypes.c_int32), ("cancelled", ctypes.c_int32),
     )  # fmt: skip
 

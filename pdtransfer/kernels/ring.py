@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ from .pairs import device_pairs, lanes_of, pair_major
 from .pools import Pool, Progress, State
 from .stretches import Shape, Through
 
-BLOCKS = 16  # of a gather: 4 MiB take 11 us then, and the engine 76
 _TABLES_MAX = 64
 
 
@@ -77,17 +77,20 @@ def ring_works(lanes: Lanes, sides: Sides, made: Through, listed: int) -> Works:
     count = len(carved.chunks)
     lane = np.arange(count) % len(lanes.slots)
     tables = [_table(shape, near.address, slot) for slot in lanes.slots]
-    starts, first, end = np.array(tables[0].starts), carved.chunks[:, 0], carved.chunks[:, 1]
-    arguments = np.repeat(_argument(tables[0], made), count)
-    held = np.array(
-        [here.kept((shape, near.address, slot), table.pairs) for slot, table in zip(lanes.slots, tables, strict=True)]
-    )
+    starts, first, end = tables[0].starts, carved.chunks[:, 0], carved.chunks[:, 1]
+    arguments = np.repeat(tables[0].argument, count)
+    held = np.array([here.kept(table, table.pairs) for table in tables])
     arguments["pairs"] = held[lane] + starts[first] * tables[0].pairs.strides[0]
     arguments["pair_count"] = starts[end] - starts[first]
     arguments["count"] = (carved.chunks[:, 3] - carved.chunks[:, 2]) * shape.block
     arguments["target" if shape.fetch else "source"]["entries"] = listed + 4 * carved.chunks[:, 2] * shape.block
     table = np.empty((count, 4), np.int64)
-    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = np.arange(count), BLOCKS, carved.edges[:-1], carved.edges[1:]
+    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = (
+        np.arange(count),
+        here.multiprocessors,
+        carved.edges[:-1],
+        carved.edges[1:],
+    )
     each = np.repeat(np.array(lanes.slots)[lane], np.diff(carved.edges))
     runs = carved.runs.copy()
     runs[:, 0] += each
@@ -121,13 +124,13 @@ def _left(here: Card, sides: Sides, made: Through, listed: int, bytes_max: int) 
     return arguments
 
 
-class _Table(NamedTuple):
-    """All pairs of a ring's slot, as the card takes them."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """All pairs of a ring's slot, and what the kernel is told of each chunk, but for addresses and counts."""
 
     pairs: Int64s
-    starts: list[int]  # of each stretch; one more ends the last
-    group_shift: int
-    pair_major: bool
+    starts: Int64s  # of each stretch; one more ends the last
+    argument: NDArray[Any]  # ARGUMENT (1,)
 
 
 @lru_cache(_TABLES_MAX)
@@ -137,24 +140,18 @@ def _table(shape: Shape, near: int, slot: int) -> _Table:
         region = slot + at % shape.together * shape.region_bytes
         addresses = (region, near) if shape.fetch else (near, region)
         parts.append(device_pairs(shape.ring_pairing(at), source_address=addresses[0], target_address=addresses[1]))
-    pairs = read_only(np.concatenate(parts))
-    starts = np.cumsum([0, *map(len, parts)]).tolist()
-    major = pair_major(pairs[: starts[1]], base=3, stride=5)
-    return _Table(pairs, starts, lanes_of(pairs).bit_length() - 1, major)
-
-
-def _argument(table: _Table, made: Through) -> NDArray[Any]:
-    """What the kernel is told of every chunk, but for addresses and counts: ARGUMENT (1,)."""
-    shape, pairing = made.shape, made.shape.pairing
+    pairs, pairing = read_only(np.concatenate(parts)), shape.pairing
     page_size = pairing.target_page_size if shape.fetch else pairing.source_page_size
     limit = pairing.target_slots if shape.fetch else pairing.source_slots
-    near = SlotsArgument(entry_limit=limit, page_shift=page_size.bit_length() - 1)
-    ring = SlotsArgument(entry_limit=shape.room * shape.block, page_shift=shape.block.bit_length() - 1)
-    sides = (ring, near) if shape.fetch else (near, ring)
+    near_side = SlotsArgument(entry_limit=limit, page_shift=page_size.bit_length() - 1)
+    ring_side = SlotsArgument(entry_limit=shape.room * shape.block, page_shift=shape.block.bit_length() - 1)
     told = CopyArgument(
-        source=sides[0], target=sides[1], group_shift=table.group_shift, pair_major=table.pair_major
-    )  # fmt: skip
-    return _array(told)
+        source=ring_side if shape.fetch else near_side,
+        target=near_side if shape.fetch else ring_side,
+        group_shift=lanes_of(pairs).bit_length() - 1,
+        pair_major=pair_major(parts[0], base=3, stride=5),
+    )
+    return _Table(pairs, np.cumsum([0, *map(len, parts)]), _array(told))
 
 
 def _array(told: CopyArgument) -> NDArray[Any]:

@@ -1,7 +1,7 @@
-/* Queues works of a card to lanes, each a stream and a slot of a ring, without Python: a work takes 10 us here and 60
- * there, and the engine's other threads want the interpreter. Lane after lane gets one work. There is an event after every
- * few, since each takes the copy engine a microsecond; when all events are pending the oldest is waited for, so that a
- * cancel word stops all but what is queued by then.
+/* Queues works of a card, each with a slot of a ring, without Python: a work takes 10 us here and 60 there, and the
+ * engine's other threads want the interpreter. One stream is the kernels', the other the copy engine's. A work's second
+ * part waits for its first, and its first for the work that had its slot. As many works are pending as there are events;
+ * the oldest is waited for then, so that a cancel word stops all but these.
  *
  * C that is C++ as well. The driver's functions are handed in: nothing here is linked with them. */
 #define _POSIX_C_SOURCE 199309L
@@ -40,13 +40,15 @@ struct Work {
 struct Lanes {
     const struct Calls *calls;
     void *context, *function;
-    void **streams, **events;
-    const uint32_t *cancel; /* may be null */
+    void *rows_stream, *runs_stream;
+    void **halves, **wholes; /* events of a work each: its first part is done, all of it is */
+    const uint32_t *cancel;  /* may be null */
     char *arguments;
     const struct Work *works;
     const uint64_t *sources, *targets, *sizes;
     void *attributes; /* of a batch: CUmemcpyAttributes */
-    int64_t lanes, event_count, every, work_count, argument_bytes, threads, fetch; /* an event after `every` works */
+    int64_t slots, event_count, work_count, argument_bytes, threads, fetch;
+    int64_t first_turn; /* works that were queued before, whose slots and events are waited for as these are */
     /* answers */
     int64_t queued; /* works, of which the last may be there in part where `status` is not 0 */
     int32_t status; /* of the call that failed: 0 if none did */
@@ -83,30 +85,35 @@ static int queue_rows(const struct Lanes *lanes, const struct Work *work, void *
                                 &argument, NULL);
 }
 
-static int queue_work(const struct Lanes *lanes, const struct Work *work, void *stream) {
-    int status = lanes->fetch ? queue_runs(lanes, work, stream) : queue_rows(lanes, work, stream);
-    if (status) return status;
-    return lanes->fetch ? queue_rows(lanes, work, stream) : queue_runs(lanes, work, stream);
+/* The slot that this work uses is free once the work that had it is whole. */
+static int queue_work(const struct Lanes *lanes, const struct Work *work, int64_t turn) {
+    const struct Calls *calls = lanes->calls;
+    void *first = lanes->fetch ? lanes->runs_stream : lanes->rows_stream;
+    void *second = lanes->fetch ? lanes->rows_stream : lanes->runs_stream;
+    void *half = lanes->halves[turn % lanes->event_count], *whole = lanes->wholes[turn % lanes->event_count];
+    int status = 0;
+    if (turn >= lanes->slots) status = calls->follow(first, lanes->wholes[(turn - lanes->slots) % lanes->event_count], 0);
+    if (!status) status = lanes->fetch ? queue_runs(lanes, work, first) : queue_rows(lanes, work, first);
+    if (!status) status = calls->record(half, first);
+    if (!status) status = calls->follow(second, half, 0);
+    if (!status) status = lanes->fetch ? queue_rows(lanes, work, second) : queue_runs(lanes, work, second);
+    return status ? status : calls->record(whole, second);
 }
 
-/* Lanes that get a work wait for `fork` first. */
-EXTERN void pdtransfer_lanes(struct Lanes *lanes, void *fork) {
+EXTERN void pdtransfer_lanes(struct Lanes *lanes) {
     const struct Calls *calls = lanes->calls;
     lanes->queued = 0, lanes->cancelled = 0;
     lanes->status = calls->set_context(lanes->context);
-    for (int64_t turn = 0; turn < lanes->work_count && !lanes->status; turn++) {
-        void *stream = lanes->streams[turn % lanes->lanes];
-        void *event = lanes->events[turn / lanes->every % lanes->event_count];
-        if (turn < lanes->lanes) lanes->status = calls->follow(stream, fork, 0);
-        if (turn % lanes->every == 0 && turn >= lanes->every * lanes->event_count) lanes->status = reach(calls, event);
+    for (int64_t at = 0; at < lanes->work_count && !lanes->status; at++) {
+        int64_t turn = lanes->first_turn + at;
+        if (turn >= lanes->event_count) lanes->status = reach(calls, lanes->wholes[turn % lanes->event_count]);
         if (lanes->status) return;
         if (lanes->cancel && *(const volatile uint32_t *)lanes->cancel) {
             lanes->cancelled = 1;
             return;
         }
-        lanes->queued = turn + 1;
-        lanes->status = queue_work(lanes, lanes->works + turn, stream);
-        if (!lanes->status && (turn + 1) % lanes->every == 0) lanes->status = calls->record(event, stream);
+        lanes->queued = at + 1;
+        lanes->status = queue_work(lanes, lanes->works + at, turn);
     }
 }
 

@@ -33,9 +33,10 @@ def run_copy(*, tokens: int, json: bool) -> int:
 
 def run_kernels(*, json: bool) -> int:
     """The kernels on a card."""
-    from . import kernels, steps
+    from . import kernels, pushes, steps
 
-    return show(kernels.measure() | steps.measure(), (*kernels.LINES, *steps.LINES), json=json)
+    figures = kernels.measure() | pushes.measure() | steps.measure()
+    return show(figures, (*kernels.LINES, *pushes.LINES, *steps.LINES), json=json)
 
 
 def run_plan(*, tokens: int, planes: int, json: bool) -> int:

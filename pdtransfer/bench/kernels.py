@@ -15,6 +15,7 @@ from ..kernels.pools import Pool
 from ..layout import Layout, Plane
 from ..memory import Arena
 from .models import PAGE_SIZE, latent_layout
+from .pushes import fill
 from .replays import Replays, Seconds
 from .report import Figures, Line
 
@@ -84,7 +85,7 @@ def measure(*, runs: int = _RUNS) -> Figures:
         held.callback(registered.close)
         pool = here.allocate(2 * _GIB)
         held.callback(here.free, pool)
-        _fill(here, pool, 2 * _GIB)
+        fill(here, pool, 2 * _GIB)
         rng = np.random.default_rng(0)
 
         def slots(count: int, limit: int) -> int:
@@ -201,11 +202,3 @@ def _matmul_share(bench: _Bench) -> float:
 
     matmuls(False)
     return float(np.median([matmuls(False) / matmuls(True) for _ in range(5)]))
-
-
-def _fill(here: Card, address: int, byte_count: int) -> None:
-    """Random bytes: copies of zeros may be faster."""
-    part = np.random.default_rng(1).integers(0, 256, 64 << 20, dtype=np.uint8)
-    for at in range(0, byte_count, len(part)):
-        here.upload(address + at, part[: byte_count - at], 0)
-    here.synchronise(0)

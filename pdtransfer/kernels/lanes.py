@@ -1,8 +1,7 @@
-"""Streams of a card that are taken in turn, each with a slot of a ring in the card's memory.
+"""A ring in a card's memory, with the two streams that fill and empty its slots: the kernels' and the copy engine's.
 
-A lane gathers and drains its own slot, one after the other, so that a slot needs no more protection than its stream's
-order; while one lane gathers the copy engine drains another. kernels/host_lanes.c queues without the GIL; where nothing
-could compile it Python does, at twenty times the cost.
+The engine's has all transfers one after another: two at a time, on streams of their own, are slower together than in
+turn. kernels/host_lanes.c queues without the GIL; where nothing could compile it Python does, at six times the cost.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from .dma import Attributes, copy_runs, cut
 from .kv_copy import THREADS, CopyArgument
 from .pools import Progress, State
 
-LANES = 2
-SLOT_BYTES = 16 << 20
-EVENTS = 3  # that are pending, each after one work more than there are lanes, so that every lane has its turn at them
+SLOTS = 4
+SLOT_BYTES = 8 << 20
+EVENTS = 16  # works that are pending: 2 ms of the engine's, for who queues may have to wait for a core
 _ABI = 1  # of kernels/host_lanes.c
 
 ARGUMENT = np.dtype(CopyArgument)
 
 
 class Works(NamedTuple):
-    """What is done one after another, a lane at a time: rows by the kernel, then runs, or in a fetch the reverse."""
+    """What is done, a slot at a time: rows by the kernel, then runs by the copy engine; in a fetch the reverse."""
 
     arguments: NDArray[Any]  # ARGUMENT (n,)
     table: Int64s  # int64 (n, 4): which argument, or -1; its blocks; first run, end run
@@ -44,32 +43,25 @@ class Works(NamedTuple):
     fetch: bool
 
 
-class Lanes:
-    """For one thread at a time; `slots` are made at their first use and never freed."""
+class Ring:
+    """For one thread at a time; the memory of `slots` is taken at their first use and never freed."""
 
     def __init__(self, here: Card, *, count: int | None = None, slot_bytes: int | None = None) -> None:
-        self.card, self.slot_bytes = here, slot_bytes or SLOT_BYTES
-        self.streams = [here.stream() for _ in range(count or LANES)]
-        self._events = [here.event() for _ in range(EVENTS)]
-        self._fork, self._joins = here.event(), [here.event() for _ in self.streams]
+        self.card, self.slot_bytes, self.count = here, slot_bytes or SLOT_BYTES, count or SLOTS
+        self._rows, self._runs = here.stream(), here.stream()
+        events = max(EVENTS, self.count) // self.count * self.count
+        self._halves, self._wholes = ([here.event() for _ in range(events)] for _ in range(2))
+        self._fork, self._joins = here.event(), (here.event(), here.event())
         self._slots: list[int] = []
+        self.turn = 0  # works that were ever queued: the next one has slot turn % count
 
     @property
     def slots(self) -> list[int]:
-        """The address of each lane's slot."""
+        """The address of each."""
         if not self._slots:
-            start = self.card.allocate(self.slot_bytes * len(self.streams))
-            self._slots = [start + at * self.slot_bytes for at in range(len(self.streams))]
+            start = self.card.allocate(self.slot_bytes * self.count)
+            self._slots = [start + at * self.slot_bytes for at in range(self.count)]
         return self._slots
-
-    @property
-    def ahead(self) -> int:
-        """The most works that are queued and not done, as far as lanes keep step."""
-        return self._every * len(self._events)
-
-    @property
-    def _every(self) -> int:
-        return len(self.streams) + 1
 
     def run(self, works: Works, *, stream: int, cancel: Cancel | None, progress: Progress | None) -> None:
         """Queues all works, between what `stream` has now and what it will have later, until `cancel` is set.
@@ -79,19 +71,21 @@ class Lanes:
         more; if the card does not say that either, `progress` stays RUNNING, and nobody can tell what is still written.
         """
         here, ticket = self.card, progress.begin() if progress is not None else 0
-        works = _whole(works, here)
+        works, streams = _whole(works, here), (self._rows, self._runs)
         try:
             here.enter()
             here.record(self._fork, stream)
+            for each in streams:
+                here.follow(each, self._fork)
             native = _native()
             state = self._by_c(native, works, cancel) if native is not None else self._by_python(works, cancel)
-            for lane, event in zip(self.streams, self._joins[: len(works.table)], strict=False):
-                here.record(event, lane)
-                here.follow(stream, event)
+            for each, join in zip(streams, self._joins, strict=True):
+                here.record(join, each)
+                here.follow(stream, join)
             if progress is not None:
                 here.write(progress.address, ticket << 2 | state, stream)
         except BaseException:
-            for each in (*self.streams, stream):
+            for each in (*streams, stream):
                 here.synchronise(each)
             if progress is not None:
                 progress.end(State.CANCELLED)
@@ -100,14 +94,16 @@ class Lanes:
     def _by_c(self, native: Callable[..., None], works: Works, cancel: Cancel | None) -> State:
         here, calls = self.card, self.card.calls()
         columns = np.ascontiguousarray(works.runs.T)
-        streams, events = (_handles(each) for each in (self.streams, self._events))
+        halves, wholes = _handles(self._halves), _handles(self._wholes)
         attributes = Attributes(order=1)  # in the stream's order
         argument = _LanesArgument(
             calls=ctypes.addressof(calls),
             context=here.context,
             function=here.function("kv_copy") if len(works.arguments) else 0,
-            streams=ctypes.addressof(streams),
-            events=ctypes.addressof(events),
+            rows_stream=self._rows,
+            runs_stream=self._runs,
+            halves=ctypes.addressof(halves),
+            wholes=ctypes.addressof(wholes),
             cancel=0 if cancel is None else cancel.address,
             arguments=works.arguments.ctypes.data,
             works=works.table.ctypes.data,
@@ -115,41 +111,47 @@ class Lanes:
             targets=columns[1].ctypes.data,
             sizes=columns[2].ctypes.data,
             attributes=ctypes.addressof(attributes),
-            lanes=len(self.streams),
-            event_count=len(self._events),
-            every=self._every,
+            slots=self.count,
+            event_count=len(self._wholes),
+            first_turn=self.turn,
             work_count=len(works.table),
             argument_bytes=ARGUMENT.itemsize,
             threads=THREADS,
             fetch=works.fetch,
         )
-        native(ctypes.byref(argument), int(self._fork))
+        native(ctypes.byref(argument))
+        self.turn += argument.queued
         if argument.status:
             raise WorldError(f"card {here.ordinal}: work {argument.queued - 1}: {here.status_of(argument.status)}")
         return State.CANCELLED if argument.cancelled else State.COMPLETE
 
     def _by_python(self, works: Works, cancel: Cancel | None) -> State:
-        here = self.card
-        for turn, (argument, blocks, first, end) in enumerate(works.table.tolist()):
-            stream, group = self.streams[turn % len(self.streams)], turn // self._every
-            event = self._events[group % len(self._events)]
-            if turn < len(self.streams):
-                here.follow(stream, self._fork)
-            if turn % self._every == 0 and group >= len(self._events):
-                here.reach(event)
+        here, events = self.card, len(self._wholes)
+        first, second = (self._runs, self._rows) if works.fetch else (self._rows, self._runs)
+        for work in works.table.tolist():
+            turn = self.turn
+            half, whole = self._halves[turn % events], self._wholes[turn % events]
+            if turn >= events:
+                here.reach(whole)
             if cancel is not None and cancel.is_set:
                 return State.CANCELLED
-            runs = works.runs[first:end]
-            if works.fetch:
-                copy_runs(here, runs, stream)
-            if argument >= 0:
-                told = CopyArgument.from_buffer_copy(works.arguments[argument].tobytes())
-                here.launch("kv_copy", told, blocks=blocks, threads=THREADS, stream=stream)
-            if not works.fetch:
-                copy_runs(here, runs, stream)
-            if (turn + 1) % self._every == 0:
-                here.record(event, stream)
+            self.turn += 1
+            if turn >= self.count:
+                here.follow(first, self._wholes[(turn - self.count) % events])
+            self._part(works, work, first)
+            here.record(half, first)
+            here.follow(second, half)
+            self._part(works, work, second)
+            here.record(whole, second)
         return State.COMPLETE
+
+    def _part(self, works: Works, work: list[int], stream: int) -> None:
+        argument, blocks, first, end = work
+        if stream == self._runs:
+            copy_runs(self.card, works.runs[first:end], stream)
+        elif argument >= 0:
+            told = CopyArgument.from_buffer_copy(works.arguments[argument].tobytes())
+            self.card.launch("kv_copy", told, blocks=blocks, threads=THREADS, stream=stream)
 
 
 def _whole(works: Works, here: Card) -> Works:
@@ -168,14 +170,18 @@ def _handles(each: list[Any]) -> Any:
     return (ctypes.c_uint64 * len(each))(*map(int, each))
 
 
+_ADDRESSES = (
+    "calls", "context", "function", "rows_stream", "runs_stream", "halves", "wholes", "cancel", "arguments", "works",
+    "sources", "targets", "sizes", "attributes",
+)  # fmt: skip
+_COUNTS = ("slots", "event_count", "work_count", "argument_bytes", "threads", "fetch", "first_turn", "queued")
+
+
 class _LanesArgument(ctypes.Structure):
     """Lanes of kernels/host_lanes.c."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("calls", "context", "function", "streams", "events", "cancel")),
-        *((name, ctypes.c_uint64) for name in ("arguments", "works", "sources", "targets", "sizes", "attributes")),
-        *((name, ctypes.c_int64) for name in ("lanes", "event_count", "every", "work_count", "argument_bytes")),
-        *((name, ctypes.c_int64) for name in ("threads", "fetch", "queued")),
+        *((name, ctypes.c_uint64) for name in _ADDRESSES), *((name, ctypes.c_int64) for name in _COUNTS),
         ("status", ctypes.c_int32), ("cancelled", ctypes.c_int32),
     )  # fmt: skip
 
@@ -197,23 +203,23 @@ def _opened(path: Path) -> Callable[..., None]:
         raise UnusableError(f"{path}: {error}") from None
     if abi != _ABI:
         raise UnusableError(f"{path}: its interface is {abi}, not {_ABI}")
-    function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_uint64), None
+    function.argtypes, function.restype = (ctypes.c_void_p,), None
     return function
 
 
 @contextmanager
-def borrowed(here: Card) -> Generator[Lanes]:
-    """Lanes that nobody else queues to meanwhile; what is still pending there only goes before."""
+def borrowed(here: Card) -> Generator[Ring]:
+    """A ring that nobody else queues to meanwhile; what is still pending there only goes before."""
     with _lock:
         idle = _idle.setdefault(here, [])
-        lanes = idle.pop() if idle else None
-    lanes = lanes or Lanes(here)
+        ring = idle.pop() if idle else None
+    ring = ring or Ring(here)
     try:
-        yield lanes
+        yield ring
     finally:
         with _lock:
-            idle.append(lanes)
+            idle.append(ring)
 
 
 _lock = threading.Lock()
-_idle: dict[Card, list[Lanes]] = {}
+_idle: dict[Card, list[Ring]] = {}

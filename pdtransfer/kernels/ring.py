@@ -16,7 +16,7 @@ from ..plan import Plan, plan
 from . import copy as host_copy
 from .card import Card
 from .kv_copy import BLOCKS_FETCH, BLOCKS_PUSH, CopyArgument, Side, SlotsArgument, kv_copy, launch_of
-from .lanes import ARGUMENT, Lanes, Works
+from .lanes import ARGUMENT, Ring, Works
 from .pairs import device_pairs, lanes_of, pair_major
 from .pools import Pool, Progress, State
 from .stretches import Shape, Through
@@ -70,17 +70,17 @@ def listing(made: Through, sides: Sides) -> NDArray[np.int32]:
     return np.concatenate((made.near_slots, sides.source_slots[left], sides.target_slots[left])).astype(np.int32)
 
 
-def ring_works(lanes: Lanes, sides: Sides, made: Through, listed: int) -> Works:
+def ring_works(ring: Ring, sides: Sides, made: Through, listed: int) -> Works:
     """All rows, those past the ring last; `listed` is where the card has `listing`."""
-    here, shape, carved = lanes.card, made.shape, made.carved()
+    here, shape, carved = ring.card, made.shape, made.carved()
     near, far = (sides.target, sides.source) if shape.fetch else (sides.source, sides.target)
     count = len(carved.chunks)
-    lane = np.arange(count) % len(lanes.slots)
-    tables = [_table(shape, near.address, slot) for slot in lanes.slots]
+    slot = (ring.turn + np.arange(count)) % len(ring.slots)
+    tables = [_table(shape, near.address, at) for at in ring.slots]
     starts, first, end = tables[0].starts, carved.chunks[:, 0], carved.chunks[:, 1]
     arguments = np.repeat(tables[0].argument, count)
     held = np.array([here.kept(table, table.pairs) for table in tables])
-    arguments["pairs"] = held[lane] + starts[first] * tables[0].pairs.strides[0]
+    arguments["pairs"] = held[slot] + starts[first] * tables[0].pairs.strides[0]
     arguments["pair_count"] = starts[end] - starts[first]
     arguments["count"] = (carved.chunks[:, 3] - carved.chunks[:, 2]) * shape.block
     arguments["target" if shape.fetch else "source"]["entries"] = listed + 4 * carved.chunks[:, 2] * shape.block
@@ -91,14 +91,14 @@ def ring_works(lanes: Lanes, sides: Sides, made: Through, listed: int) -> Works:
         carved.edges[:-1],
         carved.edges[1:],
     )
-    each = np.repeat(np.array(lanes.slots)[lane], np.diff(carved.edges))
+    each = np.repeat(np.array(ring.slots)[slot], np.diff(carved.edges))
     runs = carved.runs.copy()
     runs[:, 0] += each
     runs[:, 1] += far.address
     if shape.fetch:
         runs = np.ascontiguousarray(runs[:, [1, 0, 2]])
     if len(made.left):
-        left = _left(here, sides, made, listed + 4 * len(made.near_slots), lanes.slot_bytes)
+        left = _left(here, sides, made, listed + 4 * len(made.near_slots), ring.slot_bytes)
         more = np.zeros((len(left), 4), np.int64)
         more[:, 0] = count + np.arange(len(left))
         more[:, 1] = BLOCKS_FETCH if shape.fetch else BLOCKS_PUSH

@@ -17,7 +17,7 @@ from ..pairing import Pairing
 
 RUN_BYTES_MIN = 64 << 10  # shorter ones the kernel carries as fast: the engine loses 0.3 us a run
 _SHAPES_MAX = 64
-_RAMP = (1, 4, 16)  # 32ths of a slot that the first chunks have, so that the engine starts soon
+_RAMP = (2, 8)  # 32ths of a slot that the first chunks have, so that the engine starts soon
 
 
 class Stretch(NamedTuple):

@@ -1,0 +1,183 @@
+"""Defences of prefill's sessions, rooms and grants, taken away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from pdtransfer import effects as fx
+from pdtransfer.errors import Cause
+from pdtransfer.lease import Duty, DutyEvent
+from pdtransfer.room import PrefillRoom
+from pdtransfer.session.decode import DecodeSessions
+from pdtransfer.session.duties import DutyEntry, WriterSession, WriterState
+from pdtransfer.session.grants import Grants
+from pdtransfer.session.ledger import LeaseEntry
+from pdtransfer.session.prefill import PrefillSessions
+from pdtransfer.session.writers import Writers
+from pdtransfer.wire import Drained, Landed
+
+from . import Patch
+
+
+def drained_sent_early(patch: Patch) -> None:
+    """The writer says that it has stopped while a write is in flight."""
+
+    def stop(self: DutyEntry, event: DutyEvent) -> None:
+        self.step(event)
+
+    patch(DutyEntry, "stop", stop)
+
+
+def ended_grants_forgotten(patch: Patch) -> None:
+    """A number whose end was acknowledged is as good as new."""
+    patch(WriterSession, "known_end", lambda self, number: False)
+
+
+def pages_reused_when_the_room_fails(patch: Patch) -> None:
+    """Prefill gives its pages back when the room has ended, whatever still reads them."""
+
+    def drain(self: PrefillSessions, room: Any) -> None:
+        if room.id in self.rooms and room.state.value in ("failed", "landed"):
+            del self.rooms[room.id]
+            self._out.append(fx.Drained(room.id))
+
+    patch(PrefillSessions, "_drain_if_quiet", drain)
+
+
+def ends_said_once(patch: Patch) -> None:
+    """Landed, Failed and Drained are not repeated."""
+    say = Grants.say
+
+    def once(self: Grants, duty: DutyEntry, now: float) -> None:
+        say(self, duty, now)
+        self._timers.clear(("end", duty.session.id, duty.number))
+
+    patch(Grants, "say", once)
+
+
+def abort_of_an_unknown_grant_forgotten(patch: Patch) -> None:
+    """An Abort that comes before its Grant is answered, and nothing is kept of it."""
+
+    def refuse(self: Grants, session: WriterSession, number: int, now: float) -> None:
+        self._out(fx.Send(session.peer, Drained(session.id, number)))
+
+    patch(Grants, "refuse", refuse)
+
+
+def window_unheeded_by_prefill(patch: Patch) -> None:
+    """Prefill takes a Grant of any number."""
+    patch(WriterSession, "outside", lambda self, number: False)
+
+
+def mapping_dropped_under_a_write(patch: Patch) -> None:
+    """A closed session's mapping goes at once, and with it the lock that says that somebody can write."""
+
+    def settle(self: Writers, session: WriterSession) -> None:
+        if session.state is WriterState.CLOSING:
+            self._end(session)
+
+    patch(Writers, "settle", settle)
+
+
+def unknown_taken_for_failed(patch: Patch) -> None:
+    """A write that nobody knows the end of counts as ended."""
+    wrote = PrefillSessions.wrote
+
+    def sure(self: PrefillSessions, session: int, write: int, outcome: fx.Outcome, *args: Any, checksum: int) -> Any:
+        known = fx.Outcome.FAILED if outcome is fx.Outcome.UNKNOWN else outcome
+        return wrote(self, session, write, known, *args, checksum=checksum)
+
+    patch(PrefillSessions, "wrote", sure)
+
+
+def landed_short(patch: Patch) -> None:
+    """Prefill lands a room although a cell is missing."""
+    complete = PrefillSessions._complete
+
+    def short(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
+        if room.state is PrefillRoom.FINISHED and not duty.in_flight:
+            duty.written_bytes = duty.kv_bytes
+        complete(self, duty, room, now)
+
+    patch(PrefillSessions, "_complete", short)
+
+
+def landed_bytes_unchecked(patch: Patch) -> None:
+    """Prefill lands short and says so, and decode does not look."""
+    landed = DecodeSessions._landed
+
+    def blind(self: DecodeSessions, lease: LeaseEntry, message: Landed, *args: Any) -> str:
+        return landed(self, lease, replace(message, kv_bytes=lease.kv_bytes), *args)
+
+    def land(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
+        if duty.state is Duty.ACTIVE and not duty.in_flight and room.state is PrefillRoom.FINISHED:
+            self._grants.land(duty, room.aux, now)
+
+    patch(DecodeSessions, "_landed", blind)
+    patch(PrefillSessions, "_complete", land)
+
+
+def landed_before_it_is_written(patch: Patch) -> None:
+    """Landed leaves when every cell was offered, not when all are written."""
+    complete = PrefillSessions._complete
+
+    def early(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
+        flying, duty.in_flight = duty.in_flight, 0
+        if room.state is PrefillRoom.FINISHED:
+            duty.written_bytes = duty.kv_bytes
+        complete(self, duty, room, now)
+        duty.in_flight = flying
+
+    patch(PrefillSessions, "_complete", early)
+
+
+def waiting_grants_wait_for_ever(patch: Patch) -> None:
+    """A Grant whose room is not opened has no deadline at prefill."""
+    place = PrefillSessions._place
+
+    def patient(self: PrefillSessions, duty: DutyEntry, room_id: int, now: float) -> None:
+        place(self, duty, room_id, now)
+        self._timers.clear(("grant", duty.session.id, duty.number))
+
+    patch(PrefillSessions, "_place", patient)
+
+
+def silent_decode_kept(patch: Patch) -> None:
+    """Prefill keeps the sessions of a decode node that is silent, for ever."""
+    patch(Writers, "_depart", lambda self, peer, cause, detail, now: None)
+
+
+def ended_labels_forgotten(patch: Patch) -> None:
+    """A Grant for a room that has ended at prefill waits for it to be opened."""
+    place = PrefillSessions._place
+
+    def forgetful(self: PrefillSessions, duty: DutyEntry, room_id: int, now: float) -> None:
+        self._ended.clear()
+        place(self, duty, room_id, now)
+
+    patch(PrefillSessions, "_place", forgetful)
+
+
+def replaced_by_register(patch: Patch) -> None:
+    """A Register ends the session before it, though a dead process may have sent it."""
+    register = Writers._open
+
+    def hasty(self: Writers, peer: Any, message: Any, now: float) -> None:
+        for other in self._open_of(peer.name):
+            self.close(other, Cause.PEER_RESTARTED, "another session", now)
+        register(self, peer, message, now)
+
+    patch(Writers, "_open", hasty)
+
+
+def landed_with_the_first_grant(patch: Patch) -> None:
+    """Prefill's room has landed when it has in one rank of a decode worker."""
+    attach = PrefillSessions._attach
+
+    def first(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
+        attach(self, duty, room, now)
+        room.grants = len(room.duties)
+
+    patch(PrefillSessions, "_attach", first)

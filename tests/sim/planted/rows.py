@@ -1,0 +1,194 @@
+"""Defences of what lies in an arena, taken away: shared blocks, memory that is not there yet, checksums."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pdtransfer.admission import Admission
+from pdtransfer.arena import Block, Holding
+from pdtransfer.errors import Cause
+from pdtransfer.prefix import PrefixCache
+from pdtransfer.session.decode import DecodeSessions
+from pdtransfer.session.duties import DutyEntry
+from pdtransfer.session.leases import Leases
+from pdtransfer.session.ledger import LeaseEntry, Session
+from pdtransfer.session.links import Links
+from pdtransfer.session.verify import Verifications
+from pdtransfer.session.writers import Writers
+
+from . import Patch
+
+
+def claimed_blocks_evicted(patch: Patch) -> None:
+    """A block is given up though rooms read it: who claims it is not asked."""
+
+    def claim(self: PrefixCache, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            block.claims += 1
+
+    patch(PrefixCache, "_claim", claim)
+
+
+def blocks_go_with_the_first_room(patch: Patch) -> None:
+    """The first of some rooms that share a block to go gives its slots back."""
+    drop = PrefixCache.drop
+
+    def drop_all(self: PrefixCache, holding: Holding) -> bool:
+        if holding.claims == 1:
+            for block in holding.blocks:
+                block.claims = min(block.claims, 1)
+        return drop(self, holding)
+
+    patch(PrefixCache, "drop", drop_all)
+
+
+def shared_before_ready(patch: Patch) -> None:
+    """A prompt enters the cache when its slots are leased: the next one reads what has not landed."""
+    admit = Admission.admit
+
+    def and_keep(self: Admission, now: float) -> Holding | None:
+        keys = next(iter(self._queue.values())).keys
+        holding = admit(self, now)
+        if holding is not None:
+            self._cache.keep(holding, keys)
+        return holding
+
+    patch(Admission, "admit", and_keep)
+
+
+def keys_without_what_comes_before(patch: Patch) -> None:
+    """A block is known by its own tokens alone."""
+    module = sys.modules[PrefixCache.__module__]
+    whole = module.block_keys
+
+    def alone(root: bytes, prompt: bytes, *, block_tokens: int, blocks_max: int) -> tuple[bytes, ...]:
+        size = 4 * block_tokens
+        blocks = [prompt[at : at + size] for at in range(0, len(prompt) // size * size, size)]
+        return sum((whole(root, block, block_tokens=block_tokens, blocks_max=blocks_max) for block in blocks), ())
+
+    patch(module, "block_keys", alone)
+
+
+def granted_before_it_is_ready(patch: Patch) -> None:
+    """A Grant is said whether or not its writer has its slots ready."""
+    patch(Session, "covers", lambda self, holding: True)
+
+
+def more_said_ready_than_there_is(patch: Patch) -> None:
+    """The writer says that it has the whole arena when it has some of it."""
+    mapped = Writers.mapped
+
+    def all_of_it(self: Writers, session_id: int, bytes_ready: int) -> None:
+        session = self.sessions.get(session_id)
+        mapped(self, session_id, bytes_ready if session is None else session.reach.arena_bytes)
+
+    patch(Writers, "mapped", all_of_it)
+
+
+def register_said_until_the_first_answer(patch: Patch) -> None:
+    """Register ends with the first Registered, and the one that says more may be lost."""
+    registered = Links.registered
+
+    def once(self: Links, session: Session, message: Any) -> None:
+        registered(self, session, message)
+        self.timers.clear(("register", session.id, 0))
+
+    patch(Links, "registered", once)
+
+
+def held_grants_forgotten(patch: Patch) -> None:
+    """A Grant whose slots were not ready is not said when they are."""
+    patch(Leases, "ready", lambda self, session, now: None)
+
+
+def arena_grows_no_more(patch: Patch) -> None:
+    """Slots that are backed later are never leased."""
+    patch(DecodeSessions, "ready", lambda self, bytes_ready, now: [])
+
+
+def checksums_not_compared(patch: Patch) -> None:
+    """What was read back is right, whatever the writer has said."""
+    end = Verifications.end
+
+    def trusting(self: Verifications, session: int, grant: int, checksum: int, detail: str) -> Any:
+        said = int.from_bytes(self._open[session, grant].checksum, "little")
+        return end(self, session, grant, said, detail)
+
+    patch(Verifications, "end", trusting)
+
+
+def ready_before_it_is_read(patch: Patch) -> None:
+    """A room is READY with its last Landed, while its rows are read back."""
+    begin, end = Verifications.begin, Verifications.end
+
+    def uncounted(self: Verifications, room: Any, *args: Any) -> str:
+        wrong = begin(self, room, *args)
+        room.verifying -= not wrong
+        return wrong
+
+    def ended(self: Verifications, session: int, grant: int, *args: Any) -> Any:
+        self._open[session, grant].room.verifying += 1
+        return end(self, session, grant, *args)
+
+    patch(Verifications, "begin", uncounted)
+    patch(Verifications, "end", ended)
+
+
+def ready_with_the_first_sum(patch: Patch) -> None:
+    """A room of several ranks is READY when the first of its grants was read back."""
+    end = Verifications.end
+
+    def hasty(self: Verifications, *args: Any) -> Any:
+        room, wrong = end(self, *args)
+        room.verifying = 0
+        return room, wrong
+
+    patch(Verifications, "end", hasty)
+
+
+def rows_not_claimed_while_they_are_read(patch: Patch) -> None:
+    """The slots of a room that fails while it is read back are free at once."""
+    begin, end = Verifications.begin, Verifications.end
+
+    def unclaimed(self: Verifications, room: Any, lease: LeaseEntry, checksum: bytes) -> str:
+        wrong = begin(self, room, lease, checksum)
+        lease.holding.claims -= not wrong
+        return wrong
+
+    def ended(self: Verifications, session: int, grant: int, *args: Any) -> Any:
+        holding = self._open[session, grant].holding
+        holding.claims += 2
+        found = end(self, session, grant, *args)
+        holding.claims -= 1
+        return found
+
+    patch(Verifications, "begin", unclaimed)
+    patch(Verifications, "end", ended)
+
+
+def wrong_rows_taken_for_a_breach(patch: Patch) -> None:
+    """One wrong row ends its writer's session, and all its rooms."""
+    verified = DecodeSessions.verified
+
+    def strict(self: DecodeSessions, session_id: int, *args: Any) -> Any:
+        before, now = self.verifications.mismatched, args[-1]
+        effects = verified(self, session_id, *args)
+        session = self.links.sessions.get(session_id)
+        if self.verifications.mismatched > before and session is not None:
+            self.links.condemn(session, Cause.TRANSFER, "wrong rows", now)
+        return effects + self._effects(now)
+
+    patch(DecodeSessions, "verified", strict)
+
+
+def sum_of_the_last_write(patch: Patch) -> None:
+    """Landed carries the checksum of the grant's last write alone."""
+    wrote = DutyEntry.wrote
+
+    def last(self: DutyEntry, byte_count: int, checksum: int) -> None:
+        self.checksum = 0
+        wrote(self, byte_count, checksum)
+
+    patch(DutyEntry, "wrote", last)

@@ -25,6 +25,7 @@ from .registered import Registered
 
 _TABLES_MAX = 64
 _POLL_SECONDS = 20e-6
+IPC_HANDLE_BYTES = 64
 
 
 class Card:
@@ -238,6 +239,38 @@ class Card:
                 self.synchronise(0)
             self._tables[key] = address
             return address
+
+    # Memory of the card, for other processes
+
+    @cached_property
+    def uuid(self) -> bytes:
+        """16 bytes, the same in every process."""
+        return bytes(self.call("cuDeviceGetUuid", self._device).bytes)
+
+    def allocation_of(self, address: int) -> int:
+        """Where the allocation begins that `address` lies in."""
+        self.enter()
+        status, base, _ = self.driver.cuMemGetAddressRange(address)
+        self.check("cuMemGetAddressRange", status)
+        return int(base)
+
+    def ipc_handle(self, base: int) -> bytes:
+        """64 bytes by which another process opens this allocation."""
+        self.enter()
+        return ctypes.string_at(self.call("cuIpcGetMemHandle", base).getPtr(), IPC_HANDLE_BYTES)
+
+    def ipc_open(self, handle: bytes, flags: int) -> int:
+        """Maps another process's allocation; where it begins here."""
+        self.enter()
+        named = self.driver.CUipcMemHandle()
+        assert len(handle) == IPC_HANDLE_BYTES
+        ctypes.memmove(named.getPtr(), handle, IPC_HANDLE_BYTES)
+        return int(self.call("cuIpcOpenMemHandle", named, flags))
+
+    def ipc_close(self, base: int) -> None:
+        """Undoes ipc_open; the card must have ended with it."""
+        self.enter()
+        self.call("cuIpcCloseMemHandle", base)
 
     # Memory of the host
 

@@ -1,0 +1,114 @@
+"""What engines' pools call, on the CPU: rows up layer by layer, down all at once, and memory for other processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from pdtransfer.errors import LocalProtocolError, TransportError
+from pdtransfer.kernels import hooks, ipc
+from pdtransfer.kernels.hooks import backup_from_device_all_layer, load_to_device_per_layer
+from pdtransfer.kernels.pools import Pool
+from pdtransfer.memory import Arena
+
+from .layout_tensors import Pool as Tensors
+from .layout_tensors import mha, mla
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def pool_of(tensors: Tensors) -> Pool:
+    return Pool(layout=tensors.layout, address=tensors.memory.ctypes.data)
+
+
+@pytest.mark.parametrize("model", [mla(layers=range(3, 8)), mha(layers=range(4), heads=range(8))], ids=["mla", "mha"])
+def test_rows_go_up_layer_by_layer_and_down_all_at_once(model) -> None:
+    host = Tensors(name="page_first", model=model, page_size=16, slots=64)
+    device, back = (Tensors(name="layer_first", model=model, page_size=16, slots=64) for _ in range(2))
+    host.fill(np.arange(64) + 1_000)
+    rng = np.random.default_rng(1)
+    up, down, home = (rng.permutation(64)[:37] for _ in range(3))
+    events = load_to_device_per_layer(pool_of(device), pool_of(host), up, down, 37)
+    assert list(events) == sorted({layer for _, layer, _ in model.rows()})
+    assert all(event.query() for event in events.values())
+    backup_from_device_all_layer(pool_of(back), pool_of(device), home, up, 37).wait()
+    for kind, layer, head in model.rows():
+        assert np.array_equal(back.read(kind, layer, head, home), host.read(kind, layer, head, down))
+
+
+def test_layers_are_copied_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, device = (Tensors(name=name, model=mla(), page_size=16, slots=64) for name in ("page_first", "layer_first"))
+    seen: list[tuple[int, int]] = []
+
+    def copied(target: Pool, source: Pool, *_: object) -> None:
+        seen.append((target.layout.layer_range[0], source.layout.layer_range[0]))
+
+    monkeypatch.setattr(hooks, "kv_copy", copied)
+    layers = list(load_to_device_per_layer(pool_of(device), pool_of(host), range(3), range(3), 3))
+    assert seen == [(layer, layer) for layer in layers]
+
+
+def test_wrong_slots_are_refused_before_a_layer_is_copied() -> None:
+    host, device = (Tensors(name="layer_first", model=mla(), page_size=16, slots=64) for _ in range(2))
+    before = device.memory.copy()
+    with pytest.raises(LocalProtocolError, match="64 is outside"):
+        load_to_device_per_layer(pool_of(device), pool_of(host), np.array([1, 64]), range(2), 2)
+    assert np.array_equal(device.memory, before)
+
+
+OTHER = """
+import sys
+import numpy as np
+from pdtransfer.kernels.ipc import Handle, Opened
+opened = Opened(Handle.unpack(bytes.fromhex(sys.argv[1])))
+assert opened.card is None
+words = np.ctypeslib.as_array((__import__("ctypes").c_uint8 * opened.byte_count).from_address(opened.address))
+print(int(words[:100].sum()))
+words[100] = 77
+opened.close()
+opened.close()
+"""
+
+
+def test_another_process_reads_and_writes_what_was_exported() -> None:
+    arena = Arena.create(1 << 20, huge_pages="never")
+    arena.prefault()
+    arena.mapping.array[:100] = 3
+    packed = ipc.export(arena).packed
+    said = subprocess.run(
+        [sys.executable, "-c", OTHER, packed.hex()], capture_output=True, text=True, check=True, cwd=REPO, timeout=120
+    )
+    assert said.stdout.strip() == "300"
+    assert arena.mapping.array[100] == 77
+    arena.close()
+
+
+def test_memory_that_is_no_more_is_not_opened() -> None:
+    arena = Arena.create(1 << 20, huge_pages="never")
+    handle = ipc.export(arena)
+    with pytest.raises(TransportError, match="is another file by now"):
+        ipc.Opened(msgspec.structs.replace(handle, inode=handle.inode + 1))
+    with pytest.raises(TransportError, match="exported memory: /proc/"):
+        ipc.Opened(msgspec.structs.replace(handle, descriptor=1 << 20))
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [b"", b"\x90", ipc.Handle("card", 8, card=b"x" * 16).packed, ipc.Handle("memfd", 0).packed,
+     ipc.Handle("card", 8, -1, b"x" * 16, b"h" * 64).packed],
+)  # fmt: skip
+def test_what_is_no_handle_is_refused(packed: bytes) -> None:
+    with pytest.raises(TransportError, match="handle of exported memory"):
+        ipc.Handle.unpack(packed)
+
+
+def test_a_card_that_is_not_seen_here_is_named() -> None:
+    handle = ipc.Handle("card", 8, 0, b"\xee" * 16, b"h" * 64)
+    with pytest.raises(TransportError, match="ee" * 16):
+        ipc.Opened(ipc.Handle.unpack(handle.packed))

@@ -111,7 +111,8 @@ async def _show(config: DemoConfig, logs: Path) -> int:
     with _stage(console, "the same prompts in a single process, nothing transferred"):
         reference = await _reference(config, texts)
     for answer, expected in zip(answers, reference, strict=True):
-        answer.identical = not answer.error and all(answer.facts.get(name) == expected[name] for name in expected)
+        answer.differs = tuple(name for name in expected if answer.facts.get(name) != expected[name])
+        answer.identical = not answer.error and not answer.differs
     report = report_of(config, answers, seconds, leaked)
     if config.verify:
         report |= {"grants_verified": verified[0], "grants_mismatched": verified[1]}

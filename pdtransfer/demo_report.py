@@ -24,6 +24,7 @@ class Answer:
     cached: int = 0  # tokens of the prompt that decode had already
     error: str = ""
     facts: dict[str, Any] = field(default_factory=dict[str, Any])  # the router's `pdtransfer` object
+    differs: tuple[str, ...] = ()  # digests that are not the single process's
     identical: bool = False
 
 
@@ -38,6 +39,7 @@ def report_of(config: DemoConfig, answers: Sequence[Answer], seconds: float, lea
         "requests": len(answers),
         "identical": sum(answer.identical for answer in answers),
         "all_identical": all(answer.identical for answer in answers),
+        "differ": sorted({name for answer in answers for name in answer.differs}),
         "failed": sum(bool(answer.error) for answer in answers),
         "attention": config.attention,
         "prefill": config.prefill,

@@ -46,7 +46,7 @@ def main() -> None:
     assert mapping.registered is not None
     layout = flat(mapping.byte_count)
     pools = list[Pool]()
-    for seed in (1, 2):
+    for seed in (here.ordinal, here.ordinal + 100):
         address = here.allocate(layout.end)
         here.upload(address, np.random.default_rng(seed).integers(1, 256, layout.end, dtype=np.uint8), 0)
         here.synchronise(0)
@@ -57,6 +57,13 @@ def main() -> None:
         match line.strip():
             case "push":
                 threading.Thread(target=push_for_ever, args=(target, pools, here.stream()), daemon=True).start()
+            case "half":  # the one that belongs to this card's number
+                half = layout.slots // 2
+                rows = range(here.ordinal * half, here.ordinal * half + half)
+                for _ in range(10):
+                    kv_copy(target, pools[0], rows, range(half), half)
+                here.synchronise(0)
+                print("done", flush=True)
             case "fork":
                 if pid := os.fork():
                     print(pid, flush=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from pdtransfer.kernels import card as cards
@@ -32,8 +33,9 @@ STILL_SECONDS = 0.5  # a hundred launches
 class CardProcess(Process):
     """tests/gpu_writer.py, and what it forked."""
 
-    def __init__(self, reach: object) -> None:
-        command = [sys.executable, str(REPO / "tests" / "gpu_writer.py"), str(WRITER), msgspec.json.encode(reach)]
+    def __init__(self, reach: object, session: int = WRITER, card: int = 0) -> None:
+        writer = str(REPO / "tests" / "gpu_writer.py")
+        command = [sys.executable, writer, str(session), msgspec.json.encode(reach), str(card)]
         self.started = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},
@@ -154,5 +156,31 @@ async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena:
         assert not owner.quiet(WRITER)
         process.started.kill()
         await until(lambda: owner.quiet(WRITER))
+        await is_still(arena)
+    await owner.close()
+
+
+@pytest.mark.skipif(cards.count() < 2, reason="one card here")
+@on_loop
+async def test_two_processes_write_one_arena_each_by_its_own_card(arena: Arena, tmp_path: Path) -> None:
+    owner = ShmArena(arena, directory=tmp_path / "s")
+    async with CardProcess(owner.offer(1), 1, card=0) as first, CardProcess(owner.offer(2), 2, card=1) as second:
+        for process in (first, second):
+            process.say("half")
+        assert [await process.heard() for process in (first, second)] == ["done", "done"]
+        half = ARENA_BYTES // 2
+        for card in (0, 1):
+            content = np.random.default_rng(card).integers(1, 256, ARENA_BYTES, dtype=np.uint8)[:half]
+            assert np.array_equal(arena.mapping.array[card * half :][:half], content)
+        second.say("push")
+        await changes(arena)
+        for session in (1, 2):
+            owner.revoke(session)
+        first.started.kill()
+        await until(lambda: owner.quiet(1))
+        await changes(arena)
+        assert not owner.quiet(2), "one card's end says nothing of the other's"
+        second.started.kill()
+        await until(lambda: owner.quiet(2))
         await is_still(arena)
     await owner.close()

@@ -128,6 +128,6 @@ def test_the_demo_is_identical_on_a_card(attention: str) -> None:
     command = [sys.executable, "-m", "pdtransfer", "demo", "--device", "cuda", "--json", "--attention", attention]
     command += ["--requests", "8", "--prompt-bytes-max", "2048", "--max-tokens", "8"]
     done = subprocess.run([*command, "--verify"], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert (report["identical"], report["slots_leaked"], report["grants_mismatched"]) == (8, 0, 0), report

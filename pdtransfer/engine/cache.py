@@ -80,9 +80,9 @@ class _Reached:
         }  # fmt: skip
 
 
-def reached(address: int, byte_count: int) -> Tensor:
+def reached(address: int, byte_count: int, device: torch.device) -> Tensor:
     """Registered host memory as a flat float32 tensor of the card, at the card's address; it has to stay."""
-    return torch.as_tensor(_Reached(address, byte_count // 4), device="cuda")
+    return torch.as_tensor(_Reached(address, byte_count // 4), device=device)
 
 
 def _view(flat: Tensor, plane: Plane, unit: int) -> Tensor:

@@ -20,7 +20,7 @@ from .base import Broken, EngineCard, EngineConfig, Finished, Request, Token
 from .cache import Cache, reached
 from .card import COMPONENT, build_card, check_request
 from .model import Batch, Model
-from .numerics import block_up, single_threaded
+from .numerics import block_up
 from .sampling import Handoff, chain, pick, tokens_digest
 
 _ROOMS_TOGETHER = 4  # folded together: their key blocks stay in the core's cache between two products
@@ -73,7 +73,7 @@ class ReferenceDecode:
         if self._model.device.type == "cuda":
             if not device_address:
                 raise ValueError(f"arena: it was not registered with {self._model.device}")
-            self.take(reached(device_address, self._card.memory_bytes))
+            self.take(reached(device_address, self._card.memory_bytes, self._model.device))
         else:
             self.take(torch.frombuffer(arena, dtype=torch.float32, count=self._card.memory_bytes // 4))
 
@@ -104,7 +104,7 @@ class ReferenceDecode:
 
     @torch.inference_mode()
     def step(self) -> list[Token | Finished | Broken]:
-        single_threaded()
+        self._model.enter()
         made: list[Token | Finished | Broken] = []
         running: list[_Room] = []
         for number in list(islice(self._rooms, self._config.batch_max)):

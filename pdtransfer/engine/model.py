@@ -15,7 +15,7 @@ from .architecture import DIGEST_BYTES, Architecture, Weights
 from .attention import Tiles, attend
 from .base import Alone, Group
 from .cache import Cache
-from .numerics import Rope, linear, rms_norm, silu
+from .numerics import Rope, linear, rms_norm, silu, single_threaded
 from .projection import GroupedProjection, LatentProjection, Projection
 from .shard import Shard
 
@@ -54,6 +54,12 @@ class Model:
             case "gqa":
                 rope = Rope(positions=positions, dim=architecture.head_dim, device=device)
                 self._projection = GroupedProjection(architecture, self.shard, rope)
+
+    def enter(self) -> None:
+        """Makes the calling thread compute as this model has to: with one thread of the CPU, on its own card."""
+        single_threaded()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def embed(self, batch: Batch) -> Tensor:
         """(rows,) ids -> (rows, width)."""

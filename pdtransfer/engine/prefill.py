@@ -17,7 +17,7 @@ from .base import Broken, CardMemory, Computed, EngineCard, EngineConfig, Event,
 from .cache import Cache, Pages
 from .card import COMPONENT, build_card, check_request
 from .model import Batch, Model
-from .numerics import BLOCK_ROWS, block_up, single_threaded
+from .numerics import BLOCK_ROWS, block_up
 from .sampling import Handoff, chain, pick
 from .shard import Shard
 
@@ -112,7 +112,7 @@ class ReferencePrefill:
 
     @torch.inference_mode()
     def step(self) -> list[Computed | Prefilled | Broken]:
-        single_threaded()
+        self._model.enter()
         if not self._rooms:
             return []
         self._turn += 1

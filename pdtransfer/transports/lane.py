@@ -9,10 +9,11 @@ from ..kernels.card import Card, card
 from ..kernels.event import Event
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
-from ..kernels.push import push
+from ..kernels.push import Backend, push
 from ..kernels.registered import Registrar
 from ..layout import Layout
 
+BACKEND: Backend = "kernel"  # pieces are smaller than what a ring takes to be the faster, and nothing has to be planned
 IN_FLIGHT_MAX = 2  # one runs, one waits behind it: more would only delay who cancels
 
 
@@ -67,7 +68,10 @@ class CardLane:
     def launch(self, place: int, target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, rows: int,
                cancel: Cancel) -> None:  # fmt: skip
         progress = self._progress[place]
-        push(target, source, target_slots, source_slots, rows, progress=progress, cancel=cancel, stream=self._stream)
+        push(
+            target, source, target_slots, source_slots, rows,
+            backend=BACKEND, progress=progress, cancel=cancel, stream=self._stream,
+        )  # fmt: skip
         self._events[place].record(self._stream)
 
     def wait(self, place: int) -> tuple[State, int]:

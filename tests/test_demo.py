@@ -138,7 +138,7 @@ def test_one_digest_that_differs_is_status_1(
     answers(answered("a"), answered("b", **{name: "ff"}))
     assert run(CONFIG) == 1
     said = json.loads(capsys.readouterr().out)
-    assert (said["identical"], said["all_identical"]) == (1, False)
+    assert (said["identical"], said["all_identical"], said["differ"]) == (1, False, [name])
 
 
 def test_a_digest_that_is_missing_is_status_1(answers: Callable[..., None]) -> None:

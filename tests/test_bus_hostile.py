@@ -514,6 +514,24 @@ def replace_role(message: Hello, role: str) -> Hello:
 
 
 @on_loop
+async def test_who_hangs_up_before_it_is_revoked_is_cut_off_all_the_same(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    """A session outlives its connection: whoever holds it has to hear that its peer is listed no more."""
+    p, v, g = pair(), pair(), pair()
+    async with Node("p", p, {"villain": v, "good": g}) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        villain, good = (Raw(context, bound, keys=keys, server=p.public) for keys in (v, g))
+        villain.say(hello("v"))
+        good.say(hello("g"))
+        await until(lambda: len(prefill.heard) == 2)
+        villain.socket.close()
+        await until(lambda: not prefill.bus.send("key:villain", Ping(1)))
+        assert prefill.bus.allow(AllowList({g.public: "good"})) == ["key:villain"]
+        assert prefill.bus.allow(AllowList({g.public: "good"})) == []
+
+
+@on_loop
 async def test_a_listener_that_is_revoked_is_hung_up_on() -> None:
     p, d, other = pair(), pair(), pair()
     async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p, "o": other}) as decode_node:

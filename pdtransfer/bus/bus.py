@@ -59,6 +59,7 @@ class Bus:
         self._router_drain: Drain | None = None
         self._connections = Connections(self._limits)
         self._dialled: dict[str, Dialled] = {}
+        self._met: set[str] = set()  # names on the allow-list that have said Hello, connected or not
         self._sweep: Sweep | None = None
         self._auditing = self._loop.call_later(self._limits.audit_ms / 1e3, self._audit)
         self.sent = self.received = self.refused = self.dropped = 0
@@ -159,8 +160,9 @@ class Bus:
     def allow(self, allowed: AllowList) -> list[str]:
         """Takes another allow-list in place of the one that it has; returns the names of peers that it has cut off.
 
-        Those are whose key is listed no more, or under another name or with other roles. Their connections end, and
-        nothing that they have said is heard. One that has never said a word ends when it does.
+        Those are whose key is listed no more, or under another name or with other roles, connected or not: what they
+        were promised is not over with a connection. Their connections end, and nothing that they have said is heard.
+        One that has never said a word ends when it does.
         """
         assert self._zap is not None, "a bus without keys knows no allow-list"
         before, self._allowed, self._zap.allowed = self._allowed, allowed, allowed
@@ -169,7 +171,9 @@ class Bus:
         for connection in expelled:
             if connection.wire is not None:
                 connection.wire.end()
-        gone = [connection.name for connection in expelled if connection.name and not connection.superseded]
+        changed = {f"key:{name}" for user, name in before.names.items() if before.entry(user) != allowed.entry(user)}
+        gone = sorted(self._met & changed)
+        self._met -= changed
         for endpoint, dialled in list(self._dialled.items()):
             if allowed.name_of(dialled.server_key or "") is None:
                 self.hang_up(endpoint)
@@ -226,6 +230,8 @@ class Bus:
             message = _decode(frame)
             if type(message) is Hello:
                 self._connections.introduce(connection, self._name(user, message), now)
+                if self._allowed is not None:
+                    self._met.add(connection.name)
             else:
                 self._connections.check(connection)
         except RemoteProtocolError as error:

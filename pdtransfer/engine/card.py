@@ -13,6 +13,7 @@ from ..layouts import host_layout
 from .architecture import Architecture, Options
 from .base import EngineCard, EngineConfig, Request
 from .model import Model
+from .numerics import VECTOR, exp2
 from .tokens import VOCABULARY
 
 COMPONENT = "kv"
@@ -52,7 +53,9 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"device: {name!r}, torch {torch.__version__} sees {count} cards")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.cuda.set_device(number)
-    return torch.device("cuda", number)
+    device = torch.device("cuda", number)
+    exp2(torch.zeros(VECTOR, device=device))  # compiled at its first use, which must not be while peers wait for us
+    return device
 
 
 def build_card(config: EngineConfig, model: Model, options: Options) -> EngineCard:

@@ -174,7 +174,7 @@ class DecodeNode(Process):
                 world.log(f"{self.name} room {effect.room} failed {effect.cause} {effect.detail}")
                 self.rooms[effect.room].on_failed(effect)
             case fx.PeerRefused() | fx.HangUp():
-                world.fail(f"{self.name}: {effect}")
+                self._check_parting(effect)
 
     def send(self, peer: str, message: Message) -> None:
         match message:
@@ -187,6 +187,12 @@ class DecodeNode(Process):
         super().send(peer, message)
         if isinstance(message, Register):
             self._die_registering(peer)
+
+    def _check_parting(self, effect: fx.PeerRefused | fx.HangUp) -> None:
+        """None parts from an honest peer; but a new process cannot map what the dead one had, without saying so."""
+        refused = isinstance(effect, fx.PeerRefused) and "(transfer)" in effect.detail
+        if not refused or not self.world.prefills[effect.peer].deaths:
+            self.world.fail(f"{self.name}: {effect}")
 
     def _die_registering(self, peer: str) -> None:
         """What it has sent arrives late, when another process of its name has a session there. Who has not heard its

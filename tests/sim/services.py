@@ -11,7 +11,7 @@ from pdtransfer.service import Service, ServiceEffect, Start, Stop
 from pdtransfer.wire import Begin, End, Message
 
 from .groups import Group
-from .process import Alarm
+from .process import Alarm, Process
 from .rooms import Source, Target
 from .routers import answer
 
@@ -80,8 +80,15 @@ class Desk:
             return
         self.world.seen["workers that leave"] += 1
         self.run(self.service.goodbye(Cause.SHUTDOWN.value))
-        for rank in self.group.ranks:
-            rank.depart()
+        for rank in self.group.ranks[1:]:
+            self.group.say(self.node, rank, rank.depart)
+        self._depart_last({rank: rank.life for rank in self.group.ranks[1:]})
+
+    def _depart_last(self, lives: dict[Process, int]) -> None:
+        if any(rank.life == life for rank, life in lives.items()):
+            self.node.later(0.001, lambda: self._depart_last(lives))
+        else:
+            self.node.depart()
 
     def begin(self, begin: Begin) -> None:
         raise NotImplementedError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +26,9 @@ class CardOnHost(Card):
         self._queues: dict[int, deque[tuple[Callable[[], bool], Callable[[], object]]]] = {0: deque()}
         self._recorded: dict[int, int] = {}
         self._reached: dict[int, int] = {}
+        self.tables: Any = self
         self._tables_held: dict[object, int] = {}
+        self.users = Counter[object]()  # of tables
         self.batches = bool(seed % 2)  # whether its driver has them
         self.copies: list[tuple[int, int, int]] = []  # source, target, bytes of each transfer that was done
         self.launches = 0
@@ -109,7 +111,12 @@ class CardOnHost(Card):
             copied = table.copy()
             self._held[copied.ctypes.data] = copied
             self._tables_held[key] = copied.ctypes.data
+        self.users[key] += 1
         return self._tables_held[key]
+
+    def let(self, key: object) -> None:
+        self.users[key] -= 1
+        assert self.users[key] >= 0
 
     def copy(self, target: int, source: int, byte_count: int, stream: int) -> None:
         self._refuse("copy")

@@ -111,6 +111,7 @@ def test_every_backend_carries_every_layout_into_every_other_and_touches_nothing
         if made is not None:
             while progress.state is State.RUNNING:
                 assert made.step(), "nothing will end it"
+            assert not made.users.total(), "a table that nobody uses is taken for used"
     assert progress.state is State.COMPLETE
     assert np.array_equal(target.memory, right)
 

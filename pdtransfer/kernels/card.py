@@ -22,8 +22,8 @@ from ..geometry import Int64s
 from . import UnusableError
 from .compiled import machine_code
 from .registered import Registered
+from .tables import Tables
 
-_TABLES_MAX = 64
 _POLL_SECONDS = 20e-6
 IPC_HANDLE_BYTES = 64
 
@@ -38,7 +38,7 @@ class Card:
         self._cache = cache
         self._lock = threading.Lock()
         self._kernels: dict[str, Any] = {}
-        self._tables: dict[object, int] = {}  # the one used last comes last
+        self.tables = Tables(self)
         self._calls: Calls | None = None
         self._registrations: dict[int, int] = {}  # address here: address there
         self.borders: Int64s = np.empty(0, np.int64)
@@ -226,19 +226,6 @@ class Card:
         """Queues the store of a 32-bit word, which is seen once everything queued before it is."""
         self.enter()
         self.call("cuStreamWriteValue32", stream, address, word, 0)
-
-    def kept(self, key: object, table: NDArray[np.int64]) -> int:
-        """Where the card has `table`, which `key` names for good; it waits for the card where it has to forget one."""
-        with self._lock:
-            address = self._tables.pop(key, 0)
-            if not address:
-                while len(self._tables) >= _TABLES_MAX:
-                    self.free(self._tables.pop(next(iter(self._tables))))
-                address = self.allocate(table.nbytes)
-                self.upload(address, table, 0)
-                self.synchronise(0)
-            self._tables[key] = address
-            return address
 
     # Memory of the card, for other processes
 

@@ -263,11 +263,13 @@ def _on_card(
         if not progress.address:
             raise LocalProtocolError("progress: a card can't see these words: make them for that card")
         argument.progress, argument.tally, argument.ticket = progress.address, progress.tally, progress.begin()
-    argument.pairs = here.kept(launch.key, launch.pairs)
-    uploaded = _upload(here, launch, stream)
+    argument.pairs = here.tables.kept(launch.key, launch.pairs)
+    uploaded = 0
     try:
+        uploaded = _upload(here, launch, stream)
         here.launch("kv_copy", argument, blocks=blocks or _blocks(here, target, source), threads=THREADS, stream=stream)
     finally:
+        here.tables.let(launch.key)
         if uploaded:
             here.free(uploaded, stream)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple
 
 from ..cancel import Cancel
@@ -153,6 +154,8 @@ def _carry(
         there = here.allocate(slots.nbytes, stream)
         try:
             here.upload(there, slots, stream)
-            ring.run(ring_works(ring, sides, made, there), stream=stream, cancel=cancel, progress=progress)
+            with ExitStack() as held:
+                works = ring_works(ring, sides, made, there, held)
+                ring.run(works, stream=stream, cancel=cancel, progress=progress)
         finally:
             here.free(there, stream)

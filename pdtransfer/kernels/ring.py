@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -70,8 +71,9 @@ def listing(made: Through, sides: Sides) -> NDArray[np.int32]:
     return np.concatenate((made.near_slots, sides.source_slots[left], sides.target_slots[left])).astype(np.int32)
 
 
-def ring_works(ring: Ring, sides: Sides, made: Through, listed: int) -> Works:
-    """All rows, those past the ring last; `listed` is where the card has `listing`."""
+def ring_works(ring: Ring, sides: Sides, made: Through, listed: int, held: ExitStack) -> Works:
+    """All rows, those past the ring last; `listed` is where the card has `listing`. They are to be queued before `held`
+    closes, which lets go of their tables."""
     here, shape, carved = ring.card, made.shape, made.carved()
     near, far = (sides.target, sides.source) if shape.fetch else (sides.source, sides.target)
     count = len(carved.chunks)
@@ -79,8 +81,8 @@ def ring_works(ring: Ring, sides: Sides, made: Through, listed: int) -> Works:
     tables = [_table(shape, near.address, at) for at in ring.slots]
     starts, first, end = tables[0].starts, carved.chunks[:, 0], carved.chunks[:, 1]
     arguments = np.repeat(tables[0].argument, count)
-    held = np.array([here.kept(table, table.pairs) for table in tables])
-    arguments["pairs"] = held[slot] + starts[first] * tables[0].pairs.strides[0]
+    pairs = np.array([_kept(here, table, table.pairs, held) for table in tables])
+    arguments["pairs"] = pairs[slot] + starts[first] * tables[0].pairs.strides[0]
     arguments["pair_count"] = starts[end] - starts[first]
     arguments["count"] = (carved.chunks[:, 3] - carved.chunks[:, 2]) * shape.block
     arguments["target" if shape.fetch else "source"]["entries"] = listed + 4 * carved.chunks[:, 2] * shape.block
@@ -98,7 +100,7 @@ def ring_works(ring: Ring, sides: Sides, made: Through, listed: int) -> Works:
     if shape.fetch:
         runs = np.ascontiguousarray(runs[:, [1, 0, 2]])
     if len(made.left):
-        left = _left(here, sides, made, listed + 4 * len(made.near_slots), ring.slot_bytes)
+        left = _left(ring, sides, made, listed + 4 * len(made.near_slots), held)
         more = np.zeros((len(left), 4), np.int64)
         more[:, 0] = count + np.arange(len(left))
         more[:, 1] = BLOCKS_FETCH if shape.fetch else BLOCKS_PUSH
@@ -107,15 +109,21 @@ def ring_works(ring: Ring, sides: Sides, made: Through, listed: int) -> Works:
     return Works(arguments, table, runs, fetch=shape.fetch)
 
 
-def _left(here: Card, sides: Sides, made: Through, listed: int, bytes_max: int) -> NDArray[Any]:
+def _kept(here: Card, key: object, pairs: Int64s, held: ExitStack) -> int:
+    address = here.tables.kept(key, pairs)
+    held.callback(here.tables.let, key)
+    return address
+
+
+def _left(ring: Ring, sides: Sides, made: Through, listed: int, held: ExitStack) -> NDArray[Any]:
     """Launches past the ring, ARGUMENT (n,): each as much as a slot holds."""
     count, pairing = len(made.left), made.shape.pairing
-    step = max(1, bytes_max // pairing.row_bytes)
+    step = max(1, ring.slot_bytes // pairing.row_bytes)
     ours, theirs = (
         Side(None, 0, 1, False, 1, count, limit, True) for limit in (pairing.target_slots, pairing.source_slots)
     )
     launch = launch_of(sides.target, sides.source, ours, theirs, count)
-    launch.argument.pairs = here.kept(launch.key, launch.pairs)
+    launch.argument.pairs = _kept(ring.card, launch.key, launch.pairs, held)
     first = np.arange(0, count, step)
     arguments = np.repeat(_array(launch.argument), len(first))
     arguments["count"] = np.minimum(step, count - first)

@@ -12,13 +12,16 @@ import pytest
 
 from pdtransfer import memory, sums
 from pdtransfer.checksum import lines_of, runs_of
-from pdtransfer.effects import Outcome
+from pdtransfer.effects import FenceWriter, Outcome
 from pdtransfer.errors import WorldError
 from pdtransfer.kernels import registered
+from pdtransfer.kernels.pools import State
 from pdtransfer.memory import Arena
+from pdtransfer.node import PrefillNode
 from pdtransfer.transports import pusher
 
-from .fake_card import FakeCard
+from .client_pair import settings
+from .fake_card import FakeCard, FakeLane
 from .test_shm import LAYERS, ROW, SLOTS, WRITER, Pair, component, on_loop, until
 
 PIECE_ROWS = 256
@@ -255,3 +258,26 @@ async def test_rows_that_cannot_be_read_back_fail_their_write(arena: Arena, dire
     await until(lambda: bool(both.ended))
     assert both.ended == [(1, Outcome.FAILED, "card 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")]
     await both.close()
+
+
+@on_loop
+async def test_a_launch_that_never_said_its_end_is_unknown(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    monkeypatch.setattr(FakeLane, "wait", lambda lane, place: (lane.queued.pop(place) and State.RUNNING, 0))
+    both.write(EVERY[:3], EVERY[:3], grant=1)
+    await until(lambda: bool(both.ended))
+    assert both.ended[0][1] is Outcome.UNKNOWN
+    await both.close()
+
+
+@on_loop
+async def test_a_writer_of_unknown_outcome_condemns_its_process() -> None:
+    node, condemned = PrefillNode(settings("p"), (), lambda _: None), list[int]()
+    node.condemned = lambda: condemned.append(1)
+    node._perform(FenceWriter(7))
+    assert condemned == [1]
+    await node.close()

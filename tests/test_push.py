@@ -280,6 +280,21 @@ def target_after(target: Tensors, memory: Any) -> Tensors:
     return made
 
 
+def test_uploads_are_not_overwritten_before_the_card_has_them(here: CardOnHost) -> None:
+    source, target = (
+        filled("layer_first", mla(), 4, 64, content=True),
+        filled("page_first", mla(), 4, 64, content=False),
+    )
+    order = np.random.default_rng(0).permutation(256)
+    right = wanted(source, target, order, np.arange(256))
+    stream = here.stream()
+    for first in range(0, 256, 8):
+        rows = range(first, first + 8)
+        pushed(source, target, rows, order[first : first + 8], 8, fetch=False, card=0, backend="ring", stream=stream)
+    here.finish()
+    assert np.array_equal(target.memory, right)
+
+
 @pytest.mark.parametrize("what", ["launch", "copy"])
 def test_where_the_card_refuses_nothing_is_pending_once_the_caller_hears_of_it(
     here: CardOnHost, monkeypatch: pytest.MonkeyPatch, what: str

@@ -161,6 +161,9 @@ class Card:
         pool = self.call("cuMemPoolCreate", asked)
         kept = self.driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
         self.call("cuMemPoolSetAttribute", pool, kept, self.driver.cuuint64_t(1 << 30))
+        # What one stream frees is not to make another wait for it.
+        waits = self.driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES
+        self.call("cuMemPoolSetAttribute", pool, waits, 0)
         return pool
 
     def free(self, address: int, stream: int | None = None) -> None:
@@ -181,6 +184,12 @@ class Card:
         """Queues one run of bytes for the copy engine, between addresses of either kind of memory."""
         self.enter()
         self.call("cuMemcpyAsync", target, source, byte_count, stream)
+
+    def stage(self, address: int, pinned: int, byte_count: int, stream: int) -> None:
+        """Queues a copy out of `pinned` memory, as the card sees it, which must stay until then; unlike upload it waits
+        for nothing that the stream has.
+        """
+        self.copy(address, pinned, byte_count, stream)
 
     def clear(self, address: int, byte_count: int) -> None:
         """Zeroes it, and waits for that."""

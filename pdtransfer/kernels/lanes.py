@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +27,11 @@ from .dma import Attributes, copy_runs, cut
 from .kv_copy import THREADS, CopyArgument
 from .pools import Progress, State
 
-SLOTS = 4
-SLOT_BYTES = 8 << 20
-EVENTS = 16  # works that are pending: 2 ms of the engine's, for who queues may have to wait for a core
+SLOTS = 3
+SLOT_BYTES = 16 << 20
+EVENTS = 9  # works that are pending: 2 ms of the engine's, for who queues may have to wait for a core
+_STAGINGS = 4  # uploads that are pending
+_STAGING_BYTES_MIN = 64 << 10
 _ABI = 1  # of kernels/host_lanes.c
 
 ARGUMENT = np.dtype(CopyArgument)
@@ -43,6 +46,26 @@ class Works(NamedTuple):
     fetch: bool
 
 
+@dataclass(slots=True, eq=False)
+class _Staging:
+    """Pinned memory through which one upload goes at a time; what it outgrows is never freed."""
+
+    event: Any
+    byte_count: int = 0
+    here: int = 0
+    there: int = 0
+
+    def put(self, card: Card, address: int, content: NDArray[np.int32], stream: int) -> None:
+        if self.byte_count < content.nbytes:
+            self.byte_count = max(_STAGING_BYTES_MIN, 1 << content.nbytes.bit_length())
+            self.here, self.there = card.pinned(self.byte_count)
+        else:
+            card.reach(self.event)
+        ctypes.memmove(self.here, content.ctypes.data, content.nbytes)
+        card.stage(address, self.there, content.nbytes, stream)
+        card.record(self.event, stream)
+
+
 class Ring:
     """For one thread at a time; the memory of `slots` is taken at their first use and never freed."""
 
@@ -53,6 +76,7 @@ class Ring:
         self._halves, self._wholes = ([here.event() for _ in range(events)] for _ in range(2))
         self._fork, self._joins = here.event(), (here.event(), here.event())
         self._slots: list[int] = []
+        self._stagings = [_Staging(here.event()) for _ in range(_STAGINGS)]
         self.turn = 0  # works that were ever queued: the next one has slot turn % count
 
     @property
@@ -62,6 +86,12 @@ class Ring:
             start = self.card.allocate(self.slot_bytes * self.count)
             self._slots = [start + at * self.slot_bytes for at in range(self.count)]
         return self._slots
+
+    def upload(self, address: int, content: NDArray[np.int32], stream: int) -> None:
+        """Queues a copy of `content`, and waits for nothing that the stream has."""
+        staging = self._stagings.pop(0)
+        self._stagings.append(staging)
+        staging.put(self.card, address, content, stream)
 
     def run(self, works: Works, *, stream: int, cancel: Cancel | None, progress: Progress | None) -> None:
         """Queues all works, between what `stream` has now and what it will have later, until `cancel` is set.

@@ -153,7 +153,7 @@ def _carry(
         slots = listing(made, sides)
         there = here.allocate(slots.nbytes, stream)
         try:
-            here.upload(there, slots, stream)
+            ring.upload(there, slots, stream)
             with ExitStack() as held:
                 works = ring_works(ring, sides, made, there, held)
                 ring.run(works, stream=stream, cancel=cancel, progress=progress)

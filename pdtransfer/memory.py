@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import TransportError, WorldError
+from .errors import LocalProtocolError, TransportError, WorldError
 from .headroom import HUGE_PAGE_BYTES, headroom, huge_pages_free
 from .kernels.registered import Registered, Registrar
 
@@ -133,10 +133,11 @@ class Mapping:
 class Arena:
     """Decode's memory that prefill writes into: one memfd, mapped here, whose size is sealed."""
 
-    __slots__ = ("bytes_ready", "card", "fd", "huge", "mapping")
+    __slots__ = ("_use", "bytes_ready", "card", "fd", "huge", "mapping")
 
     def __init__(self, fd: int, mapping: Mapping, *, huge: bool) -> None:
         self.fd, self.mapping, self.huge = fd, mapping, huge
+        self._use: Literal["", "served", "exported"] = ""
         self.card: Registrar | None = None  # that is to reach it, too
         self.bytes_ready = 0  # prefaulted, and reached by the card if there is one, from 0
 
@@ -212,6 +213,13 @@ class Arena:
                     progress(byte_count)
 
         return self.mapping.prefault(ready, stopped, first=self.bytes_ready)
+
+    def use(self, how: Literal["served", "exported"]) -> None:
+        """Says who else is going to write: writers with a lock each, who are proven quiet by it, or anybody who is told
+        of it. LocalProtocolError for both: of the latter no lock says anything."""
+        if self._use not in ("", how):
+            raise LocalProtocolError(f"arena: it is {self._use}, so it cannot be {how}: no fence would hold")
+        self._use = how
 
     def reopen(self) -> int:
         """A descriptor of another open file description of the same memfd; the caller's to close."""

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
 
-from pdtransfer.errors import LocalProtocolError, TransportError
+from pdtransfer.errors import LocalProtocolError, TransportError, WorldError
 from pdtransfer.kernels import hooks, ipc
+from pdtransfer.kernels import kv_copy as kv_copies
 from pdtransfer.kernels.hooks import backup_from_device_all_layer, load_to_device_per_layer
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.memory import Arena
+from pdtransfer.transports.shm import ShmArena
 
+from . import kernels_host
+from .card_on_host import CardOnHost
 from .layout_tensors import Pool as Tensors
 from .layout_tensors import mha, mla
 
@@ -53,6 +61,35 @@ def test_layers_are_copied_in_their_order(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen == [(layer, layer) for layer in layers]
 
 
+def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_hears_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = CardOnHost(kernels_host.library(tmp_path))
+    for module in (hooks, kv_copies):
+        monkeypatch.setattr(module, "card", lambda _: here)
+    monkeypatch.setattr(hooks, "Event", lambda _: Mock())
+    launch = here.launch
+
+    def third_refused(*given: Any, **how: Any) -> None:
+        here.refuses = "launch" if here.launches == 2 else None
+        launch(*given, **how)
+
+    monkeypatch.setattr(here, "launch", third_refused)
+    model = mla(layers=range(4))
+    host, device = (Tensors(name="layer_first", model=model, page_size=16, slots=64) for _ in range(2))
+    host.fill(np.arange(64) + 1_000)
+    up, down = np.arange(9)[::-1], np.arange(40, 49)
+    wanted = [host.read(*row, down) for row in model.rows()]
+    with pytest.raises(WorldError, match="refused"):
+        load_to_device_per_layer(
+            replace(pool_of(device), card=0), replace(pool_of(host), card=0, host=True), up, down, 9
+        )
+    host.memory[:] = 0  # it is the caller's again
+    here.finish()
+    for row, right in zip(model.rows(), wanted, strict=True):
+        assert np.array_equal(device.read(*row, up), right) == (row[1] < 2)
+
+
 def test_wrong_slots_are_refused_before_a_layer_is_copied() -> None:
     host, device = (Tensors(name="layer_first", model=mla(), page_size=16, slots=64) for _ in range(2))
     before = device.memory.copy()
@@ -86,6 +123,25 @@ def test_another_process_reads_and_writes_what_was_exported() -> None:
     assert said.stdout.strip() == "300"
     assert arena.mapping.array[100] == 77
     arena.close()
+
+
+def test_an_arena_that_a_node_serves_is_exported_to_nobody() -> None:
+    """Who maps an export holds no lock: the fence would call it quiet while it writes."""
+
+    async def serve(arena: Arena) -> None:
+        await ShmArena(arena, directory=None).close()
+
+    served, exported = (Arena.create(1 << 20, huge_pages="never") for _ in range(2))
+    asyncio.run(serve(served))
+    with pytest.raises(LocalProtocolError, match="it is served, so it cannot be exported"):
+        ipc.export(served)
+    ipc.export(exported)
+    with pytest.raises(LocalProtocolError, match="it is exported, so it cannot be served"):
+        asyncio.run(serve(exported))
+    asyncio.run(serve(served))
+    ipc.export(exported)
+    for arena in (served, exported):
+        arena.close()
 
 
 def test_memory_that_is_no_more_is_not_opened() -> None:

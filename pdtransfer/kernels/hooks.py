@@ -57,7 +57,8 @@ def load_to_device_per_layer(
     event that fires when its rows are there.
 
     So the first layers compute while the others are on their way: let a layer's stream `hold` for its event. The host
-    rows stay until the last event has fired. Arguments and errors are kv_copy's.
+    rows stay until the last event has fired. Arguments and errors are kv_copy's; where the card refuses a layer, this
+    raises once no layer is under way any more.
     """
     asked = checked(device, host, device_slots, host_slots, count)
     parts = zip(_by_layer(device).items(), _by_layer(host).values(), strict=True)
@@ -74,6 +75,9 @@ def load_to_device_per_layer(
             kv_copy(target, source, ours, theirs, count, stream=stream)
             event = events[layer] = Event(here)
             event.record(stream)
+    except BaseException:
+        here.synchronise(stream)  # who gets no event can wait for none
+        raise
     finally:
         if known is not None:
             here.free(known.address, stream)

@@ -1,7 +1,8 @@
 """Memory that another process of this host may map: a card's, for components that live in HBM, or a memfd's.
 
 Whoever maps a handle writes what it names: hand it to nobody else. What was exported stays until all who mapped it have
-closed it; a card's memory is theirs no more once its owner has ended.
+closed it; a card's memory is theirs no more once its owner has ended. No fence proves that they have: an arena whose
+slots are leased to writers is never exported.
 """
 
 from __future__ import annotations
@@ -56,8 +57,10 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 def export(memory: CardMemory | Arena) -> Handle:
     """Names memory of this process to others. Raises WorldError where the card's was not plainly allocated: an
-    allocator that maps its memory piece by piece (torch with expandable_segments) has no handles."""
+    allocator that maps its memory piece by piece (torch with expandable_segments) has no handles. LocalProtocolError
+    for an arena that a node serves."""
     if isinstance(memory, Arena):
+        memory.use("exported")
         inode = os.fstat(memory.fd).st_ino
         return Handle("memfd", memory.byte_count, process=os.getpid(), descriptor=memory.fd, inode=inode)
     here = cards.card(memory.card)

@@ -38,6 +38,7 @@ class ShmArena:
     """
 
     def __init__(self, arena: Arena, *, directory: Path | None, uids: frozenset[int] | None = None) -> None:
+        arena.use("served")
         self._arena = arena
         self._sessions: dict[int, _HandOver] = {}
         self._next_byte = 0  # never used twice; a lock may lie beyond the file's end

@@ -57,8 +57,9 @@ class _Staging:
 
     def put(self, card: Card, address: int, content: NDArray[np.int32], stream: int) -> None:
         if self.byte_count < content.nbytes:
-            self.byte_count = max(_STAGING_BYTES_MIN, 1 << content.nbytes.bit_length())
-            self.here, self.there = card.pinned(self.byte_count)
+            byte_count = max(_STAGING_BYTES_MIN, 1 << content.nbytes.bit_length())
+            self.here, self.there = card.pinned(byte_count)
+            self.byte_count = byte_count  # only now: there may be none
         else:
             card.reach(self.event)
         ctypes.memmove(self.here, content.ctypes.data, content.nbytes)

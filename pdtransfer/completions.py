@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from .answers import Finish
 from .errors import LocalProtocolError
 from .limits import NAME_LENGTH_MAX, PROMPT_BYTES_MAX, TOKENS_MAX
 from .routed import Request
-from .routing import Finish
 from .wire import Sampling, pack_ids
 
 PROMPT_TOKENS_MAX = PROMPT_BYTES_MAX // 4

@@ -15,6 +15,7 @@ import uvloop
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from .answers import Emit, Fail, Finish, Refusal, RoutingEffect
 from .bus import Bus
 from .completions import Answer, BadRequestError, Completion, Text, error, models, parse
 from .config import RouterConfig
@@ -25,7 +26,7 @@ from .keys import AllowList, KeyPair
 from .limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
 from .process import prepare
 from .router_metrics import RouterMetrics
-from .routing import Emit, Fail, Finish, Refusal, Routing, RoutingEffect
+from .routing import Routing
 from .signals import Stop, reload, reload_on_hangup
 from .turn import Clock, Performer, Ticker
 from .wire import Identity, Message, Ranks

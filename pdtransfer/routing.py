@@ -6,12 +6,11 @@ once, under a new label. What workers say of rooms that are gone is answered, ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
+from .answers import FINAL_CAUSES, MUTUAL_CAUSES, STATUSES, Accepted, Emit, Fail, Finish, Refusal, RoutingEffect
 from .effects import Send
 from .ends import SUCCESSES, cause_of
 from .errors import Cause, RemoteProtocolError
@@ -21,72 +20,6 @@ from .states import step
 from .timers import Timers
 from .wire import Begin, Begun, Cancel, End, Ended, Identity, Message, Reject, Tokens, TokensAcked, unpack_ids
 from .workers import NoPair, Pair, Prompt, Worker, Workers
-
-STATUSES = {
-    Cause.ABORTED: 499,
-    Cause.DEADLINE: 504,
-    Cause.PEER_LOST: 503,
-    Cause.PEER_RESTARTED: 503,
-    Cause.BREACH: 502,
-    Cause.REFUSED: 400,
-    Cause.FULL: 429,
-    Cause.TRANSFER: 502,
-    Cause.ENGINE: 500,
-    Cause.SHUTDOWN: 503,
-}  # what a client is told, as HTTP says it
-FINAL_CAUSES = frozenset({Cause.ABORTED, Cause.DEADLINE})  # nobody waits any more: not tried again
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """The next generated ids of a request, in order, each once."""
-
-    request: int
-    ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The request has all its tokens. `prefill` is None where that worker was lost after its part was done."""
-
-    request: int
-    room: int
-    decode: End
-    prefill: End | None
-    decode_node: str
-    prefill_node: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The request will get no more tokens; `retry_ms` says when it is worth asking again, 0 that nobody knows."""
-
-    request: int
-    cause: Cause
-    detail: str
-    status: int
-    retry_ms: int
-
-
-RoutingEffect: TypeAlias = Send | Emit | Finish | Fail
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The request is under way; it ends with one Finish or one Fail."""
-
-    request: int
-    effects: list[RoutingEffect]
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """The request was not taken: the same fields as Fail."""
-
-    cause: Cause
-    detail: str
-    status: int
-    retry_ms: int
 
 
 class Routing:
@@ -283,7 +216,8 @@ class Routing:
         self._effects.append(Send(leg.worker.peer, Ended(room.id)))
         if end.reason not in SUCCESSES:
             cause = cause_of(end.reason, Cause.ENGINE)
-            self._suffer(room, leg, cause, f"{leg.node}: {end.detail or end.reason}", end.retry_ms, now)
+            text = f"{leg.node}: {end.detail or end.reason}"
+            self._suffer(room, leg, room.legs if cause in MUTUAL_CAUSES else (leg,), cause, text, end.retry_ms, now)
         self._settle(room)
 
     def _lost(self, worker: Worker, cause: Cause, detail: str, now: float) -> None:
@@ -291,13 +225,22 @@ class Routing:
             room = self._rooms[room_id]
             leg = room.prefill if room.prefill.worker is worker else room.decode
             self._leave(room, leg, LegEvent.LOSE)
-            self._suffer(room, leg, cause, detail, 0, now)
+            self._suffer(room, leg, (leg,), cause, detail, 0, now)
             self._settle(room)
 
-    def _suffer(self, room: RoutedRoom, leg: RoomLeg, cause: Cause, detail: str, retry_ms: int, now: float) -> None:
+    def _suffer(
+        self,
+        room: RoutedRoom,
+        leg: RoomLeg,
+        faulty: Sequence[RoomLeg],
+        cause: Cause,
+        detail: str,
+        retry_ms: int,
+        now: float,
+    ) -> None:
         """One leg has failed, and the room with it, unless it was a prefill that had done its part."""
         if room.state is RouterRoom.OPEN and (leg is room.decode or not room.landed):
-            self._fail(room, (leg.worker,), cause, detail, retry_ms, now)
+            self._fail(room, tuple(each.worker for each in faulty), cause, detail, retry_ms, now)
 
     def _settle(self, room: RoutedRoom) -> None:
         """Answers a room that has all it needs, and drops one that has ended everywhere."""
@@ -334,14 +277,15 @@ class Routing:
             self._effects.append(Fail(room.label, cause, detail, STATUSES[cause], retry_ms))
 
     def _second(self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, now: float) -> Pair | None:
-        """Where a failed room is tried again, once. Who has refused it or is full is not asked a second time."""
+        """Where a failed room is tried again, once; not by a pair that refused it, nor by who is full."""
         if room.retried or room.received or cause in FINAL_CAUSES or self._draining:
             return None
         pair = self._choose(room.request, blamed, now)
         if isinstance(pair, NoPair):
             return None
-        again = pair.prefill in blamed or pair.decode in blamed
-        return None if again and cause in (Cause.REFUSED, Cause.FULL) else pair
+        again = pair.prefill in blamed, pair.decode in blamed
+        vain = (cause is Cause.FULL and any(again)) or (cause is Cause.REFUSED and all(again))
+        return None if vain else pair
 
     def _choose(self, request: Request, avoid: tuple[Worker, ...], now: float) -> Pair | NoPair:
         prompt = Prompt(request.prompt, request.sampling.max_tokens, request.salt)

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pdtransfer.answers import Accepted, Emit, Fail, Finish, Refusal
 from pdtransfer.effects import Send
 from pdtransfer.limits import Limits
-from pdtransfer.routing import Accepted, Emit, Fail, Finish, Refusal, Request, Routing
+from pdtransfer.routed import Request
+from pdtransfer.routing import Routing
 from pdtransfer.service import Service, Start, Stop
 from pdtransfer.wire import Begin, End, Identity, Load, Message, Ranks, Sampling, decode, encode, pack_ids, unpack_ids
 

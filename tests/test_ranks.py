@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
+from pdtransfer.answers import Accepted
 from pdtransfer.config import DecodeConfig, PrefillConfig
 from pdtransfer.effects import Send
 from pdtransfer.errors import ConfigError
@@ -15,7 +16,7 @@ from pdtransfer.group import frames
 from pdtransfer.group.meeting import common, rank_configs
 from pdtransfer.limits import ADDRESS_LENGTH_MAX
 from pdtransfer.ranks import advertised
-from pdtransfer.routing import Accepted, Routing
+from pdtransfer.routing import Routing
 from pdtransfer.wire import Begin, Load, Member, Ranks, Sampling, Welcome
 from tests.routing_world import LIMITS, identity, request
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from pdtransfer.answers import Accepted, Emit, Fail, Finish, Refusal
 from pdtransfer.effects import Send
 from pdtransfer.errors import Cause, RemoteProtocolError
 from pdtransfer.limits import Limits
-from pdtransfer.routing import Accepted, Emit, Fail, Finish, Refusal, Routing
+from pdtransfer.routing import Routing
 from pdtransfer.wire import (
     Begin,
     Begun,
@@ -427,6 +428,25 @@ def test_a_room_that_failed_before_its_first_token_is_tried_once_more_elsewhere(
     assert not bench.of(Fail)
     bench.hear(D, Tokens(2, 0, pack_ids([9])))
     assert bench.of(Emit) == [Emit(1, [9])], "under the label that the client's request is known by"
+
+
+@pytest.mark.parametrize("cause", ["peer_lost", "peer_restarted", "transfer", "breach", "refused"])
+@pytest.mark.parametrize("told_by", [P, D])
+def test_a_pair_that_failed_between_the_two_is_tried_again_as_another_pair(told_by: str, cause: str) -> None:
+    """A decode that has lost its prefill is not to blame alone: the same prefill is the last to be asked again."""
+    bench = Bench(prefill=(P, P2), decode=(D, D2))
+    bench.submit()
+    assert bench.sent(Begin, P)
+    assert bench.sent(Begin, D)
+    bench.hear(told_by, End(1, cause, "", 0))
+    assert [each.room for each in bench.sent(Begin, P2) + bench.sent(Begin, D2)] == [2, 2]
+
+
+def test_a_decode_that_its_prefill_refused_is_asked_again_with_another() -> None:
+    bench = Bench(prefill=(P, P2))
+    bench.submit()
+    bench.hear(D, End(1, "refused", "components differ", 0))
+    assert [each.room for each in bench.sent(Begin, P2) + bench.sent(Begin, D)] == [2, 2]
 
 
 def test_a_second_failure_is_final() -> None:

@@ -19,16 +19,17 @@ class Clock:
 
     def __init__(self, slack_s: float) -> None:
         self._loop, self._slack_s = asyncio.get_running_loop(), slack_s
-        self._lost = 0.0
+        self._lost = self._latest = 0.0
         self.due: float | None = None  # when the next tick should be
 
     def now(self) -> float:
         """Seconds; never less than before."""
         now = self._loop.time() - self._lost
-        if self.due is None or now <= self.due + self._slack_s:
-            return now
-        self._lost += now - self.due - self._slack_s
-        return self.due + self._slack_s
+        if self.due is not None and now > self.due + self._slack_s:
+            self._lost += now - self.due - self._slack_s
+            now = self.due + self._slack_s
+        self._latest = max(self._latest, now)
+        return self._latest
 
     def call_at(self, when: float, call: Callable[[], None]) -> asyncio.TimerHandle:
         """As the loop's."""

@@ -145,6 +145,17 @@ async def test_what_a_process_did_not_run_for_is_no_time_of_its_core() -> None:
 
 
 @on_loop
+async def test_a_clock_never_goes_back() -> None:
+    clock = Clock(0.01)
+    clock.due = asyncio.get_running_loop().time() + 10
+    before = clock.now()
+    clock.due = before - 1.0
+    assert clock.now() == before
+    clock.due = None
+    await until(lambda: clock.now() > before)
+
+
+@on_loop
 async def test_a_node_that_stood_still_calls_no_peer_silent() -> None:
     limits = replace(LIMITS, ping_ms=100, silence_ms=400)
     async with nodes(limits=limits) as it:

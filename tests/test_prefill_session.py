@@ -740,6 +740,17 @@ def test_a_decode_node_that_falls_silent_loses_its_sessions() -> None:
     assert sent(end.hear(Ping(1)), Reject) == [Reject(0, "hello_required", ())]
 
 
+def test_a_quiet_peer_is_looked_at_often_enough_to_tell_silence_from_time_that_nobody_ran() -> None:
+    end = PrefillEnd()
+    end.hear(end.hello())
+    for _ in range(3):
+        due = end.core.next_tick()
+        assert due is not None
+        assert due <= end.now + LIMITS.ping_ms / 1e3
+        assert end.tick(due - end.now) == []
+    assert end.core.peers
+
+
 def test_silence_is_noticed_however_times_round() -> None:
     """Simulated, seed 176: now - heard rounded below the limit when heard + limit was due, so that tick never ended."""
     limit = LIMITS.session_silence_ms / 1e3

@@ -157,7 +157,7 @@ async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked
     await both.map()
 
     def fail() -> None:
-        raise WorldError("card 5: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
+        raise RuntimeError("card 5: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
 
     card.waiting = card.draining = card.launching = fail
     both.write(EVERY, EVERY, grant=1)
@@ -211,14 +211,15 @@ async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
     made.close()
 
 
+@pytest.mark.parametrize("kind", [WorldError, OSError])
 @on_loop
 async def test_a_card_that_cannot_be_used_fails_writes(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     card = FakeCard()
 
     def lane() -> None:
-        raise WorldError("card 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")
+        raise kind("card 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")
 
     monkeypatch.setattr(card, "lane", lane)
     both = Pair(arena, directory, card=card)
@@ -251,7 +252,7 @@ async def test_rows_that_cannot_be_read_back_fail_their_write(arena: Arena, dire
     await both.map()
 
     def fail() -> None:
-        raise WorldError("card 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+        raise MemoryError("card 5: cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
 
     card.fetching = fail
     both.write(EVERY[:9], EVERY[:9], grant=1, verify=True)

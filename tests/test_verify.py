@@ -411,6 +411,29 @@ def test_abort_of_a_room_that_is_being_read_keeps_its_slots_until_it_is(monkeypa
         pair.ready(2)
 
 
+def test_a_reading_on_the_loop_that_breaks_fails_its_room_and_claims_no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sums.checksum
+
+    def broken(*args: Any, **kwargs: Any) -> int | None:
+        if "cancel" in kwargs:
+            monkeypatch.setattr(sums, "checksum", real)
+            raise MemoryError("no room for a table")
+        return real(*args, **kwargs)
+
+    with verified_pair() as pair:
+        pair.expect(1, 2)  # by now whatever is compiled is
+        pair.send(1, 2)
+        pair.ready(1)
+        pair.decode.release(1)
+        monkeypatch.setattr(sums, "checksum", broken)
+        pair.expect(2, 2)
+        pair.send(2, 2)
+        assert "MemoryError: no room for a table" in pair.failed(2).detail
+        pair.expect(3, 256)
+        pair.send(3, 256, pages=pair.all_pages())
+        pair.ready(3)
+
+
 def test_a_room_that_fails_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
     monkeypatch.setattr(verifier, "PIECE_BYTES", 1)  # a row each

@@ -90,10 +90,10 @@ def backup_from_device_all_layer(
 ) -> Fence:  # fmt: skip
     """Prefill: copies rows device_slots[i] to host_slots[i], all layers together; the event that fires when they are
     there, until when the device's rows have to stay. Arguments and errors are push's."""
+    event = None if device.card is None else Event(card(device.card))  # before there is anything to wait for
     push(host, device, host_slots, device_slots, count, backend=backend, stream=stream)
-    if device.card is None:
+    if event is None:
         return Fired()
-    event = Event(card(device.card))
     event.record(stream)
     return event
 

@@ -161,10 +161,15 @@ class Writers:
                     text = f"{name} has been silent for {(now - peer.heard) * 1e3:.0f} ms"
                     self._depart(peer, Cause.PEER_LOST, text, now)
                 else:
-                    self._timers.set(key, silent_at)
+                    self._look_at(name, silent_at, now)
             case _:
                 return False
         return True
+
+    def _look_at(self, name: str, silent_at: float, now: float) -> None:
+        """Soon again, though it cannot be silent before `silent_at`: time in which nobody ran is told from silence only
+        by a timer that should have fired meanwhile."""
+        self._timers.set(("alive", name, 0), min(silent_at, now + self._limits.ping_ms / 1e3))
 
     def _of(self, name: str, session_id: int) -> WriterSession | None:
         session = self.sessions.get(session_id)
@@ -203,7 +208,7 @@ class Writers:
                 return
             lives = Lives(self._limits.silence_ms)
             peer = self.peers[name] = DecodePeer(name, theirs.incarnation, theirs.window, now, lives)
-            self._timers.set(("alive", name, 0), now + self._limits.session_silence_ms / 1e3)
+            self._look_at(name, now + self._limits.session_silence_ms / 1e3, now)
         peer.heard, peer.window = now, min(theirs.window, self._limits.window)
         self._out(Send(name, Welcome(version, ours)))
 

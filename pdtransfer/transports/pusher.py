@@ -157,8 +157,8 @@ class Pusher:
     def _work(self) -> None:
         try:
             lane: Lane | None = self._make()
-        except WorldError as error:
-            lane, self._broken = None, str(error)
+        except Exception as error:  # noqa: BLE001 (it becomes every write's outcome)
+            lane, self._broken = None, str(error) or type(error).__name__
         flying: deque[_Launch] = deque()
         while True:
             while len(flying) < IN_FLIGHT_MAX and (job := self._next(wait=not flying)) is not None:
@@ -215,8 +215,8 @@ class Pusher:
         if lane is not None and not self._broken and text != _CANCELLED:
             try:
                 lane.drain()
-            except WorldError as lost:
-                outcome, self._broken = Outcome.UNKNOWN, str(lost)
+            except Exception as lost:  # noqa: BLE001 (whatever it is, nobody can say what has ended)
+                outcome, self._broken = Outcome.UNKNOWN, str(lost) or type(lost).__name__
         with self._changed:
             _fail(job, outcome, text)
             self._turns.drop(job)
@@ -229,10 +229,11 @@ class Pusher:
         outcome, text = Outcome.LANDED, ""
         try:
             state, left_out = lane.wait(flying[0].place)
-        except WorldError as error:
-            self._broken = self._broken or str(error)
-            log.critical("no launch can be waited for any more: %s", error)
-            outcome, text = Outcome.UNKNOWN, str(error)
+        except Exception as error:  # noqa: BLE001 (whatever it is, nobody can say what has ended)
+            text = str(error) or type(error).__name__
+            self._broken = self._broken or text
+            log.critical("no launch can be waited for any more: %s", text)
+            outcome = Outcome.UNKNOWN
         else:
             match state:
                 case State.COMPLETE if left_out:
@@ -262,11 +263,11 @@ class Pusher:
         slots = job.order.source_slots[launch.first : launch.end]
         try:
             address = lane.fetch(job.source, job.staged.layout, _slots(slots), rows)
-        except WorldError as error:
-            return Outcome.FAILED, str(error)  # the rows are where they should be, and nothing writes there any more
-        runs = runs_of(np.array([0]), np.array([rows]), job.order.first_row + launch.first)
-        checksum = sums.checksum(job.staged.lines, runs, address)
-        assert checksum is not None
+            runs = runs_of(np.array([0]), np.array([rows]), job.order.first_row + launch.first)
+            checksum = sums.checksum(job.staged.lines, runs, address)
+            assert checksum is not None
+        except Exception as error:  # noqa: BLE001 (the rows are where they should be, and nothing writes there any more)
+            return Outcome.FAILED, str(error) or type(error).__name__
         job.checksum = (job.checksum + checksum) & MASK
         return Outcome.LANDED, ""
 

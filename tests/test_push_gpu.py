@@ -21,7 +21,7 @@ from pdtransfer.layout import Layout, Plane
 
 from .layout_tensors import CANARY, Model, c4, dsa_index, mla
 from .layout_tensors import Pool as Tensors
-from .test_kernels_gpu import GRID, LAYOUTS, OnCard, by_tensors, ended, tensors
+from .on_card import GRID, LAYOUTS, OnCard, by_tensors, ended, tensors
 
 if cards.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)

@@ -71,6 +71,7 @@ def known(**keys: KeyPair) -> AllowList:
 
 def prefill_host() -> None:
     """Does what it is told by lines, and says so."""
+    print(json.dumps("apart"), flush=True)  # in the namespace that the link's end goes to
     keys = json.loads(sys.stdin.readline())
     source = pool("layer_first", 16, 128)
     source.fill(np.arange(source.slots))
@@ -119,19 +120,22 @@ class Far:
             ["unshare", "--net", sys.executable, "-m", "tests.two_hosts"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self._heard()
 
     def ask(self, what: Any) -> Any:
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
+        return self._heard()
+
+    def _heard(self) -> Any:
+        assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
 
 def decode_host(files: Path) -> dict[str, Any]:
     p, d = pair(), pair()
     far = Far()
-    until(lambda: Path(f"/proc/{far.process.pid}/comm").read_text() != "unshare\n", "unshare")
     ip("link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(far.process.pid))
     link = Link("near", HERE, THERE)
     bound = far.ask({"own": {"public": p.public, "secret": p.secret}, "other": d.public})

@@ -7,6 +7,7 @@
 #if defined(__CUDACC__)
 typedef signed int int32_t;
 typedef unsigned int uint32_t;
+typedef unsigned short uint16_t;
 typedef signed long int64_t;  /* as <stdint.h> has it here: a redefinition by nvcc's own headers is no conflict */
 typedef unsigned long uint64_t;
 typedef unsigned long uintptr_t;

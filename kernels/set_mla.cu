@@ -17,9 +17,20 @@ SET(set_mla_1x4, unsigned char, 4)
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ uint32_t shared_address(const void *at) { return (uint32_t)__cvta_generic_to_shared(at); }
 
-/* A thread a row: bulk copies bring its two parts side by side into shared memory, and one takes it to its slot.
- * Widths, strides and addresses are multiples of 16; units are bytes here. */
-extern "C" __global__ void set_mla_bulk(const __grid_constant__ SetMla set) {
+#define BULK "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+
+template <bool HINTED>
+__device__ __forceinline__ void bring(uint32_t to, const char *from, int32_t bytes, uint32_t barrier, uint64_t policy) {
+    if (HINTED)
+        asm volatile(BULK ".L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+                     : "memory");
+    else asm volatile(BULK " [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+/* A thread a row: bulk copies bring its two parts side by side into shared memory, and one takes it to its slot. EARLY
+ * asks for the rows before the launch ahead has ended, as far as the L2, which sees what that one may still store, and
+ * lets them go first from there once they are read. Widths, strides and addresses are multiples of 16; units are bytes. */
+template <bool EARLY> __device__ __forceinline__ void set_bulk(const SetMla &set) {
     extern __shared__ __align__(128) char rows[];
     __shared__ uint64_t arrived;
     int32_t row = (int32_t)(blockIdx.x * blockDim.x + threadIdx.x);
@@ -27,6 +38,11 @@ extern "C" __global__ void set_mla_bulk(const __grid_constant__ SetMla set) {
     uint32_t barrier = shared_address(&arrived), place = shared_address(rows + (int64_t)threadIdx.x * set.units);
     int32_t here = set.rows - (int32_t)(blockIdx.x * blockDim.x);
     if (here > (int32_t)blockDim.x) here = (int32_t)blockDim.x;
+    const char *nope = set.nope + row * set.nope_stride, *rope = set.rope + row * set.rope_stride;
+    if (EARLY && row < set.rows) {
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(nope), "r"(set.nope_units) : "memory");
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(rope), "r"(rope_bytes) : "memory");
+    }
     if (threadIdx.x == 0) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -34,17 +50,14 @@ extern "C" __global__ void set_mla_bulk(const __grid_constant__ SetMla set) {
                      : "memory");
     }
     __syncthreads();
+    uint64_t policy = 0;
+    if (EARLY) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     follow();
     lead();
     int64_t slot = -1;
     if (row < set.rows) {
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(place),
-                     "l"(set.nope + row * set.nope_stride), "r"(set.nope_units), "r"(barrier)
-                     : "memory");
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         place + set.nope_units),
-                     "l"(set.rope + row * set.rope_stride), "r"(rope_bytes), "r"(barrier)
-                     : "memory");
+        bring<EARLY>(place, nope, set.nope_units, barrier, policy);
+        bring<EARLY>(place + set.nope_units, rope, rope_bytes, barrier, policy);
         slot = slot_of(set, row);
     }
     uint32_t done = 0;
@@ -62,4 +75,7 @@ extern "C" __global__ void set_mla_bulk(const __grid_constant__ SetMla set) {
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     }
 }
+
+extern "C" __global__ void set_mla_bulk(const __grid_constant__ SetMla set) { set_bulk<false>(set); }
+extern "C" __global__ void set_mla_early(const __grid_constant__ SetMla set) { set_bulk<true>(set); }
 #endif

@@ -1,59 +1,62 @@
-/* The launch of swap_plan.h: one block a request, of any whole number of warps. */
+/* The launches of swap_plan.h: one block a request, of any whole number of warps. */
 #include "swap_plan.h"
 
-/* counts[] becomes what is before each thread, and counts[threads] the total: of two 16-bit sums at once. */
-__device__ __forceinline__ void sum_before(int32_t *counts, int32_t *warps) {
-    int32_t lane = (int32_t)threadIdx.x & 31, warp = (int32_t)threadIdx.x >> 5, warp_count = (int32_t)blockDim.x >> 5;
-    int32_t own = counts[threadIdx.x], sum = own;
-    for (int32_t step = 1; step < 32; step <<= 1) {
+/* The sum of what the threads before this one have, and of all: of two 16-bit sums at once, while everybody arrives. */
+__device__ __forceinline__ int32_t sum_before(int32_t own, int32_t *sums, int32_t *total) {
+    int32_t lane = (int32_t)threadIdx.x & 31, warp = (int32_t)threadIdx.x >> 5, warps = (int32_t)blockDim.x >> 5;
+    int32_t sum = own;
+    UNROLLED for (int32_t step = 1; step < 32; step <<= 1) {
         int32_t other = __shfl_up_sync(0xFFFFFFFF, sum, step);
         if (lane >= step) sum += other;
     }
-    if (lane == 31) warps[warp] = sum;
+    if (lane == 31) sums[warp] = sum;
     __syncthreads();
-    if (warp == 0) {
-        int32_t total = lane < warp_count ? warps[lane] : 0;
-        for (int32_t step = 1; step < 32; step <<= 1) {
-            int32_t other = __shfl_up_sync(0xFFFFFFFF, total, step);
-            if (lane >= step) total += other;
-        }
-        warps[lane] = total;
-    }
-    __syncthreads();
-    counts[threadIdx.x] = sum - own + (warp ? warps[warp - 1] : 0);
-    if (threadIdx.x == blockDim.x - 1) counts[blockDim.x] = counts[threadIdx.x] + own;
-    __syncthreads();
+    int32_t theirs = lane < warps ? sums[lane] : 0;
+    *total = (int32_t)__reduce_add_sync(0xFFFFFFFF, (uint32_t)theirs);
+    return (int32_t)__reduce_add_sync(0xFFFFFFFF, (uint32_t)(lane < warp ? theirs : 0)) + sum - own;
 }
 
-extern "C" __global__ void __launch_bounds__(1024, 1) swap_plan(const __grid_constant__ Swap swap) {
-    extern __shared__ int32_t memory[];
-    __shared__ int32_t warps[32];
+template <int32_t TOP_EACH, int32_t HOT_EACH> __device__ __forceinline__ void plan(const Swap &swap) {
+    extern __shared__ __align__(16) int32_t memory[];
+    __shared__ int32_t sums[32];
     uint32_t request = blockIdx.x, thread = threadIdx.x, threads = blockDim.x;
-    follow();
+    Swapping step = start_step(swap, memory);
+    Own<TOP_EACH, HOT_EACH> own;
     lead();
-    Swapping step = start_step(swap, request, memory, threads);
-    if (thread == 0) step.words[REFUSED] = 0;
-    __syncthreads();
+    clear(swap, step, thread, threads);
+    follow();
+    read_positions(swap, own, request, thread);
+    look(swap, step, request);
     if (!step.real || step.direct) {
+        __syncthreads();
         answer_direct(swap, step, request, thread, threads);
         __syncthreads();
-        if (thread == 0) claim_list(swap, step, 0, gridDim.x);
+        if (thread == 0) begin_list(swap, step, 0, claim_list(swap, step, 0), gridDim.x);
         return;
     }
-    fetch(swap, step, request, thread, threads);
+    read_tables(swap, step, own, thread);
     __syncthreads();
-    ask(swap, step, thread, threads);
+    ask(swap, step, own, thread);
     __syncthreads();
-    find_held(swap, step, thread, threads);
+    find_held(swap, step, own, thread);
     __syncthreads();
-    step.counts[thread] = count_share(swap, step, thread, threads);
+    find_missing(swap, step, own, thread);
+    int32_t total, before = sum_before(counted(swap, own, thread), sums, &total);
+    uint64_t claimed = 0; /* looked at after the answers: it takes a while to come back */
+    if (thread == 0) claimed = claim_list(swap, step, total);
+    reorder(swap, step, own, before, total, thread);
     __syncthreads();
-    sum_before(step.counts, warps);
-    int32_t before = step.counts[thread], total = step.counts[threads];
-    if (thread == 0) claim_list(swap, step, total, gridDim.x);
-    reorder(swap, step, before, total, thread, threads);
+    answer(swap, step, own, total, request, thread);
+    write_order(swap, step, thread, threads);
+    if (thread == 0) begin_list(swap, step, total, claimed, gridDim.x);
+    if (!misses_of(total)) return;
     __syncthreads();
-    fill(swap, step, before, total, thread, threads);
-    __syncthreads();
-    answer(swap, step, request, thread, threads);
+    list(swap, step, own, before);
 }
+
+#define PLAN(NAME, TOP_EACH, HOT_EACH)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(1024, 1) NAME(const __grid_constant__ Swap swap) {                  \
+        plan<TOP_EACH, HOT_EACH>(swap);                                                                                \
+    }
+PLAN(swap_plan_2x4, 2, 4)
+PLAN(swap_plan_4x16, 4, 16)

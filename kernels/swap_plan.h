@@ -28,26 +28,28 @@ struct Swap {
     int32_t requests, top, hot, buckets; /* buckets: a power of two, at least twice `top` */
 };
 
-/* What the phases of one request share, all of it in shared memory. Hits of the order and mentions of the top-k are looked
- * up once, and kept as indices of buckets. */
-struct Bucket {
-    int32_t position; /* -1: free */
-    int32_t first;    /* the least index in the top-k at which it is mentioned */
-    int32_t place;    /* in the hot buffer; -1 until it is found or given one */
-};
+enum { REFUSED, BASE, WORDS = 4 }; /* a multiple of four: the tables behind them are read four at a time */
+enum { ABSENT = 0xFFFF };          /* no place */
 
-enum { REFUSED, BASE, WORDS };
-
+/* What the threads of one request share, all of it in shared memory. keys[] is a table of the positions that are asked
+ * for, each in the first free bucket from its hash on. */
 struct Swapping {
     int32_t row, length;
-    bool real, direct;
-    int32_t *words;                    /* how many positions are refused, and where the request's part of the list starts */
-    int32_t *order, *held, *hot_slots; /* [hot]: as they were, of this row */
-    int32_t *asked;                    /* [top]: positions, then their buckets; -1 for none */
-    int32_t *hits;                     /* [hot]: the bucket of what is in the place at this point of the order, or -1 */
-    int32_t *counts;                   /* [threads + 1]: misses << 16 | places not hit, before each thread and in all */
-    int32_t *victims;                  /* [top]: places, by rank of their miss */
-    Bucket *buckets;                   /* [buckets] */
+    bool real, direct, quads;  /* quads: rows of the tables may be read four at a time */
+    int32_t *words;            /* how many positions are refused, and where the request's part of the list starts */
+    int32_t *keys;             /* [buckets]; -1 is free, and then the bucket's mark and place are anything */
+    int32_t *marks;            /* [buckets]: the least index at which it is mentioned; later the rank of its miss */
+    uint16_t *places;          /* [buckets]: where the hot buffer holds it, or ABSENT */
+    int32_t *held, *hot_slots; /* [hot]: as they were, of this row */
+    int32_t *after;            /* [hot]: the order after this step, where keys were: they have served by then */
+    int32_t *victims;          /* [top]: places, by rank of their miss */
+};
+
+/* What a thread knows of its own share, from phase to phase: consecutive positions, and places of the order. */
+template <int32_t TOP_EACH, int32_t HOT_EACH> struct Own {
+    int32_t positions[TOP_EACH], buckets[TOP_EACH], places[TOP_EACH], sources[TOP_EACH];
+    int32_t order[HOT_EACH];
+    uint32_t again, missing, hit; /* bits: positions claimed by another thread, missing ones; places that are hit */
 };
 
 CODE int32_t claim(int32_t *at, int32_t expected, int32_t value) {
@@ -82,89 +84,110 @@ CODE int32_t hashed(int32_t position, int32_t buckets) {
     return (int32_t)(((uint32_t)position * 0x9E3779B1u) >> 7) & (buckets - 1);
 }
 
-/* The bucket of a position, or -1: at least half of the buckets are free. */
-CODE int32_t bucket_of(const Swapping &step, int32_t position, int32_t buckets) {
-    for (int32_t at = hashed(position, buckets);; at = (at + 1) & (buckets - 1)) {
-        int32_t here = step.buckets[at].position;
-        if (here == position) return at;
-        if (here < 0) return -1;
-    }
-}
-
-/* The consecutive items that are one thread's, so that threads ascend as items do. */
-struct Share {
-    int32_t first, end;
+struct alignas(16) Quad {
+    int32_t word[4];
 };
 
-CODE Share share_of(int32_t items, uint32_t thread, uint32_t threads) {
-    int32_t each = (items + (int32_t)threads - 1) / (int32_t)threads;
-    int32_t first = (int32_t)thread * each;
-    Share share = {first < items ? first : items, first + each < items ? first + each : items};
-    return share;
+CODE Swapping start_step(const Swap &swap, int32_t *memory) {
+    Swapping step;
+    step.words = memory;
+    step.keys = memory + WORDS;
+    int32_t hot = (swap.hot + 3) & ~3;
+    step.after = step.keys;
+    step.marks = step.keys + (swap.buckets > hot ? swap.buckets : hot);
+    step.held = step.marks + swap.buckets;
+    step.hot_slots = step.held + hot;
+    step.victims = step.hot_slots + hot;
+    step.places = (uint16_t *)(step.victims + swap.top);
+    step.quads = ((swap.hot & 3) | (((uintptr_t)swap.held | (uintptr_t)swap.order | (uintptr_t)swap.hot_slots) & 15)) == 0;
+    return step;
 }
 
-/* What the request is, and where its shared memory lies: the same for each thread. */
-CODE Swapping start_step(const Swap &swap, uint32_t request, int32_t *memory, uint32_t threads) {
-    Swapping step;
+/* Before anything of the card's memory is read. */
+CODE void clear(const Swap &swap, const Swapping &step, uint32_t thread, uint32_t threads) {
+    if (thread == 0) step.words[REFUSED] = 0;
+    const Quad free = {{-1, -1, -1, -1}};
+    for (int32_t at = (int32_t)thread; at < swap.buckets / 4; at += (int32_t)threads) ((Quad *)step.keys)[at] = free;
+}
+
+/* What the request is: the same for each thread. */
+CODE void look(const Swap &swap, Swapping &step, uint32_t request) {
     int32_t row = swap.rows[request], length = swap.lengths[request];
     step.real = !swap.real || (int32_t)request < *swap.real;
     step.row = step.real ? row : 0;
     step.length = step.real ? length : 0;
     step.direct = step.length <= swap.hot;
-    step.words = memory;
-    step.order = step.words + WORDS;
-    step.held = step.order + swap.hot;
-    step.hot_slots = step.held + swap.hot;
-    step.hits = step.hot_slots + swap.hot;
-    step.asked = step.hits + swap.hot;
-    step.victims = step.asked + swap.top;
-    step.counts = step.victims + swap.top;
-    step.buckets = (Bucket *)(step.counts + threads + 1);
-    return step;
 }
 
-enum { FETCHED = 4 }; /* of each table, on their way to a thread at once */
-
-/* Everything that is read of the card's memory, at once: the later phases wait for it no more. */
-CODE void fetch(const Swap &swap, const Swapping &step, uint32_t request, uint32_t thread, uint32_t threads) {
-    const int32_t *order = swap.order + (int64_t)step.row * swap.hot, *held = swap.held + (int64_t)step.row * swap.hot;
-    const int32_t *slots = swap.hot_slots + (int64_t)step.row * swap.hot;
-    const int32_t *positions = swap.positions + (int64_t)request * swap.top;
-    for (int32_t first = (int32_t)thread; first < swap.hot || first < swap.top; first += FETCHED * (int32_t)threads) {
-        int32_t got[FETCHED][4];
-        UNROLLED for (int32_t at = 0; at < FETCHED; at++) {
-            int32_t here = first + at * (int32_t)threads;
-            if (here < swap.hot) got[at][0] = order[here], got[at][1] = held[here], got[at][2] = slots[here];
-            if (here < swap.top) got[at][3] = positions[here];
-        }
-        UNROLLED for (int32_t at = 0; at < FETCHED; at++) {
-            int32_t here = first + at * (int32_t)threads;
-            if (here < swap.hot) step.order[here] = got[at][0], step.held[here] = got[at][1], step.hot_slots[here] = got[at][2];
-            if (here < swap.top) step.asked[here] = got[at][3];
-        }
+/* Items first..first + 3 of a table of `limit`; what is beyond stays. */
+CODE void read_four(int32_t *to, const int32_t *table, int32_t first, int32_t limit, bool quads) {
+    if (quads) {
+        if (first >= limit) return;
+        Quad four = *(const Quad *)(table + first);
+        UNROLLED for (int32_t at = 0; at < 4; at++) to[at] = four.word[at];
+    } else {
+        UNROLLED for (int32_t at = 0; at < 4; at++)
+            if (first + at < limit) to[at] = table[first + at];
     }
-    for (int32_t at = (int32_t)thread; at < swap.buckets; at += (int32_t)threads) {
-        Bucket empty = {-1, 0x7FFFFFFF, -1};
-        step.buckets[at] = empty;
+}
+
+template <int32_t TOP_EACH, int32_t HOT_EACH>
+CODE void read_positions(const Swap &swap, Own<TOP_EACH, HOT_EACH> &own, uint32_t request, uint32_t thread) {
+    const int32_t *positions = swap.positions + (int64_t)request * swap.top;
+    UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) {
+        int32_t k = (int32_t)thread * TOP_EACH + at;
+        own.positions[at] = k < swap.top ? positions[k] : -1;
+    }
+}
+
+/* The other tables, at once: the later phases wait for the card's memory no more. */
+template <int32_t TOP_EACH, int32_t HOT_EACH>
+CODE void read_tables(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH> &own, uint32_t thread) {
+    int64_t row = (int64_t)step.row * swap.hot;
+    int32_t held[HOT_EACH], slots[HOT_EACH];
+    UNROLLED for (int32_t at = 0; at < HOT_EACH; at += 4) {
+        int32_t first = (int32_t)thread * HOT_EACH + at;
+        read_four(own.order + at, swap.order + row, first, swap.hot, step.quads);
+        read_four(held + at, swap.held + row, first, swap.hot, step.quads);
+        read_four(slots + at, swap.hot_slots + row, first, swap.hot, step.quads);
+    }
+    UNROLLED for (int32_t at = 0; at < HOT_EACH; at += 4) {
+        int32_t first = (int32_t)thread * HOT_EACH + at;
+        if (first >= swap.hot) continue; /* a row here has room for a multiple of four */
+        Quad four = {{held[at], held[at + 1], held[at + 2], held[at + 3]}};
+        *(Quad *)(step.held + first) = four;
+        Quad slot = {{slots[at], slots[at + 1], slots[at + 2], slots[at + 3]}};
+        *(Quad *)(step.hot_slots + first) = slot;
     }
 }
 
 /* Positions become buckets; one outside its request is refused. */
-CODE void ask(const Swap &swap, const Swapping &step, uint32_t thread, uint32_t threads) {
-    for (int32_t k = (int32_t)thread; k < swap.top; k += (int32_t)threads) {
-        int32_t position = step.asked[k];
+template <int32_t TOP_EACH, int32_t HOT_EACH>
+CODE void ask(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH> &own, uint32_t thread) {
+    int32_t before[TOP_EACH];
+    own.again = 0;
+    UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) {
+        int32_t position = own.positions[at];
         bool inside = position >= 0 && position < step.length;
         if (!inside && position != -1) add((uint32_t *)&step.words[REFUSED], 1);
-        step.asked[k] = -1;
-        if (!inside) continue;
-        int32_t at = hashed(position, swap.buckets);
-        for (;;) {
-            int32_t before = claim(&step.buckets[at].position, -1, position);
-            if (before < 0 || before == position) break;
-            at = (at + 1) & (swap.buckets - 1);
+        own.buckets[at] = inside ? hashed(position, swap.buckets) : -1;
+        if (inside) before[at] = claim(&step.keys[own.buckets[at]], -1, position);
+    }
+    for (bool busy = true; busy;) { /* all of a thread's positions look on at once */
+        busy = false;
+        UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) {
+            if (own.buckets[at] < 0 || before[at] < 0 || before[at] == own.positions[at]) continue;
+            own.buckets[at] = (own.buckets[at] + 1) & (swap.buckets - 1);
+            before[at] = claim(&step.keys[own.buckets[at]], -1, own.positions[at]);
+            busy = true;
         }
-        lower(&step.buckets[at].first, k);
-        step.asked[k] = at;
+    }
+    UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) {
+        if (own.buckets[at] < 0) continue;
+        if (before[at] < 0) {
+            step.marks[own.buckets[at]] = (int32_t)thread * TOP_EACH + at;
+            step.places[own.buckets[at]] = ABSENT;
+        } else own.again |= 1u << at;
     }
 }
 
@@ -178,27 +201,55 @@ CODE void answer_direct(const Swap &swap, const Swapping &step, uint32_t request
     }
 }
 
-/* Finds what is held, without an order among threads. */
-CODE void find_held(const Swap &swap, const Swapping &step, uint32_t thread, uint32_t threads) {
-    for (int32_t at = (int32_t)thread; at < swap.hot; at += (int32_t)threads) {
-        int32_t place = step.order[at], position = step.held[place];
-        int32_t bucket = position < 0 ? -1 : bucket_of(step, position, swap.buckets);
-        step.hits[at] = bucket;
-        if (bucket >= 0) step.buckets[bucket].place = place;
+/* Finds what is held, and the first mention of what is mentioned twice, without an order among threads. */
+template <int32_t TOP_EACH, int32_t HOT_EACH>
+CODE void find_held(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH> &own, uint32_t thread) {
+    int32_t positions[HOT_EACH], buckets[HOT_EACH], keys[HOT_EACH];
+    UNROLLED for (int32_t at = 0; at < TOP_EACH; at++)
+        if (own.again >> at & 1) lower(&step.marks[own.buckets[at]], (int32_t)thread * TOP_EACH + at);
+    own.hit = 0;
+    UNROLLED for (int32_t at = 0; at < HOT_EACH; at++)
+        positions[at] = (int32_t)thread * HOT_EACH + at < swap.hot ? step.held[own.order[at]] : -1;
+    UNROLLED for (int32_t at = 0; at < HOT_EACH; at++) {
+        buckets[at] = hashed(positions[at], swap.buckets);
+        keys[at] = positions[at] < 0 ? -1 : step.keys[buckets[at]];
+    }
+    for (bool busy = true; busy;) {
+        busy = false;
+        UNROLLED for (int32_t at = 0; at < HOT_EACH; at++) {
+            if (keys[at] < 0 || keys[at] == positions[at]) continue;
+            buckets[at] = (buckets[at] + 1) & (swap.buckets - 1);
+            keys[at] = step.keys[buckets[at]];
+            busy = true;
+        }
+    }
+    UNROLLED for (int32_t at = 0; at < HOT_EACH; at++) {
+        if (keys[at] < 0) continue;
+        step.places[buckets[at]] = (uint16_t)own.order[at];
+        own.hit |= 1u << at;
     }
 }
 
-CODE bool is_missing(const Swapping &step, int32_t k) {
-    int32_t at = step.asked[k];
-    return at >= 0 && step.buckets[at].first == k && step.buckets[at].place < 0;
+/* Which of the thread's positions are missing, each where it is mentioned first; where they are in the arena is on its way
+ * while misses are counted. */
+template <int32_t TOP_EACH, int32_t HOT_EACH>
+CODE void find_missing(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH> &own, uint32_t thread) {
+    own.missing = 0;
+    UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) {
+        own.places[at] = own.buckets[at] < 0 ? 0 : step.places[own.buckets[at]];
+        if (own.places[at] != ABSENT || step.marks[own.buckets[at]] != (int32_t)thread * TOP_EACH + at) continue;
+        own.missing |= 1u << at;
+        own.sources[at] = swap.host_slots[step.row * swap.host_stride + own.positions[at]];
+    }
 }
 
-/* Of this thread's share: positions that are missing, each where it is mentioned first, and places that are not hit. */
-CODE int32_t count_share(const Swap &swap, const Swapping &step, uint32_t thread, uint32_t threads) {
-    Share top = share_of(swap.top, thread, threads), hot = share_of(swap.hot, thread, threads);
-    int32_t missing = 0, places = 0;
-    for (int32_t k = top.first; k < top.end; k++) missing += is_missing(step, k);
-    for (int32_t at = hot.first; at < hot.end; at++) places += step.hits[at] < 0;
+/* Misses << 16 | places that are not hit, of this thread. */
+template <int32_t TOP_EACH, int32_t HOT_EACH>
+CODE int32_t counted(const Swap &swap, const Own<TOP_EACH, HOT_EACH> &own, uint32_t thread) {
+    int32_t missing = 0, places = swap.hot - (int32_t)thread * HOT_EACH;
+    places = places < 0 ? 0 : places < HOT_EACH ? places : HOT_EACH;
+    UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) missing += own.missing >> at & 1;
+    UNROLLED for (int32_t at = 0; at < HOT_EACH; at++) places -= own.hit >> at & 1;
     return missing << 16 | places;
 }
 
@@ -208,9 +259,9 @@ CODE int32_t misses_of(int32_t total) {
     return missing < places ? missing : places;
 }
 
-/* One thread a block, whatever its request is: claims its part of the list of all misses. The last block to do so tells
- * their sum, and readies the counts for the next launch. */
-CODE void claim_list(const Swap &swap, const Swapping &step, int32_t total, uint32_t blocks) {
+/* One thread a block, whatever its request is: claims its part of the list of all misses. Blocks above, misses below: one
+ * addition says how many blocks have claimed, and how much. */
+CODE uint64_t claim_list(const Swap &swap, const Swapping &step, int32_t total) {
     uint32_t *counts = (uint32_t *)swap.counts;
     uint32_t refused = (uint32_t)step.words[REFUSED] + (uint32_t)((total >> 16) - misses_of(total));
     if (refused) {
@@ -219,54 +270,79 @@ CODE void claim_list(const Swap &swap, const Swapping &step, int32_t total, uint
         __threadfence();
 #endif
     }
-    /* Blocks above, misses below: one addition says how many blocks have claimed, and how much. */
-    uint64_t mine = (uint64_t)1 << 32 | (uint32_t)misses_of(total);
-    uint64_t before = add_wide((uint64_t *)(counts + 2), mine);
+    return add_wide((uint64_t *)(counts + 2), (uint64_t)1 << 32 | (uint32_t)misses_of(total));
+}
+
+/* The same thread, with what claim_list said: the last block to claim tells the sum, and readies the counts for the next
+ * launch. */
+CODE void begin_list(const Swap &swap, const Swapping &step, int32_t total, uint64_t before, uint32_t blocks) {
+    uint32_t *counts = (uint32_t *)swap.counts;
     step.words[BASE] = (int32_t)(uint32_t)before;
     if ((uint32_t)(before >> 32) != blocks - 1) return;
-    counts[0] = (uint32_t)(before + mine);
+#if ON_DEVICE
+    __threadfence();
+#endif
+    counts[0] = (uint32_t)before + (uint32_t)misses_of(total);
     counts[1] = glance(&counts[4]);
     counts[2] = counts[3] = counts[4] = 0;
 }
 
-/* The order after this step, for this thread's share of it as it was; victims go to a list by rank. */
-CODE void reorder(const Swap &swap, const Swapping &step, int32_t before, int32_t total, uint32_t thread, uint32_t threads) {
-    Share share = share_of(swap.hot, thread, threads);
-    int32_t *after = swap.order + (int64_t)step.row * swap.hot;
-    int32_t rank = before & 0xFFFF, places = total & 0xFFFF, misses = misses_of(total);
-    for (int32_t at = share.first; at < share.end; at++) {
-        int32_t place = step.order[at];
-        if (step.hits[at] >= 0) after[places - misses + (at - rank)] = place;
-        else {
-            if (rank < misses) step.victims[rank] = place, after[swap.hot - misses + rank] = place;
-            else after[rank - misses] = place;
-            rank++;
-        }
+/* The order after this step, for this thread's share of it as it was, in shared memory first, since it is written here and
+ * there; victims go to a list by rank, and the rank to all that mention the position. */
+template <int32_t TOP_EACH, int32_t HOT_EACH>
+CODE void reorder(const Swap &swap, const Swapping &step, const Own<TOP_EACH, HOT_EACH> &own, int32_t before, int32_t total,
+                  uint32_t thread) {
+    int32_t rank = before & 0xFFFF, places = total & 0xFFFF, misses = misses_of(total), miss = before >> 16;
+    UNROLLED for (int32_t at = 0; at < TOP_EACH; at++)
+        if (own.missing >> at & 1) step.marks[own.buckets[at]] = miss++;
+    UNROLLED for (int32_t at = 0; at < HOT_EACH; at++) {
+        int32_t here = (int32_t)thread * HOT_EACH + at, place = own.order[at];
+        if (here >= swap.hot) continue;
+        bool hit = own.hit >> at & 1, victim = !hit && rank < misses;
+        if (victim) step.victims[rank] = place;
+        step.after[hit ? places - misses + here - rank : victim ? swap.hot - misses + rank : rank - misses] = place;
+        rank += !hit;
     }
 }
 
-/* Gives each miss of this thread's share its victim's place, and lists the copy that fills it. */
-CODE void fill(const Swap &swap, const Swapping &step, int32_t before, int32_t total, uint32_t thread, uint32_t threads) {
-    Share share = share_of(swap.top, thread, threads);
-    int32_t rank = before >> 16, misses = misses_of(total);
-    for (int32_t k = share.first; k < share.end; k++) {
-        if (!is_missing(step, k)) continue;
-        if (rank < misses) {
-            Bucket &bucket = step.buckets[step.asked[k]];
-            int32_t place = step.victims[rank];
-            swap.sources[step.words[BASE] + rank] = swap.host_slots[step.row * swap.host_stride + bucket.position];
-            swap.targets[step.words[BASE] + rank] = step.hot_slots[place];
-            swap.held[(int64_t)step.row * swap.hot + place] = bucket.position;
-            bucket.place = place;
+CODE void write_order(const Swap &swap, const Swapping &step, uint32_t thread, uint32_t threads) {
+    int32_t *order = swap.order + (int64_t)step.row * swap.hot;
+    if (step.quads) {
+        const Quad *after = (const Quad *)step.after;
+        for (int32_t at = (int32_t)thread; at < swap.hot / 4; at += (int32_t)threads) ((Quad *)order)[at] = after[at];
+    } else
+        for (int32_t at = (int32_t)thread; at < swap.hot; at += (int32_t)threads) order[at] = step.after[at];
+}
+
+/* The slot of each position; one that is missing gets its victim's place. */
+template <int32_t TOP_EACH, int32_t HOT_EACH>
+CODE void answer(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH> &own, int32_t total, uint32_t request,
+                 uint32_t thread) {
+    int32_t misses = misses_of(total);
+    UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) {
+        int32_t k = (int32_t)thread * TOP_EACH + at, place = -1;
+        if (own.buckets[at] >= 0) {
+            place = own.places[at];
+            if (place == ABSENT) {
+                int32_t rank = step.marks[own.buckets[at]];
+                place = rank < misses ? step.victims[rank] : -1;
+            }
         }
+        own.places[at] = place;
+        if (k < swap.top) swap.slots[(int64_t)request * swap.top + k] = place < 0 ? -1 : step.hot_slots[place];
+    }
+}
+
+/* Lists the copies that fill the places of this thread's misses. */
+template <int32_t TOP_EACH, int32_t HOT_EACH>
+CODE void list(const Swap &swap, const Swapping &step, const Own<TOP_EACH, HOT_EACH> &own, int32_t before) {
+    int32_t rank = step.words[BASE] + (before >> 16);
+    UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) {
+        if (!(own.missing >> at & 1) || own.places[at] < 0) continue;
+        swap.sources[rank] = own.sources[at];
+        swap.targets[rank] = step.hot_slots[own.places[at]];
+        swap.held[(int64_t)step.row * swap.hot + own.places[at]] = own.positions[at];
         rank++;
-    }
-}
-
-CODE void answer(const Swap &swap, const Swapping &step, uint32_t request, uint32_t thread, uint32_t threads) {
-    for (int32_t k = (int32_t)thread; k < swap.top; k += (int32_t)threads) {
-        int32_t at = step.asked[k], place = at < 0 ? -1 : step.buckets[at].place;
-        swap.slots[(int64_t)request * swap.top + k] = place < 0 ? -1 : step.hot_slots[place];
     }
 }
 

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "kv_copy.h"
 #include "set_mla.h"
@@ -40,34 +41,45 @@ void set_mla_on_host(const SetMla *set, uint32_t unit, uint32_t held, uint32_t b
     else if (unit == 4) set_all<uint32_t, 4>(*set, blocks, columns, together);
     else set_all<unsigned char, 4>(*set, blocks, columns, together);
 }
+}
 
 // The phases of swap_plan.cu. `memory` is a block's shared memory, of the very bytes that a launch asks for.
-void swap_plan_on_host(const Swap *given, uint32_t threads, int32_t *memory) {
-    const Swap &swap = *given;
+template <int32_t TOP_EACH, int32_t HOT_EACH> static void plan_all(const Swap &swap, uint32_t threads, int32_t *memory) {
     for (uint32_t request = 0; request < (uint32_t)swap.requests; request++) {
-        Swapping step = start_step(swap, request, memory, threads);
-        step.words[REFUSED] = 0;
+        Swapping step = start_step(swap, memory);
+        std::vector<Own<TOP_EACH, HOT_EACH>> own(threads);
+        std::vector<int32_t> before(threads);
+        for (uint32_t at = 0; at < threads; at++) clear(swap, step, at, threads);
+        look(swap, step, request);
         if (!step.real || step.direct) {
             for (uint32_t at = 0; at < threads; at++) answer_direct(swap, step, request, at, threads);
-            claim_list(swap, step, 0, (uint32_t)swap.requests);
+            begin_list(swap, step, 0, claim_list(swap, step, 0), (uint32_t)swap.requests);
             continue;
         }
-        for (uint32_t at = 0; at < threads; at++) fetch(swap, step, request, at, threads);
-        for (uint32_t at = 0; at < threads; at++) ask(swap, step, threads - 1 - at, threads);
-        for (uint32_t at = 0; at < threads; at++) find_held(swap, step, at, threads);
-        for (uint32_t at = 0; at < threads; at++) step.counts[at] = count_share(swap, step, at, threads);
-        int32_t total = 0;
-        for (uint32_t at = 0; at <= threads; at++) {
-            int32_t own = at < threads ? step.counts[at] : 0;
-            step.counts[at] = total;
-            total += own;
+        for (uint32_t at = 0; at < threads; at++) {
+            read_positions(swap, own[at], request, at);
+            read_tables(swap, step, own[at], at);
         }
-        claim_list(swap, step, total, (uint32_t)swap.requests);
-        for (uint32_t at = 0; at < threads; at++) reorder(swap, step, step.counts[at], total, at, threads);
-        for (uint32_t at = 0; at < threads; at++) fill(swap, step, step.counts[at], total, at, threads);
-        for (uint32_t at = 0; at < threads; at++) answer(swap, step, request, at, threads);
+        for (uint32_t at = threads; at--;) ask(swap, step, own[at], at);
+        for (uint32_t at = 0; at < threads; at++) find_held(swap, step, own[at], at);
+        int32_t total = 0;
+        for (uint32_t at = 0; at < threads; at++) {
+            find_missing(swap, step, own[at], at);
+            before[at] = total;
+            total += counted(swap, own[at], at);
+        }
+        uint64_t claimed = claim_list(swap, step, total);
+        for (uint32_t at = 0; at < threads; at++) reorder(swap, step, own[at], before[at], total, at);
+        for (uint32_t at = 0; at < threads; at++) answer(swap, step, own[at], total, request, at);
+        for (uint32_t at = 0; at < threads; at++) write_order(swap, step, at, threads);
+        begin_list(swap, step, total, claimed, (uint32_t)swap.requests);
+        for (uint32_t at = 0; at < threads; at++) list(swap, step, own[at], before[at]);
     }
 }
+
+extern "C" void swap_plan_on_host(const Swap *swap, uint32_t top_each, uint32_t threads, int32_t *memory) {
+    if (top_each == 2) plan_all<2, 4>(*swap, threads, memory);
+    else plan_all<4, 16>(*swap, threads, memory);
 }
 
 #ifdef ALONE

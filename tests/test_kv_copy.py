@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pdtransfer import cli
 from pdtransfer.cancel import Cancel
 from pdtransfer.errors import LayoutMismatchError, LocalProtocolError, WorldError
-from pdtransfer.kernels import UnusableError, card, compiled
+from pdtransfer.kernels import UnusableError, card, compiled, source_directory
 from pdtransfer.kernels.kv_copy import CopyArgument, SlotsArgument, kv_copy
 from pdtransfer.kernels.pairs import lanes_of
 from pdtransfer.kernels.pools import Pages, PinnedCancel, Pool, Progress, State
@@ -282,6 +282,12 @@ def test_every_kernel_compiles_for_every_architecture(
     compiler: compiled.Compiler, kernel: str, architecture: str, tmp_path: Path
 ) -> None:
     assert compiled.machine_code(kernel, architecture, tmp_path)[:4] == b"\x7fELF"
+
+
+def test_what_is_compiled_is_all_that_there_is() -> None:
+    directory = source_directory()
+    assert sorted(compiled.KERNELS) == sorted(path.stem for path in directory.glob("*.cu"))
+    assert sorted(compiled.HEADERS) == sorted(path.name for path in directory.glob("*.h"))
 
 
 class Counting:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool
-from pdtransfer.kernels.swap import HotBuffers, SwapArgument, SwapPlan, argument_of, shared_bytes, swap_plan
+from pdtransfer.kernels.swap import HotBuffers, SwapArgument, SwapPlan, argument_of, shape_of, swap_plan
 
 from . import kernels_host
 from .layout_tensors import Pool as Tensors
@@ -44,10 +44,14 @@ def plan_for(requests: int, top: int) -> SwapPlan:
     return SwapPlan(slots=slots, sources=lists[0], targets=lists[1], counts=counts)
 
 
-def on_host(lib: ctypes.CDLL, hot: HotBuffers, given: tuple[Any, ...], plan: SwapPlan, real: Any, threads: int) -> None:
+def on_host(
+    lib: ctypes.CDLL, hot: HotBuffers, given: tuple[Any, ...], plan: SwapPlan, real: Any, *, wide: bool = False
+) -> None:
     argument = argument_of(hot, *given, plan, real)
-    memory = np.zeros(shared_bytes(argument, threads) // 4, np.int32)
-    lib.swap_plan_on_host(ctypes.byref(argument), threads, ctypes.c_void_p(memory.ctypes.data))
+    function, threads, shared_bytes = shape_of(argument)
+    memory = np.full(shared_bytes // 4, -9, np.int32)
+    top_each = 4 if wide else int(function[len("swap_plan_")])
+    lib.swap_plan_on_host(ctypes.byref(argument), top_each, threads, ctypes.c_void_p(memory.ctypes.data))
 
 
 class Request:
@@ -70,8 +74,8 @@ class Request:
 @st.composite
 def steps(draw: Any) -> tuple[int, int, int, list[Any]]:
     """Hot places, rows, K, and steps of (positions, lengths, rows, real)."""
-    top, requests = draw(st.integers(1, 24)), draw(st.integers(1, 4))
-    hot = draw(st.integers(top, 40))
+    top, requests = draw(st.integers(1, 90)), draw(st.integers(1, 4))
+    hot = draw(st.integers(top, 160))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     listed = []
     for _ in range(draw(st.integers(1, 6))):
@@ -83,9 +87,9 @@ def steps(draw: Any) -> tuple[int, int, int, list[Any]]:
 
 
 @PROPERTY
-@given(steps(), st.sampled_from([32, 64, 96, 1024]), st.booleans())
+@given(steps(), st.booleans(), st.booleans())
 def test_every_step_is_exact_lru(
-    lib: ctypes.CDLL, case: tuple[int, int, int, list[Any]], threads: int, native: bool
+    lib: ctypes.CDLL, case: tuple[int, int, int, list[Any]], wide: bool, native: bool
 ) -> None:
     hot_count, requests, top, listed = case
     hot = buffers(requests + 1, hot_count, np.random.default_rng(1))
@@ -94,7 +98,7 @@ def test_every_step_is_exact_lru(
     for positions, rows, real in listed:
         padded = np.array([real], np.int32)
         if native:
-            on_host(lib, hot, (positions, lengths, rows), plan, padded, threads)
+            on_host(lib, hot, (positions, lengths, rows), plan, padded, wide=wide)
         else:
             swap_plan(hot, positions, lengths, rows, plan, real=padded)
         copies: list[tuple[int, int]] = []
@@ -119,7 +123,7 @@ def test_a_short_request_has_every_position_in_its_own_place(lib: ctypes.CDLL, n
     plan, row = plan_for(1, 5), np.zeros(1, np.int32)
     before = hot.order.copy()
     if native:
-        on_host(lib, hot, (positions, lengths, row), plan, None, 32)
+        on_host(lib, hot, (positions, lengths, row), plan, None)
     else:
         swap_plan(hot, positions, lengths, row, plan)
     places = hot.hot_slots[0]
@@ -134,7 +138,7 @@ def test_more_positions_than_places_are_refused_not_written_elsewhere(lib: ctype
     positions, lengths, row = np.arange(6, dtype=np.int32)[None], np.array([LENGTH], np.int32), np.zeros(1, np.int32)
     plan = plan_for(1, 6)
     if native:
-        on_host(lib, hot, (positions, lengths, row), plan, None, 32)
+        on_host(lib, hot, (positions, lengths, row), plan, None)
     else:
         swap_plan(hot, positions, lengths, row, plan)
     assert plan.slots[0].tolist() == [*hot.hot_slots[0], -1, -1]
@@ -161,6 +165,25 @@ def test_the_copies_of_a_plan_bring_what_was_asked_for() -> None:
             assert np.array_equal(pools[1].read("latent", 1, 0, plan.slots[request].astype(np.int64)), wanted)
 
 
+@pytest.mark.parametrize(
+    ("top", "places"), [(2_048, 4_096), (2_048, 8_190), (4_000, 6_000), (4_096, 5_000), (1, 16_000)]
+)
+def test_wide_steps_fit_a_block_and_its_shared_memory(lib: ctypes.CDLL, top: int, places: int) -> None:
+    rng, length = np.random.default_rng(top), 20_000
+    hot = buffers(1, places, rng)
+    object.__setattr__(hot, "host_slots", np.arange(length, dtype=np.int32)[None])
+    mine = HotBuffers(**{name: getattr(hot, name).copy() for name in HotBuffers.__dataclass_fields__})
+    plans, row = [plan_for(1, top) for _ in range(2)], np.zeros(1, np.int32)
+    for _ in range(3):
+        positions = rng.permutation(length)[None, :top].astype(np.int32)
+        given = positions, np.array([length], np.int32), row
+        assert shape_of(argument_of(mine, *given, plans[0], None)).shared_bytes <= 227 << 10
+        on_host(lib, mine, given, plans[0], None)
+        swap_plan(hot, *given, plans[1])
+        assert np.array_equal(mine.order, hot.order)
+        assert np.array_equal(plans[0].slots, plans[1].slots)
+
+
 def test_arguments_are_as_long_as_the_kernels_own(lib: ctypes.CDLL) -> None:
     assert lib.sizes_of(4) == ctypes.sizeof(SwapArgument)
 
@@ -168,11 +191,11 @@ def test_arguments_are_as_long_as_the_kernels_own(lib: ctypes.CDLL) -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     hot, plan = buffers(1, 16, np.random.default_rng(0)), plan_for(1, 4)
     positions, one = np.zeros((1, 4), np.int32), np.zeros(1, np.int32)
-    with pytest.raises(LocalProtocolError, match="no multiple of 32"):
-        swap_plan(hot, positions, one, one, plan, threads=100)
     with pytest.raises(LocalProtocolError, match=r"plan: for \(1, 4\), not for 1 requests of 5"):
         swap_plan(hot, np.zeros((1, 5), np.int32), one, one, plan)
     with pytest.raises(LocalProtocolError, match="hot: 0 is not"):
         swap_plan(buffers(1, 0, np.random.default_rng(0)), positions, one, one, plan)
+    with pytest.raises(LocalProtocolError, match="hot: 16384 and top 4096 take"):
+        swap_plan(buffers(1, 16_384, np.random.default_rng(0)), np.zeros((1, 4_096), np.int32), one, one, plan)
     with pytest.raises(LocalProtocolError, match="lengths: <i8, not contiguous int32"):
         argument_of(hot, positions, one.astype(np.int64), one, plan, None)

@@ -11,7 +11,7 @@ from .card import Card, card
 
 _HELD = (1_024, 1), (4_096, 2), (1 << 31, 4)  # up to so many rows, a thread has so many in flight
 _THREADS = 144  # about: two rows of 72 units side by side
-_BULK_ROWS = (64, 1), (4_096, 2), (1 << 31, 4)  # up to so many rows, a block has so many: a thread each
+_BULK_ROWS = (64, 1, "bulk"), (1_024, 2, "bulk"), (4_096, 3, "early"), (1 << 31, 4, "bulk")
 _BULK_CAPABILITY = 9, 0
 _KERNEL = "set_mla"
 
@@ -120,19 +120,16 @@ def shape_of(argument: SetMlaArgument, *, bulk: bool, capability: tuple[int, int
     parts = argument.nope_units, argument.units, argument.nope_stride, argument.rope_stride, argument.buffer_stride
     unit = gcd(16, *parts, argument.buffer, argument.nope, argument.rope)
     if bulk and unit == 16 and capability >= _BULK_CAPABILITY:
-        threads = _by_rows(_BULK_ROWS, argument.rows)
-        return Shape(f"{_KERNEL}_bulk", -(-argument.rows // threads), threads, 1, threads * argument.units)
+        # up to so many rows, a block has so many, a thread each
+        threads, how = next((each, how) for rows_max, each, how in _BULK_ROWS if argument.rows <= rows_max)
+        return Shape(f"{_KERNEL}_{how}", -(-argument.rows // threads), threads, 1, threads * argument.units)
     unit = 1 if unit == 2 else unit
     argument.nope_units //= unit
     argument.units //= unit
-    held = _by_rows(_HELD, argument.rows) if unit == 16 else 4
+    held = next(each for rows_max, each in _HELD if argument.rows <= rows_max) if unit == 16 else 4
     columns = min(argument.units, 1_024)
     together = max(1, min(_THREADS // columns, -(-argument.rows // held)))
     return Shape(f"{_KERNEL}_{unit}x{held}", -(-argument.rows // (together * held)), columns, together, 0)
-
-
-def _by_rows(table: tuple[tuple[int, int], ...], rows: int) -> int:
-    return next(value for rows_max, value in table if rows <= rows_max)
 
 
 def _on_cpu(buffer: Any, loc: Any, nope: Any, rope: Any, skip_index: int | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,9 +16,11 @@ from ..errors import LocalProtocolError
 from ..geometry import Int64s
 from .card import Card, card
 
-THREADS = 1_024
-_HOT_MAX = 0xFFFF  # places, and twice as many as positions: both are counted in 16 bits
-_TOP_MAX = 0x7FFF
+_THREADS_MAX = 1_024
+_SHARES = (2, 4), (4, 16)  # positions and places of a thread, as kernels/swap_plan.cu has them
+_SHARED_BYTES_MAX = 227 << 10
+_TOP_MAX, _HOT_MAX = 4 * _THREADS_MAX, 16 * _THREADS_MAX
+_BUCKETS = 8  # for each position: with two, some thread of each warp has to look into many
 
 
 class SwapArgument(ctypes.Structure):
@@ -73,28 +75,27 @@ def swap_plan(
     plan: SwapPlan,
     *,
     real: Any = None,
-    threads: int = THREADS,
     stream: int = 0,
 ) -> None:
     """Plans one step: positions int32 (requests, top), of which -1 is none and any may be there twice.
 
     `lengths` (requests,) is tokens of each, `rows` (requests,) its row of the tables, no row twice; `real` (1,) how
-    many requests are no padding, where fewer than all. On a card this queues one launch, a block of `threads`, a
-    multiple of 32, for each request. Raises LocalProtocolError for shapes that do not fit together.
+    many requests are no padding, where fewer than all. On a card this queues one launch, a block for each
+    request. Raises LocalProtocolError for shapes that do not fit together.
     """
     requests, top = int(positions.shape[0]), int(positions.shape[1])
     places = hot.held.shape[1]
     if not (0 < places <= _HOT_MAX and 0 < top <= _TOP_MAX):
         raise LocalProtocolError(f"hot: {places} is not in 1..{_HOT_MAX}, or top {top} not in 1..{_TOP_MAX}")
-    if threads % 32 or not 32 <= threads <= THREADS:
-        raise LocalProtocolError(f"threads: {threads} is no multiple of 32 up to {THREADS}")
+    if (shared := _shared_bytes(top, places, 2 * _power(top))) > _SHARED_BYTES_MAX:
+        raise LocalProtocolError(f"hot: {places} and top {top} take {shared} bytes of shared memory")
     if tuple(plan.slots.shape) != (requests, top) or plan.sources.shape[0] < requests * top:
         raise LocalProtocolError(f"plan: for {tuple(plan.slots.shape)}, not for {requests} requests of {top}")
     if not getattr(positions, "is_cuda", False):
         _on_cpu(hot, positions, lengths, rows, plan, requests if real is None else int(real[0]))
     elif requests:
         argument = argument_of(hot, positions, lengths, rows, plan, real)
-        launch(card(positions.device.index), argument, threads=threads, stream=stream)
+        launch(card(positions.device.index), argument, stream)
 
 
 def argument_of(hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, real: Any) -> SwapArgument:
@@ -107,19 +108,58 @@ def argument_of(hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: 
         order=_address("order", hot.order), slots=_address("slots", plan.slots),
         sources=_address("sources", plan.sources), targets=_address("targets", plan.targets),
         counts=_address("counts", plan.counts), host_stride=hot.host_slots.shape[1], requests=requests, top=top,
-        hot=hot.held.shape[1], buckets=1 << (2 * top - 1).bit_length(),
+        hot=hot.held.shape[1], buckets=_buckets(top, hot.held.shape[1]),
     )  # fmt: skip
 
 
-def launch(here: Card, argument: SwapArgument, *, threads: int, stream: int) -> None:
+def _buckets(top: int, hot: int) -> int:
+    """A power of two: as many as fit."""
+    buckets = _BUCKETS * _power(top)
+    while buckets > 2 * _power(top) and _shared_bytes(top, hot, buckets) > _SHARED_BYTES_MAX:
+        buckets >>= 1
+    return buckets
+
+
+def _power(top: int) -> int:
+    return 1 << (top - 1).bit_length()
+
+
+def _shared_bytes(top: int, hot: int, buckets: int) -> int:
+    """Four words, keys, marks, two tables of the hot buffer, victims, and places of two bytes."""
+    hot = hot + 3 & ~3
+    return 4 * (4 + max(buckets, hot) + buckets + 2 * hot + top) + 2 * buckets
+
+
+class Shape(NamedTuple):
+    """How a launch is laid out: the function, threads of a block, and dynamic shared memory."""
+
+    function: str
+    threads: int
+    shared_bytes: int
+
+
+def shape_of(argument: SwapArgument) -> Shape:
+    """The fewest threads that have a share each."""
+    shared_bytes = _shared_bytes(argument.top, argument.hot, argument.buckets)
+    for top, hot in _SHARES:
+        threads = -(-max(-(-argument.top // top), -(-argument.hot // hot)) // 32) * 32
+        if threads <= _THREADS_MAX:
+            return Shape(f"swap_plan_{top}x{hot}", threads, shared_bytes)
+    raise AssertionError(f"hot: {argument.hot}, top: {argument.top}")
+
+
+def launch(here: Card, argument: SwapArgument, stream: int) -> None:
     """Queues it."""
-    shared = shared_bytes(argument, threads)
-    here.launch("swap_plan", argument, blocks=argument.requests, threads=threads, stream=stream, shared_bytes=shared)
-
-
-def shared_bytes(argument: SwapArgument, threads: int) -> int:
-    """A block's: four tables of its hot buffer, two of its top-k, counts, and buckets of three words."""
-    return 4 * (2 + 4 * argument.hot + 2 * argument.top + threads + 1 + 3 * argument.buckets)
+    function, threads, shared_bytes = shape_of(argument)
+    here.launch(
+        "swap_plan",
+        argument,
+        blocks=argument.requests,
+        threads=threads,
+        stream=stream,
+        shared_bytes=shared_bytes,
+        function=function,
+    )
 
 
 def _address(name: str, array: Any) -> int:

@@ -1,6 +1,7 @@
 /* Queues works of a card, each with a slot of a ring, without Python: a work takes 10 us here and 60 there, and the
  * engine's other threads want the interpreter. One stream is the kernels', the other the copy engine's. A work's second
- * part waits for its first, and its first for the work that had its slot. As many works are pending as there are events;
+ * part waits for its first, and its first for the work that had its slot; all of it is between what a third stream has
+ * and what it will have, but for an opening launch, which brings what the works read and need wait for nothing else. As many works are pending as there are events;
  * the oldest is waited for then, so that a cancel word stops all but these.
  *
  * C that is C++ as well. The driver's functions are handed in: nothing here is linked with them. */
@@ -47,6 +48,9 @@ struct Lanes {
     const struct Work *works;
     const uint64_t *sources, *targets, *sizes;
     void *attributes; /* of a batch: CUmemcpyAttributes */
+    void *stream, *fork, *rows_join, *runs_join; /* whose work goes before and after, and events for that */
+    void *opening;                               /* an argument; may be null */
+    int64_t opening_blocks;
     int64_t slots, event_count, work_count, argument_bytes, threads, fetch;
     int64_t first_turn; /* works that were queued before, whose slots and events are waited for as these are */
     /* answers */
@@ -78,11 +82,14 @@ static int queue_runs(const struct Lanes *lanes, const struct Work *work, void *
     return 0;
 }
 
+static int launch(const struct Lanes *lanes, void *argument, int64_t blocks, void *stream) {
+    return lanes->calls->launch(lanes->function, (unsigned)blocks, 1, 1, (unsigned)lanes->threads, 1, 1, 0, stream, &argument,
+                                NULL);
+}
+
 static int queue_rows(const struct Lanes *lanes, const struct Work *work, void *stream) {
-    void *argument = lanes->arguments + work->argument * lanes->argument_bytes;
     if (work->argument < 0) return 0;
-    return lanes->calls->launch(lanes->function, (unsigned)work->blocks, 1, 1, (unsigned)lanes->threads, 1, 1, 0, stream,
-                                &argument, NULL);
+    return launch(lanes, lanes->arguments + work->argument * lanes->argument_bytes, work->blocks, stream);
 }
 
 /* The slot that this work uses is free once the work that had it is whole. */
@@ -100,10 +107,25 @@ static int queue_work(const struct Lanes *lanes, const struct Work *work, int64_
     return status ? status : calls->record(whole, second);
 }
 
-EXTERN void pdtransfer_lanes(struct Lanes *lanes) {
+static int open_lanes(const struct Lanes *lanes) {
     const struct Calls *calls = lanes->calls;
-    lanes->queued = 0, lanes->cancelled = 0;
-    lanes->status = calls->set_context(lanes->context);
+    int status = calls->set_context(lanes->context);
+    if (!status) status = calls->record(lanes->fork, lanes->stream);
+    if (!status && lanes->opening) status = launch(lanes, lanes->opening, lanes->opening_blocks, lanes->rows_stream);
+    if (!status) status = calls->follow(lanes->rows_stream, lanes->fork, 0);
+    return status ? status : calls->follow(lanes->runs_stream, lanes->fork, 0);
+}
+
+static int close_lanes(const struct Lanes *lanes) {
+    const struct Calls *calls = lanes->calls;
+    int status = calls->record(lanes->rows_join, lanes->rows_stream);
+    if (!status) status = calls->record(lanes->runs_join, lanes->runs_stream);
+    if (!status) status = calls->follow(lanes->stream, lanes->rows_join, 0);
+    return status ? status : calls->follow(lanes->stream, lanes->runs_join, 0);
+}
+
+static void queue_works(struct Lanes *lanes) {
+    const struct Calls *calls = lanes->calls;
     for (int64_t at = 0; at < lanes->work_count && !lanes->status; at++) {
         int64_t turn = lanes->first_turn + at;
         if (turn >= lanes->event_count) lanes->status = reach(calls, lanes->wholes[turn % lanes->event_count]);
@@ -117,4 +139,11 @@ EXTERN void pdtransfer_lanes(struct Lanes *lanes) {
     }
 }
 
-EXTERN uint32_t pdtransfer_abi(void) { return 1; }
+EXTERN void pdtransfer_lanes(struct Lanes *lanes) {
+    lanes->queued = 0, lanes->cancelled = 0;
+    lanes->status = open_lanes(lanes);
+    if (!lanes->status) queue_works(lanes);
+    if (!lanes->status) lanes->status = close_lanes(lanes);
+}
+
+EXTERN uint32_t pdtransfer_abi(void) { return 2; }

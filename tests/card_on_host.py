@@ -106,9 +106,6 @@ class CardOnHost(Card):
         kept = content.copy()
         self._queue(stream, lambda: ctypes.memmove(address, kept.ctypes.data, kept.nbytes))
 
-    def stage(self, address: int, pinned: int, byte_count: int, stream: int) -> None:
-        self._queue(stream, lambda: ctypes.memmove(address, pinned, byte_count))
-
     def kept(self, key: object, table: Any) -> int:
         if key not in self._tables_held:
             copied = table.copy()

@@ -392,7 +392,7 @@ MIB = 1 << 20
         (Load(8 * MIB, 1 * MIB, 8 * MIB), "direct"),
         (Load(64 * MIB, 1_152, 64 * MIB), "ring"),
         (Load(64 * MIB, 1_152, 32 * MIB), "kernel"),
-        (Load(15 * MIB, 1_152, 15 * MIB), "kernel"),
+        (Load(11 * MIB, 1_152, 11 * MIB), "kernel"),
         (Load(64 * MIB, 73_728, 0), "kernel"),
     ],
 )

@@ -1,7 +1,8 @@
-"""The pinned memory that a ring's uploads go through."""
+"""The pinned memory that a ring's lists of slots go through, and the memory that the card has beside it."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,15 +10,15 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import WorldError
-from pdtransfer.kernels.lanes import _Staging
+from pdtransfer.kernels.lanes import Staging
 
 
 def test_what_did_not_get_larger_memory_goes_on_with_what_it_has_and_never_beyond(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The host may have no more memory to pin for now; the next upload must not take the old for the larger one."""
-    monkeypatch.setattr("pdtransfer.kernels.lanes._STAGING_BYTES_MIN", 64)
-    memory, refuses, put = list[Any](), [False], list[tuple[int, int]]()
+    """The host may have no more memory to pin for now; the next list must not take the old for the larger one."""
+    monkeypatch.setattr("pdtransfer.kernels.lanes._STAGING_BYTES_MIN", 2_048)
+    memory, refuses = list[Any](), [False]
 
     def pinned(byte_count: int) -> tuple[int, int]:
         if refuses[0]:
@@ -25,15 +26,28 @@ def test_what_did_not_get_larger_memory_goes_on_with_what_it_has_and_never_beyon
         memory.append(np.zeros(byte_count, np.uint8))
         return memory[-1].ctypes.data, memory[-1].ctypes.data
 
-    card = Mock(pinned=pinned, stage=lambda _, there, byte_count, __: put.append((there, byte_count)))
-    staging = _Staging(event=None)
-    staging.put(card, 1, np.zeros(16, np.int32), 0)
+    def allocate(byte_count: int) -> int:
+        memory.append(np.zeros(byte_count, np.uint8))
+        return memory[-1].ctypes.data
+
+    def brought(content: Any) -> None:
+        """What the kernel reads and writes for it lies in memory that there is, and it is the list."""
+        staging.put(card, content)
+        source, _, _, target, _, _, width = (ctypes.c_int64 * 7).from_address(staging.argument.pairs)
+        room = {each.ctypes.data: each.nbytes for each in memory}
+        byte_count = staging.argument.count * width
+        assert content.nbytes <= byte_count <= staging.argument.source.entry_limit * width
+        assert byte_count <= room[target]
+        assert source - staging.argument.pairs + byte_count <= room[staging.argument.pairs]
+        assert target == staging.address
+        assert ctypes.string_at(source, content.nbytes) == content.tobytes()
+
+    card = Mock(pinned=pinned, allocate=allocate)
+    staging = Staging(event=None)
+    brought(np.full(512, 3, np.int32))
     for refuses[0] in (True, True):
         with pytest.raises(WorldError, match="OUT_OF_MEMORY"):
-            staging.put(card, 1, np.zeros(64, np.int32), 0)
-    staging.put(card, 1, np.ones(16, np.int32), 0)
+            staging.put(card, np.zeros(2_000, np.int32))
+    brought(np.ones(500, np.int32))
     refuses[0] = False
-    staging.put(card, 1, np.full(64, 2, np.int32), 0)
-    room = {each.ctypes.data: each.nbytes for each in memory}
-    assert [byte_count for _, byte_count in put] == [64, 64, 256]
-    assert all(byte_count <= room[there] for there, byte_count in put)
+    brought(np.full(2_000, 2, np.int32))

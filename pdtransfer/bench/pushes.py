@@ -21,7 +21,7 @@ from .report import Figures, Line
 
 _RUNS = 5
 _SLOTS, _LAYERS, _ROW = 16_384, 61, 1_152
-_TURN_BYTES = 256 << 20  # by pushes one after another
+_TURN_BYTES = 4 << 30  # by pushes one after another: 80 ms, of which the first one's planning is little
 _CHUNK_BYTES = 256 << 20  # the arena is registered in such chunks
 _GIB = 1 << 30
 

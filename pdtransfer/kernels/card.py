@@ -185,12 +185,6 @@ class Card:
         self.enter()
         self.call("cuMemcpyAsync", target, source, byte_count, stream)
 
-    def stage(self, address: int, pinned: int, byte_count: int, stream: int) -> None:
-        """Queues a copy out of `pinned` memory, as the card sees it, which must stay until then; unlike upload it waits
-        for nothing that the stream has.
-        """
-        self.copy(address, pinned, byte_count, stream)
-
     def clear(self, address: int, byte_count: int) -> None:
         """Zeroes it, and waits for that."""
         self.enter()

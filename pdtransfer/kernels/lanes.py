@@ -10,7 +10,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,15 +24,16 @@ from ..geometry import Int64s
 from . import UnusableError, loaded
 from .card import Card
 from .dma import Attributes, copy_runs, cut
-from .kv_copy import THREADS, CopyArgument
+from .kv_copy import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument
 from .pools import Progress, State
 
 SLOTS = 3
 SLOT_BYTES = 16 << 20
 EVENTS = 9  # works that are pending: 2 ms of the engine's, for who queues may have to wait for a core
-_STAGINGS = 4  # uploads that are pending
+_STAGINGS = 8  # lists of slots that are pending
 _STAGING_BYTES_MIN = 64 << 10
-_ABI = 1  # of kernels/host_lanes.c
+_PIECE_BYTES = 2_048  # of a list, for a warp: what kv_copy takes at once
+_ABI = 2  # of kernels/host_lanes.c
 
 ARGUMENT = np.dtype(CopyArgument)
 
@@ -44,27 +45,41 @@ class Works(NamedTuple):
     table: Int64s  # int64 (n, 4): which argument, or -1; its blocks; first run, end run
     runs: Int64s  # int64 (n, 3): source address, target address, bytes
     fetch: bool
+    staged: Staging | None = None  # what the arguments' slots are in
 
 
 @dataclass(slots=True, eq=False)
-class _Staging:
-    """Pinned memory through which one upload goes at a time; what it outgrows is never freed."""
+class Staging:
+    """Pinned memory, and the card's beside it, for one list of slots at a time; what it outgrows is never freed.
 
-    event: Any
+    The kernel brings the list over, since the copy engine would do so only after all that it has been given before.
+    """
+
+    event: Any  # after the last work that reads the list
     byte_count: int = 0
-    here: int = 0
-    there: int = 0
+    address: int = 0  # of the list, once it is there
+    blocks: int = 0
+    argument: CopyArgument = field(default_factory=CopyArgument)
+    _here: int = 0
 
-    def put(self, card: Card, address: int, content: NDArray[np.int32], stream: int) -> None:
+    def put(self, card: Card, content: NDArray[np.int32]) -> None:
+        """Has `argument` bring it; waits for those who read the one before."""
         if self.byte_count < content.nbytes:
             byte_count = max(_STAGING_BYTES_MIN, 1 << content.nbytes.bit_length())
-            self.here, self.there = card.pinned(byte_count)
+            here, there = card.pinned(_PIECE_BYTES + byte_count)
+            self.address, self._here = card.allocate(byte_count), here + _PIECE_BYTES
+            pair = there + _PIECE_BYTES, _PIECE_BYTES, 0, self.address, _PIECE_BYTES, 0, _PIECE_BYTES
+            ctypes.memmove(here, (ctypes.c_int64 * 7)(*pair), 56)
+            side = SlotsArgument(entry_limit=byte_count // _PIECE_BYTES)
+            self.argument = CopyArgument(
+                pairs=there, pair_count=1, source=side, target=side, group_shift=5, by_source=1
+            )  # fmt: skip
             self.byte_count = byte_count  # only now: there may be none
         else:
             card.reach(self.event)
-        ctypes.memmove(self.here, content.ctypes.data, content.nbytes)
-        card.stage(address, self.there, content.nbytes, stream)
-        card.record(self.event, stream)
+        ctypes.memmove(self._here, content.ctypes.data, content.nbytes)
+        self.argument.count = -(-content.nbytes // _PIECE_BYTES)
+        self.blocks = min(BLOCKS_PUSH, -(-self.argument.count * 32 // THREADS))
 
 
 class Ring:
@@ -75,9 +90,10 @@ class Ring:
         self._rows, self._runs = here.stream(), here.stream()
         events = max(EVENTS, self.count) // self.count * self.count
         self._halves, self._wholes = ([here.event() for _ in range(events)] for _ in range(2))
+        self._handles = _handles(self._halves), _handles(self._wholes)
         self._fork, self._joins = here.event(), (here.event(), here.event())
         self._slots: list[int] = []
-        self._stagings = [_Staging(here.event()) for _ in range(_STAGINGS)]
+        self._stagings = [Staging(here.event()) for _ in range(_STAGINGS)]
         self.turn = 0  # works that were ever queued: the next one has slot turn % count
 
     @property
@@ -88,11 +104,13 @@ class Ring:
             self._slots = [start + at * self.slot_bytes for at in range(self.count)]
         return self._slots
 
-    def upload(self, address: int, content: NDArray[np.int32], stream: int) -> None:
-        """Queues a copy of `content`, and waits for nothing that the stream has."""
+    def stage(self, content: NDArray[np.int32]) -> Staging:
+        """Where the card will have `content` for the next works that are run with it."""
         staging = self._stagings.pop(0)
         self._stagings.append(staging)
-        staging.put(self.card, address, content, stream)
+        self.card.enter()
+        staging.put(self.card, content)
+        return staging
 
     def run(self, works: Works, *, stream: int, cancel: Cancel | None, progress: Progress | None) -> None:
         """Queues all works, between what `stream` has now and what it will have later, until `cancel` is set.
@@ -102,30 +120,28 @@ class Ring:
         more; if the card does not say that either, `progress` stays RUNNING, and nobody can tell what is still written.
         """
         here, ticket = self.card, progress.begin() if progress is not None else 0
-        works, streams = _whole(works, here), (self._rows, self._runs)
+        works = _whole(works, here)
+        joins = works.staged.event if works.staged else self._joins[0], self._joins[1]
         try:
-            here.enter()
-            here.record(self._fork, stream)
-            for each in streams:
-                here.follow(each, self._fork)
-            native = _native()
-            state = self._by_c(native, works, cancel) if native is not None else self._by_python(works, cancel)
-            for each, join in zip(streams, self._joins, strict=True):
-                here.record(join, each)
-                here.follow(stream, join)
+            if (native := _native()) is not None:
+                state = self._by_c(native, works, cancel, stream, joins)
+            else:
+                state = self._by_python(works, cancel, stream, joins)
             if progress is not None:
                 here.write(progress.address, ticket << 2 | state, stream)
         except BaseException:
-            for each in (*streams, stream):
+            for each in (self._rows, self._runs, stream):
                 here.synchronise(each)
             if progress is not None:
                 progress.end(State.CANCELLED)
             raise
 
-    def _by_c(self, native: Callable[..., None], works: Works, cancel: Cancel | None) -> State:
+    def _by_c(
+        self, native: Callable[..., None], works: Works, cancel: Cancel | None, stream: int, joins: tuple[Any, Any]
+    ) -> State:  # fmt: skip
         here, calls = self.card, self.card.calls()
         columns = np.ascontiguousarray(works.runs.T)
-        halves, wholes = _handles(self._halves), _handles(self._wholes)
+        (halves, wholes), staged = self._handles, works.staged
         attributes = Attributes(order=1)  # in the stream's order
         argument = _LanesArgument(
             calls=ctypes.addressof(calls),
@@ -142,6 +158,12 @@ class Ring:
             targets=columns[1].ctypes.data,
             sizes=columns[2].ctypes.data,
             attributes=ctypes.addressof(attributes),
+            stream=stream,
+            fork=int(self._fork),
+            rows_join=int(joins[0]),
+            runs_join=int(joins[1]),
+            opening=0 if staged is None else ctypes.addressof(staged.argument),
+            opening_blocks=0 if staged is None else staged.blocks,
             slots=self.count,
             event_count=len(self._wholes),
             first_turn=self.turn,
@@ -156,7 +178,21 @@ class Ring:
             raise WorldError(f"card {here.ordinal}: work {argument.queued - 1}: {here.status_of(argument.status)}")
         return State.CANCELLED if argument.cancelled else State.COMPLETE
 
-    def _by_python(self, works: Works, cancel: Cancel | None) -> State:
+    def _by_python(self, works: Works, cancel: Cancel | None, stream: int, joins: tuple[Any, Any]) -> State:
+        here, streams, staged = self.card, (self._rows, self._runs), works.staged
+        here.enter()
+        here.record(self._fork, stream)
+        if staged is not None:
+            here.launch("kv_copy", staged.argument, blocks=staged.blocks, threads=THREADS, stream=self._rows)
+        for each in streams:
+            here.follow(each, self._fork)
+        state = self._queue(works, cancel)
+        for each, join in zip(streams, joins, strict=True):
+            here.record(join, each)
+            here.follow(stream, join)
+        return state
+
+    def _queue(self, works: Works, cancel: Cancel | None) -> State:
         here, events = self.card, len(self._wholes)
         first, second = (self._runs, self._rows) if works.fetch else (self._rows, self._runs)
         for work in works.table.tolist():
@@ -203,9 +239,12 @@ def _handles(each: list[Any]) -> Any:
 
 _ADDRESSES = (
     "calls", "context", "function", "rows_stream", "runs_stream", "halves", "wholes", "cancel", "arguments", "works",
-    "sources", "targets", "sizes", "attributes",
+    "sources", "targets", "sizes", "attributes", "stream", "fork", "rows_join", "runs_join", "opening",
 )  # fmt: skip
-_COUNTS = ("slots", "event_count", "work_count", "argument_bytes", "threads", "fetch", "first_turn", "queued")
+_COUNTS = (
+    "opening_blocks", "slots", "event_count", "work_count", "argument_bytes", "threads", "fetch", "first_turn",
+    "queued",
+)  # fmt: skip
 
 
 class _LanesArgument(ctypes.Structure):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from ..cancel import Cancel
 from ..errors import LocalProtocolError
+from ..pairing import Pairing
 from ..plan import Plan, plan
 from .card import card
 from .kv_copy import Asked, checked, kv_copy, listed
@@ -19,8 +21,9 @@ Backend = Literal["auto", "kernel", "direct", "ring"]
 
 PLANNED_BYTES_MIN = 8 << 20  # below, the launch is as fast as anything, and nothing is planned
 DIRECT_RUN_BYTES_MIN = 128 << 10  # on average: from there on the engine alone is faster than the launch
-RING_BYTES_MIN = 16 << 20  # one alone takes 0.1 ms longer than a launch, and spares the model more than that
+RING_BYTES_MIN = 12 << 20  # one alone takes 0.1 ms longer than a launch, and spares the model more than that
 RING_SHARE_MIN = 0.9
+_PAIRINGS_MAX = 64
 
 
 def push(
@@ -91,12 +94,12 @@ def _chosen(target: Pool, source: Pool, asked: Asked) -> Plan | Through | None:
     byte_count = asked.rows * asked.pairing.row_bytes
     if target.card is None or target.host == source.host or byte_count < PLANNED_BYTES_MIN:
         return None  # nothing but the CPU, or the card's own memory, is used, or it is little
-    made = _plan(asked)
-    mean = byte_count / max(1, runs_of(made))
+    made = _plan(asked) if touching(asked.pairing) else None
+    mean = byte_count / max(1, runs_of(made) if made is not None else asked.rows * len(asked.pairing.table))
     rows = _lies_through(target, source, asked) if mean < DIRECT_RUN_BYTES_MIN else None
     match choose(Load(byte_count, mean, rows.bytes if rows is not None else 0)):
         case "direct":
-            return made
+            return made or _plan(asked)
         case "ring":
             return rows
         case _:
@@ -105,9 +108,15 @@ def _chosen(target: Pool, source: Pool, asked: Asked) -> Plan | Through | None:
 
 def runs_of(made: Plan) -> int:
     """At most so many runs of bytes are in the plan: pages whose planes follow one another are still counted apart."""
-    table = made.pairing.table
-    touching = int(((table[:, 2] == table[:, 6]) & (table[:, 5] == table[:, 6])).sum())
-    return len(made.runs) * touching + made.rows * (len(table) - touching)
+    together = touching(made.pairing)
+    return len(made.runs) * together + made.rows * (len(made.pairing.table) - together)
+
+
+@lru_cache(_PAIRINGS_MAX)
+def touching(pairing: Pairing) -> int:
+    """Planes whose rows touch on both sides; of the others every row is a run."""
+    table = pairing.table
+    return int(((table[:, 2] == table[:, 6]) & (table[:, 5] == table[:, 6])).sum())
 
 
 def _plan(asked: Asked) -> Plan:
@@ -150,12 +159,6 @@ def _carry(
             works = direct_works(target, source, made, bytes_max=SLOT_BYTES)
             ring.run(works, stream=stream, cancel=cancel, progress=progress)
             return
-        slots = listing(made, sides)
-        there = here.allocate(slots.nbytes, stream)
-        try:
-            ring.upload(there, slots, stream)
-            with ExitStack() as held:
-                works = ring_works(ring, sides, made, there, held)
-                ring.run(works, stream=stream, cancel=cancel, progress=progress)
-        finally:
-            here.free(there, stream)
+        with ExitStack() as held:
+            works = ring_works(ring, sides, made, ring.stage(listing(made, sides)), held)
+            ring.run(works, stream=stream, cancel=cancel, progress=progress)

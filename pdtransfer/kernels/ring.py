@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ from ..plan import Plan, plan
 from . import copy as host_copy
 from .card import Card
 from .kv_copy import BLOCKS_FETCH, BLOCKS_PUSH, CopyArgument, Side, SlotsArgument, kv_copy, launch_of
-from .lanes import ARGUMENT, Ring, Works
+from .lanes import ARGUMENT, Ring, Staging, Works
 from .pairs import device_pairs, lanes_of, pair_major
 from .pools import Pool, Progress, State
-from .stretches import Shape, Through
+from .stretches import Carved, Shape, Through
 
 _TABLES_MAX = 64
 
@@ -57,56 +57,38 @@ def _split(runs: Int64s, wide: NDArray[np.bool_], bytes_max: int) -> Int64s:
     return pieces
 
 
-class Listed(NamedTuple):
-    """Where the card has the slots of a Through, int32: the near side's, and those of the rows that are left."""
-
-    near: int
-    left_source: int
-    left_target: int
-
-
 def listing(made: Through, sides: Sides) -> NDArray[np.int32]:
-    """What is uploaded for it."""
+    """Slots that the card is to have: the near side's, and those of the rows that are left, source and target."""
     left = made.left
+    if not len(left):
+        return made.near_slots.astype(np.int32)
     return np.concatenate((made.near_slots, sides.source_slots[left], sides.target_slots[left])).astype(np.int32)
 
 
-def ring_works(ring: Ring, sides: Sides, made: Through, listed: int, held: ExitStack) -> Works:
-    """All rows, those past the ring last; `listed` is where the card has `listing`. They are to be queued before `held`
-    closes, which lets go of their tables."""
-    here, shape, carved = ring.card, made.shape, made.carved()
+def ring_works(ring: Ring, sides: Sides, made: Through, staged: Staging, held: ExitStack) -> Works:
+    """All rows, those past the ring last; `staged` has their `listing`. They are to be queued before `held` closes,
+    which lets go of their tables."""
+    shape, carved, slots = made.shape, made.carved, tuple(ring.slots)
     near, far = (sides.target, sides.source) if shape.fetch else (sides.source, sides.target)
-    count = len(carved.chunks)
-    slot = (ring.turn + np.arange(count)) % len(ring.slots)
-    tables = [_table(shape, near.address, at) for at in ring.slots]
-    starts, first, end = tables[0].starts, carved.chunks[:, 0], carved.chunks[:, 1]
-    arguments = np.repeat(tables[0].argument, count)
-    pairs = np.array([_kept(here, table, table.pairs, held) for table in tables])
-    arguments["pairs"] = pairs[slot] + starts[first] * tables[0].pairs.strides[0]
-    arguments["pair_count"] = starts[end] - starts[first]
-    arguments["count"] = (carved.chunks[:, 3] - carved.chunks[:, 2]) * shape.block
-    arguments["target" if shape.fetch else "source"]["entries"] = listed + 4 * carved.chunks[:, 2] * shape.block
-    table = np.empty((count, 4), np.int64)
-    table[:, 0], table[:, 1], table[:, 2], table[:, 3] = (
-        np.arange(count),
-        here.multiprocessors,
-        carved.edges[:-1],
-        carved.edges[1:],
-    )
-    each = np.repeat(np.array(ring.slots)[slot], np.diff(carved.edges))
-    runs = carved.runs.copy()
-    runs[:, 0] += each
-    runs[:, 1] += far.address
+    tables = _tables(shape, near.address, slots)
+    begun = (_begun_again if made.whole else _begun)(tables, carved, ring.card.multiprocessors)
+    slot = (ring.turn + begun.order) % len(slots)
+    arguments, table, runs = begun.arguments.copy(), begun.table, carved.runs.copy()
+    pairs = _kept(ring.card, tables, tables.pairs, held) + slot * tables.slot_bytes
+    arguments["pairs"] += pairs.astype(np.uint64)
+    arguments["target" if shape.fetch else "source"]["entries"] += staged.address
+    runs[:, 0] += np.array(slots)[slot[begun.chunks]]
+    runs[:, 1] += far.address + made.offset
     if shape.fetch:
-        runs = np.ascontiguousarray(runs[:, [1, 0, 2]])
+        runs = runs[:, [1, 0, 2]]
     if len(made.left):
-        left = _left(ring, sides, made, listed + 4 * len(made.near_slots), held)
+        left = _left(ring, sides, made, staged.address + 4 * len(made.near_slots), held)
         more = np.zeros((len(left), 4), np.int64)
-        more[:, 0] = count + np.arange(len(left))
+        more[:, 0] = len(slot) + np.arange(len(left))
         more[:, 1] = BLOCKS_FETCH if shape.fetch else BLOCKS_PUSH
         more[:, 2:] = len(runs)
         arguments, table = np.concatenate((arguments, left)), np.concatenate((table, more))
-    return Works(arguments, table, runs, fetch=shape.fetch)
+    return Works(arguments, table, runs, fetch=shape.fetch, staged=staged)
 
 
 def _kept(here: Card, key: object, pairs: Int64s, held: ExitStack) -> int:
@@ -133,16 +115,47 @@ def _left(ring: Ring, sides: Sides, made: Through, listed: int, held: ExitStack)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Table:
-    """All pairs of a ring's slot, and what the kernel is told of each chunk, but for addresses and counts."""
+class _Tables:
+    """All pairs of every slot of a ring, and what the kernel is told of each chunk, but for addresses and counts."""
 
-    pairs: Int64s
-    starts: Int64s  # of each stretch; one more ends the last
+    pairs: Int64s  # slot by slot
+    slot_bytes: int  # from a slot's to the next one's
+    starts: Int64s  # of each stretch, within a slot's; one more ends the last
     argument: NDArray[Any]  # ARGUMENT (1,)
+    shape: Shape
+
+
+class _Begun(NamedTuple):
+    """What of a ring's works goes by how they are carved alone."""
+
+    arguments: NDArray[Any]  # whose pairs are offsets in a slot's, and whose listed slots are offsets in the list
+    table: Int64s
+    order: Int64s
+    chunks: Int64s  # of each run
+
+
+def _begun(tables: _Tables, carved: Carved, blocks: int) -> _Begun:
+    shape, starts, count = tables.shape, tables.starts, len(carved.chunks)
+    arguments, (first, end, low, high) = np.repeat(tables.argument, count), carved.chunks.T
+    arguments["pairs"] = starts[first] * tables.pairs.strides[0]
+    arguments["pair_count"] = starts[end] - starts[first]
+    arguments["count"] = (high - low) * shape.block
+    arguments["target" if shape.fetch else "source"]["entries"] = 4 * low * shape.block
+    order = np.arange(count)
+    table = np.stack((order, np.full(count, blocks), carved.edges[:-1], carved.edges[1:]), axis=1)
+    return _Begun(arguments, read_only(table), order, np.repeat(order, np.diff(carved.edges)))
+
+
+_begun_again = lru_cache(_TABLES_MAX)(_begun)  # for what is carved alike again and again
 
 
 @lru_cache(_TABLES_MAX)
-def _table(shape: Shape, near: int, slot: int) -> _Table:
+def _tables(shape: Shape, near: int, slots: tuple[int, ...]) -> _Tables:
+    tables = [_of_slot(shape, near, slot) for slot in slots]
+    return replace(tables[0], pairs=read_only(np.concatenate([table.pairs for table in tables])))
+
+
+def _of_slot(shape: Shape, near: int, slot: int) -> _Tables:
     parts: list[Int64s] = []
     for at in range(len(shape.stretches)):
         region = slot + at % shape.together * shape.region_bytes
@@ -159,7 +172,7 @@ def _table(shape: Shape, near: int, slot: int) -> _Table:
         group_shift=lanes_of(pairs).bit_length() - 1,
         pair_major=pair_major(parts[0], base=3, stride=5),
     )
-    return _Table(pairs, np.cumsum([0, *map(len, parts)]), _array(told))
+    return _Tables(pairs, pairs.nbytes, np.cumsum([0, *map(len, parts)]), _array(told), shape)
 
 
 def _array(told: CopyArgument) -> NDArray[Any]:
@@ -189,12 +202,12 @@ def _runs_here(sides: Sides, made: Plan, bytes_max: int, cancel: Cancel) -> bool
 
 
 def _ring_here(sides: Sides, made: Through, slot_bytes: int, cancel: Cancel) -> bool:
-    ring, shape, carved = np.empty(slot_bytes, np.uint8), made.shape, made.carved()
+    ring, shape, carved = np.empty(slot_bytes, np.uint8), made.shape, made.carved
     slot = ring.ctypes.data
     for at, (first_stretch, end_stretch, first, end) in enumerate(carved.chunks.tolist()):
         if cancel.is_set:
             return False
-        runs = carved.runs[carved.edges[at] : carved.edges[at + 1]]
+        runs = carved.runs[carved.edges[at] : carved.edges[at + 1]] + np.array((0, made.offset, 0))
         near = made.near_slots[first * shape.block : end * shape.block]
         if shape.fetch:
             _move(runs[:, [1, 0, 2]] + np.array((sides.source.address, slot, 0)))

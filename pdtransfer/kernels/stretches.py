@@ -17,6 +17,7 @@ from ..pairing import Pairing
 
 RUN_BYTES_MIN = 64 << 10  # shorter ones the kernel carries as fast: the engine loses 0.3 us a run
 _SHAPES_MAX = 64
+_NONE = read_only(np.zeros(0, np.int64))
 _RAMP = (2, 8)  # 32ths of a slot that the first chunks have, so that the engine starts soon
 
 
@@ -29,7 +30,8 @@ class Stretch(NamedTuple):
     bytes: int  # of a block
 
 
-class Carved(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Carved:
     """What goes through a ring, a slot at a time."""
 
     chunks: Int64s  # int64 (n, 4): first stretch, end stretch, first block, end block
@@ -127,19 +129,31 @@ class Through:
     near_slots: Int64s  # of the rows in the order of the far side's slots, block by block
     blocks: Int64s  # where each block lies on the far side: its slot, or its page
     left: Int64s  # which rows, by their place in what was given, are left
+    run: bool  # whether the blocks follow one another
 
     @property
     def bytes(self) -> int:
         """Through the ring."""
         return len(self.blocks) * self.shape.stretch_bytes
 
+    @property
+    def offset(self) -> int:
+        """To be added to every offset in the far side's pool that `carved` says."""
+        return int(self.blocks[0]) * self.shape.stretches[0].step if self.whole else 0
+
+    @property
+    def whole(self) -> bool:
+        """One stretch of blocks that touch, all in one run: what nearly every push is."""
+        only = self.shape.stretches[0]
+        return self.run and len(self.shape.stretches) == 1 and only.step == only.bytes
+
+    @cached_property
     def carved(self) -> Carved:
         """Every block of every stretch once; the first chunks are small, where that delays nobody."""
+        if self.whole:
+            return _carved_run(self.shape, len(self.blocks))
         shape, count = self.shape, len(self.blocks)
-        only = shape.stretches[0]
         opens = np.flatnonzero(np.diff(self.blocks) != 1) + 1
-        if len(shape.stretches) == 1 and only.step == only.bytes and not opens.size:
-            return self._carved_run()
         base, step, bytes_ = shape.columns
         group, place = np.divmod(np.arange(len(base)), shape.together)
         bounds = _bounds(count, shape.room, ramp=len(base) <= shape.together)
@@ -168,16 +182,17 @@ class Through:
         edges = np.searchsorted(chunk[order], np.arange(len(chunks) + 1))
         return Carved(chunks, edges, np.concatenate(parts)[order])
 
-    def _carved_run(self) -> Carved:
-        """One stretch of blocks that touch, all in one run: what nearly every push is, and soon done."""
-        shape = self.shape
-        _, base, step, bytes_ = shape.stretches[0]
-        bounds = _bounds(len(self.blocks), shape.room, ramp=True)
-        starts, widths = bounds[:-1], np.diff(bounds) * bytes_
-        chunks, runs = np.zeros((len(starts), 4), np.int64), np.zeros((len(starts), 3), np.int64)
-        chunks[:, 1], chunks[:, 2], chunks[:, 3] = 1, starts, bounds[1:]
-        runs[:, 1], runs[:, 2] = starts * step + (base + int(self.blocks[0]) * step), widths
-        return Carved(chunks, np.arange(len(starts) + 1), runs)
+
+@lru_cache(_SHAPES_MAX)
+def _carved_run(shape: Shape, count: int) -> Carved:
+    """Of a shape's only stretch, whose blocks touch, the first of which is block 0: the same again and again."""
+    _, base, step, bytes_ = shape.stretches[0]
+    bounds = _bounds(count, shape.room, ramp=True)
+    starts = bounds[:-1]
+    chunks, runs = np.zeros((len(starts), 4), np.int64), np.zeros((len(starts), 3), np.int64)
+    chunks[:, 1], chunks[:, 2], chunks[:, 3] = 1, starts, bounds[1:]
+    runs[:, 1], runs[:, 2] = base + starts * step, np.diff(bounds) * bytes_
+    return Carved(read_only(chunks), read_only(np.arange(len(starts) + 1)), read_only(runs))
 
 
 @lru_cache(_SHAPES_MAX)
@@ -195,12 +210,15 @@ def through(
     """What of these rows, int64 (n,) on either side, goes through a ring; None where nothing does."""
     near, far = (target_slots, source_slots) if fetch else (source_slots, target_slots)
     page_size = pairing.source_page_size if fetch else pairing.target_page_size
-    order = None if (far[1:] > far[:-1]).all() else np.argsort(far, kind="stable")
-    ascending = far if order is None else far[order]
     room_max = 1 << (len(far) // page_size).bit_length()  # a power of two, so that there are few shapes
     shape = shape_of(pairing, fetch=fetch, slot_bytes=slot_bytes, room_max=room_max)
     if shape is None or not len(far):
         return None
+    ascends = bool((far[1:] > far[:-1]).all())
+    if ascends and int(far[-1]) - int(far[0]) == len(far) - 1:
+        return _of_run(shape, near, int(far[0]), page_size)
+    order = None if ascends else np.argsort(far, kind="stable")
+    ascending = far if order is None else far[order]
     starts = _whole_blocks(ascending, page_size)
     blocks = ascending[starts] // page_size
     kept = _long(blocks, shape)
@@ -213,7 +231,23 @@ def through(
     if order is not None:
         taken = order[taken]
     remaining = np.flatnonzero(left) if order is None else order[left]
-    return Through(shape=shape, near_slots=near[taken], blocks=blocks, left=remaining)
+    run = bool((blocks[1:] - blocks[:-1] == 1).all())
+    return Through(shape=shape, near_slots=near[taken], blocks=blocks, left=remaining, run=run)
+
+
+def _of_run(shape: Shape, near: Int64s, first: int, page_size: int) -> Through | None:
+    """Rows whose far side's slots follow one another from `first` on: nothing has to be looked at one by one."""
+    low, high = -(-first // page_size), (first + len(near)) // page_size
+    if high <= low or _shortest(shape, high - low) < RUN_BYTES_MIN:
+        return None
+    begin, end = low * page_size - first, high * page_size - first
+    left = _NONE if end - begin == len(near) else np.append(np.arange(begin), np.arange(end, len(near)))
+    return Through(shape=shape, near_slots=near[begin:end], blocks=np.arange(low, high), left=left, run=True)
+
+
+def _shortest(shape: Shape, blocks: int) -> int:
+    """Bytes of the shortest transfer of a run of so many blocks."""
+    return min(each.bytes * (blocks if each.step == each.bytes else 1) for each in shape.stretches)
 
 
 def _whole_blocks(ascending: Int64s, page_size: int) -> Int64s:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from ..cancel import Cancel
+from ..geometry import Int64s
 from ..kernels.card import Card, card
 from ..kernels.event import Event
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
-from ..kernels.push import Backend, push
+from ..kernels.push import push
 from ..kernels.registered import Registrar
 from ..layout import Layout
 
-BACKEND: Backend = "kernel"  # pieces are smaller than what a ring takes to be the faster, and nothing has to be planned
+RUN_BYTES_MIN = 1 << 20  # of target slots, on average: where they are shorter nothing is planned
 IN_FLIGHT_MAX = 2  # one runs, one waits behind it: more would only delay who cancels
 
 
@@ -28,8 +31,10 @@ class Lane(Protocol):
         """No launch looks at it any more."""
         ...
 
-    def launch(self, place: int, target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, rows: int,
-               cancel: Cancel) -> None:  # fmt: skip
+    def launch(
+        self, place: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
+        cancel: Cancel,
+    ) -> None:  # fmt: skip
         """Queues a copy as launch `place`, one of IN_FLIGHT_MAX. Where it raises, the copy may have been queued."""
         ...
 
@@ -48,10 +53,14 @@ class Lane(Protocol):
 
 
 class CardLane:
-    """A stream of a card, its launches' words and events."""
+    """Streams of a card, its launches' words and events.
+
+    What a ring may carry has a stream a place, so that it gathers while the launch before drains. The kernel's launches
+    share one: two at once would hold twice the multiprocessors.
+    """
 
     def __init__(self, here: Card) -> None:
-        self._card, self._stream = here, here.stream()
+        self._card, self._streams = here, [here.stream() for _ in range(IN_FLIGHT_MAX)]
         self._events = [Event(here) for _ in range(IN_FLIGHT_MAX)]
         self._progress = [Progress(here.ordinal) for _ in range(IN_FLIGHT_MAX)]
         self._words: list[PinnedCancel] = []  # that are free: pinned memory is never given back
@@ -65,14 +74,17 @@ class CardLane:
         word.clear()
         self._words.append(word)
 
-    def launch(self, place: int, target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, rows: int,
-               cancel: Cancel) -> None:  # fmt: skip
-        progress = self._progress[place]
+    def launch(
+        self, place: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
+        cancel: Cancel,
+    ) -> None:  # fmt: skip
+        progress, ringed = self._progress[place], in_runs(target_slots, rows * target.layout.row_bytes)
+        backend, stream = ("auto", self._streams[place]) if ringed else ("kernel", self._streams[0])
         push(
             target, source, target_slots, source_slots, rows,
-            backend=BACKEND, progress=progress, cancel=cancel, stream=self._stream,
+            backend=backend, progress=progress, cancel=cancel, stream=stream,
         )  # fmt: skip
-        self._events[place].record(self._stream)
+        self._events[place].record(stream)
 
     def wait(self, place: int) -> tuple[State, int]:
         self._events[place].wait()
@@ -83,12 +95,19 @@ class CardLane:
             self._fetched = (layout.end, *self._card.pinned(layout.end))
         _, here, there = self._fetched
         target = Pool(layout=layout, address=there, card=self._card.ordinal, host=True)
-        kv_copy(target, source, range(rows), slots, rows, stream=self._stream)
-        self._card.synchronise(self._stream)
+        kv_copy(target, source, range(rows), slots, rows, stream=self._streams[0])
+        self._card.synchronise(self._streams[0])
         return here
 
     def drain(self) -> None:
-        self._card.synchronise(self._stream)
+        for stream in self._streams:
+            self._card.synchronise(stream)
+
+
+def in_runs(slots: range | Int64s, byte_count: int) -> bool:
+    """Whether so many bytes lie in runs of slots that are long enough for a ring to be looked into."""
+    runs = 1 if isinstance(slots, range) else 1 + int(np.count_nonzero(np.diff(slots) != 1))
+    return byte_count >= RUN_BYTES_MIN * runs
 
 
 class WriterCard(Registrar, Protocol):

@@ -1,7 +1,8 @@
 """Writes whose source is a card's memory: launches, at most two in flight, in turn between grants.
 
-A launch never waits for an event, it looks at its write's cancel word between rows, and a write has ended only when the
-card has passed the event behind its last launch. Where the card cannot say so any more, nobody knows how it ended.
+A launch never waits for an event, it looks at its write's cancel word between rows (between slots, where it goes by a
+ring), and a write has ended only when the card has passed the event behind its last launch. Where the card cannot say
+so any more, nobody knows how it ended.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..checksum import MASK, Lines, lines_of, runs_of
 from ..effects import Outcome, Write
 from ..errors import PDTransferError, WorldError
 from ..geometry import Int64s
-from ..kernels.pools import Pool, Slots, State
+from ..kernels.pools import Pool, State
 from ..layout import Layout, Plane
 from .base import WriteDone
 from .lane import IN_FLIGHT_MAX, Lane
@@ -286,7 +287,7 @@ def _fail(job: Push, outcome: Outcome, text: str) -> None:
     job.text = job.text or text
 
 
-def _slots(slots: Int64s) -> Slots:
+def _slots(slots: Int64s) -> range | Int64s:
     """A run as a range: nothing of it need go to the card."""
     first, count = int(slots[0]), len(slots)
     whole = int(slots[-1]) - first == count - 1 and bool((slots[1:] - slots[:-1] == 1).all())

@@ -1,0 +1,79 @@
+"""What a writer takes of a card, on one that this process plays."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from pdtransfer.kernels import kv_copy, lanes, stretches
+from pdtransfer.kernels import push as pushing
+from pdtransfer.kernels.pools import State
+from pdtransfer.transports import lane
+
+from . import kernels_host
+from .card_on_host import CardOnHost
+from .layout_tensors import mla
+from .test_kv_copy import filled, pool_of, wanted
+
+ROW = 3 * 1_152
+
+
+@pytest.fixture(scope="module")
+def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return kernels_host.library(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(params=range(4))
+def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    made: Any = CardOnHost(lib, request.param)
+    made.driver = Mock()
+    for module in (kv_copy, pushing):
+        monkeypatch.setattr(module, "card", lambda _: made)
+        monkeypatch.setattr("pdtransfer.kernels.card.card", lambda _: made)
+    for module in (lanes, pushing):
+        monkeypatch.setattr(module, "SLOT_BYTES", 6_000)
+    for name in ("PLANNED_BYTES_MIN", "RING_BYTES_MIN"):
+        monkeypatch.setattr(pushing, name, 0)
+    monkeypatch.setattr(stretches, "RUN_BYTES_MIN", 4 * ROW)
+    monkeypatch.setattr(lane, "RUN_BYTES_MIN", 4 * ROW)
+    yield made
+    lanes._idle.clear()
+
+
+@pytest.mark.parametrize("scattered", [(), (0,), (0, 1)])
+def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained(
+    here: Any, scattered: tuple[int, ...]
+) -> None:
+    source, target = (
+        filled(name, mla(), 4, 64, content=name == "layer_first") for name in ("layer_first", "page_first")
+    )
+    order = np.random.default_rng(0).permutation(128)
+    made = lane.CardLane(here)
+    ours = [128 * place + (order if place in scattered else np.arange(128)) for place in range(2)]
+    theirs = [128 * place + order[::-1] for place in range(2)]
+    right = wanted(source, target, np.concatenate(theirs), np.concatenate(ours))
+    pools = pool_of(target, card=0, host=True), pool_of(source, card=0)
+    for place in range(2):
+        made.launch(place, *pools, ours[place], theirs[place], 128, made.word())
+    made.drain()
+    assert [made.wait(place) for place in range(2)] == [(State.COMPLETE, 0)] * 2
+    assert np.array_equal(target.memory, right)
+    assert len(here.copies) == 128 * (2 - len(scattered)), "the engine drains what lies in runs, row by row"
+
+
+@pytest.mark.parametrize(
+    ("slots", "byte_count", "is_so"),
+    [
+        (range(8), 1 << 20, True),
+        (range(8), (1 << 20) - 1, False),
+        (np.array([4, 5, 9, 10]), 2 << 20, True),
+        (np.array([4, 5, 9, 10]), (2 << 20) - 1, False),
+        (np.array([5, 4, 3, 2]), 3 << 20, False),
+    ],
+)
+def test_a_ring_is_looked_into_where_target_slots_lie_in_runs(slots: Any, byte_count: int, is_so: bool) -> None:
+    assert lane.in_runs(slots, byte_count) is is_so

@@ -60,6 +60,7 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
     for place in range(2):
         made.launch(place, *pools, ours[place], theirs[place], 128, made.word())
     made.drain()
+    assert not here.step(), "something is queued still"
     assert [made.wait(place) for place in range(2)] == [(State.COMPLETE, 0)] * 2
     assert np.array_equal(target.memory, right)
     assert len(here.copies) == 128 * (2 - len(scattered)), "the engine drains what lies in runs, row by row"

@@ -196,6 +196,14 @@ class Card:
         self.enter()
         self.call("cuStreamSynchronize", stream)
 
+    def finish(self) -> None:
+        """Waits until all that this process has queued on the card is done; WorldError where it failed.
+
+        For who cannot say any more what was queued on which stream: it waits for everybody's work.
+        """
+        self.enter()
+        self.call("cuCtxSynchronize")
+
     def stream(self) -> int:
         """A new one, whose blocks go before others' when a multiprocessor is free. It is never destroyed."""
         self.enter()

@@ -20,7 +20,7 @@ enum {
     ABI = 1,            /* changes with the meaning of any argument */
     BATCH_BYTES = 4608, /* fetched before it is stored: a few KiB hide memory's latency and stay in the L1 cache */
     BATCH_ROWS = 256,
-    TURN_BYTES = 512 << 10, /* some 50 us of copying; then whoever waits for this core is let on it */
+    TURN_BYTES = 2 << 20, /* some 200 us of copying; then whoever waits for this core is let on it */
     TILE_ROWS = 64,       /* rows of long runs that are taken through all planes before the next rows are */
     TILE_RUNS = 2048,     /* the same for short runs: many rows of one plane in turn spare the TLB */
     TILE_RUNS_WOVEN = 16, /* and where the planes of a target row lie together, and are better written together */

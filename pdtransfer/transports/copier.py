@@ -94,9 +94,9 @@ class Job:
 
     def carry(self) -> None:
         """Does all of it, here and now."""
-        plan, self.text = _attempt(self._plan)
+        plan, self.text = attempt(self._plan)
         if plan is not None:
-            checksum, self.text = _attempt(partial(self._copy, plan, 0))
+            checksum, self.text = attempt(partial(self._copy, plan, 0))
             self.checksum = checksum or 0
 
     def next(self) -> Piece | None:
@@ -166,10 +166,10 @@ class Copier(Generic[AnyWork]):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone
         while (jobs := self._turn()) is not None:
             job = jobs[0]
-            piece, text = (None, job.text) if job.text else _attempt(job.next)
+            piece, text = (None, job.text) if job.text else attempt(job.next)
             over = self._taken(jobs, piece, text)
             if piece is not None:
-                checksum, text = _attempt(piece)
+                checksum, text = attempt(piece)
                 over = self._done(job, checksum or 0, text)
             if over:
                 self._ended(job)
@@ -209,7 +209,7 @@ class Copier(Generic[AnyWork]):
             return job.exhausted and not job.running
 
 
-def _attempt(step: Callable[[], _Result]) -> tuple[_Result | None, str]:
+def attempt(step: Callable[[], _Result]) -> tuple[_Result | None, str]:
     """What a step of a job gives, or why it failed.
 
     What fails fails its write and not the thread, which carries others; nothing of the step is in flight any more.

@@ -14,7 +14,7 @@ from ..effects import Rows, Verify
 from ..errors import TransportError
 from ..geometry import Int64s
 from ..layout import Component
-from .copier import CANCELLED, PIECE_BYTES, Copier, Piece
+from .copier import CANCELLED, PIECE_BYTES, Copier, Piece, attempt
 from .reports import Reports
 
 VerifyDone = Callable[[Verify, int, str], None]
@@ -55,11 +55,8 @@ class _Reading:
 
     def carry(self) -> None:
         """All of it, here and now."""
-        try:
-            for piece in self.pieces:
-                self.checksum = (self.checksum + piece()) & MASK
-        except Exception as error:  # noqa: BLE001 (it becomes the grant's outcome)
-            self.text = f"{type(error).__name__}: {error}"
+        checksum, self.text = attempt(lambda: sum(piece() for piece in self.pieces) & MASK)
+        self.checksum = checksum or 0
 
     def next(self) -> Piece | None:
         """The next piece, or None when there is none."""

@@ -26,6 +26,28 @@ class Demand:
     keys: tuple[bytes, ...] = ()
 
 
+class Pace:
+    """How fast a queue moves while somebody waits in it: what a retry hint is made of."""
+
+    def __init__(self) -> None:
+        self._mean_ms = 0.0  # between two that left it
+        self._left_at: float | None = None  # None while none wait: idle time says nothing of how fast a queue moves
+
+    def left(self, now: float, *, waiting: bool) -> None:
+        """One has left the queue; `waiting`: others are still there."""
+        if self._left_at is not None:
+            self._mean_ms += 0.1 * ((now - self._left_at) * 1e3 - self._mean_ms)
+        self._left_at = now if waiting else None
+
+    def rest(self) -> None:
+        """Nobody waits."""
+        self._left_at = None
+
+    def retry_ms(self, queued: int) -> int:
+        """When to ask again: the time in which the queue should have moved on by a tenth, at least."""
+        return int(min(max(100.0, self._mean_ms * max(1, queued // 10)), 60_000.0))
+
+
 class Admission:
     """The queue before the arena; how fast it moves makes the retry hint."""
 
@@ -33,9 +55,8 @@ class Admission:
         self._arena, self._cache, self._limits = cache.arena, cache, limits
         self._queue: OrderedDict[int, Demand] = OrderedDict()
         self.inflight_bytes = 0
-        self._admitted_ms = 0.0  # mean time between admissions while rooms waited
+        self._pace = Pace()
         self._stuck: tuple[object, ...] = ()  # what there was when the head found too little
-        self._admitted_at: float | None = None  # None while none wait: idle time says nothing of how fast a queue moves
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -55,8 +76,8 @@ class Admission:
 
     @property
     def retry_ms(self) -> int:
-        """When to ask again: the time in which the queue should have moved on by a tenth, at least."""
-        return int(min(max(100.0, self._admitted_ms * max(1, len(self._queue) // 10)), 60_000.0))
+        """When it is worth asking again."""
+        return self._pace.retry_ms(len(self._queue))
 
     def enqueue(self, room: int, demand: Demand) -> None:
         """Puts a room at the queue's end; each room is in it once."""
@@ -67,7 +88,7 @@ class Admission:
         """Takes a room out of the queue; one that is not there is ignored."""
         self._queue.pop(room, None)
         if not self._queue:
-            self._admitted_at = None
+            self._pace.rest()
 
     def head(self) -> int | None:
         """The room whose turn it is."""
@@ -90,10 +111,7 @@ class Admission:
             return None
         del self._queue[room]
         self.inflight_bytes += inflight_bytes
-        if self._admitted_at is not None:
-            gap_ms = (now - self._admitted_at) * 1e3
-            self._admitted_ms += 0.1 * (gap_ms - self._admitted_ms)
-        self._admitted_at = now if self._queue else None
+        self._pace.left(now, waiting=bool(self._queue))
         return holding
 
     def _found(self, demand: Demand) -> tuple[object, ...]:

@@ -45,6 +45,14 @@ class ArenaFullError(WorldError):
         self.retry_ms = retry_ms
 
 
+class CapacityError(WorldError):
+    """A request wants more of one resource of a device than there is; `retry_ms` as of ArenaFullError."""
+
+    def __init__(self, resource: str, *, wanted: int, available: int, retry_ms: int | None = None) -> None:
+        super().__init__(f"{resource}: {wanted} wanted, there are {available}")
+        self.resource, self.wanted, self.available, self.retry_ms = resource, wanted, available, retry_ms
+
+
 class TransportError(WorldError):
     """A transport could not map, reach or write its peer's memory."""
 

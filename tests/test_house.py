@@ -93,6 +93,7 @@ def linted(root: Path) -> str:
         ("session/links.py", "import zmq", "pdtransfer.session is not allowed to import zmq"),
         ("layout.py", "from .wire import Message", "pdtransfer.layout is not allowed to import pdtransfer.wire"),
         ("errors.py", "from . import config", "pdtransfer.errors is not allowed to import pdtransfer.config"),
+        ("hisparse/coordinator.py", "import torch", "pdtransfer.hisparse.coordinator is not allowed to import torch"),
         ("engine/tokens.py", "from ..bus import Bus", "pdtransfer.engine is not allowed to import pdtransfer.bus"),
         ("config.py", "from .engine.reference import create", "pdtransfer.config -> pdtransfer.engine.reference"),
         ("novelty.py", '"""A module that has no place yet."""', "- pdtransfer.novelty"),

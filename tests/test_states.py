@@ -6,6 +6,7 @@ from enum import Enum
 
 import pytest
 
+from pdtransfer.hisparse.states import SPARSE_REQUEST, SPARSE_REQUEST_ENDS, SparseRequest
 from pdtransfer.lease import DUTY, DUTY_ENDS, LEASE, Duty, Lease, LeaseEvent
 from pdtransfer.room import DECODE_ROOM, PREFILL_ROOM, DecodeRoom, PrefillRoom
 from pdtransfer.session.duties import WRITER, WriterState
@@ -19,6 +20,7 @@ TABLES: dict[str, tuple[dict, Enum, set[Enum]]] = {
     "duty": (DUTY, Duty.WAITING, set(DUTY_ENDS)),
     "decode's session": (SESSION, SessionState.OFFERING, {SessionState.CLOSED}),
     "prefill's session": (WRITER, WriterState.MAPPING, {WriterState.CLOSED}),
+    "HiSparse request": (SPARSE_REQUEST, SparseRequest.RESERVED, set(SPARSE_REQUEST_ENDS)),
 }
 tables = pytest.mark.parametrize(("table", "start", "ends"), TABLES.values(), ids=TABLES)
 

@@ -1,0 +1,295 @@
+"""Who holds what of a HiSparse device: all resources at once or none, and none comes back while it is in use.
+
+Logical tokens are reserved before a request's KV is on its way, host slots are leased by the session, growth included;
+a row and device slots come with `admit_direct` and go with `retract`, which leaves the KV where it landed. What a call
+gives back stays taken until every event that was named for the request has fired and `collect` was called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arena import Extents, FreeExtents, slot_count, slots_of
+from ..engine.base import Event
+from ..errors import CapacityError, LocalProtocolError
+from ..states import step
+from .states import SPARSE_REQUEST, SPARSE_REQUEST_ENDS, SparseRequest, SparseRequestEvent
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What there is to share out; a request's buffer has `hot` places, or one for each token that it may ever have,
+    where these are fewer, and a slot for the newest token."""
+
+    rows: int  # requests that decode at once
+    logical_tokens: int
+    device_slots: int
+    hot: int
+    top_k: int = 1  # tokens that one step may ask for at once: a longer request's buffer has to hold as many
+    host_slots: int | None = None  # of the whole host pool, where the caller knows
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "logical_tokens", "device_slots", "hot", "top_k"):
+            if getattr(self, name) < 1:
+                raise LocalProtocolError(f"{name}: {getattr(self, name)}, expected at least 1")
+
+    def places(self, tokens: int) -> int:
+        """Of the buffer of a request that has so many tokens, growth included."""
+        return min(tokens, self.hot)
+
+    def check(self, *, tokens: int, growth: int) -> None:
+        """Raises CapacityError for a request that could not run if it were alone."""
+        if tokens < 1 or growth < 0:
+            raise LocalProtocolError(f"tokens: {tokens}, growth: {growth}; expected at least 1 and 0")
+        total = tokens + growth
+        if total > self.logical_tokens:
+            raise CapacityError("logical tokens", wanted=total, available=self.logical_tokens)
+        if self.host_slots is not None and total > self.host_slots:
+            raise CapacityError("host slots", wanted=total, available=self.host_slots)
+        if total > self.hot and self.top_k > self.hot:
+            raise CapacityError("places of a device buffer (top-k)", wanted=self.top_k, available=self.hot)
+        if self.places(total) + 1 > self.device_slots:
+            raise CapacityError("device slots", wanted=self.places(total) + 1, available=self.device_slots)
+
+    def check_host(self, host_slots: Int64s, *, tokens: int) -> None:
+        """Raises CapacityError where these are too few for so many tokens, growth included."""
+        if host_slots.ndim != 1 or host_slots.dtype != np.int64:
+            raise LocalProtocolError(
+                f"host slots: {host_slots.dtype} of {host_slots.shape}, expected int64 of one axis"
+            )
+        if len(host_slots) < tokens:
+            raise CapacityError("host slots of this request", wanted=tokens, available=len(host_slots))
+        least, most = int(host_slots.min()), int(host_slots.max())
+        if least < 0 or (self.host_slots is not None and most >= self.host_slots):
+            raise LocalProtocolError(f"host slots: {least} to {most}, the pool has {self.host_slots}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Placement:
+    """Where an admitted request decodes, until it is retracted or ends."""
+
+    request: int
+    row: int
+    device_slots: Int64s  # (places + 1,): the last one is the newest token's own
+    tokens: int  # that it has in its host slots now
+    preload: bool  # all of them fit in its places: one launch brings them; else it starts with every place empty
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    request: int
+    tokens: int  # it has now
+    total: int  # it may ever have
+    state: SparseRequest = SparseRequest.RESERVED
+    host_slots: Int64s | None = None  # (total,) or more
+    placement: Placement | None = None  # also of one that was retracted or has ended, until it is collected
+    extents: Extents | None = None  # of its device slots
+    holds: list[Event] = field(default_factory=list[Event])  # behind each access to what it holds
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing reads or writes it. An event that can be asked no more raises: then it is not known."""
+        return all(event.query() for event in self.holds)
+
+
+class Coordinator:
+    """Every call is idempotent, and legal where `states.SPARSE_REQUEST` says; elsewhere it raises LocalProtocolError
+    and changes nothing. A request is a number that is never used again. Those that have ended and were collected are
+    forgotten: to retract or finish them again does nothing."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.logical_free = capacity.logical_tokens
+        self._rows = list(range(capacity.rows))  # free ones, a heap
+        self._device = FreeExtents(capacity.device_slots)
+        self._entries: dict[int, _Entry] = {}
+        self._running: dict[int, _Entry] = {}  # in the order in which they were placed
+        self._returning: dict[int, _Entry] = {}  # retracted or ended, and not collected since
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return sum(entry.state not in SPARSE_REQUEST_ENDS for entry in self._entries.values())
+
+    @property
+    def rows_free(self) -> int:
+        return len(self._rows)
+
+    @property
+    def device_free(self) -> int:
+        return self._device.free_slots
+
+    @property
+    def running(self) -> list[int]:
+        """The requests that have a row, in the order in which they got it."""
+        return list(self._running)
+
+    def state(self, request: int) -> SparseRequest | None:
+        """None of a request that is not known, or not any more."""
+        entry = self._entries.get(request)
+        return entry and entry.state
+
+    def remaining(self, request: int) -> int:
+        """How many tokens it may still grow by."""
+        entry = self._known(request, "remaining")
+        return entry.total - entry.tokens
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is known and nothing is on its way back; then all of it has to be here, or it leaks."""
+        if self._entries:
+            return False
+        left = (self.capacity.rows - self.rows_free, self.capacity.device_slots - self.device_free)
+        assert left == (0, 0), f"idle, and {left[0]} rows and {left[1]} device slots are missing"
+        assert self.logical_free == self.capacity.logical_tokens, f"idle, and {self.logical_free} logical tokens free"
+        return True
+
+    def alloc_logical_only(self, request: int, *, tokens: int, growth: int) -> bool:
+        """Reserves logical tokens for a request of which nothing is here yet: False where too few are free now.
+        Raises CapacityError for one that could never run."""
+        known = self._entries.get(request)
+        if known is not None:
+            if known.state in SPARSE_REQUEST_ENDS or known.total != tokens + growth:
+                was = f"{known.state.value}, with {known.total} tokens in all"
+                raise LocalProtocolError(f"request {request} is {was}: it is no new one with {tokens + growth}")
+            return True
+        self.capacity.check(tokens=tokens, growth=growth)
+        if tokens + growth > self.logical_free:
+            return False
+        self.logical_free -= tokens + growth
+        self._entries[request] = _Entry(request, tokens, tokens + growth)
+        return True
+
+    def land(self, request: int, host_slots: Int64s) -> None:
+        """Its KV is in these slots, int64 (tokens + growth,), the newest tokens' places included; they stay the same
+        until it ends. Raises CapacityError where they are too few."""
+        entry = self._known(request, "land")
+        if entry.host_slots is None or entry.state in SPARSE_REQUEST_ENDS:
+            self._legal(entry, SparseRequestEvent.LAND)
+            self.capacity.check_host(host_slots, tokens=entry.total)
+            self._step(entry, SparseRequestEvent.LAND)
+            entry.host_slots = host_slots
+        elif host_slots is not entry.host_slots and not np.array_equal(host_slots, entry.host_slots):
+            raise LocalProtocolError(f"request {request} has landed in other host slots")
+
+    def admit_direct(self, request: int, host_slots: Int64s | None = None) -> Placement | None:
+        """A row and device slots for a request that has landed, in `host_slots` where `land` was not told; None where
+        one of them is lacking, or it is still read or written from its time before a retract."""
+        entry = self._known(request, "admit_direct")
+        if host_slots is not None:
+            self.land(request, host_slots)
+        if entry.state is SparseRequest.RUNNING:
+            return entry.placement
+        self._legal(entry, SparseRequestEvent.ADMIT)
+        places = self.capacity.places(entry.total)
+        if request in self._returning or not self.fits_now(request) or not entry.quiet:
+            return None
+        extents = self._device.allocate(places + 1)
+        assert extents is not None
+        self._step(entry, SparseRequestEvent.ADMIT)
+        entry.holds.clear()
+        entry.extents = extents
+        entry.placement = Placement(
+            request=request,
+            row=heappop(self._rows),
+            device_slots=slots_of(extents),
+            tokens=entry.tokens,
+            preload=entry.tokens <= places,
+        )
+        self._running[request] = entry
+        return entry.placement
+
+    def fits_now(self, request: int) -> bool:
+        """Whether a row and its device slots are free."""
+        places = self.capacity.places(self._known(request, "fits_now").total)
+        return bool(self._rows) and not self._device.lacking(places + 1)
+
+    def lacking(self, request: int) -> tuple[int, int]:
+        """Rows and device slots that would have to come back before it could be admitted, besides those that will."""
+        entry = self._known(request, "lacking")
+        rows, slots = self.rows_free, self.device_free
+        for each in self._returning.values():
+            if each.extents is not None:
+                rows, slots = rows + 1, slots + slot_count(each.extents)
+        return max(0, 1 - rows), max(0, self.capacity.places(entry.total) + 1 - slots)
+
+    def device_slots(self, request: int) -> int:
+        """How many it has, or had until it is collected."""
+        extents = self._known(request, "device_slots").extents
+        return 0 if extents is None else slot_count(extents)
+
+    def grow(self, request: int, *, after: Event | None = None) -> None:
+        """A running request has one more token, whose way to its host slot is over once `after` has fired."""
+        entry = self._known(request, "grow")
+        if entry.state is not SparseRequest.RUNNING:
+            raise LocalProtocolError(f"request {request} is {entry.state.value}: it does not grow")
+        if entry.tokens == entry.total:
+            raise LocalProtocolError(f"request {request} has all of its {entry.total} tokens")
+        entry.tokens += 1
+        self._hold(entry, after)
+
+    def hold(self, request: int, *, after: Event) -> None:
+        """Something reads or writes what it holds, until `after` has fired."""
+        self._hold(self._known(request, "hold"), after)
+
+    def retract(self, request: int, *, drop: bool = False, after: Event | None = None) -> None:
+        """Takes back its row and device slots; its host slots stay for `admit_direct`, unless it is dropped."""
+        self._end(request, SparseRequestEvent.DROP if drop else SparseRequestEvent.RETRACT, after)
+
+    def finish(self, request: int, *, after: Event | None = None) -> None:
+        """It has ended: all that it has comes back."""
+        self._end(request, SparseRequestEvent.FINISH, after)
+
+    def collect(self) -> list[int]:
+        """Takes back what nobody uses any more; returns the ended requests whose host slots may be released now."""
+        released: list[int] = []
+        for entry in [each for each in self._returning.values() if each.quiet]:
+            del self._returning[entry.request]
+            entry.holds.clear()
+            if entry.placement is not None and entry.extents is not None:
+                heappush(self._rows, entry.placement.row)
+                self._device.free(entry.extents)
+                entry.placement = entry.extents = None
+            if entry.state in SPARSE_REQUEST_ENDS:
+                self.logical_free += entry.total
+                del self._entries[entry.request]
+                if entry.host_slots is not None:
+                    released.append(entry.request)
+        return released
+
+    def _end(self, request: int, event: SparseRequestEvent, after: Event | None) -> None:
+        entry = self._entries.get(request)
+        if entry is None:
+            return
+        if entry.state not in SPARSE_REQUEST_ENDS:
+            self._step(entry, event)
+            if self._running.pop(request, None) is not None or entry.state in SPARSE_REQUEST_ENDS:
+                self._returning[request] = entry
+        self._hold(entry, after)
+
+    def _hold(self, entry: _Entry, after: Event | None) -> None:
+        holds = entry.holds
+        if after is None or (holds and holds[-1] is after):
+            return
+        holds.append(after)  # first: to ask the others may raise
+        while holds[0] is not after and holds[0].query():
+            del holds[0]
+
+    def _known(self, request: int, call: str) -> _Entry:
+        entry = self._entries.get(request)
+        if entry is None:
+            raise LocalProtocolError(f"request {request} is not known: {call}")
+        return entry
+
+    def _legal(self, entry: _Entry, event: SparseRequestEvent) -> None:
+        if (entry.state, event) not in SPARSE_REQUEST:
+            raise LocalProtocolError(f"request {entry.request} is {entry.state.value}: it cannot {event.value}")
+
+    def _step(self, entry: _Entry, event: SparseRequestEvent) -> None:
+        self._legal(entry, event)
+        entry.state = step(SPARSE_REQUEST, entry.state, event)

@@ -1,0 +1,24 @@
+"""Events that fire when a test says so, and slots of a host pool."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pdtransfer.hisparse.coordinator import Int64s
+
+
+class Switch:
+    """An event that has not fired until it is told to; once it is `broken` nobody can ask it."""
+
+    def __init__(self) -> None:
+        self.fired = self.broken = False
+
+    def query(self) -> bool:
+        if self.broken:
+            raise OSError("the card has fallen off the bus")
+        return self.fired
+
+
+def host(count: int, first: int = 0) -> Int64s:
+    """So many slots, the last one first: their order says nothing."""
+    return np.arange(first, first + count, dtype=np.int64)[::-1]

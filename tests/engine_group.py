@@ -71,6 +71,7 @@ def carry(one, sources, target):
         place = target.slots[one.room][: len(one.prompt)]
         copy_rows((source.memory, source.layout), source.slots(one), (target.memory, target.layout), place, ours)
     assert not wanted
+    target.land_index(one, *sources)
 
 
 def generate(sources, targets, prompts, **sampling):
@@ -82,6 +83,6 @@ def generate(sources, targets, prompts, **sampling):
         assert len(each) == 1, "every rank that picks a token picks the same"
         for target in targets:
             carry(one, sources, target)
-            target.engine.admit(one, {"kv": target.slots[one.room]}, next(iter(each)))
+            target.engine.admit(one, target.held(one.room), next(iter(each)))
     together([target.run for target in targets])
     return [[target.outcome(one.room) for target in targets] for one in rooms]

@@ -42,6 +42,16 @@ def places(layout: Layout, kind, layer, head, slots):
     raise AssertionError((kind, layer, head))
 
 
+def copy_index(source, source_slots, target, target_slots):
+    """Rows of an index component, (flat float32, layout) to another, of every plane that the source has."""
+    held, others = target[0].view(np.uint8), source[0].view(np.uint8)
+    ours = {(plane.layer, plane.kind): at for at, plane in enumerate(target[1].planes)}
+    for number, plane in enumerate(source[1].planes):
+        row = np.arange(plane.row_bytes)
+        place = target[1].address(ours[plane.layer, plane.kind], target_slots)[:, None] + row
+        held[place] = others[source[1].address(number, source_slots)[:, None] + row]
+
+
 def heads_of(layout: Layout):
     return sorted(
         (plane.kind, plane.layer, head)
@@ -75,6 +85,10 @@ class Prefill:
         return self.engine.card.components[0].layout
 
     @property
+    def index_layout(self):
+        return self.engine.card.components[1].layout
+
+    @property
     def memory(self):
         return np.frombuffer(self.engine.pool, np.float32)
 
@@ -95,9 +109,9 @@ class Prefill:
             self.step()
         return self
 
-    def slots(self, one: Request):
-        pages = self.cells[one.room][-1].pages
-        return expand_pages(pages, self.layout.page_size, len(one.prompt))
+    def slots(self, one: Request, component="kv", page_size=None):
+        pages = [cell.pages for cell in self.cells[one.room] if cell.component == component][-1]
+        return expand_pages(pages, page_size or self.layout.page_size, len(one.prompt))
 
 
 @dataclass
@@ -107,7 +121,9 @@ class Decode:
     engine: object
     memory: np.ndarray
     free: list[int]
+    index_free: list[int] = field(default_factory=list)
     slots: dict[int, np.ndarray] = field(default_factory=dict)
+    index_slots: dict[int, np.ndarray] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, Finished | Broken] = field(default_factory=dict)
 
@@ -116,22 +132,44 @@ class Decode:
         made = create(config("decode", page_size=page_size, host_layout=host_layout, **more))
         memory = np.full(made.card.memory_bytes // 4, np.nan, np.float32)
         made.attach(memory.data.cast("B"))
-        slots = made.card.components[0].layout.slots
-        return cls(made, memory, list(np.random.default_rng(seed).permutation(slots)))
+        random = np.random.default_rng(seed)
+        return cls(made, memory, *(list(random.permutation(each.layout.slots)) for each in made.card.components))
 
     @property
     def layout(self):
         return self.engine.card.components[0].layout
+
+    @property
+    def index_layout(self):
+        return self.engine.card.components[1].layout
 
     def land(self, one: Request, source: Prefill):
         count = len(one.prompt) + one.sampling.max_tokens
         self.slots[one.room] = np.array([self.free.pop() for _ in range(count)], np.int64)
         target_slots = self.slots[one.room][: len(one.prompt)]
         copy_rows((source.memory, source.layout), source.slots(one), (self.memory, self.layout), target_slots)
+        self.land_index(one, source)
+
+    def land_index(self, one: Request, *sources: Prefill):
+        """Nothing for a model without an index."""
+        if not self.index_free:
+            return
+        count = len(one.prompt) + one.sampling.max_tokens
+        self.index_slots[one.room] = own = np.array([self.index_free.pop() for _ in range(count)], np.int64)
+        for source in sources:
+            if len(source.engine.card.components) > 1:
+                rows = source.slots(one, "index", source.index_layout.page_size)
+                index = self.memory, self.index_layout
+                copy_index((source.memory, source.index_layout), rows, index, own[: len(one.prompt)])
+
+    def held(self, room):
+        """The room's slots, as the engine is given them."""
+        index = {"index": self.index_slots[room]} if room in self.index_slots else {}
+        return {"kv": self.slots[room]} | index
 
     def admit(self, one: Request, source: Prefill):
         self.land(one, source)
-        self.engine.admit(one, {"kv": self.slots[one.room]}, source.aux[one.room])
+        self.engine.admit(one, self.held(one.room), source.aux[one.room])
 
     def step(self):
         for event in self.engine.step():

@@ -33,6 +33,9 @@ def expected(attention, options):
         ("gqa", {"layers": "2", "kv_heads": "2"}, 4, 1, 1),
         ("gqa", {"layers": "2", "kv_heads": "1"}, 2, 2, 4),
         ("gqa", {"layers": "2", "kv_heads": "8"}, 4, 1, 2),
+        # Layers 0 and 2 pick: of three stages the second keeps no index.
+        ("mla", {"layers": "4", "top_k": "16"}, 1, 2, 2),
+        ("gqa", {"layers": "4", "top_k": "16"}, 2, 3, 2),
     ],
 )
 def test_groups_generate_the_bits_of_one_process(attention, options, prefill_tp, prefill_pp, decode_tp):

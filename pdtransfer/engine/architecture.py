@@ -1,4 +1,8 @@
-"""What the reference model is: its sizes, its options, and its weights from a seed, with a digest to compare."""
+"""What the reference model is: its sizes, its options, and its weights from a seed, with a digest to compare.
+
+With `top_k` it has an indexer: each group of `index_share` layers keeps a small key a token, by which a decode step
+picks the tokens that those layers attend to. Its weights are drawn apart: the rest is that of the dense model.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ from ..errors import ConfigError
 from .tokens import EOS, VOCABULARY
 
 DIGEST_BYTES = 16
+INDEX_HEADS, INDEX_DIM = 4, 128  # of the indexer's queries; a token has one key
+TOP_MAX = 4_096  # what one step's plan of swaps takes of a request
 
 # Random weights alone make attention nearly uniform and each token a function of the last one: sharpen it.
 _GAINS = {"query": 3.0, "output": 3.0, "head": 2.0}
@@ -39,6 +45,8 @@ class Architecture:
     rope_dim: int = 64
     gqa_heads: int = 8
     kv_heads: int = 4
+    top_k: int = 0  # tokens that a decode step attends to besides its own; 0: all
+    index_share: int = 2  # layers, of which the first picks for all
 
     @property
     def name(self) -> str:
@@ -60,6 +68,21 @@ class Architecture:
     @property
     def cache_dim(self) -> int:
         return self.latent_dim + self.rope_dim if self.attention == "mla" else self.head_dim
+
+    def index_layers(self, own: range) -> range:
+        """Those of the layers that have an indexer, and pick for themselves and those that follow."""
+        if not self.top_k:
+            return range(0)
+        return range(-(-own.start // self.index_share) * self.index_share, own.stop, self.index_share)
+
+    @property
+    def index_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Weights of an indexer, as `shapes`."""
+        return {
+            "index_query": (self.width, INDEX_HEADS * INDEX_DIM),
+            "index_key": (self.width, INDEX_DIM),
+            "index_share": (self.width, INDEX_HEADS),
+        }
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -96,6 +119,8 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     layers: Annotated[int, Meta(ge=1, le=64)] = 4
     context_tokens: Annotated[int, Meta(ge=2, le=1 << 20)] = 16_384
     kv_heads: Annotated[int, Meta(ge=1, le=8)] = 4  # of GQA's 8 query heads
+    top_k: Annotated[int, Meta(ge=0, le=TOP_MAX)] = 0  # tokens that a decode step attends to; 0: all
+    index_share: Annotated[int, Meta(ge=1, le=64)] = 2  # layers that attend to the same picks
     layers_per_cell: Annotated[int, Meta(ge=0, le=64)] = 0  # prefill offers so many layers at a time; 0: all at once
     eos: Annotated[int, Meta(ge=0, lt=VOCABULARY)] = EOS
 
@@ -126,6 +151,8 @@ class Weights:
         random = np.random.Generator(np.random.PCG64(architecture.seed))
         digest = blake2b(digest_size=DIGEST_BYTES)
         for size in fields(architecture):
+            if not architecture.top_k and size.name in ("top_k", "index_share"):
+                continue
             digest.update(f"{size.name}={getattr(architecture, size.name)};".encode())
 
         def normal(shape: tuple[int, ...], deviation: float) -> Tensor:
@@ -142,4 +169,7 @@ class Weights:
             for _ in range(architecture.layers)
         ]
         head = scaled("head", (architecture.width, architecture.vocabulary))
+        random = np.random.Generator(np.random.PCG64([architecture.seed, architecture.index_share]))
+        for at in architecture.index_layers(range(architecture.layers)):
+            layers[at] |= {name: scaled(name, shape) for name, shape in architecture.index_shapes.items()}
         return cls(embedding=embedding, layers=layers, head=head, digest=digest.digest())

@@ -98,11 +98,11 @@ class Pages:
     """The free pages of a pool, as a stack: in time the pages of one request come to lie anywhere."""
 
     def __init__(self, *, count: int, page_size: int) -> None:
-        self._page_size = page_size
+        self.page_size = page_size
         self._free = list(range(count - 1, -1, -1))
 
     def needed(self, tokens: int) -> int:
-        return -(-tokens // self._page_size)
+        return -(-tokens // self.page_size)
 
     def take(self, tokens: int) -> NDArray[np.int64] | None:
         """Pages for so many tokens, in order of their rows; None when there are not enough."""

@@ -9,14 +9,16 @@ import torch
 
 from ..errors import ConfigError, LocalProtocolError
 from ..layout import Component, Span
-from ..layouts import host_layout
+from ..layouts import DSA_INDEX_PARTS, host_layout, item_layout
 from .architecture import Architecture, Options
 from .base import EngineCard, EngineConfig, Request
 from .model import Model
 from .numerics import VECTOR, exp2
 from .tokens import VOCABULARY
 
-COMPONENT = "kv"
+COMPONENT, INDEX = "kv", "index"
+INDEX_PAGE_SIZE = 64  # of a DSA index, whatever the other pages are
+_ALIGNMENT = 4_096
 
 
 def build_model(config: EngineConfig, options: Options) -> Model:
@@ -31,6 +33,8 @@ def build_model(config: EngineConfig, options: Options) -> Model:
         layers=options.layers,
         context_tokens=options.context_tokens,
         kv_heads=options.kv_heads,
+        top_k=options.top_k,
+        index_share=options.index_share,
     )
     if architecture.gqa_heads % architecture.kv_heads:
         raise ConfigError(f"kv_heads: {architecture.kv_heads} does not divide {architecture.gqa_heads} query heads")
@@ -74,15 +78,33 @@ def build_card(config: EngineConfig, model: Model, options: Options) -> EngineCa
         )
     except (LocalProtocolError, ValueError) as error:
         raise ConfigError(f"no pool of {config.slots} slots, page_size {config.page_size}: {error}") from None
-    component = Component(name=COMPONENT, memory="dram", tokens_per_row=1, span=Span(), layout=layout)
+    components = [Component(name=COMPONENT, memory="dram", tokens_per_row=1, span=Span(), layout=layout)]
+    replicas = {COMPONENT: (model.shard.replica, model.shard.replicas)}
+    # A stage of a pipeline where no group of layers begins keeps no index.
+    if layers := architecture.index_layers(model.shard.layers):
+        components.append(_index(layers, config.slots, base=-(-layout.end // _ALIGNMENT) * _ALIGNMENT))
+        replicas[INDEX] = config.group.ranks.tp_rank, config.group.ranks.tp_size
     return EngineCard(
         model=architecture.name,
         weights=model.weights.digest,
-        components=(component,),
-        memory_bytes=layout.end,
+        components=tuple(components),
+        memory_bytes=components[-1].layout.end,
         eos=options.eos,
-        replicas={COMPONENT: (model.shard.replica, model.shard.replicas)},
+        replicas=replicas,
     )
+
+
+def _index(layers: range, slots: int, *, base: int) -> Component:
+    """A group's planes go by its first layer."""
+    layout = item_layout(
+        "layer_first",
+        parts=DSA_INDEX_PARTS,
+        layers=layers,
+        slots=-(-slots // INDEX_PAGE_SIZE) * INDEX_PAGE_SIZE,
+        page_size=INDEX_PAGE_SIZE,
+        base=base,
+    )
+    return Component(name=INDEX, memory="dram", tokens_per_row=1, span=Span(), layout=layout)
 
 
 def check_request(request: Request, architecture: Architecture) -> None:

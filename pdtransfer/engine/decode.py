@@ -1,8 +1,9 @@
-"""The decode side of the reference model: continuous batches of steps, each reading every key out of the arena."""
+"""The decode side of the reference model: continuous batches of steps, each reading its keys where they are."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
@@ -18,12 +19,12 @@ from .architecture import Options
 from .attention import KEY_BLOCK, Tiles, causal_bias
 from .base import Broken, EngineCard, EngineConfig, Finished, Request, Token
 from .cache import Cache, reached
-from .card import COMPONENT, build_card, check_request
-from .model import Batch, Model
+from .card import COMPONENT, INDEX, build_card, check_request
+from .indexer import IndexCache
+from .model import Batch, EveryKey, Keys, Model
 from .numerics import block_up
+from .residency import ROOMS_TOGETHER, AllResident, Part, PickedKeys
 from .sampling import Handoff, chain, pick, tokens_digest
-
-_ROOMS_TOGETHER = 4  # folded together: their key blocks stay in the core's cache between two products
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class _Room:
 
     request: Request
     index: Tensor  # (key blocks, KEY_BLOCK) int64 cache rows, growth included
+    indexed: Tensor | None  # rows of the index cache, (2, whole key blocks)
     logits_digest: bytes
     ids: list[int] = field(default_factory=list[int])
     told: bool = False  # whether step() has returned the first id, which came with aux
@@ -55,7 +57,10 @@ class ReferenceDecode:
             raise ConfigError(f"pp_size = {config.group.ranks.pp_size}: only prefill is split into stages")
         self._config, self._options, self._model = config, options, model
         self._card = build_card(config, model, options)
+        self._layouts = {component.name: component.layout for component in self._card.components}
         self._cache: Cache | None = None
+        self._index: IndexCache | None = None
+        self._resident: AllResident | None = None
         self._rooms: dict[int, _Room] = {}
 
     @property
@@ -80,7 +85,10 @@ class ReferenceDecode:
     def take(self, flat: Tensor) -> None:
         """Decodes out of this memory, which the model's device reads and writes."""
         assert self._cache is None, "attach is called once"
-        self._cache = Cache(flat, self._card.components[0].layout, self._model.architecture, self._model.shard.kv_heads)
+        self._cache = Cache(flat, self._layouts[COMPONENT], self._model.architecture, self._model.shard.kv_heads)
+        self._resident = AllResident(self._cache)
+        if INDEX in self._layouts:
+            self._index = IndexCache(flat, self._layouts[INDEX])
 
     def check(self, request: Request) -> None:
         check_request(request, self._model.architecture)
@@ -90,14 +98,18 @@ class ReferenceDecode:
 
     def admit(self, request: Request, slots: dict[str, NDArray[np.int64]], aux: bytes) -> None:
         assert self._cache is not None, "attach comes before admit"
+        assert self._resident is not None
         self.check(request)
         if request.room in self._rooms:
             raise ValueError(f"room {request.room:#x} is here already")
         handoff = Handoff.unpack(aux, len(request.prompt))
-        own = self._checked_slots(request, slots)
+        self._check_slots(request, slots)
+        index = self._cache.index(slots[COMPONENT], KEY_BLOCK).view(-1, KEY_BLOCK)
+        self._resident.hold(request.room, index)
         self._rooms[request.room] = _Room(
             request=request,
-            index=self._cache.index(own, KEY_BLOCK).view(-1, KEY_BLOCK),
+            index=index,
+            indexed=self._index.index(slots[INDEX], KEY_BLOCK) if self._index else None,
             logits_digest=handoff.logits_digest,
             ids=[handoff.first_token],
         )
@@ -119,16 +131,21 @@ class ReferenceDecode:
         return made
 
     def cancel(self, room: int) -> None:
-        self._rooms.pop(room, None)
+        if self._rooms.pop(room, None) is not None:
+            self._let(room)
 
-    def _checked_slots(self, request: Request, slots: dict[str, NDArray[np.int64]]) -> NDArray[np.int64]:
-        if set(slots) != {COMPONENT}:
-            raise ValueError(f"slots: of components {sorted(slots)}, expected {COMPONENT!r}")
-        own, tokens = slots[COMPONENT], len(request.prompt) + request.sampling.max_tokens
-        if own.shape != (tokens,) or own.dtype != np.int64:
-            raise ValueError(f"slots: {own.dtype} of shape {own.shape}, expected int64 of {(tokens,)}")
-        check_slots(own, self._config.slots, "slots")
-        return own
+    def _let(self, room: int) -> None:
+        assert self._resident is not None
+        self._resident.let(room)
+
+    def _check_slots(self, request: Request, slots: dict[str, NDArray[np.int64]]) -> None:
+        if slots.keys() != self._layouts.keys():
+            raise ValueError(f"slots: of components {sorted(slots)}, expected {sorted(self._layouts)}")
+        tokens = len(request.prompt) + request.sampling.max_tokens
+        for name, own in slots.items():
+            if own.shape != (tokens,) or own.dtype != np.int64:
+                raise ValueError(f"slots of {name}: {own.dtype} of shape {own.shape}, expected int64 of {(tokens,)}")
+            check_slots(own, self._layouts[name].slots, f"slots of {name}")
 
     def _forward(self, rooms: list[_Room]) -> NDArray[np.float32]:
         """One row a room through all layers: each room's last id at its position. (rooms, vocabulary)."""
@@ -142,18 +159,33 @@ class ReferenceDecode:
             ids=ids.to(self._model.device),
             positions=positions,
             own=slice(0, len(rooms)),
-            targets=torch.stack([room.index.view(-1)[room.position] for room in rooms]),
             tile_rows=1,
             tile_count=len(rooms),
-            tiles=[_tiles(rooms, at, positions) for at in range(0, len(rooms), _ROOMS_TOGETHER)],
+            keys=self._keys(rooms, positions),
         )
         hidden = self._model.embed(batch)
-        hidden = self._model.layers(hidden, batch, self._cache, 0, self._model.architecture.layers)
+        hidden = self._model.layers(hidden, batch, 0, self._model.architecture.layers)
         return self._model.logits(hidden)[: len(rooms)].cpu().numpy()
+
+    def _keys(self, rooms: Sequence[_Room], positions: Tensor) -> Keys:
+        assert self._cache is not None
+        if self._index is None or self._model.indexer is None:
+            targets = torch.stack([room.index.view(-1)[room.position] for room in rooms])
+            tiles = [_tiles(rooms, at, positions) for at in range(0, len(rooms), ROOMS_TOGETHER)]
+            return EveryKey(self._cache, targets, tiles)
+        assert self._resident is not None
+        part = Part(
+            residency=self._resident,
+            rooms=[room.request.room for room in rooms],
+            positions=[room.position for room in rooms],
+            index=[room.indexed for room in rooms if room.indexed is not None],
+        )
+        top = self._model.architecture.top_k
+        return PickedKeys([part], positions, top=top, indexer=self._model.indexer, index=self._index)
 
     def _advance(self, room: _Room, logits: NDArray[np.float32], made: list[Token | Finished | Broken]) -> None:
         if not np.isfinite(logits).all():
-            del self._rooms[room.request.room]
+            self.cancel(room.request.room)
             made.append(Broken(room=room.request.room, detail=f"the logits at position {room.position} are not finite"))
             return
         room.logits_digest = chain(room.logits_digest, logits)
@@ -169,22 +201,30 @@ class ReferenceDecode:
         reason = room.end(self._options.eos)
         if reason is None:
             return False
-        del self._rooms[number]
         made.append(
             Finished(
                 room=number,
                 reason=reason,
                 tokens_digest=tokens_digest(room.ids),
                 logits_digest=room.logits_digest,
-                kv_digest=self._model.whole_digest(self._cache.digests(room.index.view(-1)[: room.position])),
+                kv_digest=self._model.whole_digest(self._digests(room)),
             )
         )
+        self.cancel(number)
         return True
 
+    def _digests(self, room: _Room) -> NDArray[np.uint8]:
+        """Of what is kept of the room: by head, then of the index."""
+        assert self._cache is not None
+        heads = self._cache.digests(room.index.view(-1)[: room.position])
+        if self._index is None or room.indexed is None:
+            return heads
+        return np.concatenate((heads, self._index.digest(room.indexed[:, : room.position])[np.newaxis]))
 
-def _tiles(rooms: list[_Room], at: int, positions: Tensor) -> Tiles:
+
+def _tiles(rooms: Sequence[_Room], at: int, positions: Tensor) -> Tiles:
     """A tile of one row for each of the rooms from `at` on, which ascend by position."""
-    group = rooms[at : at + _ROOMS_TOGETHER]
+    group = rooms[at : at + ROOMS_TOGETHER]
     depths = [room.position // KEY_BLOCK for room in group]
     sources = [
         torch.cat([room.index[block] for room in group[bisect_left(depths, block) :]])

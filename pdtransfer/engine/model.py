@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,26 +17,68 @@ from .architecture import DIGEST_BYTES, Architecture, Weights
 from .attention import Tiles, attend
 from .base import Alone, Group
 from .cache import Cache
+from .indexer import Indexer
 from .numerics import Rope, linear, rms_norm, silu, single_threaded
-from .projection import GroupedProjection, LatentProjection, Projection
+from .projection import GroupedProjection, LatentProjection, Layer, Projection
 from .shard import Shard
+
+_INDEX = -1  # among heads: what every rank has of the index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Tiles and the cache that their sources are rows of."""
+
+    tiles: Tiles
+    cache: Cache
+
+
+class Keys(Protocol):
+    """Where a batch's own rows leave their keys, and which keys they attend to."""
+
+    @property
+    def readings(self) -> Sequence[Reading]:
+        """All tiles of the batch, as they are for the layer that was entered."""
+        ...
+
+    def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
+        """Called once a layer, in order, before it writes or reads; (rows, width) is what its projections take."""
+        ...
+
+    def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
+        """By kind (own rows, kv_heads, dim)."""
+        ...
+
+
+class EveryKey:
+    """The Keys of a batch that attends to all that it may, in one cache: `targets` are its own rows there."""
+
+    def __init__(self, cache: Cache, targets: Tensor, tiles: Sequence[Tiles]) -> None:
+        self._cache, self._targets = cache, targets
+        self.readings: Sequence[Reading] = [Reading(tiles=each, cache=cache) for each in tiles]
+
+    def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
+        pass
+
+    def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
+        for kind, rows in kept.items():
+            self._cache.write(kind, layer, self._targets, rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Rows that go through the layers together, padded to a multiple of BLOCK_ROWS.
 
-    `own` are the rows that are somebody's: their keys go to `targets`; the rest is padding, computed and dropped.
-    The first `tile_rows` rows are tile 0 and so on; rows after the last tile are padding that attends to nothing.
+    `own` are the rows that are somebody's; the rest is padding, computed and dropped. The first `tile_rows` rows are
+    tile 0 and so on; rows after the last tile are padding that attends to nothing.
     """
 
     ids: Tensor  # (rows,) int64
     positions: Tensor  # (rows,) int64, absolute
     own: slice
-    targets: Tensor  # (own rows,) int64 cache rows
     tile_rows: int
     tile_count: int
-    tiles: list[Tiles]
+    keys: Keys
 
 
 class Model:
@@ -47,6 +91,7 @@ class Model:
         self.weights = Weights.draw(architecture, device).of_layers(self.shard.layers)
         # Padding in a prompt's last tile has positions past the prompt's end.
         positions = architecture.context_tokens + 64
+        self.indexer = Indexer(positions, device) if architecture.top_k else None
         match architecture.attention:
             case "mla":
                 rope = Rope(positions=positions, dim=architecture.rope_dim, device=device)
@@ -65,14 +110,15 @@ class Model:
         """(rows,) ids -> (rows, width)."""
         return self.weights.embedding[batch.ids]
 
-    def layers(self, x: Tensor, batch: Batch, cache: Cache, first: int, end: int) -> Tensor:
-        """Layers [first, end) over (rows, width); each writes its rows' keys to the cache before any row attends."""
+    def layers(self, x: Tensor, batch: Batch, first: int, end: int) -> Tensor:
+        """Layers [first, end) over (rows, width); each writes its rows' keys before any row attends."""
         for number in range(first, end):
             weights = self.weights.layers[number]
-            projected = self._projection.project(weights, rms_norm(x), batch.positions)
-            for kind, rows in projected.kept.items():
-                cache.write(kind, number, batch.targets, rows[batch.own])
-            mixed = self._attend(projected.query, batch, cache, number)
+            hidden = rms_norm(x)
+            batch.keys.enter(number, weights, hidden)
+            projected = self._projection.project(weights, hidden, batch.positions)
+            batch.keys.write(number, {kind: rows[batch.own] for kind, rows in projected.kept.items()})
+            mixed = self._attend(projected.query, batch, number)
             x = x + linear(self._all_heads(self._projection.outputs(weights, mixed)), weights["output"])
             hidden = rms_norm(x)
             x = x + linear(silu(linear(hidden, weights["gate"])) * linear(hidden, weights["up"]), weights["down"])
@@ -83,16 +129,18 @@ class Model:
         return linear(rms_norm(x), self.weights.head)
 
     def whole_digest(self, own: NDArray[np.uint8]) -> bytes:
-        """Of all heads' digests, from every rank's own (heads, DIGEST_BYTES). Replicas that differ spoil it."""
+        """Of all heads' digests, from every rank's own (heads, DIGEST_BYTES), and of the index's, which follows them
+        where there is one. Replicas that differ spoil it."""
         held: dict[int, set[bytes]] = {}
         for rank, part in enumerate(self.group.gather(own)):
             shard = Shard.of(self.architecture, Ranks(tp_rank=rank, tp_size=self.group.ranks.tp_size))
-            for head, digest in zip(shard.kv_heads, part, strict=True):
+            names = [*shard.kv_heads, *((_INDEX,) if self.indexer else ())]
+            for head, digest in zip(names, part, strict=True):
                 held.setdefault(head, set()).add(digest.tobytes())
         every = b"".join(digest for head in sorted(held) for digest in sorted(held[head]))
         return blake2b(every, digest_size=DIGEST_BYTES).digest()
 
-    def _attend(self, query: Tensor, batch: Batch, cache: Cache, layer: int) -> Tensor:
+    def _attend(self, query: Tensor, batch: Batch, layer: int) -> Tensor:
         """(rows, own heads, key_dim) -> (rows, own heads, value_dim), zero for rows after the last tile.
 
         A rank that has only some of the heads that share keys computes the others as zeros: bits depend on a tile's
@@ -109,10 +157,12 @@ class Model:
         tiled = tiled.reshape(heads, batch.tile_count, batch.tile_rows * group, -1)
         mixed = query.new_zeros(rows, heads * group, value_dim)
 
-        def read(index: Tensor) -> tuple[Tensor, ...]:
-            return tuple(cache.read(kind, layer, index) for kind in self.architecture.kinds)
+        for reading in batch.keys.readings:
+            tiles, cache = reading.tiles, reading.cache
 
-        for tiles in batch.tiles:
+            def read(index: Tensor, cache: Cache = cache) -> tuple[Tensor, ...]:
+                return tuple(cache.read(kind, layer, index) for kind in self.architecture.kinds)
+
             count = len(tiles.depths)
             part = attend(tiled[:, tiles.first : tiles.first + count], tiles, read, value_dim)
             part = part.view(heads, count, batch.tile_rows, group, value_dim).permute(1, 2, 0, 3, 4)

@@ -1,4 +1,7 @@
-"""The prefill side of the reference model: chunks of prompts into a paged pool, cell by cell."""
+"""The prefill side of the reference model: chunks of prompts into a paged pool, cell by cell.
+
+It attends to every key also where decode will pick: with `top_k` it only computes the index's keys besides.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,11 @@ from .architecture import Options
 from .attention import KEY_BLOCK, Tiles, causal_bias
 from .base import Broken, CardMemory, Computed, EngineCard, EngineConfig, Event, Prefilled, Request
 from .cache import Cache, Pages
-from .card import COMPONENT, build_card, check_request
-from .model import Batch, Model
+from .card import COMPONENT, INDEX, build_card, check_request
+from .indexer import IndexCache
+from .model import Batch, EveryKey, Keys, Model
 from .numerics import BLOCK_ROWS, block_up
+from .projection import Layer
 from .sampling import Handoff, chain, pick
 from .shard import Shard
 
@@ -31,8 +36,9 @@ class _Room:
     computed when; the first stage divides its layers among them, the others compute when it has ended."""
 
     request: Request
-    pages: NDArray[np.int64]
+    pages: dict[str, NDArray[np.int64]]
     index: Tensor  # (key blocks, KEY_BLOCK) int64 cache rows
+    indexed: Tensor | None  # rows of the index cache, (2, tokens)
     done: int = 0
     end: int = 0
     turns: int = 0
@@ -43,6 +49,23 @@ class _Room:
     @property
     def left(self) -> int:
         return len(self.request.prompt) - self.done
+
+
+class _IndexedKeys:
+    """Every key, and besides each row's key of the index, for the decode steps to come."""
+
+    def __init__(
+        self, every: EveryKey, model: Model, cache: IndexCache, targets: Tensor, positions: Tensor, own: slice
+    ) -> None:
+        assert model.indexer is not None
+        self._indexer, self._cache, self._targets = model.indexer, cache, targets
+        self._positions, self._own = positions, own
+        self.readings, self.write = every.readings, every.write
+
+    def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
+        if layer in self._cache.layers:
+            keys = self._indexer.keys(weights, hidden, self._positions)
+            self._cache.write(layer, self._targets, keys[self._own])
 
 
 class ReferencePrefill:
@@ -64,9 +87,14 @@ class ReferencePrefill:
             torch.cuda.synchronize()  # others read it in streams of their own
         else:  # from numpy, since torch.zeros would touch every page of a pool that may never be full
             self._flat = torch.as_tensor(np.zeros(elements, dtype=np.float32))
-        self._cache = Cache(self._flat, self._card.components[0].layout, model.architecture, model.shard.kv_heads)
-        self._pages = Pages(count=config.slots // config.page_size, page_size=config.page_size)
-        self._held: dict[int, NDArray[np.int64]] = {}
+        layouts = {component.name: component.layout for component in self._card.components}
+        self._cache = Cache(self._flat, layouts[COMPONENT], model.architecture, model.shard.kv_heads)
+        self._index = IndexCache(self._flat, layouts[INDEX]) if INDEX in layouts else None
+        self._pages = {
+            name: Pages(count=layout.slots // layout.page_size, page_size=layout.page_size)
+            for name, layout in layouts.items()
+        }
+        self._held: dict[int, dict[str, NDArray[np.int64]]] = {}
         self._rooms: dict[int, _Room] = {}
         self._turn = 0
 
@@ -93,7 +121,7 @@ class ReferencePrefill:
     def admit(self, request: Request) -> bool:
         return self.admit_with_growth(request, 0) is not None
 
-    def admit_with_growth(self, request: Request, growth: int) -> NDArray[np.int64] | None:
+    def admit_with_growth(self, request: Request, growth: int) -> dict[str, NDArray[np.int64]] | None:
         """As `admit`, with pages for `growth` more tokens for who decodes out of this pool; returns every slot."""
         check_request(request, self._model.architecture)
         if request.room in self._held:
@@ -101,13 +129,15 @@ class ReferencePrefill:
         tokens = len(request.prompt) + growth
         if tokens > self._config.slots:
             raise ValueError(f"{tokens} tokens, the pool has {self._config.slots} slots")
-        pages = self._pages.take(tokens)
-        if pages is None:
+        pages = {name: taken for name, free in self._pages.items() if (taken := free.take(tokens)) is not None}
+        if pages.keys() != self._pages.keys():
+            self._give(pages)
             return None
         self._held[request.room] = pages
-        slots = expand_pages(pages, self._config.page_size, tokens)
-        index = self._cache.index(slots[: len(request.prompt)], KEY_BLOCK).view(-1, KEY_BLOCK)
-        self._rooms[request.room] = _Room(request=request, pages=pages, index=index)
+        slots = {name: expand_pages(own, self._pages[name].page_size, tokens) for name, own in pages.items()}
+        index = self._cache.index(slots[COMPONENT][: len(request.prompt)], KEY_BLOCK).view(-1, KEY_BLOCK)
+        indexed = self._index.index(slots[INDEX][: len(request.prompt)], 1) if self._index else None
+        self._rooms[request.room] = _Room(request=request, pages=pages, index=index, indexed=indexed)
         return slots
 
     @torch.inference_mode()
@@ -128,9 +158,9 @@ class ReferencePrefill:
             return []
         if room.hidden is None:
             room.hidden = self._model.embed(room.batch) if self._first else self._taken_over(room.batch)
-        made: list[Computed | Prefilled | Broken] = [self._compute(room)]
+        made: list[Computed | Prefilled | Broken] = [*self._compute(room)]
         while ends and room.layer < self._model.shard.layers.stop:
-            made.append(self._compute(room))
+            made += self._compute(room)
         if ends:
             hidden, room.hidden, room.batch, room.turns, room.done = room.hidden, None, None, 0, room.end
             if not self._last:
@@ -146,25 +176,34 @@ class ReferencePrefill:
 
     def free(self, room: int) -> None:
         self._rooms.pop(room, None)
-        pages = self._held.pop(room, None)
-        if pages is not None:
-            self._pages.give(pages)
+        self._give(self._held.pop(room, {}))
 
-    def _compute(self, room: _Room) -> Computed:
-        """The next cell: the room's chunk through the next layers."""
+    def _give(self, pages: dict[str, NDArray[np.int64]]) -> None:
+        for name, own in pages.items():
+            self._pages[name].give(own)
+
+    def _compute(self, room: _Room) -> list[Computed]:
+        """The next cells, one of each component: the room's chunk through the next layers."""
         assert room.batch is not None
         assert room.hidden is not None
         first, end = room.layer, self._model.shard.layers.stop
         room.layer = min(end, first + self._options.layers_per_cell) if self._options.layers_per_cell else end
-        room.hidden = self._model.layers(room.hidden, room.batch, self._cache, first, room.layer)
-        return Computed(
-            room=room.request.room,
-            component=COMPONENT,
-            rows=(room.done, room.end),
-            layers=(first, room.layer),
-            pages=room.pages[: self._pages.needed(room.end)],
-            after=self._event(),
-        )
+        room.hidden = self._model.layers(room.hidden, room.batch, first, room.layer)
+        after = self._event()
+        cells = [(COMPONENT, (first, room.layer))]
+        if leading := self._model.architecture.index_layers(range(first, room.layer)):
+            cells.append((INDEX, (leading[0], leading[-1] + 1)))
+        return [
+            Computed(
+                room=room.request.room,
+                component=name,
+                rows=(room.done, room.end),
+                layers=layers,
+                pages=room.pages[name][: self._pages[name].needed(room.end)],
+                after=after,
+            )
+            for name, layers in cells
+        ]
 
     def _event(self) -> Event | None:
         """Fires when all that was computed so far is in the pool."""
@@ -201,16 +240,10 @@ class ReferencePrefill:
             )
             for at in range(0, len(depths), _TILES_TOGETHER)
         ]
-        targets = room.index.view(-1)[room.done : room.end]
-        return Batch(
-            ids=ids,
-            positions=positions,
-            own=own,
-            targets=targets,
-            tile_rows=BLOCK_ROWS,
-            tile_count=len(depths),
-            tiles=tiles,
-        )
+        keys: Keys = EveryKey(self._cache, room.index.view(-1)[room.done : room.end], tiles)
+        if self._index is not None and room.indexed is not None:
+            keys = _IndexedKeys(keys, self._model, self._index, room.indexed[:, room.done : room.end], positions, own)
+        return Batch(ids=ids, positions=positions, own=own, tile_rows=BLOCK_ROWS, tile_count=len(depths), keys=keys)
 
     def _finish(self, room: _Room, hidden: Tensor) -> Prefilled | Broken:
         """The first token, by the logits of the prompt's last row."""

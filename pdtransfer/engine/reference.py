@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..wire import Sampling
 from .architecture import Options
 from .base import Broken, DecodeEngine, EngineConfig, Finished, Prefilled, PrefillEngine, Request, Token
-from .card import COMPONENT, build_model
+from .card import build_model
 from .decode import ReferenceDecode
 from .prefill import ReferencePrefill
 
@@ -59,7 +59,7 @@ def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int6
     decode.take(prefill.flat)
     rooms = [Request(room=at, prompt=prompt, sampling=sampling) for at, (prompt, sampling) in enumerate(requests)]
     waiting = deque(rooms)
-    slots: dict[int, NDArray[np.int64]] = {}
+    slots: dict[int, dict[str, NDArray[np.int64]]] = {}
     tokens: list[list[int]] = [[] for _ in requests]
     outcomes: dict[int, Generation] = {}
     while len(outcomes) < len(requests):
@@ -71,7 +71,7 @@ def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int6
         for event in prefill.step() or decode.step():
             match event:
                 case Prefilled(room=room, aux=aux):
-                    decode.admit(rooms[room], {COMPONENT: slots.pop(room)}, aux)
+                    decode.admit(rooms[room], slots.pop(room), aux)
                 case Token(room=room, id=token):
                     tokens[room].append(token)
                 case Finished(room=room):

@@ -1,0 +1,157 @@
+"""Which tokens a decode step attends to: a key a token and group of layers, scored by a few small heads, top-k picked.
+
+The shape of DeepSeek's sparse attention: scores are sums over heads of relu(query . key), each times a weight of the
+row's own; keys are float8 with a scale a token. Rule: a row's picks depend on its own scores alone, ties going to the
+lower position, and so do a score's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import gcd
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..layout import Layout, Plane
+from .architecture import DIGEST_BYTES, INDEX_DIM, INDEX_HEADS
+from .attention import KEY_BLOCK
+from .numerics import Rope, linear, products, rms_norm
+
+_FLOAT8_MAX = 448.0
+_SCALE_MIN = 2.0**-64  # of a row of zeros
+_BLOCKS_TOGETHER = 32  # whose keys, as float32, stay in the core's cache
+_DIGEST_ROWS = 4_096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queries:
+    """Of n rows: (n, INDEX_HEADS, INDEX_DIM), and each head's weight (n, INDEX_HEADS)."""
+
+    heads: Tensor
+    shares: Tensor
+
+
+class IndexCache:
+    """Views of one flat float32 tensor by an index component's layout; rows of a plane are named by `index`."""
+
+    def __init__(self, flat: Tensor, layout: Layout) -> None:
+        self._page_size, self._device = layout.page_size, flat.device
+        held = flat.view(torch.uint8)
+        self._planes = {(plane.kind, plane.layer): _view(held, plane) for plane in layout.planes}
+        self._steps = {plane.kind: _steps(plane) for plane in layout.planes}
+        self.layers = sorted({plane.layer for plane in layout.planes})
+        every = torch.arange(256, dtype=torch.uint8)
+        self._values = every.view(torch.float8_e4m3fn).to(torch.float32).to(flat.device)
+
+    def index(self, slots: NDArray[np.int64], multiple: int) -> Tensor:
+        """Slots int64 (n,) -> int64 (2, n): rows of the keys, rows of the scales; filled up with the first one."""
+        pages, rows = np.divmod(np.pad(slots, (0, -len(slots) % multiple), constant_values=slots[0]), self._page_size)
+        both = [pages * self._steps[kind][0] + rows * self._steps[kind][1] for kind in ("index", "scale")]
+        return torch.as_tensor(np.stack(both), device=self._device)
+
+    def write(self, layer: int, index: Tensor, keys: Tensor) -> None:
+        """Float32 keys (n, INDEX_DIM) to rows (2, n), as float8."""
+        scales = (keys.abs().amax(-1, keepdim=True) / _FLOAT8_MAX).clamp_min(_SCALE_MIN)
+        small = (keys / scales).clamp(-_FLOAT8_MAX, _FLOAT8_MAX).to(torch.float8_e4m3fn)
+        self._planes["index", layer].index_copy_(0, index[0], small.view(torch.uint8))
+        self._planes["scale", layer].index_copy_(0, index[1], scales.view(torch.uint8))
+
+    def read(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows (2, n) -> keys (n, INDEX_DIM) without their scales, scales (n,), both float32."""
+        small = torch.index_select(self._planes["index", layer], 0, index[0])
+        keys = torch.index_select(self._values, 0, small.view(-1).to(torch.int32)).view(-1, INDEX_DIM)
+        scales = torch.index_select(self._planes["scale", layer], 0, index[1])
+        return keys, scales.view(torch.float32).view(-1)
+
+    def digest(self, index: Tensor) -> NDArray[np.uint8]:
+        """Of the rows' bytes by (layer, kind, position), uint8 (DIGEST_BYTES,)."""
+        digest = blake2b(digest_size=DIGEST_BYTES)
+        for layer in self.layers:
+            for at, kind in enumerate(("index", "scale")):
+                for first in range(0, index.shape[1], _DIGEST_ROWS):
+                    rows = torch.index_select(self._planes[kind, layer], 0, index[at, first : first + _DIGEST_ROWS])
+                    digest.update(rows.cpu().numpy().data)
+        return np.frombuffer(digest.digest(), np.uint8)
+
+
+class Indexer:
+    """The arithmetic; holds no state of any request. Row counts are multiples of numerics.BLOCK_ROWS."""
+
+    def __init__(self, positions: int, device: torch.device) -> None:
+        self._rope = Rope(positions=positions, dim=INDEX_DIM, device=device)
+
+    def keys(self, layer: dict[str, Tensor], x: Tensor, positions: Tensor) -> Tensor:
+        """(n, width) -> (n, INDEX_DIM)."""
+        return self._rope(rms_norm(linear(x, layer["index_key"])).unsqueeze(1), positions).squeeze(1)
+
+    def queries(self, layer: dict[str, Tensor], x: Tensor, positions: Tensor) -> Queries:
+        heads = linear(x, layer["index_query"]).view(len(x), INDEX_HEADS, INDEX_DIM)
+        return Queries(heads=self._rope(heads, positions), shares=linear(x, layer["index_share"]))
+
+
+def scores(queries: Queries, cache: IndexCache, layer: int, indices: Sequence[Tensor], lengths: list[int]) -> Tensor:
+    """Each row's scores of its request's first positions, (rows, most of `lengths`), -inf from its own length on.
+
+    `indices`: each request's cache rows (2, whole key blocks). A block's products have one shape wherever it stands.
+    """
+    counts = [-(-length // KEY_BLOCK) for length in lengths]
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(queries.heads.device)
+    rows = torch.cat([each[:, : count * KEY_BLOCK] for each, count in zip(indices, counts, strict=True)], dim=1)
+    found = queries.heads.new_empty(len(owner), KEY_BLOCK)
+    for first in range(0, len(owner), _BLOCKS_TOGETHER):
+        own = owner[first : first + _BLOCKS_TOGETHER]
+        keys, scales = cache.read(layer, rows[:, first * KEY_BLOCK : (first + len(own)) * KEY_BLOCK])
+        each = keys.new_empty(len(own), INDEX_HEADS, KEY_BLOCK)
+        products(queries.heads[own], keys.view(len(own), KEY_BLOCK, INDEX_DIM).transpose(1, 2), out=each)
+        each = each.relu_() * queries.shares[own].unsqueeze(-1)
+        summed = each[:, 0]
+        for head in range(1, INDEX_HEADS):
+            summed = summed + each[:, head]
+        found[first : first + len(own)] = summed * scales.view(len(own), KEY_BLOCK)
+    whole = found.new_full((len(counts), max(counts) * KEY_BLOCK), -torch.inf)
+    first = 0
+    for row, count in enumerate(counts):
+        whole[row, : count * KEY_BLOCK] = found[first : first + count].view(-1)
+        first += count
+    whole = whole[:, : max(lengths)]
+    places = torch.arange(max(lengths), device=whole.device)
+    return whole.masked_fill_(places >= torch.tensor(lengths, device=whole.device).unsqueeze(1), -torch.inf)
+
+
+def pick_top(found: Tensor, top: int) -> Tensor:
+    """Scores (rows, n), -inf for no position -> the positions of the `top` highest, int64 (rows, top), ascending; of
+    equal ones the lower positions; -1 where there are no more. What is not a number counts as the highest.
+
+    Only the value of the last one picked is asked of torch.topk, whose choice among equals is not the same everywhere.
+    """
+    rows, count = found.shape
+    found = found.masked_fill(found.isnan(), torch.inf)
+    least = found.topk(min(top, count), sorted=False).values.amin(-1, keepdim=True)
+    above, level = found > least, (found == least) & (found > -torch.inf)
+    chosen = above | (level & (level.cumsum(-1) <= top - above.sum(-1, keepdim=True)))
+    places = torch.where(chosen, chosen.cumsum(-1) - 1, top)
+    picks = torch.full((rows, top + 1), -1, dtype=torch.int64, device=found.device)
+    picks.scatter_(1, places, torch.arange(count, device=found.device).expand(rows, -1))
+    return picks[:, :top]
+
+
+def _unit(plane: Plane) -> int:
+    return gcd(plane.page_stride, plane.row_stride)
+
+
+def _steps(plane: Plane) -> tuple[int, int]:
+    """How many rows of its view lie between two pages, and between two slots of a page."""
+    return plane.page_stride // _unit(plane), plane.row_stride // _unit(plane)
+
+
+def _view(held: Tensor, plane: Plane) -> Tensor:
+    """The plane as (units, row bytes), as cache.Cache sees its own."""
+    unit = _unit(plane)
+    return held.as_strided(
+        (1 + (held.numel() - plane.base - plane.row_bytes) // unit, plane.row_bytes), (unit, 1), plane.base
+    )

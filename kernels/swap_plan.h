@@ -24,8 +24,11 @@ struct Swap {
     int32_t *slots;            /* out, (requests, top): the device slot of each position; -1 for none */
     int32_t *sources, *targets; /* out, one list for all requests: arena slots, and device slots for them */
     int32_t *counts;           /* out: misses of all, positions refused; then misses, blocks and refusals of the running launch */
-    int64_t host_stride;
+    uint32_t *refused;         /* (rows): grows by each row's refused positions, and by those without a slot; may be null */
+    uint64_t *tally;           /* (2): grows by positions that were held, and by misses, of requests above `hot`; may be null */
+    int64_t host_stride;       /* a longer request is taken to be so long */
     int32_t requests, top, hot, buckets; /* buckets: a power of two, at least twice `top` */
+    int32_t row_count, unused;           /* a request whose row is none of them is padding */
 };
 
 enum { REFUSED, BASE, WORDS = 4 }; /* a multiple of four: the tables behind them are read four at a time */
@@ -113,9 +116,9 @@ CODE void clear(const Swap &swap, const Swapping &step, uint32_t thread, uint32_
 /* What the request is: the same for each thread. */
 CODE void look(const Swap &swap, Swapping &step, uint32_t request) {
     int32_t row = swap.rows[request], length = swap.lengths[request];
-    step.real = !swap.real || (int32_t)request < *swap.real;
+    step.real = (!swap.real || (int32_t)request < *swap.real) && (uint32_t)row < (uint32_t)swap.row_count;
     step.row = step.real ? row : 0;
-    step.length = step.real ? length : 0;
+    step.length = !step.real ? 0 : length < swap.host_stride ? length : (int32_t)swap.host_stride;
     step.direct = step.length <= swap.hot;
 }
 
@@ -196,8 +199,9 @@ CODE void answer_direct(const Swap &swap, const Swapping &step, uint32_t request
     for (int32_t k = (int32_t)thread; k < swap.top; k += (int32_t)threads) {
         int32_t given = step.real ? swap.positions[(int64_t)request * swap.top + k] : -1;
         bool inside = given >= 0 && given < step.length;
-        if (step.real && !inside && given != -1) add((uint32_t *)&step.words[REFUSED], 1);
-        swap.slots[(int64_t)request * swap.top + k] = inside ? swap.hot_slots[(int64_t)step.row * swap.hot + given] : -1;
+        int32_t slot = inside ? swap.hot_slots[(int64_t)step.row * swap.hot + given] : -1;
+        if (step.real && slot < 0 && given != -1) add((uint32_t *)&step.words[REFUSED], 1);
+        swap.slots[(int64_t)request * swap.top + k] = slot;
     }
 }
 
@@ -265,6 +269,7 @@ CODE uint64_t claim_list(const Swap &swap, const Swapping &step, int32_t total) 
     uint32_t *counts = (uint32_t *)swap.counts;
     uint32_t refused = (uint32_t)step.words[REFUSED] + (uint32_t)((total >> 16) - misses_of(total));
     if (refused) {
+        if (swap.refused && step.real) add(&swap.refused[step.row], refused);
         add(&counts[4], refused);
 #if ON_DEVICE
         __threadfence();
@@ -278,6 +283,10 @@ CODE uint64_t claim_list(const Swap &swap, const Swapping &step, int32_t total) 
 CODE void begin_list(const Swap &swap, const Swapping &step, int32_t total, uint64_t before, uint32_t blocks) {
     uint32_t *counts = (uint32_t *)swap.counts;
     step.words[BASE] = (int32_t)(uint32_t)before;
+    if (swap.tally && !step.direct) {
+        add_wide(&swap.tally[0], (uint64_t)(swap.hot - (total & 0xFFFF)));
+        add_wide(&swap.tally[1], (uint64_t)misses_of(total));
+    }
     if ((uint32_t)(before >> 32) != blocks - 1) return;
 #if ON_DEVICE
     __threadfence();
@@ -339,6 +348,7 @@ CODE void list(const Swap &swap, const Swapping &step, const Own<TOP_EACH, HOT_E
     int32_t rank = step.words[BASE] + (before >> 16);
     UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) {
         if (!(own.missing >> at & 1) || own.places[at] < 0) continue;
+        if (own.sources[at] < 0 && swap.refused) add(&swap.refused[step.row], 1); /* who copies skips it */
         swap.sources[rank] = own.sources[at];
         swap.targets[rank] = step.hot_slots[own.places[at]];
         swap.held[(int64_t)step.row * swap.hot + own.places[at]] = own.positions[at];

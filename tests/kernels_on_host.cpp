@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kv_copy.h"
+#include "newest.h"
 #include "set_mla.h"
 #include "swap_plan.h"
 
@@ -20,7 +21,7 @@ static void set_all(const SetMla &set, uint32_t blocks, uint32_t columns, uint32
 extern "C" {
 
 uint32_t sizes_of(uint32_t which) {
-    const uint32_t sizes[] = {sizeof(Copy), sizeof(Slots), sizeof(Pair), sizeof(SetMla), sizeof(Swap)};
+    const uint32_t sizes[] = {sizeof(Copy), sizeof(Slots), sizeof(Pair), sizeof(SetMla), sizeof(Swap), sizeof(Newest)};
     return sizes[which];
 }
 
@@ -80,6 +81,10 @@ template <int32_t TOP_EACH, int32_t HOT_EACH> static void plan_all(const Swap &s
 extern "C" void swap_plan_on_host(const Swap *swap, uint32_t top_each, uint32_t threads, int32_t *memory) {
     if (top_each == 2) plan_all<2, 4>(*swap, threads, memory);
     else plan_all<4, 16>(*swap, threads, memory);
+}
+
+extern "C" void newest_on_host(const Newest *newest, uint32_t threads) {
+    for (uint32_t thread = 0; thread < threads; thread++) find_newest(*newest, thread);
 }
 
 #ifdef ALONE

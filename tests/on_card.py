@@ -42,6 +42,14 @@ class OnCard:
         self.card.synchronise(0)
         return self._arena.mapping.array[:count].copy() if self._arena else self._tensor.cpu().numpy()
 
+    def replace(self, content: np.ndarray[Any, Any]) -> None:
+        """Other bytes, at the same place."""
+        self.card.synchronise(0)
+        if self._arena:
+            self._arena.mapping.array[: len(content)] = content
+        else:
+            self._tensor.copy_(torch.from_numpy(content))
+
     def close(self) -> None:
         if self._registered is not None and self._arena is not None:
             self._registered.close()

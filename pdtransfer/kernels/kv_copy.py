@@ -267,14 +267,17 @@ def _on_card(
     uploaded = 0
     try:
         uploaded = _upload(here, launch, stream)
-        here.launch("kv_copy", argument, blocks=blocks or _blocks(here, target, source), threads=THREADS, stream=stream)
+        here.launch(
+            "kv_copy", argument, blocks=blocks or blocks_of(here, target, source), threads=THREADS, stream=stream
+        )
     finally:
         here.tables.let(launch.key)
         if uploaded:
             here.free(uploaded, stream)
 
 
-def _blocks(here: Card, target: Pool, source: Pool) -> int:
+def blocks_of(here: Card, target: Pool, source: Pool) -> int:
+    """How many multiprocessors a copy between these takes, where nobody says."""
     if target.host:
         return BLOCKS_PUSH
     return BLOCKS_FETCH if source.host else here.multiprocessors

@@ -31,8 +31,9 @@ class SwapArgument(ctypes.Structure):
         ("real", ctypes.c_uint64), ("host_slots", ctypes.c_uint64), ("hot_slots", ctypes.c_uint64),
         ("held", ctypes.c_uint64), ("order", ctypes.c_uint64), ("slots", ctypes.c_uint64),
         ("sources", ctypes.c_uint64), ("targets", ctypes.c_uint64), ("counts", ctypes.c_uint64),
+        ("refused", ctypes.c_uint64), ("tally", ctypes.c_uint64),
         ("host_stride", ctypes.c_int64), ("requests", ctypes.c_int32), ("top", ctypes.c_int32),
-        ("hot", ctypes.c_int32), ("buckets", ctypes.c_int32),
+        ("hot", ctypes.c_int32), ("buckets", ctypes.c_int32), ("row_count", ctypes.c_int32), ("unused", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -42,8 +43,8 @@ class HotBuffers:
 
     `held` (rows, hot): the position in each place, -1 where there is none. `order` (rows, hot): the places, the one
     used longest ago first; at first 0, 1, ... `hot_slots` (rows, hot): each place's slot in the device pool.
-    `host_slots` (rows, length): each position's slot in the arena. While a request has at most `hot` tokens,
-    position p is in place p: whoever brings it there says so in `held`.
+    `host_slots` (rows, length): each position's slot in the arena. Either slot is -1 where there is none. While a
+    request has at most `hot` tokens, position p is in place p: whoever brings it there says so in `held`.
     """
 
     held: Any
@@ -67,6 +68,18 @@ class SwapPlan:
     counts: Any
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Told:
+    """What plans add to, where the tables are, and nobody but their owner ever takes from.
+
+    `refused` int32 (rows,): each row's positions that got no slot, or have none in the arena to be brought from: its
+    request has to fail. `tally` int64 (2,): positions that were held, and that were not, of requests above `hot`.
+    """
+
+    refused: Any
+    tally: Any
+
+
 def swap_plan(
     hot: HotBuffers,
     positions: Any,
@@ -75,13 +88,15 @@ def swap_plan(
     plan: SwapPlan,
     *,
     real: Any = None,
+    told: Told | None = None,
     stream: int = 0,
 ) -> None:
     """Plans one step: positions int32 (requests, top), of which -1 is none and any may be there twice.
 
     `lengths` (requests,) is tokens of each, `rows` (requests,) its row of the tables, no row twice; `real` (1,) how
-    many requests are no padding, where fewer than all. On a card this queues one launch, a block for each
-    request. Raises LocalProtocolError for shapes that do not fit together.
+    many requests are no padding, where fewer than all, and what has no row of the tables is padding, too. What has no
+    slot in the arena is listed with -1, which a card's kv_copy skips. On a card this queues one launch, a block for
+    each request. Raises LocalProtocolError for shapes that do not fit together.
     """
     requests, top = int(positions.shape[0]), int(positions.shape[1])
     places = hot.held.shape[1]
@@ -92,23 +107,28 @@ def swap_plan(
     if tuple(plan.slots.shape) != (requests, top) or plan.sources.shape[0] < requests * top:
         raise LocalProtocolError(f"plan: for {tuple(plan.slots.shape)}, not for {requests} requests of {top}")
     if not getattr(positions, "is_cuda", False):
-        _on_cpu(hot, positions, lengths, rows, plan, requests if real is None else int(real[0]))
+        _on_cpu(hot, positions, lengths, rows, plan, requests if real is None else int(real[0]), told)
     elif requests:
-        argument = argument_of(hot, positions, lengths, rows, plan, real)
+        argument = argument_of(hot, positions, lengths, rows, plan, real, told)
         launch(card(positions.device.index), argument, stream)
 
 
-def argument_of(hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, real: Any) -> SwapArgument:
+def argument_of(
+    hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, real: Any, told: Told | None = None
+) -> SwapArgument:
     """What the kernel is told."""
     requests, top = positions.shape
     return SwapArgument(
-        positions=_address("positions", positions), lengths=_address("lengths", lengths), rows=_address("rows", rows),
-        real=0 if real is None else _address("real", real), host_slots=_address("host_slots", hot.host_slots),
-        hot_slots=_address("hot_slots", hot.hot_slots), held=_address("held", hot.held),
-        order=_address("order", hot.order), slots=_address("slots", plan.slots),
-        sources=_address("sources", plan.sources), targets=_address("targets", plan.targets),
-        counts=_address("counts", plan.counts), host_stride=hot.host_slots.shape[1], requests=requests, top=top,
-        hot=hot.held.shape[1], buckets=_buckets(top, hot.held.shape[1]),
+        positions=address_of("positions", positions), lengths=address_of("lengths", lengths),
+        rows=address_of("rows", rows), real=0 if real is None else address_of("real", real),
+        host_slots=address_of("host_slots", hot.host_slots),
+        hot_slots=address_of("hot_slots", hot.hot_slots), held=address_of("held", hot.held),
+        order=address_of("order", hot.order), slots=address_of("slots", plan.slots),
+        sources=address_of("sources", plan.sources), targets=address_of("targets", plan.targets),
+        counts=address_of("counts", plan.counts), refused=0 if told is None else address_of("refused", told.refused),
+        tally=0 if told is None else address_of("tally", told.tally, "<i8"), host_stride=hot.host_slots.shape[1],
+        requests=requests, top=top, hot=hot.held.shape[1], buckets=_buckets(top, hot.held.shape[1]),
+        row_count=hot.held.shape[0],
     )  # fmt: skip
 
 
@@ -162,41 +182,67 @@ def launch(here: Card, argument: SwapArgument, stream: int) -> None:
     )
 
 
-def _address(name: str, array: Any) -> int:
+def address_of(name: str, array: Any, kind: str = "<i4") -> int:
+    """Where it lies; LocalProtocolError for what is not of `kind`, or has gaps."""
     described = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
-    if described["typestr"] != "<i4" or described.get("strides") is not None:
-        raise LocalProtocolError(f"{name}: {described['typestr']}, not contiguous int32")
+    if described["typestr"] != kind or described.get("strides") is not None:
+        raise LocalProtocolError(f"{name}: {described['typestr']}, not contiguous int{8 * int(kind[2])}")
     return int(described["data"][0])
 
 
-def _on_cpu(hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, real: int) -> None:
+def _on_cpu(
+    hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, real: int, told: Told | None
+) -> None:
     plan.slots[:] = -1
     copies: list[Int64s] = []
     refused = 0
     for request in range(min(real, len(positions))):
-        row, length, top = int(rows[request]), int(lengths[request]), positions[request]
-        inside = (top >= 0) & (top < length)
-        refused += int(((top < -1) | (top >= length)).sum())
-        places, held = hot.hot_slots[row], hot.held[row]
-        if length <= len(held):
-            plan.slots[request, inside] = places[top[inside]]
+        row, length, top = int(rows[request]), min(int(lengths[request]), hot.host_slots.shape[1]), positions[request]
+        if not 0 <= row < len(hot.held):
             continue
-        asked, first = np.unique(top[inside], return_index=True)
-        asked = asked[np.argsort(first)]
-        order = hot.order[row].copy()
-        hit = np.isin(held[order], asked) & (held[order] >= 0)
-        missing = asked[~np.isin(asked, held)]
-        refused += max(0, len(missing) - int((~hit).sum()))
-        missing = missing[: int((~hit).sum())]
-        unused = order[~hit]
-        victims = unused[: len(missing)]
-        held[victims] = missing
-        hot.order[row] = np.concatenate((unused[len(missing) :], order[hit], victims))
-        copies.append(np.stack((hot.host_slots[row, missing], places[victims])))
-        place_of = {int(position): place for place, position in enumerate(held.tolist()) if position >= 0}
-        found = [place_of.get(int(position), -1) if good else -1 for position, good in zip(top, inside, strict=True)]
-        plan.slots[request] = [places[place] if place >= 0 else -1 for place in found]
+        inside = (top >= 0) & (top < length)
+        lost = 0
+        if length <= hot.held.shape[1]:
+            plan.slots[request, inside] = hot.hot_slots[row][top[inside]]
+            lacking = int(((plan.slots[request] < 0) & (top != -1)).sum())
+        else:
+            step = _swapped(hot, row, top, inside, plan.slots[request])
+            lacking, lost = int((~inside & (top != -1)).sum()) + step.lacking, int((step.copies[0] < 0).sum())
+            copies.append(step.copies)
+            if told is not None:
+                told.tally[:] += np.array((step.hits, step.copies.shape[1]))
+        refused += lacking
+        if told is not None:
+            told.refused[row] += lacking + lost
     listed = np.concatenate(copies, axis=1) if copies else np.empty((2, 0), np.int64)
     count = listed.shape[1]
     plan.sources[:count], plan.targets[:count] = listed
     plan.counts[:2] = count, refused
+
+
+class _Swapped(NamedTuple):
+    """One request's step: arena slots and device slots to copy, int64 (2, n); positions that no place was left for."""
+
+    copies: Int64s
+    hits: int
+    lacking: int
+
+
+def _swapped(hot: HotBuffers, row: int, top: Any, inside: Any, slots: Any) -> _Swapped:
+    """Of a request above the buffer; answers in `slots`."""
+    places, held, order = hot.hot_slots[row], hot.held[row], hot.order[row].copy()
+    asked, first = np.unique(top[inside], return_index=True)
+    asked = asked[np.argsort(first)]
+    hit = np.isin(held[order], asked) & (held[order] >= 0)
+    unused, missing = order[~hit], asked[~np.isin(asked, held)]
+    brought = missing[: len(unused)]
+    victims = unused[: len(brought)]
+    held[victims] = brought
+    hot.order[row] = np.concatenate((unused[len(brought) :], order[hit], victims))
+    place_of = np.full(hot.host_slots.shape[1] + 1, -1, np.int64)  # the last is for what is outside
+    filled = held >= 0
+    place_of[held[filled]] = np.flatnonzero(filled)
+    found = place_of[np.where(inside, top, -1)]
+    slots[:] = np.where(found >= 0, places[found], -1)
+    copies = np.stack((hot.host_slots[row, brought], places[victims])).astype(np.int64)
+    return _Swapped(copies, int(hit.sum()), len(missing) - len(brought))

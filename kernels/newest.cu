@@ -1,0 +1,8 @@
+/* The launch of newest.h: a thread a request. */
+#include "newest.h"
+
+extern "C" __global__ void newest(const __grid_constant__ Newest newest) {
+    lead();
+    follow();
+    find_newest(newest, blockIdx.x * blockDim.x + threadIdx.x);
+}

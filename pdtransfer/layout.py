@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from operator import attrgetter
-from typing import Annotated, Literal, overload
+from typing import Annotated, Literal, NamedTuple, overload
 
 import msgspec
 import numpy as np
@@ -67,6 +67,17 @@ class Plane(Struct, frozen=True, array_like=True):
 
 
 _columns = attrgetter(*COLUMNS)
+
+
+class Buffer(NamedTuple):
+    """A stretch of memory as a transport registers it: page i of all that lies in it begins at start + i * item_bytes.
+
+    It ends with its last row: behind that there may be padding, and memory may not.
+    """
+
+    start: int  # as bases are: an offset, or an address after `rebase`
+    byte_count: int
+    item_bytes: int  # from one page to the next; of a single page, all of it
 
 
 class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
@@ -153,6 +164,21 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
         """The same bytes in another mapping, `delta` bytes further on; ValueError where a base leaves its bounds."""
         planes = tuple(msgspec.structs.replace(plane, base=plane.base + delta) for plane in self.planes)
         return Layout(planes, self.page_size, self.slots)
+
+    def contiguous_buffers(self) -> tuple[Buffer, ...]:
+        """What holds every row of every plane, in few stretches: ascending, disjoint, none longer than its rows need.
+
+        Planes that interleave are in one, whatever lies between their rows; planes that only touch stay apart, so that
+        each has pages of its own. layer_first: one a layer and kind, page_first and its like: one a kind; where pages
+        keep their kinds apart, one a layer, and one in all.
+        """
+        order = np.argsort(self.table[:, 3])
+        starts, ends = self.table[order, 3], np.maximum.accumulate(self.ends[order])
+        first = np.flatnonzero(np.concatenate([[True], starts[1:] >= ends[:-1]]))
+        starts, ends = starts[first], ends[np.append(first[1:], len(ends)) - 1]
+        # Planes that interleave by pages share the stride, or they would be no layout.
+        items = self.table[order[first], 4] if self.slots > self.page_size else ends - starts
+        return tuple(map(Buffer, starts.tolist(), (ends - starts).tolist(), items.tolist()))
 
     def check_within(self, byte_count: int, where: str) -> None:
         """ValueError, named by `where`, with the plane and both values, unless every row lies in [0, byte_count)."""

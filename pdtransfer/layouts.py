@@ -41,7 +41,7 @@ def host_layout(
     name: str,
     *,
     kinds: Sequence[str],
-    layers: int | range,
+    layers: int | Sequence[int],
     heads: int | range,
     head_bytes: int,
     dtype: str,
@@ -51,14 +51,14 @@ def host_layout(
 ) -> Layout:
     """One of HOST_LAYOUTS: a tensor for each kind, one behind the other, from `base` on.
 
-    `layers` and `heads` are a count, or the range that this rank holds; `head_bytes` is one head of one token. MHA and
-    GQA are kinds ("k", "v"); MLA is ("latent",) with one head. Kinds of unequal shape are two calls, the second with
-    the first's `end` as base, and one Layout of both's planes. Raises LocalProtocolError for a name that is none, and
-    ValueError as Layout does.
+    `layers` and `heads` are a count, or those that this rank holds, heads as a range; `head_bytes` is one head of one
+    token. MHA and GQA are kinds ("k", "v"); MLA is ("latent",) with one head. Kinds of unequal shape are two calls, the
+    second with the first's `end` as base, and one Layout of both's planes. Raises LocalProtocolError for a name that is
+    none, and ValueError as Layout does.
     """
     if name not in _AXES:
         raise LocalProtocolError(f"host layout: {name!r} is none of {', '.join(HOST_LAYOUTS)}")
-    layers, heads = _range(layers), _range(heads)
+    layers, heads = _listed(layers), range(heads) if isinstance(heads, int) else heads
     counts = {"layer": len(layers), "page": _page_count(slots, page_size), "row": page_size, "head": len(heads)}
     axes = _AXES[name]
     strides = {axis: head_bytes * prod(counts[inner] for inner in axes[at + 1 :]) for at, axis in enumerate(axes)}
@@ -89,7 +89,7 @@ def item_layout(
     name: str,
     *,
     parts: Sequence[PagePart],
-    layers: int | range,
+    layers: int | Sequence[int],
     slots: int,
     page_size: int,
     item_bytes: int | None = None,
@@ -101,8 +101,9 @@ def item_layout(
     (pages, item) a layer, page_first (pages, L, item), page_first_direct (pages, L, 1, item). Raises as host_layout.
     """
     if name not in ITEM_LAYOUTS:
-        raise LocalProtocolError(f"item layout: {name!r} is none of {', '.join(ITEM_LAYOUTS)}")
-    layers = _range(layers)
+        kinds = ", ".join(part.kind for part in parts)
+        raise LocalProtocolError(f"host layout of {kinds}: {name!r} is none of {', '.join(ITEM_LAYOUTS)}")
+    layers = _listed(layers)
     held_bytes = page_size * sum(part.row_bytes for part in parts)
     item_bytes = held_bytes if item_bytes is None else item_bytes
     if item_bytes < held_bytes:
@@ -129,7 +130,7 @@ def item_layout(
     return Layout(planes, page_size, slots)
 
 
-def _range(counted: int | range) -> range:
+def _listed(counted: int | Sequence[int]) -> Sequence[int]:
     return range(counted) if isinstance(counted, int) else counted
 
 

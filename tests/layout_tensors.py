@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdtransfer.layout import Layout, Plane
-from pdtransfer.layouts import C4_PAGE_BYTES, C4_PAGE_SIZE, C4_PARTS, DSA_INDEX_PARTS, host_layout, item_layout
+from pdtransfer.layouts import (
+    C4_PAGE_BYTES,
+    C4_PAGE_SIZE,
+    C4_PARTS,
+    DSA_INDEX_PARTS,
+    PagePart,
+    host_layout,
+    item_layout,
+)
 
 Bytes = NDArray[np.uint8]
 Slots = NDArray[np.int64]
@@ -37,7 +45,7 @@ class Model:
     """What two pools must share to pair. `parts` is (kind, dtype, bytes of a head) of each kind."""
 
     parts: tuple[tuple[str, str, int], ...]
-    layers: range
+    layers: Sequence[int]
     heads: range
     item_bytes: int | None = None  # pages that keep their parts apart have this many bytes; None: a tensor a kind
 
@@ -83,7 +91,7 @@ class Pool:
         """The table under test."""
         m, common = self.model, {"slots": self.slots, "page_size": self.page_size, "base": self.base}
         if m.item_bytes is not None:
-            parts = DSA_INDEX_PARTS if m.parts == DSA_INDEX_PARTS else C4_PARTS
+            parts = [PagePart(*part) for part in m.parts]
             return item_layout(self.name, parts=parts, layers=m.layers, item_bytes=m.item_bytes, **common)
         kinds, (_, dtype, head_bytes) = [kind for kind, _, _ in m.parts], m.parts[0]
         return host_layout(
@@ -133,10 +141,9 @@ class Pool:
                 "page_first": lambda: t[:, at],
                 "page_first_direct": lambda: t[:, at, 0],
             }[self.name]()
-            (first, _, first_bytes), (_, _, second_bytes) = m.parts
-            split = self.page_size * first_bytes
-            flat = items[:, :split] if kind == first else items[:, split : split + self.page_size * second_bytes]
-            return flat.unflatten(1, (self.page_size, -1))
+            names, sizes = [part[0] for part in m.parts], [self.page_size * part[2] for part in m.parts]
+            part = names.index(kind)
+            return items[:, sum(sizes[:part]) : sum(sizes[: part + 1])].unflatten(1, (self.page_size, -1))
         if len(m.parts) > 1:
             t = t[[part[0] for part in m.parts].index(kind)]
         return {
@@ -157,6 +164,14 @@ class Pool:
             rows = torch.from_numpy(content(kind, layer, head, tokens, self.model.head_bytes(kind)))
             view = self.view(kind, layer, head)
             view.copy_(rows.view(view.dtype).view(view.shape))
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those that engines allocate, each in one piece and of whole pages or slots."""
+        whole = [self.tensor]
+        if self.model.item_bytes is None and len(self.model.parts) > 1:
+            whole = list(self.tensor)
+        for tensor in whole:
+            yield from tensor if self.name == "layer_first" else [tensor]
 
 
 def content(kind: str, layer: int, head: int, tokens: Slots, byte_count: int) -> Bytes:

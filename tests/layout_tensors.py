@@ -17,15 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdtransfer.layout import Layout, Plane
-from pdtransfer.layouts import (
-    C4_PAGE_BYTES,
-    C4_PAGE_SIZE,
-    C4_PARTS,
-    DSA_INDEX_PARTS,
-    PagePart,
-    host_layout,
-    item_layout,
-)
+from pdtransfer.layouts import C4_PARTS, DSA_INDEX_PARTS, PagePart, host_layout, item_layout
 
 Bytes = NDArray[np.uint8]
 Slots = NDArray[np.int64]
@@ -47,7 +39,7 @@ class Model:
     parts: tuple[tuple[str, str, int], ...]
     layers: Sequence[int]
     heads: range
-    item_bytes: int | None = None  # pages that keep their parts apart have this many bytes; None: a tensor a kind
+    page_align: int | None = None  # pages that keep their parts apart are multiples of it; None: a tensor a kind
 
     def rows(self) -> Iterator[tuple[str, int, int]]:
         """Every (kind, layer, head)."""
@@ -55,6 +47,11 @@ class Model:
             for layer in self.layers:
                 for head in self.heads:
                     yield kind, layer, head
+
+    def item_bytes(self, page_size: int) -> int:
+        """One layer's page, where pages keep their parts apart, with its padding."""
+        assert self.page_align is not None
+        return -(-page_size * sum(size for _, _, size in self.parts) // self.page_align) * self.page_align
 
     def head_bytes(self, kind: str) -> int:
         return next(size for name, _, size in self.parts if name == kind)
@@ -68,12 +65,12 @@ def mla(*, layers: range = range(3), head_bytes: int = 1_152, dtype: str = "bflo
     return Model(parts=(("latent", dtype, head_bytes),), layers=layers, heads=range(1))
 
 
-def dsa_index(*, layers: range = range(3), page_size: int = 64) -> Model:
-    return Model(parts=tuple(DSA_INDEX_PARTS), layers=layers, heads=range(1), item_bytes=page_size * 132)
+def dsa_index(*, layers: range = range(3)) -> Model:
+    return Model(parts=tuple(DSA_INDEX_PARTS), layers=layers, heads=range(1), page_align=1)
 
 
 def c4(*, layers: range = range(3)) -> Model:
-    return Model(parts=tuple(C4_PARTS), layers=layers, heads=range(1), item_bytes=C4_PAGE_BYTES)
+    return Model(parts=tuple(C4_PARTS), layers=layers, heads=range(1), page_align=576)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +87,9 @@ class Pool:
     def layout(self) -> Layout:
         """The table under test."""
         m, common = self.model, {"slots": self.slots, "page_size": self.page_size, "base": self.base}
-        if m.item_bytes is not None:
-            parts = [PagePart(*part) for part in m.parts]
-            return item_layout(self.name, parts=parts, layers=m.layers, item_bytes=m.item_bytes, **common)
+        if m.page_align is not None:
+            parts, item_bytes = [PagePart(*part) for part in m.parts], m.item_bytes(self.page_size)
+            return item_layout(self.name, parts=parts, layers=m.layers, item_bytes=item_bytes, **common)
         kinds, (_, dtype, head_bytes) = [kind for kind, _, _ in m.parts], m.parts[0]
         return host_layout(
             self.name, kinds=kinds, layers=m.layers, heads=m.heads, head_bytes=head_bytes, dtype=dtype, **common
@@ -103,11 +100,12 @@ class Pool:
         """As DESIGN's table writes them; the head's axis is there also where it is 1, the kind's only for k and v."""
         m, pages = self.model, self.slots // self.page_size
         layers, heads = len(m.layers), len(m.heads)
-        if m.item_bytes is not None:
+        if m.page_align is not None:
+            item_bytes = m.item_bytes(self.page_size)
             return {
-                "layer_first": (layers, pages, m.item_bytes),
-                "page_first": (pages, layers, m.item_bytes),
-                "page_first_direct": (pages, layers, 1, m.item_bytes),
+                "layer_first": (layers, pages, item_bytes),
+                "page_first": (pages, layers, item_bytes),
+                "page_first_direct": (pages, layers, 1, item_bytes),
             }[self.name]
         _, dtype, head_bytes = m.parts[0]
         dim = head_bytes // TORCH_DTYPES[dtype].itemsize
@@ -122,20 +120,20 @@ class Pool:
     @cached_property
     def memory(self) -> Bytes:
         """The whole mapping: `base` bytes that are not the pool's, the pool, and 64 bytes more."""
-        dtype = torch.uint8 if self.model.item_bytes is not None else TORCH_DTYPES[self.model.parts[0][1]]
+        dtype = torch.uint8 if self.model.page_align is not None else TORCH_DTYPES[self.model.parts[0][1]]
         byte_count = int(np.prod(self.shape)) * dtype.itemsize
         return np.full(self.base + byte_count + 64, CANARY, dtype=np.uint8)
 
     @cached_property
     def tensor(self) -> torch.Tensor:
-        dtype = torch.uint8 if self.model.item_bytes is not None else TORCH_DTYPES[self.model.parts[0][1]]
+        dtype = torch.uint8 if self.model.page_align is not None else TORCH_DTYPES[self.model.parts[0][1]]
         return torch.from_numpy(self.memory[self.base : -64]).view(dtype).view(self.shape)
 
     def view(self, kind: str, layer: int, head: int) -> torch.Tensor:
         """All rows of one (kind, layer, head) by slot, as a view (pages, page_size, elements) of the tensor."""
         m, t = self.model, self.tensor
         at, h = m.layers.index(layer), m.heads.index(head)
-        if m.item_bytes is not None:
+        if m.page_align is not None:
             items = {
                 "layer_first": lambda: t[at],
                 "page_first": lambda: t[:, at],
@@ -168,7 +166,7 @@ class Pool:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Those that engines allocate, each in one piece and of whole pages or slots."""
         whole = [self.tensor]
-        if self.model.item_bytes is None and len(self.model.parts) > 1:
+        if self.model.page_align is None and len(self.model.parts) > 1:
             whole = list(self.tensor)
         for tensor in whole:
             yield from tensor if self.name == "layer_first" else [tensor]
@@ -198,7 +196,7 @@ def models() -> st.SearchStrategy[Model]:
     return st.one_of(
         st.builds(mha, layers=ranges, heads=ranges, head_bytes=head_bytes, dtype=dtypes),
         st.builds(mla, layers=ranges, head_bytes=st.sampled_from([1_152, 656]), dtype=st.sampled_from(["bfloat16"])),
-        st.builds(dsa_index, layers=ranges, page_size=st.sampled_from([1, 4, 64])),
+        st.builds(dsa_index, layers=ranges),
         st.builds(c4, layers=ranges),
     )
 
@@ -208,12 +206,12 @@ def pools(draw: Any, model: Model) -> Pool:
     """Any pool of this model: every layout that it has, any page size that it may have."""
     pages = draw(st.integers(1, 5))
     base = 64 * draw(st.integers(0, 3))
-    if model.item_bytes is None:
+    if model.page_align is None:
         name = draw(st.sampled_from(["layer_first", "page_first", "page_first_direct", "page_head"]))
         page_size = 1 << draw(st.integers(0, 4))
     else:
         name = draw(st.sampled_from(["layer_first", "page_first", "page_first_direct"]))
-        page_size = C4_PAGE_SIZE if model.item_bytes == C4_PAGE_BYTES else model.item_bytes // 132
+        page_size = draw(st.sampled_from([1, 2, 4, 64]))
     return Pool(name=name, model=model, page_size=page_size, slots=pages * page_size, base=base)
 
 

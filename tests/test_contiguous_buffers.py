@@ -58,7 +58,7 @@ def test_every_row_of_any_layout_lies_in_one_buffer_and_no_buffer_is_longer_than
 def test_buffers_are_the_tensors_that_engines_allocate(data: Any) -> None:
     pool = data.draw(models().flatmap(pools).filter(lambda pool: pool.slots > pool.page_size))
     memory, expected = pool.memory.ctypes.data, []
-    padding = 0 if pool.model.item_bytes is None else pool.model.item_bytes - pool.page_size * held_bytes(pool.model)
+    padding = 0 if pool.model.page_align is None else padding_of(pool.model, pool.page_size)
     for tensor in pool.tensors():
         assert tensor.is_contiguous()
         pages = pool.slots // pool.page_size
@@ -68,8 +68,8 @@ def test_buffers_are_the_tensors_that_engines_allocate(data: Any) -> None:
     assert list(pool.layout.rebase(memory).contiguous_buffers()) == moved
 
 
-def held_bytes(model: Model) -> int:
-    return sum(size for _, _, size in model.parts)
+def padding_of(model: Model, page_size: int) -> int:
+    return model.item_bytes(page_size) - page_size * sum(size for _, _, size in model.parts)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def held_bytes(model: Model) -> int:
 def test_page_first_pools_are_registered_once_and_layer_first_ones_layer_by_layer(
     model: Model, counts: list[int]
 ) -> None:
-    names = HOST_LAYOUTS if model.item_bytes is None else ITEM_LAYOUTS
+    names = HOST_LAYOUTS if model.page_align is None else ITEM_LAYOUTS
     layouts = [Pool(name=name, model=model, page_size=64, slots=128).layout for name in names]
     assert [len(layout.contiguous_buffers()) for layout in layouts] == counts
 

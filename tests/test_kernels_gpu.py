@@ -66,7 +66,7 @@ def test_rows_land_where_indexing_puts_them(
 
 
 @pytest.mark.parametrize("name", ["layer_first", "page_first", "page_first_direct"])
-@pytest.mark.parametrize(("model", "page_size"), [(dsa_index(page_size=64), 64), (c4(), 64)], ids=["dsa", "c4"])
+@pytest.mark.parametrize(("model", "page_size"), [(dsa_index(), 64), (c4(), 64)], ids=["dsa", "c4"])
 @pytest.mark.parametrize("by_pages", [False, True])
 def test_pages_that_keep_their_parts_apart_land(
     places: tuple[OnCard, OnCard], model: Model, page_size: int, name: str, by_pages: bool

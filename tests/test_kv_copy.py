@@ -173,7 +173,7 @@ def test_a_cancelled_launch_writes_nothing_and_says_so(lib: ctypes.CDLL) -> None
 
 
 def test_whole_pages_move_as_wide_rows(lib: ctypes.CDLL) -> None:
-    model = dsa_index(page_size=64)
+    model = dsa_index()
     source, target = (
         filled("layer_first", model, 64, 6, content=True),
         filled("page_first", model, 64, 6, content=False),

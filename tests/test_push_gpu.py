@@ -30,7 +30,7 @@ pytestmark = pytest.mark.gpu
 BACKENDS: tuple[Backend, ...] = ("kernel", "direct", "ring", "auto")
 CASES = [
     *((model, 16, source, target) for model, _ in GRID for source in LAYOUTS for target in LAYOUTS),
-    *((model, 64, "layer_first", name) for model in (dsa_index(page_size=64), c4()) for name in LAYOUTS[:3]),
+    *((model, 64, "layer_first", name) for model in (dsa_index(), c4()) for name in LAYOUTS[:3]),
 ]
 
 

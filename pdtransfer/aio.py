@@ -129,10 +129,11 @@ class PrefillHand:
         rows: tuple[int, int],
         layers: tuple[int, int] | None = None,
         component: str = "kv",
+        skip: int = 0,
         after: Event | None = None,
     ) -> None:
         """As PrefillClient.push."""
-        self._client.push(self.room, pages, rows=rows, layers=layers, component=component, after=after)
+        self._client.push(self.room, pages, rows=rows, layers=layers, component=component, skip=skip, after=after)
 
     async def finish(self, *, aux: bytes = b"", after: Event | None = None) -> Landed:
         """Returns when the room has landed and the pages may be reused. Raises RoomFailedError, drained as well."""

@@ -25,7 +25,7 @@ from .effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, 
 from .errors import LocalProtocolError, PDTransferError
 from .events import Event
 from .keys import AllowList
-from .layout import Component, expand_pages
+from .layout import Component, slots_of_rows
 from .limits import TOKENS_MAX
 from .memory import Arena
 from .node import DecodeNode, NodeSettings, PrefillNode
@@ -240,22 +240,20 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         rows: tuple[int, int],
         layers: tuple[int, int] | None = None,
         component: str = "kv",
+        skip: int = 0,
         after: Event | None = None,
     ) -> None:
         """Offers rows [first, end) of layers [first, end), by default all, once `after` has fired.
 
         Cells of a room go in the order of their pushes. `pages` are page indices of the room's rows from 0 to at least
-        rows[1]; they must not change or be freed before Drained. Raises LocalProtocolError where they do not fit.
+        rows[1], row 0 `skip` slots into the first, as a sliding window's may be; they must not change or be freed
+        before Drained. Raises LocalProtocolError where they do not fit.
         """
         held = self._components.get(component)
         if held is None:
             raise LocalProtocolError(f"component: {component!r} is none of {sorted(self._components)}")
-        first, end = rows
-        if not 0 <= first < end:
-            raise LocalProtocolError(f"rows: [{first}, {end}) is empty")
-        page_size = held.layout.page_size
-        slots = expand_pages(np.asarray(pages)[: -(-end // page_size)], page_size, end)[first:]
-        cell = Cell(component, first, layers or held.layout.layer_range, slots)
+        slots = slots_of_rows(pages, held.layout.page_size, rows, skip=skip)
+        cell = Cell(component, rows[0], layers or held.layout.layer_range, slots)
         self._port.submit(lambda: self._node.push(room, cell, after=after))
 
     def finish(self, room: int, *, aux: bytes = b"", after: Event | None = None) -> None:

@@ -28,7 +28,7 @@ from .engine.base import (
     Token,
 )
 from .errors import LocalProtocolError, WorldError
-from .layout import expand_pages
+from .layout import slots_of_rows
 from .port import Port
 from .session.prefill import Cell
 
@@ -183,13 +183,12 @@ class PrefillThread:
     def _outcome(self, outcome: Computed | Prefilled | Broken) -> PrefillOutcome:
         if not isinstance(outcome, Computed):
             return outcome
-        first, end = outcome.rows
         page_size = self._page_size[outcome.component]
         try:
-            slots = expand_pages(outcome.pages[: -(-end // page_size)], page_size, end)[first:]
+            slots = slots_of_rows(outcome.pages, page_size, outcome.rows, skip=outcome.skip)
         except LocalProtocolError as error:
             return Broken(room=outcome.room, detail=f"the engine's pages: {error}")
-        return Offered(outcome.room, Cell(outcome.component, first, outcome.layers, slots), outcome.after)
+        return Offered(outcome.room, Cell(outcome.component, outcome.rows[0], outcome.layers, slots), outcome.after)
 
 
 class DecodeThread:

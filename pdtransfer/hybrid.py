@@ -52,7 +52,8 @@ def deepseek_v4(
     `ratios` says what each layer from `first_layer` on keeps beside its window: a row for 4 tokens or for 128, or (0)
     nothing. c4 and c128 are these rows, of `tokens` tokens in all; window is the last `window_tokens` tokens of each of
     `requests` requests; c4_state, index_state and c128_state are what is not yet a whole row, one row a request; index
-    is the index keys of c4's rows, in `index_memory`. A prompt's last row counts also where its tokens are too few.
+    is the index keys of c4's rows, in `index_memory`. A prompt's last row counts also where its tokens are too few; row
+    0 of a window is the first of the tokens that are in it.
 
     `host_layout` is one of ITEM_LAYOUTS. A page is of `page_tokens` tokens, or of one row where that is more; a
     window's of `window_page_size`. Pages of c4, c128 and window are multiples of `page_align` bytes. So page_tokens 1,

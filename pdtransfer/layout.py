@@ -314,6 +314,21 @@ def expand_pages(pages: ArrayLike, page_size: int, tokens: int) -> Int64s:
     return slots.reshape(-1)[:tokens]
 
 
+def slots_of_rows(pages: ArrayLike, page_size: int, rows: tuple[int, int], *, skip: int = 0) -> Int64s:
+    """The slots of rows [first, end) of a request, int64, whose pages from row 0 on are `pages`; there may be more.
+
+    Row 0 is `skip` slots into the first page: a sliding window begins anywhere. Raises LocalProtocolError as
+    expand_pages does, where a row has no page, for no rows, and for a skip of a whole page.
+    """
+    first, end = rows
+    if not 0 <= first < end:
+        raise LocalProtocolError(f"rows: [{first}, {end}) is empty")
+    if not 0 <= skip < page_size:
+        raise LocalProtocolError(f"skip: {skip} is not within a page of {page_size}")
+    needed = -(-(skip + end) // page_size)
+    return expand_pages(np.asarray(pages)[:needed], page_size, skip + end)[skip + first :]
+
+
 def check_slots(slots: Int64s, limit: int, field: str) -> None:
     """ValueError, named by `field`, where a slot is outside [0, limit) or there twice: whose fault, callers know."""
     if (at := first_true((slots < 0) | (slots >= limit))) is not None:

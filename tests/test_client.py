@@ -229,6 +229,18 @@ def test_a_page_list_may_be_longer_than_the_rows_so_far() -> None:
         assert expected.holds(pair.arena)
 
 
+def test_rows_may_begin_within_a_page(pair: Pair) -> None:
+    expected, pages = Expected(pair.target), pair.pages(1, 62)
+    pair.expect(1, 50)
+    pair.prefill.open(1, tokens=50)
+    for rows in ((0, 3), (3, 30), (30, 50)):
+        pair.prefill.push(1, pages, rows=rows, skip=12)
+    pair.prefill.finish(1)
+    slots = pair.ready(1).slots["kv"]
+    expected.land(slots_of_pages(pages, 16, 62)[12:], slots)
+    assert expected.holds(pair.arena)
+
+
 # Counts
 
 

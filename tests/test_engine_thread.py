@@ -193,6 +193,19 @@ def test_a_prompts_cells_come_as_slots_of_its_pages_and_then_its_aux(prefill: Si
     assert prefill.bursts == [2]  # one call to the loop for all that one step made
 
 
+def test_rows_of_a_window_may_begin_within_their_first_page(prefill: Site) -> None:
+    def window(each: Request) -> list:
+        pages = np.array([9, 2, 5])
+        return [Computed(room=each.room, component="kv", rows=(3, 20), layers=(0, 2), pages=pages, skip=11)]
+
+    prefill.engine.made = window
+    prefill.tell(Compute(request(1, tokens=20)))
+    prefill.until(lambda: prefill.of(1))
+    (offered,) = prefill.of(1)
+    assert offered.cell.first_row == 3
+    assert offered.cell.source_slots.tolist() == [9 * PAGE + 14, 9 * PAGE + 15, *range(2 * PAGE, 2 * PAGE + 15)]
+
+
 def test_prompts_wait_in_order_for_pages_and_go_on_when_some_are_free(prefill: Site) -> None:
     prefill.tell(Compute(request(1, 60)), Compute(request(2, 40)), Compute(request(3, 5)))
     prefill.until(lambda: len(prefill.of(1)) == 2)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LocalProtocolError
-from pdtransfer.layout import Component, Layout, Plane, Span, check_slots, expand_pages
+from pdtransfer.layout import Component, Layout, Plane, Span, check_slots, expand_pages, slots_of_rows
 from pdtransfer.layouts import C4_PARTS, HOST_LAYOUTS, host_layout, item_layout
 from pdtransfer.limits import PLANES_MAX
 from tests.layout_tensors import CANARY, Model, Pool, c4, content, dsa_index, mha, mla, models, plane, planes_of, pools
@@ -434,6 +434,21 @@ def test_expand_pages_raises_unless_the_last_token_is_in_the_last_page(count: in
 def test_expand_pages_names_what_is_wrong(pages: Any, page_size: int, tokens: int, text: str) -> None:
     with pytest.raises(LocalProtocolError, match=text):
         expand_pages(pages, page_size, tokens)
+
+
+def test_rows_have_the_slots_of_their_pages_from_wherever_the_first_begins() -> None:
+    assert slots_of_rows([3, 0, 7, 9], 4, (2, 6)).tolist() == [14, 15, 0, 1]
+    assert slots_of_rows([3, 0, 7, 9], 4, (0, 5), skip=3).tolist() == [15, 0, 1, 2, 3]
+    assert slots_of_rows([3, 0, 7], 4, (8, 9), skip=3).tolist() == [31]
+    for text, changed in {
+        r"rows: \[3, 3\) is empty": {"rows": (3, 3)},
+        r"rows: \[-1, 3\)": {"rows": (-1, 3)},
+        "skip: 4 is not within a page of 4": {"skip": 4},
+        "skip: -1": {"skip": -1},
+        "tokens: 13 do not end in the last of 3 pages": {"rows": (0, 10), "skip": 3},
+    }.items():
+        with pytest.raises(LocalProtocolError, match=text):
+            slots_of_rows([3, 0, 7], 4, **{"rows": (0, 1), **changed})
 
 
 def test_check_slots_names_field_and_slot() -> None:

@@ -124,7 +124,8 @@ class Computed:
     """Prefill: rows [rows) of layers [layers) of one component are in the pool, once `after` has fired if there is one.
 
     `pages` names the pages of rows [0, rows[1]) in order: row r of the room is in slot
-    pages[r // page_size] * page_size + r % page_size.
+    pages[at // page_size] * page_size + at % page_size, where `at` is skip + r: a sliding window may begin within a
+    page. Its row 0 is the first of the prompt's last tokens.
     """
 
     room: int
@@ -133,6 +134,7 @@ class Computed:
     layers: tuple[int, int]
     pages: NDArray[np.int64]
     after: Event | None = None
+    skip: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from .arena import Holding
 from .errors import ArenaFullError
 from .limits import Limits
 from .prefix import PrefixCache
+from .twins import labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,9 @@ class Admission:
     def check(self, rows: Sequence[int], *, rooms: int) -> None:
         """Raises ArenaFullError for a request that may not even wait; `rooms` is how many this node has unended."""
         if not self._arena.fits(rows):
-            wanted = {c.name: n for c, n in zip(self._arena.components, rows, strict=True)}
-            have = {c.name: free.slots for c, free in zip(self._arena.components, self._arena.free, strict=True)}
+            names = labels(self._arena.components)
+            wanted = {name: count for name, count in zip(names, rows, strict=True) if count}
+            have = {name: free.slots for name, free in zip(names, self._arena.free, strict=True) if name in wanted}
             raise ArenaFullError(f"rows: {wanted} wanted, the whole arena has {have}", retry_ms=None)
         if rooms >= self._limits.rooms_max:
             raise ArenaFullError(f"rooms: {rooms} of rooms_max {self._limits.rooms_max}", retry_ms=self.retry_ms)

@@ -99,7 +99,7 @@ def _run(config: Config) -> int:
 
 async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: Stop) -> Arena:
     """The arena of a decode rank, which its engine reads from now on."""
-    arena = Arena.create(engine.card.memory_bytes, huge_pages=config.huge_pages, name=config.node)
+    arena = Arena.create(engine.card.arena_bytes, huge_pages=config.huge_pages, name=config.node)
     if config.card is not None:
         arena.card = here = card(config.card)
         if (node := here.numa_node) is not None and not arena.mapping.bind(node):
@@ -114,12 +114,18 @@ async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: Stop) -> Aren
         raise
     if arena.card is not None and not arena.bytes_ready:
         raise meeting.StoppedError
-    view = arena.mapping.view[: engine.card.memory_bytes]
-    if (registered := arena.mapping.registered) is not None:
-        engine.attach(view, device_address=registered.device_address)
-    else:
-        engine.attach(view)
+    _attach(engine, arena)
     return arena
+
+
+def _attach(engine: DecodeEngine, arena: Arena) -> None:
+    """Engines that know no HBM, and no card, are told of none."""
+    given: dict[str, Any] = {}
+    if (registered := arena.mapping.registered) is not None:
+        given["device_address"] = registered.device_address
+    if engine.card.hbm_bytes:
+        given["hbm"] = arena.mapping.view[engine.card.hbm_base : engine.card.arena_bytes]
+    engine.attach(arena.mapping.view[: engine.card.memory_bytes], **given)
 
 
 async def _back(arena: Arena, daemon: DecodeDaemon, died: asyncio.Event) -> None:

@@ -66,18 +66,19 @@ class DecodeMetrics(Collector):
                 states.add_metric([state.value], sum(session.state is state for session in sessions))
         yield states
         slots = GaugeMetricFamily(
-            "pdtransfer_slots", "Slots of the arena that are backed with memory", labels=["component"]
+            "pdtransfer_slots", "Slots of the arena that are backed with memory", labels=["component", "memory"]
         )
-        free = GaugeMetricFamily("pdtransfer_slots_free", "Slots that may be leased", labels=["component"])
+        free = GaugeMetricFamily("pdtransfer_slots_free", "Slots that may be leased", labels=["component", "memory"])
         fragmentation = GaugeMetricFamily(
-            "pdtransfer_fragmentation_ratio", "1 - longest free run / free slots", labels=["component"]
+            "pdtransfer_fragmentation_ratio", "1 - longest free run / free slots", labels=["component", "memory"]
         )
         # What the prefix cache gives up when it is asked for counts as free: only what somebody holds does not.
         each = zip(core.arena.components, core.arena.free, core.cache.free_slots, strict=True)
         for component, extents, free_slots in each:
-            slots.add_metric([component.name], extents.ready)
-            free.add_metric([component.name], free_slots)
-            fragmentation.add_metric([component.name], extents.fragmentation)
+            which = [component.name, component.memory]
+            slots.add_metric(which, extents.ready)
+            free.add_metric(which, free_slots)
+            fragmentation.add_metric(which, extents.fragmentation)
         yield slots
         yield free
         yield fragmentation

@@ -30,6 +30,7 @@ from .memory import Arena
 from .node import DecodeNode, NodeSettings, Others
 from .port import Port
 from .service import Service
+from .twins import leased
 from .wire import Begin, End, Load, Message
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def node_of(
     """One rank's node: the same on every rank of a group, but for what is done with `others` and what was leased."""
     return DecodeNode(
         settings,
-        engine.card.components,
+        engine.card.arena_components,
         arena,
         tell,
         socket_directory=config.socket_directory,
@@ -116,7 +117,8 @@ class DecodeDaemon:
         self.node = node_of(config, settings, engine, arena, self._told, others=self._receive, leased=self._leased)
         service = Service(self.node.core.links.identity, config.limits)
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
-        self._row_bytes = sum(component.layout.row_bytes for component in engine.card.components)
+        of = zip(engine.card.components, leased(engine.card.components, enable_hisparse=False), strict=True)
+        self._row_bytes = sum(component.layout.row_bytes for component, whole in of if whole)
         self._work: dict[int, Work] = {}  # by serial number
         self._rooms: dict[int, Work] = {}  # the same, by label
         self._serials = count(1)
@@ -130,13 +132,13 @@ class DecodeDaemon:
         return not self.node.core.rooms and self.desk.idle
 
     def load(self) -> Load:
-        """What there is and what is left, in slots of the component that has fewest left.
+        """What there is and what is left, in slots of the component that has fewest left, for requests of either kind.
 
         What the prefix cache would give up counts as free.
         """
         core = self.node.core
-        each = zip(core.arena.free, core.cache.free_slots, strict=True)
-        free_slots, slots = min(((free, of.ready) for of, free in each), key=lambda pair: pair[0] / max(1, pair[1]))
+        free_slots, slots = core.cache.scarcest(enable_hisparse=False)
+        sparse_free, sparse_slots = core.cache.scarcest(enable_hisparse=True)
         return Load(
             ready=True,
             draining=self.node.core.draining,
@@ -146,6 +148,8 @@ class DecodeDaemon:
             slots_total=slots,
             slots_quarantined=core.leases.quarantined_bytes // self._row_bytes,
             enable_hisparse=self.config.enable_hisparse,
+            sparse_slots_free=sparse_free,
+            sparse_slots_total=sparse_slots,
         )
 
     def ready(self, bytes_ready: int) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from .arena import Arena, Block, Extents, Holding, cut
 from .layout import Component
 from .limits import TOKENS_MAX, Limits
+from .twins import leased
 
 KEY_BYTES = 16
 _ID_BYTES = 4  # a token id travels, and is hashed, as little-endian u32
@@ -79,8 +80,10 @@ class PrefixCache:
 
     def __init__(self, arena: Arena, limits: Limits, *, model: str, weights: bytes, enabled: bool = True) -> None:
         self.arena = arena
-        self.block_tokens = block_tokens_of(arena.components, limits.prefix_block_tokens) if enabled else 0
-        spans = [c.tokens_per_row if c.span.kind == "all" else 0 for c in arena.components]
+        shared = leased(arena.components, enable_hisparse=True)
+        own = [each for each, whole in zip(arena.components, shared, strict=True) if whole]
+        self.block_tokens = block_tokens_of(own, limits.prefix_block_tokens) if enabled else 0
+        spans = [c.tokens_per_row if c.span.kind == "all" and c in own else 0 for c in arena.components]
         self._rows = tuple(self.block_tokens // tokens_per_row if tokens_per_row else 0 for tokens_per_row in spans)
         self._block_bytes = sum(c.bytes_of(rows) for c, rows in zip(arena.components, self._rows, strict=True))
         self._blocks_max = limits.prefix_blocks_max
@@ -124,6 +127,13 @@ class PrefixCache:
         return [
             free.free_slots + len(self._idle) * rows for free, rows in zip(self.arena.free, self._rows, strict=True)
         ]
+
+    def scarcest(self, *, enable_hisparse: bool) -> tuple[int, int]:
+        """Slots that may be leased, and all that there are by now, of the component that a room of this kind will miss
+        first."""
+        own = leased(self.arena.components, enable_hisparse=enable_hisparse)
+        each = zip(self.free_slots, self.arena.free, own, strict=True)
+        return min(((free, of.ready) for free, of, whole in each if whole), key=lambda pair: pair[0] / max(1, pair[1]))
 
     def allocate(self, rows: Sequence[int], blocks: list[Block], *, queried: int = 0) -> Holding | None:
         """Slots for `rows[i]` rows of component i, of which `blocks` hold the first ones; None, with nothing changed,

@@ -92,7 +92,10 @@ def uncovered(components: Sequence[Component], shares: Mapping[str, Sequence[Com
     of which component is sent by nobody, or by several and by whom."""
     for component in components:
         layouts = {
-            name: share.layout for name, theirs in shares.items() for share in theirs if share.name == component.name
+            name: share.layout
+            for name, theirs in shares.items()
+            for share in theirs
+            if (share.name, share.memory) == (component.name, component.memory)
         }
         if list(layouts.values()) == [component.layout]:
             continue

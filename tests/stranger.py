@@ -20,7 +20,23 @@ class Refused(Exception):
 
 
 def vectors(name):
-    return [json.loads(line) for line in (ROOT / "vectors" / f"{name}.jsonl").read_text().splitlines()]
+    """The published cases, less those of a newer peer whose extra field is one of ours by now."""
+    cases = [json.loads(line) for line in (ROOT / "vectors" / f"{name}.jsonl").read_text().splitlines()]
+    return [case for case in cases if not overtaken(case)]
+
+
+def overtaken(case):
+    """Whether a case "one step newer" of some struct was published when that had fewer fields than it has now."""
+    place, newer, _ = case["name"].partition(", one step newer: ")
+    if not newer:
+        return False
+    named, table = case["fields"], next(each for each in MESSAGES.values() if each["name"] == case["message"])
+    for part in place.split(".")[1:]:
+        field, _, index = part.partition("[")
+        model = next(each["type"] for each in table["fields"] if each["name"] == field)
+        named = named[field][int(index[:-1])] if index else named[field]
+        table = STRUCTS[(model["of"] if index else model)["struct"]]
+    return len(table["fields"]) > len(named)
 
 
 def unhex(hexed):

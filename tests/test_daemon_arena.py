@@ -9,7 +9,10 @@ import pytest
 
 from pdtransfer import daemon
 from pdtransfer.config import DecodeConfig
+from pdtransfer.engine.base import HBM_ALIGNMENT, CardMemory, EngineCard
 from pdtransfer.errors import WorldError
+from pdtransfer.layout import Component, Span
+from pdtransfer.layouts import host_layout
 from pdtransfer.memory import Arena
 
 from .fake_card import FakeRegistrar
@@ -20,12 +23,13 @@ MIB = 1 << 20
 class Engine:
     """What a decode daemon's start asks of one."""
 
-    card = SimpleNamespace(memory_bytes=4 * MIB)
-
-    def __init__(self) -> None:
+    def __init__(self, hbm_bytes: int = 0) -> None:
+        self.card = EngineCard(model="m", weights=b"w", components=(), memory_bytes=4 * MIB, hbm_bytes=hbm_bytes)
         self.attached: list[tuple[int, int]] = []
+        self.hbm: memoryview | CardMemory | None = None
 
-    def attach(self, arena: memoryview, *, device_address: int = 0) -> None:
+    def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | CardMemory | None = None) -> None:
+        self.hbm = hbm
         self.attached.append((arena.nbytes, device_address))
 
 
@@ -51,6 +55,33 @@ def test_without_a_card_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -
     assert engine.attached == [(4 * MIB, 0)]
     assert card.log == []
     arena.close()
+
+
+def test_without_a_card_hbm_is_a_range_of_the_arena_behind_its_dram(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(hbm_bytes=MIB + 5)
+    arena = started(monkeypatch, FakeRegistrar(), engine, "cpu")
+    assert engine.attached == [(4 * MIB, 0)]
+    assert isinstance(engine.hbm, memoryview)
+    engine.hbm[:4] = b"hbm!"
+    base = engine.card.hbm_base
+    assert (len(engine.hbm), bytes(arena.mapping.view[base : base + 4])) == (MIB + 5, b"hbm!")
+    assert arena.byte_count >= base + MIB + 5
+    engine.hbm = None
+    arena.close()
+
+
+def test_hbm_components_are_told_to_peers_behind_those_of_dram() -> None:
+    layout = host_layout(
+        "layer_first", kinds=("latent",), layers=2, heads=1, head_bytes=8, dtype="uint8", slots=64, page_size=1
+    )
+    both = [Component(name, memory, 1, Span(), layout) for name, memory in (("kv", "dram"), ("index", "hbm"))]  # type: ignore[arg-type]
+    card = EngineCard(model="m", weights=b"w", components=tuple(both), memory_bytes=layout.end, hbm_bytes=layout.end)
+    assert card.hbm_base == HBM_ALIGNMENT
+    assert card.arena_bytes == HBM_ALIGNMENT + layout.end
+    kv, index = card.arena_components
+    assert kv is both[0]
+    assert [plane.base for plane in index.layout.planes] == [HBM_ALIGNMENT, HBM_ALIGNMENT + 64 * 8]
+    assert EngineCard(model="m", weights=b"w", components=(both[0],), memory_bytes=77).arena_bytes == 77
 
 
 def test_an_arena_that_its_card_refuses_ends_the_start_and_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,7 +281,7 @@ BEYOND = "Register.reach.arena_bytes: planes[2] (kind latent, layer 2) ends at b
 BAD_REGISTERS: dict[str, tuple[dict[str, Any], str]] = {
     "a component twice": (
         {"components": (ARENA[0], ARENA[0])},
-        "Register.components: ['kv', 'kv']: one twice",
+        "Register.components: 'kv' twice in one memory",
     ),
     "rows outside the arena": (
         {"reach": msgspec.structs.replace(REACH, arena_bytes=ARENA_BYTES - 1)},

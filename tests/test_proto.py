@@ -228,3 +228,12 @@ def test_vector_names_are_unique():
 def test_runs_of_hex_say_the_same_bytes(content):
     assert unhex(vectors.hex_of(content)) == content
     assert len(json.dumps(vectors.hex_of(content))) < 150
+
+
+def test_a_case_of_a_newer_peer_is_for_older_decoders_once_its_field_is_one_of_ours():
+    fields = {field["name"]: None for field in stranger.MESSAGES[5]["fields"]}
+    case = {"name": "Registered, one step newer: one more field, nil", "message": "Registered", "fields": fields}
+    assert not stranger.overtaken(case)
+    case["fields"] = dict(list(fields.items())[:-1])
+    assert stranger.overtaken(case)
+    assert not stranger.overtaken(case | {"name": "Registered"})

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -74,21 +75,46 @@ class EngineConfig:
     group: Group = field(default_factory=Alone)
 
 
+HBM_ALIGNMENT = 64 << 10  # of where HBM components begin in an arena: a page of any host
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCard:
     """What two engines must agree on, and the tables of what each holds.
 
-    The bases of `components` are offsets into `PrefillEngine.pool` or into the decode arena of `memory_bytes`. In a
-    group each rank's components have its own planes only; where n ranks hold the same rows of a component, `replicas`
-    has it as {name: (which of them this is, n)}.
+    The bases of `components` are offsets into `PrefillEngine.pool`, whatever their memory; or on the decode side into
+    one of its two memories: the arena's `memory_bytes` for those of "dram", `hbm_bytes` beside it for those of "hbm".
+    A name that is there twice, once in each, has its rows in DRAM for a request that wants HiSparse, in HBM for others.
+
+    In a group each rank's components have its own planes only; where n ranks hold the same rows of a component,
+    `replicas` has it as {name: (which of them this is, n)}.
     """
 
     model: str
     weights: bytes  # digest; equal weights, equal digest
     components: tuple[Component, ...]
     memory_bytes: int
+    hbm_bytes: int = 0
     eos: int | None = None
     replicas: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+    @property
+    def hbm_base(self) -> int:
+        """Where in the arena the bytes of HBM components begin, behind all of DRAM's."""
+        return -(-self.memory_bytes // HBM_ALIGNMENT) * HBM_ALIGNMENT
+
+    @property
+    def arena_bytes(self) -> int:
+        """The arena's, of both memories."""
+        return self.hbm_base + self.hbm_bytes if self.hbm_bytes else self.memory_bytes
+
+    @property
+    def arena_components(self) -> tuple[Component, ...]:
+        """`components` as peers hear of them: every base is an offset into the arena."""
+        return tuple(
+            msgspec.structs.replace(each, layout=each.layout.rebase(self.hbm_base)) if each.memory == "hbm" else each
+            for each in self.components
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +240,12 @@ class DecodeEngine(Protocol):
     @property
     def card(self) -> EngineCard: ...
 
-    def attach(self, arena: memoryview, *, device_address: int = 0) -> None:
+    def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | CardMemory | None = None) -> None:
         """The arena's bytes in this process, `card.memory_bytes` of them; called once, before the first admit. For an
         engine whose config names a card, `device_address` is where that card sees them; else it is not given.
+
+        `hbm` is given where the card has HBM components: `card.hbm_bytes` of that card's memory, or without a card of
+        this process's.
         """
         ...
 
@@ -226,7 +255,8 @@ class DecodeEngine(Protocol):
 
     def admit(self, request: Request, slots: dict[str, NDArray[np.int64]], aux: bytes) -> None:
         """The room has landed: `slots` holds, per component, the int64 slot of each row, growth included
-        (len(prompt) + max_tokens rows for a component with one token a row). No copy is made. The prompt's rows may
+        (len(prompt) + max_tokens rows for a component with one token a row), in DRAM or in HBM, wherever the request
+        has that component. No copy is made. The prompt's rows may
         be other rooms' as well: they are not to be written.
         Raises ValueError where aux is not what this engine's prefill side makes."""
         ...

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..layout import check_slots
 from .architecture import Options
 from .attention import KEY_BLOCK, Tiles, causal_bias
-from .base import Broken, EngineCard, EngineConfig, Finished, Request, Token
+from .base import Broken, CardMemory, EngineCard, EngineConfig, Finished, Request, Token
 from .cache import Cache, reached
 from .card import COMPONENT, INDEX, build_card, check_request
 from .indexer import IndexCache
@@ -71,7 +71,8 @@ class ReferenceDecode:
     def idle(self) -> bool:
         return not self._rooms
 
-    def attach(self, arena: memoryview, *, device_address: int = 0) -> None:
+    def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | CardMemory | None = None) -> None:
+        assert hbm is None, "this model has no component in HBM"
         if arena.nbytes < self._card.memory_bytes or arena.readonly:
             kind = "read-only" if arena.readonly else "writable"
             raise ValueError(f"arena: {arena.nbytes} {kind} bytes, expected {self._card.memory_bytes} writable ones")

@@ -23,14 +23,15 @@ _NEXT_LATENT = [1, "latent", "bfloat16", 0, 1, 1152, 2304, 1152, 1152]
 _LAYOUT = [[_LATENT, _NEXT_LATENT], 1, 4096]
 _COMPONENT = ["latent", "dram", 1, ["all", 0], _LAYOUT]
 _REACH = ["shm", "3f1c6d1e-8f0b-4d0e-9c53-0d4f5f1f9a77", "@pdtransfer-decode-0", bytes(range(16)), 0, 9437184]
+_HBM = [*_REACH, bytes(range(128, 192)), 9437184 - (1 << 20), 1 << 20]
 _PART = [0, 0, 1000, bytes.fromhex("00000000e8030000")]
 
 SPECIMENS: dict[str, list[Any]] = {
     "Hello": [1, 1, 1, 1, _DECODE],
     "Welcome": [1, 2, 1, _PREFILL],
     "Reject": [1, 3, _SESSION, "refused", ["model: demo-gqa, this side has demo-mla"]],
-    "Register": [1, 4, _SESSION, [_COMPONENT], _REACH, True],
-    "Registered": [1, 5, _SESSION, 9437184],
+    "Register": [1, 4, _SESSION, [_COMPONENT], _HBM, True],
+    "Registered": [1, 5, _SESSION, 9437184, True],
     "Grant": [1, 6, _SESSION, 1, _ROOM, 1000, 0, [_PART], True, 60000, True, True],
     "Granted": [1, 7, _SESSION, 1],
     "Landed": [1, 8, _SESSION, 1, 2304000, b"first token and the like", bytes(range(8))],
@@ -48,7 +49,7 @@ SPECIMENS: dict[str, list[Any]] = {
     "End": [1, 17, _ROOM, "stop", "", 5, 1000, 2304000, 412, 81234567890, _DIGEST, _DIGEST[::-1], _DIGEST[:16], 3],
     "Ended": [1, 18, _ROOM],
     "Cancel": [1, 19, _ROOM, "aborted"],
-    "Load": [1, 20, True, False, 12, 3, 60000, 65536, 128, True],
+    "Load": [1, 20, True, False, 12, 3, 60000, 65536, 128, True, 130000, 131072],
     "Ping": [1, 21, 0x0123456789ABCDEF],
     "Pong": [1, 22, 0xFFEEDDCCBBAA9988],
     "Goodbye": [1, 23, 0xFFEEDDCCBBAA9988, "shutdown"],
@@ -99,6 +100,10 @@ VARIANTS: dict[str, list[Any]] = {
     "Register of a sliding window, one token": register(["window", "dram", 1, ["last", 1], _LAYOUT]),
     "Register of a sliding window, the longest": register(["window", "dram", 1, ["last", 2**32 - 1], _LAYOUT]),
     "Register of a state": register(["state", "dram", 1, ["once", 0], _LAYOUT]),
+    "Register of one name in both memories": register(
+        _COMPONENT, ["latent", "hbm", 1, ["all", 0], [[[*_LATENT[:5], 9437184, *_LATENT[6:]]], 1, 4096]],
+        reach=[*_REACH[:5], 18874368],
+    ),
     "Register of rows of 128 tokens": register(["c128", "dram", 128, ["all", 0], _LAYOUT]),
     "Register over mooncake": register(
         _COMPONENT, reach=["mooncake", "10.0.0.9:15201", "", b"", 0x7F0000000000, 9437184]

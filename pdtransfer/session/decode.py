@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..admission import Admission, Demand
+from ..admission import Admission
 from ..arena import Arena
 from ..effects import DecodeEffect, Leased, PeerRefused, Ready, RoomFailed, Send
 from ..errors import ArenaFullError, Cause, LocalProtocolError, RemoteProtocolError
@@ -18,6 +18,7 @@ from ..limits import TEXT_LENGTH_MAX, TOKENS_MAX, Limits
 from ..prefix import PrefixCache
 from ..room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
 from ..states import step
+from ..twins import repeated
 from ..wire import (
     Drained,
     Failed,
@@ -36,7 +37,7 @@ from .coverage import Coverage
 from .leases import Leases
 from .ledger import LeaseEntry, Peer, Room, Session
 from .links import Links
-from .parts import fits_a_grant, sent_bytes
+from .parts import demand_of, fits_a_grant
 from .places import Places
 from .verify import Verifications
 
@@ -53,7 +54,9 @@ class DecodeSessions:
         *,
         enable_hisparse: bool = False, prefix_cache: bool = True, verify: bool = False, bytes_ready: int | None = None,
     ) -> None:  # fmt: skip
-        self._limits, self._verify = limits, verify
+        self._limits, self._verify, self._enable_hisparse = limits, verify, enable_hisparse
+        if name := repeated(components):
+            raise LocalProtocolError(f"components: {name!r} is there twice in one memory")
         self.arena = Arena(components, bytes_ready)
         self.cache = PrefixCache(
             self.arena, limits, model=identity.model, weights=identity.weights, enabled=prefix_cache
@@ -108,13 +111,18 @@ class DecodeSessions:
             raise LocalProtocolError(f"keys: {len(keys)} of {tokens} tokens with prefix {prefix} make no sense")
         if not sources or len(set(sources)) != len(sources):
             raise LocalProtocolError(f"sources: {list(sources)} names no rank, or one twice")
-        rows = tuple(c.rows(tokens + growth) for c in self.arena.components)
-        demand = Demand(rows, sent_bytes(self.arena.components, tokens=tokens, prefix=prefix), keys)
-        room = Room(room_id, tokens, prefix, rows, demand, tuple(sources), deadline, enable_hisparse, keys=keys)
+        demand = demand_of(
+            self.arena.components, tokens=tokens, growth=growth, prefix=prefix, keys=keys, sparse=enable_hisparse
+        )
+        room = Room(room_id, tokens, prefix, demand, tuple(sources), deadline, enable_hisparse)
         if self.draining:
             return [RoomFailed(room_id, Cause.SHUTDOWN, "this node is draining")]
+        if enable_hisparse and not self._enable_hisparse:
+            return [
+                RoomFailed(room_id, Cause.REFUSED, "enable_hisparse: the request wants it, this node is without it")
+            ]
         try:
-            self.admission.check(rows, rooms=len(self.rooms))
+            self.admission.check(demand.rows, rooms=len(self.rooms))
         except ArenaFullError as error:
             cause = Cause.FULL if error.retry_ms is not None else Cause.REFUSED
             return [RoomFailed(room_id, cause, str(error), error.retry_ms or 0)]

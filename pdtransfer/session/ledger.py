@@ -155,7 +155,6 @@ class Room:
     id: int
     tokens: int
     prefix: int  # tokens that do not cross: known from the start, or once the cache was looked at
-    rows: tuple[int, ...]  # a component, growth included
     demand: Demand
     sources: tuple[str, ...]
     deadline: float
@@ -166,13 +165,17 @@ class Room:
     leases: list[LeaseEntry] = field(default_factory=list[LeaseEntry])
     aux: bytes = b""
     verifying: int = 0  # grants that are being read back
-    keys: tuple[bytes, ...] = ()  # of its prompt's blocks
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """Of its prompt's blocks."""
+        return self.demand.keys
 
     def slots_of(self, components: Sequence[Component]) -> dict[str, NDArray[np.int64]]:
-        """A slot for each row, growth included, by the component's name."""
+        """A slot for each row, growth included, by the component's name: each name is one of them, for this room."""
         assert self.holding is not None
-        each = zip(components, self.holding.extents, self.rows, strict=True)
-        return {component.name: slots_of(extents, count=rows) for component, extents, rows in each}
+        each = zip(components, self.holding.extents, self.demand.rows, strict=True)
+        return {component.name: slots_of(extents, count=rows) for component, extents, rows in each if rows}
 
     def uses(self, session: Session) -> bool:
         """Whether an end of the session is one of the room."""

@@ -137,8 +137,8 @@ class Links:
             return
         window = min(theirs.window, self._limits.window)
         share = share_of(self._components, theirs.holds, ours.ranks.tp_rank)
-        own = [component.name for component in self._components]
-        places = tuple(own.index(component.name) for component in share)
+        own = [(component.name, component.memory) for component in self._components]
+        places = tuple(own.index((component.name, component.memory)) for component in share)
         peer.session = Session(self._mint(), name, share, places, window, theirs.frame_bytes_max)
         self.sessions[peer.session.id] = peer.session
         self._out(Offer(name, peer.session.id))

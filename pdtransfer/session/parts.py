@@ -4,29 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..admission import Demand
 from ..arena import Extents, cut
 from ..layout import Component
 from ..limits import PART_EXTENTS_MAX
+from ..twins import leased, shares_prefixes
 from ..wire import Part, pack_extents
 
 _GRANT_BYTES = 256  # of a Grant's frame without its parts, and more than it has
 _PART_BYTES = 32  # of a part without its extents, and more than it has
 
 
-def sent_bytes(components: Sequence[Component], *, tokens: int, prefix: int) -> int:
-    """Bytes that cross for a room of `tokens` tokens, the first `prefix` of which decode already holds."""
-    return sum([c.bytes_of(c.rows(tokens) - prefix_rows(c, prefix)) for c in components])
+def demand_of(
+    components: Sequence[Component], *, tokens: int, growth: int, prefix: int, keys: tuple[bytes, ...], sparse: bool
+) -> Demand:
+    """What a room of `tokens` tokens needs that may grow by `growth`, and the first `prefix` of which decode already
+    holds. Of `keys`, those of its prompt's blocks, none where rooms of its kind share no prompts."""
+    own = leased(components, enable_hisparse=sparse)
+    rows, byte_count = list[int](), 0
+    for component, whole in zip(components, own, strict=True):
+        rows.append(component.rows(tokens + growth) if whole else 0)
+        if whole:
+            byte_count += component.bytes_of(component.rows(tokens) - prefix_rows(component, prefix))
+    return Demand(tuple(rows), byte_count, keys if shares_prefixes(components, enable_hisparse=sparse) else ())
 
 
 def parts_of(
     components: Sequence[Component], extents: Sequence[Extents], *, tokens: int, prefix: int
 ) -> tuple[Part, ...]:
-    """One part for each of a session's components that has rows to send; growth is in none."""
+    """One part for each of a session's components that has rows to send; growth is in none. A component of which the
+    room has no slots is none of its own."""
     parts: list[Part] = []
     for index, (component, own) in enumerate(zip(components, extents, strict=True)):
         first = prefix_rows(component, prefix)
         rows = component.rows(tokens) - first
-        if rows > 0:
+        if rows > 0 and len(own):
             parts.append(Part(index, first, rows, pack_extents(cut(own, first=first, count=rows))))
     return tuple(parts)
 

@@ -17,6 +17,7 @@ from ..limits import FIELDS_MAX, LIVES_MAX, TEXT_LENGTH_MAX, Limits
 from ..sharing import pair_share
 from ..states import step
 from ..timers import Timers
+from ..twins import repeated
 from ..wire import (
     VERSION,
     Abort,
@@ -271,9 +272,8 @@ class Writers:
 
         RemoteProtocolError where it is wrong whatever this prefill holds.
         """
-        names = [component.name for component in message.components]
-        if len(set(names)) != len(names):
-            raise RemoteProtocolError("Register.components", f"{names}: one twice")
+        if name := repeated(message.components):
+            raise RemoteProtocolError("Register.components", f"{name!r} twice in one memory")
         lines: list[str] = []
         for index, theirs in enumerate(message.components):
             where = f"Register.components[{index}]"

@@ -20,6 +20,7 @@ from ..limits import (
     DIGEST_BYTES_MAX,
     FIELDS_MAX,
     FRAME_BYTES_MAX,
+    HANDLE_BYTES_MAX,
     NAME_LENGTH_MAX,
     PART_EXTENTS_MAX,
     PEERS_MAX,
@@ -160,6 +161,11 @@ class Reach(Struct, array_like=True, frozen=True):
     token: Annotated[bytes, Meta(max_length=32)]  # a secret for one hand-over
     base: Bytes64  # mooncake: the arena's address there
     arena_bytes: Bytes64  # the arena's length
+    # shm: offsets [hbm_base, hbm_base + hbm_bytes) of the arena are also a card's memory, which this handle opens: who
+    # can writes there instead. Empty: nobody can.
+    hbm_handle: Annotated[bytes, Meta(max_length=HANDLE_BYTES_MAX)] = b""
+    hbm_base: Bytes64 = 0  # where in the arena HBM components begin
+    hbm_bytes: Bytes64 = 0  # and how many bytes they have
 
 
 class Register(_Wire, frozen=True):
@@ -178,6 +184,7 @@ class Registered(_Wire, frozen=True):
     kind = Kind.REGISTERED
     session: Id64  # Register's
     bytes_ready: Bytes64  # arena_bytes once all are
+    hbm_direct: bool = False  # rows of HBM components go to the card's memory that Reach names, not to the arena
 
 
 class Part(Struct, array_like=True, frozen=True):
@@ -353,6 +360,8 @@ class Load(_Wire, frozen=True):
     slots_total: Bytes64  # of its pool or arena
     slots_quarantined: Bytes64 = 0  # their writer has not been proven quiet
     enable_hisparse: bool = False  # what this daemon can do
+    sparse_slots_free: Bytes64 = 0  # for requests that want HiSparse, as slots_free is for others
+    sparse_slots_total: Bytes64 = 0  # the same of slots_total; 0: they are one
 
 
 class Ping(_Wire, frozen=True):

@@ -80,7 +80,7 @@ async def test_a_killed_writer_is_quiet_only_after_its_cards_last_write(
     arena: Arena, tmp_path: Path, turn: int
 ) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
-    async with CardProcess(owner.offer(WRITER)) as process:
+    async with CardProcess(await owner.offer(WRITER)) as process:
         process.say("push")
         await changes(arena)
         owner.revoke(WRITER)
@@ -100,7 +100,7 @@ async def test_a_forked_child_keeps_a_card_writing_and_the_fence_closed(
     arena: Arena, tmp_path: Path, turn: int
 ) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
-    async with CardProcess(owner.offer(WRITER)) as process:
+    async with CardProcess(await owner.offer(WRITER)) as process:
         child = await process.child("fork")
         process.say("push")
         await changes(arena)
@@ -129,7 +129,7 @@ async def test_a_forked_child_keeps_a_card_writing_and_the_fence_closed(
 @on_loop
 async def test_a_child_that_runs_another_program_keeps_no_card_writing(arena: Arena, tmp_path: Path, turn: int) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
-    async with CardProcess(owner.offer(WRITER)) as process:
+    async with CardProcess(await owner.offer(WRITER)) as process:
         await process.child("exec")
         process.say("push")
         await changes(arena)
@@ -145,7 +145,7 @@ async def test_a_child_that_runs_another_program_keeps_no_card_writing(arena: Ar
 @on_loop
 async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena: Arena, tmp_path: Path) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
-    async with CardProcess(owner.offer(WRITER)) as process:
+    async with CardProcess(await owner.offer(WRITER)) as process:
         process.say("push")
         await changes(arena)
         owner.revoke(WRITER)
@@ -164,7 +164,8 @@ async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena:
 @on_loop
 async def test_two_processes_write_one_arena_each_by_its_own_card(arena: Arena, tmp_path: Path) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
-    async with CardProcess(owner.offer(1), 1, card=0) as first, CardProcess(owner.offer(2), 2, card=1) as second:
+    reaches = await owner.offer(1), await owner.offer(2)
+    async with CardProcess(reaches[0], 1, card=0) as first, CardProcess(reaches[1], 2, card=1) as second:
         for process in (first, second):
             process.say("half")
         assert [await process.heard() for process in (first, second)] == ["done", "done"]

@@ -384,7 +384,7 @@ def test_an_unknown_outcome_drains_nothing_before_the_fence() -> None:
     assert sent(effects, Drained) == of(effects, RoomDrained) == []
     assert of(end.core.abort(1, 0.0), RoomDrained) == []
     effects = end.core.fenced(S, 0.0)
-    assert Drained(S, 1) in sent(effects, Drained)
+    assert sent(effects, Drained) == sent(effects, Failed) == [], "bytes may still be on their way: that is no proof"
     assert set(of(effects, RoomDrained)) == {RoomDrained(1), RoomDrained(2)}
     assert failure(effects) == (2, Cause.TRANSFER), "its writes were cut off with the writer"
     assert refusal(effects) == "its writer was fenced", "decode need not wait for the rooms of this session"

@@ -202,7 +202,7 @@ async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
     card, told = FakeCard(), list[int]()
     both = Pair(made, directory, card=card)
     made.prefault(None, lambda: made.bytes_ready >= 3 << 20)
-    reach = both.owner.offer(WRITER)
+    reach = await both.owner.offer(WRITER)
     assert await both.writer.map(WRITER, reach, (component(both.target),), told.append) == 2 << 20
     made.prefault()
     await until(lambda: bool(told) and told[-1] == made.byte_count)
@@ -280,5 +280,5 @@ async def test_a_writer_of_unknown_outcome_condemns_its_process() -> None:
     node, condemned = PrefillNode(settings("p"), (), lambda _: None), list[int]()
     node.condemned = lambda: condemned.append(1)
     node._perform(FenceWriter(7))
-    assert condemned == [1]
+    await until(lambda: condemned == [1])
     await node.close()

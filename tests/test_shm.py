@@ -136,7 +136,7 @@ async def counts_on(arena: Arena) -> None:
 @on_loop
 async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(arena: Arena, directory: Path, way: str) -> None:
     owner = ShmArena(arena, directory=directory)
-    async with Process(owner.offer(WRITER)) as process:
+    async with Process(await owner.offer(WRITER)) as process:
         owner.revoke(WRITER)
         assert not owner.quiet(WRITER)
         if way == "kill":
@@ -153,7 +153,7 @@ async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(arena: Arena, dir
 @on_loop
 async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(arena: Arena, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
-    async with Process(owner.offer(WRITER)) as process:
+    async with Process(await owner.offer(WRITER)) as process:
         child = await process.fork()
         owner.revoke(WRITER)
         process.started.kill()
@@ -173,7 +173,7 @@ async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(arena: Ar
 @on_loop
 async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: Arena, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
-    async with Process(owner.offer(WRITER)) as process:
+    async with Process(await owner.offer(WRITER)) as process:
         process.say("count")
         await counts_on(arena)
         owner.revoke(WRITER)
@@ -192,7 +192,7 @@ async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: Arena, dir
 @on_loop
 async def test_one_writers_end_says_nothing_of_another(arena: Arena, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
-    async with Process(owner.offer(1), 1) as first, Process(owner.offer(2), 2):
+    async with Process(await owner.offer(1), 1) as first, Process(await owner.offer(2), 2):
         for session in (1, 2):
             owner.revoke(session)
         first.started.kill()
@@ -204,7 +204,7 @@ async def test_one_writers_end_says_nothing_of_another(arena: Arena, directory: 
 @on_loop
 async def test_a_descriptor_under_way_counts_as_a_writer(arena: Arena, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
-    peer, _ = await asked(owner, owner.offer(WRITER))
+    peer, _ = await asked(owner, await owner.offer(WRITER))
     await until(lambda: not owner._sessions[WRITER].token)
     owner.revoke(WRITER)
     assert not owner.quiet(WRITER), "it lies in the socket's buffer, and can be taken out any time"
@@ -217,7 +217,7 @@ async def test_a_descriptor_under_way_counts_as_a_writer(arena: Arena, directory
 async def test_a_session_whose_token_is_good_is_not_quiet(arena: Arena, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     assert owner.quiet(WRITER), "nothing was ever offered"
-    owner.offer(WRITER)
+    await owner.offer(WRITER)
     assert not owner.quiet(WRITER)
     owner.revoke(WRITER)
     assert owner.quiet(WRITER)
@@ -263,7 +263,7 @@ async def said(peer: socket.socket) -> bytes:
 async def test_who_shows_the_token_gets_the_arena_once(arena: Arena, directory: Path, abstract: bool) -> None:
     before = open_files()
     owner = ShmArena(arena, directory=None if abstract else directory)
-    reach = owner.offer(WRITER)
+    reach = await owner.offer(WRITER)
     fd = await receive(reach, WRITER, seconds=60)
     assert os.fstat(fd).st_ino == os.fstat(arena.fd).st_ino
     assert not os.get_inheritable(fd)
@@ -278,7 +278,7 @@ async def test_who_shows_the_token_gets_the_arena_once(arena: Arena, directory: 
 @on_loop
 async def test_a_wrong_token_is_refused_and_spoils_nothing(arena: Arena, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
-    reach, other = owner.offer(WRITER), owner.offer(8)
+    reach, other = await owner.offer(WRITER), await owner.offer(8)
     wrong = msgspec.structs.replace(reach, token=secrets.token_bytes(32))
     for session, shown in ((WRITER, wrong), (WRITER, other), (99, reach)):
         with pytest.raises(TransportError, match="refused the token"):
@@ -291,7 +291,7 @@ async def test_a_wrong_token_is_refused_and_spoils_nothing(arena: Arena, directo
 @on_loop
 async def test_an_old_or_a_revoked_token_is_refused(arena: Arena, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
-    old, new = owner.offer(WRITER), owner.offer(WRITER)
+    old, new = await owner.offer(WRITER), await owner.offer(WRITER)
     with pytest.raises(TransportError, match="refused the token"):
         await receive(old, WRITER, seconds=60)
     owner.revoke(WRITER)
@@ -306,7 +306,7 @@ async def test_a_token_that_is_shown_too_late_is_refused(
 ) -> None:
     owner = ShmArena(arena, directory=directory)
     owner._listener._seconds = 0.05
-    reach = owner.offer(WRITER)
+    reach = await owner.offer(WRITER)
     peer = connected(reach)
     request = handover._REQUEST.pack(handover._MAGIC, WRITER, reach.token)
     peer.send(request[:20])
@@ -323,7 +323,7 @@ async def test_a_token_that_is_shown_too_late_is_refused(
 @on_loop
 async def test_junk_is_closed_and_others_go_on(arena: Arena, directory: Path, junk: bytes) -> None:
     owner = ShmArena(arena, directory=directory)
-    reach = owner.offer(WRITER)
+    reach = await owner.offer(WRITER)
     peer = connected(reach)
     peer.send(junk)
     assert await said(peer) == b""
@@ -335,7 +335,7 @@ async def test_junk_is_closed_and_others_go_on(arena: Arena, directory: Path, ju
 @on_loop
 async def test_a_request_with_something_behind_it_is_refused(arena: Arena, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
-    reach = owner.offer(WRITER)
+    reach = await owner.offer(WRITER)
     peer = connected(reach)
     peer.send(handover._REQUEST.pack(handover._MAGIC, WRITER, reach.token) + b"!")
     assert await said(peer) == b""
@@ -348,7 +348,7 @@ async def test_a_request_with_something_behind_it_is_refused(arena: Arena, direc
 async def test_a_flood_of_silent_connections_keeps_no_writer_out(arena: Arena, directory: Path) -> None:
     before = open_files()
     owner = ShmArena(arena, directory=directory)
-    reach = owner.offer(WRITER)
+    reach = await owner.offer(WRITER)
     crowd: list[socket.socket] = []
     for _ in range(10):
         crowd += [connected(reach) for _ in range(30)]
@@ -366,7 +366,7 @@ async def test_a_listener_without_descriptors_recovers(
     arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = ShmArena(arena, directory=directory)
-    reach = owner.offer(WRITER)
+    reach = await owner.offer(WRITER)
     reopen, failures = arena.reopen, iter([True])
 
     def none_left(self: Arena) -> int:
@@ -390,7 +390,7 @@ async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_fo
     arena.mapping.prefault(end=half)
     told: list[int] = []
     decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
-    reach = decode.offer(WRITER)
+    reach = await decode.offer(WRITER)
     assert await prefill.map(WRITER, reach, (), told.append) == half
     held = open_files()
     assert os.fstat(arena.fd).st_blocks * 512 == half
@@ -417,7 +417,7 @@ async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_
     monkeypatch.setattr(memory, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=4_096)
     decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
-    assert await prefill.map(WRITER, decode.offer(WRITER), ()) == 4_096
+    assert await prefill.map(WRITER, await decode.offer(WRITER), ()) == 4_096
     held = open_files()
     prefill.unmap(WRITER)
     await until(lambda: decode.quiet(WRITER) and open_files() < held)
@@ -444,7 +444,7 @@ async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_
 ) -> None:
     decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
     with no_descriptors():
-        reach = decode.offer(WRITER)
+        reach = await decode.offer(WRITER)
         with pytest.raises(TransportError, match="Too many open files"):
             await prefill.map(WRITER, reach, ())
     assert await prefill.map(WRITER, reach, ()) == arena.byte_count  # the token is as good as before
@@ -456,14 +456,14 @@ async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_
 async def test_users_who_are_not_allowed_are_turned_away(arena: Arena, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory, uids=frozenset({os.geteuid() + 1}))
     with pytest.raises(TransportError):
-        await receive(owner.offer(WRITER), WRITER, seconds=60)
+        await receive(await owner.offer(WRITER), WRITER, seconds=60)
     await owner.close()
 
 
 @on_loop
 async def test_a_writer_shows_its_token_to_nobody_elses_socket(arena: Arena, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
-    reach = owner.offer(WRITER)
+    reach = await owner.offer(WRITER)
     with pytest.raises(TransportError, match=rf"is user {os.geteuid()}'s, not one of \[{os.geteuid() + 1}\]"):
         await receive(reach, WRITER, seconds=5, uids=frozenset({os.geteuid() + 1}))
     assert owner._sessions[WRITER].token, "it is still good"
@@ -473,7 +473,7 @@ async def test_a_writer_shows_its_token_to_nobody_elses_socket(arena: Arena, dir
 @on_loop
 async def test_what_cannot_be_reached_is_named(arena: Arena, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
-    reach = owner.offer(WRITER)
+    reach = await owner.offer(WRITER)
     boot, _, _ = reach.host.partition(" ")
     wrong = {
         f"another host: its boot id is 'elsewhere', here it is '{boot}'": {"host": "elsewhere net:[1]"},
@@ -509,7 +509,7 @@ async def test_a_writer_knocks_at_no_door_that_is_not_an_arenas(
 
     monkeypatch.setattr(handover, "_connect", connect)
     owner = ShmArena(arena, directory=directory)
-    reach = msgspec.structs.replace(owner.offer(WRITER), address=address)
+    reach = msgspec.structs.replace(await owner.offer(WRITER), address=address)
     with pytest.raises(TransportError, match=r"is no /\.\.\./arena-NUMBER and no @pdtransfer-NUMBER in hex"):
         await receive(reach, WRITER, seconds=60)
     assert knocked == []
@@ -549,11 +549,11 @@ async def test_a_writer_that_locks_bytes_of_others_keeps_them_out_and_breaks_not
     arena: Arena, directory: Path, whole: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner = ShmArena(arena, directory=directory)
-    hostile = await receive(owner.offer(1), 1, seconds=60)
+    hostile = await receive(await owner.offer(1), 1, seconds=60)
     # Its own byte is 0; the next writer's will be 1.
     asked = shm_arena._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0 if whole else 1, 0)
     fcntl.fcntl(hostile, shm_arena._F_OFD_SETLK, asked)
-    before, reach = open_files(), owner.offer(WRITER)
+    before, reach = open_files(), await owner.offer(WRITER)
     with pytest.raises(TransportError, match="refused the token"):
         await receive(reach, WRITER, seconds=60)
     assert open_files() == before
@@ -597,8 +597,8 @@ async def test_sockets_of_the_dead_are_swept_and_those_of_the_living_are_not(are
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(directory / "arena-0123456789abcdef"))
     other = ShmArena(arena, directory=directory)
-    assert sorted(os.listdir(directory)) == sorted(Path(o.offer(1).address).name for o in (living, other))
-    os.close(await receive(living.offer(2), 2, seconds=60))
+    assert sorted(os.listdir(directory)) == sorted([Path((await o.offer(1)).address).name for o in (living, other)])
+    os.close(await receive(await living.offer(2), 2, seconds=60))
     await living.close()
     await other.close()
 
@@ -725,7 +725,7 @@ class Pair:
         self.checksums: dict[int, int] = {}
 
     async def map(self, session: int = WRITER) -> int:
-        return await self.writer.map(session, self.owner.offer(session), (component(self.target),))
+        return await self.writer.map(session, await self.owner.offer(session), (component(self.target),))
 
     def write(
         self,
@@ -882,7 +882,7 @@ async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(arena: A
     both = Pair(arena, directory)
     beyond = component(page_first(slots=SLOTS + 1))
     with pytest.raises(RemoteProtocolError, match=f"ends at byte {beyond.layout.end}, of {arena.byte_count}"):
-        await both.writer.map(WRITER, both.owner.offer(WRITER), (beyond,))
+        await both.writer.map(WRITER, await both.owner.offer(WRITER), (beyond,))
     assert both.owner.quiet(WRITER)
     await both.close()
 
@@ -902,7 +902,7 @@ async def test_another_model_is_refused_field_by_field(
 ) -> None:
     both = Pair(arena, directory)
     with pytest.raises(LayoutMismatchError, match=text):
-        await both.writer.map(WRITER, both.owner.offer(WRITER), (theirs,))
+        await both.writer.map(WRITER, await both.owner.offer(WRITER), (theirs,))
     await both.close()
 
 

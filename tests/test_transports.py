@@ -1,4 +1,4 @@
-"""What every transport promises, on the fake one and on shared memory alike, and what the fake one can be told."""
+"""What every transport promises, the fake one, shared memory and Mooncake alike, and what the fake one can be told."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from pdtransfer.layout import Component, Layout, Plane, Span
 from pdtransfer.memory import Arena
 from pdtransfer.transports.base import ArenaTransport, WriterTransport
 from pdtransfer.transports.fake import FakeArena, FakeWriter
+from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, Network, why_not
 from pdtransfer.transports.shm import ShmArena, ShmWriter
 
 SLOTS, ROW, SESSION = 32, 48, 5
@@ -41,7 +42,7 @@ class World:
     checksums: dict[int, int] = field(default_factory=dict[int, int])
 
     async def map(self) -> int:
-        return await self.writer.map(SESSION, self.owner.offer(SESSION), (COMPONENT,))
+        return await self.writer.map(SESSION, await self.owner.offer(SESSION), (COMPONENT,))
 
     def write(self, number: int, slots: list[int], layers: tuple[int, int] = (0, 3), **more: Any) -> None:
         order = Write(
@@ -85,8 +86,21 @@ async def shm(directory: Path) -> AsyncIterator[World]:
     arena.close()
 
 
+@asynccontextmanager
+async def mooncake(_: Path) -> AsyncIterator[World]:
+    if reason := why_not():
+        pytest.skip(reason)
+    arena, source = Arena.create(LAYOUT.end, huge_pages="never"), pool()
+    owner = MooncakeArena(arena, Network())
+    writer = MooncakeWriter((COMPONENT,), Network(), pool_address=source.ctypes.data)
+    yield World(owner, writer, source, lambda: arena.mapping.array)
+    await writer.close()
+    await owner.close()
+    arena.close()
+
+
 def on_loop(test: Callable[[World], Awaitable[None]]) -> Callable[..., None]:
-    @pytest.mark.parametrize("transport", [fake, shm])
+    @pytest.mark.parametrize("transport", [fake, shm, mooncake])
     def run(
         tmp_path_factory: pytest.TempPathFactory, transport: Callable[[Path], AbstractAsyncContextManager[World]]
     ) -> None:
@@ -114,14 +128,15 @@ async def test_a_write_lands_its_rows_and_reports_later(world: World) -> None:
 
 
 @on_loop
-async def test_a_token_is_good_once_and_never_after_revoke(world: World) -> None:
-    reach = world.owner.offer(SESSION)
+async def test_a_hand_over_is_good_once_and_never_after_revoke(world: World) -> None:
+    reach = await world.owner.offer(SESSION)
     await world.writer.map(SESSION, reach, (COMPONENT,))
     world.writer.unmap(SESSION)
+    world.owner.revoke(SESSION)
     await until(lambda: world.owner.quiet(SESSION))
     with pytest.raises(TransportError):
         await world.writer.map(SESSION, reach, (COMPONENT,))
-    late = world.owner.offer(6)
+    late = await world.owner.offer(6)
     world.owner.revoke(6)
     with pytest.raises(TransportError):
         await world.writer.map(6, late, (COMPONENT,))
@@ -129,7 +144,7 @@ async def test_a_token_is_good_once_and_never_after_revoke(world: World) -> None
 
 @on_loop
 async def test_a_session_is_quiet_from_unmap_to_for_ever(world: World) -> None:
-    reach = world.owner.offer(SESSION)
+    reach = await world.owner.offer(SESSION)
     assert not world.owner.quiet(SESSION)
     await world.writer.map(SESSION, reach, (COMPONENT,))
     world.owner.revoke(SESSION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from ..effects import (
     StopVerifying,
     Verify,
 )
-from ..errors import Cause, LocalProtocolError, WorldError
+from ..errors import Cause, LocalProtocolError, TransportError, WorldError
 from ..events import Event, EventQueue
 from ..keys import AllowList
 from ..layout import Component
@@ -68,6 +69,7 @@ class DecodeNode:
             verify=verify,
             bytes_ready=arena.bytes_ready or None,  # one that nobody prefaults is backed as it is written
         )
+        self._offers: set[asyncio.Task[None]] = set()
         self._verifier = Verifier(arena.mapping.address) if verify else None
         self._transport: ArenaTransport = ShmArena(arena, directory=socket_directory)
         self.bus = settings.bus(self.receive)
@@ -141,6 +143,8 @@ class DecodeNode:
                 self.bus.send(name, Goodbye(self.core.links.identity.incarnation, Cause.SHUTDOWN.value))
         self._run.ticker.stop()
         self._events.stop()
+        for task in self._offers:
+            task.cancel()
         if self._verifier is not None:
             await self._verifier.close()
         await self._transport.close()
@@ -164,8 +168,9 @@ class DecodeNode:
             case Leased():
                 self._leased(effect.room)
             case Offer(_, session):
-                reach = self._transport.offer(session)
-                self._run(self.core.offered(session, reach, self._clock.now()))
+                task = asyncio.get_running_loop().create_task(self._offer(session))
+                self._offers.add(task)
+                task.add_done_callback(self._offers.discard)
             case Fence(session):
                 self._transport.revoke(session)
                 if self._transport.quiet(session):
@@ -182,6 +187,15 @@ class DecodeNode:
                 self.bus.hang_up(peer)
             case PeerRefused(_, detail):
                 log.warning("%s", detail)
+
+    async def _offer(self, session: int) -> None:
+        try:
+            reach = await self._transport.offer(session)
+        except TransportError as error:
+            log.warning("session %#x: %s", session, error)
+            self._run(self.core.unoffered(session, str(error), self._clock.now()))
+        else:
+            self._run(self.core.offered(session, reach, self._clock.now()))
 
     def _verified(self, order: Verify, checksum: int, detail: str) -> None:
         self._run(self.core.verified(order.session, order.grant, checksum, detail, self._clock.now()))

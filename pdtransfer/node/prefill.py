@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 
 from ..effects import (
     Drained,
@@ -74,7 +74,8 @@ class PrefillNode:
         ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock)
         self._run: Performer[PrefillEffect] = Performer(self._perform, ticker)
         self._events = EventQueue(lambda room, error: self.abort(room, Cause.ENGINE, f"its event: {error}"))
-        self._mappings: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._fencing: set[int] = set()  # sessions
         self._started_ns: dict[tuple[int, int], int] = {}
         self.stamp_ns = 0  # CLOCK_MONOTONIC of the latest write's end, or finish: what lands a room
         self.copy_ns: dict[int, int] = {}  # by room, until it is drained: the time that its writes took
@@ -138,7 +139,7 @@ class PrefillNode:
             self.bus.send(name, Goodbye(self.core.identity.incarnation, Cause.SHUTDOWN.value))
         self._run.ticker.stop()
         self._events.stop()
-        for task in self._mappings:
+        for task in self._tasks:
             task.cancel()
         await self._transport.close()
         await self.bus.close()
@@ -159,15 +160,13 @@ class PrefillNode:
             case StopWriting(session, grant):
                 self._transport.cancel(session, grant)
             case Map():
-                task = self._loop.create_task(self._map(effect))
-                self._mappings.add(task)
-                task.add_done_callback(self._mappings.discard)
+                self._spawn(self._map(effect))
             case Unmap(session):
                 self._transport.unmap(session)
             case FenceWriter(session):
-                # The only writer here is this process: what it left unknown stays quarantined until it is gone.
-                log.critical("session %#x: a write's outcome is unknown until this process has ended", session)
-                self.condemned()
+                if session not in self._fencing:
+                    self._fencing.add(session)
+                    self._spawn(self._fence(session))
 
     def _push(self, room: int, cell: Cell) -> None:
         try:
@@ -188,6 +187,21 @@ class PrefillNode:
         self.copy_ns[order.room] = self.copy_ns.get(order.room, 0) + took_ns
         now = self._clock.now()
         self._run(self.core.wrote(order.session, order.write, outcome, detail, now, checksum=checksum))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _fence(self, session: int) -> None:
+        fenced = await self._transport.fence(session)
+        if fenced:
+            self._fencing.discard(session)
+            self._run(self.core.fenced(session, self._clock.now()))
+            return
+        # The only writer here is this process: what it left unknown stays quarantined until it is gone.
+        log.critical("session %#x: a write's outcome is unknown until this process has ended", session)
+        self.condemned()
 
     async def _map(self, effect: Map) -> None:
         def mapped(bytes_ready: int) -> None:

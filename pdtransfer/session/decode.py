@@ -175,6 +175,11 @@ class DecodeSessions:
         self.links.offered(session_id, reach, now)
         return self._effects(now)
 
+    def unoffered(self, session_id: int, text: str, now: float) -> list[DecodeEffect]:
+        """Answers Offer: it cannot be done. Or later: what was offered is gone."""
+        self.links.unoffered(session_id, text, now)
+        return self._effects(now)
+
     def ready(self, bytes_ready: int, now: float) -> list[DecodeEffect]:
         """So many of the arena's first bytes are backed with memory now: what lies below is leased to who waits."""
         self.arena.grow(bytes_ready)

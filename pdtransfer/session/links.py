@@ -151,6 +151,18 @@ class Links:
             session.reach = reach
             self._register(session, now)
 
+    def unoffered(self, session_id: int, text: str, now: float) -> None:
+        """There is no hand-over, or no more: nobody writes through it, which the session's fence will find proven."""
+        session = self.sessions.get(session_id)
+        if session is None:
+            return
+        if session.state is SessionState.OFFERING:
+            self._refuse(self.peers[session.peer], Cause.TRANSFER, text, now)
+        elif session.state is SessionState.FENCING:
+            self._fence(session, now)  # it need not wait for its next look
+        else:
+            self.condemn(session, Cause.TRANSFER, text, now)
+
     def registered(self, session: Session, message: Registered) -> None:
         """The writer says how much of the arena it has ready."""
         if session.reach is None:

@@ -167,14 +167,17 @@ class PrefillSessions:
         return self._effects()
 
     def fenced(self, session_id: int, now: float) -> list[PrefillEffect]:
-        """Answers FenceWriter: nothing of this session is in flight any more, and nothing will be. It is over."""
+        """Answers FenceWriter: nothing of this session is sent any more, and no source is read. It is over.
+
+        That is no proof for decode, where bytes may still be on their way from a socket: it is told that the session is
+        over, and fences it.
+        """
         session = self.sessions.get(session_id)
         if session is not None:
-            for duty, _ in [ended(session, write) for write in list(session.writes)]:
-                self._fail_duty(duty, Cause.TRANSFER, "its writer was fenced", now)
-                self._settle(duty, now)
             if session.open:
                 self.writers.expel(session, Cause.TRANSFER, "its writer was fenced", now)
+            for duty, _ in [ended(session, write) for write in list(session.writes)]:
+                self._settle(duty, now)
         return self._effects()
 
     def next_tick(self) -> float | None:

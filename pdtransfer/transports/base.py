@@ -47,6 +47,11 @@ class WriterTransport(Protocol):
         """Asks this grant's writes to stop early; each still reports its own outcome (FAILED if it stopped)."""
         ...
 
+    async def fence(self, session: int) -> bool:
+        """Ends whatever writes for this session, and returns when nothing of it reads the pool, or sends, any more:
+        True. False where only the end of this process could do that."""
+        ...
+
     async def close(self) -> None:
         """Waits for what is in flight, unmaps everything."""
         ...
@@ -55,12 +60,14 @@ class WriterTransport(Protocol):
 class ArenaTransport(Protocol):
     """The decode side: hands one arena over to writers, and proves them quiet."""
 
-    def offer(self, session: int) -> Reach:
-        """Prepares one hand-over for this session: a fresh token, good once."""
+    async def offer(self, session: int) -> Reach:
+        """Prepares one hand-over for this session, good for one writer. Raises TransportError where there can be none;
+        a fence ends what it has left."""
         ...
 
     def revoke(self, session: int) -> None:
-        """No hand-over for this session any more; the first step of every fence. Idempotent."""
+        """No hand-over for this session any more; the first step of every fence. Idempotent. Where the kernel lets us
+        end every way to write that was handed over, it does."""
         ...
 
     def quiet(self, session: int) -> bool:

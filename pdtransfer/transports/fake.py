@@ -34,7 +34,7 @@ class FakeArena:
         self._tokens: dict[int, bytes] = {}  # by session, until shown or revoked
         self._offers = 0
 
-    def offer(self, session: int) -> Reach:
+    async def offer(self, session: int) -> Reach:
         """A token that no other offer has."""
         self._offers += 1
         token = self._tokens[session] = self._offers.to_bytes(32, "little")
@@ -172,6 +172,12 @@ class FakeWriter:
         for session in self._sessions:
             del self._arena.writers[session]
         self._sessions.clear()
+
+    async def fence(self, session: int) -> bool:
+        """What pends is lost."""
+        for pending in [each for each in self.pending if each.order.session == session]:
+            self.lose(pending)
+        return True
 
     async def close(self) -> None:
         """What pends ends as FAILED, and is heard before this returns."""

@@ -129,7 +129,7 @@ class FakeDecode:
     async def register(self) -> int:
         """A session whose arena is mapped."""
         session = secrets.randbits(63) + 1
-        await self.peer.say(Register(session, (self.component,), self._transport.offer(session)))
+        await self.peer.say(Register(session, (self.component,), await self._transport.offer(session)))
         said = await self.peer.hear(Registered, Reject)
         assert isinstance(said, Registered), said
         self.session = session

@@ -264,7 +264,7 @@ def test_an_arena_that_is_not_what_was_said_is_refused(fleet: Running, tmp_path:
     async def case(site: Site) -> None:
         async with mallory(site, tmp_path) as it:
             session = secrets.randbits(63) + 1
-            reach = it._transport.offer(session)
+            reach = await it._transport.offer(session)
             bad = [
                 replace_reach(reach, token=bytes(32)),
                 replace_reach(reach, arena_bytes=reach.arena_bytes + 4_096),
@@ -276,7 +276,7 @@ def test_an_arena_that_is_not_what_was_said_is_refused(fleet: Running, tmp_path:
             ]
             for each in bad:
                 session = secrets.randbits(63) + 1
-                await it.peer.say(msgspec.structs.replace(register_of(it, session), reach=each))
+                await it.peer.say(msgspec.structs.replace(await register_of(it, session), reach=each))
                 refused = await it.peer.hear(Reject, Registered)
                 assert isinstance(refused, Reject), each
                 assert refused.session == session
@@ -290,10 +290,10 @@ def replace_reach(reach, **fields):
     return msgspec.structs.replace(reach, **fields)
 
 
-def register_of(it: FakeDecode, session: int):
+async def register_of(it: FakeDecode, session: int):
     from pdtransfer.wire import Register
 
-    return Register(session, (it.component,), it._transport.offer(session))
+    return Register(session, (it.component,), await it._transport.offer(session))
 
 
 def test_who_takes_an_honest_nodes_name_disturbs_it_and_no_more(fleet: Running, tmp_path: Path) -> None:

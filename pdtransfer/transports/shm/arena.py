@@ -45,7 +45,7 @@ class ShmArena:
         self._host = host()  # read now: later there may be no descriptor left to read it with
         self._listener = Listener(self._give, byte_count=arena.byte_count, directory=directory, uids=uids)
 
-    def offer(self, session: int) -> Reach:
+    async def offer(self, session: int) -> Reach:
         """A fresh token for this session, good once; one that was offered before is good no more."""
         token = secrets.token_bytes(TOKEN_BYTES)
         self._sessions.setdefault(session, _HandOver()).token = token

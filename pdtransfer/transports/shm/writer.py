@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 from ... import kernels, sums
 from ...checksum import Lines, lines_of
 from ...effects import Outcome, Write
-from ...errors import LayoutMismatchError, RemoteProtocolError, TransportError, WorldError
+from ...errors import TransportError, WorldError
 from ...kernels.pools import Pool
 from ...layout import Component
 from ...memory import Mapping, enter_backed, map_received
 from ...pairing import Pairing
-from ...sharing import facing, pair_share
+from ...sharing import facing
 from ...wire import Reach
 from ..base import Ready, WriteDone
 from ..copier import Copier, Job
 from ..lane import WriterCard
+from ..meeting import paired
 from ..pusher import Push, Pusher, Staged
 from ..reports import Reports
 from .handover import receive
@@ -178,7 +179,7 @@ class ShmWriter:
         """In a worker thread. The mapping keeps the lock that came with `fd`."""
         with ExitStack() as undo:
             undo.callback(os.close, fd)
-            pairings = tuple(self._paired(index, theirs, arena_bytes) for index, theirs in enumerate(components))
+            pairings = paired(self._components, components, arena_bytes)
             mapping = map_received(fd, arena_bytes)
             undo.callback(mapping.close)
             sums.native()
@@ -194,22 +195,6 @@ class ShmWriter:
         """In a worker thread: how much is ready by now."""
         entered = enter_backed(mapping, fd, first)
         return entered if self._card is None else mapping.register(self._card, entered)
-
-    def _paired(self, index: int, theirs: Component, arena_bytes: int) -> Pairing:
-        named = f"component {theirs.name!r}"
-        if (ours := self._components.get(theirs.name)) is None:
-            raise LayoutMismatchError([f"{named}: this pool holds {', '.join(self._components)}"])
-        try:
-            theirs.layout.check_within(arena_bytes, named)
-        except ValueError as error:
-            raise RemoteProtocolError(f"components[{index}].layout", str(error)) from None
-        fields = {
-            "tokens_per_row": (theirs.tokens_per_row, ours.tokens_per_row),
-            "span": (theirs.span, ours.span),
-        }
-        if differences := [f"{named}.{name}: {a} there, {b} here" for name, (a, b) in fields.items() if a != b]:
-            raise LayoutMismatchError(differences)
-        return pair_share(ours.layout, theirs.layout)
 
     def unmap(self, session: int) -> None:
         """Lets the mapping go, and with it the lock, once the session's writes have been reported; idempotent."""
@@ -321,6 +306,10 @@ class ShmWriter:
         """Stops this grant's writes at their next rows; each still reports, FAILED unless it was through."""
         for job in self._jobs.get((session, grant), ()):
             job.stop()
+
+    async def fence(self, session: int) -> bool:  # noqa: ARG002 (of any session)
+        """False: the only writer here is this process, and what it left unknown stays so until it has ended."""
+        return False
 
     async def close(self) -> None:
         """Waits for what is in flight, unmaps everything, joins every thread."""

@@ -1,0 +1,35 @@
+"""Where a writer's components meet those of a session's Register."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import LayoutMismatchError, RemoteProtocolError
+from ..layout import Component
+from ..pairing import Pairing
+from ..sharing import pair_share
+
+
+def paired(ours: Mapping[str, Component], components: tuple[Component, ...], arena_bytes: int) -> tuple[Pairing, ...]:
+    """A pairing for each of `components`, theirs, in order.
+
+    Raises LayoutMismatchError where one holds another model than ours, RemoteProtocolError where it leaves the arena.
+    """
+    return tuple(_paired(ours, index, theirs, arena_bytes) for index, theirs in enumerate(components))
+
+
+def _paired(held: Mapping[str, Component], index: int, theirs: Component, arena_bytes: int) -> Pairing:
+    named = f"component {theirs.name!r}"
+    if (ours := held.get(theirs.name)) is None:
+        raise LayoutMismatchError([f"{named}: this pool holds {', '.join(held)}"])
+    try:
+        theirs.layout.check_within(arena_bytes, named)
+    except ValueError as error:
+        raise RemoteProtocolError(f"components[{index}].layout", str(error)) from None
+    fields = {
+        "tokens_per_row": (theirs.tokens_per_row, ours.tokens_per_row),
+        "span": (theirs.span, ours.span),
+    }
+    if differences := [f"{named}.{name}: {a} there, {b} here" for name, (a, b) in fields.items() if a != b]:
+        raise LayoutMismatchError(differences)
+    return pair_share(ours.layout, theirs.layout)

@@ -1,0 +1,222 @@
+"""What runs in an engine's own process: Mooncake's TransferEngine over one piece of shared memory, and nothing else.
+
+Started by its path, so that nothing of the package is imported: a start costs an interpreter and the engine. It ends
+when its parent does, whatever ended that. `process` is the parent's half of what is said here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from collections import deque
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+HELLO = struct.Struct("<BxH")  # READY and the port, or NOT_READY and a text after it
+ORDER = struct.Struct("<BxxxIIQQ")  # kind, slot, operations, where their table lies in the ring, turn
+REPLY = struct.Struct("<BxxxI")  # kind, slot; several in one packet
+OPERATION = struct.Struct("<QQQ")  # offset in the ring, address there, bytes
+
+READY, NOT_READY = 1, 2
+PUT, CANCEL = 1, 2  # orders
+DONE, CANCELLED, UNKNOWN = 1, 2, 3  # replies; after an UNKNOWN there is none
+
+CHUNK_BYTES = 512 << 10  # of one operation: larger ones are erratic, much smaller ones cost 12 us each
+WINDOW_BYTES = 16 << 20  # in flight: some 5 ms, and no small room waits longer for a large one
+WINDOW_OPERATIONS = 128
+_POLL_S = 0.0005
+_PENDING_SEEN_MAX = 16  # of those in flight, oldest first: lanes overtake each other, but not by far
+
+_PR_SET_PDEATHSIG = 1
+_PROT_READ_WRITE, _MAP_SHARED, _MAP_FIXED_NOREPLACE = 3, 1, 0x100000
+
+
+def main() -> None:
+    """child.py arena|sender PARENT SOCKET MEMORY BASE BYTES PROTOCOL HOST [TARGET TARGET_BASE]"""
+    role, parent, number, memory, base, byte_count, protocol, host, *target = sys.argv[1:]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):
+        return  # it died before we asked to be told
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the whole group: the parent decides
+    pipe = socket.socket(fileno=int(number))
+    try:
+        address = _mapped(libc, int(memory), int(byte_count), int(base))
+        engine = _engine(host, protocol)
+        if role == "arena" or protocol != "tcp":  # where TCP reads from, nobody else need be able to read
+            _check("register_memory", engine.register_memory(address, int(byte_count)))
+        if role == "sender":
+            _meet(engine, target[0], int(target[1]))
+    except Exception as error:  # noqa: BLE001 (whatever it is, the parent is told)
+        text = f"{type(error).__name__}: {error}" if not isinstance(error, _NotReadyError) else str(error)
+        pipe.send(HELLO.pack(NOT_READY, 0) + text.encode()[:400])
+        return
+    pipe.send(HELLO.pack(READY, engine.get_rpc_port()))
+    if role == "arena":
+        pipe.recv(1)  # only its end is ever read
+    else:
+        _Sender(engine, pipe, target[0], address, int(byte_count)).serve()
+    os._exit(0)  # destroying an engine takes a second, and nobody needs it
+
+
+class _NotReadyError(Exception):
+    pass
+
+
+def _mapped(libc: Any, fd: int, byte_count: int, base: int) -> int:
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+    )  # fmt: skip
+    libc.mmap.restype = ctypes.c_void_p
+    flags = _MAP_SHARED | (_MAP_FIXED_NOREPLACE if base else 0)
+    address = libc.mmap(base, byte_count, _PROT_READ_WRITE, flags, fd, 0)
+    if address == ctypes.c_void_p(-1).value or (base and address != base):
+        raise _NotReadyError(f"{byte_count} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    os.close(fd)
+    return address
+
+
+def _engine(host: str, protocol: str) -> Any:
+    engine: Any = import_module("mooncake.engine").TransferEngine()  # it has no types, and may not be there
+    _check("initialize", engine.initialize(host, "P2PHANDSHAKE", protocol, ""))
+    return engine
+
+
+def _check(what: str, status: int) -> None:
+    if status:
+        raise _NotReadyError(f"{what} answers {status}")
+
+
+def _meet(engine: Any, target: str, base: int) -> None:
+    """The handshake, now: to a peer that does not answer it would hold every later write's thread."""
+    found: int = engine.get_first_buffer_address(target)
+    if found != base:
+        raise _NotReadyError(f"no engine with this arena answers at {target}")
+
+
+class _Batch:
+    """The operations of one slot of the ring."""
+
+    __slots__ = ("cancelled", "flying", "operations", "slot", "turn")
+
+    def __init__(self, slot: int, turn: int, operations: Iterator[tuple[int, ...]]) -> None:
+        self.slot, self.turn, self.operations = slot, turn, deque(operations)
+        self.flying, self.cancelled = 0, False
+
+
+class _Sender:
+    """Submits what is ordered, in turn between grants, and says of each slot when all of it is where it should be."""
+
+    def __init__(self, engine: Any, pipe: socket.socket, target: str, address: int, byte_count: int) -> None:
+        self._engine, self._pipe, self._target, self._address = engine, pipe, target, address
+        self._memory = memoryview((ctypes.c_char * byte_count).from_address(address))
+        self._turns: dict[int, deque[_Batch]] = {}
+        self._waiting: deque[int] = deque()  # the same, in the order of their turns
+        self._flying: deque[tuple[int, int, _Batch]] = deque()  # number, bytes
+        self._bytes = 0
+        self._replies: list[bytes] = []
+
+    def serve(self) -> None:
+        """Until the parent hangs up, or a write has failed: what that has left on its way nobody knows."""
+        while True:
+            timeout = _POLL_S if self._flying else None
+            if select.select((self._pipe,), (), (), timeout)[0] and not self._hear():
+                return
+            known = self._look()
+            if known:
+                known = self._submit()
+            if self._replies:
+                self._pipe.send(b"".join(self._replies))
+                self._replies.clear()
+            if not known:
+                self._pipe.recv(1)  # nothing more is sent, and whoever is to end this says when
+                return
+
+    def _hear(self) -> bool:
+        while True:
+            try:
+                order = self._pipe.recv(ORDER.size, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            if not order:
+                return False
+            kind, slot, count, table, turn = ORDER.unpack(order)
+            if kind == PUT:
+                end = table + count * OPERATION.size
+                batch = _Batch(slot, turn, OPERATION.iter_unpack(self._memory[table:end]))
+                if turn not in self._turns:
+                    self._turns[turn] = deque()
+                    self._waiting.append(turn)
+                self._turns[turn].append(batch)
+            else:
+                self._cancel(turn)
+
+    def _cancel(self, turn: int) -> None:
+        """Submits no more of it."""
+        for batch in self._turns.pop(turn, ()):
+            batch.cancelled = True
+            batch.operations.clear()
+            if not batch.flying:
+                self._over(batch)
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+
+    def _submit(self) -> bool:
+        """As much as the window takes, a chunk's bytes of each grant in turn; False where one was refused."""
+        while self._waiting and self._bytes < WINDOW_BYTES and len(self._flying) < WINDOW_OPERATIONS:
+            turn = self._waiting[0]
+            self._waiting.rotate(-1)
+            batches, left = self._turns[turn], CHUNK_BYTES
+            while batches and left > 0 and len(self._flying) < WINDOW_OPERATIONS:
+                batch = batches[0]
+                source, there, byte_count = batch.operations.popleft()
+                if byte_count > CHUNK_BYTES:
+                    rest = source + CHUNK_BYTES, there + CHUNK_BYTES, byte_count - CHUNK_BYTES
+                    batch.operations.appendleft(rest)
+                    byte_count = CHUNK_BYTES
+                number = self._engine.transfer_submit_write(self._target, self._address + source, there, byte_count)
+                if number <= 0:
+                    self._replies.append(REPLY.pack(UNKNOWN, batch.slot))
+                    return False
+                self._flying.append((number, byte_count, batch))
+                batch.flying += 1
+                self._bytes += byte_count
+                left -= byte_count
+                if not batch.operations:
+                    batches.popleft()
+            if not batches:
+                del self._turns[turn]
+                self._waiting.remove(turn)
+        return True
+
+    def _look(self) -> bool:
+        """Asks how the oldest are; each that has ended is asked no more. False where one has failed."""
+        pending: list[tuple[int, int, _Batch]] = []
+        while self._flying and len(pending) < _PENDING_SEEN_MAX:
+            number, byte_count, batch = each = self._flying.popleft()
+            status = self._engine.transfer_check_status(number)
+            if status == 0:
+                pending.append(each)
+                continue
+            if status < 0:
+                self._replies.append(REPLY.pack(UNKNOWN, batch.slot))
+                return False
+            self._bytes -= byte_count
+            batch.flying -= 1
+            if not batch.flying and not batch.operations:
+                self._over(batch)
+        self._flying.extendleft(reversed(pending))
+        return True
+
+    def _over(self, batch: _Batch) -> None:
+        self._replies.append(REPLY.pack(CANCELLED if batch.cancelled else DONE, batch.slot))
+
+
+if __name__ == "__main__":
+    main()

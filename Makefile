@@ -5,10 +5,14 @@ RUN := .venv/bin/python
 SANITIZED := tests/test_kernels_gpu.py tests/test_step_gpu.py tests/test_push_gpu.py \
 	-k '(not rows_land and not triton) or mla656 or parts0'
 
-.PHONY: demo test test-gpu sanitize check bench venv clean
+.PHONY: demo compose-demo test test-gpu sanitize check bench venv clean
 
 demo: .venv/.stamp
 	@$(RUN) -m pdtransfer demo $(ARGS)
+
+# The fleet of deploy/compose.yaml, checked; PROFILE=shm for the other one. An engine is started for the time being where none runs.
+compose-demo: .venv/.stamp
+	@tools/compose-demo
 
 # Some tests start processes of their own, so more workers than this do not make it faster.
 test: .venv/.stamp

@@ -80,11 +80,19 @@ def router(config: Annotated[RouterConfig | None, _FLAT] = None) -> int:
 
 
 @app.command
-def demo(config: Annotated[DemoConfig | None, _FLAT] = None) -> int:
+def demo(
+    config: Annotated[DemoConfig | None, _FLAT] = None,
+    *,
+    router: Annotated[str, Parameter(help="Asks the router at this URL, and starts nothing.")] = "",
+    metrics: Annotated[
+        tuple[str, ...], Parameter(help="host:port of a decode daemon behind it; may be repeated.")
+    ] = (),
+) -> int:
     """Starts everything on this host, sends prompts, and checks each answer against a single process."""
     from .demo import run
 
-    return run(config or DemoConfig())
+    config = config or DemoConfig()
+    return run(config, router=router, metrics=metrics) if router else run(config)
 
 
 @app.command

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from .config import DecodeConfig, DemoConfig, PrefillConfig, RouterConfig, card_of
 from .demo_report import Answer, good, report_of, show
 from .errors import PDTransferError, WorldError
-from .fleet import Fleet
+from .fleet import Fleet, Standing
 from .kernels import card
 from .limits import Limits
 from .signals import end_with_parent
@@ -58,16 +58,19 @@ def prompts(config: DemoConfig) -> list[str]:
     return [shared + text[:size] for text, size in zip(texts, sizes, strict=True)]
 
 
-def run(config: DemoConfig) -> int:
-    """The command `pdtransfer demo`; exit status 1 when an answer is not identical, or a slot is lost."""
+def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) -> int:
+    """The command `pdtransfer demo`; exit status 1 when an answer is not identical, or a slot is lost.
+
+    With `router`, the URL of one that runs, nothing is started; `metrics` is host:port of each decode rank behind it.
+    """
     if (number := card_of(config.device)) is not None:
         card.check(number)
-    return uvloop.run(_until_stopped(config))
+    return uvloop.run(_until_stopped(config, Standing(router, metrics) if router else None))
 
 
-async def _until_stopped(config: DemoConfig) -> int:
+async def _until_stopped(config: DemoConfig, standing: Standing | None) -> int:
     """Whoever ends it, by SIGTERM or by closing the terminal, ends the daemons with it, as Ctrl-C does."""
-    loop, demo = asyncio.get_running_loop(), asyncio.ensure_future(_run(config))
+    loop, demo = asyncio.get_running_loop(), asyncio.ensure_future(_run(config, standing))
     stopped: list[int] = []
 
     def stop(number: int) -> None:
@@ -84,10 +87,10 @@ async def _until_stopped(config: DemoConfig) -> int:
         return 128 + stopped[0]
 
 
-async def _run(config: DemoConfig) -> int:
+async def _run(config: DemoConfig, standing: Standing | None) -> int:
     with tempfile.TemporaryDirectory(prefix="pdtransfer-demo-") as logs:
         try:
-            status = await _show(config, Path(logs))
+            status = await _show(config, Path(logs), standing)
         except PDTransferError:
             _complain(Path(logs))
             raise
@@ -96,12 +99,13 @@ async def _run(config: DemoConfig) -> int:
     return status
 
 
-async def _show(config: DemoConfig, logs: Path) -> int:
+async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> int:
     """Starts, asks, compares, prints; the exit status."""
     console = Console(stderr=True, quiet=config.json)
     texts = prompts(config)
-    with _stage(console, f"starting {config.prefill} prefill, {config.decode} decode and a router"):
-        fleet = await _fleet(config, texts, logs).__aenter__()
+    text = f"starting {config.prefill} prefill, {config.decode} decode and a router"
+    with _stage(console, f"asking the router at {standing.url}" if standing else text):
+        fleet = await (standing or _fleet(config, texts, logs)).__aenter__()
     try:
         answers, seconds = await _ask(config, fleet, texts, console)
         leaked = await _leaked(fleet)
@@ -166,7 +170,9 @@ def _engine_options(config: DemoConfig) -> dict[str, str]:
     return own | {name: value for name, _, value in (option.partition("=") for option in config.engine_option)}
 
 
-async def _ask(config: DemoConfig, fleet: Fleet, texts: Sequence[str], console: Console) -> tuple[list[Answer], float]:
+async def _ask(
+    config: DemoConfig, fleet: Fleet | Standing, texts: Sequence[str], console: Console
+) -> tuple[list[Answer], float]:
     """Sends every prompt, some at a time, and streams what comes back."""
     answers = [Answer(text) for text in texts]
     gate = asyncio.Semaphore(config.concurrency)
@@ -195,11 +201,14 @@ async def _ask(config: DemoConfig, fleet: Fleet, texts: Sequence[str], console: 
 
 
 async def _ready(session: aiohttp.ClientSession) -> None:
-    for _ in range(200):
-        async with session.get("/health") as response:
-            if response.status == 200:
-                return
-        await asyncio.sleep(0.05)
+    try:
+        for _ in range(200):
+            async with session.get("/health") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.05)
+    except aiohttp.ClientError as error:
+        raise WorldError(f"no router answers: {error}") from error
     raise WorldError("the router finds no pair of workers")
 
 
@@ -248,14 +257,14 @@ def _event(answer: Answer, event: dict[str, Any], heard: Callable[[int], None]) 
     answer.tokens = tokens
 
 
-async def _figures(fleet: Fleet, session: aiohttp.ClientSession) -> dict[str, int]:
+async def _figures(fleet: Fleet | Standing, session: aiohttp.ClientSession) -> dict[str, int]:
     """Of all decode ranks together, by name."""
     from prometheus_client.parser import text_string_to_metric_families
 
     total: dict[str, int] = {}
-    for rank in [rank for daemon in fleet.of("decode") for rank in daemon.ready["ranks"]]:
+    for address in fleet.metrics:
         try:
-            async with session.get(f"http://{rank['http']}/metrics") as response:
+            async with session.get(f"http://{address}/metrics") as response:
                 families = text_string_to_metric_families(await response.text())
         except aiohttp.ClientError as error:
             raise WorldError(f"a decode daemon is gone: {error}") from error
@@ -264,8 +273,10 @@ async def _figures(fleet: Fleet, session: aiohttp.ClientSession) -> dict[str, in
     return total
 
 
-async def _leaked(fleet: Fleet) -> int:
-    """Slots of all decode daemons that have not come back, once nothing runs any more."""
+async def _leaked(fleet: Fleet | Standing) -> int | None:
+    """Slots of all decode daemons that have not come back, once nothing runs any more; None where nobody could ask."""
+    if not fleet.metrics:
+        return None
     deadline = time.monotonic() + SETTLE_S
     async with aiohttp.ClientSession() as session:
         while True:
@@ -276,7 +287,7 @@ async def _leaked(fleet: Fleet) -> int:
             await asyncio.sleep(0.05)
 
 
-async def _verified(fleet: Fleet) -> tuple[int, int]:
+async def _verified(fleet: Fleet | Standing) -> tuple[int, int]:
     """Grants whose rows were read back and are what was sent, and those that are something else."""
     async with aiohttp.ClientSession() as session:
         figures = await _figures(fleet, session)

@@ -28,7 +28,7 @@ class Answer:
     identical: bool = False
 
 
-def report_of(config: DemoConfig, answers: Sequence[Answer], seconds: float, leaked: int) -> dict[str, Any]:
+def report_of(config: DemoConfig, answers: Sequence[Answer], seconds: float, leaked: int | None) -> dict[str, Any]:
     """What the run comes to, as `--json` prints it."""
     done = [answer for answer in answers if answer.facts]
     handoffs_ms = sorted(a.facts["handoff_us"] / 1e3 for a in done if a.facts.get("handoff_us") is not None)
@@ -90,6 +90,7 @@ def show(answers: Sequence[Answer], report: dict[str, Any]) -> None:
         )
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(table)
+    leaked = "slots not counted" if report["slots_leaked"] is None else f"{report['slots_leaked']} slots leaked"
     verified, color = "", "green" if good(report) else "red"
     if "grants_verified" in report:
         verified = f"; {report['grants_verified']} grants verified, {report['grants_mismatched']} mismatched"
@@ -100,5 +101,5 @@ def show(answers: Sequence[Answer], report: dict[str, Any]) -> None:
         f"{report['cached_tokens']:,} of {report['prompt_tokens']:,} prompt tokens were there already\n"
         f"hand-off, last cell written to READY: p50 {report['handoff_ms_p50']} ms, p99 {report['handoff_ms_p99']} ms\n"
         f"[{color}]{report['identical']} of {report['requests']} identical to a single process "
-        f"(tokens, logits, KV); {report['slots_leaked']} slots leaked{verified}"
+        f"(tokens, logits, KV); {leaked}{verified}"
     )

@@ -6,9 +6,9 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from .config import DecodeConfig, PrefillConfig, RouterConfig, arguments, child_environment
 from .errors import WorldError
@@ -103,3 +103,22 @@ class Fleet:
     def url(self) -> str:
         """Where the router listens."""
         return f"http://{self.of('router')[0].ready['http']}"
+
+    @property
+    def metrics(self) -> list[str]:
+        """Where each decode rank says its figures, host:port."""
+        return [rank["http"] for daemon in self.of("decode") for rank in daemon.ready["ranks"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A fleet that somebody else has started, and ends: where its router listens, and its decode ranks' figures are."""
+
+    url: str
+    metrics: Sequence[str] = ()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass

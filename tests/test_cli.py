@@ -141,6 +141,14 @@ def test_exit_status_is_what_the_command_answers(status: int, monkeypatch: pytes
     assert cli.main(["demo"]) == status
 
 
+def test_a_demo_of_a_router_that_runs_is_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+    put(monkeypatch, "demo", run=lambda config, **given: seen.append((config.requests, given)) or 0)
+    given = ["--router", "http://r:8000", "--metrics", "d0:7202", "--metrics", "d1:7202"]
+    assert cli.main(["demo", "--requests", "3", *given]) == 0
+    assert seen == [(3, {"router": "http://r:8000", "metrics": ("d0:7202", "d1:7202")})]
+
+
 @pytest.mark.parametrize("name", BENCHES)
 def test_bench_passes_its_flags_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, defaults = BENCHES[name]

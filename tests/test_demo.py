@@ -7,11 +7,14 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +27,7 @@ from pdtransfer.config import DemoConfig
 from pdtransfer.demo import prompts, run
 from pdtransfer.demo_report import Answer
 from pdtransfer.errors import WorldError
+from pdtransfer.fleet import Standing
 
 REPO = Path(__file__).resolve().parent.parent
 DIGESTS = {"tokens_digest": "01", "logits_digest": "02", "kv_digest": "03"}
@@ -195,6 +199,65 @@ def test_where_asking_fails_the_fleet_is_ended(
     with pytest.raises(WorldError, match="no pair"):
         run(CONFIG)
     assert fleet.ended
+
+
+# A fleet that somebody else has started
+
+
+class Figures(BaseHTTPRequestHandler):
+    """A decode daemon's /metrics, with three of ten slots taken."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'pdtransfer_slots{component="kv"} 10.0\npdtransfer_slots_free{component="kv"} 7.0\n')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("counted", "leaked", "words"), [(2, 6, "6 slots leaked"), (0, None, "slots not counted")])
+def test_a_router_that_runs_is_asked_and_the_decodes_named_with_it_are_counted(
+    counted: int,
+    leaked: int | None,
+    words: str,
+    answers: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    count_slots, asked = demo._leaked, []
+    answers(answered("a"))
+    answer_all = demo._ask
+
+    async def ask(config: DemoConfig, fleet: Standing, *others: Any) -> Any:
+        asked.append(fleet.url)
+        return await answer_all(config, fleet, *others)
+
+    monkeypatch.setattr(demo, "_ask", ask)
+    monkeypatch.setattr(demo, "_leaked", count_slots)
+    monkeypatch.setattr(demo, "_fleet", lambda *_: pytest.fail("a fleet was started"))
+    monkeypatch.setattr(demo, "SETTLE_S", 0.0)
+    with HTTPServer(("127.0.0.1", 0), Figures) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            metrics = [f"127.0.0.1:{server.server_port}"] * counted
+            assert run(CONFIG, router="http://somewhere:8000", metrics=metrics) == int(bool(leaked))
+            said = json.loads(capsys.readouterr().out)
+            run(DemoConfig(requests=1), router="http://somewhere:8000", metrics=metrics)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert said["slots_leaked"] == leaked
+    assert words in capsys.readouterr().out
+    assert set(asked) == {"http://somewhere:8000"}
+
+
+def test_a_router_that_does_not_answer_is_one_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and never listens
+        with pytest.raises(WorldError, match="no router answers"):
+            run(CONFIG, router=f"http://127.0.0.1:{taken.getsockname()[1]}")
 
 
 def test_what_daemons_complained_of_is_shown_where_it_fails(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import shutil
@@ -19,6 +20,7 @@ import pytest
 
 import pdtransfer
 from pdtransfer import cli
+from pdtransfer.keys import Address, AllowList, KeyPair
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -179,8 +181,69 @@ def test_image_copies_only_what_is_there_and_is_not_ignored() -> None:
         for line in re.findall(r"^COPY (?!--from)(.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
         for name in line.split()[:-1]
     ]
-    assert set(copied) == kept
-    assert all((ROOT / name).exists() for name in copied)
+    assert {name.replace("[s]", "s") for name in copied} == kept
+    assert all((ROOT / name).exists() for name in copied if "[" not in name)
+
+
+def _composed() -> Iterator[tuple[str, list[str], dict[str, str]]]:
+    """Each worker and router of the compose file: its name, its command line, and what its environment sets."""
+    text = (ROOT / "deploy" / "compose.yaml").read_text()
+    shared: dict[str, dict[str, str]] = {}
+    for name, lines in re.findall(r"^x-\w+: &(\w+)\n((?:  .*\n)+)", text, re.MULTILINE):
+        inherited = re.findall(r"<<: \*(\w+)", lines)
+        settings = dict(re.findall(r"^  (PDTRANSFER_\w+): (.*)$", lines, re.MULTILINE))
+        shared[name] = {key: value for each in inherited for key, value in shared.get(each, {}).items()} | settings
+    for command, anchor in re.findall(r"command: \[(.*)\]\n +environment: \*(\w+)", text):
+        words = [word.strip(' "') for word in command.split(",")]
+        yield words[words.index("--node") + 1], words, shared[anchor]
+
+
+def test_composed_nodes_start_daemons_with_the_keys_and_names_that_fleet_keys_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    text = (ROOT / "deploy" / "compose.yaml").read_text()
+    nodes = re.findall(r"^      - (router|[\w-]+=tcp://.*)$", text, re.MULTILINE)
+    for node in nodes:
+        (keys / node.partition("=")[0]).mkdir(parents=True)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, line in {"pdtransfer": f'exec {sys.executable} -m pdtransfer "$@"', "chown": ":"}.items():
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tools / name).chmod(0o755)
+    path = f"{tools}:{os.environ['PATH']}"
+    command = [ROOT / "deploy" / "fleet-keys", keys, *nodes]
+    for _ in range(2):  # the second time there is nothing to make
+        subprocess.run(command, env=os.environ | {"PATH": path}, cwd=ROOT, timeout=120, check=True)
+    publics = {each.name: KeyPair.read(each / "node.key").public for each in keys.iterdir()}
+    seen: dict[str, list[Any]] = {}
+    fake = SimpleNamespace(
+        **dict.fromkeys(("run_prefill", "run_decode", "run"), lambda given: seen[given.node].append(given) or 0)
+    )
+    for module in ("daemon", "router"):
+        monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
+    for name, words, environment in _composed():
+        seen.setdefault(name, [])
+        with monkeypatch.context() as patch:
+            for key, value in environment.items():
+                patch.setenv(key, value.replace("/keys", str(keys / name)))
+            assert cli.main([word.replace("/keys", str(keys / name)) for word in words]) == 0
+    # A worker in either profile, and what both routers are.
+    assert {name: len(given) for name, given in seen.items()} == dict.fromkeys(publics, 2) | {"router": 1}
+    for name, given in seen.items():
+        for config in given:
+            assert KeyPair.read(config.key).public == publics[name]
+            allowed = AllowList.read(config.allow)
+            assert {allowed.entry(public) for public in publics.values()} == {
+                (each, frozenset({each.partition("-")[0]})) for each in publics
+            }
+    [router] = seen["router"]
+    for node in nodes[1:]:
+        name, _, endpoint = node.partition("=")
+        role = name.partition("-")[0]
+        assert f"{publics[name]}@{endpoint}" in getattr(router, role)
+        [worker, _] = seen[name]
+        assert endpoint == f"tcp://{worker.advertise}:{Address.parse(worker.bind).port_first}"
 
 
 def test_security_names_tests_that_there_are() -> None:

@@ -21,9 +21,10 @@ def config(role="prefill", *, attention="mla", slots=2048, page_size=16, host_la
     )
 
 
-def request(room, prompt, max_tokens=6, **sampling):
+def request(room, prompt, max_tokens=6, sparse=False, **sampling):
     sampling.setdefault("ignore_eos", True)
-    return Request(room=room, prompt=prompt, sampling=Sampling(max_tokens=max_tokens, **sampling))
+    sampling = Sampling(max_tokens=max_tokens, **sampling)
+    return Request(room=room, prompt=prompt, sampling=sampling, enable_hisparse=sparse)
 
 
 def prompts(seed, lengths):

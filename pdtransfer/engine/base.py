@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import Component
+from ..limits import Limits
 from ..wire import Ranks, Sampling
 
 
@@ -58,6 +59,31 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HiSparse:
+    """What a decode daemon has for requests whose whole KV stays in the arena, and the hot tokens on the device."""
+
+    device_slots: int  # tokens that the device holds of all of them
+    hot_tokens: int  # of one request, where it has more; at least what a step reads
+    policy: Literal["longest", "shortest", "newest"] = "longest"  # who makes room for those that wait
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotFigures:
+    """How HiSparse requests fare; counts are since the engine began."""
+
+    running: int = 0  # requests that have a place on the device
+    waiting: int = 0  # that have landed and have none
+    retry_ms: int = 0  # when it is worth asking again where too many wait
+    hits: int = 0  # tokens that a step read and found on the device, of requests that do not fit there
+    misses: int = 0
+    swapped_bytes: int = 0  # brought from the arena, for misses
+    preloaded_bytes: int = 0  # for requests that fit
+    retracts: int = 0
+    staging_copies: int = 0  # of prompts, by way of anything
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What a daemon's flags say to its engine; an engine ignores what it has no use for."""
 
@@ -70,6 +96,7 @@ class EngineConfig:
     )
     chunk_tokens: int = 512  # prefill computes, and may offer, this many tokens at a time
     batch_max: int = 64  # requests in one decode step
+    hisparse: HiSparse | None = None  # none: requests that want it do not come
     device: str = "cpu"
     options: dict[str, str] = field(default_factory=dict[str, str])  # --engine-option name=value
     group: Group = field(default_factory=Alone)
@@ -267,6 +294,11 @@ class DecodeEngine(Protocol):
 
     def cancel(self, room: int) -> None:
         """Drops the room at once: when this returns the engine touches no slot of it. Unknown rooms are ignored."""
+        ...
+
+    @property
+    def figures(self) -> HotFigures:
+        """Of the moment, from any thread. Asked only where `EngineConfig.hisparse` was given."""
         ...
 
     @property

@@ -42,6 +42,11 @@ class Cache:
         pages, rows = np.divmod(np.pad(slots, (0, -len(slots) % multiple), constant_values=slots[0]), self._page_size)
         return torch.as_tensor(pages * self._page_step + rows * self._row_step, device=self._device)
 
+    def rows(self, slots: Tensor) -> Tensor:
+        """As `index`, of integers of any shape that are where the cache is; -1 becomes the first row."""
+        slots = slots.clamp(min=0).to(torch.int64)
+        return slots // self._page_size * self._page_step + slots % self._page_size * self._row_step
+
     def read(self, kind: str, layer: int, index: Tensor) -> Tensor:
         """Cache rows (n,) -> a fresh (n, heads, dim)."""
         heads, dim = self._head_count, self._architecture.cache_dim

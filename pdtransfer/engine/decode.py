@@ -13,13 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import CapacityError, ConfigError
+from ..kernels.pools import Pool
 from ..layout import check_slots
 from .architecture import Options
 from .attention import KEY_BLOCK, Tiles, causal_bias
-from .base import Broken, CardMemory, EngineCard, EngineConfig, Finished, Request, Token
+from .base import Broken, CardMemory, EngineCard, EngineConfig, Finished, HotFigures, Request, Token
 from .cache import Cache, reached
 from .card import COMPONENT, INDEX, build_card, check_request
+from .hot import Hot, capacity_of
 from .indexer import IndexCache
 from .model import Batch, EveryKey, Keys, Model
 from .numerics import block_up
@@ -34,6 +36,7 @@ class _Room:
     request: Request
     index: Tensor  # (key blocks, KEY_BLOCK) int64 cache rows, growth included
     indexed: Tensor | None  # rows of the index cache, (2, whole key blocks)
+    hot: bool  # whether it decodes from the device's hot tokens, when it has a place there
     logits_digest: bytes
     ids: list[int] = field(default_factory=list[int])
     told: bool = False  # whether step() has returned the first id, which came with aux
@@ -50,7 +53,8 @@ class _Room:
 
 
 class ReferenceDecode:
-    """A base.DecodeEngine. Rooms beyond batch_max wait for a step and take turns."""
+    """A base.DecodeEngine. Rooms beyond batch_max wait for a step and take turns; those that want HiSparse wait for
+    the device first."""
 
     def __init__(self, config: EngineConfig, options: Options, model: Model) -> None:
         if config.group.ranks.pp_size > 1:
@@ -61,6 +65,9 @@ class ReferenceDecode:
         self._cache: Cache | None = None
         self._index: IndexCache | None = None
         self._resident: AllResident | None = None
+        hisparse = config.hisparse
+        self._capacity = capacity_of(config, hisparse, options.top_k) if hisparse is not None else None
+        self._hot: Hot | None = None
         self._rooms: dict[int, _Room] = {}
 
     @property
@@ -69,7 +76,11 @@ class ReferenceDecode:
 
     @property
     def idle(self) -> bool:
-        return not self._rooms
+        return not self._rooms and (self._hot is None or self._hot.idle)
+
+    @property
+    def figures(self) -> HotFigures:
+        return HotFigures() if self._hot is None else self._hot.figures
 
     def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | CardMemory | None = None) -> None:
         assert hbm is None, "this model has no component in HBM"
@@ -82,12 +93,19 @@ class ReferenceDecode:
             self.take(reached(device_address, self._card.memory_bytes, self._model.device))
         else:
             self.take(torch.frombuffer(arena, dtype=torch.float32, count=self._card.memory_bytes // 4))
+        if self._config.hisparse is not None and self._capacity is not None:
+            self._hot = Hot(self._config, self._config.hisparse, self._capacity, self._model, self._arena)
 
     def take(self, flat: Tensor) -> None:
         """Decodes out of this memory, which the model's device reads and writes."""
         assert self._cache is None, "attach is called once"
         self._cache = Cache(flat, self._layouts[COMPONENT], self._model.architecture, self._model.shard.kv_heads)
         self._resident = AllResident(self._cache)
+        on_card = flat.is_cuda
+        self._arena = Pool(
+            layout=self._layouts[COMPONENT], address=flat.data_ptr(), card=flat.get_device() if on_card else None,
+            host=on_card,
+        )  # fmt: skip
         if INDEX in self._layouts:
             self._index = IndexCache(flat, self._layouts[INDEX])
 
@@ -96,6 +114,11 @@ class ReferenceDecode:
         tokens = len(request.prompt) + request.sampling.max_tokens
         if tokens > self._config.slots:
             raise ValueError(f"{tokens} tokens, the arena has {self._config.slots} slots")
+        if request.enable_hisparse and self._capacity is not None:
+            try:
+                self._capacity.check(tokens=len(request.prompt), growth=request.sampling.max_tokens)
+            except CapacityError as error:
+                raise ValueError(str(error)) from error
 
     def admit(self, request: Request, slots: dict[str, NDArray[np.int64]], aux: bytes) -> None:
         assert self._cache is not None, "attach comes before admit"
@@ -106,11 +129,17 @@ class ReferenceDecode:
         handoff = Handoff.unpack(aux, len(request.prompt))
         self._check_slots(request, slots)
         index = self._cache.index(slots[COMPONENT], KEY_BLOCK).view(-1, KEY_BLOCK)
-        self._resident.hold(request.room, index)
+        hot = request.enable_hisparse and self._hot is not None
+        if self._hot is not None and hot:
+            growth = request.sampling.max_tokens
+            self._hot.offer(request.room, slots[COMPONENT], tokens=len(request.prompt), growth=growth)
+        else:
+            self._resident.hold(request.room, index)
         self._rooms[request.room] = _Room(
             request=request,
             index=index,
             indexed=self._index.index(slots[INDEX], KEY_BLOCK) if self._index else None,
+            hot=hot,
             logits_digest=handoff.logits_digest,
             ids=[handoff.first_token],
         )
@@ -118,26 +147,41 @@ class ReferenceDecode:
     @torch.inference_mode()
     def step(self) -> list[Token | Finished | Broken]:
         self._model.enter()
+        if self._hot is not None:
+            self._hot.turn()
         made: list[Token | Finished | Broken] = []
         running: list[_Room] = []
-        for number in list(islice(self._rooms, self._config.batch_max)):
+        able = (number for number, room in self._rooms.items() if not room.told or self._placed(room))
+        for number in list(islice(able, self._config.batch_max)):
             # To the end of the queue: every room has its turn.
             room = self._rooms[number] = self._rooms.pop(number)
-            if room.told or not self._tell(room, made):
+            if (room.told or not self._tell(room, made)) and self._placed(room):
                 running.append(room)
         if running:
-            running.sort(key=lambda room: room.position)
-            for room, logits in zip(running, self._forward(running), strict=True):
-                self._advance(room, logits, made)
+            running.sort(key=lambda room: (room.hot, room.position))
+            found = self._forward(running)
+            refused = self._hot.refused() if self._hot is not None else ()
+            for room, logits in zip(running, found, strict=True):
+                self._advance(room, logits, made, refused=room.request.room in refused)
+        if self._hot is not None:
+            self._hot.count(thoroughly=any(isinstance(each, Finished | Broken) for each in made))
         return made
 
     def cancel(self, room: int) -> None:
-        if self._rooms.pop(room, None) is not None:
-            self._let(room)
+        self._let(room, drop=True)
 
-    def _let(self, room: int) -> None:
+    def _placed(self, room: _Room) -> bool:
+        """Whether a step may have it."""
+        return not room.hot or (self._hot is not None and self._hot.placed(room.request.room))
+
+    def _let(self, room: int, *, drop: bool) -> None:
+        """Nothing reads or writes the room's slots from here on."""
+        if self._rooms.pop(room, None) is None:
+            return
         assert self._resident is not None
         self._resident.let(room)
+        if self._hot is not None:
+            self._hot.let(room, drop=drop)
 
     def _check_slots(self, request: Request, slots: dict[str, NDArray[np.int64]]) -> None:
         if slots.keys() != self._layouts.keys():
@@ -166,6 +210,8 @@ class ReferenceDecode:
         )
         hidden = self._model.embed(batch)
         hidden = self._model.layers(hidden, batch, 0, self._model.architecture.layers)
+        if self._hot is not None:
+            self._hot.stepped()
         return self._model.logits(hidden)[: len(rooms)].cpu().numpy()
 
     def _keys(self, rooms: Sequence[_Room], positions: Tensor) -> Keys:
@@ -175,19 +221,30 @@ class ReferenceDecode:
             tiles = [_tiles(rooms, at, positions) for at in range(0, len(rooms), ROOMS_TOGETHER)]
             return EveryKey(self._cache, targets, tiles)
         assert self._resident is not None
-        part = Part(
-            residency=self._resident,
-            rooms=[room.request.room for room in rooms],
-            positions=[room.position for room in rooms],
-            index=[room.indexed for room in rooms if room.indexed is not None],
-        )
+        parts: list[Part] = []
+        for residency in (self._resident, self._hot):
+            own = [room for room in rooms if room.hot == (residency is self._hot)]
+            if residency is not None and own:
+                parts.append(
+                    Part(
+                        residency=residency,
+                        rooms=[room.request.room for room in own],
+                        positions=[room.position for room in own],
+                        index=[room.indexed for room in own if room.indexed is not None],
+                    )
+                )
         top = self._model.architecture.top_k
-        return PickedKeys([part], positions, top=top, indexer=self._model.indexer, index=self._index)
+        return PickedKeys(parts, positions, top=top, indexer=self._model.indexer, index=self._index)
 
-    def _advance(self, room: _Room, logits: NDArray[np.float32], made: list[Token | Finished | Broken]) -> None:
+    def _advance(
+        self, room: _Room, logits: NDArray[np.float32], made: list[Token | Finished | Broken], *, refused: bool
+    ) -> None:
+        wrong = "the device has no place for what it picked" if refused else ""
         if not np.isfinite(logits).all():
-            self.cancel(room.request.room)
-            made.append(Broken(room=room.request.room, detail=f"the logits at position {room.position} are not finite"))
+            wrong = "the logits are not finite"
+        if wrong:
+            self._let(room.request.room, drop=True)
+            made.append(Broken(room=room.request.room, detail=f"at position {room.position}: {wrong}"))
             return
         room.logits_digest = chain(room.logits_digest, logits)
         room.ids.append(pick(logits, room.request.sampling, len(room.ids)))
@@ -211,7 +268,7 @@ class ReferenceDecode:
                 kv_digest=self._model.whole_digest(self._digests(room)),
             )
         )
-        self.cancel(number)
+        self._let(number, drop=False)
         return True
 
     def _digests(self, room: _Room) -> NDArray[np.uint8]:

@@ -1,0 +1,204 @@
+"""Requests whose KV stays where it landed, in the arena, while a pool of the device holds their hot tokens.
+
+Between two steps `turn` does what the scheduler says: who makes room, and who comes. In a step it is their Residency.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import CapacityError, ConfigError
+from ..hisparse.coordinator import Capacity, Coordinator, Placement
+from ..hisparse.hot import HotPool
+from ..hisparse.scheduler import Scheduler
+from ..kernels.pools import Pool
+from ..layout import Layout
+from ..layouts import host_layout
+from .base import EngineConfig, HiSparse, HotFigures
+from .cache import Cache
+from .model import Model
+
+_FIGURES_STEPS = 16
+
+
+def capacity_of(config: EngineConfig, hisparse: HiSparse, top: int) -> Capacity:
+    """What there is to share out. Raises ConfigError where no long request could ever run."""
+    places = hisparse.hot_tokens
+    if not top:
+        raise ConfigError("enable_hisparse: the model attends to all tokens: give it the engine option top_k")
+    if places < top:
+        raise ConfigError(f"hot_tokens = {places}: a step reads top_k {top} tokens of a request")
+    if places + 1 > hisparse.device_slots:
+        raise ConfigError(f"device_slots = {hisparse.device_slots}: below hot_tokens {places} and one for the newest")
+    if config.group.ranks.tp_size > 1:
+        raise ConfigError(f"enable_hisparse: tp_size = {config.group.ranks.tp_size}: one rank serves it, alone")
+    return Capacity(
+        rows=config.batch_max,
+        logical_tokens=config.slots,
+        device_slots=hisparse.device_slots,
+        hot=places,
+        top_k=top,
+        host_slots=config.slots,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """The requests of a step, where the pool is: each one's row and its tokens so far, int32 (requests,)."""
+
+    rooms: list[int]
+    rows: Tensor
+    lengths: Tensor
+
+
+class Hot:
+    """A residency.Residency for rooms that were offered to it, as long as they are `placed`."""
+
+    def __init__(self, config: EngineConfig, hisparse: HiSparse, capacity: Capacity, model: Model, arena: Pool) -> None:
+        sizes = model.architecture
+        layout = _device_layout(model, slots=hisparse.device_slots + 1)
+        self._flat = torch.zeros(layout.end // 4, dtype=torch.float32, device=model.device)
+        self._cache = Cache(self._flat, layout, sizes, model.shard.kv_heads)
+        self._share, self._device = sizes.index_share, model.device
+        self._pool = HotPool(
+            arena,
+            Pool(layout=layout, address=self._flat.data_ptr(), card=arena.card),
+            groups=[
+                range(first, min(first + self._share, sizes.layers)) for first in range(0, sizes.layers, self._share)
+            ],
+            rows=capacity.rows,
+            hot=capacity.hot,
+            top=sizes.top_k,
+            tokens_max=min(config.slots, sizes.context_tokens),
+            spare=hisparse.device_slots,
+        )
+        # The daemon keeps the bound of the queue; one that it let in meanwhile is not to break here.
+        most = hisparse.limits.hisparse_queue_max + capacity.rows
+        limits = replace(hisparse.limits, hisparse_queue_max=most)
+        self._scheduler = Scheduler(Coordinator(capacity), limits, policy=hisparse.policy)
+        self._slots: dict[int, NDArray[np.int64]] = {}
+        self._placed: dict[int, Placement] = {}
+        self._step: _Step | None = None
+        self._retracts = self._steps = 0
+        self._counted = self._pool.counters()
+        self.figures = HotFigures()
+
+    @property
+    def cache(self) -> Cache:
+        return self._cache
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is here, and all that they had has come back."""
+        return self._scheduler.is_idle
+
+    def offer(self, room: int, host_slots: NDArray[np.int64], *, tokens: int, growth: int) -> None:
+        """It has landed, and waits for its turn. Raises ValueError for one that can never have it."""
+        try:
+            self._scheduler.offer(room, host_slots, tokens=tokens, growth=growth)
+        except CapacityError as error:
+            raise ValueError(str(error)) from error
+        self._slots[room] = host_slots
+
+    def placed(self, room: int) -> bool:
+        """Whether the next step may have it."""
+        return room in self._placed
+
+    def turn(self) -> None:
+        """Before a step: takes places from those that have to go, and gives them to the next in line."""
+        while True:
+            turn = self._scheduler.next(time.monotonic())
+            for room in turn.retract:
+                self._stop(room)
+                self._scheduler.retract(room, after=self._pool.fence())
+                self._retracts += 1
+            for placement in turn.place:
+                room = placement.request
+                self._pool.start(
+                    placement.row, self._slots[room], placement.tokens, placement.device_slots, placement.preload
+                )
+                self._placed[room] = placement
+            if not turn.retract:
+                return
+
+    def begin(self, rooms: Sequence[int], positions: Sequence[int]) -> Tensor:
+        table = [[self._placed[room].row for room in rooms], positions]
+        rows, lengths = torch.tensor(table, dtype=torch.int32).to(self._device)
+        self._step = _Step(rooms=list(rooms), rows=rows, lengths=lengths)
+        return self._cache.rows(_tensor(self._pool.newest(rows, lengths)))
+
+    def place(self, layer: int, picks: Tensor) -> Tensor:
+        assert self._step is not None
+        asked = picks.to(torch.int32)
+        slots = self._pool.swap_in(layer // self._share, asked, self._step.lengths, self._step.rows)
+        return self._cache.rows(_tensor(slots))
+
+    def stepped(self) -> None:
+        """The step's rows are computed: sends them where the others are, and counts."""
+        step, self._step = self._step, None
+        if step is not None:
+            after = self._pool.back_up(step.rows, step.lengths)
+            self._scheduler.stepped(step.rooms, after=after)
+
+    def refused(self) -> list[int]:
+        """Rooms of which a step has asked for what they have not: to be ended. Waits for the card."""
+        wrong = set(np.flatnonzero(_tensor(self._pool.refused).cpu().numpy()).tolist())
+        return [room for room, placement in self._placed.items() if placement.row in wrong] if wrong else []
+
+    def let(self, room: int, *, drop: bool = False) -> None:
+        """The room has ended, or is given up: when this returns nothing touches its slots. Unknown ones are ignored."""
+        if self._slots.pop(room, None) is None:
+            return
+        self._stop(room)
+        after = self._pool.fence()
+        self._scheduler.ended(room, drop=drop, after=after)
+        after.wait()
+
+    def count(self, *, thoroughly: bool = False) -> None:
+        """Renews `figures` after a step: what the card counts each so many steps, since that waits for it."""
+        self._steps += 1
+        if thoroughly or self._steps % _FIGURES_STEPS == 0:
+            self._counted = self._pool.counters()
+        self.figures = HotFigures(
+            running=len(self._placed),
+            waiting=self._scheduler.waiting,
+            retry_ms=self._scheduler.retry_ms,
+            hits=self._counted.hits,
+            misses=self._counted.misses,
+            swapped_bytes=self._counted.swapped_bytes,
+            preloaded_bytes=self._counted.preloaded_bytes,
+            retracts=self._retracts,
+            staging_copies=self._counted.staging_copies,
+        )
+
+    def _stop(self, room: int) -> None:
+        placement = self._placed.pop(room, None)
+        if placement is not None:
+            self._pool.stop(placement.row)
+
+
+def _device_layout(model: Model, *, slots: int) -> Layout:
+    """Single tokens, since any may be hot; one layer's beside one another."""
+    sizes = model.architecture
+    return host_layout(
+        "layer_first",
+        kinds=sizes.kinds,
+        layers=model.shard.layers,
+        heads=model.shard.kv_heads,
+        head_bytes=4 * sizes.cache_dim,
+        dtype="float32",
+        slots=slots,
+        page_size=1,
+    )
+
+
+def _tensor(array: Tensor | NDArray[np.int32]) -> Tensor:
+    """What the pool answers is numpy's on the CPU."""
+    return torch.as_tensor(array)

@@ -30,7 +30,6 @@ from .memory import Arena
 from .node import DecodeNode, NodeSettings, Others
 from .port import Port
 from .service import Service
-from .twins import leased
 from .wire import Begin, End, Load, Message
 
 log = logging.getLogger(__name__)
@@ -117,8 +116,6 @@ class DecodeDaemon:
         self.node = node_of(config, settings, engine, arena, self._told, others=self._receive, leased=self._leased)
         service = Service(self.node.core.links.identity, config.limits)
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
-        of = zip(engine.card.components, leased(engine.card.components, enable_hisparse=False), strict=True)
-        self._row_bytes = sum(component.layout.row_bytes for component, whole in of if whole)
         self._work: dict[int, Work] = {}  # by serial number
         self._rooms: dict[int, Work] = {}  # the same, by label
         self._serials = count(1)
@@ -132,24 +129,22 @@ class DecodeDaemon:
         return not self.node.core.rooms and self.desk.idle
 
     def load(self) -> Load:
-        """What there is and what is left, in slots of the component that has fewest left, for requests of either kind.
-
-        What the prefix cache would give up counts as free.
-        """
-        core = self.node.core
-        free_slots, slots = core.cache.scarcest(enable_hisparse=False)
-        sparse_free, sparse_slots = core.cache.scarcest(enable_hisparse=True)
+        """What there is and what is left, in tokens, for requests of either kind. What the prefix cache would give up
+        counts as free."""
+        core, cache = self.node.core, self.node.core.cache
+        free, total = cache.scarcest(enable_hisparse=False)
+        sparse_free, sparse_total = cache.scarcest(enable_hisparse=True)
         return Load(
             ready=True,
             draining=self.node.core.draining,
             rooms_running=len(core.rooms) - len(core.admission),
             rooms_queued=len(core.admission),
-            slots_free=free_slots,
-            slots_total=slots,
-            slots_quarantined=core.leases.quarantined_bytes // self._row_bytes,
+            slots_free=free,
+            slots_total=total,
+            slots_quarantined=cache.tokens_of(core.leases.quarantined_bytes),
             enable_hisparse=self.config.enable_hisparse,
             sparse_slots_free=sparse_free,
-            sparse_slots_total=sparse_slots,
+            sparse_slots_total=sparse_total,
         )
 
     def ready(self, bytes_ready: int) -> None:

@@ -129,11 +129,23 @@ class PrefixCache:
         ]
 
     def scarcest(self, *, enable_hisparse: bool) -> tuple[int, int]:
-        """Slots that may be leased, and all that there are by now, of the component that a room of this kind will miss
-        first."""
+        """Tokens that may be leased to rooms of this kind, and those that all slots hold that there are by now: the
+        first is the part of these that the component has left which such rooms will miss first.
+
+        Where no component has a row for each token they are rooms.
+        """
         own = leased(self.arena.components, enable_hisparse=enable_hisparse)
-        each = zip(self.free_slots, self.arena.free, own, strict=True)
-        return min(((free, of.ready) for free, of, whole in each if whole), key=lambda pair: pair[0] / max(1, pair[1]))
+        parts = zip(self.arena.components, self.free_slots, self.arena.free, own, strict=True)
+        each = [(c, slots, of.ready) for c, slots, of, whole in parts if whole]
+        total = min([ready * c.tokens_per_row for c, _, ready in each if c.span.kind == "all"] or [each[0][2]])
+        return min([slots * total // max(1, ready) for _, slots, ready in each]), total
+
+    def tokens_of(self, byte_count: int) -> int:
+        """So many bytes of slots as a part of the tokens that all slots hold, those of rooms without HiSparse."""
+        own = leased(self.arena.components, enable_hisparse=False)
+        each = zip(self.arena.components, self.arena.free, own, strict=True)
+        of = sum([c.bytes_of(free.ready) for c, free, whole in each if whole])
+        return byte_count * self.scarcest(enable_hisparse=False)[1] // max(1, of)
 
     def allocate(self, rows: Sequence[int], blocks: list[Block], *, queried: int = 0) -> Holding | None:
         """Slots for `rows[i]` rows of component i, of which `blocks` hold the first ones; None, with nothing changed,

@@ -329,3 +329,35 @@ def test_of_a_prompt_whose_end_is_forgotten_the_beginning_is_known() -> None:
     assert known.count((b"9", *one)) == 0
     known.clear()
     assert known.count(one) == 0
+
+
+def test_what_is_left_is_told_in_tokens_whichever_component_is_scarce() -> None:
+    one = cache()
+    assert one.scarcest(enable_hisparse=False) == (64, 64), "c4 has a row for 4 tokens, and the fewest"
+    assert one.allocate([0, 0, 90], []) is not None  # windows alone: 30 of 120 rows are left
+    assert one.scarcest(enable_hisparse=True) == (16, 64)
+    assert one.allocate([72, 0, 0], []) is not None  # 8 of 80
+    assert one.scarcest(enable_hisparse=False) == (6, 64)
+    every = sum(each.bytes_of(each.layout.slots) for each in COMPONENTS)
+    assert [one.tokens_of(part) for part in (0, every // 2, every)] == [0, 32, 64]
+
+
+def test_of_a_single_component_tokens_left_are_its_slots_and_only_those_with_memory_count() -> None:
+    one = PrefixCache(Arena(COMPONENTS[:1], 30 * 8), Limits(), model="m", weights=b"w")
+    assert (one.scarcest(enable_hisparse=False), one.tokens_of(7 * 8)) == ((30, 30), 7)
+    assert one.allocate([7], []) is not None
+    assert one.scarcest(enable_hisparse=False) == (22, 30)  # whole pages of 2
+    one.arena.grow(80 * 8)
+    assert one.scarcest(enable_hisparse=False) == (72, 80)
+    states = cache((component("state", 5, 1, 1, Span("once")),))
+    assert states.allocate([1], []) is not None
+    assert states.scarcest(enable_hisparse=False) == (4, 5)
+
+
+def test_what_requests_of_the_other_kind_have_left_is_not_told() -> None:
+    dense = Component("kv", "hbm", 1, Span(), component("kv", 40, 2).layout)
+    one = cache((*COMPONENTS[:2], dense))
+    assert [one.scarcest(enable_hisparse=sparse) for sparse in (False, True)] == [(40, 40), (64, 64)]
+    assert one.allocate([0, 0, 30], []) is not None
+    assert [one.scarcest(enable_hisparse=sparse) for sparse in (False, True)] == [(10, 40), (64, 64)]
+    assert one.tokens_of((40 + 16) * 8) == 40

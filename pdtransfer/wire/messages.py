@@ -356,9 +356,9 @@ class Load(_Wire, frozen=True):
     draining: bool  # shuts down: no new rooms
     rooms_running: Count32  # begun and not ended, the queued ones left out
     rooms_queued: Count32  # wait for slots
-    slots_free: Bytes64  # of its pool or arena
-    slots_total: Bytes64  # of its pool or arena
-    slots_quarantined: Bytes64 = 0  # their writer has not been proven quiet
+    slots_free: Bytes64  # of its pool or arena, in tokens
+    slots_total: Bytes64  # of its pool or arena, in tokens
+    slots_quarantined: Bytes64 = 0  # in tokens: their writer has not been proven quiet
     enable_hisparse: bool = False  # what this daemon can do
     sparse_slots_free: Bytes64 = 0  # for requests that want HiSparse, as slots_free is for others
     sparse_slots_total: Bytes64 = 0  # the same of slots_total; 0: they are one

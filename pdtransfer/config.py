@@ -211,9 +211,7 @@ class PrefillConfig(WorkerConfig):
     role: ClassVar[Literal["prefill", "decode", "router"]] = "prefill"
 
     node: Annotated[str, _NODE] = field(default_factory=partial(node_name, "prefill"))
-    bind: Annotated[str, _help("Where decode and router reach this daemon; port 0 takes a free one.")] = (
-        "tcp://127.0.0.1:7101"
-    )
+    bind: Annotated[str, _help("Where decode and router reach it; port 0 takes a free one.")] = "tcp://127.0.0.1:7101"
     http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for nowhere.")] = "127.0.0.1:7102"
     transport: Annotated[Literal["shm"], _help("How bytes reach decode's arena.")] = "shm"
     chunk_tokens: Annotated[int, _help("Tokens that are computed, and offered to decode, at a time.")] = 512
@@ -346,7 +344,9 @@ class DemoConfig:
     prefill_page_size: Annotated[int, _help("Tokens a page of prefill's pool; a power of two.")] = 64
     decode_page_size: Annotated[int, _help("Tokens a page of decode's arena; a power of two.")] = 1
     prefill_layout: Annotated[HostLayout, _help("How prefill's pool is laid out.")] = "layer_first"
-    decode_layout: Annotated[HostLayout, _help("How decode's arena is laid out.")] = "page_first"
+    decode_layout: Annotated[
+        HostLayout, Parameter(name=("--decode-layout", "--host-layout"), help="How decode's arena is laid out.")
+    ] = "page_first"
     verify: Annotated[bool, _help("Have decode compare the checksum of every row with prefill's.")] = False
     json: Annotated[bool, _help("Print one JSON object instead of the table.")] = False
 

@@ -47,7 +47,8 @@ def deepseek_v4(
     index_memory: Literal["dram", "hbm"] = "dram",
     base: int = 0,
 ) -> tuple[Component, ...]:
-    """The components of a DeepSeek V4, one behind the other from `base` on, but for those that no layer here has.
+    """The components of a DeepSeek V4, one behind the other from `base` on, but for those that no layer here has; an
+    index in HBM is from 0 on, in a memory of its own.
 
     `ratios` says what each layer from `first_layer` on keeps beside its window: a row for 4 tokens or for 128, or (0)
     nothing. c4 and c128 are these rows, of `tokens` tokens in all; window is the last `window_tokens` tokens of each of
@@ -81,7 +82,7 @@ def deepseek_v4(
     components: list[Component] = []
     for pool in pools:
         if pool.layers:
-            components.append(_component(pool, host_layout, _up(base, _BASE_ALIGN)))
+            components.append(_component(pool, host_layout, _up(base, _BASE_ALIGN) if pool.memory == "dram" else 0))
             base = components[-1].layout.end + pool.page_align  # behind the padding of its last page
     return tuple(components)
 

@@ -162,6 +162,14 @@ def test_flags_win_over_environment_and_environment_over_file(tmp_path: Path, mo
     assert (found.limits.window, found.limits.rooms_max, found.limits.queue_max) == (2, 1, Limits().queue_max)
 
 
+def test_the_demos_host_layout_is_that_of_decodes_arena(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bound(monkeypatch, "demo", "--host-layout", "page_head").decode_layout == "page_head"
+    assert bound(monkeypatch, "demo", "--decode-layout", "layer_first").decode_layout == "layer_first"
+    assert "page_first_direct" in refused(capsys, "demo", "--host-layout", "sideways")
+
+
 def test_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pd.toml").write_text("[prefill]\nchunk_tokens = 99\n")
     monkeypatch.setenv("PDTRANSFER_CONFIG", str(tmp_path / "pd.toml"))

@@ -91,12 +91,16 @@ def test_components_that_no_layer_has_are_left_out_and_layers_are_the_models_own
     assert stage["window"].layout.layer_range == (30, 32)
 
 
-def test_the_index_may_be_in_the_cards_memory_and_comes_last() -> None:
-    v4 = deepseek_v4("page_first", ratios=RATIOS, tokens=256, requests=1, index_memory="hbm")
+def test_the_index_may_be_in_hbm_a_memory_of_its_own() -> None:
+    plain, v4 = (
+        deepseek_v4("page_first", ratios=RATIOS, tokens=256, requests=1, index_memory=memory)
+        for memory in ("dram", "hbm")
+    )
     assert [each.name for each in v4 if each.memory == "hbm"] == ["index"]
-    assert v4[-1].name == "index"
-    behind = v4[-1].layout.contiguous_buffers()[0].start
-    assert all(each.layout.end <= behind for each in v4[:-1])
+    assert v4[:-1] == plain[:-1]
+    (start, *_), (behind, *_) = v4[-1].layout.contiguous_buffers()[0], plain[-1].layout.contiguous_buffers()[0]
+    assert (start, v4[-1].layout.rebase(behind)) == (0, plain[-1].layout)
+    assert all(each.layout.end <= behind for each in plain[:-1])
 
 
 def test_a_layout_that_a_component_cannot_have_is_refused_with_both_names() -> None:

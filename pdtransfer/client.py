@@ -32,6 +32,7 @@ from .node import DecodeNode, NodeSettings, PrefillNode
 from .port import Port
 from .session.prefill import Cell
 from .sharing import Replicas
+from .transports.network import NETWORK, Network, Transport
 from .wire import pack_ids
 
 STATES_MAX = 65_536  # of ended rooms, kept for schedulers that ask late
@@ -189,6 +190,8 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         card: int | None = None,
         replicas: Replicas | None = None,
         condemned: Callable[[], None] | None = None,
+        transport: Transport = "auto",
+        network: Network = NETWORK,
     ) -> None:
         self.endpoint = bind  # as bound, once started
         self._components = {component.name: component for component in components}
@@ -202,6 +205,8 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
                 copy_threads=copy_threads,
                 card=card,
                 replicas=replicas,
+                transport=transport,
+                network=network,
             )
             node.condemned = condemned or node.condemned
             try:
@@ -300,6 +305,8 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         enable_hisparse: bool = False,
         prefix_cache: bool = True,
         verify: bool = False,
+        transport: Transport = "auto",
+        network: Network = NETWORK,
     ) -> None:
         async def start() -> DecodeNode:
             return DecodeNode(
@@ -311,6 +318,8 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 enable_hisparse=enable_hisparse,
                 prefix_cache=prefix_cache,
                 verify=verify,
+                transport=transport,
+                network=network,
             )
 
         super().__init__(start, has_keys=settings.keys is not None)

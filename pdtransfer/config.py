@@ -8,7 +8,6 @@ is a ConfigError of one line.
 from __future__ import annotations
 
 import os
-import re
 import socket
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
@@ -17,11 +16,13 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from cyclopts import Parameter
 
+from .bounds import bound, card_of, check_limits, match, port_range, power_of_two
 from .engine.base import EngineConfig
 from .errors import ConfigError
 from .keys import Address, Endpoint, check_exposure, is_loopback
-from .limits import LIMIT_BOUNDS, LIMIT_COUNT, LIMIT_MILLISECONDS, NAME_LENGTH_MAX, TOKENS_MAX, Limits
+from .limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
 from .ranks import FREE, SIZE_MAX, check_advertise, check_ranks
+from .transports.network import Network, Protocol, Transport
 from .wire import Ranks
 
 PREFIX = "PDTRANSFER_"
@@ -33,38 +34,6 @@ Attention = Literal["mla", "gqa"]
 BenchModel = Literal["deepseek", "mla", "gqa"]  # 61 planes of MLA in bfloat16, or the reference model's own
 HostLayout = Literal["layer_first", "page_first", "page_first_direct", "page_head"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-
-
-def _bound(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{name} = {value}: must be from {low} to {high}")
-
-
-def _power_of_two(name: str, value: int, high: int) -> None:
-    if not 1 <= value <= high or value & (value - 1):
-        raise ConfigError(f"{name} = {value}: must be a power of two from 1 to {high}")
-
-
-def _match(name: str, value: str, pattern: str, expected: str) -> None:
-    if re.fullmatch(pattern, value) is None:
-        raise ConfigError(f"{name} = {value!r}: must be {expected}")
-
-
-def card_of(device: str) -> int | None:
-    """The card that a device's name is about, if it is about one."""
-    _match("device", device, r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")
-    return None if device == "cpu" else int(device.partition(":")[2] or 0)
-
-
-def _check_limits(limits: Limits) -> None:
-    values = {each.name: cast("float", getattr(limits, each.name)) for each in fields(limits)}
-    for name, value in values.items():
-        _bound(f"limits.{name}", value, *LIMIT_BOUNDS.get(name, LIMIT_MILLISECONDS if "_ms" in name else LIMIT_COUNT))
-    for name, value in values.items():
-        if value > (most := values.get(f"{name}_max", value)):
-            raise ConfigError(f"limits.{name} = {value}: is above limits.{name}_max {most}")
-    if limits.ping_ms >= limits.silence_ms:
-        raise ConfigError(f"limits.ping_ms = {limits.ping_ms}: must be below limits.silence_ms {limits.silence_ms}")
 
 
 def node_name(role: str) -> str:
@@ -115,8 +84,8 @@ class NodeConfig:
     limits: Annotated[Limits, Parameter(group="Limits")] = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        _match("node", self.node, rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", "letters, digits, . _ -")
-        _check_limits(self.limits)
+        match("node", self.node, rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", "letters, digits, . _ -")
+        check_limits(self.limits)
 
     def _check_bind(self, name: str, value: str, *, scheme: str = "") -> None:
         """`value` is to be bound: scheme + host:port, and keys stand before whatever other hosts reach."""
@@ -134,6 +103,15 @@ class WorkerConfig(NodeConfig):
 
     bind: Annotated[str, _help("Where peers reach this daemon; port 0 takes a free one.")] = "tcp://127.0.0.1:0"
     advertise: Annotated[str, _help("The host that peers dial, if it is not the one in bind.")] = ""
+    transport: Annotated[
+        Transport, _help("How KV reaches decode's arena: auto takes shm on one host, and Mooncake between two.")
+    ] = "auto"
+    transport_ports: Annotated[str, _help("Where Mooncake's engines listen, first-last: two ports a session.")] = (
+        "21000-21999"
+    )
+    transport_protocol: Annotated[Protocol, _help("What Mooncake's engines speak; rdma has run on no hardware.")] = (
+        "tcp"
+    )
     http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for nowhere.")] = ""
     engine: Annotated[str, _help("The engine's factory, module:attribute.")] = "pdtransfer.engine.reference:create"
     engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
@@ -156,12 +134,13 @@ class WorkerConfig(NodeConfig):
             self._check_bind("http", self.http)
         if self.key is not None and self.allow is None:
             raise ConfigError(f"key = '{self.key}': nobody could connect: name the list of peers as allow")
-        _match("engine", self.engine, r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:attribute")
+        match("engine", self.engine, r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:attribute")
         for option in self.engine_option:
-            _match("engine_option", option, r"[\w.-]+=.*", "name=value")
+            match("engine_option", option, r"[\w.-]+=.*", "name=value")
         card_of(self.device)
-        _power_of_two("page_size", self.page_size, PAGE_SIZE_MAX)
-        _bound("slots", self.slots, 1, SLOTS_MAX)
+        port_range("transport_ports", self.transport_ports)
+        power_of_two("page_size", self.page_size, PAGE_SIZE_MAX)
+        bound("slots", self.slots, 1, SLOTS_MAX)
         if self.slots % self.page_size:
             raise ConfigError(f"slots = {self.slots}: must be a multiple of page_size {self.page_size}")
         check_ranks(self.ranks, self.group, insecure=self.insecure)
@@ -177,6 +156,12 @@ class WorkerConfig(NodeConfig):
     def ranks(self) -> Ranks:
         """This process's place in its worker."""
         return Ranks(self.tp_rank, self.tp_size)
+
+    @property
+    def network(self) -> Network:
+        """Where Mooncake's engines are reached."""
+        ports = port_range("transport_ports", self.transport_ports)
+        return Network(host=self.advertise, ports=ports, protocol=self.transport_protocol)
 
     @property
     def card(self) -> int | None:
@@ -213,7 +198,6 @@ class PrefillConfig(WorkerConfig):
     node: Annotated[str, _NODE] = field(default_factory=partial(node_name, "prefill"))
     bind: Annotated[str, _help("Where decode and router reach it; port 0 takes a free one.")] = "tcp://127.0.0.1:7101"
     http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for nowhere.")] = "127.0.0.1:7102"
-    transport: Annotated[Literal["shm"], _help("How bytes reach decode's arena.")] = "shm"
     chunk_tokens: Annotated[int, _help("Tokens that are computed, and offered to decode, at a time.")] = 512
     copy_threads: Annotated[int, _help("Threads that copy rows into arenas.")] = 2
     pp_size: Annotated[int, _help("Stages that share the layers, each of tp_size processes.")] = 1
@@ -221,8 +205,8 @@ class PrefillConfig(WorkerConfig):
 
     def __post_init__(self) -> None:
         WorkerConfig.__post_init__(self)
-        _bound("chunk_tokens", self.chunk_tokens, 1, TOKENS_MAX)
-        _bound("copy_threads", self.copy_threads, 1, 64)
+        bound("chunk_tokens", self.chunk_tokens, 1, TOKENS_MAX)
+        bound("copy_threads", self.copy_threads, 1, 64)
 
     @property
     def ranks(self) -> Ranks:
@@ -271,7 +255,7 @@ class DecodeConfig(WorkerConfig):
 
     def __post_init__(self) -> None:
         WorkerConfig.__post_init__(self)
-        _bound("batch_max", self.batch_max, 1, 65_536)
+        bound("batch_max", self.batch_max, 1, 65_536)
         if len(os.fsencode(self.socket_directory)) > SOCKET_DIRECTORY_LENGTH_MAX:
             text = f"socket_directory = '{self.socket_directory}': longer than {SOCKET_DIRECTORY_LENGTH_MAX} bytes"
             raise ConfigError(text)
@@ -347,25 +331,28 @@ class DemoConfig:
     decode_layout: Annotated[
         HostLayout, Parameter(name=("--decode-layout", "--host-layout"), help="How decode's arena is laid out.")
     ] = "page_first"
+    transport: Annotated[Transport, _help("How KV reaches decode's arena: auto takes shm, all being on one host.")] = (
+        "auto"
+    )
     verify: Annotated[bool, _help("Have decode compare the checksum of every row with prefill's.")] = False
     json: Annotated[bool, _help("Print one JSON object instead of the table.")] = False
 
     def __post_init__(self) -> None:
         card_of(self.device)
-        _bound("requests", self.requests, 1, 1_000_000)
-        _bound("concurrency", self.concurrency, 1, 4_096)
-        _bound("prompt_bytes_max", self.prompt_bytes_max, 1, 1 << 19)
-        _bound("shared_prefix", self.shared_prefix, 0, 1 << 18)
-        _bound("max_tokens", self.max_tokens, 1, 65_536)
-        _bound("seed", self.seed, 0, (1 << 63) - 1)
-        _bound("prefill", self.prefill, 1, 64)
-        _bound("decode", self.decode, 1, 64)
+        bound("requests", self.requests, 1, 1_000_000)
+        bound("concurrency", self.concurrency, 1, 4_096)
+        bound("prompt_bytes_max", self.prompt_bytes_max, 1, 1 << 19)
+        bound("shared_prefix", self.shared_prefix, 0, 1 << 18)
+        bound("max_tokens", self.max_tokens, 1, 65_536)
+        bound("seed", self.seed, 0, (1 << 63) - 1)
+        bound("prefill", self.prefill, 1, 64)
+        bound("decode", self.decode, 1, 64)
         for option in self.engine_option:
-            _match("engine_option", option, r"[\w.-]+=.*", "name=value")
+            match("engine_option", option, r"[\w.-]+=.*", "name=value")
         for name in ("prefill_tp", "prefill_pp", "decode_tp"):
-            _bound(name, getattr(self, name), 1, SIZE_MAX)
-        _power_of_two("prefill_page_size", self.prefill_page_size, PAGE_SIZE_MAX)
-        _power_of_two("decode_page_size", self.decode_page_size, PAGE_SIZE_MAX)
+            bound(name, getattr(self, name), 1, SIZE_MAX)
+        power_of_two("prefill_page_size", self.prefill_page_size, PAGE_SIZE_MAX)
+        power_of_two("decode_page_size", self.decode_page_size, PAGE_SIZE_MAX)
 
 
 Config = PrefillConfig | DecodeConfig | RouterConfig | DemoConfig

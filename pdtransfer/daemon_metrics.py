@@ -42,6 +42,7 @@ class PrefillMetrics(Collector):
         yield GaugeMetricFamily("pdtransfer_rooms", "Rooms that are open, or not drained", len(core.rooms))
         yield GaugeMetricFamily("pdtransfer_sessions", "Decode ranks that this one may write to", len(core.sessions))
         yield GaugeMetricFamily("pdtransfer_grants", "Grants whose end is not acknowledged", grants)
+        yield _transports(self._node)
         yield from _bus(self._node.bus)
 
 
@@ -89,8 +90,16 @@ class DecodeMetrics(Collector):
         yield CounterMetricFamily("pdtransfer_grants_mismatched", "Grants with another checksum, or none", mismatched)
         inflight = core.admission.inflight_bytes
         yield GaugeMetricFamily("pdtransfer_inflight_bytes", "Granted and not yet landed", inflight)
+        yield _transports(self._node)
         yield from _prefix(core.cache)
         yield from _bus(self._node.bus)
+
+
+def _transports(node: PrefillNode | DecodeNode) -> Metric:
+    of = GaugeMetricFamily("pdtransfer_transport_sessions", "Sessions by the way that KV takes", labels=["transport"])
+    for name, count in node.transport.counts.items():
+        of.add_metric([name], count)
+    return of
 
 
 def _prefix(cache: PrefixCache) -> Iterator[Metric]:

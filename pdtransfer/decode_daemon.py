@@ -81,6 +81,8 @@ def node_of(
         prefix_cache=config.prefix_cache,
         verify=config.verify,
         others=others,
+        transport=config.transport,
+        network=config.network,
         leased=leased,
     )
 

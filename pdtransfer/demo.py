@@ -148,7 +148,7 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}",
             limits=LIMITS, engine_option=options, device=config.device, tp_size=config.prefill_tp,
-            pp_size=config.prefill_pp,
+            pp_size=config.prefill_pp, transport=config.transport,
         )
         for number in range(config.prefill)
     ]  # fmt: skip
@@ -157,7 +157,7 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=LIMITS,
             socket_directory=logs / "sockets", engine_option=options, device=config.device, verify=config.verify,
-            tp_size=config.decode_tp,
+            tp_size=config.decode_tp, transport=config.transport,
         )
         for number in range(config.decode)
     ]  # fmt: skip

@@ -15,6 +15,7 @@ COMPONENTS_MAX = 16  # DeepSeek V4 has 7
 PLANES_MAX = 32_768  # of one component, and of one Register within ARRAYS_MAX and VALUES_MAX
 FIELDS_MAX = 64  # fields that one Reject names
 PEERS_MAX = 256  # ranks that one room meets on the other side
+TRANSPORTS_MAX = 8  # that a node may know: there are two
 TOKENS_MAX = 1 << 24  # of one room: a context of 16 Mi tokens
 PART_EXTENTS_MAX = 1 << 17  # of one part: 1 MiB of start, count pairs
 PROMPT_BYTES_MAX = 2 << 20  # u32 token ids: 512 Ki tokens

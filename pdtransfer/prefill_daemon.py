@@ -73,6 +73,8 @@ def node_of(
         card=pool.card if on_card else None,
         replicas=engine.card.replicas,
         others=others,
+        transport=config.transport,
+        network=config.network,
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from pdtransfer import cli, config
 from pdtransfer.config import Config, DecodeConfig, DemoConfig, PrefillConfig, RouterConfig
 from pdtransfer.errors import ConfigError
-from pdtransfer.limits import Limits
+from pdtransfer.limits import LIMIT_BOUNDS, Limits
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 TARGETS = {"prefill": ("daemon", "run_prefill"), "decode": ("daemon", "run_decode"), "router": ("router", "run")}
@@ -91,7 +91,7 @@ def test_wrong_value_is_refused_with_its_name_and_what_is_allowed(change: Any, w
 
 
 def test_every_limit_has_a_bound_that_its_default_keeps_and_zero_or_a_huge_value_breaks() -> None:
-    assert config.LIMIT_BOUNDS.keys() <= {each.name for each in dataclasses.fields(Limits)}
+    assert LIMIT_BOUNDS.keys() <= {each.name for each in dataclasses.fields(Limits)}
     DecodeConfig(limits=Limits())
     for each in dataclasses.fields(Limits):
         with pytest.raises(ConfigError, match=f"limits.{each.name} = "):

@@ -384,7 +384,8 @@ async def test_a_dialled_peer_has_its_session_before_the_first_room_comes() -> N
     async with nodes() as it:
         it.decode.dial(it.endpoint)
         await until(lambda: it.prefill.core.sessions and next(iter(it.prefill.core.sessions.values())).granting)
-        assert [session.state.value for session in it.decode.core.links.sessions.values()] == ["up"]
+        sessions = it.decode.core.links.sessions
+        await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
 
 
 @on_loop

@@ -188,14 +188,16 @@ def test_generation_repairs_what_is_stale_and_keeps_published_lines(tmp_path):
     shutil.copytree(ROOT, root)
     (root / "schema.json").unlink()
     published = (root / "vectors" / "valid.jsonl").read_text().splitlines()
-    strange = json.dumps(json.loads(published[0]) | {"frame": "940109cd00010a"})
-    (root / "vectors" / "valid.jsonl").write_text("\n".join([strange, *published[1:-1]]) + "\n")
+    at = next(at for at, line in enumerate(published) if json.loads(line)["name"] == "Ping")  # it has one form only
+    strange = json.dumps(json.loads(published[at]) | {"frame": "940109cd00010a"})
+    kept = [*published[:at], strange, *published[at + 1 : -1]]
+    (root / "vectors" / "valid.jsonl").write_text("\n".join(kept) + "\n")
     assert main(["--root", str(root)]) == 0
     assert (root / "schema.json").read_text() == (ROOT / "schema.json").read_text()
     lines = (root / "vectors" / "valid.jsonl").read_text().splitlines()
-    assert lines[: len(published) - 1] == [strange, *published[1:-1]]
+    assert lines[: len(published) - 1] == kept
     assert [json.loads(line)["name"] for line in lines[len(published) - 1 :]] == [
-        "Hello #2",
+        "Ping #2",
         json.loads(published[-1])["name"],
     ]
     assert main(["--check", "--root", str(root)]) == 0

@@ -22,7 +22,8 @@ from pdtransfer.layout import Component, Layout, Plane, Span
 from pdtransfer.memory import Arena
 from pdtransfer.transports.base import ArenaTransport, WriterTransport
 from pdtransfer.transports.fake import FakeArena, FakeWriter
-from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, Network, why_not
+from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, why_not
+from pdtransfer.transports.network import Network
 from pdtransfer.transports.shm import ShmArena, ShmWriter
 
 SLOTS, ROW, SESSION = 32, 48, 5

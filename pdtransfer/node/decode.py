@@ -29,8 +29,8 @@ from ..keys import AllowList
 from ..layout import Component
 from ..memory import Arena
 from ..session.decode import DecodeSessions
-from ..transports.base import ArenaTransport
-from ..transports.shm import ShmArena
+from ..transports.choice import ArenaChoice
+from ..transports.network import NETWORK, Network, Transport
 from ..transports.verifier import Verifier
 from ..turn import Clock, Performer, Ticker
 from ..wire import Goodbye, Message
@@ -55,12 +55,15 @@ class DecodeNode:
         verify: bool = False,
         others: Others | None = None,
         leased: Callable[[int], None] = lambda _: None,
+        transport: Transport = "auto",
+        network: Network = NETWORK,
     ) -> None:
         """`leased` hears of rooms that have got their slots, some time before they are READY."""
         self._tell, self._others, self._leased = tell, others, leased
         self._clock = Clock(settings.limits.ping_ms / 2e3)
+        self.transport = ArenaChoice(arena, transport, network, directory=socket_directory, lost=self._unoffered)
         core = self.core = DecodeSessions(
-            settings.identity("decode"),
+            settings.identity("decode", transports=self.transport.taken),
             components,
             settings.limits,
             lambda: secrets.randbits(64) or 1,  # 0 is no session
@@ -71,7 +74,6 @@ class DecodeNode:
         )
         self._offers: set[asyncio.Task[None]] = set()
         self._verifier = Verifier(arena.mapping.address) if verify else None
-        self._transport: ArenaTransport = ShmArena(arena, directory=socket_directory)
         self.bus = settings.bus(self.receive)
         ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock)
         self._run: Performer[DecodeEffect] = Performer(self._perform, ticker)
@@ -147,7 +149,7 @@ class DecodeNode:
             task.cancel()
         if self._verifier is not None:
             await self._verifier.close()
-        await self._transport.close()
+        await self.transport.close()
         await self.bus.close()
 
     def _never_quiet(self, room: int, error: Exception) -> None:
@@ -167,16 +169,16 @@ class DecodeNode:
                 self._tell(effect)
             case Leased():
                 self._leased(effect.room)
-            case Offer(_, session):
-                task = asyncio.get_running_loop().create_task(self._offer(session))
+            case Offer(peer, session):
+                task = asyncio.get_running_loop().create_task(self._offer(peer, session))
                 self._offers.add(task)
                 task.add_done_callback(self._offers.discard)
             case Fence(session):
-                self._transport.revoke(session)
-                if self._transport.quiet(session):
+                self.transport.revoke(session)
+                if self.transport.quiet(session):
                     self._run(self.core.fenced(session, self._clock.now()))
             case Forget(session):
-                self._transport.forget(session)
+                self.transport.forget(session)
             case Verify():
                 assert self._verifier is not None
                 self._verifier.verify(effect, self._verified)
@@ -188,14 +190,20 @@ class DecodeNode:
             case PeerRefused(_, detail):
                 log.warning("%s", detail)
 
-    async def _offer(self, session: int) -> None:
+    async def _offer(self, peer: str, session: int) -> None:
+        known = self.core.links.peers.get(peer)
+        if known is None or known.identity is None:
+            return  # the session has ended meanwhile
         try:
-            reach = await self._transport.offer(session)
+            reach = await self.transport.offer(session, peer, known.identity)
         except TransportError as error:
             log.warning("session %#x: %s", session, error)
-            self._run(self.core.unoffered(session, str(error), self._clock.now()))
+            self._unoffered(session, str(error))
         else:
             self._run(self.core.offered(session, reach, self._clock.now()))
+
+    def _unoffered(self, session: int, text: str) -> None:
+        self._run(self.core.unoffered(session, text, self._clock.now()))
 
     def _verified(self, order: Verify, checksum: int, detail: str) -> None:
         self._run(self.core.verified(order.session, order.grant, checksum, detail, self._clock.now()))

@@ -28,9 +28,9 @@ from ..keys import AllowList
 from ..layout import Component
 from ..session.prefill import Cell, PrefillSessions
 from ..sharing import Replicas, holds_of
-from ..transports.base import WriterTransport
+from ..transports.choice import WriterChoice
 from ..transports.lane import PoolCard
-from ..transports.shm import ShmWriter
+from ..transports.network import NETWORK, Network, Transport
 from ..turn import Clock, Performer, Ticker
 from ..wire import Goodbye, Message
 from .settings import REVOKED, NodeSettings, Others, revoked
@@ -57,18 +57,23 @@ class PrefillNode:
         card: int | None = None,
         replicas: Replicas | None = None,
         others: Others | None = None,
+        transport: Transport = "auto",
+        network: Network = NETWORK,
     ) -> None:
         self._tell, self._others = tell, others
         self._loop, self._clock = asyncio.get_running_loop(), Clock(settings.limits.ping_ms / 2e3)
-        identity = settings.identity("prefill", holds_of(components, settings.ranks, replicas or {}))
-        core = self.core = PrefillSessions(identity, components, settings.limits)
-        self._silence_s = settings.limits.silence_ms / 1e3
-        self._transport: WriterTransport = ShmWriter(
+        self.transport = WriterChoice(
             tuple(components),
+            transport,
+            network,
             pool_address=pool_address,
             copy_threads=copy_threads,
             card=None if card is None else PoolCard(card),
         )
+        holds = holds_of(components, settings.ranks, replicas or {})
+        identity = settings.identity("prefill", holds, self.transport.taken)
+        core = self.core = PrefillSessions(identity, components, settings.limits)
+        self._silence_s = settings.limits.silence_ms / 1e3
         self.condemned: Callable[[], None] = lambda: None
         self.bus = settings.bus(self.receive)
         ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock)
@@ -141,7 +146,7 @@ class PrefillNode:
         self._events.stop()
         for task in self._tasks:
             task.cancel()
-        await self._transport.close()
+        await self.transport.close()
         await self.bus.close()
 
     def _perform(self, effect: PrefillEffect) -> None:
@@ -150,7 +155,7 @@ class PrefillNode:
                 self.bus.send(effect.peer, effect.message)
             case Write():
                 self._started_ns[effect.session, effect.write] = time.monotonic_ns()
-                self._transport.write(effect, self._wrote)
+                self.transport.write(effect, self._wrote)
             case Leased() | Landed() | RoomFailed():
                 self._tell(effect)
             case Drained():
@@ -158,11 +163,11 @@ class PrefillNode:
                 self.copy_ns.pop(effect.room, None)
                 self._tell(effect)
             case StopWriting(session, grant):
-                self._transport.cancel(session, grant)
+                self.transport.cancel(session, grant)
             case Map():
                 self._spawn(self._map(effect))
             case Unmap(session):
-                self._transport.unmap(session)
+                self.transport.unmap(session)
             case FenceWriter(session):
                 if session not in self._fencing:
                     self._fencing.add(session)
@@ -194,7 +199,7 @@ class PrefillNode:
         task.add_done_callback(self._tasks.discard)
 
     async def _fence(self, session: int) -> None:
-        fenced = await self._transport.fence(session)
+        fenced = await self.transport.fence(session)
         if fenced:
             self._fencing.discard(session)
             self._run(self.core.fenced(session, self._clock.now()))
@@ -208,7 +213,7 @@ class PrefillNode:
             self._run(self.core.mapped(effect.session, bytes_ready))
 
         try:
-            bytes_ready = await self._transport.map(effect.session, effect.reach, effect.components, mapped)
+            bytes_ready = await self.transport.map(effect.session, effect.reach, effect.components, mapped)
         except PDTransferError as error:
             log.warning("session %#x: %s", effect.session, error)
             self._run(self.core.unmappable(effect.session, str(error), self._clock.now()))

@@ -12,6 +12,7 @@ from ..bus import Bus
 from ..errors import Cause
 from ..keys import AllowList, KeyPair
 from ..limits import Limits
+from ..transports.choice import place
 from ..wire import Holds, Identity, Member, Message, Ranks, Reject
 
 log = logging.getLogger(__name__)
@@ -36,11 +37,13 @@ class NodeSettings:
     group: tuple[Member, ...] = ()  # of the rank that leads a worker of several: all its ranks, itself first
     limits: Limits = field(default_factory=Limits)
 
-    def identity(self, role: Literal["prefill", "decode"], holds: tuple[Holds, ...] = ()) -> Identity:
+    def identity(
+        self, role: Literal["prefill", "decode"], holds: tuple[Holds, ...] = (), transports: tuple[str, ...] = ("shm",)
+    ) -> Identity:
         """A new life under this name."""
         return Identity(
             self.node, role, secrets.randbits(64), self.ranks, self.model, self.weights, self.limits.window,
-            holds=holds, group=self.group,
+            holds=holds, group=self.group, transports=transports, place=place(),
         )  # fmt: skip
 
     def bus(self, receive: Callable[[str, Message], None]) -> Bus:

@@ -28,6 +28,7 @@ from ..limits import (
     TEXT_LENGTH_MAX,
     TOKENS_BURST_MAX,
     TOKENS_MAX,
+    TRANSPORTS_MAX,
 )
 
 VERSION = 1
@@ -124,6 +125,8 @@ class Identity(Struct, array_like=True, frozen=True):
     holds: Annotated[tuple[Holds, ...], Meta(max_length=COMPONENTS_MAX)] = ()
     # Of the rank that leads a worker: all its ranks, itself first; none: it is alone.
     group: Annotated[tuple[Member, ...], Meta(max_length=PEERS_MAX)] = ()
+    transports: Annotated[tuple[Reason, ...], Meta(max_length=TRANSPORTS_MAX)] = ("shm",)  # the ways it takes
+    place: Address = ""  # boot id, network and mount namespace, user: where equal, shm reaches; empty: not said
 
 
 class Hello(_Wire, frozen=True):

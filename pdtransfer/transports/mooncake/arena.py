@@ -12,7 +12,8 @@ from ...errors import TransportError
 from ...limits import ENGINES_MAX
 from ...memory import Arena
 from ...wire import Reach
-from .process import EngineProcess, Network
+from ..network import Network
+from .process import EngineProcess
 
 # Far from where the kernel maps what it is not told a place for.
 _BASE_FIRST, _BASE_END = 0x1000_0000_0000, 0x5000_0000_0000
@@ -24,13 +25,14 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class _Offered:
     process: EngineProcess
+    ready: bool = False
     revoked: bool = False
 
 
 class MooncakeArena:
     """An ArenaTransport. Make it on the loop's thread, with the arena open until after close.
 
-    `lost` is called with a session whose process has died though nobody revoked it.
+    `lost` is called with a session whose process has died, revoked or not: it is quiet.
     """
 
     def __init__(
@@ -43,22 +45,25 @@ class MooncakeArena:
         places = (_BASE_END - _BASE_FIRST) // _BASE_STEP
         self._next_base = _BASE_FIRST + secrets.randbelow(places) * _BASE_STEP
 
-    async def offer(self, session: int) -> Reach:
+    async def offer(self, session: int, host: str = "") -> Reach:
         """A process for this session, at an address that no earlier one had: what a late writer means for that one is
-        refused. Raises TransportError where there can be none."""
+        refused. Its writer dials the network's host, or else `host`. Raises TransportError where there can be none."""
         assert session not in self._sessions, f"session {session:#x} has its engine already"
         if len(self._sessions) >= ENGINES_MAX:
             raise TransportError(f"engines: {len(self._sessions)} of {ENGINES_MAX}, one for each session")
+        host = self._network.host or host or "127.0.0.1"
         base, byte_count = self._place(), self._arena.byte_count
         process = EngineProcess(
-            "arena", self._network, memory=self._arena.fd, byte_count=byte_count, base=base,
+            "arena", self._network, host=host, memory=self._arena.fd, byte_count=byte_count, base=base,
             died=lambda: self._died(session),
         )  # fmt: skip
-        self._sessions[session] = _Offered(process)
+        offered = self._sessions[session] = _Offered(process)
         port = await process.ready()
-        host = f"{self._network.host}:{port}"
-        log.debug("session %#x: engine %d listens at %s", session, process.pid, host)
-        return Reach(transport="mooncake", host=host, address="", token=b"", base=base, arena_bytes=byte_count)
+        offered.ready = True
+        log.debug("session %#x: engine %d listens at %s:%d", session, process.pid, host, port)
+        return Reach(
+            transport="mooncake", host=f"{host}:{port}", address="", token=b"", base=base, arena_bytes=byte_count
+        )
 
     def revoke(self, session: int) -> None:
         """Ends the session's process: nothing that any writer has sent or will send reaches the arena through it."""
@@ -87,6 +92,8 @@ class MooncakeArena:
     def _died(self, session: int) -> None:
         self._ended.set()
         offered = self._sessions[session]
+        if not offered.ready:
+            return  # who waits for the offer hears why
         if not offered.revoked:
             log.warning("session %#x: its engine, process %d, has died", session, offered.process.pid)
         self._lost(session, "its engine has ended")

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Literal
 
 from ...config import child_environment
 from ...errors import TransportError
+from ..network import Network
 from . import child
 
 _READY_SECONDS = 10.0  # 0.1 s on an idle host; a peer that does not answer the handshake takes all of it
@@ -46,19 +46,11 @@ _LIBRARIES = {  # and what Debian has them in
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """Where engines are reached. `host` is what peers dial, a name or an IPv4 address; each engine takes two ports."""
-
-    host: str = "127.0.0.1"
-    ports: tuple[int, int] = (21_000, 21_999)
-    protocol: Literal["tcp", "rdma"] = "tcp"
-
-    def environment(self) -> dict[str, str]:
-        """An engine's process has it, and no other."""
-        forced = {"MC_FORCE_TCP": "1"} if self.protocol == "tcp" else {}
-        ports = {"MC_MIN_RPC_PORT": str(self.ports[0]), "MC_MAX_RPC_PORT": str(self.ports[1])}
-        return {**_SETTINGS, **child_environment(), **forced, **ports}
+def _environment(network: Network) -> dict[str, str]:
+    """An engine's process has it, and no other."""
+    forced = {"MC_FORCE_TCP": "1"} if network.protocol == "tcp" else {}
+    ports = {"MC_MIN_RPC_PORT": str(network.ports[0]), "MC_MAX_RPC_PORT": str(network.ports[1])}
+    return {**_SETTINGS, **child_environment(), **forced, **ports}
 
 
 @cache
@@ -87,6 +79,7 @@ class EngineProcess:
         role: Literal["arena", "sender"],
         network: Network,
         *,
+        host: str,
         memory: int,
         byte_count: int,
         base: int = 0,
@@ -108,11 +101,11 @@ class EngineProcess:
             # By its path: as a module it would import the package first.
             command = [sys.executable, "-P", str(Path(child.__file__)), role, *map(str, numbers), network.protocol]
             self._process = subprocess.Popen(  # noqa: S603 (our own file)
-                [*command, network.host, *target],
+                [*command, host, *target],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._said if self._said >= 0 else subprocess.DEVNULL,
-                env=network.environment(),
+                env=_environment(network),
                 pass_fds=(theirs.fileno(), memory),
             )
         except OSError as error:

@@ -23,10 +23,11 @@ from ...wire import Reach
 from ..base import Ready, WriteDone
 from ..copier import CANCELLED, Copier
 from ..meeting import paired
+from ..network import Network
 from ..reports import Reports
 from . import child
 from .jobs import Gather, Job
-from .process import EngineProcess, Network
+from .process import EngineProcess
 from .ring import Cut, Ring, cut
 
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}:[1-9]\d{0,4}")
@@ -122,7 +123,7 @@ class MooncakeWriter:
         self._sessions[session] = mapped
         try:
             process = mapped.process = EngineProcess(
-                "sender", self._network, memory=mapped.ring.fd, byte_count=mapped.ring.byte_count,
+                "sender", self._network, host="127.0.0.1", memory=mapped.ring.fd, byte_count=mapped.ring.byte_count,
                 target=(reach.host, str(reach.base)), heard=lambda packet: self._heard(mapped, packet),
                 died=lambda: self._died(mapped),
             )  # fmt: skip

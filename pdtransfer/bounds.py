@@ -1,0 +1,57 @@
+"""What a setting may be; what is not is a ConfigError of one line that names it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import cast
+
+from .errors import ConfigError
+from .limits import LIMIT_BOUNDS, LIMIT_COUNT, LIMIT_MILLISECONDS, Limits
+
+PORT_MAX = 0xFFFF
+
+
+def bound(name: str, value: float, low: float, high: float) -> None:
+    """It is within [low, high]."""
+    if not low <= value <= high:
+        raise ConfigError(f"{name} = {value}: must be from {low} to {high}")
+
+
+def power_of_two(name: str, value: int, high: int) -> None:
+    """It is one, and not above `high`."""
+    if not 1 <= value <= high or value & (value - 1):
+        raise ConfigError(f"{name} = {value}: must be a power of two from 1 to {high}")
+
+
+def match(name: str, value: str, pattern: str, expected: str) -> None:
+    """It is what `expected` says to people."""
+    if re.fullmatch(pattern, value) is None:
+        raise ConfigError(f"{name} = {value!r}: must be {expected}")
+
+
+def card_of(device: str) -> int | None:
+    """The card that a device's name is about, if it is about one."""
+    match("device", device, r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")
+    return None if device == "cpu" else int(device.partition(":")[2] or 0)
+
+
+def check_limits(limits: Limits) -> None:
+    """Each is within its bounds, and no more than what bounds it."""
+    values = {each.name: cast("float", getattr(limits, each.name)) for each in fields(limits)}
+    for name, value in values.items():
+        bound(f"limits.{name}", value, *LIMIT_BOUNDS.get(name, LIMIT_MILLISECONDS if "_ms" in name else LIMIT_COUNT))
+    for name, value in values.items():
+        if value > (most := values.get(f"{name}_max", value)):
+            raise ConfigError(f"limits.{name} = {value}: is above limits.{name}_max {most}")
+    if limits.ping_ms >= limits.silence_ms:
+        raise ConfigError(f"limits.ping_ms = {limits.ping_ms}: must be below limits.silence_ms {limits.silence_ms}")
+
+
+def port_range(name: str, value: str) -> tuple[int, int]:
+    """The first and the last port of `first-last`."""
+    match(name, value, r"\d{1,5}-\d{1,5}", "first-last")
+    first, last = map(int, value.split("-"))
+    bound(name, first, 1, PORT_MAX)
+    bound(name, last, first + 1, PORT_MAX)  # an engine takes two
+    return first, last

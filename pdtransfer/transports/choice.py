@@ -1,0 +1,227 @@
+"""Which transport a session takes: shared memory where both ends are on one host, else Mooncake; and both as one.
+
+Decode chooses, since it offers; prefill tells in its Welcome where it is and what it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from ..effects import Outcome, Write
+from ..errors import TransportError
+from ..keys import Address
+from ..layout import Component
+from ..memory import Arena
+from ..wire import Identity, Reach, split_key
+from .base import ArenaTransport, Ready, WriteDone, WriterTransport
+from .lane import WriterCard
+from .mooncake import MooncakeArena, MooncakeWriter, why_not
+from .network import Network, Transport
+from .shm import ShmArena, ShmWriter
+from .shm.handover import host
+
+log = logging.getLogger(__name__)
+
+
+def place() -> str:
+    """Where this process is: whoever says the same can be handed an arena. Identity.place."""
+    return f"{host()} {os.readlink('/proc/self/ns/mnt')} {os.geteuid()}"
+
+
+def taken(transport: Transport, *, card: bool = False) -> tuple[str, ...]:
+    """The transports that a node takes. Raises TransportError where the one that it is told to take cannot be had."""
+    reason = "a card's memory is written over shm alone" if card else why_not()
+    match transport:
+        case "auto":
+            return ("shm",) if reason else ("shm", "mooncake")
+        case "mooncake" if reason:
+            raise TransportError(f"transport mooncake: {reason}")
+        case name:
+            return (name,)
+
+
+def choose(ours: tuple[str, ...], here: str, theirs: Identity) -> tuple[str, str]:
+    """The transport for a session with that prefill, and the reason for people. Raises TransportError for none."""
+    both = [name for name in ours if name in theirs.transports]
+    if not both:
+        raise TransportError(
+            f"transport: {theirs.node} takes {', '.join(theirs.transports)}, this node {', '.join(ours)}"
+        )
+    if len(both) == 1:
+        others = [name for name in ("shm", "mooncake") if name not in both]
+        return both[0], f"{' and '.join(others)} is not taken by both"
+    names = ("kernel", "network namespace", "mount namespace", "user")
+    different = [
+        name for name, ours, theirs in zip(names, here.split(), theirs.place.split(), strict=False) if ours != theirs
+    ]
+    if different:
+        return "mooncake", f"it has another {different[0]}"
+    return "shm", "it is on this host"
+
+
+class ArenaChoice:
+    """Decode's transports as one; `lost` hears of a session whose hand-over has gone: it is quiet.
+
+    Make it on the loop's thread. Raises TransportError where `transport` cannot be had.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        transport: Transport,
+        network: Network,
+        *,
+        directory: Path | None,
+        lost: Callable[[int, str], None] = lambda _, __: None,
+    ) -> None:
+        self.taken = taken(transport)
+        self._shm = ShmArena(arena, directory=directory) if "shm" in self.taken else None
+        self._mooncake = MooncakeArena(arena, network, lost=lost) if "mooncake" in self.taken else None
+        self._here, self._network, self._warned = place(), network, False
+        self._of: dict[int, str] = {}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many sessions are over each."""
+        names = list(self._of.values())
+        return {name: names.count(name) for name in self.taken}
+
+    async def offer(self, session: int, endpoint: str, theirs: Identity) -> Reach:
+        """As ArenaTransport.offer, to the prefill that was dialled at `endpoint`."""
+        name, reason = choose(self.taken, self._here, theirs)
+        self._of[session] = name
+        log.info("session %#x with %s: over %s: %s", session, theirs.node, name, reason)
+        if name == "shm":
+            assert self._shm is not None
+            return await self._shm.offer(session)
+        assert self._mooncake is not None
+        if not self._warned:
+            first, last = self._network.ports
+            log.warning(
+                "who reaches ports %d to %d of this host can read and write the arena: firewall them", first, last
+            )
+            self._warned = True
+        loop = asyncio.get_running_loop()
+        return await self._mooncake.offer(session, await loop.run_in_executor(None, own_address, endpoint))
+
+    def revoke(self, session: int) -> None:
+        """As ArenaTransport says."""
+        if (found := self._found(session)) is not None:
+            found.revoke(session)
+
+    def quiet(self, session: int) -> bool:
+        """As ArenaTransport says."""
+        return (found := self._found(session)) is None or found.quiet(session)
+
+    def forget(self, session: int) -> None:
+        """As ArenaTransport says."""
+        if (found := self._found(session)) is not None:
+            found.forget(session)
+            del self._of[session]
+
+    async def close(self) -> None:
+        """As ArenaTransport says, of both."""
+        for each in (self._shm, self._mooncake):
+            if each is not None:
+                await each.close()
+
+    def _found(self, session: int) -> ArenaTransport | None:
+        match self._of.get(session):
+            case None:
+                return None
+            case "shm":
+                return self._shm
+            case _:
+                return self._mooncake
+
+
+class WriterChoice:
+    """Prefill's transports as one, a WriterTransport: a session's is the one that its Reach names."""
+
+    def __init__(
+        self,
+        components: tuple[Component, ...],
+        transport: Transport,
+        network: Network,
+        *,
+        pool_address: int = 0,
+        copy_threads: int = 2,
+        card: WriterCard | None = None,
+    ) -> None:
+        self.taken = taken(transport, card=card is not None)
+        self._loop = asyncio.get_running_loop()
+        self._of: dict[int, str] = {}
+        self._made: dict[str, WriterTransport] = {}
+        self._make: dict[str, Callable[[], WriterTransport]] = {  # when first wanted: each has threads
+            "shm": lambda: ShmWriter(components, pool_address=pool_address, copy_threads=copy_threads, card=card),
+            "mooncake": lambda: MooncakeWriter(
+                components, network, pool_address=pool_address, copy_threads=copy_threads
+            ),
+        }
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many sessions are over each."""
+        names = list(self._of.values())
+        return {name: names.count(name) for name in self.taken}
+
+    async def map(
+        self, session: int, reach: Reach, components: tuple[Component, ...], more: Ready = lambda _: None
+    ) -> int:
+        """As WriterTransport says."""
+        if (name := reach.transport) not in self.taken:
+            raise TransportError(f"transport {name!r}, this node takes {', '.join(self.taken)}")
+        if name not in self._made:
+            self._made[name] = self._make[name]()
+        self._of[session] = name
+        try:
+            bytes_ready = await self._made[name].map(session, reach, components, more)
+        except BaseException:
+            self._of.pop(session, None)
+            raise
+        log.info("session %#x: over %s", session, name)
+        return bytes_ready
+
+    def unmap(self, session: int) -> None:
+        """As WriterTransport says."""
+        if (name := self._of.pop(session, None)) is not None:
+            self._made[name].unmap(session)
+
+    def write(self, order: Write, done: WriteDone) -> None:
+        """As WriterTransport says."""
+        name = self._of.get(order.session)
+        if name is None:
+            self._loop.call_soon(done, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
+        else:
+            self._made[name].write(order, done)
+
+    def cancel(self, session: int, grant: int) -> None:
+        """As WriterTransport says."""
+        if (name := self._of.get(session)) is not None:
+            self._made[name].cancel(session, grant)
+
+    async def fence(self, session: int) -> bool:
+        """As WriterTransport says."""
+        name = self._of.get(session)
+        return name is not None and await self._made[name].fence(session)
+
+    async def close(self) -> None:
+        """As WriterTransport says, of both."""
+        for each in self._made.values():
+            await each.close()
+
+
+def own_address(endpoint: str) -> str:
+    """This host's address on the way to a peer, `[KEY@]tcp://host:port`; TransportError where there is none."""
+    address = Address.parse(split_key(endpoint)[1])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address.host, address.port_first))  # sends nothing
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise TransportError(f"no IPv4 way to {address.host}, name one with advertise: {error.strerror}") from None

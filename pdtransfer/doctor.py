@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict, dataclass
 from json import dumps
+from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from .errors import PDTransferError
-from .probes import PROBES, State, missing
+from .probes import PROBES, Probe, Seen, State, missing, warn
 
 COLORS: dict[State, str] = {"ok": "green", "warn": "yellow", "missing": "red"}
+FOUND_COLUMNS_MIN = 30  # of a narrow terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,27 +37,44 @@ def run(*, json: bool) -> int:
     return int(bool(lacking))
 
 
-def examine() -> list[Finding]:
-    """Every finding, in the order of the house: Python first, the network last. Never raises for the host's faults."""
-    findings: list[Finding] = []
-    for name, (probe, mend) in PROBES.items():
-        try:
-            seen = probe()
-        except (OSError, ImportError, LookupError, ValueError, PDTransferError) as error:
-            seen = missing(f"{type(error).__name__}: {error}", mend)
-        findings.append(Finding(name=name, state=seen.state, found=seen.found, mend=seen.mend))
-    return findings
+def examine(root: Path = Path("/")) -> list[Finding]:
+    """Every finding about the host whose files lie below `root`. Whatever the host is like, this never raises."""
+    return [_finding(probe, root) for probe in PROBES]
+
+
+def _finding(probe: Probe, root: Path) -> Finding:
+    try:
+        seen = probe.look(root)
+    except Exception as error:  # noqa: BLE001 (no host, and no bug of one probe, hides what the others see)
+        seen = _untried(probe, error)
+    return Finding(name=probe.name, state=seen.state, found=seen.found, mend=seen.mend)
+
+
+def _untried(probe: Probe, error: Exception) -> Seen:
+    found = " ".join(f"cannot be tried: {type(error).__name__}: {error}".split())
+    mend = probe.mend or "pdtransfer doctor --json, into a report"
+    return missing(found, mend) if probe.required else warn(found, mend)
 
 
 def _show(findings: list[Finding], lacking: list[str]) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for each in findings:
-        table.add_row(Text(each.state, style=COLORS[each.state]), each.name, Text(each.found))
-        if each.mend:
-            table.add_row("", "", Text(f"-> {each.mend}", style="bold"))
     console = Console(highlight=False)
-    console.print(table)
-    console.print(f"Missing: {', '.join(lacking)}." if lacking else "Nothing required is missing.")
+    states, subjects = (max(map(len, column)) for column in zip(*((f.state, f.name) for f in findings), strict=True))
+    indent = " " * (states + subjects + 4)
+    for each in findings:
+        lines = textwrap.wrap(each.found, max(FOUND_COLUMNS_MIN, console.width - len(indent)), break_on_hyphens=False)
+        line = Text(f"{each.state:{states}}", style=COLORS[each.state])
+        console.print(
+            line.append(f"  {each.name:{subjects}}  ", style="none").append(lines[0], style="none"), soft_wrap=True
+        )
+        for more in lines[1:]:
+            console.print(Text(indent + more), soft_wrap=True)
+        if each.mend:
+            # In one line, so that it can be copied.
+            console.print(Text(f"{indent}-> {each.mend}", style="bold"), soft_wrap=True)
+    warned = sum(each.state == "warn" for each in findings)
+    rest = f"{warned} warning{'s' * (warned != 1)}." if warned else ""
+    console.print(
+        f"Missing: {', '.join(lacking)}. {rest}".rstrip()
+        if lacking
+        else f"Nothing required is missing. {rest}".rstrip()
+    )

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,42 +18,54 @@ import pytest
 from pdtransfer import doctor, probes
 from pdtransfer.config import DecodeConfig, PrefillConfig
 from pdtransfer.headroom import Headroom
-from pdtransfer.kernels import UnusableError
+from pdtransfer.kernels import UnusableError, private_directory
+from pdtransfer.kernels.compiled import KERNELS, _stem
 from pdtransfer.keys import Address
-from pdtransfer.probes import Seen
+from pdtransfer.probes import Probe, Seen, builds, cards, host, kernel, network
 
 PLAIN = {"fd": -1, "byte_count": 4_096, "close": lambda: None}
 
 
-def seen(name: str) -> Seen:
-    probe, _ = probes.PROBES[name]
-    return probe()
+ROOT = Path("/")
 
 
-def only(monkeypatch: pytest.MonkeyPatch, **these: Callable[[], Seen]) -> None:
-    monkeypatch.setattr(doctor, "PROBES", {name: (probe, "mend it") for name, probe in these.items()})
+def only(monkeypatch: pytest.MonkeyPatch, *these: Probe) -> None:
+    monkeypatch.setattr(doctor, "PROBES", these)
+
+
+def says(name: str, state: Callable[..., Seen], *words: str) -> Probe:
+    return Probe(name, lambda _: state(*words))
+
+
+def put(root: Path, **files: str) -> Path:
+    """A host of these files: its paths with __ for each slash."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
 
 
 def test_this_host_passes_and_json_says_the_same_as_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     status = doctor.run(json=True)
     answer = json.loads(capsys.readouterr().out)
     assert (status, answer["ok"]) == (0, True)
-    assert [each["name"] for each in answer["findings"]] == list(probes.PROBES)
+    assert [each["name"] for each in answer["findings"]] == [each.name for each in probes.PROBES]
     for each in answer["findings"]:
         assert each.keys() == {"name", "state", "found", "mend"}
         assert each["found"]
         assert bool(each["mend"]) == (each["state"] != "ok")
     assert doctor.run(json=False) == 0
     table = capsys.readouterr().out
-    assert all(name in table for name in probes.PROBES)
-    assert table.endswith("Nothing required is missing.\n")
+    assert all(each.name in table for each in probes.PROBES)
+    assert "\nNothing required is missing." in table
 
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_missing_requirement_is_status_1_with_its_mend(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    only(monkeypatch, a=lambda: probes.ok("fine"), b=lambda: probes.missing("[none] of it", "get it"))
+    only(monkeypatch, says("a", probes.ok, "fine"), says("b", probes.missing, "[none] of it", "get it"))
     assert doctor.run(json=as_json) == 1
     out = capsys.readouterr().out
     assert "[none] of it" in out
@@ -61,9 +74,23 @@ def test_missing_requirement_is_status_1_with_its_mend(
 
 
 def test_warning_is_status_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    only(monkeypatch, a=lambda: probes.warn("slow", "speed up"))
+    only(monkeypatch, says("a", probes.warn, "slow", "speed up"))
     assert doctor.run(json=False) == 0
-    assert "speed up" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "speed up" in out
+    assert "1 warning." in out
+
+
+def test_a_command_stands_in_one_line_however_narrow_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    command = "echo " + " ".join("word" for _ in range(40))
+    only(monkeypatch, says("a", probes.warn, "slow " * 30, command))
+    doctor.run(json=False)
+    out = capsys.readouterr().out
+    assert command in out
+    assert len(out.splitlines()) > 5
 
 
 def test_what_cannot_be_tried_is_missing_and_the_rest_is_still_looked_at(
@@ -82,33 +109,77 @@ def test_what_cannot_be_tried_is_missing_and_the_rest_is_still_looked_at(
     assert states["clock"]["state"] in ("ok", "warn")
 
 
+def test_a_probe_that_breaks_is_missing_where_it_is_required_and_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def breaks(_: Path) -> Seen:
+        raise TypeError("a bug\nof two lines")
+
+    only(monkeypatch, Probe("a", breaks), Probe("b", breaks, "mend it", required=True), says("c", probes.ok, "fine"))
+    a, b, c = doctor.examine()
+    assert (a.state, b.state, c.state) == ("warn", "missing", "ok")
+    assert a.found == "cannot be tried: TypeError: a bug of two lines"
+    assert a.mend
+    assert b.mend == "mend it"
+
+
+JUNK = "\x00]not [what: a kernel 99\n says\n"
+PAGES = "/sys/kernel/mm/hugepages/hugepages-2048kB"
+FILES = (
+    "/proc/sys/kernel/random/boot_id", "/proc/self/status", "/proc/cpuinfo", "/proc/net/tcp", "/proc/net/tcp6",
+    "/proc/7/comm", f"{PAGES}/free_hugepages", f"{PAGES}/resv_hugepages",
+    "/sys/kernel/mm/transparent_hugepage/shmem_enabled", "/sys/devices/system/node/node0/meminfo",
+    "/sys/devices/system/clocksource/clocksource0/current_clocksource", "/sys/class/infiniband/x/ports/1/state",
+    "/sys/bus/pci/devices/0000:01:00.0/vendor", "/sys/bus/pci/devices/0000:01:00.0/max_link_width",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["nothing", "junk", "directories", "closed"])
+def test_a_host_whose_files_are_not_as_they_should_be_is_looked_at_to_the_end(kind: str, tmp_path: Path) -> None:
+    for name in FILES if kind != "nothing" else ():
+        path = tmp_path / name.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "directories":
+            path.mkdir()
+        else:
+            path.write_text(JUNK)
+            path.chmod(0 if kind == "closed" else 0o600)
+    findings = doctor.examine(tmp_path)
+    assert [each.name for each in findings] == [each.name for each in probes.PROBES]
+    assert all(each.found and (each.mend or each.state == "ok") for each in findings)
+    states = {each.name: each.state for each in findings}
+    assert (states["shared memory mount"], states["clock"]) == ("warn", "warn")
+    if kind != "closed":  # root reads what is closed
+        assert states["boot id"] == ("ok" if kind == "junk" else "missing")
+
+
 def test_probe_notices_a_lock_that_its_mapping_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_map", lambda _: 0)
-    monkeypatch.setattr(probes, "_unmap", lambda _: None)
-    assert seen("fence lock").state == "missing"
+    monkeypatch.setattr(kernel, "_map", lambda _: 0)
+    monkeypatch.setattr(kernel, "_unmap", lambda _: None)
+    assert kernel.lock(ROOT).state == "missing"
 
 
 def test_probe_notices_a_memfd_that_can_be_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "ftruncate", lambda *_: None)  # as if the kernel let it pass
-    monkeypatch.setattr(probes, "map_received", lambda *_: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(probes, "Arena", SimpleNamespace(create=lambda *_, **__: SimpleNamespace(**PLAIN)))
-    assert seen("sealed memfd").state == "missing"
+    monkeypatch.setattr(kernel, "map_received", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(kernel, "Arena", SimpleNamespace(create=lambda *_, **__: SimpleNamespace(**PLAIN)))
+    assert kernel.memfd(ROOT).state == "missing"
 
 
 def test_absent_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("aiohttp", "torch") else find(name))
-    assert (seen("packages").state, seen("packages").found) == ("missing", "no aiohttp")
-    assert seen("torch").state == "missing"
-    assert seen("torch").mend == "make venv"
+    assert builds.packages(ROOT) == probes.missing("no aiohttp", "make venv")
+    assert builds.torch(ROOT).state == "missing"
+    assert builds.torch(ROOT).mend == "make venv"
 
 
 def test_host_without_a_compiler_is_warned_of_the_slower_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PDTRANSFER_CACHE", str(tmp_path / "cache"))
-    assert seen("native copy").state == "warn"
-    assert "numpy" in seen("native copy").found
-    assert "g++" in seen("native copy").mend
+    assert builds.copy(ROOT).state == "warn"
+    assert "numpy" in builds.copy(ROOT).found
+    assert "g++" in builds.copy(ROOT).mend
 
 
 def test_taken_port_is_named_with_the_flag_that_wants_it() -> None:
@@ -120,26 +191,26 @@ def test_taken_port_is_named_with_the_flag_that_wants_it() -> None:
             other.listen()
         except OSError:
             pass  # somebody else has it, which does as well
-        found = seen("ports")
+        found = network.ports(ROOT)
     assert found.state == "warn"
-    assert f"{port} (prefill --bind, EADDRINUSE)" in found.found
+    assert f"{port} (prefill --bind, EADDRINUSE, bound to " in found.found
 
 
 def test_low_limit_of_open_files_is_a_warning() -> None:
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 2048)); "
-        "from pdtransfer import probes; print(probes.PROBES['open files limit'][0]())"
+        "from pdtransfer.probes import host; print(host.descriptors(None))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert "state='warn', found='1,024, may be raised to 2,048'" in done.stdout
 
 
 def test_host_with_too_little_memory_is_told_how_many_slots_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    enough = seen("memory")
+    enough = host.memory(ROOT)
     assert enough.state == "ok"
-    monkeypatch.setattr(probes, "headroom", lambda: Headroom("a small box", 256 << 20))
+    monkeypatch.setattr(host, "headroom", lambda: Headroom("a small box", 256 << 20))
 
-    tight = seen("memory")
+    tight = host.memory(ROOT)
     assert tight.state == "warn"
     assert "256 MiB (a small box)" in tight.found
     words = tight.mend.split()
@@ -148,15 +219,191 @@ def test_host_with_too_little_memory_is_told_how_many_slots_fit(monkeypatch: pyt
 
 
 def test_cards_are_named_with_what_compiles_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "count", lambda: 0)
-    assert seen("cards").state == "ok"
-    monkeypatch.setattr(probes, "count", lambda: 2)
-    monkeypatch.setattr(probes, "card", lambda ordinal: SimpleNamespace(architecture="sm_90"))
-    monkeypatch.setattr(probes, "compiler", lambda: SimpleNamespace(version="NVRTC 13.0"))
-    assert seen("cards") == probes.ok("2 x sm_90, NVRTC 13.0")
+    monkeypatch.setattr(cards, "count", lambda: 0)
+    assert cards.cards(ROOT).state == "ok"
+    monkeypatch.setattr(cards, "count", lambda: 2)
+    monkeypatch.setattr(cards, "card", lambda ordinal: SimpleNamespace(architecture="sm_90"))
+    monkeypatch.setattr(cards, "compiler", lambda: SimpleNamespace(version="NVRTC 13.0"))
+    assert cards.cards(ROOT) == probes.ok("2 x sm_90, NVRTC 13.0")
 
     def nothing() -> None:
         raise UnusableError("no NVRTC")
 
-    monkeypatch.setattr(probes, "compiler", nothing)
-    assert seen("cards") == probes.warn("2 x sm_90, and no NVRTC", "pip install nvidia-cuda-nvrtc")
+    monkeypatch.setattr(cards, "compiler", nothing)
+    assert cards.cards(ROOT) == probes.warn("2 x sm_90, and no NVRTC", "pip install cuda-bindings nvidia-cuda-nvrtc")
+
+
+# Of hosts that this one is not
+
+
+def card_files(width: str, **more: str) -> dict[str, str]:
+    at = "sys__bus__pci__devices__0000:18:00.0__"
+    files = {"vendor": "0x10de", "class": "0x030200", "current_link_speed": "32.0 GT/s PCIe", "max_link_width": "16"}
+    return {at + name: text + "\n" for name, text in (files | {"current_link_width": width} | more).items()}
+
+
+def test_a_cards_link_is_said_with_its_node_and_one_with_fewer_lanes_is_a_warning(tmp_path: Path) -> None:
+    good = put(tmp_path / "good", **card_files("16", numa_node="1"))
+    assert cards.links(good) == probes.ok("0000:18:00.0 32.0 GT/s x16 (of x16), node 1")
+    narrow = cards.links(put(tmp_path / "narrow", **card_files("8", numa_node="-1")))
+    assert (narrow.state, "x8 (of x16): fewer lanes" in narrow.found) == ("warn", True)
+    assert "lspci -vv -s 0000:18:00.0" in narrow.mend
+    other = put(tmp_path / "other", **card_files("8", vendor="0x8086"))
+    assert cards.links(other) == probes.ok("no NVIDIA card on the PCIe bus")
+
+
+def test_kernels_that_a_first_transfer_would_wait_for_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cards, "count", lambda: 2)
+    monkeypatch.setattr(cards, "card", lambda ordinal: SimpleNamespace(architecture="sm_90"))
+    monkeypatch.setenv("PDTRANSFER_CACHE", str(tmp_path))
+    assert cards.kernels(ROOT).state == "warn"
+    assert "kv_copy for sm_90" in cards.kernels(ROOT).found
+    assert cards.kernels(ROOT).mend == "pdtransfer kernels build"
+    for name in KERNELS[1:]:
+        (private_directory(None) / f"{_stem(name, 'sm_90')}-0123.cubin").touch()
+    assert cards.kernels(ROOT).found == f"to be compiled at their first use: {KERNELS[0]} for sm_90"
+    (private_directory(None) / f"{_stem(KERNELS[0], 'sm_90')}-0123.cubin").touch()
+    assert cards.kernels(ROOT) == probes.ok(f"{len(KERNELS)} in the cache")
+
+
+def test_mps_must_not_run(tmp_path: Path) -> None:
+    assert cards.mps(put(tmp_path / "without", proc__11__comm="bash\n")).state == "ok"
+    running = cards.mps(put(tmp_path / "with", proc__11__comm="bash\n", proc__12__comm="nvidia-cuda-mps\n"))
+    assert (running.state, "process 12" in running.found) == ("missing", True)
+    assert running.mend == "echo quit | nvidia-cuda-mps-control"
+    assert cards.mps(put(tmp_path / "pipe", **{"tmp__nvidia-mps__control": ""})).state == "missing"
+
+
+def rdma_files(state: str, *, device: bool = True) -> dict[str, str]:
+    at = "sys__class__infiniband__mlx5_0__ports__1__"
+    files = {at + "state": state, at + "rate": "400 Gb/sec (4X NDR)", at + "link_layer": "InfiniBand"}
+    return files | ({"dev__infiniband__uverbs0": ""} if device else {})
+
+
+def test_rdma_devices_are_said_and_what_keeps_them_from_us(tmp_path: Path) -> None:
+    assert network.rdma(tmp_path) == probes.ok("none: KV goes to other hosts over TCP")
+    up = network.rdma(put(tmp_path / "up", **rdma_files("4: ACTIVE")))
+    assert up == probes.ok("mlx5_0 port 1 ACTIVE, 400 Gb/sec (4X NDR), InfiniBand")
+    down = network.rdma(put(tmp_path / "down", **rdma_files("1: DOWN")))
+    assert (down.state, "none is up" in down.found) == ("warn", True)
+    hidden = network.rdma(put(tmp_path / "hidden", **rdma_files("4: ACTIVE", device=False)))
+    assert "--device /dev/infiniband" in hidden.mend
+
+
+@pytest.mark.parametrize(("capable", "state"), [("00000000a80425fb", "warn"), ("000001ffffffffff", "ok")])
+def test_a_low_limit_of_locked_memory_matters_where_a_device_pins_it(capable: str, state: str, tmp_path: Path) -> None:
+    script = (
+        "import resource, sys; from pathlib import Path; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536)); "
+        "from pdtransfer.probes import host; print(host.memlock(Path(sys.argv[1])).state)"
+    )
+    status = {"proc__self__status": f"Name:\tx\nCapEff:\t{capable}\n"}
+    for root, expected in (
+        (put(tmp_path / "pins", dev__infiniband__uverbs0="", **status), state),
+        (put(tmp_path / "plain", **status), "ok"),
+    ):
+        command = [sys.executable, "-c", script, str(root)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.strip() == expected
+
+
+def test_of_several_nodes_an_arenas_memory_has_to_be_bindable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = "sys__devices__system__node__node"
+    one = {f"{at}0__meminfo": "Node 0 MemTotal: 9 kB\nNode 0 MemFree:  2097152 kB\n"}
+    assert host.numa(put(tmp_path / "one", **one)).state == "ok"
+    two = put(tmp_path / "two", **one, **{f"{at}1__meminfo": "Node 1 MemFree: 1048576 kB\n"})
+    allowed = [True]
+    mapping = SimpleNamespace(bind=lambda _: allowed[0])
+    plain = SimpleNamespace(**PLAIN, mapping=mapping)
+    monkeypatch.setattr(host, "Arena", SimpleNamespace(create=lambda *_, **__: plain))
+    assert host.numa(two) == probes.ok("node0 2,048 MiB free; node1 1,024 MiB free")
+    allowed[0] = False
+    assert (host.numa(two).state, "SYS_NICE" in host.numa(two).mend) == ("warn", True)
+
+
+def test_a_clock_that_takes_a_system_call_or_is_coarse_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "sys__devices__system__clocksource__clocksource0__current_clocksource"
+    guest = {"proc__cpuinfo": "flags\t\t: fpu hypervisor tsc\n"}
+    good = put(tmp_path / "good", **{source: "tsc\n"}, **guest)
+    assert host.clock(good).state == "ok"
+    assert "under a hypervisor" in host.clock(good).found
+    slow = host.clock(put(tmp_path / "slow", **{source: "hpet\n"}))
+    assert (slow.state, "system call" in slow.found, "hypervisor" in slow.found) == ("warn", True, False)
+    monkeypatch.setattr(time, "clock_getres", lambda _: 0.004)
+    assert "too coarse" in host.clock(good).found
+
+
+def test_who_listens_on_a_port_is_said_by_its_address(tmp_path: Path) -> None:
+    head = "  sl  local_address rem_address   st\n"
+    root = put(
+        tmp_path,
+        proc__net__tcp=f"{head}   0: 0100007F:1BBD 00000000:0000 0A\n   1: 0100007F:1BBE 0200007F:1111 01\n",
+        proc__net__tcp6=f"{head}   0: 00000000000000000000000000000000:1BBD 0:0 0A\n",
+    )
+    assert network._listening(root) == {7101: ["127.0.0.1", "::"]}
+
+
+# Mooncake
+
+
+@pytest.fixture
+def wheels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Those that are installed, by name."""
+    installed = {"mooncake-transfer-engine-non-cuda": "1.2"}
+    monkeypatch.setattr(builds, "_version", lambda name: installed.get(name, ""))
+    monkeypatch.setattr(builds, "why_not", lambda: "")
+    monkeypatch.setattr(network, "why_not", lambda: "")
+    return installed
+
+
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Puts another `mooncake` before any that is installed."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text("")
+    (tmp_path / "mooncake" / "engine.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_mooncake_is_said_with_its_wheel_once_it_has_been_loaded(
+    wheels: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine(tmp_path, monkeypatch, "TransferEngine = None")
+    assert builds.mooncake(ROOT) == probes.ok("mooncake-transfer-engine-non-cuda 1.2 (TCP and RDMA)")
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("raise ImportError('libcuda.so.1: cannot open shared object file')", "libcuda.so.1"),
+        ("import os; os.abort()", "status -6"),
+    ],
+)
+def test_a_mooncake_that_does_not_load_is_a_warning_whatever_it_does_to_its_process(
+    text: str, word: str, wheels: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine(tmp_path, monkeypatch, text)
+    seen = builds.mooncake(ROOT)
+    assert (seen.state, word in seen.found) == ("warn", True)
+    assert "pip install" in seen.mend
+
+
+def test_no_mooncake_two_of_them_and_one_without_its_libraries_are_warnings(
+    wheels: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "mooncake cannot be loaded: apt-get install -y libibverbs1 libnuma1"
+    for module, probe in ((builds, builds.mooncake), (network, network.transport)):
+        monkeypatch.setattr(module, "why_not", lambda: reason)
+        assert (probe(ROOT).state, probe(ROOT).mend) == ("warn", "apt-get install -y libibverbs1 libnuma1")
+    wheels["mooncake-transfer-engine-cuda13"] = "1.3"
+    assert builds.mooncake(ROOT).mend == "pip uninstall mooncake-transfer-engine-cuda13"
+    wheels.clear()
+    assert builds.mooncake(ROOT).state == "warn"
+    assert "[mooncake]" in builds.mooncake(ROOT).mend
+
+
+def test_the_transport_that_would_be_taken_is_said(wheels: dict[str, str], tmp_path: Path) -> None:
+    assert network.transport(tmp_path) == probes.ok("on this host shm; to other hosts mooncake over TCP")
+    assert "RDMA" in network.transport(put(tmp_path, **rdma_files("4: ACTIVE"))).found

@@ -35,9 +35,7 @@ def machine_code(kernel: str, architecture: str, cache: Path | None = None) -> b
 
     Raises UnusableError, with what to install, where it is not and nothing can compile it.
     """
-    sources = {name: _read(name) for name in (*HEADERS, f"{kernel}.cu")}
-    key = hashlib.sha256(repr((sources, _OPTIONS, architecture)).encode()).hexdigest()[:20]
-    stem = f"{kernel}-{architecture}-{key}"
+    stem = _stem(kernel, architecture)
     try:
         directory = private_directory(cache)
     except UnusableError:
@@ -57,6 +55,17 @@ def machine_code(kernel: str, architecture: str, cache: Path | None = None) -> b
         finally:
             aside.unlink(missing_ok=True)
     return path.read_bytes()
+
+
+def kept(kernel: str, architecture: str, cache: Path | None = None) -> bool:
+    """Whether the cache has it, as the sources are now. Raises UnusableError where there is no cache or no source."""
+    return any(private_directory(cache).glob(f"{_stem(kernel, architecture)}-*.cubin"))
+
+
+def _stem(kernel: str, architecture: str) -> str:
+    sources = {name: _read(name) for name in (*HEADERS, f"{kernel}.cu")}
+    key = hashlib.sha256(repr((sources, _OPTIONS, architecture)).encode()).hexdigest()[:20]
+    return f"{kernel}-{architecture}-{key}"
 
 
 def compiler() -> Compiler:

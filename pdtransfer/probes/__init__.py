@@ -1,0 +1,40 @@
+"""What doctor tries on this host, in the order of the house: Python first, the network last."""
+
+from __future__ import annotations
+
+from . import builds, cards, host, kernel, network
+from .seen import KERNEL, VENV, Probe
+from .seen import Seen as Seen
+from .seen import State as State
+from .seen import missing as missing
+from .seen import ok as ok
+from .seen import warn as warn
+
+PROBES = (
+    Probe("python", builds.python, required=True),
+    Probe("packages", builds.packages, VENV, required=True),
+    Probe("torch", builds.torch, VENV, required=True),
+    Probe("native copy", builds.copy, VENV),
+    Probe("kernel cache", builds.cache, "export PDTRANSFER_CACHE=<a directory of this user>"),
+    Probe("cards", cards.cards, "nvidia-smi says what the driver sees"),
+    Probe("card links", cards.links, "lspci -vv"),
+    Probe("card kernels", cards.kernels, "pdtransfer kernels build"),
+    Probe("MPS", cards.mps, "pgrep -l nvidia-cuda-mps"),
+    Probe("sealed memfd", kernel.memfd, KERNEL, required=True),
+    Probe("fence lock", kernel.lock, KERNEL, required=True),
+    Probe("descriptor passing", kernel.unix_socket, KERNEL, required=True),
+    Probe("boot id", kernel.boot_id, "mount -t proc proc /proc", required=True),
+    Probe("memory", host.memory, "mount -t proc proc /proc"),
+    Probe("huge pages", host.huge_pages, "mount -t sysfs sysfs /sys"),
+    Probe("NUMA", host.numa, "mount -t sysfs sysfs /sys"),
+    Probe("shared memory mount", host.shm, "mount -t tmpfs tmpfs /dev/shm"),
+    Probe("memlock limit", host.memlock, "ulimit -l"),
+    Probe("open files limit", host.descriptors, "ulimit -n"),
+    Probe("clock", host.clock, "mount -t sysfs sysfs /sys"),
+    Probe("CURVE", builds.curve, VENV),
+    Probe("Mooncake", builds.mooncake, "pip install 'pdtransfer[mooncake]'"),
+    Probe("RDMA", network.rdma, "ibv_devinfo"),
+    Probe("addresses", network.addresses, "ip address"),
+    Probe("ports", network.ports, "ss -ltnp"),
+    Probe("transport", network.transport, "pip install 'pdtransfer[mooncake]'"),
+)

@@ -173,7 +173,10 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
         keep their kinds apart, one a layer, and one in all.
         """
         order = np.argsort(self.table[:, 3])
-        starts, ends = self.table[order, 3], np.maximum.accumulate(self.ends[order])
+        starts, ends = (
+            self.table[order, 3],
+            self.ends[order],
+        )  # of those that interleave the last to begin is last to end
         first = np.flatnonzero(np.concatenate([[True], starts[1:] >= ends[:-1]]))
         starts, ends = starts[first], ends[np.append(first[1:], len(ends)) - 1]
         # Planes that interleave by pages share the stride, or they would be no layout.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -71,6 +73,18 @@ def test_pages_are_as_long_as_kernels_of_the_field_expect_them() -> None:
     assert {name: each.layout.slots for name, each in v4.items()} == {
         "c4": 1_024, "c128": 32, "window": 512, "c4_state": 4, "index_state": 4, "c128_state": 4, "index": 1_024,
     }  # fmt: skip
+
+
+def test_no_component_begins_in_the_padding_of_another() -> None:
+    v4 = deepseek_v4("page_first", ratios=RATIOS, tokens=4_096, requests=4, page_align=65_536)
+    item = {each.name: each.layout.planes[0].page_stride // len(layers_of(each.name)) for each in v4}
+    assert [item[name] for name in ("c4", "c128", "window")] == [65_536] * 3
+    tensors = [
+        (buffer.start, buffer.start + each.layout.slots // each.layout.page_size * buffer.item_bytes)
+        for each in v4
+        for buffer in each.layout.contiguous_buffers()
+    ]
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(tensors))
 
 
 def test_each_component_has_the_rows_that_its_span_says() -> None:

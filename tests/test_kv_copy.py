@@ -24,9 +24,10 @@ from pdtransfer.kernels import UnusableError, card, compiled, source_directory
 from pdtransfer.kernels.kv_copy import CopyArgument, SlotsArgument, kv_copy
 from pdtransfer.kernels.pairs import lanes_of
 from pdtransfer.kernels.pools import Pages, PinnedCancel, Pool, Progress, State
+from pdtransfer.layouts import ITEM_LAYOUTS
 
 from . import kernels_host
-from .layout_tensors import CANARY, Model, dsa_index, mha, mla, models, pools
+from .layout_tensors import CANARY, Model, c4, dsa_index, mha, mla, models, pools
 from .layout_tensors import Pool as Tensors
 
 PROPERTY = settings(
@@ -115,6 +116,28 @@ def test_the_cpu_path_copies_the_same_with_the_same_arguments(copy: tuple[Tensor
     kv_copy(pool_of(target), pool_of(source), target_slots, source_slots, rows, progress=progress, blocks=3)
     assert np.array_equal(target.memory, right)
     assert progress.state is State.COMPLETE
+
+
+@pytest.mark.parametrize("far", ITEM_LAYOUTS)
+@pytest.mark.parametrize("near", ITEM_LAYOUTS)
+def test_pages_that_keep_values_and_scales_apart_move_row_by_row_to_rows_of_their_own_and_back(
+    lib: ctypes.CDLL, near: str, far: str
+) -> None:
+    """Rows that are no whole pages of either side: from pages of 64 to pages of 1 and of 4, and back to pages of 64."""
+    device, back = (filled(near, c4(), 64, 3, content=content) for content in (True, False))
+    start = [filled(far, c4(), page_size, pages, content=False) for page_size, pages in ((1, 150), (4, 40))]
+    rng = np.random.default_rng(3)
+    rows, of, into = 147, rng.permutation(192)[:147], rng.permutation(192)[:147]
+    for host in start:
+        at = rng.permutation(host.slots)[:rows]
+        right = wanted(device, host, of, at)
+        kernels_host.run(lib, pool_of(host, host=True), pool_of(device), at, of, rows)
+        assert np.array_equal(host.memory, right)
+        again = wanted(host, back, at, into)
+        kernels_host.run(lib, pool_of(back), pool_of(host, host=True), into, at, rows)
+        assert np.array_equal(back.memory, again)
+        for kind, layer, head in device.model.rows():
+            assert np.array_equal(back.read(kind, layer, head, into), device.read(kind, layer, head, of))
 
 
 def test_rows_of_every_size_and_alignment_stay_within_themselves(tmp_path: Path) -> None:

@@ -167,6 +167,14 @@ def bench_kernels(*, json: Json = False) -> int:
     return run_kernels(json=json)
 
 
+@bench.command(name="hisparse")
+def bench_hisparse(*, json: Json = False) -> int:
+    """Decode steps whose KV lies in host memory: hits, bytes, time by part, and how many requests that carries."""
+    from .bench import run_hisparse
+
+    return run_hisparse(json=json)
+
+
 @kernels.command(name="build")
 def kernels_build(
     *,

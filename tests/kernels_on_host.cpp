@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "hot_row.h"
 #include "kv_copy.h"
 #include "newest.h"
 #include "set_mla.h"
@@ -21,7 +22,7 @@ static void set_all(const SetMla &set, uint32_t blocks, uint32_t columns, uint32
 extern "C" {
 
 uint32_t sizes_of(uint32_t which) {
-    const uint32_t sizes[] = {sizeof(Copy), sizeof(Slots), sizeof(Pair), sizeof(SetMla), sizeof(Swap), sizeof(Newest)};
+    const uint32_t sizes[] = {sizeof(Copy), sizeof(Slots), sizeof(Pair), sizeof(SetMla), sizeof(Swap), sizeof(Newest), sizeof(HotRow)};
     return sizes[which];
 }
 
@@ -81,6 +82,10 @@ template <int32_t TOP_EACH, int32_t HOT_EACH> static void plan_all(const Swap &s
 extern "C" void swap_plan_on_host(const Swap *swap, uint32_t top_each, uint32_t threads, int32_t *memory) {
     if (top_each == 2) plan_all<2, 4>(*swap, threads, memory);
     else plan_all<4, 16>(*swap, threads, memory);
+}
+
+extern "C" void hot_row_on_host(const HotRow *set, uint32_t threads) {
+    for (uint32_t thread = 0; thread < threads; thread++) set_row(*set, thread, threads);
 }
 
 extern "C" void newest_on_host(const Newest *newest, uint32_t threads) {

@@ -15,6 +15,7 @@ from pdtransfer.bench import (
     copy,
     faults,
     handoff,
+    hisparse,
     idle,
     load,
     models,
@@ -26,6 +27,7 @@ from pdtransfer.bench import (
     transfer,
     verify,
 )
+from pdtransfer.bench.hot_batch import Size
 from pdtransfer.bench.ranks import Ranks
 from pdtransfer.errors import WorldError
 
@@ -258,3 +260,20 @@ def test_table_has_a_row_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert first.split() == ["speed", "1.2", "GB/s", "aim", "2"]
     assert second.split() == ["name", "x"]
     assert load.startswith("load ")
+
+
+# HiSparse
+
+
+def test_steps_out_of_host_memory_miss_as_much_as_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    size = Size(requests=3, tokens=1_000, layers=5, top=40, hot=80, share=2, steps=3)
+    figures = hisparse.measure(size)
+    for name, misses in (("miss_1", 1), ("miss_50", 2), ("miss_200", 8)):
+        assert figures[f"{name}_misses"] == misses * 3 * 3  # of each request and plan
+        assert figures[f"{name}_bytes"] == misses * 3 * 5 * 656
+        assert figures[f"{name}_hit_rate"] == pytest.approx(1 - misses / 40)
+        assert min(sizes(figures, f"{name}_step_us")) > 0
+    assert figures["plans"] == 3
+    held, tables = 3 * 81 * 5 * 656, float(figures["table_mib"]) * (1 << 20)
+    assert figures["carried"] == pytest.approx(3 * 1_000 * 5 * 656 / (held + tables))
+    assert "3 x 1,000 tokens" in told(hisparse.LINES, figures, capsys)

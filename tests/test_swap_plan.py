@@ -11,9 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LocalProtocolError
+from pdtransfer.kernels.hot_row import HotRowArgument, Rows
 from pdtransfer.kernels.kv_copy import kv_copy
+from pdtransfer.kernels.newest import NewestArgument, newest_slots
+from pdtransfer.kernels.newest import argument_of as newest_argument_of
 from pdtransfer.kernels.pools import Pool
-from pdtransfer.kernels.swap import HotBuffers, SwapArgument, SwapPlan, argument_of, shape_of, swap_plan
+from pdtransfer.kernels.swap import HotBuffers, SwapArgument, SwapPlan, Told, argument_of, shape_of, swap_plan
 
 from . import kernels_host
 from .layout_tensors import Pool as Tensors
@@ -45,9 +48,10 @@ def plan_for(requests: int, top: int) -> SwapPlan:
 
 
 def on_host(
-    lib: ctypes.CDLL, hot: HotBuffers, given: tuple[Any, ...], plan: SwapPlan, real: Any, *, wide: bool = False
-) -> None:
-    argument = argument_of(hot, *given, plan, real)
+    lib: ctypes.CDLL, hot: HotBuffers, given: tuple[Any, ...], plan: SwapPlan, real: Any, *, wide: bool = False,
+    told: Told | None = None,
+) -> None:  # fmt: skip
+    argument = argument_of(hot, *given, plan, real, told)
     function, threads, shared_bytes = shape_of(argument)
     memory = np.full(shared_bytes // 4, -9, np.int32)
     top_each = 4 if wide else int(function[len("swap_plan_")])
@@ -95,15 +99,18 @@ def test_every_step_is_exact_lru(
     hot = buffers(requests + 1, hot_count, np.random.default_rng(1))
     models = [Request(hot_count) for _ in range(requests + 1)]
     plan, lengths = plan_for(requests, top), np.full(requests, LENGTH, np.int32)
+    told, tally = Told(refused=np.zeros(requests + 1, np.int32), tally=np.zeros(2, np.int64)), [0, 0]
     for positions, rows, real in listed:
         padded = np.array([real], np.int32)
         if native:
-            on_host(lib, hot, (positions, lengths, rows), plan, padded, wide=wide)
+            on_host(lib, hot, (positions, lengths, rows), plan, padded, wide=wide, told=told)
         else:
-            swap_plan(hot, positions, lengths, rows, plan, real=padded)
+            swap_plan(hot, positions, lengths, rows, plan, real=padded, told=told)
         copies: list[tuple[int, int]] = []
         for request, row in enumerate(rows[:real].tolist()):
             missing = models[row].step(positions[request].tolist())
+            tally[0] += len(set(positions[request].tolist()) - {-1}) - len(missing)
+            tally[1] += len(missing)
             places = {position: place for place, position in enumerate(hot.held[row].tolist())}
             copies += [(hot.host_slots[row, p], hot.hot_slots[row, places[p]]) for p in missing]
             recent = [None if hot.held[row, place] < 0 else int(hot.held[row, place]) for place in hot.order[row]]
@@ -114,6 +121,8 @@ def test_every_step_is_exact_lru(
         assert plan.counts.tolist() == [len(copies), 0, 0, 0, 0]
         given_copies = list(zip(plan.sources[: len(copies)], plan.targets[: len(copies)], strict=True))
         assert given_copies == copies
+        assert told.tally.tolist() == tally
+        assert not told.refused.any()
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -143,6 +152,101 @@ def test_more_positions_than_places_are_refused_not_written_elsewhere(lib: ctype
         swap_plan(hot, positions, lengths, row, plan)
     assert plan.slots[0].tolist() == [*hot.hot_slots[0], -1, -1]
     assert plan.counts[:2].tolist() == [4, 2]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_what_is_refused_is_told_of_the_row_it_belongs_to(lib: ctypes.CDLL, native: bool) -> None:
+    hot = buffers(4, 8, np.random.default_rng(0))
+    hot.host_slots[1, 30:] = -1
+    hot.hot_slots[2, 3:] = -1
+    refused = np.zeros(5, np.int32)
+    told = Told(refused=refused[:4], tally=np.zeros(2, np.int64))
+    #               outside twice     no arena slot     no place         nobody's row     a row that is none
+    rows, lengths = [0, 1, 2, 4, -1], [20, LENGTH, 6, 20, 20]
+    positions = [[20, 1, 1 << 30], [29, 30, -1], [2, 3, 4], [1, 2, 3], [1, 2, 3]]
+    given = tuple(np.array(each, np.int32) for each in (positions, lengths, rows))
+    before = [hot.held[3].copy(), hot.order[3].copy()]
+    plan = plan_for(5, 3)
+    if native:
+        on_host(lib, hot, given, plan, None, told=told)
+    else:
+        swap_plan(hot, *given, plan, told=told)
+    assert refused.tolist() == [2, 1, 2, 0, 0]
+    assert (plan.slots < 0).tolist() == [[1, 0, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]]
+    assert plan.counts[:2].tolist() == [3, 4]
+    assert sorted(plan.sources[:3].tolist()) == sorted([-1, hot.host_slots[0, 1], hot.host_slots[1, 29]])
+    assert np.array_equal(hot.held[3], before[0])
+    assert np.array_equal(hot.order[3], before[1])
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_no_request_is_longer_than_the_table_of_its_slots(lib: ctypes.CDLL, native: bool) -> None:
+    hot = buffers(2, 8, np.random.default_rng(0))
+    given = tuple(np.array(each, np.int32) for each in ([[LENGTH, LENGTH - 1]], [1 << 30], [1]))
+    told = Told(refused=np.zeros(2, np.int32), tally=np.zeros(2, np.int64))
+    plan = plan_for(1, 2)
+    if native:
+        on_host(lib, hot, given, plan, None, told=told)
+    else:
+        swap_plan(hot, *given, plan, told=told)
+    assert told.refused.tolist() == [0, 1]
+    assert plan.counts[:2].tolist() == [1, 1]
+    assert plan.sources[0] == hot.host_slots[1, LENGTH - 1]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_the_newest_token_goes_to_its_place_or_to_the_slot_of_its_request(lib: ctypes.CDLL, native: bool) -> None:
+    hot, own = buffers(4, 8, np.random.default_rng(0)), np.array([100, 101, -1, 103], np.int32)
+    hot.hot_slots[3, 5:] = -1
+    hot.host_slots[1, 30:] = -1
+    #                 place         own slots    none left in the arena, on the device, in the table; nobody's; padding
+    rows, positions = [0, 0, 1, 1, 2, 3, 0, 0, 4, -1, 1], [0, 7, 8, 30, 9, 5, LENGTH, -1, 2, 2, 3]
+    given = np.array(positions, np.int32), np.array(rows, np.int32)
+    device, host, refused = np.full(11, -7, np.int32), np.full(11, -7, np.int32), np.zeros(5, np.int32)
+    out, real = {"device": device, "host": host, "refused": refused[:4], "spare": 55}, np.array([10], np.int32)
+    if native:
+        argument = newest_argument_of(hot, own, *given, *out.values(), real)
+        lib.newest_on_host(ctypes.byref(argument), 32)
+    else:
+        newest_slots(hot, own, *given, **out, real=real)
+    assert device.tolist() == [*hot.hot_slots[0, [0, 7]], 101, *[55] * 8]
+    assert host.tolist() == [*hot.host_slots[0, [0, 7]], hot.host_slots[1, 8], *[-1] * 8]
+    assert refused.tolist() == [2, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_row_becomes_a_request_s_and_nobody_s_again(lib: ctypes.CDLL, native: bool) -> None:
+    shapes = {"host_slots": (3, 9), "hot_slots": (3, 6), "own_slots": (3,), "held": (2, 3, 6), "order": (2, 3, 6)}
+    tables = Rows(refused=np.full(3, 7, np.int32), **{name: np.full(at, -5, np.int32) for name, at in shapes.items()})
+
+    def become(sent: list[int], host_count: int, own: int, direct: bool) -> None:
+        slots, places = np.array(sent, np.int32), len(sent) - host_count
+        if native:
+            asked = tables.argument
+            asked.row, asked.sent, asked.host_count, asked.places = 1, slots.ctypes.data, host_count, places
+            asked.own, asked.direct = own, direct
+            lib.hot_row_on_host(ctypes.byref(asked), 5)
+        else:
+            tables.give(1, slots, host_count=host_count, places=places, own=own, direct=direct)
+
+    become([11, 12, 13, 14, 15, 41, 42, 43, 44], 5, 99, True)
+    assert tables.host_slots[1].tolist() == [11, 12, 13, 14, 15, -1, -1, -1, -1]
+    assert tables.hot_slots[1].tolist() == [41, 42, 43, 44, -1, -1]
+    assert tables.held[:, 1].tolist() == [[0, 1, 2, 3, -1, -1]] * 2
+    assert tables.order[:, 1].tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+    assert (tables.own_slots[1], tables.refused[1]) == (99, 0)
+    become([*range(20, 27), *range(40, 46)], 7, 98, False)
+    assert tables.host_slots[1].tolist() == [*range(20, 27), -1, -1]
+    assert tables.hot_slots[1].tolist() == [*range(40, 46)]
+    assert (tables.held[:, 1] == -1).all()
+    tables.refused[1] = 3
+    become([], 0, -1, False)
+    for name in ("host_slots", "hot_slots", "own_slots"):
+        assert (getattr(tables, name)[1] == -1).all()
+    assert tables.refused.tolist() == [7, 3, 7], "what was refused can still be read"
+    for name in shapes:
+        others = getattr(tables, name)[:, [0, 2]] if name in ("held", "order") else getattr(tables, name)[[0, 2]]
+        assert (others == -5).all(), name
 
 
 def test_the_copies_of_a_plan_bring_what_was_asked_for() -> None:
@@ -186,6 +290,8 @@ def test_wide_steps_fit_a_block_and_its_shared_memory(lib: ctypes.CDLL, top: int
 
 def test_arguments_are_as_long_as_the_kernels_own(lib: ctypes.CDLL) -> None:
     assert lib.sizes_of(4) == ctypes.sizeof(SwapArgument)
+    assert lib.sizes_of(5) == ctypes.sizeof(NewestArgument)
+    assert lib.sizes_of(6) == ctypes.sizeof(HotRowArgument)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

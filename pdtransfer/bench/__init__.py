@@ -39,6 +39,13 @@ def run_kernels(*, json: bool) -> int:
     return show(figures, (*kernels.LINES, *pushes.LINES, *steps.LINES), json=json)
 
 
+def run_hisparse(*, json: bool) -> int:
+    """Steps whose KV lies in host memory."""
+    from . import hisparse
+
+    return show(hisparse.measure(), hisparse.LINES, json=json)
+
+
 def run_plan(*, tokens: int, planes: int, json: bool) -> int:
     """The planner."""
     from . import plan

@@ -120,6 +120,7 @@ class HotPool:
         place p then; of more nothing is. `preload` says which of these is meant, if anything. Raises
         LocalProtocolError, having done nothing.
         """
+        host_slots, device_slots = np.asarray(host_slots, np.int64), np.asarray(device_slots, np.int64)
         self._check_start(row, host_slots, tokens, device_slots, preload)
         fits, places = tokens <= self.hot, len(device_slots) - 1
         host_slots = host_slots[: places if places < self.hot else self._tables.tokens_max]
@@ -137,8 +138,7 @@ class HotPool:
 
         The host's slots keep every token that was stored, so that `start` may begin anew from them. Idempotent.
         """
-        self._check_row(row)
-        self._tables.end(row)
+        self._tables.end(row, self._stream)
 
     # A step
 
@@ -148,6 +148,12 @@ class HotPool:
 
         A position may be there twice. Raises LocalProtocolError for shapes that do not fit.
         """
+        slots = self.plan(group, positions, lengths, rows, real=real)
+        self.bring(group)
+        return slots
+
+    def plan(self, group: int, positions: Any, lengths: Any, rows: Any, *, real: Any = None) -> Any:
+        """The first half of `swap_in`: decides what goes where. `bring` has to follow before anything else is asked."""
         requests, top = self._check_step(positions, lengths, rows)
         slots = self._slots[: requests * top].view(requests, top)
         plan = SwapPlan(
@@ -159,8 +165,11 @@ class HotPool:
         swap_plan(
             self._groups[group].buffers, asked, lengths, rows, plan, real=self._real(real), told=told, stream=stream
         )
-        self._groups[group].copy.queue(requests * top, stream=stream)
         return slots
+
+    def bring(self, group: int) -> None:
+        """The other half: copies what the last plan, which was this group's, found missing."""
+        self._groups[group].copy.queue(self._slots.numel(), stream=self._stream)
 
     def newest(self, rows: Any, lengths: Any, *, real: Any = None) -> Any:
         """Device slots int32 (requests,) for this step's token of each request, in all layers: its place where it has
@@ -247,14 +256,10 @@ class HotPool:
             return seen(array)
         return seen(room[: array.numel()].view(array.shape).copy_(array))
 
-    def _check_row(self, row: int) -> None:
-        if not 0 <= row < self._tables.rows:
-            raise LocalProtocolError(f"row: {row} is outside 0..{self._tables.rows - 1}")
-
     def _check_start(
         self, row: int, host_slots: Int64s, tokens: int, device_slots: Int64s, preload: bool | None
     ) -> None:
-        self._check_row(row)
+        self._tables.check_free(row)
         if not 1 <= tokens <= min(len(host_slots), self._tables.tokens_max):
             most = self._tables.tokens_max
             raise LocalProtocolError(f"tokens: {tokens}, and {len(host_slots)} host slots of at most {most}")
@@ -264,8 +269,8 @@ class HotPool:
         if preload is not None and preload and tokens > self.hot:
             raise LocalProtocolError(f"preload: {tokens} tokens do not fit {self.hot} places")
         for name, slots, pool in (("host_slots", host_slots, self.host), ("device_slots", device_slots, self.device)):
-            low, high = bounds_of(slots)
-            if low < 0 or high >= pool.layout.slots:
+            if int(slots.view(np.uint64).max()) >= pool.layout.slots:  # a negative one is beyond every slot, too
+                low, high = bounds_of(slots)
                 raise LocalProtocolError(f"{name}: {low if low < 0 else high} is outside 0..{pool.layout.slots - 1}")
         if tokens <= self.hot and len(np.unique(device_slots)) < len(device_slots):
             raise LocalProtocolError("device_slots: one is there twice")

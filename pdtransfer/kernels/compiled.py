@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from . import UnusableError, private_directory, run_compiler, source_directory
 
-HEADERS = ("device.h", "rows.h", "kv_copy.h", "set_mla.h", "swap_plan.h", "newest.h")
-KERNELS = ("kv_copy", "set_mla", "swap_plan", "newest")
+HEADERS = ("device.h", "rows.h", "kv_copy.h", "set_mla.h", "swap_plan.h", "newest.h", "hot_row.h")
+KERNELS = ("kv_copy", "set_mla", "swap_plan", "newest", "hot_row")
 ARCHITECTURES = ("sm_90", "sm_100")  # what the tests compile for; any other that the compiler knows will do
 _OPTIONS = ("--std=c++17",)
 

@@ -85,4 +85,4 @@ def _on_cpu(
     ours[placed] = hot.hot_slots[row[placed], position[placed]]
     found = inside & (theirs >= 0) & (ours >= 0)
     device[known[found]], host[known[found]] = ours[found], theirs[found]
-    refused[row[~found]] += 1
+    np.add.at(refused, row[~found], 1)

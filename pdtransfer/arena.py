@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from .errors import LocalProtocolError
 from .layout import Component, Layout
+from .twins import repeated
 
 Extents = NDArray[np.int64]
 """(n, 2) int64: start, count."""
@@ -184,10 +186,18 @@ class Holding:
 class Arena:
     """The slots of every component of one decode node."""
 
-    def __init__(self, components: Sequence[Component], bytes_ready: int | None = None) -> None:
+    def __init__(
+        self, components: Sequence[Component], bytes_ready: int | None = None, *, hbm_apart: bool = False
+    ) -> None:
+        """With `hbm_apart` all slots of HBM components may be had from the start: they are in another memory."""
+        if name := repeated(components):
+            raise LocalProtocolError(f"components: {name!r} is there twice in one memory")
         self.components = tuple(components)
         ready = None if bytes_ready is None else 0
-        self.free = tuple(FreeExtents(c.layout.slots, c.layout.page_size, ready) for c in self.components)
+        self.free = tuple(
+            FreeExtents(c.layout.slots, c.layout.page_size, None if hbm_apart and c.memory == "hbm" else ready)
+            for c in self.components
+        )
         self._row_bytes = tuple(c.layout.row_bytes for c in self.components)
         self.grow(bytes_ready or 0)
 

@@ -27,6 +27,7 @@ from .group import frames, meeting
 from .group.frames import Abort, Asked, Bound, Frame, Start, Turn
 from .group.lead import Lead
 from .group.link import Link
+from .hbm import Hbm
 from .http import Health, Listener, application
 from .kernels.card import card
 from .keys import AllowList, KeyPair
@@ -104,6 +105,8 @@ async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: Stop) -> Aren
         arena.card = here = card(config.card)
         if (node := here.numa_node) is not None and not arena.mapping.bind(node):
             log.info("arena: its memory may be of any node: the kernel takes no wish for node %d", node)
+        if engine.card.hbm_bytes:
+            arena.hbm = Hbm.of_card(config.card, base=engine.card.hbm_base, byte_count=engine.card.hbm_bytes)
     # Alone it serves from the first chunk on, and nobody waits for the rest; a group's ranks become ready together.
     try:
         await asyncio.to_thread(
@@ -123,7 +126,9 @@ def _attach(engine: DecodeEngine, arena: Arena) -> None:
     given: dict[str, Any] = {}
     if (registered := arena.mapping.registered) is not None:
         given["device_address"] = registered.device_address
-    if engine.card.hbm_bytes:
+    if arena.hbm is not None:
+        given["hbm"] = arena.hbm.engine_memory
+    elif engine.card.hbm_bytes:
         given["hbm"] = arena.mapping.view[engine.card.hbm_base : engine.card.arena_bytes]
     engine.attach(arena.mapping.view[: engine.card.memory_bytes], **given)
 

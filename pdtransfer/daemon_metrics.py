@@ -13,6 +13,7 @@ from .node import DecodeNode, PrefillNode
 from .prefix import PrefixCache
 from .session.links import SessionState
 
+LIFTED = {"index": "Of grants: rows of an index in HBM", "dense": "Of grants: dense requests' rows"}
 COPY_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
@@ -85,9 +86,13 @@ class DecodeMetrics(Collector):
         yield fragmentation
         quarantined = core.leases.quarantined_bytes
         yield GaugeMetricFamily("pdtransfer_quarantined_bytes", "Leased to writers not proven quiet", quarantined)
-        matched, mismatched = core.verifications.matched, core.verifications.mismatched
+        matched, mismatched = core.settling.verifications.matched, core.settling.verifications.mismatched
         yield CounterMetricFamily("pdtransfer_grants_verified", "Grants read back that hold what was sent", matched)
         yield CounterMetricFamily("pdtransfer_grants_mismatched", "Grants with another checksum, or none", mismatched)
+        for of, what in LIFTED.items():
+            lifts = core.settling.lifts
+            yield CounterMetricFamily(f"pdtransfer_{of}_copies", f"{what} that landed in DRAM first", lifts.copies[of])
+            yield CounterMetricFamily(f"pdtransfer_{of}_copied_bytes", f"{what} copied up from DRAM", lifts.bytes[of])
         inflight = core.admission.inflight_bytes
         yield GaugeMetricFamily("pdtransfer_inflight_bytes", "Granted and not yet landed", inflight)
         yield _transports(self._node)

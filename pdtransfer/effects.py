@@ -82,6 +82,25 @@ class StopVerifying(Struct, frozen=True):
     grant: int
 
 
+class Lift(Struct, frozen=True):
+    """Copy the rows of a landed grant from the arena to the same slots in HBM, then call `lifted`: both wait for that.
+
+    Say it only once nothing of it is copied any more, whichever way that ended; where nobody can tell, never.
+    """
+
+    session: int
+    grant: int
+    room: int
+    parts: tuple[Rows, ...]
+
+
+class StopLifting(Struct, frozen=True):
+    """Nobody wants this grant in HBM any more: stop copying soon, and say `lifted` when nothing of it is copied."""
+
+    session: int
+    grant: int
+
+
 class RoomFailed(Struct, frozen=True):
     """The room ended without READY (decode) or without landing (prefill); said once, with the one root cause."""
 
@@ -182,8 +201,9 @@ class Drained(Struct, frozen=True):
 
 
 DecodeEffect: TypeAlias = (
-    Send | Offer | Fence | Forget | Leased | Verify | StopVerifying | Ready | RoomFailed | HangUp | PeerRefused
-)
+    Send | Offer | Fence | Forget | Leased | Verify | StopVerifying | Lift | StopLifting | Ready | RoomFailed | HangUp
+    | PeerRefused
+)  # fmt: skip
 PrefillEffect: TypeAlias = (
     Send | Map | Unmap | Write | StopWriting | FenceWriter | Leased | Landed | RoomFailed | Drained
 )

@@ -13,7 +13,7 @@ import mmap
 import os
 import stat
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from .errors import LocalProtocolError, TransportError, WorldError
 from .headroom import HUGE_PAGE_BYTES, headroom, huge_pages_free
 from .kernels.registered import Registered, Registrar
+
+if TYPE_CHECKING:
+    from .hbm import Hbm
 
 HugePages = Literal["auto", "never", "always"]
 Progress = Callable[[int], None]
@@ -133,12 +136,13 @@ class Mapping:
 class Arena:
     """Decode's memory that prefill writes into: one memfd, mapped here, whose size is sealed."""
 
-    __slots__ = ("_use", "bytes_ready", "card", "fd", "huge", "mapping")
+    __slots__ = ("_use", "bytes_ready", "card", "fd", "hbm", "huge", "mapping")
 
     def __init__(self, fd: int, mapping: Mapping, *, huge: bool) -> None:
         self.fd, self.mapping, self.huge = fd, mapping, huge
         self._use: Literal["", "served", "exported"] = ""
         self.card: Registrar | None = None  # that is to reach it, too
+        self.hbm: Hbm | None = None  # where its HBM components are, unless that is here
         self.bytes_ready = 0  # prefaulted, and reached by the card if there is one, from 0
 
     @classmethod
@@ -226,7 +230,10 @@ class Arena:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Unmaps and lets the memfd go; who has mapped it keeps it. Idempotent. Raises as Mapping.close."""
+        """Unmaps and lets the memfd go; who has mapped it keeps it. Idempotent. Raises as Mapping's and Hbm's do."""
+        if self.hbm is not None:
+            self.hbm.close()
+            self.hbm = None
         self.mapping.close()
         if self.fd >= 0:
             os.close(self.fd)

@@ -11,7 +11,7 @@ class DecodeRoom(Word):
     CONNECTING = "connecting"  # a session of its prefill ranks is not up yet, or has its window full
     QUEUED = "queued"  # waits for slots; its places in the windows are reserved
     LANDING = "landing"  # granted; bytes are on their way
-    VERIFYING = "verifying"  # every grant has landed, and not every checksum was compared yet
+    SETTLING = "settling"  # every grant has landed, and some are still read back, or copied up to HBM
     READY = "ready"  # every byte is there; the engine reads it
     RELEASED = "released"
     FAILED = "failed"
@@ -36,10 +36,10 @@ DECODE_ROOM: dict[tuple[DecodeRoom, DecodeRoomEvent], DecodeRoom] = {
     (_D.QUEUED, _DE.ADMIT): _D.LANDING,
     (_D.QUEUED, _DE.FAIL): _D.FAILED,
     (_D.LANDING, _DE.COMPLETE): _D.READY,
-    (_D.LANDING, _DE.LAND): _D.VERIFYING,
+    (_D.LANDING, _DE.LAND): _D.SETTLING,
     (_D.LANDING, _DE.FAIL): _D.FAILED,
-    (_D.VERIFYING, _DE.COMPLETE): _D.READY,
-    (_D.VERIFYING, _DE.FAIL): _D.FAILED,
+    (_D.SETTLING, _DE.COMPLETE): _D.READY,
+    (_D.SETTLING, _DE.FAIL): _D.FAILED,
     (_D.READY, _DE.RELEASE): _D.RELEASED,
 }
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from pdtransfer.cancel import Cancel
-from pdtransfer.errors import WorldError
+from pdtransfer.errors import TransportError, WorldError
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool, Progress, Slots, State
 from pdtransfer.layout import Layout
@@ -100,13 +100,26 @@ class FakeLane:
 
     def _carried(self, place: int) -> State:
         target, source, ours, theirs, rows, cancel = self.queued.pop(place)
-        assert target.host
         assert not source.host
         assert target.card == source.card == self.card.ordinal
-        there = Pool(layout=target.layout, address=target.address - self.card.shift)
+        shift = self.card.shift if target.host else 0
+        there = Pool(layout=target.layout, address=target.address - shift)
         progress = Progress()
         kv_copy(there, replace(source, card=None), ours, theirs, rows, progress=progress, cancel=cancel)
         return progress.state
+
+
+class FakeExported:
+    """Memory of this process, as what another one has exported."""
+
+    def __init__(self, card: FakeCard, address: int, byte_count: int) -> None:
+        self.card, self.address, self.byte_count, self.keeps = card, address, byte_count, False
+
+    def close(self) -> None:
+        assert self.card.registered, "what is mapped, and so the lock, went before"
+        self.card.log.append("close exported")
+        if self.keeps:
+            raise WorldError("card 5: cuIpcCloseMemHandle: CUDA_ERROR_ILLEGAL_ADDRESS")
 
 
 class FakeCard(FakeRegistrar):
@@ -120,10 +133,17 @@ class FakeCard(FakeRegistrar):
         self.words: list[Cancel] = []
         self.left_out = 0
         self.prepared = 0
+        self.exported: dict[bytes, FakeExported] = {}  # by handle
         self.launching: Callable[[], None] = lambda: None
         self.waiting: Callable[[], None] = lambda: None
         self.draining: Callable[[], None] = lambda: None
         self.fetching: Callable[[], None] = lambda: None
+
+    def open(self, handle: bytes) -> FakeExported:
+        if handle not in self.exported:
+            raise TransportError("exported memory is on a card which this process does not see")
+        self.log.append("open exported")
+        return self.exported[handle]
 
     def prepare(self) -> None:
         self.prepared += 1

@@ -184,7 +184,7 @@ async def test_rows_are_verified_in_every_host_layout(name: str, granular: bool)
         await it.ready(1)
         await it.ready(2)
         assert it.right
-        verifications = it.decode.core.verifications
+        verifications = it.decode.core.settling.verifications
         assert (verifications.matched, verifications.mismatched) == (2, 0)
 
 

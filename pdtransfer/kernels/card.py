@@ -247,10 +247,14 @@ class Card:
 
     def allocation_of(self, address: int) -> int:
         """Where the allocation begins that `address` lies in."""
+        return self.range_of(address)[0]
+
+    def range_of(self, address: int) -> tuple[int, int]:
+        """Where the allocation begins that `address` lies in, and how many bytes it has."""
         self.enter()
-        status, base, _ = self.driver.cuMemGetAddressRange(address)
+        status, base, byte_count = self.driver.cuMemGetAddressRange(address)
         self.check("cuMemGetAddressRange", status)
-        return int(base)
+        return int(base), int(byte_count)
 
     def ipc_handle(self, base: int) -> bytes:
         """64 bytes by which another process opens this allocation."""

@@ -73,8 +73,9 @@ class Opened:
 
     __slots__ = ("_close", "address", "byte_count", "card")
 
-    def __init__(self, handle: Handle) -> None:
-        """Raises TransportError where nobody has such memory, or not on a card that this process sees."""
+    def __init__(self, handle: Handle, *, on: int | None = None) -> None:
+        """For card `on` to reach, by default for the very card that it is of. Raises TransportError where nobody has
+        such memory, or not so much, or not on a card that this process sees."""
         self.byte_count = handle.byte_count
         if handle.kind == "memfd":
             mapping = _mapped(handle)
@@ -83,9 +84,19 @@ class Opened:
         ordinal = next((each for each in range(cards.count()) if cards.card(each).uuid == handle.card), None)
         if ordinal is None:
             raise TransportError(f"exported memory is on card {handle.card.hex()}, which this process does not see")
-        self.card = ordinal
-        self.address = _take(ordinal, handle.handle) + handle.offset
-        self._close = lambda: _give_back(ordinal, handle.handle)
+        here = self.card = ordinal if on is None else on
+        base = _take(here, handle.handle)
+        self.address = base + handle.offset
+        self._close = lambda: _give_back(here, handle.handle)
+        try:
+            _, whole = cards.card(here).range_of(base)
+        except WorldError as error:
+            self.close()
+            raise TransportError(f"exported memory: {error}") from None
+        if handle.offset + handle.byte_count > whole:
+            self.close()
+            text = f"bytes {handle.offset}+{handle.byte_count} of an allocation of {whole}"
+            raise TransportError(f"exported memory: {text}")
 
     def close(self) -> None:
         """Lets it go, once nothing here reads or writes it any more; idempotent."""

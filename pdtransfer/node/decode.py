@@ -15,11 +15,13 @@ from ..effects import (
     Forget,
     HangUp,
     Leased,
+    Lift,
     Offer,
     PeerRefused,
     Ready,
     RoomFailed,
     Send,
+    StopLifting,
     StopVerifying,
     Verify,
 )
@@ -30,6 +32,7 @@ from ..layout import Component
 from ..memory import Arena
 from ..session.decode import DecodeSessions
 from ..transports.choice import ArenaChoice
+from ..transports.lifter import Lifter
 from ..transports.network import NETWORK, Network, Transport
 from ..transports.verifier import Verifier
 from ..turn import Clock, Performer, Ticker
@@ -61,7 +64,10 @@ class DecodeNode:
         """`leased` hears of rooms that have got their slots, some time before they are READY."""
         self._tell, self._others, self._leased = tell, others, leased
         self._clock = Clock(settings.limits.ping_ms / 2e3)
-        self.transport = ArenaChoice(arena, transport, network, directory=socket_directory, lost=self._unoffered)
+        # What is to be read back has to be where this process reads, and so lands in the arena.
+        self.transport = ArenaChoice(
+            arena, transport, network, directory=socket_directory, hbm_direct=not verify, lost=self._unoffered
+        )
         core = self.core = DecodeSessions(
             settings.identity("decode", transports=self.transport.taken),
             components,
@@ -71,9 +77,11 @@ class DecodeNode:
             prefix_cache=prefix_cache,
             verify=verify,
             bytes_ready=arena.bytes_ready or None,  # one that nobody prefaults is backed as it is written
+            hbm_apart=arena.hbm is not None,
         )
         self._offers: set[asyncio.Task[None]] = set()
         self._verifier = Verifier(arena.mapping.address) if verify else None
+        self._lifter = Lifter(arena, arena.hbm) if arena.hbm is not None else None
         self.bus = settings.bus(self.receive)
         ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock)
         self._run: Performer[DecodeEffect] = Performer(self._perform, ticker)
@@ -149,6 +157,8 @@ class DecodeNode:
             task.cancel()
         if self._verifier is not None:
             await self._verifier.close()
+        if self._lifter is not None:
+            await self._lifter.close()
         await self.transport.close()
         await self.bus.close()
 
@@ -179,16 +189,30 @@ class DecodeNode:
                     self._run(self.core.fenced(session, self._clock.now()))
             case Forget(session):
                 self.transport.forget(session)
+            case HangUp(peer):
+                self.bus.hang_up(peer)
+            case PeerRefused(_, detail):
+                log.warning("%s", detail)
+            case _:
+                self._settle(effect)
+
+    def _settle(self, effect: Verify | StopVerifying | Lift | StopLifting) -> None:
+        match effect:
             case Verify():
                 assert self._verifier is not None
                 self._verifier.verify(effect, self._verified)
             case StopVerifying(session, grant):
                 assert self._verifier is not None
                 self._verifier.cancel(session, grant)
-            case HangUp(peer):
-                self.bus.hang_up(peer)
-            case PeerRefused(_, detail):
-                log.warning("%s", detail)
+            case Lift():
+                assert self._lifter is not None
+                self._lifter.lift(effect, self._lifted)
+            case StopLifting(session, grant):
+                assert self._lifter is not None
+                self._lifter.cancel(session, grant)
+
+    def _lifted(self, order: Lift, detail: str) -> None:
+        self._run(self.core.lifted(order.session, order.grant, detail, self._clock.now()))
 
     async def _offer(self, peer: str, session: int) -> None:
         known = self.core.links.peers.get(peer)

@@ -210,7 +210,8 @@ class PrefillNode:
 
     async def _map(self, effect: Map) -> None:
         def mapped(bytes_ready: int) -> None:
-            self._run(self.core.mapped(effect.session, bytes_ready))
+            direct = self.transport.hbm_direct(effect.session)
+            self._run(self.core.mapped(effect.session, bytes_ready, hbm_direct=direct))
 
         try:
             bytes_ready = await self.transport.map(effect.session, effect.reach, effect.components, mapped)

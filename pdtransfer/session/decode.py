@@ -18,7 +18,6 @@ from ..limits import TEXT_LENGTH_MAX, TOKENS_MAX, Limits
 from ..prefix import PrefixCache
 from ..room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
 from ..states import step
-from ..twins import repeated
 from ..wire import (
     Drained,
     Failed,
@@ -39,7 +38,7 @@ from .ledger import LeaseEntry, Peer, Room, Session
 from .links import Links
 from .parts import demand_of, fits_a_grant
 from .places import Places
-from .verify import Verifications
+from .settling import Settling
 
 
 class DecodeSessions:
@@ -53,11 +52,11 @@ class DecodeSessions:
         mint: Callable[[], int],
         *,
         enable_hisparse: bool = False, prefix_cache: bool = True, verify: bool = False, bytes_ready: int | None = None,
+        hbm_apart: bool = False,
     ) -> None:  # fmt: skip
+        """With `hbm_apart` HBM is a memory of its own, all of it ready; what its writers can't reach lands before."""
         self._limits, self._verify, self._enable_hisparse = limits, verify, enable_hisparse
-        if name := repeated(components):
-            raise LocalProtocolError(f"components: {name!r} is there twice in one memory")
-        self.arena = Arena(components, bytes_ready)
+        self.arena = Arena(components, bytes_ready, hbm_apart=hbm_apart)
         self.cache = PrefixCache(
             self.arena, limits, model=identity.model, weights=identity.weights, enabled=prefix_cache
         )
@@ -75,7 +74,7 @@ class DecodeSessions:
             quiet=lambda session: self.leases.quiet(session),  # noqa: PLW0108 -- made below: each needs the other
         )  # fmt: skip
         self.leases = Leases(self.links, self.cache, limits, self._out.append)
-        self.verifications = Verifications(self.cache, self._out.append)
+        self.settling = Settling(self.cache, self._out.append, hbm_apart=hbm_apart)
 
     # What the engine asks
 
@@ -166,7 +165,7 @@ class DecodeSessions:
     def idle(self) -> bool:
         """No room, no lease, no hold: everything is where it started."""
         leases = any(session.leases for session in self.links.sessions.values())
-        return not self.rooms and not leases and not self.verifications
+        return not self.rooms and not leases and not self.settling
 
     # What the shell reports
 
@@ -192,12 +191,19 @@ class DecodeSessions:
 
     def verified(self, session_id: int, grant: int, checksum: int, detail: str, now: float) -> list[DecodeEffect]:
         """Answers Verify: the sum of the rows, or in `detail` why there is none."""
-        room, wrong = self.verifications.end(session_id, grant, checksum, detail)
-        if room.state is DecodeRoom.VERIFYING and not wrong and not room.verifying:
-            self._ready(room, now)
-        elif room.state in (DecodeRoom.LANDING, DecodeRoom.VERIFYING) and wrong:
-            self._fail(room, Cause.TRANSFER, wrong, now)
+        self._settled(*self.settling.verified(session_id, grant, checksum, detail), now)
         return self._effects(now)
+
+    def lifted(self, session_id: int, grant: int, detail: str, now: float) -> list[DecodeEffect]:
+        """Answers Lift: every row of it is in HBM, or in `detail` why not; nothing of it is copied any more."""
+        self._settled(*self.settling.lifts.end(session_id, grant, detail), now)
+        return self._effects(now)
+
+    def _settled(self, room: Room, wrong: str, now: float) -> None:
+        if room.state is DecodeRoom.SETTLING and not wrong and not room.settling:
+            self._ready(room, now)
+        elif room.state in (DecodeRoom.LANDING, DecodeRoom.SETTLING) and wrong:
+            self._fail(room, Cause.TRANSFER, wrong, now)
 
     def next_tick(self) -> float | None:
         """When `tick` has something to do."""
@@ -230,14 +236,8 @@ class DecodeSessions:
 
     def _receive(self, name: str, message: Message, now: float) -> None:
         match message:
-            case Welcome():
-                self.links.welcome(name, message, now)
-            case Reject():
-                self.links.rejected(name, message, now)
-            case Pong():
-                self.links.pong(name, message.incarnation, now)
-            case Goodbye():
-                self.links.goodbye(name, message, now)
+            case Welcome() | Reject() | Pong() | Goodbye():
+                self.links.receive(name, message, now)
             case Registered() | Granted() | Landed() | Failed() | Drained():
                 session = self.links.of(name, message.session)
                 if session is None:
@@ -280,10 +280,10 @@ class DecodeSessions:
         if room is None:
             return ""
         room.aux = room.aux or message.aux
-        if lease.message.verify and (wrong := self.verifications.begin(room, lease, message.checksum)):
+        if wrong := self.settling.landed(room, lease, message.checksum):
             return wrong
         if all(each is lease or each.state is Lease.ENDED for each in room.leases):
-            if room.verifying:
+            if room.settling:
                 room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.LAND)
             else:
                 self._ready(room, now)
@@ -363,10 +363,10 @@ class DecodeSessions:
         room.state = step(DECODE_ROOM, before, DecodeRoomEvent.FAIL)
         self.places.leave(room)
         self.admission.withdraw(room.id)
-        if before in (DecodeRoom.LANDING, DecodeRoom.VERIFYING):
+        if before in (DecodeRoom.LANDING, DecodeRoom.SETTLING):
             assert room.holding is not None
             self.admission.landed(room.demand, room.holding)
-        self.verifications.stop(room)
+        self.settling.stop(room)
         self._out.append(RoomFailed(room.id, cause, detail[:TEXT_LENGTH_MAX]))
         for lease in room.leases:
             self.leases.abort(lease, now)

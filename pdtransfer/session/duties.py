@@ -146,6 +146,7 @@ class WriterSession:
     state: WriterState = WriterState.MAPPING
     spoken_on: bool = False  # by its owner, after Register
     bytes_ready: int = 0
+    hbm_direct: bool = False  # it writes HBM itself
     slots_ready: tuple[int, ...] = ()  # the same, for each component: its first slots
     floor: int = 1  # every lower number has ended, and its end was acknowledged
     acked: set[int] = field(default_factory=set[int])  # the same, above the floor
@@ -164,10 +165,13 @@ class WriterSession:
         """Whether some of the arena may be granted; before that a Grant is a breach."""
         return self.state is WriterState.UP and self.bytes_ready > 0
 
-    def ready(self, bytes_ready: int) -> None:
-        """So many of the arena's first bytes may be granted."""
-        self.bytes_ready = bytes_ready
-        self.slots_ready = tuple(slots_below(component.layout, bytes_ready) for component in self.components)
+    def ready(self, bytes_ready: int, *, hbm_direct: bool) -> None:
+        """So many of the arena's first bytes may be granted, and where this writes HBM itself all slots there."""
+        self.bytes_ready, self.hbm_direct = bytes_ready, hbm_direct
+        self.slots_ready = tuple(
+            each.layout.slots if hbm_direct and each.memory == "hbm" else slots_below(each.layout, bytes_ready)
+            for each in self.components
+        )
 
     def known_end(self, number: int) -> bool:
         """Whether this grant has ended and decode knows it."""

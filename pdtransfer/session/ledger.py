@@ -101,6 +101,7 @@ class Session:
     state: SessionState = SessionState.OFFERING
     reach: Reach | None = None
     bytes_ready: int = 0  # of the arena, as the writer has said
+    hbm_direct: bool = False  # it writes HBM itself, and not the arena's range for it: as it has said, too
     next_grant: int = 1
     reserved: int = 0  # places in the window that queued rooms will take
     leases: dict[int, LeaseEntry] = field(default_factory=dict[int, LeaseEntry])
@@ -116,7 +117,8 @@ class Session:
         """Whether the writer has ready where the rows of its components go."""
         assert self.reach is not None
         return self.bytes_ready >= self.reach.arena_bytes or all(
-            end_of(extents) <= slots_below(component.layout, self.bytes_ready)
+            (self.hbm_direct and component.memory == "hbm")
+            or end_of(extents) <= slots_below(component.layout, self.bytes_ready)
             for component, extents in zip(self.components, self.extents_of(holding), strict=True)
         )
 
@@ -164,7 +166,7 @@ class Room:
     holding: Holding | None = None
     leases: list[LeaseEntry] = field(default_factory=list[LeaseEntry])
     aux: bytes = b""
-    verifying: int = 0  # grants that are being read back
+    settling: int = 0  # grants that are being read back, or copied up
 
     @property
     def keys(self) -> tuple[bytes, ...]:

@@ -16,7 +16,7 @@ from ..limits import TEXT_LENGTH_MAX, Limits
 from ..sharing import share_of, wrong_fields
 from ..states import step
 from ..timers import Timers
-from ..wire import VERSION, Goodbye, Hello, Identity, Ping, Reach, Register, Registered, Reject, Welcome
+from ..wire import VERSION, Goodbye, Hello, Identity, Ping, Pong, Reach, Register, Registered, Reject, Welcome
 from .ledger import SESSION, Peer, Session, SessionEvent, SessionState, TimerKey
 from .lives import Lives
 
@@ -98,6 +98,18 @@ class Links:
             session.fence_ms = 0
             self._up(peer)
 
+    def receive(self, name: str, message: Welcome | Reject | Pong | Goodbye, now: float) -> None:
+        """What a peer says of itself, or of a session."""
+        match message:
+            case Welcome():
+                self.welcome(name, message, now)
+            case Reject():
+                self.rejected(name, message, now)
+            case Pong():
+                self.pong(name, message.incarnation, now)
+            case Goodbye():
+                self.goodbye(name, message, now)
+
     def welcome(self, name: str, message: Welcome, now: float) -> None:
         """Hello was answered: checks whom we found, and opens a session if there is none."""
         peer = self.peers[name]
@@ -170,6 +182,11 @@ class Links:
         if message.bytes_ready > session.reach.arena_bytes:
             text = f"{message.bytes_ready}, the arena has {session.reach.arena_bytes}"
             raise RemoteProtocolError("Registered.bytes_ready", text)
+        if message.hbm_direct and not session.reach.hbm_handle:
+            raise RemoteProtocolError("Registered.hbm_direct", "true, Reach names no card's memory")
+        if session.bytes_ready and message.hbm_direct != session.hbm_direct:
+            raise RemoteProtocolError("Registered.hbm_direct", f"{message.hbm_direct}, it was {session.hbm_direct}")
+        session.hbm_direct = message.hbm_direct
         session.bytes_ready = max(session.bytes_ready, message.bytes_ready)
         if session.bytes_ready == session.reach.arena_bytes:
             self.timers.clear(("register", session.id, 0))  # until then it repeats, since Registered may be lost

@@ -136,9 +136,10 @@ class PrefillSessions:
 
     # What the shell reports
 
-    def mapped(self, session_id: int, bytes_ready: int) -> list[PrefillEffect]:
-        """Answers Map, and follows it: this many of the arena's first bytes are ready."""
-        self.writers.mapped(session_id, bytes_ready)
+    def mapped(self, session_id: int, bytes_ready: int, *, hbm_direct: bool = False) -> list[PrefillEffect]:
+        """Answers Map, and follows it: this many of the arena's first bytes are ready. `hbm_direct`, the same each
+        time: rows of HBM components go to the card's memory that Reach names."""
+        self.writers.mapped(session_id, bytes_ready, hbm_direct=hbm_direct)
         return self._effects()
 
     def unmappable(self, session_id: int, text: str, now: float) -> list[PrefillEffect]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..arena import Holding
 from ..checksum import CHECKSUM_BYTES
 from ..effects import DecodeEffect, Rows, StopVerifying, Verify
 from ..prefix import PrefixCache
@@ -22,9 +21,7 @@ class Verification:
     """One landed grant that is being read."""
 
     room: Room
-    holding: Holding
-    peer: str
-    grant: int
+    lease: LeaseEntry
     checksum: bytes  # as Landed says
 
 
@@ -50,8 +47,8 @@ class Verifications:
                 f"{CHECKSUM_BYTES} were asked for"
             )
         lease.holding.claims += 1
-        room.verifying += 1
-        self._open[session.id, message.grant] = Verification(room, lease.holding, session.peer, message.grant, checksum)
+        room.settling += 1
+        self._open[session.id, message.grant] = Verification(room, lease, checksum)
         parts = tuple(
             Rows(session.components[part.component], part.first_row, unpack_extents("Part.extents", part.extents))
             for part in message.parts
@@ -61,21 +58,19 @@ class Verifications:
 
     def stop(self, room: Room) -> None:
         """The room has failed: what is being read of it is read for nobody."""
-        if room.verifying:
-            for (session, grant), each in self._open.items():
-                if each.room is room:
-                    self._out(StopVerifying(session, grant))
+        for (session, grant), each in self._open.items():
+            if each.room is room:
+                self._out(StopVerifying(session, grant))
 
-    def end(self, session: int, grant: int, checksum: int, detail: str) -> tuple[Room, str]:
+    def end(self, session: int, grant: int, checksum: int, detail: str) -> tuple[Room, LeaseEntry, str]:
         """The rows were read, or could not be: their room, which may have failed meanwhile, and what is wrong."""
         each = self._open.pop((session, grant))
-        each.room.verifying -= 1
-        self._cache.drop(each.holding)
+        each.room.settling -= 1
+        self._cache.drop(each.lease.holding)
         found = checksum.to_bytes(CHECKSUM_BYTES, "little")
         if not detail and found == each.checksum:
             self.matched += 1
-            return each.room, ""
+            return each.room, each.lease, ""
         self.mismatched += not detail
-        return each.room, f"{each.peer}: grant {each.grant}: " + (
-            detail or f"checksum {each.checksum.hex()} of what was sent, {found.hex()} of what is in the arena"
-        )
+        text = detail or f"checksum {each.checksum.hex()} of what was sent, {found.hex()} of what is in the arena"
+        return each.room, each.lease, f"{each.lease.session.peer}: grant {grant}: {text}"

@@ -28,6 +28,7 @@ from ..wire import (
     Message,
     Ping,
     Pong,
+    Reach,
     Register,
     Registered,
     Reject,
@@ -112,7 +113,7 @@ class Writers:
         else:
             self._reject(name, session_id, Cause.BREACH, text)
 
-    def mapped(self, session_id: int, bytes_ready: int) -> None:
+    def mapped(self, session_id: int, bytes_ready: int, *, hbm_direct: bool = False) -> None:
         """Map was answered, or more has become ready since: so many of the arena's first bytes."""
         session = self.sessions.get(session_id)
         if session is None:
@@ -121,8 +122,8 @@ class Writers:
             self._end(session)
         elif session.open:
             session.state = step(WRITER, session.state, WriterEvent.MAP)
-            session.ready(bytes_ready)
-            self._out(Send(session.peer, Registered(session_id, bytes_ready)))
+            session.ready(bytes_ready, hbm_direct=hbm_direct)
+            self._out(Send(session.peer, Registered(session_id, bytes_ready, hbm_direct)))
 
     def unmappable(self, session_id: int, text: str, now: float) -> None:
         """Map was answered: it cannot be done."""
@@ -222,7 +223,7 @@ class Writers:
         elif known is not None:
             _check_same(known, message)
             if known.state is WriterState.UP:
-                self._out(Send(peer.name, Registered(known.id, known.bytes_ready)))
+                self._out(Send(peer.name, Registered(known.id, known.bytes_ready, known.hbm_direct)))
         else:
             self._open(peer, message, now)
 
@@ -279,6 +280,8 @@ class Writers:
             where = f"Register.components[{index}]"
             try:
                 theirs.layout.check_within(message.reach.arena_bytes, "Register.reach.arena_bytes")
+                if theirs.memory == "hbm" and message.reach.hbm_handle:
+                    _check_hbm(theirs, message.reach)
             except ValueError as error:
                 raise RemoteProtocolError(f"{where}.layout", str(error)) from None
             ours = self._components.get(theirs.name)
@@ -312,14 +315,23 @@ class Writers:
         self._out(Send(name, Reject(session_id, cause.value, tuple(line[:TEXT_LENGTH_MAX] for line in lines))))
 
 
+def _check_hbm(component: Component, reach: Reach) -> None:
+    """ValueError where rows of an HBM component would leave the memory that `reach` names."""
+    first = int(component.layout.table[:, 3].min())
+    if first < reach.hbm_base:
+        raise ValueError(f"Register.reach.hbm_base: a plane begins at byte {first}, HBM at {reach.hbm_base}")
+    component.layout.check_within(reach.hbm_base + reach.hbm_bytes, "Register.reach.hbm_bytes")
+
+
 def _check_same(session: WriterSession, message: Register) -> None:
     """RemoteProtocolError where a Register of the same session says something else than the first one did."""
-    for name in ("transport", "host", "address", "base", "arena_bytes"):
+    for name in ("transport", "host", "address", "base", "arena_bytes", "hbm_base", "hbm_bytes"):
         was, now = getattr(session.reach, name), getattr(message.reach, name)
         if was != now:
             raise RemoteProtocolError(f"Register.reach.{name}", f"{now!r}, the session began with {was!r}")
-    if message.reach.token != session.reach.token:
-        raise RemoteProtocolError("Register.reach.token", "another one than the session began with")
+    for name in ("token", "hbm_handle"):
+        if getattr(message.reach, name) != getattr(session.reach, name):
+            raise RemoteProtocolError(f"Register.reach.{name}", "another one than the session began with")
     if message.components != session.components:
         text = f"{len(message.components)} that are not the {len(session.components)} which the session began with"
         raise RemoteProtocolError("Register.components", text)

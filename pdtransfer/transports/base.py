@@ -35,6 +35,11 @@ class WriterTransport(Protocol):
         """
         ...
 
+    def hbm_direct(self, session: int) -> bool:
+        """Of a mapped session: whether rows of HBM components go to the memory that they are for, and not to the
+        arena's range for them. The same as long as it is mapped."""
+        ...
+
     def unmap(self, session: int) -> None:
         """Lets the mapping go once the session's writes have ended; idempotent."""
         ...

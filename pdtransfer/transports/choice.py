@@ -77,10 +77,11 @@ class ArenaChoice:
         network: Network,
         *,
         directory: Path | None,
+        hbm_direct: bool = True,
         lost: Callable[[int, str], None] = lambda _, __: None,
     ) -> None:
         self.taken = taken(transport)
-        self._shm = ShmArena(arena, directory=directory) if "shm" in self.taken else None
+        self._shm = ShmArena(arena, directory=directory, hbm_direct=hbm_direct) if "shm" in self.taken else None
         self._mooncake = MooncakeArena(arena, network, lost=lost) if "mooncake" in self.taken else None
         self._here, self._network, self._warned = place(), network, False
         self._of: dict[int, str] = {}
@@ -186,6 +187,10 @@ class WriterChoice:
             raise
         log.info("session %#x: over %s", session, name)
         return bytes_ready
+
+    def hbm_direct(self, session: int) -> bool:
+        """As WriterTransport says."""
+        return (name := self._of.get(session)) is not None and self._made[name].hbm_direct(session)
 
     def unmap(self, session: int) -> None:
         """As WriterTransport says."""

@@ -120,6 +120,10 @@ class FakeWriter:
         self._sessions[session] = _Mapped(components, pairings)
         return len(self._arena.memory)
 
+    def hbm_direct(self, session: int) -> bool:  # noqa: ARG002
+        """There is no card."""
+        return False
+
     def unmap(self, session: int) -> None:
         """Leaves the arena once nothing is pending."""
         if (mapped := self._sessions.get(session)) is not None:

@@ -10,6 +10,7 @@ from ..cancel import Cancel
 from ..geometry import Int64s
 from ..kernels.card import Card, card
 from ..kernels.event import Event
+from ..kernels.ipc import Handle, Opened
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
 from ..kernels.push import push
@@ -17,6 +18,7 @@ from ..kernels.registered import Registrar
 from ..layout import Layout
 
 RUN_BYTES_MIN = 1 << 20  # of target slots, on average: where they are shorter nothing is planned
+PEER_BLOCKS = 16  # of a copy between cards, or within one
 IN_FLIGHT_MAX = 2  # one runs, one waits behind it: more would only delay who cancels
 
 
@@ -78,7 +80,15 @@ class CardLane:
         self, place: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
         cancel: Cancel,
     ) -> None:  # fmt: skip
-        progress, ringed = self._progress[place], in_runs(target_slots, rows * target.layout.row_bytes)
+        progress, stream = self._progress[place], self._streams[0]
+        if not target.host:  # a card's memory: there is no bus to fill, and the model needs the multiprocessors
+            kv_copy(
+                target, source, target_slots, source_slots, rows,
+                progress=progress, cancel=cancel, blocks=PEER_BLOCKS, stream=stream,
+            )  # fmt: skip
+            self._events[place].record(stream)
+            return
+        ringed = in_runs(target_slots, rows * target.layout.row_bytes)
         backend, stream = ("auto", self._streams[place]) if ringed else ("kernel", self._streams[0])
         push(
             target, source, target_slots, source_slots, rows,
@@ -109,11 +119,29 @@ def in_runs(slots: range | Int64s, byte_count: int) -> bool:
     return byte_count >= RUN_BYTES_MIN * runs
 
 
+class Exported(Protocol):
+    """Memory of another process that a card reaches at `address`, until `close`, before which all writes have ended."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def byte_count(self) -> int: ...
+
+    def close(self) -> None:
+        """WorldError where the card does not let go of it."""
+        ...
+
+
 class WriterCard(Registrar, Protocol):
     """A card, as a writer sees it. Called in worker threads; none of it waits for what the card computes."""
 
     @property
     def ordinal(self) -> int: ...
+
+    def open(self, handle: bytes) -> Exported:
+        """Another process's memory of a card, for this one to write. TransportError where it cannot be reached."""
+        ...
 
     def prepare(self) -> None:
         """Does now what the first launch would have to wait for; WorldError where there can be none."""
@@ -135,6 +163,9 @@ class PoolCard:
 
     def host_unregister(self, address: int) -> None:
         self._card.host_unregister(address)
+
+    def open(self, handle: bytes) -> Exported:
+        return Opened(Handle.unpack(handle), on=self.ordinal)
 
     def prepare(self) -> None:
         self._card.load("kv_copy", "kv_copy")  # may compile

@@ -267,7 +267,9 @@ class DecodeNode(Process):
         leases = [lease for session in core.links.sessions.values() for lease in session.leases.values()]
         held = {id(lease.holding): lease.holding for lease in leases}
         held |= {id(room.holding): room.holding for room in core.rooms.values() if room.holding is not None}
-        held |= {id(reading.holding): reading.holding for reading in core.verifications._open.values()}
+        held |= {
+            id(reading.lease.holding): reading.lease.holding for reading in core.settling.verifications._open.values()
+        }
         blocks = core.cache._blocks
         for place, free in enumerate(core.arena.free):
             taken = sum(int(holding.own[place][:, 1].sum()) for holding in held.values())
@@ -298,7 +300,7 @@ class DecodeNode(Process):
         landing = sum(
             room.demand.inflight_bytes - core.cache.bytes_of(room.holding.prefix)
             for room in core.rooms.values()
-            if room.state.value in ("landing", "verifying") and room.holding is not None
+            if room.state.value in ("landing", "settling") and room.holding is not None
         )
         if core.admission.inflight_bytes != landing:
             world.fail(f"{self.name}: {core.admission.inflight_bytes} bytes in flight are counted, {landing} are")

@@ -138,6 +138,10 @@ class MooncakeWriter:
             raise
         return reach.arena_bytes
 
+    def hbm_direct(self, session: int) -> bool:  # noqa: ARG002
+        """All rows land in the arena; decode copies up what belongs elsewhere."""
+        return False
+
     def unmap(self, session: int) -> None:
         """Ends the session's process once its writes have been reported; idempotent."""
         if (mapped := self._sessions.get(session)) is not None:

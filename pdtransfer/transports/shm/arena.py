@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from hmac import compare_digest
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ...memory import Arena
 from ...wire import Reach
 from .handover import TOKEN_BYTES, Listener, host
@@ -37,9 +39,19 @@ class ShmArena:
     Writers of other users than `uids` (this one and root) are turned away.
     """
 
-    def __init__(self, arena: Arena, *, directory: Path | None, uids: frozenset[int] | None = None) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        directory: Path | None,
+        uids: frozenset[int] | None = None,
+        hbm_direct: bool = True,
+    ) -> None:
+        """Without `hbm_direct` nobody is told of a card's memory: all rows land in the arena."""
         arena.use("served")
-        self._arena = arena
+        self._arena, self._hbm_direct, self._closed = arena, hbm_direct, False
+        if arena.hbm is not None:
+            arena.hbm.watch(self._all_quiet)
         self._sessions: dict[int, _HandOver] = {}
         self._next_byte = 0  # never used twice; a lock may lie beyond the file's end
         self._host = host()  # read now: later there may be no descriptor left to read it with
@@ -49,7 +61,7 @@ class ShmArena:
         """A fresh token for this session, good once; one that was offered before is good no more."""
         token = secrets.token_bytes(TOKEN_BYTES)
         self._sessions.setdefault(session, _HandOver()).token = token
-        return Reach(
+        reach = Reach(
             transport="shm",
             host=self._host,
             address=self._listener.address,
@@ -57,6 +69,10 @@ class ShmArena:
             base=0,
             arena_bytes=self._arena.byte_count,
         )
+        hbm = self._arena.hbm
+        if hbm is None or not hbm.handle or not self._hbm_direct:
+            return reach
+        return replace(reach, hbm_handle=hbm.handle, hbm_base=hbm.base, hbm_bytes=hbm.byte_count)
 
     def revoke(self, session: int) -> None:
         """The token is good no more. A descriptor that was handed over stays where it is."""
@@ -77,7 +93,12 @@ class ShmArena:
 
     async def close(self) -> None:
         """Stops handing over. `quiet` answers as long as the arena is open."""
+        self._closed = True
         self._listener.close()
+
+    def _all_quiet(self) -> bool:
+        """Whether nobody can be let in any more, and no lock is held that ever was."""
+        return self._closed and not any(self._held(byte) for hand in self._sessions.values() for byte in hand.locked)
 
     def _give(self, session: int, token: bytes) -> int | None:
         hand = self._sessions.get(session)

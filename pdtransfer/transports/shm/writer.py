@@ -22,7 +22,7 @@ from ...sharing import facing
 from ...wire import Reach
 from ..base import Ready, WriteDone
 from ..copier import Copier, Job
-from ..lane import WriterCard
+from ..lane import Exported, WriterCard
 from ..meeting import paired
 from ..pusher import Push, Pusher, Staged
 from ..reports import Reports
@@ -37,9 +37,25 @@ _FOLLOW_SECONDS = 0.05  # an arena's owner backs some 100 MiB meanwhile
 log = logging.getLogger(__name__)
 
 
-_lost: list[Mapping] = []  # that may be written as long as this process lives: they stay mapped, for all to see
+_lost: list[_Reached] = []  # that may be written as long as this process lives: they stay mapped, for all to see
 
 _Cut = tuple[int, tuple[int, int]]  # a component of Register, and layers of it
+
+
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """What a writer may write of one decode rank: its arena, and the memory of its HBM components if a card reaches
+    that."""
+
+    mapping: Mapping
+    hbm: Exported | None = None
+
+    def close(self) -> None:
+        """Lets HBM go first: whoever finds the arena's lock free may believe that nobody writes either. Raises
+        WorldError where the card keeps something, and what has a lock stays mapped then."""
+        if self.hbm is not None:
+            self.hbm.close()
+        self.mapping.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +63,8 @@ class _Session:
     """One mapped arena, or one that is being mapped (None)."""
 
     components: tuple[Component, ...]
-    mapping: Mapping | None = None
+    reach: Reach
+    reached: _Reached | None = None
     pairings: tuple[Pairing, ...] = ()  # a component of Register each, in order
     cuts: dict[_Cut, Pairing] = field(default_factory=dict[_Cut, Pairing])
     lines: dict[_Cut, Lines] = field(default_factory=dict[_Cut, Lines])
@@ -76,13 +93,13 @@ class _Session:
 class _Attached:
     """What was received and mapped; `fd` is open as long as not all of it is ready."""
 
-    mapping: Mapping
+    reached: _Reached
     pairings: tuple[Pairing, ...]
     fd: int
     bytes_ready: int
 
     def close(self) -> None:
-        self.mapping.close()
+        _unmap(self.reached)
         os.close(self.fd)
 
 
@@ -125,10 +142,10 @@ class ShmWriter:
         assert session not in self._sessions, f"session {session:#x} is mapped already"
         if self._closing:
             raise TransportError("this writer is closing")
-        mapped = self._sessions[session] = _Session(components)
+        mapped = self._sessions[session] = _Session(components, reach)
         try:
             fd = await receive(reach, session, seconds=_HANDOVER_SECONDS, uids=self._uids)
-            attached = self._apart.submit(self._attach, fd, reach.arena_bytes, components)
+            attached = self._apart.submit(self._attach, fd, reach, components)
             try:
                 made = await asyncio.shield(asyncio.wrap_future(attached))
             except asyncio.CancelledError:
@@ -143,25 +160,25 @@ class ShmWriter:
         except BaseException:
             self._forget(session)
             raise
-        mapped.mapping, mapped.pairings, mapped.fd, mapped.bytes_ready = (
-            made.mapping, made.pairings, made.fd, made.bytes_ready,
+        mapped.reached, mapped.pairings, mapped.fd, mapped.bytes_ready = (
+            made.reached, made.pairings, made.fd, made.bytes_ready,
         )  # fmt: skip
         self._follow_later(session, mapped, more)
         return mapped.bytes_ready
 
     def _follow_later(self, session: int, mapped: _Session, more: Ready) -> None:
         """Looks soon how far the arena's owner has come, unless all is ready or nobody wants it any more."""
-        assert mapped.mapping is not None
-        if mapped.bytes_ready == mapped.mapping.byte_count:
+        assert mapped.reached is not None
+        if mapped.bytes_ready == mapped.reached.mapping.byte_count:
             mapped.close_fd()
         elif not mapped.leaving:
             self._loop.call_later(_FOLLOW_SECONDS, self._follow, session, mapped, more)
 
     def _follow(self, session: int, mapped: _Session, more: Ready) -> None:
-        if mapped.leaving or mapped.mapping is None:
+        if mapped.leaving or mapped.reached is None:
             return
         mapped.growing = True
-        grown = self._apart.submit(self._enter, mapped.mapping, mapped.fd, mapped.bytes_ready)
+        grown = self._apart.submit(self._enter, mapped.reached.mapping, mapped.fd, mapped.bytes_ready)
         grown.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._grown, session, mapped, more, done))
 
     def _grown(self, session: int, mapped: _Session, more: Ready, done: Future[int]) -> None:
@@ -175,12 +192,12 @@ class ShmWriter:
             self._follow_later(session, mapped, more)
         self._leave(session, mapped)
 
-    def _attach(self, fd: int, arena_bytes: int, components: tuple[Component, ...]) -> _Attached:
+    def _attach(self, fd: int, reach: Reach, components: tuple[Component, ...]) -> _Attached:
         """In a worker thread. The mapping keeps the lock that came with `fd`."""
         with ExitStack() as undo:
             undo.callback(os.close, fd)
-            pairings = paired(self._components, components, arena_bytes)
-            mapping = map_received(fd, arena_bytes)
+            pairings = paired(self._components, components, reach.arena_bytes)
+            mapping = map_received(fd, reach.arena_bytes)
             undo.callback(mapping.close)
             sums.native()
             if self._card is None:
@@ -188,8 +205,29 @@ class ShmWriter:
             else:
                 self._card.prepare()
             bytes_ready = self._enter(mapping, fd, 0)
+            hbm = self._opened(reach) if any(each.memory == "hbm" for each in components) else None
             undo.pop_all()
-        return _Attached(mapping, pairings, fd, bytes_ready)
+        return _Attached(_Reached(mapping, hbm), pairings, fd, bytes_ready)
+
+    def _opened(self, reach: Reach) -> Exported | None:
+        """In a worker thread, under the arena's lock: the memory of HBM components, where our card reaches it. Else
+        their rows land in the arena, and are copied up there."""
+        if self._card is None or not reach.hbm_handle:
+            return None
+        try:
+            hbm = self._card.open(reach.hbm_handle)
+        except (TransportError, WorldError) as error:
+            log.info("rows of HBM components land in the arena at %s: %s", reach.address, error)
+            return None
+        if hbm.byte_count < reach.hbm_bytes:
+            hbm.close()
+            raise TransportError(f"HBM components: {hbm.byte_count} bytes were found, {reach.hbm_bytes} were said")
+        return hbm
+
+    def hbm_direct(self, session: int) -> bool:
+        """As WriterTransport says."""
+        mapped = self._sessions.get(session)
+        return mapped is not None and mapped.reached is not None and mapped.reached.hbm is not None
 
     def _enter(self, mapping: Mapping, fd: int, first: int) -> int:
         """In a worker thread: how much is ready by now."""
@@ -204,12 +242,12 @@ class ShmWriter:
 
     def _leave(self, session: int, mapped: _Session) -> None:
         quiet = not mapped.writes and not mapped.growing
-        if mapped.leaving and mapped.mapping is not None and quiet and self._sessions.get(session) is mapped:
+        if mapped.leaving and mapped.reached is not None and quiet and self._sessions.get(session) is mapped:
             mapped.close_fd()
             if mapped.unknown:
-                _lost.append(mapped.mapping)
+                _lost.append(mapped.reached)
             else:
-                self._apart.submit(_unmap, mapped.mapping)  # a large one takes its time
+                self._apart.submit(_unmap, mapped.reached)  # a large one takes its time
             self._forget(session)
 
     def _forget(self, session: int) -> None:
@@ -221,12 +259,12 @@ class ShmWriter:
         """A small write is copied on the loop, in this turn or a next one; a larger one in copy threads, in turn with
         other grants'."""
         mapped = self._sessions.get(order.session)
-        if mapped is None or mapped.mapping is None or mapped.leaving:
+        if mapped is None or mapped.reached is None or mapped.leaving:
             self._loop.call_soon(done, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
             return
         mapped.writes += 1
         if self._pusher is not None:
-            push = self._push(mapped, mapped.mapping, order, done)
+            push = self._push(mapped, mapped.reached, order, done)
             self._jobs.setdefault(push.turn, set()).add(push)
             self._pusher.add(push)
             return
@@ -235,7 +273,7 @@ class ShmWriter:
             done=done,
             pairing=mapped.pairing(order.component, order.layers),
             source_address=self._pool_address,
-            target_address=mapped.mapping.address,
+            target_address=mapped.reached.mapping.address,
             lines=self._lines(mapped, order) if order.verify else None,
         )
         self._jobs.setdefault(job.turn, set()).add(job)
@@ -246,18 +284,20 @@ class ShmWriter:
         else:
             self._small.append(job)
 
-    def _push(self, mapped: _Session, mapping: Mapping, order: Write, done: WriteDone) -> Push:
+    def _push(self, mapped: _Session, reached: _Reached, order: Write, done: WriteDone) -> Push:
         key = order.component, order.layers
         if (pools := mapped.pools.get(key)) is None:
             assert self._card is not None
-            assert mapping.registered is not None
+            assert reached.mapping.registered is not None
             theirs = mapped.components[order.component]
             target = theirs.layout.layers(*order.layers)
             source = facing(self._components[theirs.name].layout, target)
-            card, there = self._card.ordinal, mapping.registered.device_address
+            card, there, host = self._card.ordinal, reached.mapping.registered.device_address, True
+            if theirs.memory == "hbm" and reached.hbm is not None:
+                there, host = reached.hbm.address - mapped.reach.hbm_base, False
             pools = mapped.pools[key] = (
                 Pool(layout=source, address=self._pool_address, card=card),
-                Pool(layout=target, address=there, card=card, host=True),
+                Pool(layout=target, address=there, card=card, host=host),
             )
         source, target = pools
         staged = Staged.of(mapped.components[order.component].name, source.layout) if order.verify else None
@@ -328,13 +368,13 @@ class ShmWriter:
         self._apart.shutdown()
 
 
-def _unmap(mapping: Mapping) -> None:
+def _unmap(reached: _Reached) -> None:
     """In a worker thread. What a card does not let go of stays mapped, and its lock locked."""
     try:
-        mapping.close()
+        reached.close()
     except WorldError as error:
         log.critical("an arena stays mapped until this process ends: %s", error)
-        _lost.append(mapping)
+        _lost.append(reached)
 
 
 def _discard(attached: Future[_Attached]) -> None:

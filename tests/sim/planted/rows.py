@@ -125,11 +125,11 @@ def ready_before_it_is_read(patch: Patch) -> None:
 
     def uncounted(self: Verifications, room: Any, *args: Any) -> str:
         wrong = begin(self, room, *args)
-        room.verifying -= not wrong
+        room.settling -= not wrong
         return wrong
 
     def ended(self: Verifications, session: int, grant: int, *args: Any) -> Any:
-        self._open[session, grant].room.verifying += 1
+        self._open[session, grant].room.settling += 1
         return end(self, session, grant, *args)
 
     patch(Verifications, "begin", uncounted)
@@ -141,9 +141,9 @@ def ready_with_the_first_sum(patch: Patch) -> None:
     end = Verifications.end
 
     def hasty(self: Verifications, *args: Any) -> Any:
-        room, wrong = end(self, *args)
-        room.verifying = 0
-        return room, wrong
+        found = end(self, *args)
+        found[0].settling = 0
+        return found
 
     patch(Verifications, "end", hasty)
 
@@ -158,7 +158,7 @@ def rows_not_claimed_while_they_are_read(patch: Patch) -> None:
         return wrong
 
     def ended(self: Verifications, session: int, grant: int, *args: Any) -> Any:
-        holding = self._open[session, grant].holding
+        holding = self._open[session, grant].lease.holding
         holding.claims += 2
         found = end(self, session, grant, *args)
         holding.claims -= 1
@@ -173,10 +173,10 @@ def wrong_rows_taken_for_a_breach(patch: Patch) -> None:
     verified = DecodeSessions.verified
 
     def strict(self: DecodeSessions, session_id: int, *args: Any) -> Any:
-        before, now = self.verifications.mismatched, args[-1]
+        before, now = self.settling.verifications.mismatched, args[-1]
         effects = verified(self, session_id, *args)
         session = self.links.sessions.get(session_id)
-        if self.verifications.mismatched > before and session is not None:
+        if self.settling.verifications.mismatched > before and session is not None:
             self.links.condemn(session, Cause.TRANSFER, "wrong rows", now)
         return effects + self._effects(now)
 

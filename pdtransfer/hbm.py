@@ -1,0 +1,89 @@
+"""Where HBM components are when they are no range of the arena: a card's memory, which peers of this host may open.
+
+The arena has a range for them all the same, in which rows land whose writers cannot. A row has the same slot in both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from . import memory
+from .engine.base import CardMemory
+from .errors import PDTransferError, WorldError
+from .kernels import ipc
+from .kernels.card import card as card_of
+from .kernels.pools import Pool
+from .layout import Layout
+
+log = logging.getLogger(__name__)
+
+
+class Hbm:
+    """`byte_count` bytes at `address`: of card `card`, or without one of this process, until `close`.
+
+    They are bytes [base, base + byte_count) of the arena's offsets. `handle` opens them in another process; empty where
+    none can.
+    """
+
+    def __init__(
+        self, *, base: int, byte_count: int, address: int, card: int | None, handle: bytes, free: Callable[[], None]
+    ) -> None:
+        self.base, self.byte_count, self.address, self.card, self.handle = base, byte_count, address, card, handle
+        self._free: Callable[[], None] | None = free
+        self._quiet: Callable[[], bool] = lambda: True
+
+    @classmethod
+    def of_card(cls, card: int, *, base: int, byte_count: int) -> Hbm:
+        """Zeroed memory of a card. Raises WorldError where it has not so much."""
+        here = card_of(card)
+        address = here.allocate(byte_count)
+        here.clear(address, byte_count)
+        try:
+            handle = ipc.export(CardMemory(card=card, address=address, byte_count=byte_count)).packed
+        except PDTransferError as error:
+            log.warning("HBM components: no other process can write them, rows are copied up: %s", error)
+            handle = b""
+        return cls(
+            base=base, byte_count=byte_count, address=address, card=card, handle=handle,
+            free=lambda: here.free(address),
+        )  # fmt: skip
+
+    @classmethod
+    def of_process(cls, *, base: int, byte_count: int) -> Hbm:
+        """Zeroed memory of this process, which no other reaches: what stands for a card's where there is none."""
+        mapped = memory.allocate(byte_count)
+        address = mapped.address
+        return cls(base=base, byte_count=byte_count, address=address, card=None, handle=b"", free=mapped.close)
+
+    def watch(self, quiet: Callable[[], bool]) -> None:
+        """Who says whether any writer may still be there that was told the handle."""
+        self._quiet = quiet
+
+    def pool(self, layout: Layout) -> Pool:
+        """As a target of copies; `layout` is of a component as peers know it."""
+        return Pool(layout=layout, address=self.address - self.base, card=self.card)
+
+    @property
+    def engine_memory(self) -> CardMemory:
+        """What an engine is given of a card."""
+        assert self.card is not None
+        return CardMemory(card=self.card, address=self.address, byte_count=self.byte_count)
+
+    def close(self) -> None:
+        """Gives it back, unless a writer may still be there: then it stays until this process ends. Idempotent.
+
+        Raises WorldError where the card does not take it back.
+        """
+        if self._free is None:
+            return
+        if not self._quiet():
+            log.critical("HBM components stay allocated until this process ends: a writer may still be there")
+            self._free = None
+            return
+        free, self._free = self._free, None
+        try:
+            free()
+        except WorldError:
+            log.critical("HBM components stay allocated until this process ends: the card does not take them back")
+            raise

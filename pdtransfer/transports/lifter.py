@@ -1,0 +1,160 @@
+"""Copies landed rows of HBM components from the arena to where they belong, off the loop, in turn between grants."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from ..arena import slots_of
+from ..cancel import Cancel
+from ..effects import Lift
+from ..errors import TransportError
+from ..geometry import Int64s
+from ..hbm import Hbm
+from ..kernels.card import card
+from ..kernels.kv_copy import kv_copy
+from ..kernels.pools import Pool
+from ..layout import Layout
+from ..memory import Arena
+from .copier import CANCELLED, PIECE_BYTES, Copier, Piece
+from .reports import Reports
+
+log = logging.getLogger(__name__)
+
+LiftDone = Callable[[Lift, str], None]
+"""Called once for each Lift, on the loop's thread and never from within lift(), when nothing of it is copied any more:
+with a text where not all of it was. Not called where nobody can tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One component's rows: the same slots on either side."""
+
+    target: Pool
+    source: Pool
+    slots: Int64s
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Lifting:
+    """One grant, as a copier's work."""
+
+    order: Lift
+    done: LiftDone
+    parts: list[_Rows]
+    copy: Callable[[_Rows, Int64s], None]
+    cancel: Cancel = field(default_factory=Cancel)
+    text: str = ""
+    checksum: int = 0
+    running: int = 0
+    exhausted: bool = False
+    lost: bool = False  # nobody can tell whether its last copy has ended
+    part: int = 0
+    row: int = 0
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        return self.order.session, self.order.grant
+
+    def next(self) -> Piece | None:
+        """The next piece, or None when there is none."""
+        if self.cancel.is_set:
+            raise TransportError(CANCELLED)
+        if self.lost or self.part == len(self.parts):
+            return None
+        part = self.parts[self.part]
+        first, self.row = self.row, self.row + max(1, PIECE_BYTES // part.source.layout.row_bytes)
+        if self.row >= len(part.slots):
+            end, self.part, self.row = len(part.slots), self.part + 1, 0
+        else:
+            end = self.row
+        return partial(self._carry, part, part.slots[first:end])
+
+    def _carry(self, part: _Rows, slots: Int64s) -> int:
+        try:
+            self.copy(part, slots)
+        except _LostError:
+            self.lost = True
+            raise
+        return 0
+
+
+class _LostError(Exception):
+    """The card does not say any more whether a copy has ended."""
+
+
+class Lifter:
+    """Copies within this process, or up to a card. Make it on the loop's thread; both memories outlive `close`."""
+
+    def __init__(self, arena: Arena, hbm: Hbm, *, threads: int = 1) -> None:
+        self._arena, self._hbm = arena, hbm
+        self._stream: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._reports: Reports[_Lifting] = Reports(self._ended)
+        # One thread launches on one stream, and waits for it.
+        self._copier: Copier[_Lifting] = Copier(1 if hbm.card is not None else threads, self._reports.tell, name="lift")
+        self._open: dict[tuple[int, int], _Lifting] = {}
+        self._closing = False
+
+    def lift(self, order: Lift, done: LiftDone) -> None:
+        """Starts copying; fair between grants."""
+        parts = [self._rows(part.component.layout, slots_of(part.extents)) for part in order.parts]
+        work = self._open[order.session, order.grant] = _Lifting(order=order, done=done, parts=parts, copy=self._copy)
+        if self._closing:
+            work.text = CANCELLED
+            self._reports.tell(work)
+        else:
+            self._copier.add(work)
+
+    def cancel(self, session: int, grant: int) -> None:
+        """Stops at the next piece; it reports all the same. One that has ended is ignored."""
+        if (work := self._open.get((session, grant))) is not None:
+            work.cancel.set()
+
+    async def close(self) -> None:
+        """Stops what is being copied, and returns when nothing is."""
+        self._closing = True
+        for key in self._open:
+            self.cancel(*key)
+        await self._loop.run_in_executor(None, self._copier.close)
+
+    def _rows(self, layout: Layout, slots: Int64s) -> _Rows:
+        mapping = self._arena.mapping
+        if self._hbm.card is None:
+            source = Pool(layout=layout, address=mapping.address)
+        else:
+            assert mapping.registered is not None
+            source = Pool(layout=layout, address=mapping.registered.device_address, card=self._hbm.card, host=True)
+        return _Rows(self._hbm.pool(layout), source, slots)
+
+    def _copy(self, part: _Rows, slots: Int64s) -> None:
+        """In the copier's thread; returns when the rows are there."""
+        if self._hbm.card is None:
+            kv_copy(part.target, part.source, slots, slots, len(slots))
+            return
+        here = card(self._hbm.card)
+        if self._stream is None:
+            self._stream = here.stream()
+        failure = None
+        try:
+            kv_copy(part.target, part.source, slots, slots, len(slots), stream=self._stream)
+        except Exception as error:  # noqa: BLE001 (it may have been queued all the same)
+            failure = error
+        try:
+            here.synchronise(self._stream)
+        except Exception as error:  # noqa: BLE001 (whatever it is, nobody can say what has ended)
+            raise _LostError(str(failure or error)) from None
+        if failure is not None:
+            raise failure
+
+    def _ended(self, work: _Lifting) -> None:
+        del self._open[work.turn]
+        if work.lost:
+            log.critical(
+                "grant %d keeps its slots: nobody can tell whether a copy has ended: %s", work.turn[1], work.text
+            )
+            return
+        work.done(work.order, work.text)

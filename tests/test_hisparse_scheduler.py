@@ -284,6 +284,19 @@ def test_who_waits_for_logical_tokens_does_not_hold_up_who_was_retracted() -> No
     assert queue.next(0.0).released == [4], "it held nothing but host slots"
 
 
+def test_host_slots_of_a_newcomer_that_ends_wait_for_each_of_its_events() -> None:
+    queue, events = scheduler(Capacity(rows=1, logical_tokens=60, device_slots=9, hot=8)), (Switch(), Switch())
+    offer(queue, 1)
+    offer(queue, 2)
+    for event in events:
+        queue.ended(2, drop=True, after=event)
+    for event in events:
+        assert queue.next(0.0).released == []
+        assert not queue.is_idle
+        event.fired = True
+    assert queue.next(0.0).released == [2]
+
+
 def test_logical_tokens_go_to_newcomers_in_turn() -> None:
     queue = scheduler(Capacity(rows=2, logical_tokens=100, device_slots=100, hot=8))
     offer(queue, 1, growth=70)

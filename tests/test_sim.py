@@ -25,7 +25,7 @@ def test_every_world_keeps_the_invariants(chunk: int) -> None:
 
 def test_worlds_show_what_they_are_for() -> None:
     """Invariants hold easily where nothing happens: most rooms are READY, and each fault was there."""
-    seen = run(range(220)).seen
+    seen = run([*range(221), 315, 349]).seen  # in these two a worker is full and its router cannot go elsewhere
     assert seen["ready"] >= seen["rooms"] / 2
     for what in (
         "lost messages", "repeated messages", "freezes", "prefill kills", "decode kills", "silent peers back",
@@ -38,6 +38,8 @@ def test_worlds_show_what_they_are_for() -> None:
         "fences of who stays away", "grants that waited for memory", "grants read back",
         "grants read back after the room failed", "rooms with a corrupted row",
         "requests: finished", "requests: its router died", "requests: failed full",
+        "sparse rooms preloaded", "sparse rooms all-miss", "sparse rooms retracted", "sparse rooms readmitted",
+        "sparse rooms dropped", "sparse rooms refused", "sparse rooms read after they had ended", "sparse misses",
     ):  # fmt: skip
         assert seen[what] > 0, f"{what}: {sorted(seen.items())}"
 

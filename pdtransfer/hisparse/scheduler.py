@@ -55,7 +55,7 @@ class Scheduler:
         self._newcomers: OrderedDict[int, _Newcomer] = OrderedDict()
         self._queue: OrderedDict[int, int] = OrderedDict()  # those that have landed, and the step at which each came
         self._placed: dict[int, int] = {}  # those that run: the step at which each was placed
-        self._released: list[int] = []  # that the coordinator never knew
+        self._gone: dict[int, list[Event]] = {}  # newcomers that have ended, and what for their host slots wait
         self._steps = 0
         self._pace = Pace()
 
@@ -83,7 +83,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing waits, runs, or is on its way back. Looks for leaks each time."""
-        return self.coordinator.is_idle and not (self._newcomers or self._queue or self._placed or self._released)
+        return self.coordinator.is_idle and not (self._newcomers or self._queue or self._placed or self._gone)
 
     def offer(self, request: int, host_slots: Int64s, *, tokens: int, growth: int) -> None:
         """A request that has landed waits for its turn. One whose logical tokens were reserved before is always taken.
@@ -104,8 +104,10 @@ class Scheduler:
 
     def next(self, now: float) -> Turn:
         """What to do before the next step. `now`: seconds of any steady clock, for the retry hint alone."""
-        released = self.coordinator.collect() + self._released
-        self._released = []
+        gone = [request for request, events in self._gone.items() if all(event.query() for event in events)]
+        released = self.coordinator.collect() + gone
+        for request in gone:
+            del self._gone[request]
         self._reserve()
         place: list[Placement] = []
         while self._queue:
@@ -133,8 +135,8 @@ class Scheduler:
 
     def ended(self, request: int, *, drop: bool = False, after: Event | None = None) -> None:
         """It has ended, or is given up, wherever it is; a later turn says when its host slots may be released."""
-        if self._newcomers.pop(request, None) is not None:
-            self._released.append(request)
+        if self._newcomers.pop(request, None) is not None or request in self._gone:
+            self._gone.setdefault(request, []).extend([] if after is None else [after])
         elif drop:
             self.coordinator.retract(request, drop=True, after=after)
         else:

@@ -21,7 +21,8 @@ class Call:
         self.world = world
         rng, p = world.rng, world.profile
         deadline = rng.uniform(*p.deadline)
-        self.room = Room(world, serial, serial, rng.randint(1, p.tokens_max), rng.randint(0, 8), deadline)
+        growth = 16 if p.sparse else 8
+        self.room = Room(world, serial, serial, rng.randint(1, p.tokens_max), rng.randint(0, growth), deadline)
         if p.families:
             self.room.family = rng.randint(1, p.families)
             self.room.shared = rng.choice([0, BLOCK, rng.randint(0, self.room.tokens), self.room.tokens])
@@ -51,7 +52,10 @@ class Call:
             part.node.later(rng.choice([0.001, 0.02, 0.5, 2.0]) * rng.random(), part.abort)
 
     def ready(self, target: Target) -> None:
-        target.node.later(self.world.rng.expovariate(5.0), target.release)
+        if (engine := target.node.engine) is not None:
+            target.node.later(0.0, lambda: engine.take(target))
+        else:
+            target.node.later(self.world.rng.expovariate(5.0), target.release)
 
     def ended(self, part: Source | Target, cause: Cause | None, detail: str, retry_ms: int) -> None:
         """What a router does when one side fails; now and then it is lost, and the deadline has to do."""

@@ -19,6 +19,7 @@ from .pools import ROW, Shape, checksum, components, holds, memory, places
 from .process import Alarm, Process
 from .rooms import Target
 from .services import DecodeDesk
+from .sparse import SparseEngine
 
 if TYPE_CHECKING:
     from .world import World
@@ -51,6 +52,7 @@ class DecodeNode(Process):
         )  # fmt: skip
         self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
         self.desk = DecodeDesk(self) if p.routers and self.group.leader is self else None
+        self.engine = SparseEngine(self) if p.sparse else None
         self.rooms = {}
         self.writers: dict[int, set[Mapping]] = {}  # session -> mappings that can still write
         self.revoked: set[int] = set()
@@ -329,6 +331,8 @@ class DecodeNode(Process):
                 world.fail(f"{self.name} ends with places of the window taken")
         if self.desk is not None:
             self.desk.check_end()
+        if self.engine is not None:
+            self.engine.check_end()
 
     @property
     def settled(self) -> bool:
@@ -340,4 +344,5 @@ class DecodeNode(Process):
             and all(peer.up and peer.up.bytes_ready == self._arena_bytes for peer in links.peers.values())
             and len(links.sessions) == len(self.world.prefills)
             and (self.desk is None or self.desk.idle)
+            and (self.engine is None or self.engine.idle)
         )

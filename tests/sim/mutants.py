@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .planted import Patch, decode, prefill, requests, rows
+from .planted import Patch, decode, prefill, requests, rows, sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,4 +87,25 @@ MUTANTS: dict[str, Mutant] = {
     "rows not claimed while they are read": Mutant(rows.rows_not_claimed_while_they_are_read, "checked", 63),
     "wrong rows taken for a breach": Mutant(rows.wrong_rows_taken_for_a_breach, "checked", 15),
     "the sum of the last write": Mutant(rows.sum_of_the_last_write, "checked", 6),
+    "freed before their events": Mutant(sparse.freed_before_their_events, "sparse", 3),
+    "host slots released before their events": Mutant(sparse.host_slots_released_before_their_events, "sparse", 3),
+    "backups not waited for": Mutant(sparse.backups_not_waited_for, "sparse", 3),
+    "the latest event alone": Mutant(sparse.the_latest_event_alone, "sparse", 3),
+    "readmitted at once": Mutant(sparse.readmitted_at_once, "sparse", 12),
+    "admitted without growth": Mutant(sparse.admitted_without_growth, "sparse", 3),
+    "places for the prompt alone": Mutant(sparse.places_for_the_prompt_alone, "sparse", 3),
+    "what was retracted leaks": Mutant(sparse.what_was_retracted_leaks, "sparse", 3),
+    "logical tokens leak": Mutant(sparse.logical_tokens_leak, "sparse", 3),
+    "idle while something comes back": Mutant(sparse.idle_while_something_comes_back, "sparse", 3),
+    "other host slots after a retract": Mutant(sparse.other_host_slots_after_a_retract, "sparse", 3),
+    "retracted to the front": Mutant(sparse.retracted_to_the_front, "sparse", 54),
+    "small ones overtake": Mutant(sparse.small_ones_overtake, "sparse", 15),
+    "never retracted": Mutant(sparse.never_retracted, "sparse", 54),
+    "retracted before their quantum": Mutant(sparse.retracted_before_their_quantum, "sparse", 3),
+    "one line for newcomers too": Mutant(sparse.one_line_for_newcomers_too, "sparse", 6),
+    "batch full until somebody ends": Mutant(sparse.batch_full_until_somebody_ends, "sparse", 3),
+    "queue without a bound": Mutant(sparse.queue_without_a_bound, "sparse", 33),
+    "never fits is taken": Mutant(sparse.never_fits_is_taken, "sparse", 12),
+    "newcomers forgotten when they end": Mutant(sparse.newcomers_forgotten_when_they_end, "sparse", 6),
+    "newcomers released before their events": Mutant(sparse.newcomers_released_before_their_events, "sparse", 63),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
-    "shared", "growing", "checked", "groups", "leaving",
+    "shared", "growing", "checked", "groups", "leaving", "sparse",
 )  # fmt: skip
 
 
@@ -63,6 +63,9 @@ class Profile:
     chunks: int = 1  # in which an arena is backed with memory, while its first ones serve
     backing: float = 0.0  # over which they come, in each life
     verify: bool = False
+    sparse: bool = False  # rooms that have landed wait for a HiSparse device
+    sparse_queue_max: int = 1_024
+    sparse_late: float = 0.0  # median time of what is queued there
     corrupts: float = 0.0  # a write of which other bits arrive than left
 
 
@@ -163,6 +166,8 @@ def _with(kind: str, base: Profile, rng: random.Random) -> Profile:
             return _groups(base, rng)
         case "leaving":
             return _leaving(base, rng)
+        case "sparse":
+            return _sparse(base, rng)
         case _:
             raise ValueError(f"{kind} is none of {KINDS}")
 
@@ -225,4 +230,19 @@ def _leaving(base: Profile, rng: random.Random) -> Profile:
         base, leaves=True, decodes=2, prefills=2, routers=rng.randint(1, 2), rooms=rng.randint(15, 30), window=64,
         loss=rng.choice([0.0, 0.02]), delay_tail=rng.choice([0.0, 1.0]), span=rng.choice([1.0, 3.0]),
         ranks=rng.random() < 0.3, restart=(0.001, 2.0),
+    )  # fmt: skip
+
+
+def _sparse(base: Profile, rng: random.Random) -> Profile:
+    """Half of them have no faults: all that happens is that more land than the device takes at once."""
+    sparse = replace(
+        base, sparse=True, sparse_late=rng.choice([0.0005, 0.005, 0.05]), sparse_queue_max=rng.choice([4, 1_024]),
+        arena_tokens=rng.choice([256, 1024]), span=rng.choice([0.1, 0.5]), write=rng.choice([0.0001, 0.01]),
+        rooms=rng.randint(10, 25), families=rng.choice([0, 0, 3]), abort=rng.choice([0.0, 0.3]),
+    )  # fmt: skip
+    if rng.random() < 0.5:
+        return sparse
+    return replace(
+        sparse, loss=rng.choice([0.0, 0.1]), kills=rng.choice([0, 1]), freezes=rng.choice([0, 1]),
+        write_tail=rng.choice([0.0, 1.5]), opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0),
     )  # fmt: skip

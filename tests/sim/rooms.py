@@ -219,12 +219,15 @@ class Target(_Part):
         self.node = node
         self.expected = self.ready = self.released = False
         self.corrupted = False  # a row of it is not what was sent
+        self.grown = 0  # tokens that decode has written behind the prompt's
         self.ready_at = math.inf
 
     def expect(self, *, seconds: float, sources: list[str]) -> None:
         node, room = self.node, self.room
         node.rooms[room.id], self.expected, self.life = self, True, node.life
         room.targets.append(self)
+        if node.engine is not None and self.world.rng.random() < 0.5:
+            node.engine.reserve(self)
         self.deadline = node.clock + seconds
         keys = node.core.cache.keys(room.prompt, b"") if room.family else ()
         node.perform(
@@ -268,7 +271,8 @@ class Target(_Part):
             world.fail(f"room {room.id} shares {effect.prefix} tokens, it has {room.shared} in common with others")
         world.seen["tokens shared"] += effect.prefix
         self._read("READY", grown=False)
-        self._grow()
+        if self.node.engine is None:
+            self._grow()
         self.caller.ready(self)
 
     def on_failed(self, effect: fx.RoomFailed) -> None:
@@ -285,6 +289,8 @@ class Target(_Part):
             world.fail(f"room {room.id} fails for rows that are right: {effect.detail}")
         world.seen["rooms with a corrupted row"] += self.corrupted
         self.failed = True
+        if self.node.engine is not None:
+            self.node.engine.failed(self)
         self.check_deadline(self.node, effect.cause)
         self.caller.ended(self, effect.cause, effect.detail, effect.retry_ms)
 
@@ -297,10 +303,11 @@ class Target(_Part):
         component, room = self.node.components[0], self.room
         own = words(room.serial, 0, (room.tokens, room.tokens + room.growth), holds(component))
         self.node.memory[places(component)[:, :, self.slots["kv"][room.tokens :]]] = own
+        self.grown = room.growth
 
     def _read(self, when: str, *, grown: bool) -> None:
         for index, component in enumerate(self.node.components):
-            rows = component.rows(self.room.tokens) + (self.room.growth if grown and not index else 0)
+            rows = component.rows(self.room.tokens) + (self.grown if grown and not index else 0)
             got = self.node.memory[places(component)[:, :, self.slots[component.name][:rows]]]
             if (got != self.room.words(component, index, (0, rows), holds(component))).any():
                 self.world.fail(f"at {when} room {self.room.id} reads rows of {component.name} wrong")

@@ -74,10 +74,6 @@ class Pools:
             view = pool.view(kind, layer, head)
             view[page, row] = torch.from_numpy(rows).view(view.dtype)
 
-    def canaries(self) -> Pools:
-        """The like of them, untouched."""
-        return Pools(self.host_layout, self.components, self.page_align)
-
 
 def pools_of(host_layout: str, *, tokens: int, requests: int, page_tokens: int = 256, granular: bool = False) -> Pools:
     """The pools of a DeepSeek V4; `granular`: of pages of one row, without padding but to 8 bytes."""

@@ -270,3 +270,27 @@ async def test_a_row_that_was_never_offered_fails_the_room_and_names_the_bytes()
         assert isinstance(failed, RoomFailed)
         whole = sum(each.bytes_of(each.rows(131)) for each in it.components)
         assert f"{whole - 2 * 584} bytes were offered, the grant is {whole}" in failed.detail
+
+
+@on_loop
+async def test_a_room_that_is_given_up_halfway_gives_every_component_back_and_the_next_one_lands_in_its_slots() -> None:
+    async with nodes("page_first", granular=True) as it:
+        whole = it.decode.core.cache.free_slots
+        it.expect(1, 600, growth=10)
+        sent = it.place(1, 600)
+        it.prefill.open(1, tokens=600, time_left_s=100)
+        for cell in list(it.cells(sent, 250))[:7]:
+            it.prefill.push(1, cell)
+        await until(lambda: it.told_p)  # leased: some of it is on its way, or there
+        it.decode.abort(1)
+        await until(lambda: any(isinstance(told, Drained) for told in it.told_p) and it.decode.core.idle)
+        assert it.decode.core.cache.free_slots == whole
+        it.expect(2, 600, growth=10)
+        it.send(2, 600, chunk=250)
+        slots = (await it.ready(2)).slots
+        it.expected.over(it.arena.mapping.array.copy())  # what the first one has left is nobody's
+        for each in it.components:
+            pool, own = it.expected.by_name[each.name], slots[each.name][: each.rows(600)]
+            for kind, layer, head in pool.model.rows():
+                right = it.source.by_name[each.name].read(kind, layer, head, it.sent[2].slots[each.name])
+                assert (pool.read(kind, layer, head, own) == right).all()

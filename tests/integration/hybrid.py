@@ -3,6 +3,7 @@
 A row holds, over and over, a stamp of its place in the model and of all tokens up to its last one. Decode looks at
 every row of every component at every step, and writes each new token's: a window's over the oldest one, a compressed
 row and a state anew. A byte that is not there, or is another room's, breaks its request. `page_size` is in tokens.
+Option `index`: hbm, and decode has its index in that memory.
 """
 
 from __future__ import annotations
@@ -31,9 +32,13 @@ def card(config: EngineConfig) -> EngineCard:
     components = deepseek_v4(
         config.host_layout, ratios=RATIOS, tokens=config.slots, requests=REQUESTS, page_tokens=config.page_size,
         page_align=8 if granular else 576, window_tokens=WINDOW, window_page_size=1 if granular else 16,
+        index_memory="hbm" if config.options.get("index") == "hbm" else "dram",
     )  # fmt: skip
-    memory_bytes = max(each.layout.end for each in components)
-    return EngineCard(model="hybrid", weights=b"hybrid", components=components, memory_bytes=memory_bytes)
+    ends = {memory: [each.layout.end for each in components if each.memory == memory] for memory in ("dram", "hbm")}
+    return EngineCard(
+        model="hybrid", weights=b"hybrid", components=components, memory_bytes=max(ends["dram"]),
+        hbm_bytes=max(ends["hbm"], default=0),
+    )  # fmt: skip
 
 
 def ends(component: Component, tokens: int) -> NDArray[np.int64]:
@@ -49,10 +54,10 @@ def ends(component: Component, tokens: int) -> NDArray[np.int64]:
 
 
 class Rows:
-    """The rows of a pool or an arena, by component and slot."""
+    """The rows of a pool or of an arena's memories, by component and slot."""
 
-    def __init__(self, memory: memoryview, components: tuple[Component, ...]) -> None:
-        words = np.frombuffer(memory, np.uint32)
+    def __init__(self, memories: dict[str, memoryview], components: tuple[Component, ...]) -> None:
+        words = {memory: np.frombuffer(view, np.uint32) for memory, view in memories.items()}
         self._planes: dict[str, list[tuple[int, NDArray[np.uint32]]]] = {}
         for place, component in enumerate(components):
             layout = component.layout
@@ -60,7 +65,7 @@ class Rows:
                 (
                     (place * 64 + at) * 0x9E3779B1 & 0xFFFFFFFF,
                     np.lib.stride_tricks.as_strided(
-                        words[plane.base // 4 :],
+                        words[component.memory][plane.base // 4 :],
                         (layout.slots // layout.page_size, layout.page_size, plane.row_bytes // 4),
                         (plane.page_stride, plane.row_stride, 4),
                     ),
@@ -98,7 +103,7 @@ class HybridPrefill:
         self.card, self._config = card(config), config
         self._memory = np.zeros(self.card.memory_bytes, np.uint8)
         self.pool = memoryview(self._memory)
-        self._rows = Rows(self.pool, self.card.components)
+        self._rows = Rows({"dram": self.pool}, self.card.components)
         self._free = {
             each.name: list(range(each.layout.slots // each.layout.page_size)) for each in self.card.components
         }
@@ -187,8 +192,8 @@ class HybridDecode:
     def idle(self) -> bool:
         return not self._rooms
 
-    def attach(self, arena: memoryview) -> None:
-        self._rows = Rows(arena, self.card.components)
+    def attach(self, arena: memoryview, *, hbm: memoryview | None = None) -> None:
+        self._rows = Rows({"dram": arena, **({} if hbm is None else {"hbm": hbm})}, self.card.components)
 
     def check(self, request: Request) -> None:
         pass

@@ -12,15 +12,16 @@ from tests.integration import hybrid, plain
 from tests.integration.fleets import Site, prompts, running
 
 ENGINE = {"engine": "tests.integration.hybrid:create", "engine_option": ()}
-DECODES = [("layer_first", 256), ("page_first", 1), ("page_first_direct", 256)]
+DECODES = [("layer_first", 256, "dram"), ("page_first", 1, "dram"), ("page_first_direct", 256, "hbm")]
 
 
-@pytest.mark.parametrize(("host_layout", "page_size"), DECODES)
+@pytest.mark.parametrize(("host_layout", "page_size", "index"), DECODES)
 def test_daemons_of_a_hybrid_model_serve_from_every_host_layout(
-    tmp_path_factory: pytest.TempPathFactory, host_layout: str, page_size: int
+    tmp_path_factory: pytest.TempPathFactory, host_layout: str, page_size: int, index: str
 ) -> None:
     prefill = {"host_layout": "layer_first", "page_size": 256, "slots": 8_192, "chunk_tokens": 100}
     decode = {"host_layout": host_layout, "page_size": page_size, "slots": 8_192, "verify": True}
+    decode["engine_option"] = (f"index={index}",)
 
     async def case(site: Site) -> None:
         common = prompts(1, 300)[0]

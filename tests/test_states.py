@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +65,9 @@ def test_the_diagram_has_every_arrow_and_every_end(table: dict, start: Enum, end
 def test_an_event_that_the_table_does_not_name_is_our_own_bug() -> None:
     with pytest.raises(AssertionError, match=r"Lease\.ENDED knows no PROOF"):
         step(LEASE, Lease.ENDED, LeaseEvent.PROOF)
+
+
+def test_the_architecture_page_draws_the_table_of_hisparse_requests() -> None:
+    page = (Path(__file__).parent.parent / "ARCHITECTURE.md").read_text()
+    drawn = page.partition("<!-- sparse request -->\n")[2].partition("<!-- /sparse request -->")[0]
+    assert drawn == f"```mermaid\n{diagram(SPARSE_REQUEST, SparseRequest.RESERVED)}\n```\n"

@@ -80,9 +80,10 @@ def more_said_ready_than_there_is(patch: Patch) -> None:
     """The writer says that it has the whole arena when it has some of it."""
     mapped = Writers.mapped
 
-    def all_of_it(self: Writers, session_id: int, bytes_ready: int) -> None:
+    def all_of_it(self: Writers, session_id: int, bytes_ready: int, *, hbm_direct: bool = False) -> None:
         session = self.sessions.get(session_id)
-        mapped(self, session_id, bytes_ready if session is None else session.reach.arena_bytes)
+        whole = bytes_ready if session is None else session.reach.arena_bytes
+        mapped(self, session_id, whole, hbm_direct=hbm_direct)
 
     patch(Writers, "mapped", all_of_it)
 

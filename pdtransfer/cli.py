@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env
@@ -126,15 +126,17 @@ def keygen(
 @bench.command(name="transfer")
 def bench_transfer(
     *,
-    tokens: Annotated[int, _count("Tokens of one room.")] = 4_096,
-    rooms: Annotated[int, _count("Rooms to move.")] = 32,
+    tokens: Annotated[int | None, _count("Tokens of one room; by default 4,096, over Mooncake 8,192.")] = None,
+    rooms: Annotated[int | None, _count("Rooms to move; by default 32, over Mooncake 8 in each arena.")] = None,
     model: Annotated[BenchModel, Parameter(help="Whose KV: DeepSeek V3's, or the reference model's.")] = "deepseek",
+    transport: Annotated[Literal["shm", "mooncake"], Parameter(help="How it gets there.")] = "shm",
     json: Json = False,
 ) -> int:
-    """Whole rooms from one process's pool into another's arena, without an engine: GB/s, beside memcpy."""
+    """Whole rooms from one process's pool into another's arena, without an engine: GB/s, beside memcpy, or beside one
+    synchronous write and a raw socket."""
     from .bench import run_transfer
 
-    return run_transfer(tokens=tokens, rooms=rooms, model=model, json=json)
+    return run_transfer(tokens=tokens, rooms=rooms, model=model, transport=transport, json=json)
 
 
 @bench.command(name="handoff")

@@ -23,7 +23,10 @@ from pdtransfer.group.meeting import rank_configs
 from pdtransfer.keys import KeyPair
 
 BENCHES = {
-    "transfer": ("run_transfer", {"tokens": 4_096, "rooms": 32, "model": "deepseek", "json": False}),
+    "transfer": (
+        "run_transfer",
+        {"tokens": None, "rooms": None, "model": "deepseek", "transport": "shm", "json": False},
+    ),
     "handoff": ("run_handoff", {"tokens": 16, "rooms": 2_000, "concurrency": 64, "json": False}),
     "copy": ("run_copy", {"tokens": 4_096, "json": False}),
     "verify": ("run_verify", {"tokens": 4_096, "rooms": 1_000, "json": False}),

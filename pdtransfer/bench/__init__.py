@@ -10,9 +10,14 @@ from ..config import BenchModel
 from .report import show
 
 
-def run_transfer(*, tokens: int, rooms: int, model: BenchModel, json: bool) -> int:
+def run_transfer(*, tokens: int | None, rooms: int | None, model: BenchModel, transport: str, json: bool) -> int:
     """Whole rooms from one process's pool into another's arena."""
-    from . import transfer
+    from . import crossing, transfer
+
+    if transport == "mooncake":
+        figures = crossing.measure(tokens=tokens or 8_192, rooms=rooms or 8, model=model)
+        return show(figures, crossing.LINES, json=json)
+    tokens, rooms = tokens or 4_096, rooms or 32
 
     return show(transfer.measure(tokens=tokens, rooms=rooms, model=model), transfer.LINES, json=json)
 

@@ -52,7 +52,9 @@ class Memcpy(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """Decode holds every second slot of its arena from now on."""
+    """Decode holds every second run of so many slots of its arena from now on, in place of what it held before."""
+
+    run: int
 
 
 class Failure(NamedTuple):

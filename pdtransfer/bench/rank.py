@@ -18,6 +18,7 @@ import numpy as np
 import uvloop
 import zmq
 
+from ..arena import Holding
 from ..bus import BusLimits
 from ..bus.sockets import NOBLOCK, NOBLOCK_MORE, Drain
 from ..effects import Drained, Landed, Leased, Ready, RoomFailed
@@ -27,6 +28,7 @@ from ..memory import Arena, allocate
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..process import prepare
 from ..session.prefill import Cell
+from ..transports.network import Transport
 from ..wire import Grant, Message, Part, encode
 from .orders import Batch, Echoes, Failure, Fragment, GiveUp, Memcpy, Stall
 
@@ -106,7 +108,12 @@ class _Rank(ABC):
 
 class _PrefillRank(_Rank):
     def __init__(
-        self, pipe: Connection, source: Component, copy_threads: int, settings: Sequence[NodeSettings]
+        self,
+        pipe: Connection,
+        source: Component,
+        copy_threads: int,
+        settings: Sequence[NodeSettings],
+        transport: Transport,
     ) -> None:
         super().__init__(pipe)
         self._source, self._page_count = source, source.layout.slots // source.layout.page_size
@@ -114,7 +121,14 @@ class _PrefillRank(_Rank):
         self._pool.array[:] = 7
         self._copy: Arena | None = None
         self._nodes = [
-            PrefillNode(each, (source,), self._told, pool_address=self._pool.address, copy_threads=copy_threads)
+            PrefillNode(
+                each,
+                (source,),
+                self._told,
+                pool_address=self._pool.address,
+                copy_threads=copy_threads,
+                transport=transport,
+            )
             for each in settings
         ]
         self._router = self._context.socket(zmq.ROUTER)
@@ -210,14 +224,18 @@ class _DecodeRank(_Rank):
         bare: str,
         settings: Sequence[NodeSettings],
         verify: bool,
+        transport: Transport,
     ) -> None:
         super().__init__(pipe)
         self._nodes: list[DecodeNode] = []
         for each in settings:
             arena = Arena.create(target.layout.end)
             arena.prefault()
-            self._nodes.append(DecodeNode(each, (target,), arena, self._told, others=self._heard, verify=verify))
+            self._nodes.append(
+                DecodeNode(each, (target,), arena, self._told, others=self._heard, verify=verify, transport=transport)
+            )
         self._endpoints = endpoints
+        self._held: list[Holding] = []
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.connect(bare)
         self._echoes = Drain(self._loop, self._dealer, self._answered, BusLimits())
@@ -241,12 +259,15 @@ class _DecodeRank(_Rank):
                 self._ask()
                 while blocking and self._trips_left:
                     self._answered(flags=0)
-            case Fragment():
+            case Fragment(run):
                 arena = self._nodes[0].core.arena
-                holdings = [arena.allocate((1,)) for _ in range(arena.free[0].free_slots)]
-                for holding in holdings[::2]:
-                    assert holding is not None
+                for holding in self._held:
                     arena.drop(holding)
+                runs = arena.free[0].free_slots // run
+                holdings = [each for _ in range(runs) if (each := arena.allocate((run,))) is not None]
+                for holding in holdings[::2]:
+                    arena.drop(holding)
+                self._held = holdings[1::2]
                 self._pipe.send(arena.free[0].largest)
             case Stall(_, tokens, source):
                 for room in self.stalled(order):
@@ -323,9 +344,11 @@ class _DecodeRank(_Rank):
         return len(frame)
 
 
-def run_prefill(pipe: Connection, source: Component, copy_threads: int, settings: Sequence[NodeSettings]) -> None:
+def run_prefill(
+    pipe: Connection, source: Component, copy_threads: int, settings: Sequence[NodeSettings], transport: Transport
+) -> None:
     """The prefill process: answers first with its nodes' endpoints and the bare socket's."""
-    _run(pipe, lambda: _PrefillRank(pipe, source, copy_threads, settings))
+    _run(pipe, lambda: _PrefillRank(pipe, source, copy_threads, settings, transport))
 
 
 def run_decode(
@@ -335,9 +358,10 @@ def run_decode(
     bare: str,
     settings: Sequence[NodeSettings],
     verify: bool,
+    transport: Transport,
 ) -> None:
     """The decode process: every node has an arena of its own."""
-    _run(pipe, lambda: _DecodeRank(pipe, target, endpoints, bare, settings, verify))
+    _run(pipe, lambda: _DecodeRank(pipe, target, endpoints, bare, settings, verify, transport))
 
 
 def _run(pipe: Connection, make: Callable[[], _Rank]) -> None:

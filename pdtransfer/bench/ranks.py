@@ -17,6 +17,7 @@ from ..errors import WorldError
 from ..keys import AllowList, KeyPair, generate_pair
 from ..layout import Component
 from ..node import NodeSettings
+from ..transports.network import Transport
 from .orders import Batch, Echoes, Failure, Fragment, GiveUp, Memcpy, Stall
 from .rank import run_decode, run_prefill
 
@@ -59,21 +60,24 @@ class Ranks:
         keys: bool = False,
         guest: KeyPair | None = None,
         verify: bool = False,
+        transport: Transport = "auto",
     ) -> None:
         self._processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
         sources = [(f"prefill-{n}", generate_pair() if keys else None) for n in range(prefill_nodes)]
         targets = [(f"decode-{n}", generate_pair() if keys else None) for n in range(decode_nodes)]
         known = _allowed([*sources, *targets, ("guest", guest)]) if keys else None
-        self._prefill = self._start(run_prefill, source, copy_threads, _settings(sources, known))
+        self._prefill = self._start(run_prefill, source, copy_threads, _settings(sources, known), transport)
         bound, bare = _answer(self._prefill)
         self.endpoints: list[str] = [
             each if pair is None else f"{pair.public}@{each}" for each, (_, pair) in zip(bound, sources, strict=True)
         ]
-        self._decode = self._start(run_decode, target, self.endpoints, bare, _settings(targets, known), verify)
+        self._decode = self._start(
+            run_decode, target, self.endpoints, bare, _settings(targets, known), verify, transport
+        )
         self._next_room = 1
         if bystander:
-            self._bystander = self._start(run_prefill, source, 1, _settings([("bystander", None)], None))
+            self._bystander = self._start(run_prefill, source, 1, _settings([("bystander", None)], None), transport)
             (self._stalling,), _ = _answer(self._bystander)
 
     @property
@@ -160,9 +164,9 @@ class Ranks:
         self._prefill.send(Memcpy(byte_count))
         return _answer(self._prefill)
 
-    def fragment(self) -> int:
-        """From here on no two free slots of the arena are neighbours; returns how many the longest free run has."""
-        self._decode.send(Fragment())
+    def fragment(self, run: int = 1) -> int:
+        """From here on half of the arena is free, in runs of `run` slots; returns how many the longest one has."""
+        self._decode.send(Fragment(run))
         return _answer(self._decode)
 
     def _start(self, run: Callable[..., None], *arguments: object) -> Connection:

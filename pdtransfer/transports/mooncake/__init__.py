@@ -5,5 +5,6 @@ it alone has the arena registered, and what has not been copied by then is in so
 """
 
 from .arena import MooncakeArena as MooncakeArena
+from .process import environment as environment
 from .process import why_not as why_not
 from .writer import MooncakeWriter as MooncakeWriter

@@ -46,7 +46,7 @@ _LIBRARIES = {  # and what Debian has them in
 log = logging.getLogger(__name__)
 
 
-def _environment(network: Network) -> dict[str, str]:
+def environment(network: Network) -> dict[str, str]:
     """An engine's process has it, and no other."""
     forced = {"MC_FORCE_TCP": "1"} if network.protocol == "tcp" else {}
     ports = {"MC_MIN_RPC_PORT": str(network.ports[0]), "MC_MAX_RPC_PORT": str(network.ports[1])}
@@ -105,7 +105,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._said if self._said >= 0 else subprocess.DEVNULL,
-                env=_environment(network),
+                env=environment(network),
                 pass_fds=(theirs.fileno(), memory),
             )
         except OSError as error:

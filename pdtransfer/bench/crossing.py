@@ -1,0 +1,113 @@
+"""Whole rooms that cross a network, over Mooncake, beside what one engine's synchronous write and a socket do."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from statistics import median
+
+import numpy as np
+import uvloop
+
+from ..config import BenchModel
+from ..effects import Outcome, Write
+from ..errors import WorldError
+from ..memory import Arena, allocate
+from ..transports.mooncake import MooncakeArena, MooncakeWriter, why_not
+from ..transports.network import NETWORK
+from .bare import Bare
+from .models import components
+from .ranks import Ranks
+from .report import Figures, Line
+
+ROW_BYTES = 1_152
+_ROWS = 2_000
+_ARENAS = {"fresh": 0, "half": 64, "scattered": 1}  # half of it is held, in runs of so many slots; 0: nothing is
+
+LINES = (
+    Line("one room", "{room_mib:.0f} MiB", "{tokens} tokens of {model}; what follows is over TCP on loopback"),
+    Line("one synchronous write of 128 MiB", "{sync_gb_s:.2f} GB/s", "one engine; a raw socket {socket_gb_s:.2f}"),
+    Line("an operation for each row of 1,152 B", "{rows_gb_s:.3f} GB/s", "one after another"),
+    Line("fresh arena", "{fresh_gb_s:.2f} GB/s", "{fresh_to_sync:.2f} of the synchronous write; aim 1.8"),
+    Line("50 % fragmented", "{half_gb_s:.2f} GB/s", "{half_to_sync:.2f} of it, free in runs of 64 slots; aim 1.8"),
+    Line("no two free slots together", "{scattered_gb_s:.2f} GB/s", "{scattered_to_rows:.0f} of a row each; aim 10"),
+    Line(
+        "64 tokens behind 1 GiB", "{behind_ms:.1f} ms", "the worst of {behind_rooms}; alone {alone_ms:.1f}; aim 20 more"
+    ),
+)
+
+
+def measure(*, tokens: int = 8_192, rooms: int = 8, model: BenchModel = "deepseek") -> Figures:
+    """Rooms of `tokens` tokens, one at a time, from `expect` to READY, between two processes over TCP on loopback.
+
+    Source and target are as in bench transfer over shm. Each room is timed between a synchronous write of 128 MiB by a
+    bare engine and the same through a bare socket, in two processes of their own; figures are medians over `rooms`, and
+    shares are medians of what was timed side by side. Then, with one writer in this process, a write of 64 tokens is
+    started every 50 ms while one of 1 GiB is under way.
+    """
+    if reason := why_not():
+        raise WorldError(reason)
+    source, target = components(model, source_slots=2 * tokens, target_slots=2 * tokens + 128)
+    room_bytes = tokens * source.layout.row_bytes
+    figures: Figures = {"tokens": tokens, "model": model, "rooms": rooms, "room_mib": room_bytes / (1 << 20)}
+    syncs, sockets, rows = list[float](), list[float](), list[float]()
+    with ExitStack() as stack:
+        bare = Bare(stack)
+        ranks = stack.enter_context(Ranks(source, target, transport="mooncake"))
+        bare.sync_write()
+        for arena, run in _ARENAS.items():
+            if run:
+                ranks.fragment(run)
+            ranks.hand_off(1, tokens=tokens)
+            took, to_sync, to_rows = list[float](), list[float](), list[float]()
+            for _ in range(rooms):
+                syncs.append(bare.sync_write())
+                room = ranks.hand_off(1, tokens=tokens)
+                sockets.append(bare.socket())
+                rows.append(bare.rows(ROW_BYTES, _ROWS))
+                took.append(room_bytes / float(room.ready[0] - room.expected[0]))
+                to_sync.append(took[-1] / syncs[-1])
+                to_rows.append(took[-1] / rows[-1])
+            figures[f"{arena}_gb_s"] = median(took)
+            figures[f"{arena}_to_sync"], figures[f"{arena}_to_rows"] = median(to_sync), median(to_rows)
+    figures |= uvloop.run(_behind())
+    figures["sync_gb_s"], figures["socket_gb_s"], figures["rows_gb_s"] = map(median, (syncs, sockets, rows))
+    return figures
+
+
+async def _behind() -> Figures:
+    """How long small writes take while a large one is under way, and alone."""
+    tokens = (1 << 30) // (61 * ROW_BYTES)
+    source, target = components("deepseek", source_slots=tokens + 64, target_slots=tokens + 64)
+    pool, arena, loop = allocate(source.layout.end), Arena.create(target.layout.end), asyncio.get_running_loop()
+    arena.prefault()
+    pool.array[:] = 7
+    owner, writer = MooncakeArena(arena, NETWORK), MooncakeWriter((source,), NETWORK, pool_address=pool.address)
+    await writer.map(1, await owner.offer(1), (target,))
+
+    async def write(grant: int, first: int, end: int) -> float:
+        ended: asyncio.Future[Outcome] = loop.create_future()
+        slots = np.arange(first, end)
+        order = Write(
+            session=1, grant=grant, room=grant, write=grant, component=0, layers=(0, 61),
+            source_slots=slots, target_slots=slots,
+        )  # fmt: skip
+        start = loop.time()
+        writer.write(order, lambda _, outcome, __, ___: ended.set_result(outcome))
+        if (outcome := await ended) is not Outcome.LANDED:
+            raise WorldError(f"a write has {outcome.value}")
+        return (loop.time() - start) * 1e3
+
+    alone = [await write(grant, tokens, tokens + 64) for grant in range(2, 12)]
+    large, behind = loop.create_task(write(1, 0, tokens)), list[float]()
+    while True:
+        await asyncio.sleep(0.05)
+        if large.done():
+            break
+        behind.append(await write(100 + len(behind), tokens, tokens + 64))
+    await large
+    await writer.close()
+    await owner.close()
+    arena.close()
+    pool.close()
+    return {"alone_ms": median(alone), "behind_ms": max(behind, default=0.0), "behind_rooms": len(behind)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from pdtransfer.layouts import ITEM_LAYOUTS
 from pdtransfer.memory import Arena
 from pdtransfer.node import DecodeNode, PrefillNode
 from pdtransfer.session.prefill import Cell
+from pdtransfer.transports.mooncake import why_not
 from pdtransfer.wire import pack_ids
 from tests.client_pair import settings
 from tests.hybrid_pools import WINDOW, Pools, pools_of
@@ -127,21 +129,27 @@ class Nodes:
         return bool((self.arena.mapping.array[: self.expected.byte_count] == self.expected.memory).all())
 
 
-@asynccontextmanager
-async def nodes(name: str, *, granular: bool, seed: int = 0, **decode: Any) -> AsyncIterator[Nodes]:
-    source, expected = (
-        pools_of("layer_first", tokens=2 * TOKENS, requests=2 * REQUESTS),
-        pools_of(name, tokens=TOKENS, requests=REQUESTS, granular=granular),
-    )
+@cache
+def filled() -> Pools:
+    """Prefill's: nobody writes there."""
+    source = pools_of("layer_first", tokens=2 * TOKENS, requests=2 * REQUESTS)
     source.fill()
+    return source
+
+
+@asynccontextmanager
+async def nodes(
+    name: str, *, granular: bool, seed: int = 0, transport: Any = "shm", **decode: Any
+) -> AsyncIterator[Nodes]:
+    source, expected = filled(), pools_of(name, tokens=TOKENS, requests=REQUESTS, granular=granular)
     arena = Arena.create(expected.byte_count, huge_pages="never")
     arena.mapping.array[:] = CANARY
     told_p: list[Leased | Landed | RoomFailed | Drained] = []
     told_d: list[Ready | RoomFailed] = []
     prefill = PrefillNode(
-        settings("p"), source.components, told_p.append, pool_address=source.memory.ctypes.data, copy_threads=2
+        settings("p"), source.components, told_p.append, pool_address=source.memory.ctypes.data, transport=transport
     )
-    decode_node = DecodeNode(settings("d"), expected.components, arena, told_d.append, **decode)
+    decode_node = DecodeNode(settings("d"), expected.components, arena, told_d.append, transport=transport, **decode)
     endpoint = await prefill.bus.bind("tcp://127.0.0.1:0")
     rng = np.random.default_rng(seed)
     try:
@@ -186,6 +194,20 @@ async def test_rows_are_verified_in_every_host_layout(name: str, granular: bool)
         assert it.right
         verifications = it.decode.core.settling.verifications
         assert (verifications.matched, verifications.mismatched) == (2, 0)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize(("name", "granular"), [TARGETS[0], TARGETS[3]], ids=["layer_first-pages", "page_first-rows"])
+@on_loop
+async def test_components_of_a_room_land_on_another_host_as_well(name: str, granular: bool) -> None:
+    async with nodes(name, granular=granular, transport="mooncake", verify=True) as it:
+        prompts = {1: 3, 2: 129, 3: 513}
+        for room, tokens in prompts.items():
+            it.expect(room, tokens, growth=9)
+            it.send(room, tokens, chunk=111)
+        for room in prompts:
+            await it.ready(room)
+        assert it.right
 
 
 @pytest.mark.parametrize("prefix", [1, 4, 130, 256, 299, 300])

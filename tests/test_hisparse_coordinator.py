@@ -139,6 +139,14 @@ def test_host_slots_that_are_none_are_refused(slots: np.ndarray) -> None:
     assert here.admit_direct(1, host(24, 49)) is not None
 
 
+def test_host_slots_below_zero_are_refused_where_nobody_knows_the_pool() -> None:
+    here = Coordinator(CAPACITY)
+    assert here.alloc_logical_only(1, tokens=20, growth=4)
+    with pytest.raises(LocalProtocolError, match="host slots: -1 to 22"):
+        here.admit_direct(1, host(24, -1))
+    assert here.admit_direct(1, host(24, 1 << 40)) is not None
+
+
 def test_nobody_grows_beyond_what_was_admitted() -> None:
     here = Coordinator(CAPACITY)
     running(here, 1, tokens=20, growth=2)

@@ -65,9 +65,9 @@ class Capacity:
             )
         if len(host_slots) < tokens:
             raise CapacityError("host slots of this request", wanted=tokens, available=len(host_slots))
-        least, most = int(host_slots.min()), int(host_slots.max())
-        if least < 0 or (self.host_slots is not None and most >= self.host_slots):
-            raise LocalProtocolError(f"host slots: {least} to {most}, the pool has {self.host_slots}")
+        end = 1 << 63 if self.host_slots is None else self.host_slots
+        if int(host_slots.view(np.uint64).max()) >= end:  # one pass over a long prompt's: what is below 0 is large, too
+            raise LocalProtocolError(f"host slots: {host_slots.min()} to {host_slots.max()}, the pool has {end}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,7 +114,8 @@ class Coordinator:
 
     def __len__(self) -> int:
         """Requests that have not ended."""
-        return sum(entry.state not in SPARSE_REQUEST_ENDS for entry in self._entries.values())
+        ended = sum(entry.state in SPARSE_REQUEST_ENDS for entry in self._returning.values())
+        return len(self._entries) - ended
 
     @property
     def rows_free(self) -> int:

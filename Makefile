@@ -2,8 +2,6 @@
 PYTHON ?= python3
 ARGS ?=
 RUN := .venv/bin/python
-SANITIZED := tests/test_kernels_gpu.py tests/test_step_gpu.py tests/test_push_gpu.py \
-	-k '(not rows_land and not triton) or mla656 or parts0'
 
 .PHONY: demo compose-demo test test-gpu sanitize check bench venv clean
 
@@ -23,9 +21,9 @@ test-gpu: .venv/.stamp
 	@$(RUN) -m pytest -m gpu -rs $(ARGS)
 	@$(RUN) -m pdtransfer bench kernels
 
-# On a host with a card and compute-sanitizer, which makes a test take seconds: each kernel, a part of the grids.
+# On a host with a card and compute-sanitizer; ARGS are its tools, by default memcheck and racecheck.
 sanitize: .venv/.stamp
-	@for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $(RUN) -m pytest -q $(SANITIZED) $(ARGS) || exit 1; done
+	@PYTHON=$(RUN) tools/sanitize $(ARGS)
 
 check: .venv/.stamp
 	@$(RUN) -m ruff check .

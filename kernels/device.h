@@ -13,11 +13,13 @@ typedef unsigned long uint64_t;
 typedef unsigned long uintptr_t;
 #define ON_DEVICE 1
 #define CODE __device__ __forceinline__
+#define APART __device__ __noinline__ /* whose registers are not the caller's */
 #define UNROLLED _Pragma("unroll")
 #else
 #include <stdint.h>
 #define ON_DEVICE 0
 #define CODE static inline
+#define APART static
 #define UNROLLED
 #endif
 

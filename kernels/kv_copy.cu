@@ -5,7 +5,6 @@ extern "C" __global__ void __launch_bounds__(1024, 1) kv_copy(const __grid_const
     __shared__ Block block;
     if (threadIdx.x == 0) block.stop = block.refused = 0;
     __syncthreads();
-    follow();
     copy_items(copy, &block, blockIdx.x, gridDim.x, threadIdx.x, blockDim.x);
     if (!copy.progress) return;
     __syncthreads();

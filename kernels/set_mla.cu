@@ -44,10 +44,8 @@ template <bool EARLY> __device__ __forceinline__ void set_bulk(const SetMla &set
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(rope), "r"(rope_bytes) : "memory");
     }
     if (threadIdx.x == 0) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(here));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(here * set.units)
-                     : "memory");
     }
     __syncthreads();
     uint64_t policy = 0;
@@ -56,6 +54,7 @@ template <bool EARLY> __device__ __forceinline__ void set_bulk(const SetMla &set
     lead();
     int64_t slot = -1;
     if (row < set.rows) {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(set.units) : "memory");
         bring<EARLY>(place, nope, set.nope_units, barrier, policy);
         bring<EARLY>(place + set.nope_units, rope, rope_bytes, barrier, policy);
         slot = slot_of(set, row);

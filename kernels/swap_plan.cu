@@ -31,7 +31,7 @@ template <int32_t TOP_EACH, int32_t HOT_EACH> __device__ __forceinline__ void pl
         __syncthreads();
         answer_direct(swap, step, request, thread, threads);
         __syncthreads();
-        if (thread == 0) begin_list(swap, step, 0, claim_list(swap, step, 0), gridDim.x);
+        if (thread == 0) begin_list(swap, step, 0, 0, claim_list(swap, step, 0, 0), gridDim.x);
         return;
     }
     read_tables(swap, step, own, thread);
@@ -42,16 +42,19 @@ template <int32_t TOP_EACH, int32_t HOT_EACH> __device__ __forceinline__ void pl
     __syncthreads();
     find_missing(swap, step, own, thread);
     int32_t total, before = sum_before(counted(swap, own, thread), sums, &total);
+    bool brought = brings(swap, total, threads);
+    int32_t listed = brought ? 0 : misses_of(total);
     uint64_t claimed = 0; /* looked at after the answers: it takes a while to come back */
-    if (thread == 0) claimed = claim_list(swap, step, total);
-    reorder(swap, step, own, before, total, thread);
+    if (thread == 0) claimed = claim_list(swap, step, total, listed);
+    reorder(swap, step, own, before, total, brought, thread);
     __syncthreads();
+    if (brought) bring(swap, step, total, thread, threads);
     answer(swap, step, own, total, request, thread);
     write_order(swap, step, thread, threads);
-    if (thread == 0) begin_list(swap, step, total, claimed, gridDim.x);
+    if (thread == 0) begin_list(swap, step, total, listed, claimed, gridDim.x);
     if (!misses_of(total)) return;
     __syncthreads();
-    list(swap, step, own, before);
+    list(swap, step, own, before, brought);
 }
 
 #define PLAN(NAME, TOP_EACH, HOT_EACH)                                                                                 \

@@ -7,11 +7,14 @@
  * order[] names the places, the one that was used longest ago first. Let a step ask for d different positions of which h
  * are held. Its victims are the first d - h places of order[] that are not among the h: there are hot - h of these, so
  * hot >= d implies that there are enough. After the step order[] has first the places that were not used, then those that
- * were hit, both as they stood, then those that were filled, by first mention. */
+ * were hit, both as they stood, then those that were filled, by first mention.
+ *
+ * Rows that are missing may be brought by the block that finds out, where they are few: their way over the bus, which is
+ * most of what such a step takes, begins before the rest of the plan. The list that is left for kv_copy is without them. */
 #ifndef PDTRANSFER_SWAP_PLAN_H
 #define PDTRANSFER_SWAP_PLAN_H
 
-#include "device.h"
+#include "kv_copy.h"
 
 struct Swap {
     const int32_t *positions;  /* (requests, top): -1 is none, any may be there twice */
@@ -29,9 +32,11 @@ struct Swap {
     int64_t host_stride;       /* a longer request is taken to be so long */
     int32_t requests, top, hot, buckets; /* buckets: a power of two, at least twice `top` */
     int32_t row_count, unused;           /* a request whose row is none of them is padding */
+    Copy bring;                          /* what carries out the list; its rows may be brought where it has pairs */
 };
 
-enum { REFUSED, BASE, WORDS = 4 }; /* a multiple of four: the tables behind them are read four at a time */
+/* BROUGHT on: arena slots by rank of their miss. WORDS is a multiple of four: the tables behind are read four at a time. */
+enum { REFUSED, BASE, BROUGHT = 4, BROUGHT_MAX = 32, WORDS = BROUGHT + BROUGHT_MAX };
 enum { ABSENT = 0xFFFF };          /* no place */
 
 /* What the threads of one request share, all of it in shared memory. keys[] is a table of the positions that are asked
@@ -39,7 +44,7 @@ enum { ABSENT = 0xFFFF };          /* no place */
 struct Swapping {
     int32_t row, length;
     bool real, direct, quads;  /* quads: rows of the tables may be read four at a time */
-    int32_t *words;            /* how many positions are refused, and where the request's part of the list starts */
+    int32_t *words;            /* positions refused, where the request's part of the list starts, what is brought */
     int32_t *keys;             /* [buckets]; -1 is free, and then the bucket's mark and place are anything */
     int32_t *marks;            /* [buckets]: the least index at which it is mentioned; later the rank of its miss */
     uint16_t *places;          /* [buckets]: where the hot buffer holds it, or ABSENT */
@@ -263,9 +268,15 @@ CODE int32_t misses_of(int32_t total) {
     return missing < places ? missing : places;
 }
 
-/* One thread a block, whatever its request is: claims its part of the list of all misses. Blocks above, misses below: one
- * addition says how many blocks have claimed, and how much. */
-CODE uint64_t claim_list(const Swap &swap, const Swapping &step, int32_t total) {
+/* Whether the block brings the rows itself: a warp has one row of one pair at the most. */
+CODE bool brings(const Swap &swap, int32_t total, uint32_t threads) {
+    uint32_t misses = (uint32_t)misses_of(total);
+    return misses && misses <= BROUGHT_MAX && swap.bring.pair_count && misses * swap.bring.pair_count <= threads / 32;
+}
+
+/* One thread a block, whatever its request is: claims its part of the list of all misses, of which it lists so many. Blocks
+ * above, misses below: one addition says how many blocks have claimed, and how much. */
+CODE uint64_t claim_list(const Swap &swap, const Swapping &step, int32_t total, int32_t listed) {
     uint32_t *counts = (uint32_t *)swap.counts;
     uint32_t refused = (uint32_t)step.words[REFUSED] + (uint32_t)((total >> 16) - misses_of(total));
     if (refused) {
@@ -275,12 +286,13 @@ CODE uint64_t claim_list(const Swap &swap, const Swapping &step, int32_t total) 
         __threadfence();
 #endif
     }
-    return add_wide((uint64_t *)(counts + 2), (uint64_t)1 << 32 | (uint32_t)misses_of(total));
+    return add_wide((uint64_t *)(counts + 2), (uint64_t)1 << 32 | (uint32_t)listed);
 }
 
 /* The same thread, with what claim_list said: the last block to claim tells the sum, and readies the counts for the next
  * launch. */
-CODE void begin_list(const Swap &swap, const Swapping &step, int32_t total, uint64_t before, uint32_t blocks) {
+CODE void begin_list(const Swap &swap, const Swapping &step, int32_t total, int32_t listed, uint64_t before,
+                     uint32_t blocks) {
     uint32_t *counts = (uint32_t *)swap.counts;
     step.words[BASE] = (int32_t)(uint32_t)before;
     if (swap.tally && !step.direct) {
@@ -291,19 +303,22 @@ CODE void begin_list(const Swap &swap, const Swapping &step, int32_t total, uint
 #if ON_DEVICE
     __threadfence();
 #endif
-    counts[0] = (uint32_t)before + (uint32_t)misses_of(total);
+    counts[0] = (uint32_t)before + (uint32_t)listed;
     counts[1] = glance(&counts[4]);
     counts[2] = counts[3] = counts[4] = 0;
 }
 
 /* The order after this step, for this thread's share of it as it was, in shared memory first, since it is written here and
- * there; victims go to a list by rank, and the rank to all that mention the position. */
+ * there; victims go to a list by rank, and the rank to all that mention the position; what is `brought`, its arena slot too. */
 template <int32_t TOP_EACH, int32_t HOT_EACH>
 CODE void reorder(const Swap &swap, const Swapping &step, const Own<TOP_EACH, HOT_EACH> &own, int32_t before, int32_t total,
-                  uint32_t thread) {
+                  bool brought, uint32_t thread) {
     int32_t rank = before & 0xFFFF, places = total & 0xFFFF, misses = misses_of(total), miss = before >> 16;
-    UNROLLED for (int32_t at = 0; at < TOP_EACH; at++)
-        if (own.missing >> at & 1) step.marks[own.buckets[at]] = miss++;
+    UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) {
+        if (!(own.missing >> at & 1)) continue;
+        if (brought && miss < misses) step.words[BROUGHT + miss] = own.sources[at];
+        step.marks[own.buckets[at]] = miss++;
+    }
     UNROLLED for (int32_t at = 0; at < HOT_EACH; at++) {
         int32_t here = (int32_t)thread * HOT_EACH + at, place = own.order[at];
         if (here >= swap.hot) continue;
@@ -312,6 +327,19 @@ CODE void reorder(const Swap &swap, const Swapping &step, const Own<TOP_EACH, HO
         step.after[hit ? places - misses + here - rank : victim ? swap.hot - misses + rank : rank - misses] = place;
         rank += !hit;
     }
+}
+
+APART void bring_row(const Copy &copy, uint32_t pair_at, int32_t source, int32_t target, int32_t lane) {
+    copy_slot(copy, pair_at, source, target, 0, lane, 32);
+}
+
+/* The missing rows, a warp each of a pair's: the last warps, since the first thread has more to do. */
+CODE void bring(const Swap &swap, const Swapping &step, int32_t total, uint32_t thread, uint32_t threads) {
+    uint32_t item = threads / 32 - 1 - thread / 32, pairs = swap.bring.pair_count;
+    if (item >= (uint32_t)misses_of(total) * pairs) return;
+    int32_t source = step.words[BROUGHT + item / pairs], target = step.hot_slots[step.victims[item / pairs]];
+    if (outside(source, swap.bring.source) || outside(target, swap.bring.target)) return;
+    bring_row(swap.bring, item % pairs, source, target, (int32_t)(thread & 31));
 }
 
 CODE void write_order(const Swap &swap, const Swapping &step, uint32_t thread, uint32_t threads) {
@@ -342,15 +370,17 @@ CODE void answer(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH>
     }
 }
 
-/* Lists the copies that fill the places of this thread's misses. */
+/* Lists the copies that fill the places of this thread's misses, unless they are brought. */
 template <int32_t TOP_EACH, int32_t HOT_EACH>
-CODE void list(const Swap &swap, const Swapping &step, const Own<TOP_EACH, HOT_EACH> &own, int32_t before) {
+CODE void list(const Swap &swap, const Swapping &step, const Own<TOP_EACH, HOT_EACH> &own, int32_t before, bool brought) {
     int32_t rank = step.words[BASE] + (before >> 16);
     UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) {
         if (!(own.missing >> at & 1) || own.places[at] < 0) continue;
         if (own.sources[at] < 0 && swap.refused) add(&swap.refused[step.row], 1); /* who copies skips it */
-        swap.sources[rank] = own.sources[at];
-        swap.targets[rank] = step.hot_slots[own.places[at]];
+        if (!brought) {
+            swap.sources[rank] = own.sources[at];
+            swap.targets[rank] = step.hot_slots[own.places[at]];
+        }
         swap.held[(int64_t)step.row * swap.hot + own.places[at]] = own.positions[at];
         rank++;
     }

@@ -55,7 +55,7 @@ template <int32_t TOP_EACH, int32_t HOT_EACH> static void plan_all(const Swap &s
         look(swap, step, request);
         if (!step.real || step.direct) {
             for (uint32_t at = 0; at < threads; at++) answer_direct(swap, step, request, at, threads);
-            begin_list(swap, step, 0, claim_list(swap, step, 0), (uint32_t)swap.requests);
+            begin_list(swap, step, 0, 0, claim_list(swap, step, 0, 0), (uint32_t)swap.requests);
             continue;
         }
         for (uint32_t at = 0; at < threads; at++) {
@@ -70,12 +70,15 @@ template <int32_t TOP_EACH, int32_t HOT_EACH> static void plan_all(const Swap &s
             before[at] = total;
             total += counted(swap, own[at], at);
         }
-        uint64_t claimed = claim_list(swap, step, total);
-        for (uint32_t at = 0; at < threads; at++) reorder(swap, step, own[at], before[at], total, at);
+        bool brought = brings(swap, total, threads);
+        int32_t listed = brought ? 0 : misses_of(total);
+        uint64_t claimed = claim_list(swap, step, total, listed);
+        for (uint32_t at = 0; at < threads; at++) reorder(swap, step, own[at], before[at], total, brought, at);
+        for (uint32_t at = 0; brought && at < threads; at++) bring(swap, step, total, at, threads);
         for (uint32_t at = 0; at < threads; at++) answer(swap, step, own[at], total, request, at);
         for (uint32_t at = 0; at < threads; at++) write_order(swap, step, at, threads);
-        begin_list(swap, step, total, claimed, (uint32_t)swap.requests);
-        for (uint32_t at = 0; at < threads; at++) list(swap, step, own[at], before[at]);
+        begin_list(swap, step, total, listed, claimed, (uint32_t)swap.requests);
+        for (uint32_t at = 0; at < threads; at++) list(swap, step, own[at], before[at], brought);
     }
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import random
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from pdtransfer import cli
 from pdtransfer.cancel import Cancel
 from pdtransfer.errors import LayoutMismatchError, LocalProtocolError, WorldError
-from pdtransfer.kernels import UnusableError, card, compiled, source_directory
+from pdtransfer.kernels import UnusableError, card, compiled, native, source_directory
 from pdtransfer.kernels.kv_copy import CopyArgument, SlotsArgument, kv_copy
 from pdtransfer.kernels.pairs import lanes_of
 from pdtransfer.kernels.pools import Pages, PinnedCancel, Pool, Progress, State
@@ -387,6 +388,18 @@ def test_build_fills_the_cache_for_the_architectures_it_is_given(
     assert len(list((tmp_path / "kernels").glob("*-sm_90-*.cubin"))) == len(compiled.KERNELS)
     assert cli.main(["kernels", "build", "--arch", "sm_7"]) == 1
     assert "sm_7" in capsys.readouterr().err
+
+
+def test_build_leaves_nothing_to_compile_at_the_first_request(compiler: compiled.Compiler, tmp_path: Path) -> None:
+    if not native().used:
+        pytest.skip("no C compiler")
+    command = [sys.executable, "-m", "pdtransfer", "kernels", "build", "--arch", "sm_90", "--json"]
+    environment = os.environ | {"PDTRANSFER_CACHE": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    built = {path.name.partition("-")[0] for path in (tmp_path / "kernels").glob("*.so")}
+    assert built == {path.stem for path in source_directory().glob("*.c")}
+    assert all(str(tmp_path) in text for text in json.loads(done.stdout)["host"])
 
 
 @pytest.mark.skipif(card.count() > 0, reason="this host has a card")

@@ -55,8 +55,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> CardOnHost:
     """Card 0, whose work C queues, or Python."""
     if request.param == "python":
-        monkeypatch.setattr(lanes, "_native", lambda: None)
-    elif lanes._native() is None:
+        monkeypatch.setattr(lanes, "native", lambda: lanes.Native("none", None))
+    elif lanes.native().queue is None:
         pytest.skip("no C compiler")
     return carded(lib, monkeypatch, 0)
 
@@ -95,7 +95,7 @@ def test_every_backend_carries_every_layout_into_every_other_and_touches_nothing
     lanes._idle.clear()
     with pytest.MonkeyPatch.context() as monkeypatch:
         if by_python:
-            monkeypatch.setattr(lanes, "_native", lambda: None)
+            monkeypatch.setattr(lanes, "native", lambda: lanes.Native("none", None))
         made = carded(lib, monkeypatch, seed) if seed is not None else None
         progress = Progress(None if made is None else 0)
         how = {"progress": progress, "backend": backend, "fetch": fetch, "card": None if made is None else 0}

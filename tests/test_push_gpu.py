@@ -29,8 +29,9 @@ pytestmark = pytest.mark.gpu
 
 BACKENDS: tuple[Backend, ...] = ("kernel", "direct", "ring", "auto")
 CASES = [
-    *((model, 16, source, target) for model, _ in GRID for source in LAYOUTS for target in LAYOUTS),
-    *((model, 64, "layer_first", name) for model in (dsa_index(), c4()) for name in LAYOUTS[:3]),
+    *((model, 16, a, b, f"{name}-{a}-{b}") for model, name in GRID for a in LAYOUTS for b in LAYOUTS),
+    *((dsa_index(), 64, "layer_first", name, f"dsa-{name}") for name in LAYOUTS[:3]),
+    *((c4(), 64, "layer_first", name, f"c4-{name}") for name in LAYOUTS[:3]),
 ]
 
 
@@ -63,7 +64,9 @@ def extents(slots: int, count: int, seed: int) -> Any:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pages", [17])
-@pytest.mark.parametrize(("model", "page_size", "source_name", "target_name"), CASES)
+@pytest.mark.parametrize(
+    ("model", "page_size", "source_name", "target_name"), [case[:4] for case in CASES], ids=[case[4] for case in CASES]
+)
 def test_every_backend_carries_every_layout_into_every_other(
     places: tuple[OnCard, OnCard], model: Model, page_size: int, source_name: str, target_name: str, pages: int,
     backend: Backend, monkeypatch: pytest.MonkeyPatch,

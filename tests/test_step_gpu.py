@@ -12,6 +12,7 @@ from pdtransfer.kernels import card as cards
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.kernels.set_mla import argument_of, launch, set_mla_kv_buffer
+from pdtransfer.kernels.standing import StandingCopy
 from pdtransfer.kernels.swap import HotBuffers, SwapPlan, swap_plan
 from pdtransfer.layout import Layout, Plane
 
@@ -72,7 +73,9 @@ def test_rows_to_skip_or_outside_the_buffer_are_left_out(
     ("requests", "top", "places"),
     [(1, 2048, 4096), (7, 2048, 4096), (100, 64, 100), (3, 1, 1), (5, 333, 1027), (2, 2048, 8190), (2, 4000, 6000)],
 )
-def test_steps_are_planned_and_carried_out_as_on_the_cpu(requests: int, top: int, places: int) -> None:
+@pytest.mark.parametrize("brought", [False, True])
+def test_steps_are_planned_and_carried_out_as_on_the_cpu(requests: int, top: int, places: int, brought: bool) -> None:
+    few, before = 0, np.empty(0, np.int32)
     rng, length, row = np.random.default_rng(top), 10_000, 656
     rows_held = requests + 1
     tables = HotBuffers(
@@ -84,6 +87,7 @@ def test_steps_are_planned_and_carried_out_as_on_the_cpu(requests: int, top: int
     there = HotBuffers(**{name: _there(getattr(tables, name)) for name in HotBuffers.__dataclass_fields__})
     plans = [_plan(requests, top), SwapPlan(**{n: _there(a) for n, a in _fields(_plan(requests, top)).items()})]
     lengths = rng.integers(1, length, requests).astype(np.int32)
+    lengths[0] = length
     source = rng.integers(0, 256, (rows_held * length, row), dtype=np.uint8)
     arena, device = (
         torch.from_numpy(source).cuda(),
@@ -97,29 +101,37 @@ def test_steps_are_planned_and_carried_out_as_on_the_cpu(requests: int, top: int
         )
         for each in (device, arena)
     ]
+    lists = plans[1].targets, plans[1].sources
+    bring = StandingCopy(pools[0], pools[1], *lists, counts=plans[1].counts) if brought else None
     for turn in range(6):
         window = rng.integers(1, 3 * places)
         positions = (rng.integers(-1, window, (requests, top)) % length).astype(np.int32)
+        if brought and turn % 2:  # nearly what was there before
+            positions = before.copy()
+            positions[:, : min(3, top)] = rng.integers(0, length, (requests, min(3, top)))
+        before = positions
         positions[:, ::17] = -1
-        rows = rng.permutation(rows_held)[:requests].astype(np.int32)
+        rows = np.arange(requests) if brought else rng.permutation(rows_held)[:requests]
+        rows = rows.astype(np.int32)
         real = np.array([requests - (turn == 3)], np.int32)
         swap_plan(tables, positions, lengths, rows, plans[0], real=real)
         given = [_there(each) for each in (positions, lengths, rows)]
-        swap_plan(there, *given, plans[1], real=_there(real))
+        swap_plan(there, *given, plans[1], real=_there(real), bring=bring)
         kv_copy(pools[0], pools[1], plans[1].targets, plans[1].sources, plans[1].counts[:1])
         torch.cuda.synchronize()
         for name in ("held", "order"):
             assert np.array_equal(getattr(there, name).cpu().numpy(), getattr(tables, name)), (turn, name)
         assert np.array_equal(plans[1].slots.cpu().numpy(), plans[0].slots)
         count = int(plans[0].counts[0])
-        assert plans[1].counts.tolist() == [*plans[0].counts[:2].tolist(), 0, 0, 0]
+        left = int(plans[1].counts[0])
+        assert left <= count if brought else left == count
+        assert plans[1].counts.tolist()[1:] == [int(plans[0].counts[1]), 0, 0, 0]
+        few += left < count
         copies = [
-            sorted(
-                zip(np.asarray(plan.sources.tolist())[:count], np.asarray(plan.targets.tolist())[:count], strict=True)
-            )
-            for plan in plans
+            set(zip(np.asarray(plan.sources.tolist())[:some], np.asarray(plan.targets.tolist())[:some], strict=True))
+            for plan, some in zip(plans, (count, left), strict=True)
         ]
-        assert copies[0] == copies[1]
+        assert copies[1] <= copies[0]
         for request in range(int(real[0])):
             row_at, top_k = int(rows[request]), positions[request]
             if lengths[request] <= places:
@@ -127,6 +139,7 @@ def test_steps_are_planned_and_carried_out_as_on_the_cpu(requests: int, top: int
             good = (top_k >= 0) & (top_k < lengths[request]) & (plans[0].slots[request] >= 0)
             wanted = source[tables.host_slots[row_at, top_k[good]]]
             assert np.array_equal(device.cpu().numpy()[plans[0].slots[request][good]], wanted)
+    assert bool(few) == (brought and top > 1)
 
 
 def _there(array: Any) -> torch.Tensor:

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.kernels.hot_row import HotRowArgument, Rows
-from pdtransfer.kernels.kv_copy import kv_copy
+from pdtransfer.kernels.kv_copy import Side, kv_copy, launch_of
 from pdtransfer.kernels.newest import NewestArgument, newest_slots
 from pdtransfer.kernels.newest import argument_of as newest_argument_of
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.kernels.swap import HotBuffers, SwapArgument, SwapPlan, Told, argument_of, shape_of, swap_plan
+from pdtransfer.layout import Layout, Plane
 
 from . import kernels_host
 from .layout_tensors import Pool as Tensors
@@ -49,9 +50,14 @@ def plan_for(requests: int, top: int) -> SwapPlan:
 
 def on_host(
     lib: ctypes.CDLL, hot: HotBuffers, given: tuple[Any, ...], plan: SwapPlan, real: Any, *, wide: bool = False,
-    told: Told | None = None,
+    told: Told | None = None, bring: tuple[Pool, Pool] | None = None,
 ) -> None:  # fmt: skip
     argument = argument_of(hot, *given, plan, real, told)
+    if bring is not None:
+        limits = (each.layout.slots for each in bring)
+        brought = launch_of(*bring, *(Side(None, 0, 1, False, 1, 1, limit, True) for limit in limits), 1, known=False)
+        argument.bring = brought.argument
+        argument.bring.pairs = brought.pairs.ctypes.data
     function, threads, shared_bytes = shape_of(argument)
     memory = np.full(shared_bytes // 4, -9, np.int32)
     top_each = 4 if wide else int(function[len("swap_plan_")])
@@ -123,6 +129,77 @@ def test_every_step_is_exact_lru(
         assert given_copies == copies
         assert told.tally.tolist() == tally
         assert not told.refused.any()
+
+
+def pool(slots: int, planes: int, content: np.ndarray[Any, Any]) -> Pool:
+    """Rows of 24 bytes, the planes of a slot side by side."""
+    rows = tuple(Plane(at, "latent", "uint8", 0, 1, 24 * at, 24 * planes, 24 * planes, 24) for at in range(planes))
+    return Pool(layout=Layout(rows, 1, slots), address=content.ctypes.data)
+
+
+@PROPERTY
+@given(steps(), st.integers(1, 3), st.booleans())
+def test_what_is_brought_and_what_is_listed_is_all_that_is_missing(
+    lib: ctypes.CDLL, case: tuple[int, int, int, list[Any]], planes: int, wide: bool
+) -> None:
+    hot_count, requests, top, listed = case
+    hot, plain = (buffers(requests + 1, hot_count, np.random.default_rng(1)) for _ in range(2))
+    arena = np.random.default_rng(2).integers(0, 256, ((requests + 1) * LENGTH, 24 * planes), np.uint8)
+    device = np.zeros(((requests + 1) * hot_count, 24 * planes), np.uint8)
+    pools = pool(len(device), planes, device), pool(len(arena), planes, arena)
+    plan, expected, lengths = plan_for(requests, top), plan_for(requests, top), np.full(requests, LENGTH, np.int32)
+    for positions, rows, real in listed:
+        given, padded = (positions, lengths, rows), np.array([real], np.int32)
+        on_host(lib, hot, given, plan, padded, wide=wide, bring=pools)
+        on_host(lib, plain, given, expected, padded, wide=wide)
+        assert np.array_equal(plan.slots, expected.slots)
+        assert np.array_equal(hot.held, plain.held)
+        assert np.array_equal(hot.order, plain.order)
+        left, missing = int(plan.counts[0]), int(expected.counts[0])
+        copies = set(zip(expected.sources[:missing].tolist(), expected.targets[:missing].tolist(), strict=True))
+        brought = copies - set(zip(plan.sources[:left].tolist(), plan.targets[:left].tolist(), strict=True))
+        assert len(brought) == missing - left
+        for source, target in brought:
+            assert np.array_equal(device[target], arena[source])
+            device[target] = 0
+        assert plan.counts.tolist() == [left, 0, 0, 0, 0]
+        kv_copy(pools[0], pools[1], plan.targets[:left], plan.sources[:left], left)
+        for source, target in brought:
+            assert not device[target].any(), "it was left out of the list"
+            device[target] = arena[source]
+        rows_of = np.repeat(np.arange(requests + 1), hot_count)
+        held = hot.held.reshape(-1) >= 0
+        wanted = arena[hot.host_slots[rows_of[held], hot.held.reshape(-1)[held]]]
+        assert np.array_equal(device[hot.hot_slots.reshape(-1)[held]], wanted)
+
+
+def test_a_request_that_lacks_little_is_left_nothing_to_list(lib: ctypes.CDLL) -> None:
+    hot, rng = buffers(2, 64, np.random.default_rng(0)), np.random.default_rng(3)
+    arena, device = rng.integers(0, 256, (2 * LENGTH, 24), np.uint8), np.zeros((128, 24), np.uint8)
+    pools, rows = (pool(128, 1, device), pool(2 * LENGTH, 1, arena)), np.array([1, 0], np.int32)
+    positions = np.full((2, 64), -1, np.int32)
+    positions[0, 5], positions[1, :40] = 77, np.arange(40)
+    plan = plan_for(2, 64)
+    on_host(lib, hot, (positions, np.full(2, LENGTH, np.int32), rows), plan, None, bring=pools)
+    assert np.array_equal(device[plan.slots[0, 5]], arena[hot.host_slots[1, 77]])
+    assert plan.counts.tolist() == [40, 0, 0, 0, 0], "of the request that lacks more than it has warps"
+    assert plan.sources[:40].tolist() == hot.host_slots[0, :40].tolist()
+
+
+@pytest.mark.parametrize("wrong", ["source", "target"])
+def test_a_brought_row_outside_its_pool_is_left_out(lib: ctypes.CDLL, wrong: str) -> None:
+    hot = buffers(1, 64, np.random.default_rng(0))
+    arena, device = np.full((LENGTH, 24), 7, np.uint8), np.zeros((64, 24), np.uint8)
+    pools = pool(64, 1, device), pool(LENGTH, 1, arena)
+    if wrong == "source":
+        hot.host_slots[0, 9] = LENGTH
+    else:
+        hot.hot_slots[0, 0] = -1
+    positions, row = np.array([[9]], np.int32), np.zeros(1, np.int32)
+    plan = plan_for(1, 1)
+    on_host(lib, hot, (positions, np.array([LENGTH], np.int32), row), plan, None, bring=pools)
+    assert plan.counts.tolist() == [0, 0, 0, 0, 0]
+    assert not device.any()
 
 
 @pytest.mark.parametrize("native", [False, True])

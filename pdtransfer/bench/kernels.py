@@ -13,10 +13,8 @@ from ..kernels.card import Card, card
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import Pool
 from ..layout import Layout, Plane
-from ..memory import Arena
 from .models import PAGE_SIZE, latent_layout
-from .pushes import fill
-from .replays import Replays, Seconds
+from .replays import Replays, Seconds, filled, registered
 from .report import Figures, Line
 
 _POOL_BYTES = 61 * 16_384 * 1_152  # whatever the rows: a whole copy's worth, beyond every cache
@@ -78,14 +76,7 @@ def measure(*, runs: int = _RUNS) -> Figures:
     """
     here = card(0)
     with ExitStack() as held:
-        arena = Arena.create(2 * _GIB)
-        held.callback(arena.close)
-        arena.prefault()
-        registered = here.register(arena.mapping.address, arena.byte_count)
-        held.callback(registered.close)
-        pool = here.allocate(2 * _GIB)
-        held.callback(here.free, pool)
-        fill(here, pool, 2 * _GIB)
+        arena, pool = (held.enter_context(made(here, 2 * _GIB)) for made in (registered, filled))
         rng = np.random.default_rng(0)
 
         def slots(count: int, limit: int) -> int:
@@ -94,7 +85,7 @@ def measure(*, runs: int = _RUNS) -> Figures:
             here.upload(at, rng.permutation(limit)[:count], 0)
             return at
 
-        bench = _Bench(here, Replays(here), pool, registered.device_address, slots)
+        bench = _Bench(here, Replays(here), pool, arena, slots)
         figures: Figures = {"card": here.architecture, "blocks": 4}
         for tokens, _ in PUSHES:
             _record(figures, f"push_{tokens}", *_push(bench, 1_152, 61, tokens, runs))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -15,8 +14,8 @@ from ..kernels.card import Card, card
 from ..kernels.pools import Pool, Progress, State
 from ..kernels.push import Backend, push
 from ..layout import Layout, Plane
-from ..memory import Arena
 from .models import PAGE_SIZE, latent_layout
+from .replays import filled, registered
 from .report import Figures, Line
 
 _RUNS = 5
@@ -103,15 +102,8 @@ def measure() -> Figures:
     """
     here = card(0)
     with ExitStack() as held:
-        arena = Arena.create(2 * _GIB)
-        held.callback(arena.close)
-        arena.prefault()
-        registered = here.register(arena.mapping.address, arena.byte_count)
-        held.callback(registered.close)
-        memory = here.allocate(2 * _GIB)
-        held.callback(here.free, memory)
-        fill(here, memory, 2 * _GIB)
-        host, clock, figures = registered.device_address, _Clock(here), Figures()
+        host, memory = (held.enter_context(made(here, 2 * _GIB)) for made in (registered, filled))
+        clock, figures = _Clock(here), Figures()
         names = ("layer_first", "page_first")
         near, far = (
             latent_layout(name, slots=_SLOTS, page_size=PAGE_SIZE if name == "layer_first" else 1, layers=_LAYERS)
@@ -211,11 +203,3 @@ def _beside(figures: Figures, pool: Pool, arena: Pool, stream: int, backend: Bac
         rates.append(rate)
     figures[f"matmul_{size}_{backend}"] = median(shares)
     figures[f"matmul_{size}_{backend}_gbs"] = median(rates)
-
-
-def fill(here: Card, address: int, byte_count: int) -> None:
-    """Random bytes: copies of zeros may be faster."""
-    part: Any = np.random.default_rng(1).integers(0, 256, 64 << 20, dtype=np.uint8)
-    for at in range(0, byte_count, len(part)):
-        here.upload(address + at, part[: byte_count - at], 0)
-    here.synchronise(0)

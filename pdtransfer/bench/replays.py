@@ -1,12 +1,16 @@
-"""Times work of a card by replays of a graph: no launch waits for the CPU that queues it."""
+"""Times work of a card by replays of a graph: no launch waits for the CPU. And the memory that it is done in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..kernels.card import Card
+from ..memory import Arena
 
 
 class Seconds(NamedTuple):
@@ -50,3 +54,32 @@ class Replays:
         self._card.call("cuEventRecord", end, self.stream)
         self._card.call("cuEventSynchronize", end)
         return float(self._card.call("cuEventElapsedTime", start, end)) / 1e3
+
+
+@contextmanager
+def registered(here: Card, byte_count: int) -> Generator[int]:
+    """The address at which the card sees an arena of so many bytes, which is backed."""
+    arena = Arena.create(byte_count)
+    try:
+        arena.prefault()
+        chunks = here.register(arena.mapping.address, arena.byte_count)
+        try:
+            yield chunks.device_address
+        finally:
+            chunks.close()
+    finally:
+        arena.close()
+
+
+@contextmanager
+def filled(here: Card, byte_count: int) -> Generator[int]:
+    """The address of so many random bytes in the card's memory: copies of zeros may be faster."""
+    address = here.allocate(byte_count)
+    try:
+        part: Any = np.random.default_rng(1).integers(0, 256, 64 << 20, dtype=np.uint8)
+        for at in range(0, byte_count, len(part)):
+            here.upload(address + at, part[: byte_count - at], 0)
+        here.synchronise(0)
+        yield address
+    finally:
+        here.free(address)

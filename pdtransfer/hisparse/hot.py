@@ -153,7 +153,8 @@ class HotPool:
         return slots
 
     def plan(self, group: int, positions: Any, lengths: Any, rows: Any, *, real: Any = None) -> Any:
-        """The first half of `swap_in`: decides what goes where. `bring` has to follow before anything else is asked."""
+        """The first half of `swap_in`: decides what goes where, and on a card brings what is little. `bring` has to
+        follow before anything else is asked."""
         requests, top = self._check_step(positions, lengths, rows)
         slots = self._slots[: requests * top].view(requests, top)
         plan = SwapPlan(
@@ -163,12 +164,13 @@ class HotPool:
         lengths, rows = self._as_int32(lengths, self._small[0]), self._as_int32(rows, self._small[1])
         told, stream = Told(refused=seen(self.refused), tally=seen(self._tally[group])), self._stream
         swap_plan(
-            self._groups[group].buffers, asked, lengths, rows, plan, real=self._real(real), told=told, stream=stream
-        )
+            self._groups[group].buffers, asked, lengths, rows, plan,
+            real=self._real(real), told=told, bring=self._groups[group].copy, stream=stream,
+        )  # fmt: skip
         return slots
 
     def bring(self, group: int) -> None:
-        """The other half: copies what the last plan, which was this group's, found missing."""
+        """The other half: copies what the last plan, which was this group's, found missing and left."""
         self._groups[group].copy.queue(self._slots.numel(), stream=self._stream)
 
     def newest(self, rows: Any, lengths: Any, *, real: Any = None) -> Any:

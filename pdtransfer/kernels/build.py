@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from json import dumps
 from time import perf_counter
 
+from .. import sums
 from ..errors import WorldError
-from . import UnusableError, native, private_directory
+from . import UnusableError, lanes, native, private_directory
 from .card import card, count
 from .compiled import KERNELS, compiler, machine_code
 
@@ -28,11 +29,11 @@ def run(architectures: Sequence[str], *, json: bool) -> int:
                 rows.append({"kernel": kernel, "architecture": architecture, "bytes": size, "seconds": took})
     except UnusableError as error:
         raise WorldError(str(error)) from None
-    host = native().text
+    host = [native().text, sums.native().text, lanes.native().text]
     if json:
         print(dumps({"compiler": version.splitlines()[-1], "directory": str(directory), "built": rows, "host": host}))
     else:
         for row in rows:
             print("{kernel} for {architecture}: {bytes} bytes, {seconds} s".format(**row))
-        print(f"{host}\nin {directory}, by {version.splitlines()[-1]}")
+        print(*host, f"in {directory}, by {version.splitlines()[-1]}", sep="\n")
     return 0

@@ -205,6 +205,7 @@ class Launch(NamedTuple):
 
 def launch_of(target: Pool, source: Pool, ours: Side, theirs: Side, rows: int, *, known: bool = True) -> Launch:
     """What the kernel is told; `known`: there are `rows` of them, and not only at most."""
+    assert rows < 1 << 31, "the kernel counts with 32 bits"
     pairing = pairing_of(source.layout, target.layout)
     granule = theirs.granule
     whole = granule == ours.granule > 1 and known and rows % granule == 0 and granule_of(pairing, granule) == granule

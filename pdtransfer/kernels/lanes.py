@@ -123,8 +123,8 @@ class Ring:
         works = _whole(works, here)
         joins = works.staged.event if works.staged else self._joins[0], self._joins[1]
         try:
-            if (native := _native()) is not None:
-                state = self._by_c(native, works, cancel, stream, joins)
+            if (queue := native().queue) is not None:
+                state = self._by_c(queue, works, cancel, stream, joins)
             else:
                 state = self._by_python(works, cancel, stream, joins)
             if progress is not None:
@@ -137,7 +137,7 @@ class Ring:
             raise
 
     def _by_c(
-        self, native: Callable[..., None], works: Works, cancel: Cancel | None, stream: int, joins: tuple[Any, Any]
+        self, queue: Callable[..., None], works: Works, cancel: Cancel | None, stream: int, joins: tuple[Any, Any]
     ) -> State:  # fmt: skip
         here, calls = self.card, self.card.calls()
         columns = np.ascontiguousarray(works.runs.T)
@@ -172,7 +172,7 @@ class Ring:
             threads=THREADS,
             fetch=works.fetch,
         )
-        native(ctypes.byref(argument))
+        queue(ctypes.byref(argument))
         self.turn += argument.queued
         if argument.status:
             raise WorldError(f"card {here.ordinal}: work {argument.queued - 1}: {here.status_of(argument.status)}")
@@ -256,16 +256,23 @@ class _LanesArgument(ctypes.Structure):
     )  # fmt: skip
 
 
+class Native(NamedTuple):
+    """kernels/host_lanes.c, or nothing where Python has to do its work; `text` tells a person which, or why."""
+
+    text: str
+    queue: Callable[..., None] | None
+
+
 @cache
-def _native() -> Callable[..., None] | None:
-    """kernels/host_lanes.c, unless nothing can compile it."""
+def native() -> Native:
+    """What queues in this process. The first call may compile for a second."""
     try:
         return loaded("host_lanes", None, _opened)
-    except UnusableError:
-        return None
+    except UnusableError as error:
+        return Native(f"queued by Python: {error}", None)
 
 
-def _opened(path: Path) -> Callable[..., None]:
+def _opened(path: Path) -> Native:
     try:
         library = ctypes.CDLL(str(path))
         abi, function = library.pdtransfer_abi(), library.pdtransfer_lanes
@@ -274,7 +281,7 @@ def _opened(path: Path) -> Callable[..., None]:
     if abi != _ABI:
         raise UnusableError(f"{path}: its interface is {abi}, not {_ABI}")
     function.argtypes, function.restype = (ctypes.c_void_p,), None
-    return function
+    return Native(f"compiled queue: {path}", function)
 
 
 @contextmanager

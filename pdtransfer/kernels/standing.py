@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import LocalProtocolError
 from .card import card
-from .kv_copy import THREADS, blocks_of, checked, kv_copy, launch_of
+from .kv_copy import THREADS, CopyArgument, blocks_of, checked, kv_copy, launch_of
 from .pools import Pool
 
 
@@ -36,6 +36,12 @@ class StandingCopy:
         if counts is not None:
             self._argument.count_at = int(counts.__cuda_array_interface__["data"][0])
         self._blocks = blocks_of(self._card, target, source)
+
+    @property
+    def argument(self) -> CopyArgument:
+        """What a card's kernel is told of it, whose pairs stay until `close`."""
+        assert self._card is not None
+        return self._argument
 
     def queue(self, rows: int, *, stream: int = 0) -> None:
         """`rows` of them, or as many as `counts` says, at most `rows`. Done on return where there is no card."""

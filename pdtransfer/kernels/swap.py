@@ -15,11 +15,14 @@ import numpy as np
 from ..errors import LocalProtocolError
 from ..geometry import Int64s
 from .card import Card, card
+from .kv_copy import CopyArgument
+from .standing import StandingCopy
 
 _THREADS_MAX = 1_024
 _SHARES = (2, 4), (4, 16)  # positions and places of a thread, as kernels/swap_plan.cu has them
 _SHARED_BYTES_MAX = 227 << 10
 _TOP_MAX, _HOT_MAX = 4 * _THREADS_MAX, 16 * _THREADS_MAX
+_WORDS = 36
 _BUCKETS = 8  # for each position: with two, some thread of each warp has to look into many
 
 
@@ -34,6 +37,7 @@ class SwapArgument(ctypes.Structure):
         ("refused", ctypes.c_uint64), ("tally", ctypes.c_uint64),
         ("host_stride", ctypes.c_int64), ("requests", ctypes.c_int32), ("top", ctypes.c_int32),
         ("hot", ctypes.c_int32), ("buckets", ctypes.c_int32), ("row_count", ctypes.c_int32), ("unused", ctypes.c_int32),
+        ("bring", CopyArgument),
     )  # fmt: skip
 
 
@@ -89,14 +93,16 @@ def swap_plan(
     *,
     real: Any = None,
     told: Told | None = None,
+    bring: StandingCopy | None = None,
     stream: int = 0,
 ) -> None:
     """Plans one step: positions int32 (requests, top), of which -1 is none and any may be there twice.
 
     `lengths` (requests,) is tokens of each, `rows` (requests,) its row of the tables, no row twice; `real` (1,) how
     many requests are no padding, where fewer than all, and what has no row of the tables is padding, too. What has no
-    slot in the arena is listed with -1, which a card's kv_copy skips. On a card this queues one launch, a block for
-    each request. Raises LocalProtocolError for shapes that do not fit together.
+    slot in the arena is listed with -1, which a card's kv_copy skips. With `bring`, which is to carry out the list,
+    rows of requests that lack few may be copied by the plan itself: the list is then what is left. On a card this
+    queues one launch, a block for each request. Raises LocalProtocolError for shapes that do not fit together.
     """
     requests, top = int(positions.shape[0]), int(positions.shape[1])
     places = hot.held.shape[1]
@@ -110,6 +116,8 @@ def swap_plan(
         _on_cpu(hot, positions, lengths, rows, plan, requests if real is None else int(real[0]), told)
     elif requests:
         argument = argument_of(hot, positions, lengths, rows, plan, real, told)
+        if bring is not None:
+            argument.bring = bring.argument
         launch(card(positions.device.index), argument, stream)
 
 
@@ -145,9 +153,9 @@ def _power(top: int) -> int:
 
 
 def _shared_bytes(top: int, hot: int, buckets: int) -> int:
-    """Four words, keys, marks, two tables of the hot buffer, victims, and places of two bytes."""
+    """Words, keys, marks, two tables of the hot buffer, victims, and places of two bytes."""
     hot = hot + 3 & ~3
-    return 4 * (4 + max(buckets, hot) + buckets + 2 * hot + top) + 2 * buckets
+    return 4 * (_WORDS + max(buckets, hot) + buckets + 2 * hot + top) + 2 * buckets
 
 
 class Shape(NamedTuple):

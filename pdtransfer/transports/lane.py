@@ -8,6 +8,7 @@ import numpy as np
 
 from ..cancel import Cancel
 from ..geometry import Int64s
+from ..kernels import lanes
 from ..kernels.card import Card, card
 from ..kernels.event import Event
 from ..kernels.ipc import Handle, Opened
@@ -169,6 +170,7 @@ class PoolCard:
 
     def prepare(self) -> None:
         self._card.load("kv_copy", "kv_copy")  # may compile
+        lanes.native()
 
     def lane(self) -> Lane:
         return CardLane(self._card)

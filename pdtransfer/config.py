@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, ClassVar, Literal
 
 from cyclopts import Parameter
 
 from .bounds import bound, card_of, check_limits, match, port_range, power_of_two
-from .engine.base import EngineConfig
+from .engine.base import EngineConfig, HiSparse
 from .errors import ConfigError
 from .keys import Address, Endpoint, check_exposure, is_loopback
 from .limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
@@ -248,6 +248,13 @@ class DecodeConfig(WorkerConfig):
         Path, Parameter(help="Where the arena is handed over; by default private to this user.", show_default=False)
     ] = field(default_factory=socket_directory)
     enable_hisparse: Annotated[bool, _help("Admit requests that keep their whole KV in host memory.")] = False
+    device_slots: Annotated[int, _help("Tokens of all of these that the device holds.")] = 65_536
+    hot_tokens: Annotated[int, _help("Tokens of one of these that the device holds.")] = 4_096
+    dense_slots: Annotated[int, _help("Tokens of other requests that the device holds.")] = 16_384
+    retract_policy: Annotated[
+        Literal["longest", "shortest", "newest"],
+        _help("Who makes room for those that wait: who has most left to generate, least, or came last."),
+    ] = "longest"
     prefix_cache: Annotated[
         bool, Parameter(help="Keep prompts that have landed, for others to share.", negative="--no-prefix-cache")
     ] = True
@@ -256,6 +263,8 @@ class DecodeConfig(WorkerConfig):
     def __post_init__(self) -> None:
         WorkerConfig.__post_init__(self)
         bound("batch_max", self.batch_max, 1, 65_536)
+        for name in ("device_slots", "hot_tokens", "dense_slots"):
+            bound(name, getattr(self, name), 1, SLOTS_MAX)
         if len(os.fsencode(self.socket_directory)) > SOCKET_DIRECTORY_LENGTH_MAX:
             text = f"socket_directory = '{self.socket_directory}': longer than {SOCKET_DIRECTORY_LENGTH_MAX} bytes"
             raise ConfigError(text)
@@ -272,6 +281,19 @@ class DecodeConfig(WorkerConfig):
             batch_max=self.batch_max,
             device=self.device,
             options=self.engine_options,
+            hisparse=self._hisparse,
+        )
+
+    @property
+    def _hisparse(self) -> HiSparse | None:
+        if not self.enable_hisparse:
+            return None
+        return HiSparse(
+            device_slots=self.device_slots,
+            hot_tokens=self.hot_tokens,
+            dense_slots=self.dense_slots,
+            policy=self.retract_policy,
+            limits=self.limits,
         )
 
 
@@ -335,10 +357,13 @@ class DemoConfig:
         "auto"
     )
     verify: Annotated[bool, _help("Have decode compare the checksum of every row with prefill's.")] = False
+    hisparse: Annotated[bool, _help("Decode from the arena, with the hot tokens on the device.")] = False
     json: Annotated[bool, _help("Print one JSON object instead of the table.")] = False
 
     def __post_init__(self) -> None:
         card_of(self.device)
+        if self.hisparse and self.decode_tp > 1:
+            raise ConfigError(f"hisparse: decode_tp = {self.decode_tp}: one rank serves it, alone")
         bound("requests", self.requests, 1, 1_000_000)
         bound("concurrency", self.concurrency, 1, 4_096)
         bound("prompt_bytes_max", self.prompt_bytes_max, 1, 1 << 19)
@@ -359,29 +384,3 @@ Config = PrefillConfig | DecodeConfig | RouterConfig | DemoConfig
 COMMANDS: dict[str, type[Config]] = {
     "prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig, "demo": DemoConfig,
 }  # fmt: skip
-
-
-def arguments(config: Config) -> list[str]:
-    """The flags that make a process build this very config: for those who start daemons."""
-    given: list[str] = []
-    for each in fields(config):
-        value = cast("object", getattr(config, each.name))
-        if isinstance(value, Limits):
-            given += [
-                f"--limits.{f.name.replace('_', '-')}={v}"
-                for f in fields(value)
-                if (v := getattr(value, f.name)) != f.default
-            ]
-        elif value != _default(each):
-            many = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
-            given += [_flag(each.name, one) for one in many]
-    return given
-
-
-def _flag(name: str, value: object) -> str:
-    name = name.replace("_", "-")
-    return f"--{name}" if value is True else f"--no-{name}" if value is False else f"--{name}={value}"
-
-
-def _default(each: Field[Any]) -> object:
-    return each.default if each.default_factory is MISSING else each.default_factory()

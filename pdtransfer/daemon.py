@@ -117,11 +117,11 @@ async def _arena(config: DecodeConfig, engine: DecodeEngine, stop: Stop) -> Aren
         raise
     if arena.card is not None and not arena.bytes_ready:
         raise meeting.StoppedError
-    _attach(engine, arena)
+    attach(engine, arena)
     return arena
 
 
-def _attach(engine: DecodeEngine, arena: Arena) -> None:
+def attach(engine: DecodeEngine, arena: Arena) -> None:
     """Engines that know no HBM, and no card, are told of none."""
     given: dict[str, Any] = {}
     if (registered := arena.mapping.registered) is not None:

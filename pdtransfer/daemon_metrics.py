@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from .bus import Bus
+from .engine.base import HotFigures
 from .node import DecodeNode, PrefillNode
 from .prefix import PrefixCache
 from .session.links import SessionState
@@ -50,8 +51,11 @@ class PrefillMetrics(Collector):
 class DecodeMetrics(Collector):
     """A decode daemon's figures."""
 
-    def __init__(self, node: DecodeNode, registry: CollectorRegistry) -> None:
-        self._node, self.rooms = node, RoomMetrics(registry)
+    def __init__(
+        self, node: DecodeNode, registry: CollectorRegistry, figures: Callable[[], HotFigures] | None = None
+    ) -> None:
+        """`figures` of HiSparse requests, where the daemon takes them."""
+        self._node, self.rooms, self._figures = node, RoomMetrics(registry), figures
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -97,6 +101,8 @@ class DecodeMetrics(Collector):
         yield GaugeMetricFamily("pdtransfer_inflight_bytes", "Granted and not yet landed", inflight)
         yield _transports(self._node)
         yield from _prefix(core.cache)
+        if self._figures is not None:
+            yield from _hot(self._figures())
         yield from _bus(self._node.bus)
 
 
@@ -105,6 +111,17 @@ def _transports(node: PrefillNode | DecodeNode) -> Metric:
     for name, count in node.transport.counts.items():
         of.add_metric([name], count)
     return of
+
+
+def _hot(of: HotFigures) -> Iterator[Metric]:
+    yield GaugeMetricFamily("pdtransfer_hisparse_running", "HiSparse requests that the device has", of.running)
+    yield GaugeMetricFamily("pdtransfer_hisparse_waiting", "Those that have landed and wait for it", of.waiting)
+    yield CounterMetricFamily("pdtransfer_hot_hits", "Tokens that steps read and the device had", of.hits)
+    yield CounterMetricFamily("pdtransfer_hot_misses", "Those that it had not", of.misses)
+    yield CounterMetricFamily("pdtransfer_swapped_bytes", "Brought to the device for misses", of.swapped_bytes)
+    yield CounterMetricFamily("pdtransfer_preloaded_bytes", "Brought there with a whole request", of.preloaded_bytes)
+    yield CounterMetricFamily("pdtransfer_retracts", "Times that one request made room for others", of.retracts)
+    yield CounterMetricFamily("pdtransfer_staging_copies", "Copies by way of anything else", of.staging_copies)
 
 
 def _prefix(cache: PrefixCache) -> Iterator[Metric]:

@@ -34,6 +34,8 @@ from .wire import Begin, End, Load, Message
 
 log = logging.getLogger(__name__)
 
+RETRY_MS_MIN = 100  # before who is told that too many wait asks again
+
 
 @dataclass(slots=True, eq=False)
 class Work:
@@ -121,7 +123,9 @@ class DecodeDaemon:
         self._work: dict[int, Work] = {}  # by serial number
         self._rooms: dict[int, Work] = {}  # the same, by label
         self._serials = count(1)
-        self.metrics = DecodeMetrics(self.node, registry)
+        self._sparse = 0  # of them, that want HiSparse
+        figures = (lambda: engine.figures) if config.enable_hisparse else None
+        self.metrics = DecodeMetrics(self.node, registry, figures)
         turns = engine_thread.leading(engine, port, self.group.turn)
         self.thread = engine_thread.DecodeThread(engine, port, self._heard, turns)
 
@@ -173,9 +177,26 @@ class DecodeDaemon:
         except (ValueError, RemoteProtocolError) as error:
             self._say(failure(begin.room, Cause.REFUSED, str(error)))
             return
+        if begin.enable_hisparse and (full := self._full()) is not None:
+            self._say(failure(begin.room, Cause.FULL, *full))
+            return
         work = Work(request, begin)
         self._work[work.serial] = self._rooms[work.room] = work
+        self._sparse += begin.enable_hisparse
         expect(self.node, begin, request)
+
+    def _full(self) -> tuple[str, int] | None:
+        """Why no other HiSparse request is taken now, if it is so, and in how many ms it is worth asking again."""
+        figures, most = self._engine.figures, self.config.limits.hisparse_queue_max
+        waiting = self._sparse - figures.running
+        if waiting < most:
+            return None
+        detail = f"hisparse_queue_max = {most}: {waiting} requests wait for the device"
+        return detail, max(figures.retry_ms, RETRY_MS_MIN)
+
+    def _forget(self, work: Work) -> None:
+        del self._work[work.serial], self._rooms[work.room]
+        self._sparse -= work.begin.enable_hisparse
 
     def _leased(self, room: int) -> None:
         """The other ranks wait for slots in the order in which this one got its own: two rooms that each had some
@@ -240,7 +261,7 @@ class DecodeDaemon:
             work.dropped = cause, detail
             self.port.tell(Cancel(work.serial))
             return
-        del self._work[work.serial], self._rooms[work.room]
+        self._forget(work)
         self._end(work, failure(work.room, cause, detail, retry_ms))
         self.group.abort(work.serial, cause, detail)
         if work.landing is None:
@@ -275,11 +296,11 @@ class DecodeDaemon:
 
     def _close(self, serial: int, reason: str, detail: str, finished: Finished | None = None) -> None:
         """The engine touches no slot of the room any more."""
-        work = self._work.pop(serial, None)
+        work = self._work.get(serial)
         if work is None:
             log.error("the engine ends room %d, which it has not", serial)
             return
-        del self._rooms[work.room]
+        self._forget(work)
         self.node.release(work.room)
         if work.dropped is not None:
             reason, detail, finished = work.dropped[0].value, work.dropped[1], None

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .config import DecodeConfig, DemoConfig, PrefillConfig, RouterConfig, card_of
-from .demo_report import Answer, good, report_of, show
+from .demo_report import Answer, good, hot_report, report_of, show
 from .errors import PDTransferError, WorldError
 from .fleet import Fleet, Standing
 from .kernels import card
@@ -41,6 +42,9 @@ COMPLAINT = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 COMPLAINTS_MAX = 20  # lines of the daemons' logs that are shown where the demo fails
 RETRIES = 100  # of one request that meets a full fleet
 SLOTS_MAX = 131_072
+TOP_K = 64  # of --hisparse: what a step reads of a request, and the least that the device holds of a long one, ...
+HOT_TOKENS = 128
+HOT_REQUESTS = 3  # ... of so many at once: the others wait, and take turns
 LIMITS = Limits(room_deadline_ms=600_000)  # the last of 32 prompts waits for the others, on a slow host for long
 
 
@@ -110,6 +114,7 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
         answers, seconds = await _ask(config, fleet, texts, console)
         leaked = await _leaked(fleet)
         verified = await _verified(fleet) if config.verify else (0, 0)
+        hot = await _counted(fleet) if config.hisparse else {}
     finally:
         await fleet.__aexit__()
     with _stage(console, "the same prompts in a single process, nothing transferred"):
@@ -120,6 +125,8 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
     report = report_of(config, answers, seconds, leaked)
     if config.verify:
         report |= {"grants_verified": verified[0], "grants_mismatched": verified[1]}
+    if config.hisparse:
+        report |= hot_report(hot, hot_tokens=_hot_tokens(config), answers=answers)
     if config.json:
         print(json.dumps(report))
     else:
@@ -152,12 +159,15 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
         )
         for number in range(config.prefill)
     ]  # fmt: skip
+    hot = _hot_tokens(config)
+    limits = replace(LIMITS, hisparse_wait_steps=2, hisparse_quantum_steps=6) if config.hisparse else LIMITS
     decode = [
         DecodeConfig(
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
-            page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=LIMITS,
+            page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=limits,
             socket_directory=logs / "sockets", engine_option=options, device=config.device, verify=config.verify,
-            tp_size=config.decode_tp, transport=config.transport,
+            tp_size=config.decode_tp, transport=config.transport, enable_hisparse=config.hisparse, hot_tokens=hot,
+            device_slots=HOT_REQUESTS * (hot + 1), dense_slots=64,
         )
         for number in range(config.decode)
     ]  # fmt: skip
@@ -167,7 +177,13 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
 def _engine_options(config: DemoConfig) -> dict[str, str]:
     longest = config.shared_prefix + config.prompt_bytes_max + config.max_tokens
     own = {"context_tokens": str(longest)} if longest > CONTEXT_TOKENS else {}
+    own |= {"top_k": str(TOP_K)} if config.hisparse else {}
     return own | {name: value for name, _, value in (option.partition("=") for option in config.engine_option)}
+
+
+def _hot_tokens(config: DemoConfig) -> int:
+    top = _engine_options(config).get("top_k", "")
+    return max(HOT_TOKENS, int(top) if top.isdecimal() else 0)
 
 
 async def _ask(
@@ -226,6 +242,7 @@ async def _attempts(
 ) -> None:
     greedy = {"temperature": 0, "ignore_eos": True}
     body = {"prompt": answer.prompt, "max_tokens": config.max_tokens, "stream": True, **greedy}
+    body |= {"enable_hisparse": True} if config.hisparse else {}
     start = time.perf_counter()
     for _ in range(RETRIES):
         async with session.post("/v1/completions", json=body) as response:
@@ -287,11 +304,15 @@ async def _leaked(fleet: Fleet | Standing) -> int | None:
             await asyncio.sleep(0.05)
 
 
+async def _counted(fleet: Fleet | Standing) -> dict[str, int]:
+    async with aiohttp.ClientSession() as session:
+        return await _figures(fleet, session)
+
+
 async def _verified(fleet: Fleet | Standing) -> tuple[int, int]:
     """Grants whose rows were read back and are what was sent, and those that are something else."""
-    async with aiohttp.ClientSession() as session:
-        figures = await _figures(fleet, session)
-        return figures["pdtransfer_grants_verified"], figures["pdtransfer_grants_mismatched"]
+    figures = await _counted(fleet)
+    return figures["pdtransfer_grants_verified"], figures["pdtransfer_grants_mismatched"]
 
 
 async def _reference(config: DemoConfig, texts: Sequence[str]) -> list[dict[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -61,10 +61,24 @@ def report_of(config: DemoConfig, answers: Sequence[Answer], seconds: float, lea
     }
 
 
+def hot_report(figures: Mapping[str, int], *, hot_tokens: int, answers: Sequence[Answer]) -> dict[str, Any]:
+    """What HiSparse adds to the report: `figures` of the decode ranks, by the names of their metrics."""
+    hits, misses = (figures.get(f"pdtransfer_hot_{name}", 0) for name in ("hits", "misses"))
+    others = ("swapped_bytes", "retracts", "staging_copies", "index_copies")
+    return {
+        "hot_tokens": hot_tokens,
+        "longer_than_hot": sum(len(answer.prompt) > hot_tokens for answer in answers),
+        "hot_hits": hits,
+        "hot_misses": misses,
+        "hit_rate": round(hits / (hits + misses), 4) if hits + misses else None,
+    } | {name: figures.get(f"pdtransfer_{name}", 0) for name in others}
+
+
 def good(report: dict[str, Any]) -> bool:
     """Whether it went as it has to. A mismatch fails its room, which is prefilled once more: the answer hides it."""
+    wrong = ("slots_leaked", "grants_mismatched", "staging_copies")
     verified = report.get("grants_verified", report["requests"]) >= report["requests"]
-    return report["all_identical"] and not report["slots_leaked"] and verified and not report.get("grants_mismatched")
+    return report["all_identical"] and verified and not any(report.get(name) for name in wrong)
 
 
 def show(answers: Sequence[Answer], report: dict[str, Any]) -> None:
@@ -101,5 +115,18 @@ def show(answers: Sequence[Answer], report: dict[str, Any]) -> None:
         f"{report['cached_tokens']:,} of {report['prompt_tokens']:,} prompt tokens were there already\n"
         f"hand-off, last cell written to READY: p50 {report['handoff_ms_p50']} ms, p99 {report['handoff_ms_p99']} ms\n"
         f"[{color}]{report['identical']} of {report['requests']} identical to a single process "
-        f"(tokens, logits, KV); {leaked}{verified}"
+        f"(tokens, logits, KV); {leaked}{verified}{_hot(report)}"
+    )
+
+
+def _hot(report: dict[str, Any]) -> str:
+    """A line of its own, where the demo decoded from hot tokens."""
+    if "hot_tokens" not in report:
+        return ""
+    found = "nothing swapped" if report["hit_rate"] is None else f"{report['hit_rate']:.1%} of picks were hot"
+    return (
+        f"\n{report['longer_than_hot']} prompts are longer than the {report['hot_tokens']} tokens that the device "
+        f"holds of each: {found}, {report['hot_misses']:,} swapped in, {report['swapped_bytes'] / 1e6:,.1f} MB; "
+        f"{report['retracts']} retracts, {report['staging_copies']} staging copies, "
+        f"{report['index_copies']} index copies"
     )

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from .config import DecodeConfig, PrefillConfig, RouterConfig, arguments, child_environment
+from .config import DecodeConfig, PrefillConfig, RouterConfig, child_environment
 from .errors import WorldError
+from .flags import arguments
 from .signals import end_with_parent
 
 READY_S = 60.0  # an arena of some GiB is prefaulted within it

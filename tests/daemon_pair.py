@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from pdtransfer import engine_thread
 from pdtransfer.config import DecodeConfig, PrefillConfig
-from pdtransfer.daemon import create_engine
+from pdtransfer.daemon import attach, create_engine
 from pdtransfer.decode_daemon import DecodeDaemon
 from pdtransfer.engine_thread import Order, Quit
 from pdtransfer.follower import DecodeFollower
@@ -119,12 +119,14 @@ async def prefill() -> AsyncIterator[Prefill]:
 
 
 @asynccontextmanager
-async def decode(sockets: Path, *, ranks: Ranks | None = None, wrap: Any = lambda engine: engine) -> AsyncIterator[Any]:
+async def decode(
+    sockets: Path, *, ranks: Ranks | None = None, wrap: Any = lambda engine: engine, **more: Any
+) -> AsyncIterator[Any]:
     """A daemon with `heard`; its orders stay in its port until somebody runs its thread."""
-    config = DecodeConfig(**OPTIONS, socket_directory=sockets)
+    config = DecodeConfig(**OPTIONS | more, socket_directory=sockets)
     engine = wrap(create_engine(config.engine, config.engine_config))
-    arena, port = Arena.create(engine.card.memory_bytes, huge_pages="never"), Port[Order]()
-    engine.attach(arena.mapping.view[: engine.card.memory_bytes])
+    arena, port = Arena.create(engine.card.arena_bytes, huge_pages="never"), Port[Order]()
+    attach(engine, arena)
     daemon = DecodeDaemon(
         config, _settings("d0", engine), engine, arena, port, CollectorRegistry(), Lead(ranks or Ranks())
     )

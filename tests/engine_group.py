@@ -6,8 +6,6 @@ import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from pdtransfer.wire import Ranks
 from tests.engine_pair import Decode, Prefill, copy_rows, heads_of, request
 
@@ -62,8 +60,7 @@ def decodes(tp=1, **more):
 
 def carry(one, sources, target):
     """What `target` keeps of the request, each plane from the first rank that has it."""
-    count = len(one.prompt) + one.sampling.max_tokens
-    target.slots[one.room] = np.array([target.free.pop() for _ in range(count)], np.int64)
+    target.slots[one.room] = target.take(0, one)
     wanted = set(heads_of(target.layout))
     for source in sources:
         ours = wanted & set(heads_of(source.layout))

@@ -117,12 +117,15 @@ class Prefill:
 
 @dataclass
 class Decode:
-    """A decode engine with an arena of NaN, so that a row read before it was written shows; slots in random order."""
+    """A decode engine with memory of NaN, so that a row read before it was written shows; slots in random order.
+
+    `memory` is the arena, `hbm` what is on the device, where the engine has components there.
+    """
 
     engine: object
     memory: np.ndarray
-    free: list[int]
-    index_free: list[int] = field(default_factory=list)
+    hbm: np.ndarray
+    free: list[list[int]]  # of each component
     slots: dict[int, np.ndarray] = field(default_factory=dict)
     index_slots: dict[int, np.ndarray] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -131,10 +134,12 @@ class Decode:
     @classmethod
     def of(cls, *, page_size=1, host_layout="page_first", seed=0, **more):
         made = create(config("decode", page_size=page_size, host_layout=host_layout, **more))
-        memory = np.full(made.card.memory_bytes // 4, np.nan, np.float32)
-        made.attach(memory.data.cast("B"))
+        memory, hbm = (
+            np.full(count // 4, np.nan, np.float32) for count in (made.card.memory_bytes, made.card.hbm_bytes)
+        )
+        made.attach(memory.data.cast("B"), **({"hbm": hbm.data.cast("B")} if len(hbm) else {}))
         random = np.random.default_rng(seed)
-        return cls(made, memory, *(list(random.permutation(each.layout.slots)) for each in made.card.components))
+        return cls(made, memory, hbm, [list(random.permutation(each.layout.slots)) for each in made.card.components])
 
     @property
     def layout(self):
@@ -142,26 +147,35 @@ class Decode:
 
     @property
     def index_layout(self):
-        return self.engine.card.components[1].layout
+        return self.engine.card.components[-1].layout
+
+    def of_memory(self, component):
+        return self.hbm if component.memory == "hbm" else self.memory
+
+    def take(self, number, one: Request):
+        count = len(one.prompt) + one.sampling.max_tokens
+        return np.array([self.free[number].pop() for _ in range(count)], np.int64)
 
     def land(self, one: Request, source: Prefill):
-        count = len(one.prompt) + one.sampling.max_tokens
-        self.slots[one.room] = np.array([self.free.pop() for _ in range(count)], np.int64)
-        target_slots = self.slots[one.room][: len(one.prompt)]
-        copy_rows((source.memory, source.layout), source.slots(one), (self.memory, self.layout), target_slots)
+        components = self.engine.card.components
+        number = 1 if len(components) == 3 and not one.enable_hisparse else 0
+        kept = components[number]
+        self.slots[one.room] = self.take(number, one)
+        target = self.of_memory(kept), kept.layout
+        copy_rows((source.memory, source.layout), source.slots(one), target, self.slots[one.room][: len(one.prompt)])
         self.land_index(one, source)
 
     def land_index(self, one: Request, *sources: Prefill):
         """Nothing for a model without an index."""
-        if not self.index_free:
+        index = self.engine.card.components[-1]
+        if index.name != "index":
             return
-        count = len(one.prompt) + one.sampling.max_tokens
-        self.index_slots[one.room] = own = np.array([self.index_free.pop() for _ in range(count)], np.int64)
+        self.index_slots[one.room] = own = self.take(-1, one)
         for source in sources:
             if len(source.engine.card.components) > 1:
                 rows = source.slots(one, "index", source.index_layout.page_size)
-                index = self.memory, self.index_layout
-                copy_index((source.memory, source.index_layout), rows, index, own[: len(one.prompt)])
+                target = self.of_memory(index), index.layout
+                copy_index((source.memory, source.index_layout), rows, target, own[: len(one.prompt)])
 
     def held(self, room):
         """The room's slots, as the engine is given them."""

@@ -14,6 +14,7 @@ import pytest
 from pdtransfer import cli, config
 from pdtransfer.config import Config, DecodeConfig, DemoConfig, PrefillConfig, RouterConfig
 from pdtransfer.errors import ConfigError
+from pdtransfer.flags import arguments
 from pdtransfer.limits import LIMIT_BOUNDS, Limits
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
@@ -268,7 +269,7 @@ def test_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
 )
 def test_arguments_build_the_same_config_in_another_process(given: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     command = next(name for name, kind in config.COMMANDS.items() if type(given) is kind)
-    flags = config.arguments(given)
+    flags = arguments(given)
     assert bound(monkeypatch, command, *flags) == given
 
 

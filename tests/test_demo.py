@@ -382,6 +382,28 @@ def test_with_verify_every_room_has_to_be_verified_and_none_mismatched(
     assert "grants_verified" not in json.loads(capsys.readouterr().out)
 
 
+def test_with_hisparse_a_staged_copy_is_status_1_and_hits_are_a_share(
+    answers: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {"pdtransfer_hot_hits": 3, "pdtransfer_hot_misses": 1, "pdtransfer_retracts": 5}
+
+    async def counted(*_: object) -> dict[str, int]:
+        return figures
+
+    monkeypatch.setattr(demo, "_counted", counted)
+    answers(answered("a" * 128), answered("b" * 129))
+    assert run(replace(CONFIG, hisparse=True)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["hit_rate"], said["retracts"], said["longer_than_hot"], said["index_copies"]) == (0.75, 5, 1, 0)
+    assert run(replace(CONFIG, hisparse=True, json=False)) == 0
+    assert "75.0% of picks were hot" in capsys.readouterr().out
+    figures["pdtransfer_staging_copies"] = 1
+    assert run(replace(CONFIG, hisparse=True)) == 1
+    assert json.loads(capsys.readouterr().out)["staging_copies"] == 1
+    assert run(CONFIG) == 0
+    assert "staging_copies" not in json.loads(capsys.readouterr().out)
+
+
 @pytest.mark.slow
 def test_the_demo_says_identical_and_nothing_else_on_standard_output() -> None:
     demo = start(
@@ -396,6 +418,24 @@ def test_the_demo_says_identical_and_nothing_else_on_standard_output() -> None:
     assert said["tokens"] == 16
     assert said["handoff_ms_p50"] > 0
     assert (said["grants_verified"], said["grants_mismatched"]) == (4, 0)
+    assert err == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["mla", "gqa"])
+def test_a_demo_that_decodes_from_hot_tokens_is_identical_and_stages_nothing(attention: str) -> None:
+    demo = start(
+        "--hisparse", "--json", "--requests", "6", "--prompt-bytes-max", "600", "--max-tokens", "6",
+        "--attention", attention, "--engine-option", "layers=2",
+    )  # fmt: skip
+    out, err = demo.communicate(timeout=300)
+    assert demo.returncode == 0, err
+    said = json.loads(out)
+    assert (said["requests"], said["identical"], said["slots_leaked"]) == (6, 6, 0)
+    assert (said["staging_copies"], said["index_copies"]) == (0, 0)
+    assert said["longer_than_hot"] == 2
+    assert said["hot_misses"] >= 2 * 64
+    assert said["swapped_bytes"] > 0
     assert err == ""
 
 

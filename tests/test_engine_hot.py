@@ -23,7 +23,7 @@ TOKENS = 8
 
 def hisparse(*, slots=1 << 16, wait=2, quantum=3, policy="longest"):
     limits = Limits(hisparse_wait_steps=wait, hisparse_quantum_steps=quantum)
-    return HiSparse(device_slots=slots, hot_tokens=HOT, policy=policy, limits=limits)
+    return HiSparse(device_slots=slots, hot_tokens=HOT, dense_slots=1024, policy=policy, limits=limits)
 
 
 def sparse_requests(lengths=LENGTHS, tokens=TOKENS, seed=0):
@@ -183,10 +183,11 @@ def test_a_step_that_is_refused_a_place_ends_its_room_alone(monkeypatch, landed,
     [
         ({"hot_tokens": 15}, "hot_tokens = 15: a step reads top_k 16"),
         ({"device_slots": 48}, "device_slots = 48: below hot_tokens 48"),
+        ({"dense_slots": 0}, "dense_slots = 0"),
     ],
 )
 def test_a_device_that_no_request_could_run_on_is_refused_at_the_start(change, named):
-    hot = HiSparse(**({"device_slots": 100, "hot_tokens": HOT} | change))
+    hot = HiSparse(**({"device_slots": 100, "hot_tokens": HOT, "dense_slots": 64} | change))
     with pytest.raises(ConfigError, match=named):
         create(config("decode", options=SPARSE, hisparse=hot))
 
@@ -202,11 +203,11 @@ def test_hisparse_wants_a_model_that_picks_and_one_rank():
 
 def test_a_request_that_could_never_run_is_refused_and_nothing_else_disturbed(attention, landed, expected):
     rooms, prefill = landed
-    decode = decode_of(attention, hisparse(), slots=1024)
-    with pytest.raises(ValueError, match="1100 tokens, the arena has 1024 slots"):
+    decode = decode_of(attention, hisparse(), slots=1088)
+    with pytest.raises(ValueError, match="1100 tokens, the arena has 1088 slots"):
         decode.engine.check(request(99, np.zeros(1000, np.int64), max_tokens=100, sparse=True))
-    few = decode_of(attention, HiSparse(device_slots=HOT + 1, hot_tokens=HOT))
-    few.engine.check(request(99, np.zeros(1000, np.int64), max_tokens=100, sparse=True))
+    with pytest.raises(ValueError, match="1025 tokens, the arena has 1024 slots"):
+        decode.engine.check(request(99, np.zeros(1000, np.int64), max_tokens=25))
     decode.admit(rooms[7], prefill)
     assert decode.run().outcome(7) == expected[7]
 

@@ -64,6 +64,7 @@ class HiSparse:
 
     device_slots: int  # tokens that the device holds of all of them
     hot_tokens: int  # of one request, where it has more; at least what a step reads
+    dense_slots: int = 0  # tokens of requests that do not want it, which are there whole
     policy: Literal["longest", "shortest", "newest"] = "longest"  # who makes room for those that wait
     limits: Limits = field(default_factory=Limits)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from math import isfinite
+from typing import Literal
 
 import numpy as np
 import torch
 
 from ..errors import ConfigError, LocalProtocolError
-from ..layout import Component, Span
+from ..layout import Component, Layout, Span
 from ..layouts import DSA_INDEX_PARTS, host_layout, item_layout
 from .architecture import Architecture, Options
 from .base import EngineCard, EngineConfig, Request
@@ -64,47 +65,66 @@ def _device(name: str) -> torch.device:
 
 def build_card(config: EngineConfig, model: Model, options: Options) -> EngineCard:
     """Raises ConfigError for slots, a page size or a layout that make no pool."""
-    architecture = model.architecture
-    try:
-        layout = host_layout(
-            config.host_layout,
-            kinds=architecture.kinds,
-            layers=model.shard.layers,
-            heads=model.shard.kv_heads,
-            head_bytes=4 * architecture.cache_dim,
-            dtype="float32",
-            slots=config.slots,
-            page_size=config.page_size,
-        )
-    except (LocalProtocolError, ValueError) as error:
-        raise ConfigError(f"no pool of {config.slots} slots, page_size {config.page_size}: {error}") from None
-    components = [Component(name=COMPONENT, memory="dram", tokens_per_row=1, span=Span(), layout=layout)]
+    held = _kv(config.host_layout, model, slots=config.slots, page_size=config.page_size)
+    components = [_component(COMPONENT, "dram", held)]
     replicas = {COMPONENT: (model.shard.replica, model.shard.replicas)}
+    memory_bytes, hbm_bytes = held.end, 0
     # A stage of a pipeline where no group of layers begins keeps no index.
-    if layers := architecture.index_layers(model.shard.layers):
-        components.append(_index(layers, config.slots, base=-(-layout.end // _ALIGNMENT) * _ALIGNMENT))
+    layers = model.architecture.index_layers(model.shard.layers)
+    if layers:
         replicas[INDEX] = config.group.ranks.tp_rank, config.group.ranks.tp_size
+    if config.hisparse is not None:
+        # The index, and whole requests beside it, are where a step reads them fastest.
+        dense = _kv("layer_first", model, slots=config.hisparse.dense_slots, page_size=1)
+        index = _index(layers, config.slots + dense.slots, base=_aligned(dense.end))
+        components += [_component(COMPONENT, "hbm", dense), _component(INDEX, "hbm", index)]
+        hbm_bytes = index.end
+    elif layers:
+        index = _index(layers, config.slots, base=_aligned(held.end))
+        components.append(_component(INDEX, "dram", index))
+        memory_bytes = index.end
     return EngineCard(
-        model=architecture.name,
+        model=model.architecture.name,
         weights=model.weights.digest,
         components=tuple(components),
-        memory_bytes=components[-1].layout.end,
+        memory_bytes=memory_bytes,
+        hbm_bytes=hbm_bytes,
         eos=options.eos,
         replicas=replicas,
     )
 
 
-def _index(layers: range, slots: int, *, base: int) -> Component:
+def _kv(name: str, model: Model, *, slots: int, page_size: int) -> Layout:
+    architecture = model.architecture
+    try:
+        return host_layout(
+            name,
+            kinds=architecture.kinds,
+            layers=model.shard.layers,
+            heads=model.shard.kv_heads,
+            head_bytes=4 * architecture.cache_dim,
+            dtype="float32",
+            slots=slots,
+            page_size=page_size,
+        )
+    except (LocalProtocolError, ValueError) as error:
+        raise ConfigError(f"no pool of {slots} slots, page_size {page_size}: {error}") from None
+
+
+def _index(layers: range, slots: int, *, base: int) -> Layout:
     """A group's planes go by its first layer."""
-    layout = item_layout(
-        "layer_first",
-        parts=DSA_INDEX_PARTS,
-        layers=layers,
-        slots=-(-slots // INDEX_PAGE_SIZE) * INDEX_PAGE_SIZE,
-        page_size=INDEX_PAGE_SIZE,
-        base=base,
+    slots = -(-slots // INDEX_PAGE_SIZE) * INDEX_PAGE_SIZE
+    return item_layout(
+        "layer_first", parts=DSA_INDEX_PARTS, layers=layers, slots=slots, page_size=INDEX_PAGE_SIZE, base=base
     )
-    return Component(name=INDEX, memory="dram", tokens_per_row=1, span=Span(), layout=layout)
+
+
+def _component(name: str, memory: Literal["dram", "hbm"], layout: Layout) -> Component:
+    return Component(name=name, memory=memory, tokens_per_row=1, span=Span(), layout=layout)
+
+
+def _aligned(byte_count: int) -> int:
+    return -(-byte_count // _ALIGNMENT) * _ALIGNMENT
 
 
 def check_request(request: Request, architecture: Architecture) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import CapacityError, ConfigError
 from ..kernels.pools import Pool
-from ..layout import check_slots
+from ..layout import Layout, check_slots
 from .architecture import Options
 from .attention import KEY_BLOCK, Tiles, causal_bias
 from .base import Broken, CardMemory, EngineCard, EngineConfig, Finished, HotFigures, Request, Token
@@ -34,7 +34,8 @@ class _Room:
     """A landed request. The keys of rows [0, position) are in the arena; the last id's are not yet."""
 
     request: Request
-    index: Tensor  # (key blocks, KEY_BLOCK) int64 cache rows, growth included
+    landed: Cache  # where its KV is
+    index: Tensor  # (key blocks, KEY_BLOCK) int64 rows of it, growth included
     indexed: Tensor | None  # rows of the index cache, (2, whole key blocks)
     hot: bool  # whether it decodes from the device's hot tokens, when it has a place there
     logits_digest: bytes
@@ -60,13 +61,14 @@ class ReferenceDecode:
         if config.group.ranks.pp_size > 1:
             raise ConfigError(f"pp_size = {config.group.ranks.pp_size}: only prefill is split into stages")
         self._config, self._options, self._model = config, options, model
-        self._card = build_card(config, model, options)
-        self._layouts = {component.name: component.layout for component in self._card.components}
-        self._cache: Cache | None = None
-        self._index: IndexCache | None = None
-        self._resident: AllResident | None = None
         hisparse = config.hisparse
         self._capacity = capacity_of(config, hisparse, options.top_k) if hisparse is not None else None
+        self._card = build_card(config, model, options)
+        # Of two components of one name the later one, in HBM, is for requests that do not want HiSparse.
+        self._layouts = {component.name: component.layout for component in self._card.components}
+        self._sparse = self._layouts | {COMPONENT: self._card.components[0].layout}
+        self._index: IndexCache | None = None
+        self._resident: AllResident | None = None
         self._hot: Hot | None = None
         self._rooms: dict[int, _Room] = {}
 
@@ -83,37 +85,44 @@ class ReferenceDecode:
         return HotFigures() if self._hot is None else self._hot.figures
 
     def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | CardMemory | None = None) -> None:
-        assert hbm is None, "this model has no component in HBM"
-        if arena.nbytes < self._card.memory_bytes or arena.readonly:
+        card, device = self._card, self._model.device
+        if arena.nbytes < card.memory_bytes or arena.readonly:
             kind = "read-only" if arena.readonly else "writable"
-            raise ValueError(f"arena: {arena.nbytes} {kind} bytes, expected {self._card.memory_bytes} writable ones")
-        if self._model.device.type == "cuda":
-            if not device_address:
-                raise ValueError(f"arena: it was not registered with {self._model.device}")
-            self.take(reached(device_address, self._card.memory_bytes, self._model.device))
-        else:
-            self.take(torch.frombuffer(arena, dtype=torch.float32, count=self._card.memory_bytes // 4))
+            raise ValueError(f"arena: {arena.nbytes} {kind} bytes, expected {card.memory_bytes} writable ones")
+        on_card = device.type == "cuda"
+        if on_card and not device_address:
+            raise ValueError(f"arena: it was not registered with {device}")
+        flat = (
+            reached(device_address, card.memory_bytes, device)
+            if on_card
+            else torch.frombuffer(arena, dtype=torch.float32, count=card.memory_bytes // 4)
+        )
+        self.take(flat, None if hbm is None else _flat(hbm, card.hbm_bytes, device))
         if self._config.hisparse is not None and self._capacity is not None:
-            self._hot = Hot(self._config, self._config.hisparse, self._capacity, self._model, self._arena)
+            host = Pool(
+                layout=self._sparse[COMPONENT],
+                address=flat.data_ptr(),
+                card=flat.get_device() if on_card else None,
+                host=on_card,
+            )
+            hot_cache = Cache(flat, host.layout, self._model.architecture, self._model.shard.kv_heads)
+            self._hot = Hot(self._config, self._config.hisparse, self._capacity, self._model, host, hot_cache)
 
-    def take(self, flat: Tensor) -> None:
+    def take(self, flat: Tensor, hbm: Tensor | None = None) -> None:
         """Decodes out of this memory, which the model's device reads and writes."""
-        assert self._cache is None, "attach is called once"
-        self._cache = Cache(flat, self._layouts[COMPONENT], self._model.architecture, self._model.shard.kv_heads)
-        self._resident = AllResident(self._cache)
-        on_card = flat.is_cuda
-        self._arena = Pool(
-            layout=self._layouts[COMPONENT], address=flat.data_ptr(), card=flat.get_device() if on_card else None,
-            host=on_card,
-        )  # fmt: skip
+        assert self._resident is None, "attach is called once"
+        near = flat if hbm is None else hbm
+        sizes, heads = self._model.architecture, self._model.shard.kv_heads
+        self._resident = AllResident(Cache(near, self._layouts[COMPONENT], sizes, heads))
         if INDEX in self._layouts:
-            self._index = IndexCache(flat, self._layouts[INDEX])
+            self._index = IndexCache(near, self._layouts[INDEX])
 
     def check(self, request: Request) -> None:
         check_request(request, self._model.architecture)
         tokens = len(request.prompt) + request.sampling.max_tokens
-        if tokens > self._config.slots:
-            raise ValueError(f"{tokens} tokens, the arena has {self._config.slots} slots")
+        slots = self._layouts_of(request)[COMPONENT].slots
+        if tokens > slots:
+            raise ValueError(f"{tokens} tokens, the arena has {slots} slots")
         if request.enable_hisparse and self._capacity is not None:
             try:
                 self._capacity.check(tokens=len(request.prompt), growth=request.sampling.max_tokens)
@@ -121,25 +130,25 @@ class ReferenceDecode:
                 raise ValueError(str(error)) from error
 
     def admit(self, request: Request, slots: dict[str, NDArray[np.int64]], aux: bytes) -> None:
-        assert self._cache is not None, "attach comes before admit"
-        assert self._resident is not None
+        assert self._resident is not None, "attach comes before admit"
         self.check(request)
         if request.room in self._rooms:
             raise ValueError(f"room {request.room:#x} is here already")
         handoff = Handoff.unpack(aux, len(request.prompt))
         self._check_slots(request, slots)
-        index = self._cache.index(slots[COMPONENT], KEY_BLOCK).view(-1, KEY_BLOCK)
-        hot = request.enable_hisparse and self._hot is not None
-        if self._hot is not None and hot:
-            growth = request.sampling.max_tokens
-            self._hot.offer(request.room, slots[COMPONENT], tokens=len(request.prompt), growth=growth)
-        else:
+        hot = self._hot if request.enable_hisparse else None
+        landed = self._resident.cache if hot is None else hot.arena
+        index = landed.index(slots[COMPONENT], KEY_BLOCK).view(-1, KEY_BLOCK)
+        if hot is None:
             self._resident.hold(request.room, index)
+        else:
+            hot.offer(request.room, slots[COMPONENT], tokens=len(request.prompt), growth=request.sampling.max_tokens)
         self._rooms[request.room] = _Room(
             request=request,
+            landed=landed,
             index=index,
             indexed=self._index.index(slots[INDEX], KEY_BLOCK) if self._index else None,
-            hot=hot,
+            hot=hot is not None,
             logits_digest=handoff.logits_digest,
             ids=[handoff.first_token],
         )
@@ -184,17 +193,21 @@ class ReferenceDecode:
             self._hot.let(room, drop=drop)
 
     def _check_slots(self, request: Request, slots: dict[str, NDArray[np.int64]]) -> None:
-        if slots.keys() != self._layouts.keys():
-            raise ValueError(f"slots: of components {sorted(slots)}, expected {sorted(self._layouts)}")
+        layouts = self._layouts_of(request)
+        if slots.keys() != layouts.keys():
+            raise ValueError(f"slots: of components {sorted(slots)}, expected {sorted(layouts)}")
         tokens = len(request.prompt) + request.sampling.max_tokens
         for name, own in slots.items():
             if own.shape != (tokens,) or own.dtype != np.int64:
                 raise ValueError(f"slots of {name}: {own.dtype} of shape {own.shape}, expected int64 of {(tokens,)}")
-            check_slots(own, self._layouts[name].slots, f"slots of {name}")
+            check_slots(own, layouts[name].slots, f"slots of {name}")
+
+    def _layouts_of(self, request: Request) -> dict[str, Layout]:
+        """By component, those that such a request has rows of."""
+        return self._sparse if request.enable_hisparse else self._layouts
 
     def _forward(self, rooms: list[_Room]) -> NDArray[np.float32]:
         """One row a room through all layers: each room's last id at its position. (rooms, vocabulary)."""
-        assert self._cache is not None
         rows = block_up(len(rooms))
         ids, positions = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
         ids[: len(rooms)] = torch.tensor([room.ids[-1] for room in rooms])
@@ -215,12 +228,11 @@ class ReferenceDecode:
         return self._model.logits(hidden)[: len(rooms)].cpu().numpy()
 
     def _keys(self, rooms: Sequence[_Room], positions: Tensor) -> Keys:
-        assert self._cache is not None
+        assert self._resident is not None
         if self._index is None or self._model.indexer is None:
             targets = torch.stack([room.index.view(-1)[room.position] for room in rooms])
             tiles = [_tiles(rooms, at, positions) for at in range(0, len(rooms), ROOMS_TOGETHER)]
-            return EveryKey(self._cache, targets, tiles)
-        assert self._resident is not None
+            return EveryKey(self._resident.cache, targets, tiles)
         parts: list[Part] = []
         for residency in (self._resident, self._hot):
             own = [room for room in rooms if room.hot == (residency is self._hot)]
@@ -252,7 +264,6 @@ class ReferenceDecode:
 
     def _tell(self, room: _Room, made: list[Token | Finished | Broken]) -> bool:
         """Reports the last id, and the end if it was the last one; returns whether it was."""
-        assert self._cache is not None
         room.told = True
         number = room.request.room
         made.append(Token(room=number, index=len(room.ids) - 1, id=room.ids[-1]))
@@ -273,11 +284,19 @@ class ReferenceDecode:
 
     def _digests(self, room: _Room) -> NDArray[np.uint8]:
         """Of what is kept of the room: by head, then of the index."""
-        assert self._cache is not None
-        heads = self._cache.digests(room.index.view(-1)[: room.position])
+        heads = room.landed.digests(room.index.view(-1)[: room.position])
         if self._index is None or room.indexed is None:
             return heads
         return np.concatenate((heads, self._index.digest(room.indexed[:, : room.position])[np.newaxis]))
+
+
+def _flat(memory: memoryview | CardMemory, byte_count: int, device: torch.device) -> Tensor:
+    """Raises ValueError for memory that is not the device's."""
+    if isinstance(memory, CardMemory) != (device.type == "cuda"):
+        raise ValueError(f"hbm: {type(memory).__name__}, the engine computes on {device}")
+    if isinstance(memory, CardMemory):
+        return reached(memory.address, byte_count, device)
+    return torch.frombuffer(memory, dtype=torch.float32, count=byte_count // 4)
 
 
 def _tiles(rooms: Sequence[_Room], at: int, positions: Tensor) -> Tiles:

@@ -37,6 +37,8 @@ def capacity_of(config: EngineConfig, hisparse: HiSparse, top: int) -> Capacity:
         raise ConfigError(f"hot_tokens = {places}: a step reads top_k {top} tokens of a request")
     if places + 1 > hisparse.device_slots:
         raise ConfigError(f"device_slots = {hisparse.device_slots}: below hot_tokens {places} and one for the newest")
+    if hisparse.dense_slots < 1:
+        raise ConfigError(f"dense_slots = {hisparse.dense_slots}: at least 1")
     if config.group.ranks.tp_size > 1:
         raise ConfigError(f"enable_hisparse: tp_size = {config.group.ranks.tp_size}: one rank serves it, alone")
     return Capacity(
@@ -61,15 +63,19 @@ class _Step:
 class Hot:
     """A residency.Residency for rooms that were offered to it, as long as they are `placed`."""
 
-    def __init__(self, config: EngineConfig, hisparse: HiSparse, capacity: Capacity, model: Model, arena: Pool) -> None:
+    def __init__(
+        self, config: EngineConfig, hisparse: HiSparse, capacity: Capacity, model: Model, host: Pool, arena: Cache
+    ) -> None:
+        """`host` and `arena` are the same memory and layout, where the requests' KV lands."""
+        self.arena = arena
         sizes = model.architecture
         layout = _device_layout(model, slots=hisparse.device_slots + 1)
         self._flat = torch.zeros(layout.end // 4, dtype=torch.float32, device=model.device)
         self._cache = Cache(self._flat, layout, sizes, model.shard.kv_heads)
         self._share, self._device = sizes.index_share, model.device
         self._pool = HotPool(
-            arena,
-            Pool(layout=layout, address=self._flat.data_ptr(), card=arena.card),
+            host,
+            Pool(layout=layout, address=self._flat.data_ptr(), card=host.card),
             groups=[
                 range(first, min(first + self._share, sizes.layers)) for first in range(0, sizes.layers, self._share)
             ],

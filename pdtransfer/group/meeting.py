@@ -14,9 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..config import DecodeConfig, PrefillConfig, arguments, child_environment
+from ..config import DecodeConfig, PrefillConfig, child_environment
 from ..engine.base import EngineCard
 from ..errors import ConfigError, WorldError
+from ..flags import arguments
 from ..ranks import group_address, key_of, label, ranks_of
 from ..signals import end_with_parent
 from ..wire import Ranks

@@ -18,7 +18,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pdtransfer.config import DecodeConfig, PrefillConfig, arguments
+from pdtransfer.config import DecodeConfig, PrefillConfig
+from pdtransfer.flags import arguments
 from pdtransfer.keys import generate
 from tests.integration.fleets import REPO, decode_config, equal, fleet, generated, prefill_config, prompts
 

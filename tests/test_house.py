@@ -242,8 +242,9 @@ def test_composed_nodes_start_daemons_with_the_keys_and_names_that_fleet_keys_gi
         name, _, endpoint = node.partition("=")
         role = name.partition("-")[0]
         assert f"{publics[name]}@{endpoint}" in getattr(router, role)
-        [worker, _] = seen[name]
-        assert endpoint == f"tcp://{worker.advertise}:{Address.parse(worker.bind).port_first}"
+        for worker in seen[name]:
+            assert endpoint == f"tcp://{name}:{Address.parse(worker.bind).port_first}"
+            assert re.search(rf"aliases: \[{re.escape(worker.advertise)}\]", text), worker.advertise
 
 
 def test_security_names_tests_that_there_are() -> None:

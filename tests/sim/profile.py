@@ -240,6 +240,12 @@ def _sparse(base: Profile, rng: random.Random) -> Profile:
         arena_tokens=rng.choice([256, 1024]), span=rng.choice([0.1, 0.5]), write=rng.choice([0.0001, 0.01]),
         rooms=rng.randint(10, 25), families=rng.choice([0, 0, 3]), abort=rng.choice([0.0, 0.3]),
     )  # fmt: skip
+    if rng.random() < 0.3:
+        return replace(
+            sparse, decodes=rng.randint(1, 2), routers=rng.randint(1, 2), router_kills=rng.choice([0, 0, 1]),
+            families=0, kills=rng.choice([0, 0, 1]), loss=rng.choice([0.0, 0.02]), engine_fails=rng.choice([0.0, 0.1]),
+            rooms=rng.randint(20, 40), arena_tokens=1024,
+        )  # fmt: skip
     if rng.random() < 0.5:
         return sparse
     return replace(

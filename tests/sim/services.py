@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pdtransfer.effects import Send
@@ -175,8 +176,14 @@ class DecodeDesk(Desk):
         self._begins: dict[int, Begin] = {}
         self._landing: dict[int, int] = {}  # rooms that do not generate yet, and on how many ranks they are READY
         self._stopped: dict[int, Cause] = {}
+        self._sparse: set[int] = set()  # rooms for the HiSparse device, if there is one
 
     def begin(self, begin: Begin) -> None:
+        if (engine := self.node.engine) is not None:
+            if len(self._sparse) - len(engine.seats) >= self.world.profile.sparse_queue_max:
+                self.end(begin.room, Cause.FULL.value, "the device", max(100, engine.scheduler.retry_ms))
+                return
+            self._sparse.add(begin.room)
         self._begins[begin.room], self._landing[begin.room] = begin, 0
         self._expect(self.node, begin)
 
@@ -193,6 +200,10 @@ class DecodeDesk(Desk):
     def stop(self, room: int, cause: Cause) -> None:
         if room in self._landing:
             self._fail(room, cause)
+        elif self.node.engine is not None:
+            self.node.engine.drop(room)
+            self._sparse.discard(room)
+            self.end(room, cause.value)
         else:  # the engine drops it at its next step
             self._stopped[room] = cause
 
@@ -210,6 +221,11 @@ class DecodeDesk(Desk):
         fails = rng.random() < self.world.profile.engine_fails
         first = answer(self._begins[room])
         last = rng.randrange(len(first) + 1) if fails else len(first)
+        if self.node.engine is not None:
+            end = "engine" if fails else "length"
+            tell = partial(self._stepped, room, first, last, end)
+            self.node.engine.take(self.node.rooms[room], grows=last, tell=tell)
+            return
         pace = rng.choice([0.01, 0.01, 0.01, 0.01, 0.3])
         self.node.later(rng.expovariate(200.0), lambda: self._step(room, first, 0, last, pace, fails=fails))
 
@@ -227,6 +243,14 @@ class DecodeDesk(Desk):
         else:
             self.node.later(rng.expovariate(1 / pace), lambda: self._step(room, ids, upto, last, pace, fails=fails))
 
+    def _stepped(self, room: int, ids: list[int], last: int, end: str, grown: int) -> None:
+        """A step on the HiSparse device: as many tokens were made so far."""
+        if grown:
+            self.run(self.service.tokens(room, ids[grown - 1 : grown], self.node.clock))
+        if grown == last:
+            self._sparse.discard(room)
+            self.end(room, end)
+
     def _close(self, room: int, reason: str) -> None:
         self.group.tell(lambda rank: rank.rooms[room].release())
         self.end(room, reason)
@@ -238,12 +262,15 @@ class DecodeDesk(Desk):
     def _fail(self, room: int, cause: Cause, detail: str = "", retry_ms: int = 0) -> None:
         """Before it generates, for the first reason that there is."""
         if self._landing.pop(room, None) is not None:
+            self._sparse.discard(room)
             self.end(room, cause.value, detail, retry_ms)
             self.group.tell(lambda rank: self._give_up(rank, room, cause))
 
     def _give_up(self, rank: DecodeNode, room: int, cause: Cause) -> None:
         target = rank.rooms.get(room)  # else it was never started there
         if target is not None and target.ready:
+            if rank.engine is not None:
+                rank.engine.failed(target)
             target.release()
         elif target is not None:
             target.abort(cause)

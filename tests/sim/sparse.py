@@ -59,13 +59,16 @@ class SparseEngine:
     def __init__(self, node: DecodeNode) -> None:
         self.node, self.world = node, node.world
         p, rng = self.world.profile, self.world.rng
-        hot = rng.choice([4, 8, 16])
+        hot, top_k = rng.choice([4, 8, 16]), rng.choice([2, 4, 4, 6])
         self.capacity = Capacity(
             rows=rng.randint(1, 4), logical_tokens=rng.choice([80, 200, 10_000]),
-            device_slots=hot + rng.choice([1, 9, 40]), hot=hot, top_k=rng.choice([2, 4, 4, 6]),
+            device_slots=hot + rng.choice([1, 9, 40]), hot=hot,
+            top_k=min(top_k, hot) if p.routers else top_k,  # a daemon refuses what can never run before it begins
         )  # fmt: skip
+        # A daemon keeps the bound itself; by what it knows of the step before it may let in some more.
+        most = p.sparse_queue_max + (self.capacity.rows if p.routers else 0)
         self.limits = replace(
-            node.limits, hisparse_queue_max=p.sparse_queue_max, hisparse_wait_steps=rng.randint(1, 4),
+            node.limits, hisparse_queue_max=most, hisparse_wait_steps=rng.randint(1, 4),
             hisparse_quantum_steps=rng.randint(1, 6),
         )  # fmt: skip
         self.scheduler = Scheduler(Coordinator(self.capacity), self.limits, policy=rng.choice(POLICIES))
@@ -77,6 +80,7 @@ class SparseEngine:
         self.reserved: set[int] = set()
         self.seats: dict[int, Seat] = {}
         self.grows: dict[int, int] = {}  # tokens that a request makes
+        self.tell: dict[int, Callable[[int], None]] = {}  # who hears how many it has made
         self.line: dict[int, tuple[int, int]] = {}  # since which step it waits for a row, behind how many
         self.ending: set[int] = set()
         self.queued: Counter[int] = Counter()  # accesses to what a request has
@@ -111,15 +115,17 @@ class SparseEngine:
             del self.targets[room]
             self._arm()
 
-    def take(self, target: Target) -> None:
-        """It has landed."""
+    def take(
+        self, target: Target, *, grows: int | None = None, tell: Callable[[int], None] = lambda grown: None
+    ) -> None:
+        """It has landed. Behind a router it makes `grows` tokens, unless it is dropped."""
         world, room = self.world, target.room
         waiting = len(self.targets) - len(self.seats) - len(self.ending)
         known = room.id in self.reserved
         try:
             self.scheduler.offer(room.id, target.slots["kv"], tokens=room.tokens, growth=room.growth)
         except CapacityError as error:
-            if known or (error.retry_ms is None) == self._fits(target):
+            if known or world.profile.routers or (error.retry_ms is None) == self._fits(target):
                 world.fail(f"room {room.id} is refused: {error}")
             world.seen["sparse rooms refused"] += 1
             target.release()
@@ -128,13 +134,19 @@ class SparseEngine:
             world.fail(f"room {room.id} is taken, though there is no place for it: {waiting} wait")
         self.reserved.discard(room.id)
         self.targets[room.id], target.grown = target, 0
-        self.grows[room.id] = world.rng.randint(0, room.growth)
+        self.grows[room.id] = world.rng.randint(0, room.growth) if grows is None else grows
+        self.tell[room.id] = tell
         self._join()
         if not self.grows[room.id]:
             self._end(room.id)
-        elif world.rng.random() < world.profile.abort:
-            self.node.later(world.rng.expovariate(20.0), lambda: self._end(room.id, drop=True))
+            tell(0)
+        elif grows is None and world.rng.random() < world.profile.abort:
+            self.node.later(world.rng.expovariate(20.0), lambda: self.drop(room.id))
         self._arm()
+
+    def drop(self, room: int) -> None:
+        """It is given up, wherever it is."""
+        self._end(room, drop=True)
 
     def _fits(self, target: Target) -> bool:
         total, here = target.room.tokens + target.room.growth, self.capacity
@@ -246,6 +258,7 @@ class SparseEngine:
         for seat in seats:
             if seat.target.grown == self.grows[seat.target.room.id]:
                 self._end(seat.target.room.id)
+            self.tell[seat.target.room.id](seat.target.grown)
 
     # What happens on the device, late.
 

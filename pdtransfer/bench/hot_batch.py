@@ -13,12 +13,13 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from ..hisparse.coordinator import Capacity, Coordinator
 from ..hisparse.hot import HotPool
 from ..kernels.card import Card
 from ..kernels.pools import Pool
-from ..layout import Layout
+from ..layout import Layout, Plane
 from ..layouts import HOST_LAYOUTS, host_layout
 from ..memory import Arena
 from .report import Figures
@@ -67,16 +68,19 @@ class Batch:
     def __init__(self, size: Size, here: Card | None, held: ExitStack) -> None:
         import torch
 
-        self.size, self._card, self._torch = size, here, torch
+        self.size, self._card = size, here
         self._where = torch.device("cpu") if here is None else torch.device("cuda", 0)
         if here is None:
             torch.set_num_threads(1)  # several wait for one another where others are busy
+        self._torch = torch
         self._dtype = torch.float32 if here is None else torch.bfloat16
         self._width = ROW_BYTES // self._dtype.itemsize
         slots = size.requests * size.tokens
         layout = _layout(size.layout, size.layers, slots)
-        arena, self._arena_figures = _arena(layout.end, here, held)
-        host = Pool(layout=layout, address=arena, card=None if here is None else 0, host=here is not None)
+        self._arena = Arena.create(layout.end, huge_pages="never")
+        held.callback(self._arena.close)
+        address, self._arena_figures = _backed(self._arena, here)
+        host = Pool(layout=layout, address=address, card=None if here is None else 0, host=here is not None)
         self._buffer_layout = _layout("layer_first", size.layers, size.requests * (size.hot + 1))
         self._buffer = torch.zeros(self._buffer_layout.end, dtype=torch.uint8, device=self._where)
         self.pool = HotPool(
@@ -150,11 +154,20 @@ class Batch:
         }  # fmt: skip
 
     def fill(self) -> None:
-        """A first step, of which everything is missing."""
-        self._swap()
-        before = self.pool.counters().misses
-        assert before == self.size.requests * self.size.top * len(self.size.groups), before
-        self._wait()
+        """A first step, of which everything is missing, and whose rows are all looked at: each begins and ends with its
+        layer and its slot."""
+        size, slots = self.size, self.size.requests * self.size.tokens
+        for layer, plane in enumerate(self.pool.host.layout.planes):
+            _mark(self._arena, plane, slots, layer)
+        wanted = self._rows[:, None] * size.tokens + self._positions
+        for group, layers in enumerate(size.groups):
+            found = self.pool.swap_in(group, self._positions, self._lengths, self._rows).long()
+            for layer in layers:
+                words = self._plane(layer).view(self._torch.int64)[found.view(-1)].view(*found.shape, -1)
+                assert bool((words[:, :, 0] == wanted + layer * slots).all()), layer
+                assert bool((words[:, :, -1] == ~(wanted + layer * slots)).all()), layer
+        misses = self.pool.counters().misses
+        assert misses == size.requests * size.top * len(size.groups), misses
 
     def resident_seconds(self) -> float:
         """Of every layer's attention over as many picked rows, of one layer that has all of them."""
@@ -173,12 +186,12 @@ class Batch:
         turns = (self._drawn.shape[1] - common) // misses
 
         def ask() -> None:
-            """Others in the last columns, in turn through all that are not the same each time."""
+            """The same ones, and some in turn of all others; they ascend, as an indexer's picks do."""
             first = common + self._turn % turns * misses
-            self._positions[:, common:].copy_(self._drawn[:, first : first + misses])
+            picked = self._torch.cat((self._drawn[:, :common], self._drawn[:, first : first + misses]), 1)
+            self._positions.copy_(picked.sort(1).values)
             self._turn += 1
 
-        self._positions.copy_(self._drawn[:, : size.top])
         for _ in range(3):  # until nothing is held but what this rate's steps have asked for
             ask()
             self._swap()
@@ -315,10 +328,16 @@ def _layout(name: str, layers: int, slots: int) -> Layout:
     )
 
 
-def _arena(byte_count: int, here: Card | None, held: ExitStack) -> tuple[int, Figures]:
-    """Host memory, backed by several threads, and where the device sees it; what that took."""
-    arena = Arena.create(byte_count, huge_pages="never")
-    held.callback(arena.close)
+def _mark(arena: Arena, plane: Plane, slots: int, layer: int) -> None:
+    numbers = np.arange(layer * slots, (layer + 1) * slots)
+    bytes_ = arena.mapping.array[plane.base :]
+    for at, values in ((0, numbers), (ROW_BYTES - 8, ~numbers)):
+        words: Any = as_strided(bytes_[at : at + 8].view(np.int64), (slots,), (plane.page_stride,))
+        words[:] = values
+
+
+def _backed(arena: Arena, here: Card | None) -> tuple[int, Figures]:
+    """Has several threads back it with memory; where the device sees it, and what that took."""
     start = time.perf_counter()
     threads = min(16, len(os.sched_getaffinity(0)))
     part = -(-arena.byte_count // threads // _PREFAULT_BYTES) * _PREFAULT_BYTES

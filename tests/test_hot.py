@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LocalProtocolError
+from pdtransfer.hisparse.hot import HotPool
+from pdtransfer.kernels.pools import Pool
 
 from .hot_world import World
 from .layout_tensors import mha, mla
@@ -52,6 +54,17 @@ def test_a_request_that_starts_within_the_buffer_grows_beyond_it() -> None:
     counters = here.pool.counters()
     assert counters.preloaded_bytes == 3 * here.host.tensors.layout.row_bytes
     assert min(counters.hits, counters.misses) > 0
+
+
+def test_what_a_grown_request_has_in_its_places_is_not_brought_again() -> None:
+    here = world()
+    here.start(0, 8, 4)
+    given = here.there([8]), here.there([0])
+    here.grow([0], (given[1], given[0]), None)
+    slots = here.pool.swap_in(0, here.there([[0, 1, 2, 5, 7, 6]]), here.there([9]), given[1])
+    here.device.check(slots[0], np.array(here.tokens[0])[[0, 1, 2, 5, 7, 6]], range(2))
+    counters = here.pool.counters()
+    assert (counters.hits, counters.misses) == (6, 0)
 
 
 @PROPERTY
@@ -223,6 +236,11 @@ def test_sizes_that_do_not_fit_together_are_refused() -> None:
         world(tokens_max=0)
     with pytest.raises(LocalProtocolError, match="spare: 4000 is outside"):
         world(spare=4_000)
+    here = world()
+    pool = here.host.pool
+    far = Pool(layout=pool.layout, address=pool.address, card=0, host=True)
+    with pytest.raises(LocalProtocolError, match="the device's is of card None, the host's of card 0"):
+        HotPool(far, here.device.pool, groups=here.groups, rows=1, hot=4, top=2, tokens_max=8)
     model = mla(layers=range(3), head_bytes=656)
     for groups in ((range(2),), (range(2), range(1, 3)), (range(2), range(2, 4))):
         with pytest.raises(LocalProtocolError, match=r"are not the layers 0\.\.2, each once"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,11 @@ def child_environment() -> dict[str, str]:
     """The environment for processes that we start and configure by flags alone: ours, less every PDTRANSFER_*
     but the place of the cache."""
     return {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == PREFIX + "CACHE"}
+
+
+def enter_environment(variables: Mapping[str, str]) -> None:
+    """Makes them this process's: for a child that is a library's own, before it is imported."""
+    os.environ.update(variables)
 
 
 def _help(text: str) -> Parameter:

@@ -14,6 +14,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..config import enter_environment
 from ..errors import WorldError
 from ..process import prepare
 from ..transports.mooncake import environment
@@ -72,7 +73,7 @@ def _process(run: Callable[[Connection], None]) -> Generator[Connection, None, N
 
 
 def _engine() -> Any:
-    os.environ.update(environment(Network()))
+    enter_environment(environment(Network()))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it logs what is no news
     engine: Any = import_module("mooncake.engine").TransferEngine()
     if engine.initialize(_HOST, "P2PHANDSHAKE", "tcp", ""):

@@ -44,6 +44,7 @@ class Finish:
     prefill: End | None
     decode_node: str
     prefill_node: str
+    enable_hisparse: bool = False  # how it was decoded
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,9 @@ _PATH = re.compile(r"^(.*) - at `\$\.?([^`\[]*)[^`]*`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(\w+)`$")
 
 
-def parse(body: bytes, *, seed: int) -> Completion:
-    """The completion that a body asks for; `seed` is used where it names none. BadRequestError names the field."""
+def parse(body: bytes, *, seed: int, enable_hisparse: bool = False) -> Completion:
+    """The completion that a body asks for; `seed` and `enable_hisparse` are used where it names none. BadRequestError
+    names the field."""
     try:
         asked = _BODY.decode(body)
     except msgspec.ValidationError as error:
@@ -112,10 +113,10 @@ def parse(body: bytes, *, seed: int) -> Completion:
         value: object = getattr(asked, name)
         if value not in values:
             raise BadRequestError(name, f"{str(value)[:64]!r} is not supported")
-    return _completion(asked, seed)
+    return _completion(asked, seed, enable_hisparse=enable_hisparse)
 
 
-def _completion(asked: Body, seed: int) -> Completion:
+def _completion(asked: Body, seed: int, *, enable_hisparse: bool) -> Completion:
     if isinstance(asked.prompt, str):
         prompt, unit = np.frombuffer(asked.prompt.encode(), np.uint8).astype("<u4").tobytes(), "bytes"
     else:
@@ -139,7 +140,7 @@ def _completion(asked: Body, seed: int) -> Completion:
         prompt=prompt,
         sampling=sampling,
         model=asked.model or None,
-        enable_hisparse=bool(asked.enable_hisparse),
+        enable_hisparse=enable_hisparse if asked.enable_hisparse is None else asked.enable_hisparse,
         salt=salt,
     )
     return Completion(request, count, bool(asked.stream))
@@ -215,6 +216,7 @@ def extension(finish: Finish) -> dict[str, object]:
         "kv_digest": decode.kv_digest.hex(),
         "prefill": finish.prefill_node,
         "decode": finish.decode_node,
+        "enable_hisparse": finish.enable_hisparse,
     }
 
 

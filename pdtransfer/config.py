@@ -313,6 +313,7 @@ class RouterConfig(NodeConfig):
     listen: Annotated[str, _help("Where /v1/completions, /health, /live and /metrics are served.")] = "127.0.0.1:8000"
     prefill: Annotated[tuple[str, ...], _help("A prefill daemon, [KEY@]tcp://host:port; may be repeated.")] = ()
     decode: Annotated[tuple[str, ...], _help("A decode daemon, [KEY@]tcp://host:port; may be repeated.")] = ()
+    enable_hisparse: Annotated[bool, _help("Have requests that do not say keep their KV in host memory.")] = False
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import Cause
 from .states import Word
@@ -19,6 +19,11 @@ class Request:
     model: str | None = None
     enable_hisparse: bool = False
     salt: bytes = b""
+
+
+def dense(request: Request) -> Request:
+    """The same without HiSparse."""
+    return replace(request, enable_hisparse=False)
 
 
 class Leg(Word):

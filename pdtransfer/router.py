@@ -183,7 +183,9 @@ class Router:
         try:
             async with asyncio.timeout(BODY_S):
                 body = await self._body(http)
-            asked = self._of_one_model(parse(body, seed=secrets.randbits(63)))
+            asked = self._of_one_model(
+                parse(body, seed=secrets.randbits(63), enable_hisparse=self._config.enable_hisparse)
+            )
         except TimeoutError:
             return self._refuse(_error(408, "the body did not come in time"))
         except BadRequestError as bad:

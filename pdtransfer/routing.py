@@ -15,7 +15,7 @@ from .effects import Send
 from .ends import SUCCESSES, cause_of
 from .errors import Cause, RemoteProtocolError
 from .limits import TEXT_LENGTH_MAX, Limits
-from .routed import LEG, ROUTER_ROOM, Leg, LegEvent, Request, RoomLeg, RoutedRoom, RouterEvent, RouterRoom
+from .routed import LEG, ROUTER_ROOM, Leg, LegEvent, Request, RoomLeg, RoutedRoom, RouterEvent, RouterRoom, dense
 from .states import step
 from .timers import Timers
 from .wire import Begin, Begun, Cancel, End, Ended, Identity, Message, Reject, Tokens, TokensAcked, unpack_ids
@@ -72,7 +72,7 @@ class Routing:
         if len(self._rooms) >= self._limits.rooms_max:
             text = f"rooms: {len(self._rooms)} of rooms_max {self._limits.rooms_max}"
             return Refusal(Cause.FULL, text, 429, self._limits.resend_ms_max)
-        pair = self._choose(request, (), now)
+        request, pair = self._choose(request, (), now)
         if isinstance(pair, NoPair):
             if pair.retry_ms is None:
                 return Refusal(Cause.PEER_LOST, pair.detail, 503, self._limits.resend_ms_max)
@@ -251,7 +251,9 @@ class Routing:
             room.state = step(ROUTER_ROOM, room.state, RouterEvent.FINISH)
             del self._requests[room.label]
             nodes = room.decode.node, room.prefill.node
-            self._effects.append(Finish(room.label, room.id, room.decode.end, room.prefill.end, *nodes))
+            self._effects.append(
+                Finish(room.label, room.id, room.decode.end, room.prefill.end, *nodes, room.request.enable_hisparse)
+            )
         del self._rooms[room.id]
         self._timers.clear(("deadline", room.id))
 
@@ -262,32 +264,48 @@ class Routing:
         if cause is Cause.FULL:
             for worker in blamed:
                 worker.full_until = max(worker.full_until, now + retry_ms / 1e3)
-        pair = self._second(room, blamed, cause, now)
+        second = self._second(room, blamed, cause, now)
         room.state, room.cause = step(ROUTER_ROOM, room.state, RouterEvent.FAIL), cause
         self._timers.set(("deadline", room.id), now + self._limits.room_deadline_ms / 1e3)
         for leg in room.legs:
             if leg.state is not Leg.ENDED:
                 leg.state, leg.repeat_ms = step(LEG, leg.state, LegEvent.CANCEL), 0
                 self._repeat(room, leg, now)
-        if pair is not None:
+        if second is not None:
             self.retries += 1
-            self._open(room.request, pair, room.label, room.deadline, now)
+            self._open(*second, room.label, room.deadline, now)
         else:
             del self._requests[room.label]
             self._effects.append(Fail(room.label, cause, detail, STATUSES[cause], retry_ms))
 
-    def _second(self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, now: float) -> Pair | None:
-        """Where a failed room is tried again, once; not by a pair that refused it, nor by who is full."""
+    def _second(
+        self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, now: float
+    ) -> tuple[Request, Pair] | None:
+        """Where a failed room is tried again, once; not by a pair that refused it, nor by who is full. Of HiSparse that
+        was refused by whoever could, dense is another question."""
         if room.retried or room.received or cause in FINAL_CAUSES or self._draining:
             return None
-        pair = self._choose(room.request, blamed, now)
+        request, pair = self._choose(room.request, blamed, now)
         if isinstance(pair, NoPair):
             return None
         again = pair.prefill in blamed, pair.decode in blamed
-        vain = (cause is Cause.FULL and any(again)) or (cause is Cause.REFUSED and all(again))
-        return None if vain else pair
+        if cause is Cause.REFUSED and all(again):
+            if not request.enable_hisparse:
+                return None if room.request == request else (request, pair)
+            request = dense(request)
+            pair = self._pair(request, blamed, now)
+            return None if isinstance(pair, NoPair) else (request, pair)
+        return None if cause is Cause.FULL and any(again) else (request, pair)
 
-    def _choose(self, request: Request, avoid: tuple[Worker, ...], now: float) -> Pair | NoPair:
+    def _choose(self, request: Request, avoid: tuple[Worker, ...], now: float) -> tuple[Request, Pair | NoPair]:
+        """Where it goes, and what it is there: HiSparse that no worker can do is decoded densely."""
+        pair = self._pair(request, avoid, now)
+        if request.enable_hisparse and isinstance(pair, NoPair) and pair.retry_ms is None:
+            request = dense(request)
+            pair = self._pair(request, avoid, now)
+        return request, pair
+
+    def _pair(self, request: Request, avoid: tuple[Worker, ...], now: float) -> Pair | NoPair:
         prompt = Prompt(request.prompt, request.sampling.max_tokens, request.salt)
         return self.workers.choose(
             prompt, model=request.model, enable_hisparse=request.enable_hisparse, avoid=avoid, now=now

@@ -90,11 +90,11 @@ class Worker:
         nodes = (self.identity.node, *(member.node for member in self.identity.group[1:]))
         return tuple(split_key(endpoint)[0] or node for endpoint, node in zip(self.endpoints, nodes, strict=True))
 
-    @property
-    def slots_left(self) -> int:
-        """Free slots, as far as this router can know; below 0 its newest rooms will queue."""
+    def slots_left(self, *, enable_hisparse: bool) -> int:
+        """Free slots for requests of this kind, as far as this router knows; below 0 its newest rooms will queue."""
         assert self.load is not None
-        return self.load.slots_free - self.promised_slots
+        apart = enable_hisparse and self.load.sparse_slots_total > 0
+        return (self.load.sparse_slots_free if apart else self.load.slots_free) - self.promised_slots
 
     def full_ms(self, now: float, limits: Limits) -> float:
         """How long it will take no room, 0 if it takes one now. Rooms may wait for slots; only a full queue is full."""
@@ -224,9 +224,10 @@ class Workers:
                 continue
             able = [each for each in able if each.full_ms(now, self._limits) == 0]
             keys = self._keys(key, prompt)
-            scores = {each.peer: self._score(each, prompt.tokens, keys) for each in able}
+            left = {each.peer: each.slots_left(enable_hisparse=enable_hisparse) for each in able}
+            scores = {each.peer: self._score(each, left[each.peer], prompt.tokens, keys) for each in able}
             decode = min(able, key=lambda each: (each in bad, -scores[each.peer], len(each.rooms), each.peer))
-            if best is None or decode.slots_left > best.decode.slots_left:
+            if best is None or left[decode.peer] > best.decode.slots_left(enable_hisparse=enable_hisparse):
                 prefill = min(
                     (each for each in prefills[key] if each.full_ms(now, self._limits) == 0),
                     key=lambda each: (each in bad, each.prompt_tokens, self._queued(each), len(each.rooms), each.peer),
@@ -262,11 +263,11 @@ class Workers:
         root, blocks_max = root_key(*model, prompt.salt), PREFIX_PLACED_BLOCKS_MAX
         return block_keys(root, prompt.ids, block_tokens=self._limits.prefix_block_tokens, blocks_max=blocks_max)
 
-    def _score(self, decode: Worker, tokens: int, keys: tuple[bytes, ...]) -> int:
+    def _score(self, decode: Worker, slots_left: int, tokens: int, keys: tuple[bytes, ...]) -> int:
         """Free slots, and what the prefix counts as."""
         prefix = decode.known.count(keys) * self._limits.prefix_block_tokens
-        fits = decode.slots_left >= tokens - prefix
-        return decode.slots_left + (self._limits.prefix_weight * prefix if fits else 0)
+        fits = slots_left >= tokens - prefix
+        return slots_left + (self._limits.prefix_weight * prefix if fits else 0)
 
     @staticmethod
     def _queued(worker: Worker) -> int:

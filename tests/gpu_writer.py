@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from pdtransfer.kernels import card as cards
+from pdtransfer.kernels.ipc import Handle, Opened
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.layout import Layout, Plane
@@ -57,6 +58,13 @@ def main() -> None:
         match line.strip():
             case "push":
                 threading.Thread(target=push_for_ever, args=(target, pools, here.stream()), daemon=True).start()
+            case "hbm":  # the first half of it, device to device
+                opened = Opened(Handle.unpack(reach.hbm_handle), on=here.ordinal)
+                half = flat(reach.hbm_bytes // 2)
+                ours = [Pool(layout=half, address=pool.address, card=here.ordinal) for pool in pools]
+                theirs = Pool(layout=half, address=opened.address, card=here.ordinal)
+                threading.Thread(target=push_for_ever, args=(theirs, ours, here.stream()), daemon=True).start()
+                print("opened", flush=True)
             case "half":  # the one that belongs to this card's number
                 half = layout.slots // 2
                 rows = range(here.ordinal * half, here.ordinal * half + half)

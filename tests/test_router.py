@@ -193,6 +193,7 @@ def test_a_completion_comes_whole_with_its_usage_and_how_it_fared() -> None:
                 "kv_digest": "03",
                 "prefill": "p0",
                 "decode": "d0",
+                "enable_hisparse": False,
             }
             begin = it.decode[0].begun[0]
             assert (begin.sampling.temperature, begin.sampling.seed, begin.sampling.top_p) == (0.0, 5, 1.0)

@@ -291,11 +291,50 @@ def test_a_pair_has_one_model_and_equal_weights() -> None:
 
 def test_hisparse_goes_to_a_decode_that_can_do_it() -> None:
     bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=10)})
-    assert bench.submit(enable_hisparse=True).status == 503
     bench.hear(D2, replace_load(slots_free=10, enable_hisparse=True))
     bench.submit(enable_hisparse=True)
     assert bench.sent(Begin, D2)[0].enable_hisparse
+    assert bench.sent(Begin, P)[0].enable_hisparse
     assert not bench.sent(Begin, D)
+    bench.submit()
+    (begin,) = bench.sent(Begin, D)
+    assert not begin.enable_hisparse
+
+
+def test_hisparse_that_nobody_can_do_is_decoded_densely() -> None:
+    bench = Bench(decode=(D, D2), loads={D2: replace_load(slots_free=10)})
+    assert isinstance(bench.submit(enable_hisparse=True), Accepted)
+    (begin,) = bench.sent(Begin, D)
+    assert not begin.enable_hisparse
+    assert [each.enable_hisparse for each in bench.sent(Begin, P)] == [False], "both legs are of one kind"
+
+
+def test_hisparse_waits_for_those_that_can_do_it_while_they_are_full() -> None:
+    bench = Bench(decode=(D, D2))
+    bench.hear(D2, replace_load(enable_hisparse=True, rooms_queued=bench.routing._limits.queue_max))
+    assert bench.submit(enable_hisparse=True).status == 429
+    assert isinstance(bench.submit(), Accepted)
+
+
+def test_hisparse_that_is_refused_by_the_only_one_that_could_is_tried_densely() -> None:
+    bench = Bench(decode=(D, D2))
+    bench.hear(D2, replace_load(enable_hisparse=True))
+    bench.submit(enable_hisparse=True)
+    (begin,) = bench.sent(Begin, D2)
+    bench.hear(D2, End(begin.room, "refused", "enable_hisparse: this node is without it", 0))
+    again = bench.sent(Begin, D) or bench.sent(Begin, D2)[1:]
+    assert [each.enable_hisparse for each in again[:1]] == [False]
+
+
+def test_a_worker_is_chosen_by_what_is_left_for_the_requests_kind() -> None:
+    loads = {
+        D: replace_load(slots_free=100, enable_hisparse=True, sparse_slots_free=1_000, sparse_slots_total=2_000),
+        D2: replace_load(slots_free=500, enable_hisparse=True, sparse_slots_free=200, sparse_slots_total=2_000),
+    }
+    for sparse, chosen in ((True, D), (False, D2)):
+        bench = Bench(decode=(D, D2), loads=loads)
+        bench.submit(enable_hisparse=sparse)
+        assert [peer for peer in (D, D2) if bench.sent(Begin, peer)] == [chosen]
 
 
 # One room

@@ -247,11 +247,11 @@ def test_ids_are_as_good_as_text(narrow: Running) -> None:
     narrow(case)
 
 
-def test_a_request_for_hisparse_is_503_where_no_decode_can_do_it(narrow: Running) -> None:
+def test_a_request_for_hisparse_is_decoded_densely_where_no_decode_can_do_it_and_says_so(narrow: Running) -> None:
     async def case(site: Site) -> None:
         answer = await site.complete("x", enable_hisparse=True)
-        assert answer.status == 503
-        assert "HiSparse" in answer.error["message"]
+        assert answer.status == 200
+        assert answer.facts["enable_hisparse"] is False
 
     narrow(case)
 

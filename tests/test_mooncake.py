@@ -1,0 +1,469 @@
+"""Mooncake's engines in processes of their own: what becomes of writes, slots and processes when any of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import uvloop
+
+from pdtransfer.effects import Drained, Landed, Leased, Outcome, Ready, RoomFailed, Write
+from pdtransfer.errors import TransportError
+from pdtransfer.layout import Component
+from pdtransfer.memory import Arena, allocate
+from pdtransfer.node import DecodeNode, PrefillNode
+from pdtransfer.session.prefill import Cell
+from pdtransfer.transports import choice
+from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, arena, process, why_not, writer
+from pdtransfer.transports.network import Network
+from tests.client_pair import LIMITS, component, settings
+from tests.layout_tensors import CANARY, Pool, mla
+from tests.session_ends import identity
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+SESSION = 5
+LARGE, SMALL = 4_096, 16  # tokens: 64 MiB, and a quarter
+
+
+def latent(name: str, slots: int) -> Component:
+    return component(Pool(name=name, model=mla(layers=range(14)), page_size=1, slots=slots))
+
+
+@dataclass
+class Both:
+    """A writer and an arena full of canaries, in this process; their engines are in others."""
+
+    owner: MooncakeArena
+    writer: MooncakeWriter
+    memory: Arena
+    target: Component
+    lost: list[int]
+    ended: dict[int, tuple[Outcome, str]] = field(default_factory=dict[int, tuple[Outcome, str]])
+
+    async def map(self, session: int = SESSION) -> None:
+        await self.writer.map(session, await self.owner.offer(session), (self.target,))
+
+    def write(self, grant: int, first: int, end: int, session: int = SESSION) -> None:
+        slots = np.arange(first, end)
+        order = Write(
+            session=session, grant=grant, room=grant, write=grant, component=0, layers=(0, 14),
+            source_slots=slots, target_slots=slots,
+        )  # fmt: skip
+        self.writer.write(order, lambda _, outcome, text, __: self.ended.update({grant: (outcome, text)}))
+
+    def theirs(self, session: int = SESSION) -> int:
+        return self.owner._sessions[session].process.pid
+
+    def ours(self, session: int = SESSION) -> int:
+        process = self.writer._sessions[session].process
+        assert process is not None
+        return process.pid
+
+    def landed(self) -> int:
+        """Bytes that are no canaries."""
+        return int(np.count_nonzero(self.memory.mapping.array != CANARY))
+
+
+@asynccontextmanager
+async def both() -> AsyncIterator[Both]:
+    slots = LARGE + SMALL
+    source, target = latent("layer_first", slots), latent("page_first", slots)
+    pool, memory, lost = allocate(source.layout.end), Arena.create(target.layout.end, huge_pages="never"), list[int]()
+    pool.array[:], memory.mapping.array[:] = 7, CANARY
+    owner = MooncakeArena(memory, Network(), lost=lambda session, _: lost.append(session))
+    made = Both(owner, MooncakeWriter((source,), Network(), pool_address=pool.address), memory, target, lost)
+    try:
+        yield made
+    finally:
+        await made.writer.close()
+        await owner.close()
+        memory.close()
+        pool.close()
+
+
+def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    def run(**more: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(120):
+                await test(**more)
+
+        uvloop.run(bounded())
+
+    run.__name__, run.__signature__ = test.__name__, inspect.signature(test)  # pyright: ignore
+    return run
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
+        await asyncio.sleep(0.002)
+
+
+async def halfway(it: Both) -> None:
+    """The large write has begun to land."""
+    it.write(1, 0, LARGE)
+    await until(lambda: it.landed() > 0)
+
+
+@on_loop
+async def test_a_writers_engine_that_is_killed_leaves_its_writes_unknown_and_its_fence_drops_the_ring() -> None:
+    async with both() as it:
+        await it.map()
+        os.kill(it.ours(), signal.SIGSTOP)  # so that it cannot be through
+        it.write(1, 0, LARGE)
+        await until(lambda: it.writer._sessions[SESSION].batches)
+        os.kill(it.ours(), signal.SIGKILL)
+        await until(lambda: it.ended)
+        assert it.ended[1][0] is Outcome.UNKNOWN
+        it.write(2, LARGE, LARGE + SMALL)
+        await until(lambda: 2 in it.ended)
+        assert it.ended[2][0] is Outcome.FAILED, "nothing of it was sent"
+        assert await it.writer.fence(SESSION)
+        assert not it.writer._sessions
+        assert not it.writer._ending
+        assert not it.owner.quiet(SESSION), "only decode's own process is a proof for decode"
+
+
+@on_loop
+async def test_revoking_ends_decodes_engine_and_no_byte_changes_from_quiet_on() -> None:
+    async with both() as it:
+        await it.map()
+        await halfway(it)
+        it.owner.revoke(SESSION)
+        await until(lambda: it.owner.quiet(SESSION))
+        before = it.memory.mapping.array.copy()
+        await until(lambda: it.ended)
+        outcome, _ = it.ended[1]
+        assert outcome in (Outcome.UNKNOWN, Outcome.LANDED)
+        await it.writer.fence(SESSION)
+        assert np.array_equal(before, it.memory.mapping.array)
+        assert it.lost == [SESSION]
+        it.owner.forget(SESSION)
+
+
+@on_loop
+async def test_decodes_engine_that_is_killed_is_told_of_and_ends_its_writers_writes_as_unknown() -> None:
+    async with both() as it:
+        await it.map()
+        os.kill(it.theirs(), signal.SIGSTOP)
+        it.write(1, 0, LARGE)
+        await until(lambda: it.writer._sessions[SESSION].batches)
+        os.kill(it.theirs(), signal.SIGKILL)
+        await until(lambda: it.ended and it.lost)
+        assert it.ended[1][0] is Outcome.UNKNOWN
+        assert it.lost == [SESSION]
+        assert it.owner.quiet(SESSION)
+
+
+@on_loop
+async def test_a_frozen_engine_at_either_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_STALL_SECONDS", 2.0)
+    async with both() as it:
+        for session, end in ((1, it.ours), (2, it.theirs)):
+            await it.map(session)
+            os.kill(end(session), signal.SIGSTOP)
+            it.write(session, 0, LARGE, session)
+            await until(lambda session=session: session in it.ended)
+            assert it.ended[session][0] is Outcome.UNKNOWN
+            await it.writer.fence(session)
+            it.owner.revoke(session)
+            await until(lambda session=session: it.owner.quiet(session))
+
+
+@on_loop
+async def test_a_small_write_behind_a_large_one_ends_before_it() -> None:
+    async with both() as it:
+        await it.map()
+        it.write(1, 0, LARGE)
+        it.write(2, LARGE, LARGE + SMALL)
+        await until(lambda: len(it.ended) == 2)
+        assert list(it.ended) == [2, 1]
+        assert {outcome for outcome, _ in it.ended.values()} == {Outcome.LANDED}
+
+
+@on_loop
+async def test_a_cancelled_write_fails_when_nothing_of_it_is_in_flight_and_others_land() -> None:
+    async with both() as it:
+        await it.map()
+        os.kill(it.ours(), signal.SIGSTOP)
+        it.write(1, 0, LARGE)
+        await until(lambda: it.writer._sessions[SESSION].batches)
+        it.write(2, LARGE, LARGE + SMALL)
+        it.writer.cancel(SESSION, 1)
+        assert not it.ended
+        os.kill(it.ours(), signal.SIGCONT)
+        await until(lambda: len(it.ended) == 2)
+        assert it.ended[1] == (Outcome.FAILED, "cancelled")
+        assert it.ended[2][0] is Outcome.LANDED
+        assert not it.writer._sessions[SESSION].held
+        assert len(it.writer._sessions[SESSION].ring.free) == 16
+
+
+@on_loop
+async def test_one_sessions_end_says_nothing_of_anothers() -> None:
+    async with both() as it:
+        await it.map(1)
+        await it.map(2)
+        os.kill(it.theirs(1), signal.SIGKILL)
+        await until(lambda: it.lost)
+        it.write(1, 0, SMALL, 1)
+        it.write(2, 0, SMALL, 2)
+        await until(lambda: len(it.ended) == 2)
+        assert it.ended[1][0] is Outcome.UNKNOWN
+        assert it.ended[2][0] is Outcome.LANDED
+
+
+@on_loop
+async def test_no_two_engines_have_the_arena_at_overlapping_addresses() -> None:
+    async with both() as it:
+        it.owner._next_base = arena._BASE_END - arena._BASE_STEP
+        bases = list[int]()
+        for session in range(1, 4):
+            bases.append((await it.owner.offer(session)).base)
+            it.owner.revoke(session)
+        assert bases == [arena._BASE_END - arena._BASE_STEP, arena._BASE_FIRST, arena._BASE_FIRST + arena._BASE_STEP]
+
+
+@on_loop
+async def test_engines_are_bounded_and_a_refused_offer_says_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with both() as it:
+        monkeypatch.setattr(arena, "ENGINES_MAX", 1)
+        reach = await it.owner.offer(1)
+        with pytest.raises(TransportError, match="engines: 1 of 1"):
+            await it.owner.offer(2)
+        monkeypatch.setattr(writer, "ENGINES_MAX", 0)
+        with pytest.raises(TransportError, match="engines: 0 of 0"):
+            await it.writer.map(1, reach, (it.target,))
+
+
+@on_loop
+async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_within_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from msgspec.structs import replace
+
+    monkeypatch.setattr(process, "_READY_SECONDS", 3.0)
+    async with both() as it:
+        reach = await it.owner.offer(1)
+        host, _, port = reach.host.partition(":")
+        os.kill(it.theirs(1), signal.SIGSTOP)  # its port takes connections, and nobody ever answers
+        with pytest.raises(TransportError, match=reach.host):
+            await it.writer.map(1, reach, (it.target,))
+        os.kill(it.theirs(1), signal.SIGCONT)
+        for wrong in (
+            {"base": reach.base + (1 << 30)},
+            {"host": f"{host}:{int(port) + 5_000}"},
+            {"host": "/etc/passwd"},
+            {"transport": "shm"},
+        ):
+            with pytest.raises(TransportError):
+                await it.writer.map(2, replace(reach, **wrong), (it.target,))
+        assert not it.writer._sessions
+
+
+_ORPHAN = """
+import asyncio, os, sys
+from pdtransfer.memory import Arena
+from pdtransfer.transports.mooncake import MooncakeArena
+from pdtransfer.transports.network import Network
+async def main():
+    secret = os.open("/etc/hostname", os.O_RDONLY)
+    os.set_inheritable(secret, True)
+    arena = Arena.create(4096, huge_pages="never")
+    owner = MooncakeArena(arena, Network())
+    await owner.offer(1)
+    print(owner._sessions[1].process.pid, flush=True)
+    sys.stdin.read()
+asyncio.run(main())
+"""
+
+
+def test_an_engine_dies_with_its_parent_and_has_none_of_its_descriptors() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _ORPHAN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    pidfd = os.pidfd_open(pid)
+    held = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
+    assert "/etc/hostname" not in held
+    parent.kill()
+    parent.wait()
+    loop = asyncio.new_event_loop()
+    gone = loop.create_future()
+    loop.add_reader(pidfd, lambda: gone.done() or gone.set_result(None))
+    loop.run_until_complete(asyncio.wait_for(gone, 30))
+    loop.remove_reader(pidfd)
+    loop.close()
+    os.close(pidfd)
+
+
+# Nodes
+
+SOURCE = Pool(name="layer_first", model=mla(layers=range(2)), page_size=16, slots=128)
+TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=64)
+
+
+class Nodes:
+    """A prefill and a decode node on this very loop, whose KV goes over Mooncake, and what they tell."""
+
+    def __init__(self, memory: Arena) -> None:
+        SOURCE.fill(np.arange(SOURCE.slots))
+        self.told_p: list[Leased | Landed | RoomFailed | Drained] = []
+        self.told_d: list[Ready | RoomFailed] = []
+        self.prefill = PrefillNode(
+            settings("p", LIMITS), [component(SOURCE)], self.told_p.append,
+            pool_address=SOURCE.memory.ctypes.data, transport="mooncake",
+        )  # fmt: skip
+        self.decode = DecodeNode(
+            settings("d", LIMITS), [component(TARGET)], memory, self.told_d.append, transport="auto", verify=True,
+            prefix_cache=False,
+        )  # fmt: skip
+        self.memory, self.endpoint, self.rooms = memory, "", 0
+
+    def begin(self) -> int:
+        """A room of all slots but four."""
+        self.rooms += 1
+        self.decode.expect(self.rooms, tokens=60, sources=[self.endpoint], time_left_s=60)
+        self.prefill.open(self.rooms, tokens=60, time_left_s=60)
+        return self.rooms
+
+    def send(self, room: int) -> None:
+        self.prefill.push(room, Cell("kv", 0, (0, 2), np.arange(60)))
+        self.prefill.finish(room, aux=b"")
+
+    async def ended(self, room: int) -> Ready | RoomFailed:
+        """How it ended, and nothing reads its pages any more."""
+        await until(lambda: any(told.room == room for told in self.told_d))
+        (told,) = (told for told in self.told_d if told.room == room)
+        if isinstance(told, RoomFailed):
+            self.prefill.abort(room)
+        else:
+            self.decode.release(room)
+        await until(lambda: Drained(room) in self.told_p)
+        return told
+
+    async def lands(self) -> bool:
+        room = self.begin()
+        self.send(room)
+        return isinstance(await self.ended(room), Ready)
+
+    def engine(self, side: DecodeNode | PrefillNode) -> int:
+        over = side.transport._mooncake if side is self.decode else side.transport._made["mooncake"]
+        (session,) = over._sessions.values()
+        return session.process.pid
+
+
+@asynccontextmanager
+async def nodes() -> AsyncIterator[Nodes]:
+    memory = Arena.create(TARGET.layout.end, huge_pages="never")
+    memory.mapping.array[:] = CANARY
+    made = Nodes(memory)
+    made.endpoint = await made.prefill.bus.bind("tcp://127.0.0.1:0")
+    try:
+        yield made
+    finally:
+        await made.decode.close()
+        await made.prefill.close()
+        memory.close()
+
+
+@on_loop
+async def test_rooms_cross_and_are_verified_and_both_nodes_count_the_session() -> None:
+    async with nodes() as it:
+        assert await it.lands()
+        assert it.decode.core.settling.verifications.matched == 1
+        assert it.decode.transport.counts["mooncake"] == it.prefill.transport.counts["mooncake"] == 1
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@on_loop
+async def test_a_room_whose_engine_dies_or_freezes_fails_once_and_its_slots_come_back_for_the_next(
+    side: str, signal_number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_STALL_SECONDS", 2.0)
+    async with nodes() as it:
+        assert await it.lands()
+        room = it.begin()
+        await until(lambda: Leased(room) in it.told_p)
+        os.kill(it.engine(getattr(it, side)), signal_number)
+        it.send(room)
+        told = await it.ended(room)
+        assert isinstance(told, RoomFailed), "nothing of it can have crossed"
+        while not await it.lands():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # a room that is refused at once leaves the loop no time
+        assert [each.room for each in it.told_d] == list(range(1, it.rooms + 1)), "each ended once"
+        await until(lambda: it.decode.core.idle)
+        assert it.decode.core.arena.free[0].free_slots == 64
+
+
+@on_loop
+async def test_decodes_engine_that_dies_between_rooms_is_replaced_before_the_next_one() -> None:
+    async with nodes() as it:
+        assert await it.lands()
+        (before,) = it.decode.core.links.sessions
+        os.kill(it.engine(it.decode), signal.SIGKILL)
+        sessions = it.decode.core.links.sessions
+        await until(lambda: [(each.id != before, each.state.value) for each in sessions.values()] == [(True, "up")])
+        assert await it.lands()
+
+
+# The choice
+
+HERE = "boot net:[1] mnt:[2] 0"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "where", "chosen", "reason"),
+    [
+        (("shm", "mooncake"), ("shm", "mooncake"), HERE, "shm", "on this host"),
+        (("shm", "mooncake"), ("shm", "mooncake"), "other net:[1] mnt:[2] 0", "mooncake", "another kernel"),
+        (("shm", "mooncake"), ("shm", "mooncake"), "boot net:[9] mnt:[2] 0", "mooncake", "network namespace"),
+        (("shm", "mooncake"), ("shm", "mooncake"), "boot net:[1] mnt:[9] 0", "mooncake", "mount namespace"),
+        (("shm", "mooncake"), ("shm", "mooncake"), "boot net:[1] mnt:[2] 7", "mooncake", "another user"),
+        (("shm", "mooncake"), ("shm", "mooncake"), "", "shm", "on this host"),
+        (("shm", "mooncake"), ("shm",), "other net:[1] mnt:[2] 0", "shm", "mooncake is not taken by both"),
+        (("shm", "mooncake"), ("mooncake",), HERE, "mooncake", "shm is not taken by both"),
+        (("shm",), ("mooncake", "carrier pigeon"), HERE, None, "takes mooncake, carrier pigeon, this node shm"),
+    ],
+)
+def test_the_transport_is_chosen_by_where_the_peer_is_and_what_both_take(
+    ours: tuple[str, ...], theirs: tuple[str, ...], where: str, chosen: str | None, reason: str
+) -> None:
+    peer = identity("p", "prefill", 1, transports=theirs, place=where)
+    if chosen is None:
+        with pytest.raises(TransportError, match=reason):
+            choice.choose(ours, HERE, peer)
+        return
+    name, said = choice.choose(ours, HERE, peer)
+    assert name == chosen
+    assert reason in said
+
+
+def test_a_transport_that_cannot_be_had_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "why_not", lambda: "mooncake is not installed")
+    assert choice.taken("auto") == ("shm",)
+    with pytest.raises(TransportError, match="not installed"):
+        choice.taken("mooncake")
+    monkeypatch.setattr(choice, "why_not", lambda: "")
+    assert choice.taken("auto") == ("shm", "mooncake")
+    with pytest.raises(TransportError, match="card's memory"):
+        choice.taken("mooncake", card=True)
+
+
+def test_this_hosts_address_is_the_one_on_the_way_to_the_peer() -> None:
+    assert choice.own_address("tcp://127.0.0.1:7101") == "127.0.0.1"
+    with pytest.raises(TransportError, match="advertise"):
+        choice.own_address("tcp://[::1]:7101")

@@ -11,13 +11,13 @@ RUN libraries="libibverbs1 ibverbs-providers librdmacm1 libnuma1 libcurl4" \
     && python=$(command -v python3 >/dev/null || echo python3) \
     && if [ -n "$python" ] || ! dpkg -s $libraries >/dev/null 2>&1; then \
         apt-get update && apt-get install -y --no-install-recommends $python $libraries \
-        && rm -rf /var/lib/apt/lists/*; \
+        && apt-get clean && rm -rf /var/lib/apt/lists/*; \
     fi
 
 FROM runtime AS build
 # Which build of torch: cpu, auto, or one of CUDA's as uv names them.
 ARG TORCH=cpu
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_FIND_LINKS=/wheels
+ENV PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_FIND_LINKS=/wheels
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
         $(python3 -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv) \
@@ -34,23 +34,24 @@ RUN python3 -m venv /opt/pdtransfer \
     && ./python -c "import tomllib; project = tomllib.load(open('/wheels/pyproject.toml', 'rb')); \
         print(*project['project']['dependencies'], *project['project']['optional-dependencies']['mooncake'], sep='\n')" >/wheels/needed \
     && (./pip install --no-index -r /wheels/needed || ./pip install -r /wheels/needed) \
-    && (./pip install --no-index --target /builder hatchling || ./pip install --target /builder hatchling)
+    && (./pip install --no-index --target /builder hatchling || ./pip install --target /builder hatchling) \
+    # What only builds and tests of others need goes, and the rest is compiled, on every core.
+    && cd /opt/pdtransfer/lib/python3*/site-packages \
+    && rm -rf torch/include torch/test torch/share torch/bin/test_* torch/bin/*Test torch/bin/protoc* \
+        mooncake/transfer_engine_bench \
+    && find sympy networkx numpy -type d -name tests -prune -exec rm -rf {} + \
+    && (python3 -m compileall -q -j 0 . || true)
 WORKDIR /src
 COPY pyproject.toml README.md ./
 COPY kernels kernels
 COPY proto proto
 COPY pdtransfer pdtransfer
-RUN PYTHONPATH=/builder /opt/pdtransfer/bin/pip install --no-index --no-deps --no-build-isolation .
+RUN PYTHONPATH=/builder /opt/pdtransfer/bin/pip install --no-index --no-deps --no-build-isolation --compile . \
+    && /opt/pdtransfer/bin/pip uninstall --yes pip setuptools
 # The native copy is compiled here, for any CPU of this architecture, so that the image needs no compiler.
 RUN PDTRANSFER_CACHE=/var/cache/pdtransfer /opt/pdtransfer/bin/python -c \
     "import sys; from pdtransfer.kernels import load; native = load(); print(native.text); sys.exit(not native.used)"
 COPY deploy/healthy deploy/fleet-keys /opt/pdtransfer/bin/
-# What only builds and tests of others need.
-RUN /opt/pdtransfer/bin/pip uninstall --yes pip setuptools \
-    && cd /opt/pdtransfer/lib/python3*/site-packages \
-    && rm -rf torch/include torch/test torch/share torch/bin/test_* torch/bin/*Test torch/bin/protoc* \
-        mooncake/transfer_engine_bench \
-    && find sympy networkx numpy -type d -name tests -prune -exec rm -rf {} +
 
 FROM runtime
 RUN useradd --uid 10001 --create-home pdtransfer \

@@ -346,6 +346,21 @@ def test_who_listens_on_a_port_is_said_by_its_address(tmp_path: Path) -> None:
     assert network._listening(root) == {7101: ["127.0.0.1", "::"]}
 
 
+def test_ports_of_engines_are_counted_and_kept_from_the_kernels_own_choice(tmp_path: Path) -> None:
+    head = "  sl  local_address rem_address   st\n"
+    files = {
+        "proc__net__tcp": f"{head}   0: 00000000:5208 00000000:0000 0A\n",  # 21000
+        "proc__sys__net__ipv4__ip_local_port_range": "32768\t60999\n",
+    }
+    clear = network.engine_ports(put(tmp_path / "clear", **files))
+    assert (clear.state, "1 of them in use: room for 499 sessions" in clear.found) == ("ok", True)
+    files["proc__sys__net__ipv4__ip_local_port_range"] = "1024\t60999\n"
+    shared = network.engine_ports(put(tmp_path / "shared", **files))
+    assert (shared.state, shared.mend) == ("warn", "sysctl -w net.ipv4.ip_local_reserved_ports=21000-21999")
+    files["proc__sys__net__ipv4__ip_local_reserved_ports"] = "21000-21999\n"
+    assert network.engine_ports(put(tmp_path / "reserved", **files)).state == "ok"
+
+
 # Mooncake
 
 

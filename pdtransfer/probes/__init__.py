@@ -36,5 +36,6 @@ PROBES = (
     Probe("RDMA", network.rdma, "ibv_devinfo"),
     Probe("addresses", network.addresses, "ip address"),
     Probe("ports", network.ports, "ss -ltnp"),
+    Probe("engine ports", network.engine_ports, "sysctl net.ipv4.ip_local_port_range"),
     Probe("transport", network.transport, "pip install 'pdtransfer[mooncake]'"),
 )

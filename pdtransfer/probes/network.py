@@ -63,6 +63,21 @@ def ports(root: Path) -> Seen:
     return ok("those that daemons take by default are free")
 
 
+def engine_ports(root: Path) -> Seen:
+    """Mooncake's: two a session, and none that the kernel gives to connections of others."""
+    first, last = PrefillConfig().network.ports
+    taken = sum(first <= port <= last for port in _listening(root))
+    found = f"{first} to {last}, {taken} of them in use: room for {(last - first + 1 - taken) // 2} sessions"
+    given = read(within(root, "/proc/sys/net/ipv4/ip_local_port_range")).split()
+    reserved = read(within(root, "/proc/sys/net/ipv4/ip_local_reserved_ports"))
+    if len(given) == 2 and all(each.isdecimal() for each in given):
+        low, high = map(int, given)
+        if low <= last and first <= high and f"{first}-{last}" not in reserved:
+            text = f"{found}; the kernel gives {low} to {high} to connections, which may take one of them"
+            return warn(text, f"sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}")
+    return ok(f"{found}; whoever reaches them reaches arenas: deploy/firewall.nft")
+
+
 def _listening(root: Path) -> dict[int, list[str]]:
     """The addresses that somebody listens on, by port."""
     found: dict[int, list[str]] = {}

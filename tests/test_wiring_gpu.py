@@ -103,15 +103,18 @@ async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: Arena, tmp_pat
     await both.close()
 
 
+@pytest.mark.parametrize("options", [{"layers": "2"}, {"layers": "2", "top_k": "48", "index_share": "1"}])
 @pytest.mark.parametrize("attention", ["mla", "gqa"])
-def test_a_generation_on_a_card_has_the_same_bits_however_it_is_batched(attention: str) -> None:
+def test_a_generation_on_a_card_has_the_same_bits_however_it_is_batched(
+    attention: str, options: dict[str, str]
+) -> None:
     config = EngineConfig(
         role="decode",
         attention=attention,
         slots=4_096,
         page_size=64,
         device="cuda",
-        options={"layers": "2"},  # type: ignore[arg-type]
+        options=options,  # type: ignore[arg-type]
     )
     rng = np.random.default_rng(0)
     requests = [
@@ -121,6 +124,17 @@ def test_a_generation_on_a_card_has_the_same_bits_however_it_is_batched(attentio
     others = replace(config, chunk_tokens=96, batch_max=3, host_layout="page_first", page_size=16)
     assert generate_many(others, requests) == together
     assert [generate_many(config, [each])[0] for each in requests] == together
+
+
+@pytest.mark.parametrize("attention", ["mla", "gqa"])
+def test_a_demo_that_decodes_from_hot_tokens_is_identical_on_a_card(attention: str) -> None:
+    command = [sys.executable, "-m", "pdtransfer", "demo", "--hisparse", "--device", "cuda", "--json"]
+    command += ["--attention", attention, "--requests", "8", "--prompt-bytes-max", "2048", "--max-tokens", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert (report["identical"], report["slots_leaked"], report["staging_copies"]) == (8, 0, 0), report
+    assert report["hot_misses"] > 0
 
 
 @pytest.mark.parametrize("attention", ["mla", "gqa"])

@@ -7,7 +7,7 @@ import pytest
 
 from pdtransfer.engine.base import Broken, Finished, HiSparse
 from pdtransfer.engine.reference import create, generate_many
-from pdtransfer.errors import ConfigError
+from pdtransfer.errors import ConfigError, LocalProtocolError
 from pdtransfer.layouts import HOST_LAYOUTS
 from pdtransfer.limits import Limits
 from pdtransfer.wire import Ranks
@@ -48,8 +48,8 @@ def expected(attention):
 
 
 def decode_of(attention, hot, **more):
-    more.setdefault("slots", 2048)
-    return Decode.of(attention=attention, hisparse=hot, options=SPARSE, **more)
+    more = {"slots": 2048, "options": SPARSE} | more
+    return Decode.of(attention=attention, hisparse=hot, **more)
 
 
 @pytest.mark.parametrize(("host_layout", "page_size"), [*zip(HOST_LAYOUTS, (1, 1, 16, 64), strict=True)])
@@ -224,3 +224,9 @@ def test_nobody_waits_for_ever(attention, landed):
             break
         assert step < 20
     assert decode.engine.figures.retracts > 0
+
+
+def test_more_than_a_step_can_plan_for_is_refused_at_the_start():
+    hot = HiSparse(device_slots=16_385, hot_tokens=16_384, dense_slots=64)
+    with pytest.raises(LocalProtocolError, match="hot: 16384 and top 4096 take"):
+        decode_of("mla", hot, options=SPARSE | {"top_k": "4096"})

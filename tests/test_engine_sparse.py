@@ -12,6 +12,7 @@ from pdtransfer.engine.base import Finished
 from pdtransfer.engine.indexer import IndexCache, Queries, pick_top, scores
 from pdtransfer.engine.numerics import single_threaded
 from pdtransfer.engine.reference import create, generate, generate_many
+from pdtransfer.engine.residency import AllResident, Part, _readings
 from pdtransfer.layouts import DSA_INDEX_PARTS, HOST_LAYOUTS, item_layout
 from pdtransfer.wire import Sampling
 from tests.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request
@@ -100,6 +101,31 @@ def test_a_score_is_the_sum_of_what_the_heads_find_and_does_not_depend_on_others
         assert torch.all(found[row, length:] == -torch.inf)
         alone = Queries(heads=asked.heads[row : row + 1], shares=asked.shares[row : row + 1])
         assert torch.equal(scores(alone, cache, 0, indices[row : row + 1], [length])[0], found[row, :length])
+
+
+@pytest.mark.parametrize("top", [16, 255, 256, 300])
+def test_a_step_reads_the_picks_in_order_then_the_newest_token_and_nothing_else(top):
+    positions = [1, 15, 16, 17, 255, 256, 299, 300, 700]
+    picked, newest = torch.full((len(positions), top), -7), 10_000 + torch.arange(len(positions))
+    for row, position in enumerate(positions):
+        count = min(position, top)
+        picked[row, :count] = 1_000 * row + torch.arange(count)
+    part = Part(residency=AllResident(None), rooms=list(range(len(positions))), positions=positions, index=[])
+    where = torch.where(picked < 0, newest.unsqueeze(1), picked)
+    seen = []
+    for reading in _readings(part, 3, where, newest):
+        tiles = reading.tiles
+        assert tiles.first == 3 + len(seen)
+        for at, (depth, end) in enumerate(zip(tiles.depths, tiles.ends, strict=True)):
+            assert (end - 1) // KEY_BLOCK == depth
+            # A block's source has the tiles that reach it, this one and those after it at least.
+            keys = [source.view(-1, KEY_BLOCK)[at - len(tiles.depths)] for source in tiles.sources[: depth + 1]]
+            hidden = torch.isinf(tiles.bias[at, 0])
+            assert torch.equal(hidden, torch.arange(KEY_BLOCK) > (end - 1) % KEY_BLOCK)
+            seen.append(torch.cat(keys)[:end].tolist())
+    for row, position in enumerate(positions):
+        count = min(position, top)
+        assert seen[row] == [*picked[row, :count].tolist(), int(newest[row])]
 
 
 # The model

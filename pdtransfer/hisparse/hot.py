@@ -21,7 +21,7 @@ from ..kernels.kv_copy import kv_copy
 from ..kernels.newest import newest_slots
 from ..kernels.pools import Pool
 from ..kernels.standing import StandingCopy
-from ..kernels.swap import HotBuffers, SwapPlan, Told, swap_plan
+from ..kernels.swap import HotBuffers, SwapPlan, Told, check_sizes, swap_plan
 from .tables import Tables, seen
 
 
@@ -73,6 +73,7 @@ class HotPool:
             raise LocalProtocolError(f"rows {rows}, hot {hot}, top {top}, tokens_max {tokens_max}: one is below 1")
         if hot < top:
             raise LocalProtocolError(f"hot: {hot} places are below the {top} positions that a step may ask for")
+        check_sizes(top=top, hot=hot)
         if host.card != device.card:
             raise LocalProtocolError(f"pools: the device's is of card {device.card}, the host's of card {host.card}")
         if not -1 <= spare < device.layout.slots:

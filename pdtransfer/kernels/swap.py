@@ -84,6 +84,14 @@ class Told:
     tally: Any
 
 
+def check_sizes(*, top: int, hot: int) -> None:
+    """Raises LocalProtocolError for more positions and places than a block of threads can plan for."""
+    if not (0 < hot <= _HOT_MAX and 0 < top <= _TOP_MAX):
+        raise LocalProtocolError(f"hot: {hot} is not in 1..{_HOT_MAX}, or top {top} not in 1..{_TOP_MAX}")
+    if (shared := _shared_bytes(top, hot, 2 * _power(top))) > _SHARED_BYTES_MAX:
+        raise LocalProtocolError(f"hot: {hot} and top {top} take {shared} bytes of shared memory")
+
+
 def swap_plan(
     hot: HotBuffers,
     positions: Any,
@@ -105,11 +113,7 @@ def swap_plan(
     queues one launch, a block for each request. Raises LocalProtocolError for shapes that do not fit together.
     """
     requests, top = int(positions.shape[0]), int(positions.shape[1])
-    places = hot.held.shape[1]
-    if not (0 < places <= _HOT_MAX and 0 < top <= _TOP_MAX):
-        raise LocalProtocolError(f"hot: {places} is not in 1..{_HOT_MAX}, or top {top} not in 1..{_TOP_MAX}")
-    if (shared := _shared_bytes(top, places, 2 * _power(top))) > _SHARED_BYTES_MAX:
-        raise LocalProtocolError(f"hot: {places} and top {top} take {shared} bytes of shared memory")
+    check_sizes(top=top, hot=hot.held.shape[1])
     if tuple(plan.slots.shape) != (requests, top) or plan.sources.shape[0] < requests * top:
         raise LocalProtocolError(f"plan: for {tuple(plan.slots.shape)}, not for {requests} requests of {top}")
     if not getattr(positions, "is_cuda", False):

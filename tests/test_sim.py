@@ -23,6 +23,14 @@ def test_every_world_keeps_the_invariants(chunk: int) -> None:
     assert not tally.failure, tally.failure
 
 
+@pytest.mark.parametrize("chunk", range(8))
+def test_every_world_with_hbm_apart_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="apart")
+    assert not tally.failure, tally.failure
+    for what in ("grants copied up", "writes to HBM", "ready", "fences that had to wait"):
+        assert tally.seen[what] > 0, what
+
+
 def test_worlds_show_what_they_are_for() -> None:
     """Invariants hold easily where nothing happens: most rooms are READY, and each fault was there."""
     seen = run([*range(221), 315, 349]).seen  # in these two a worker is full and its router cannot go elsewhere

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from .mutants import MUTANTS
-from .profile import KINDS, draw
+from .profile import KINDS, MORE_KINDS, draw
 from .world import Violation, World
 
 PROGRESS_S = 60.0
@@ -88,7 +88,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run (default 1000)")
     parser.add_argument("--rooms", type=int, help="run until so many rooms were simulated, whatever --seeds says")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no more seeds after so long")
-    parser.add_argument("--kind", choices=KINDS, help="worlds of this kind only (default: all in turn)")
+    parser.add_argument("--kind", choices=(*KINDS, *MORE_KINDS), help="worlds of this kind only (default: all in turn)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in (default 1)")
     parser.add_argument("--go-on", action="store_true", help="run on after a failure; each is printed with its seed")

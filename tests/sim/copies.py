@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pdtransfer import effects as fx
 from pdtransfer.arena import FreeExtents
 from pdtransfer.checksum import MASK
+from pdtransfer.layout import Component
 from pdtransfer.lease import Lease
 from pdtransfer.prefix import PrefixCache
 from pdtransfer.session.decode import DecodeSessions
@@ -36,6 +37,7 @@ class Backing:
 
     memory: Int64s
     byte_count: int  # of its first bytes there is memory
+    hbm: Int64s | None = None  # where its HBM components are, if not here
 
     @property
     def whole(self) -> bool:
@@ -51,6 +53,14 @@ class Mapping:
     core: DecodeSessions
     live: set[Mapping]  # those of the session that can still write
     ready: int = 0  # bytes that the writer has in its page table
+    hbm_direct: bool = False
+
+    def of(self, component: Component) -> Int64s:
+        """Where its rows go."""
+        if self.hbm_direct and component.memory == "hbm":
+            assert self.arena.hbm is not None
+            return self.arena.hbm
+        return self.arena.memory
 
 
 class Copy:
@@ -71,6 +81,8 @@ class Copy:
         cut = slice(heads[0] - here.heads[0], heads[1] - here.heads[0])
         self.sources = places(ours)[:, cut], here.layers[0]
         world, p = self.world, self.world.profile
+        self.memory = self.mapping.of(theirs)
+        world.seen["writes to HBM"] += self.memory is self.mapping.arena.hbm
         if (int(self.targets[0][:, :, order.target_slots].max()) + 1) * ROW > self.mapping.ready:
             world.fail(f"{node.name} writes {self.mapping.name} for grant {order.grant} where it has no memory yet")
         total = world.stretch(p.write, 0.0 if world.healed else p.write_tail)
@@ -136,7 +148,7 @@ class Copy:
         (to, first), (from_, from_first) = self.targets, self.sources
         at = to[layer - first][:, targets]
         words = node.pool[from_[layer - from_first][:, sources]] if alive else -1
-        self.mapping.arena.memory[at] = words
+        self.memory[at] = words
         if alive and self.order.verify:
             found = checksum(self.theirs, (layer, layer + 1), self.order.first_row + low, words[None])
             self.checksum = (self.checksum + found) & MASK

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from pdtransfer import effects as fx
 from pdtransfer.arena import slots_of
 from pdtransfer.checksum import MASK
+from pdtransfer.layout import Component
 from pdtransfer.lease import Lease
 from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.ledger import SessionState
@@ -15,7 +18,8 @@ from pdtransfer.wire import Abort, Failed, Grant, Identity, Landed, Load, Messag
 
 from .copies import Backing, Mapping, is_free
 from .groups import Group, members
-from .pools import ROW, Shape, checksum, components, holds, memory, places
+from .lifts import Lifter
+from .pools import ROW, Int64s, Shape, checksum, components, holds, memory, places
 from .process import Alarm, Process
 from .rooms import Target
 from .services import DecodeDesk
@@ -31,6 +35,8 @@ class DecodeNode(Process):
     def __init__(self, world: World, name: str, *, shape: Shape, ranks: Ranks) -> None:
         super().__init__(world, name)
         self.components = components(world.profile.arena_tokens, 1, shape, page_first=True, kv_first=False)
+        if world.profile.apart:
+            self.components = replace(self.components[0], memory="hbm"), self.components[1]
         self._arena_bytes = sum(c.bytes_of(c.layout.slots) for c in self.components)
         self._ranks = ranks
         self.rooms: dict[int, Target] = {}
@@ -39,16 +45,17 @@ class DecodeNode(Process):
 
     def start(self) -> None:
         world, p = self.world, self.world.profile
-        self.memory = memory(self.components)
+        self.memory, self.hbm = memory(self.components), memory(self.components)
+        self.lifter = Lifter(self)
         ends = [*sorted(world.rng.randrange(1, self._arena_bytes) for _ in range(p.chunks - 1)), self._arena_bytes]
-        self.arena = Backing(self.memory, ends[0])
+        self.arena = Backing(self.memory, ends[0], self.hbm if p.apart else None)
         incarnation = world.rng.getrandbits(64)
         self.identity = Identity(
             self.name, "decode", incarnation, self._ranks, "sim", b"w", self.limits.window, group=members(self)
         )
         self.core = DecodeSessions(
             self.identity, self.components, self.limits, lambda: world.rng.getrandbits(63) + 1,
-            verify=p.verify, bytes_ready=ends[0],
+            verify=p.verify, bytes_ready=ends[0], hbm_apart=p.apart,
         )  # fmt: skip
         self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
         self.desk = DecodeDesk(self) if p.routers and self.group.leader is self else None
@@ -154,7 +161,7 @@ class DecodeNode(Process):
             case fx.Send(peer, message):
                 self.send(peer, message)
             case fx.Offer(_, session):
-                reach = Reach("shm", "host", self.name, b"token", 0, len(self.memory) * ROW)
+                reach = self._reach()
                 self.writers[session] = set()
                 self.offered.add(session)
                 self.later(0.001, lambda s=session, r=reach: self.perform(self.core.offered(s, r, self.clock)))
@@ -177,6 +184,20 @@ class DecodeNode(Process):
                 self.rooms[effect.room].on_failed(effect)
             case fx.PeerRefused() | fx.HangUp():
                 self._check_parting(effect)
+            case _:
+                self.lifter.perform(effect)
+
+    def _reach(self) -> Reach:
+        """What is to be read back is told to nobody as HBM."""
+        reach = Reach("shm", "host", self.name, b"token", 0, len(self.memory) * ROW)
+        if not self.world.profile.apart or self.world.profile.verify:
+            return reach
+        base = self.components[1].layout.end
+        return replace(reach, hbm_handle=b"hbm", hbm_base=base, hbm_bytes=len(self.memory) * ROW - base)
+
+    def where(self, component: Component) -> Int64s:
+        """The memory that the engine finds its rows in."""
+        return self.hbm if self.world.profile.apart and component.memory == "hbm" else self.memory
 
     def send(self, peer: str, message: Message) -> None:
         match message:
@@ -272,6 +293,7 @@ class DecodeNode(Process):
         held |= {
             id(reading.lease.holding): reading.lease.holding for reading in core.settling.verifications._open.values()
         }
+        held |= {id(each.holding): each.holding for each in core.settling.lifts._open.values()}
         blocks = core.cache._blocks
         for place, free in enumerate(core.arena.free):
             taken = sum(int(holding.own[place][:, 1].sum()) for holding in held.values())

@@ -163,6 +163,7 @@ class PrefillNode(Process):
             return
         node.offered.remove(session)
         mapping = Mapping(node.name, node.arena, node.core, node.writers[session])
+        mapping.hbm_direct = bool(reach.hbm_handle) and self.world.rng.random() < 0.5
         mapping.live.add(mapping)
         self.mappings[session] = mapping
         self._follow(session, mapping)
@@ -173,7 +174,7 @@ class PrefillNode(Process):
             return
         if mapping.arena.byte_count > mapping.ready:
             mapping.ready = mapping.arena.byte_count
-            self.perform(self.core.mapped(session, mapping.ready))
+            self.perform(self.core.mapped(session, mapping.ready, hbm_direct=mapping.hbm_direct))
         if mapping.ready < len(mapping.arena.memory) * ROW:
             self.later(0.02, lambda: self._follow(session, mapping))
 

@@ -9,6 +9,7 @@ KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
     "shared", "growing", "checked", "groups", "leaving", "sparse",
 )  # fmt: skip
+MORE_KINDS = ("apart",)  # that no seed has by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,8 @@ class Profile:
     sparse_queue_max: int = 1_024
     sparse_late: float = 0.0  # median time of what is queued there
     corrupts: float = 0.0  # a write of which other bits arrive than left
+    apart: bool = False  # decode's KV is in HBM, which some writers reach and others not
+    lift_fails: float = 0.0  # a grant that is not copied up
 
 
 def draw(seed: int, kind: str | None = None) -> Profile:
@@ -160,6 +163,8 @@ def _with(kind: str, base: Profile, rng: random.Random) -> Profile:
             return _shared(base, rng)
         case "growing":
             return _growing(base, rng)
+        case "apart":
+            return _apart(base, rng)
         case "checked":
             return _checked(base, rng)
         case "groups":
@@ -209,6 +214,17 @@ def _checked(base: Profile, rng: random.Random) -> Profile:
     return replace(
         checked, loss=rng.choice([0.0, 0.1]), kills=rng.choice([0, 1]), freezes=rng.choice([0, 1]),
         write_fails=rng.choice([0.0, 0.05]), opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0),
+    )  # fmt: skip
+
+
+def _apart(base: Profile, rng: random.Random) -> Profile:
+    """Little of it, so that slots are soon another room's."""
+    return replace(
+        base, apart=True, lift_fails=rng.choice([0.0, 0.05]), families=rng.choice([0, 0, 3]),
+        arena_tokens=rng.choice([64, 128]), duplicate=rng.choice([0.0, 0.2]), write_tail=rng.choice([0.0, 1.5]),
+        abort=rng.choice([0.1, 0.4]), ranks=rng.random() < 0.3, verify=rng.random() < 0.3, loss=rng.choice([0.0, 0.1]),
+        kills=rng.choice([0, 1, 2]), freezes=rng.choice([0, 1]), write_fails=rng.choice([0.0, 0.05]),
+        opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0),
     )  # fmt: skip
 
 

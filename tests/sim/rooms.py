@@ -302,13 +302,13 @@ class Target(_Part):
         """Decode writes its own rows behind the prompt's."""
         component, room = self.node.components[0], self.room
         own = words(room.serial, 0, (room.tokens, room.tokens + room.growth), holds(component))
-        self.node.memory[places(component)[:, :, self.slots["kv"][room.tokens :]]] = own
+        self.node.where(component)[places(component)[:, :, self.slots["kv"][room.tokens :]]] = own
         self.grown = room.growth
 
     def _read(self, when: str, *, grown: bool) -> None:
         for index, component in enumerate(self.node.components):
             rows = component.rows(self.room.tokens) + (self.grown if grown and not index else 0)
-            got = self.node.memory[places(component)[:, :, self.slots[component.name][:rows]]]
+            got = self.node.where(component)[places(component)[:, :, self.slots[component.name][:rows]]]
             if (got != self.room.words(component, index, (0, rows), holds(component))).any():
                 self.world.fail(f"at {when} room {self.room.id} reads rows of {component.name} wrong")
 

@@ -14,6 +14,7 @@ from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.duties import DutyEntry
 from pdtransfer.session.leases import Leases
 from pdtransfer.session.ledger import LeaseEntry, Session
+from pdtransfer.session.lifts import Lifts
 from pdtransfer.session.links import Links
 from pdtransfer.session.verify import Verifications
 from pdtransfer.session.writers import Writers
@@ -135,6 +136,54 @@ def ready_before_it_is_read(patch: Patch) -> None:
 
     patch(Verifications, "begin", uncounted)
     patch(Verifications, "end", ended)
+
+
+def ready_before_it_is_copied_up(patch: Patch) -> None:
+    """A room is READY with its last Landed, while its rows are copied up."""
+    begin, end = Lifts.begin, Lifts.end
+
+    def uncounted(self: Lifts, room: Any, lease: LeaseEntry) -> None:
+        before = room.settling
+        begin(self, room, lease)
+        room.settling = before
+
+    def ended(self: Lifts, session: int, grant: int, *args: Any) -> Any:
+        self._open[session, grant].room.settling += 1
+        return end(self, session, grant, *args)
+
+    patch(Lifts, "begin", uncounted)
+    patch(Lifts, "end", ended)
+
+
+def slots_not_claimed_while_they_are_copied_up(patch: Patch) -> None:
+    """The slots of a room that fails while it is copied up are free at once."""
+    begin, end = Lifts.begin, Lifts.end
+
+    def unclaimed(self: Lifts, room: Any, lease: LeaseEntry) -> None:
+        before = len(self)
+        begin(self, room, lease)
+        lease.holding.claims -= len(self) - before
+
+    def ended(self: Lifts, session: int, grant: int, *args: Any) -> Any:
+        holding = self._open[session, grant].holding
+        holding.claims += 2
+        found = end(self, session, grant, *args)
+        holding.claims -= 1
+        return found
+
+    patch(Lifts, "begin", unclaimed)
+    patch(Lifts, "end", ended)
+
+
+def landed_taken_for_lifted(patch: Patch) -> None:
+    """What lies in the arena is not copied up."""
+    patch(Lifts, "begin", lambda self, room, lease: None)
+
+
+def wrong_rows_copied_all_the_same(patch: Patch) -> None:
+    """A room whose copy failed is READY."""
+    end = Lifts.end
+    patch(Lifts, "end", lambda self, session, grant, detail: end(self, session, grant, ""))
 
 
 def ready_with_the_first_sum(patch: Patch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -90,11 +90,11 @@ class Gather:
         between = rows, job.source_address, self.ring.address(self.slot)
         checksum: int | None = 0
         if job.lines is None or piece.low:
-            checksum = 0 if kernels.copy(*between, cancel=job.cancel) else None
+            checksum = 0 if kernels.copy(*between, cancel=job.cancel, by=_by()) else None
         elif job.cut.whole(piece):
             first_row = order.first_row + piece.first
             checksum = sums.copy(*between, lines=job.lines, first_row=first_row, cancel=job.cancel)
-        elif kernels.copy(*between, cancel=job.cancel):
+        elif kernels.copy(*between, cancel=job.cancel, by=_by()):
             # The first planes of these rows: it sums for all of them.
             of = runs_of(rows.runs[:, 0], rows.runs[:, 2], order.first_row + piece.first)
             checksum = sums.checksum(job.lines, of, job.source_address, cancel=job.cancel)
@@ -102,3 +102,8 @@ class Gather:
             raise TransportError(CANCELLED)
         self.runs = job.cut.runs(piece, order.target_slots)
         return checksum
+
+
+def _by() -> kernels.Native:
+    """This process's copy, without streaming stores: what is sent next should be in the cache."""
+    return replace(kernels.native(), streams=0)

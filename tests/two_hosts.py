@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdtransfer.client import DecodeClient, PrefillClient
 from pdtransfer.effects import Ready, RoomFailed
@@ -65,6 +67,11 @@ def pool(name: str, page_size: int, slots: int) -> Pool:
     return Pool(name=name, model=mla(layers=range(2)), page_size=page_size, slots=slots)
 
 
+def pages_of(room: int) -> NDArray[np.int64]:
+    """Rooms that follow each other have other bytes: what lands late in another's slots shows."""
+    return np.arange(TOKENS // 16) + TOKENS // 16 * (room % 2)
+
+
 def known(**keys: KeyPair) -> AllowList:
     return AllowList({each.public: name for name, each in keys.items()})
 
@@ -93,16 +100,18 @@ def prefill_host() -> None:
             match json.loads(line):
                 case ["open", room]:
                     client.open(room, tokens=TOKENS)
-                case ["send", room]:
-                    client.open(room, tokens=TOKENS)
-                    client.push(room, np.arange(-(-TOKENS // 16)), rows=(0, TOKENS))
+                case ["send" | "push" as what, room]:
+                    if what == "send":
+                        client.open(room, tokens=TOKENS)
+                    client.push(room, pages_of(room), rows=(0, TOKENS))
                     client.finish(room)
+                case ["engine", number]:
+                    (mapped,) = client._node.transport._made["mooncake"]._sessions.values()
+                    os.kill(mapped.process.pid, number)
                 case ["abort", room]:
                     client.abort(room)
-                case ["cut"]:
-                    link.cut()
-                case ["heal"]:
-                    link.heal()
+                case ["cut" | "heal" as what]:
+                    getattr(link, what)()
                 case ["hung up"]:
                     [wire] = [each.wire for each in client._node.bus._connections._all()]
                     assert wire is not None

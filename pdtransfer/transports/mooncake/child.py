@@ -83,8 +83,8 @@ def _mapped(libc: Any, fd: int, byte_count: int, base: int) -> int:
 
 
 def _enter(libc: Any, pipe: socket.socket, fd: int, address: int, byte_count: int) -> None:
-    """Enters what its owner has backed of the arena in this process's page table, lest the engine's threads do it as they
-    write, at half the speed; until the parent hangs up."""
+    """Enters what its owner has backed of the arena in this process's page table, lest the engine's threads do it as
+    they write, at half the speed; until the parent hangs up."""
     libc.madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
     done = 0
     while done < byte_count:

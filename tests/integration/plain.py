@@ -4,9 +4,10 @@ Row p of a layer is a stamp of the layer and of tokens 0 to p, repeated over the
 (prompt, i). Decode looks at every row of every room at every step: a byte that is not there, or is another room's,
 breaks its request with `WRONG`. Importing it takes a third of a second, since there is no torch in it.
 
-Options: `row_bytes` of one layer; `step_ms`, how long a step takes at least; `forks`: a prompt with that mark has
-prefill fork a child that keeps all its mappings until it is killed; `gates`: a directory (fleets.Gates), and while
-there is a file of this engine's role in it, prefill computes no room's last chunk, decode no more than one token each.
+Options: `row_bytes` of one layer; `twin`: decode has its KV once in each memory; `step_ms`, how long a step takes at
+least; `forks`: a prompt with that mark has prefill fork a child that keeps all its mappings until it is killed;
+`gates`: a directory (fleets.Gates), and while there is a file of this engine's role in it, prefill computes no room's
+last chunk, decode no more than one token each.
 """
 
 from __future__ import annotations
@@ -15,14 +16,25 @@ import os
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtransfer.engine.base import Broken, Computed, EngineCard, EngineConfig, Finished, Prefilled, Request, Token
+from pdtransfer.engine.base import (
+    Broken,
+    Computed,
+    EngineCard,
+    EngineConfig,
+    Finished,
+    HotFigures,
+    Prefilled,
+    Request,
+    Token,
+)
 from pdtransfer.layout import Component, Layout, Span
 from pdtransfer.layouts import host_layout
 
@@ -174,17 +186,28 @@ class _Room:
 class PlainDecode:
     """A base.DecodeEngine: a token a step for every room."""
 
-    def __init__(self, config: EngineConfig, row_bytes: int, step_s: float, gate: Path) -> None:
+    def __init__(self, config: EngineConfig, row_bytes: int, step_s: float, gate: Path, *, twin: bool) -> None:
         self.card, self._config, self._step_s, self._gate = card(config, row_bytes), config, step_s, gate
-        self._rows: Rows | None = None
+        if twin:
+            (kv,) = self.card.components
+            both = kv, msgspec.structs.replace(kv, memory="hbm")
+            self.card = replace(self.card, components=both, hbm_bytes=self.card.memory_bytes)
+        self._rows: dict[bool, Rows] = {}  # by whether a request wants HiSparse
         self._rooms: dict[int, _Room] = {}
 
     @property
     def idle(self) -> bool:
         return not self._rooms
 
-    def attach(self, arena: memoryview) -> None:
-        self._rows = Rows(arena, self.card.components[0].layout)
+    @property
+    def figures(self) -> HotFigures:
+        """It has no device that anybody would wait for."""
+        return HotFigures(running=sum(room.request.enable_hisparse for room in self._rooms.values()))
+
+    def attach(self, arena: memoryview, *, hbm: memoryview | None = None) -> None:
+        layout = self.card.components[0].layout
+        self._rows[True] = Rows(arena, layout)
+        self._rows[False] = self._rows[True] if hbm is None else Rows(hbm, layout)
 
     def check(self, request: Request) -> None:
         pass
@@ -201,7 +224,6 @@ class PlainDecode:
         if not self._rooms:
             return []
         time.sleep(self._step_s)
-        assert self._rows is not None
         made: list[Token | Finished | Broken] = []
         held = self._gate.exists()
         if held:
@@ -209,13 +231,14 @@ class PlainDecode:
         for number, room in list(self._rooms.items()):
             if held and room.rows > len(room.request.prompt):
                 continue
-            if not self._rows.right(room.slots[: room.rows], room.stamps[: room.rows]):
+            rows = self._rows[room.request.enable_hisparse]
+            if not rows.right(room.slots[: room.rows], room.stamps[: room.rows]):
                 del self._rooms[number]
                 made.append(Broken(room=number, detail=WRONG))
                 continue
             at, own = room.rows - len(room.request.prompt), slice(room.rows, room.rows + 1)
             made.append(Token(room=number, index=at, id=room.ids[at]))
-            self._rows.write(room.slots[own], room.stamps[own])
+            rows.write(room.slots[own], room.stamps[own])
             room.rows += 1
             if at + 1 == len(room.ids):
                 del self._rooms[number]
@@ -231,5 +254,8 @@ def create(config: EngineConfig) -> Any:
     options = dict(config.options)
     row_bytes, step_s = int(options.pop("row_bytes", ROW_BYTES)), float(options.pop("step_ms", 0)) / 1e3
     gate = Path(options.pop("gates", "/nowhere")) / config.role
+    twin = bool(options.pop("twin", ""))
     assert not options, options
-    return (PlainPrefill if config.role == "prefill" else PlainDecode)(config, row_bytes, step_s, gate)
+    if config.role == "prefill":
+        return PlainPrefill(config, row_bytes, step_s, gate)
+    return PlainDecode(config, row_bytes, step_s, gate, twin=twin)

@@ -9,9 +9,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +185,32 @@ def test_image_copies_only_what_is_there_and_is_not_ignored() -> None:
     ]
     assert {name.replace("[s]", "s") for name in copied} == kept
     assert all((ROOT / name).exists() for name in copied if "[" not in name)
+
+
+class Health(BaseHTTPRequestHandler):
+    """A daemon that is ready at /ready, and elsewhere is not yet."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/ready" else 503)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_image_is_healthy_once_its_daemon_says_that_it_is_ready() -> None:
+    command = [sys.executable, ROOT / "deploy" / "healthy"]
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            urls = [f"http://127.0.0.1:{server.server_port}/{path}" for path in ("ready", "health")]
+            asked = [subprocess.run(command, env={"HEALTH_URL": url}, timeout=60, check=False) for url in urls]
+        finally:
+            server.shutdown()
+            thread.join()
+    nobody = subprocess.run(command, env={"HEALTH_URL": urls[0]}, timeout=60, check=False)
+    assert [each.returncode for each in (*asked, nobody)] == [0, 1, 1]
 
 
 def _composed() -> Iterator[tuple[str, list[str], dict[str, str]]]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from pdtransfer.node import DecodeNode, PrefillNode
 from pdtransfer.session.prefill import Cell
 from pdtransfer.transports import choice
 from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, arena, process, why_not, writer
+from pdtransfer.transports.mooncake.ring import Ring
 from pdtransfer.transports.network import Network
 from tests.client_pair import LIMITS, component, settings
 from tests.layout_tensors import CANARY, Pool, mla
@@ -418,6 +422,83 @@ async def test_decodes_engine_that_dies_between_rooms_is_replaced_before_the_nex
         sessions = it.decode.core.links.sessions
         await until(lambda: [(each.id != before, each.state.value) for each in sessions.values()] == [(True, "up")])
         assert await it.lands()
+
+
+@on_loop
+async def test_prefills_engine_that_dies_between_rooms_is_replaced_before_the_next_one() -> None:
+    async with nodes() as it:
+        assert await it.lands()
+        (before,) = it.decode.core.links.sessions
+        os.kill(it.engine(it.prefill), signal.SIGKILL)
+        sessions = it.decode.core.links.sessions
+        await until(lambda: [(each.id != before, each.state.value) for each in sessions.values()] == [(True, "up")])
+        assert await it.lands()
+
+
+@on_loop
+async def test_nothing_is_begun_for_a_session_that_has_ended_before_it_was_offered() -> None:
+    async with nodes() as it:
+        assert await it.lands()
+        (session,) = it.decode.core.links.sessions
+        await it.decode._offer(it.endpoint, session + 1)
+        assert it.decode.transport.counts["mooncake"] == 1
+
+
+@on_loop
+async def test_no_engine_is_started_for_a_session_that_ends_while_its_address_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = threading.Event()
+
+    def slow(_: str) -> str:
+        known.wait()
+        return "127.0.0.1"
+
+    monkeypatch.setattr(choice, "own_address", slow)
+    memory = Arena.create(4096, huge_pages="never")
+    owner = choice.ArenaChoice(memory, "mooncake", Network(), directory=None)
+    offered = asyncio.ensure_future(
+        owner.offer(1, "tcp://127.0.0.1:1", identity("p", "prefill", 1, transports=("mooncake",)))
+    )
+    await until(lambda: owner.counts["mooncake"])
+    owner.revoke(1)
+    assert owner.quiet(1)
+    owner.forget(1)
+    known.set()
+    with pytest.raises(TransportError, match="the session has ended"):
+        await offered
+    assert owner._mooncake is not None
+    assert not owner._mooncake._sessions
+    await owner.close()
+    memory.close()
+
+
+@pytest.mark.parametrize("lacking", ["memfd_create", "pidfd_open", "socketpair"])
+@on_loop
+async def test_a_host_without_descriptors_has_no_engine_and_none_is_left_behind(
+    lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[subprocess.Popen[bytes]]()
+
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many")
+
+    def popen(*arguments: Any, **more: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(*arguments, **more))
+        return started[-1]
+
+    async with both() as it:
+        ring = Ring()
+        monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
+        monkeypatch.setattr(process.socket if lacking == "socketpair" else process.os, lacking, none_left)
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(TransportError, match="no process for an engine: too many"):
+            process.EngineProcess("sender", Network(), host="127.0.0.1", memory=ring.fd, byte_count=ring.byte_count)
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert [each.returncode for each in started] == ([-signal.SIGKILL] if lacking == "pidfd_open" else [])
+        ring.close()
+        monkeypatch.undo()
+        await it.map()
 
 
 # The choice

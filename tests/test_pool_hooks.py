@@ -154,6 +154,13 @@ def test_memory_that_is_no_more_is_not_opened() -> None:
     arena.close()
 
 
+def test_a_handle_that_a_card_is_to_write_through_is_of_a_cards_memory_alone() -> None:
+    arena = Arena.create(1 << 20, huge_pages="never")
+    with pytest.raises(TransportError, match="memfd, expected a card's"):
+        ipc.Opened(ipc.export(arena), on=0)
+    arena.close()
+
+
 @pytest.mark.parametrize(
     "packed",
     [b"", b"\x90", ipc.Handle("card", 8, card=b"x" * 16).packed, ipc.Handle("memfd", 0).packed,

@@ -75,9 +75,12 @@ class Opened:
 
     def __init__(self, handle: Handle, *, on: int | None = None) -> None:
         """For card `on` to reach, by default for the very card that it is of. Raises TransportError where nobody has
-        such memory, or not so much, or not on a card that this process sees."""
+        such memory, or not so much, or not on a card that this process sees; with `on` for what is no card's."""
         self.byte_count = handle.byte_count
         if handle.kind == "memfd":
+            if on is not None:
+                # Whoever sent the handle would choose which descriptor of which process a card writes through.
+                raise TransportError(f"handle of exported memory: {handle.kind}, expected a card's")
             mapping = _mapped(handle)
             self.card, self.address, self._close = None, mapping.address, mapping.close
             return

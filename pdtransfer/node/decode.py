@@ -31,6 +31,7 @@ from ..keys import AllowList
 from ..layout import Component
 from ..memory import Arena
 from ..session.decode import DecodeSessions
+from ..session.ledger import SessionState
 from ..transports.choice import ArenaChoice
 from ..transports.lifter import Lifter
 from ..transports.network import NETWORK, Network, Transport
@@ -215,9 +216,9 @@ class DecodeNode:
         self._run(self.core.lifted(order.session, order.grant, detail, self._clock.now()))
 
     async def _offer(self, peer: str, session: int) -> None:
-        known = self.core.links.peers.get(peer)
-        if known is None or known.identity is None:
-            return  # the session has ended meanwhile
+        known, mine = self.core.links.peers.get(peer), self.core.links.sessions.get(session)
+        if known is None or known.identity is None or mine is None or mine.state is not SessionState.OFFERING:
+            return  # it has ended meanwhile: nobody would ever end what is begun for it
         try:
             reach = await self.transport.offer(session, peer, known.identity)
         except TransportError as error:

@@ -69,6 +69,7 @@ class PrefillNode:
             pool_address=pool_address,
             copy_threads=copy_threads,
             card=None if card is None else PoolCard(card),
+            lost=self._end_writer,
         )
         holds = holds_of(components, settings.ranks, replicas or {})
         identity = settings.identity("prefill", holds, self.transport.taken)
@@ -169,9 +170,7 @@ class PrefillNode:
             case Unmap(session):
                 self.transport.unmap(session)
             case FenceWriter(session):
-                if session not in self._fencing:
-                    self._fencing.add(session)
-                    self._spawn(self._fence(session))
+                self._end_writer(session)
 
     def _push(self, room: int, cell: Cell) -> None:
         try:
@@ -197,6 +196,11 @@ class PrefillNode:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _end_writer(self, session: int) -> None:
+        if session not in self._fencing:
+            self._fencing.add(session)
+            self._spawn(self._fence(session))
 
     async def _fence(self, session: int) -> None:
         fenced = await self.transport.fence(session)

@@ -107,8 +107,10 @@ class ArenaChoice:
                 "who reaches ports %d to %d of this host can read and write the arena: firewall them", first, last
             )
             self._warned = True
-        loop = asyncio.get_running_loop()
-        return await self._mooncake.offer(session, await loop.run_in_executor(None, own_address, endpoint))
+        address = await asyncio.get_running_loop().run_in_executor(None, own_address, endpoint)
+        if session not in self._of:  # nobody would ever end what is begun for it
+            raise TransportError("the session has ended meanwhile")
+        return await self._mooncake.offer(session, address)
 
     def revoke(self, session: int) -> None:
         """As ArenaTransport says."""
@@ -153,7 +155,9 @@ class WriterChoice:
         pool_address: int = 0,
         copy_threads: int = 2,
         card: WriterCard | None = None,
+        lost: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """`lost` hears of a session that can write no more, and is to be fenced."""
         self.taken = taken(transport, card=card is not None)
         self._loop = asyncio.get_running_loop()
         self._of: dict[int, str] = {}
@@ -161,7 +165,7 @@ class WriterChoice:
         self._make: dict[str, Callable[[], WriterTransport]] = {  # when first wanted: each has threads
             "shm": lambda: ShmWriter(components, pool_address=pool_address, copy_threads=copy_threads, card=card),
             "mooncake": lambda: MooncakeWriter(
-                components, network, pool_address=pool_address, copy_threads=copy_threads
+                components, network, pool_address=pool_address, copy_threads=copy_threads, lost=lost
             ),
         }
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,27 +95,31 @@ class EngineProcess:
         self._ready: asyncio.Future[int] = self._loop.create_future()
         self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting
         self.dead = False
-        self._said = os.memfd_create("pdtransfer-engine-log", os.MFD_CLOEXEC) if role == "sender" else -1
-        self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            numbers = os.getpid(), theirs.fileno(), memory, base, byte_count
-            # By its path: as a module it would import the package first.
-            command = [sys.executable, "-P", str(Path(child.__file__)), role, *map(str, numbers), network.protocol]
-            self._process = subprocess.Popen(  # noqa: S603 (our own file)
-                [*command, host, *target],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._said if self._said >= 0 else subprocess.DEVNULL,
-                env=environment(network),
-                pass_fds=(theirs.fileno(), memory),
-            )
-        except OSError as error:
-            self._close()
-            raise TransportError(f"no process for an engine: {error.strerror}") from None
-        finally:
-            theirs.close()
+        with ExitStack() as undo:
+            try:
+                self._said = os.memfd_create("pdtransfer-engine-log", os.MFD_CLOEXEC) if role == "sender" else -1
+                if self._said >= 0:
+                    undo.callback(os.close, self._said)
+                self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.callback(self._pipe.close)
+                with theirs:
+                    numbers = os.getpid(), theirs.fileno(), memory, base, byte_count
+                    # By its path: as a module it would import the package first.
+                    command = [sys.executable, "-P", str(Path(child.__file__)), role, *map(str, numbers)]
+                    self._process = subprocess.Popen(  # noqa: S603 (our own file)
+                        [*command, network.protocol, host, *target],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=self._said if self._said >= 0 else subprocess.DEVNULL,
+                        env=environment(network),
+                        pass_fds=(theirs.fileno(), memory),
+                    )
+                undo.callback(_end, self._process)
+                self._pidfd = os.pidfd_open(self._process.pid)
+            except OSError as error:  # out of descriptors, most likely
+                raise TransportError(f"no process for an engine: {error.strerror}") from None
+            undo.pop_all()
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
         self._pipe.setblocking(False)
         self._loop.add_reader(self._pidfd, self._gone)
         self._loop.add_reader(self._pipe, self._readable)
@@ -201,3 +206,9 @@ class EngineProcess:
         if self._said >= 0:
             os.close(self._said)
             self._said = -1
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """At once: it has only begun."""
+    process.kill()
+    process.wait()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import re
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ... import kernels, sums
@@ -57,6 +58,7 @@ class _Session:
     jobs: dict[int, set[Job]] = field(default_factory=dict[int, set[Job]])  # not yet reported, by grant
     held: dict[int, int] = field(default_factory=dict[int, int])  # slots, by grant
     batches: dict[int, Job] = field(default_factory=dict[int, Job])  # what was sent, by slot
+    up: bool = False  # its process has been ready
     gathering: int = 0
     heard: float = 0.0  # when something of it was known to be under way
     watch: asyncio.TimerHandle | None = None
@@ -88,14 +90,21 @@ class MooncakeWriter:
     """A WriterTransport. Make it on the loop's thread.
 
     `components` are the pool's own, whose bases are offsets from `pool_address`, or addresses where that is 0; the pool
-    lies in this process's memory, and stays mapped until after close.
+    lies in this process's memory, and stays mapped until after close. `lost` is called with a session whose process
+    has died by itself: it writes no more, and is to be fenced.
     """
 
     def __init__(
-        self, components: tuple[Component, ...], network: Network, *, pool_address: int = 0, copy_threads: int = 2
+        self,
+        components: tuple[Component, ...],
+        network: Network,
+        *,
+        pool_address: int = 0,
+        copy_threads: int = 2,
+        lost: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._components = {component.name: component for component in components}
-        self._network, self._pool_address = network, pool_address
+        self._network, self._pool_address, self._lost = network, pool_address, lost
         self._loop = asyncio.get_running_loop()
         self._reports: Reports[Gather] = Reports(self._gathered)
         self._copier: Copier[Gather] = Copier(copy_threads, self._reports.tell, name="gather")
@@ -130,6 +139,7 @@ class MooncakeWriter:
             await process.ready()
             if mapped.leaving:
                 raise TransportError("the session was unmapped while its arena was being mapped")
+            mapped.up = True
         except TransportError as error:
             self._leave(mapped)
             raise TransportError(f"{reach.host}: {error}") from None
@@ -288,6 +298,8 @@ class MooncakeWriter:
     def _died(self, mapped: _Session) -> None:
         if self._sessions.get(mapped.id) is mapped and not mapped.leaving:
             self._break(mapped, f"the engine that writes to {mapped.reach.host} has ended")
+            if mapped.up:
+                self._lost(mapped.id)
         self._drop(mapped)
 
     def _break(self, mapped: _Session, text: str) -> None:

@@ -13,6 +13,7 @@ from pdtransfer.bench import (
     attacks,
     bus,
     copy,
+    crossing,
     faults,
     handoff,
     hisparse,
@@ -30,6 +31,7 @@ from pdtransfer.bench import (
 from pdtransfer.bench.hot_batch import Size
 from pdtransfer.bench.ranks import Ranks
 from pdtransfer.errors import WorldError
+from pdtransfer.transports.mooncake import why_not
 
 ROW_BYTES = 4 * 576 * 4  # of a token in the reference model's MLA: layers, elements, float32
 
@@ -277,3 +279,11 @@ def test_steps_out_of_host_memory_miss_as_much_as_was_asked_for(capsys: pytest.C
     held, tables = 3 * 81 * 5 * 656, float(figures["table_mib"]) * (1 << 20)
     assert figures["carried"] == pytest.approx(3 * 1_000 * 5 * 656 / (held + tables))
     assert "3 x 1,000 tokens" in told(hisparse.LINES, figures, capsys)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_crossing_sets_rooms_beside_a_synchronous_write_and_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = crossing.measure(tokens=100, rooms=1, large_bytes=32 << 20)
+    assert all(figures[f"{arena}_gb_s"] > 0 for arena in ("fresh", "half", "scattered"))
+    assert figures["alone_ms"] > 0
+    assert "50 % fragmented" in told(crossing.LINES, figures, capsys)

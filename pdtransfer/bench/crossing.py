@@ -37,13 +37,15 @@ LINES = (
 )
 
 
-def measure(*, tokens: int = 8_192, rooms: int = 8, model: BenchModel = "deepseek") -> Figures:
+def measure(
+    *, tokens: int = 8_192, rooms: int = 8, model: BenchModel = "deepseek", large_bytes: int = 1 << 30
+) -> Figures:
     """Rooms of `tokens` tokens, one at a time, from `expect` to READY, between two processes over TCP on loopback.
 
     Source and target are as in bench transfer over shm. Each room is timed between a synchronous write of 128 MiB by a
     bare engine and the same through a bare socket, in two processes of their own; figures are medians over `rooms`, and
     shares are medians of what was timed side by side. Then, with one writer in this process, a write of 64 tokens is
-    started every 50 ms while one of 1 GiB is under way.
+    started every 50 ms while one of `large_bytes` is under way.
     """
     if reason := why_not():
         raise WorldError(reason)
@@ -70,14 +72,14 @@ def measure(*, tokens: int = 8_192, rooms: int = 8, model: BenchModel = "deepsee
                 to_rows.append(took[-1] / rows[-1])
             figures[f"{arena}_gb_s"] = median(took)
             figures[f"{arena}_to_sync"], figures[f"{arena}_to_rows"] = median(to_sync), median(to_rows)
-    figures |= uvloop.run(_behind())
+    figures |= uvloop.run(_behind(large_bytes))
     figures["sync_gb_s"], figures["socket_gb_s"], figures["rows_gb_s"] = map(median, (syncs, sockets, rows))
     return figures
 
 
-async def _behind() -> Figures:
+async def _behind(large_bytes: int) -> Figures:
     """How long small writes take while a large one is under way, and alone."""
-    tokens = (1 << 30) // (61 * ROW_BYTES)
+    tokens = large_bytes // (61 * ROW_BYTES)
     source, target = components("deepseek", source_slots=tokens + 64, target_slots=tokens + 64)
     pool, arena, loop = allocate(source.layout.end), Arena.create(target.layout.end), asyncio.get_running_loop()
     arena.prefault()

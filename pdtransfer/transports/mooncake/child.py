@@ -28,11 +28,12 @@ PUT, CANCEL = 1, 2  # orders
 DONE, CANCELLED, UNKNOWN = 1, 2, 3  # replies; after an UNKNOWN there is none
 
 CHUNK_BYTES = 512 << 10  # of one operation: larger ones are erratic, much smaller ones cost 12 us each
-WINDOW_BYTES = 16 << 20  # in flight: some 5 ms, and no small room waits longer for a large one
+WINDOW_BYTES = 8 << 20  # in flight: some 4 ms, and no small room waits longer for a large one
 WINDOW_OPERATIONS = 128
 _POLL_S = 0.0005
 _PENDING_SEEN_MAX = 16  # of those in flight, oldest first: lanes overtake each other, but not by far
-_ENTER_BYTES, _ENTER_S = 64 << 20, 0.05  # at a time; and how soon to look whether more is backed
+_ENTER_BYTES = 64 << 20  # at a time
+_ENTER_S, _ENTER_S_MAX = 0.05, 1.0  # how soon to look whether more is backed
 
 _PR_SET_PDEATHSIG, _MADV_POPULATE_WRITE = 1, 23
 _PROT_READ_WRITE, _MAP_SHARED, _MAP_FIXED_NOREPLACE = 3, 1, 0x100000
@@ -86,14 +87,15 @@ def _enter(libc: Any, pipe: socket.socket, fd: int, address: int, byte_count: in
     """Enters what its owner has backed of the arena in this process's page table, lest the engine's threads do it as
     they write, at half the speed; until the parent hangs up."""
     libc.madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
-    done = 0
+    done, wait = 0, _ENTER_S
     while done < byte_count:
         backed = os.lseek(fd, done, os.SEEK_HOLE)
         end = min(backed, done + _ENTER_BYTES)
         if end > done and libc.madvise(address + done, end - done, _MADV_POPULATE_WRITE):
             break  # an older kernel: page by page then
+        wait = _ENTER_S if end > done else min(2 * wait, _ENTER_S_MAX)
         done = end
-        if select.select((pipe,), (), (), 0 if backed > done else _ENTER_S)[0]:
+        if select.select((pipe,), (), (), 0 if backed > done else wait)[0]:
             return
     pipe.recv(1)  # only its end is ever read
 

@@ -263,7 +263,7 @@ class Routing:
         """Tries again where that makes sense, else answers; either way this room is over."""
         if cause is Cause.FULL:
             for worker in blamed:
-                worker.full_until = max(worker.full_until, now + retry_ms / 1e3)
+                worker.fill(now + retry_ms / 1e3, enable_hisparse=room.request.enable_hisparse)
         second = self._second(room, blamed, cause, now)
         room.state, room.cause = step(ROUTER_ROOM, room.state, RouterEvent.FAIL), cause
         self._timers.set(("deadline", room.id), now + self._limits.room_deadline_ms / 1e3)

@@ -64,6 +64,7 @@ class Worker:
     prompt_tokens: int = 0  # of its rooms
     promised_slots: int = 0  # to rooms that were begun after its last Load
     full_until: float = 0.0  # it has said so
+    sparse_full_until: float = 0.0  # the same, of rooms that want HiSparse alone
 
     @property
     def usable(self) -> bool:
@@ -96,11 +97,20 @@ class Worker:
         apart = enable_hisparse and self.load.sparse_slots_total > 0
         return (self.load.sparse_slots_free if apart else self.load.slots_free) - self.promised_slots
 
-    def full_ms(self, now: float, limits: Limits) -> float:
-        """How long it will take no room, 0 if it takes one now. Rooms may wait for slots; only a full queue is full."""
+    def fill(self, until: float, *, enable_hisparse: bool) -> None:
+        """It has said to such a room that it is full. Who waits for a decode's HiSparse holds up no others."""
+        if enable_hisparse and self.role == "decode":
+            self.sparse_full_until = max(self.sparse_full_until, until)
+        else:
+            self.full_until = max(self.full_until, until)
+
+    def full_ms(self, now: float, limits: Limits, *, enable_hisparse: bool) -> float:
+        """How long it will take no such room, 0 if it takes one now. Rooms may wait for slots; only a full queue is
+        full."""
         assert self.load is not None
-        if now < self.full_until:
-            return (self.full_until - now) * 1e3
+        until = max(self.full_until, self.sparse_full_until) if enable_hisparse else self.full_until
+        if now < until:
+            return (until - now) * 1e3
         quarantined = 0 < self.load.slots_total <= self.load.slots_quarantined
         return 1e3 if quarantined or self.load.rooms_queued >= limits.queue_max else 0.0
 
@@ -218,18 +228,24 @@ class Workers:
             able = [each for each in decodes[key] if not enable_hisparse or (each.load and each.load.enable_hisparse)]
             if (model is not None and key[0] != model) or not able:
                 continue
-            wait_ms = max(min(each.full_ms(now, self._limits) for each in some) for some in (prefills[key], able))
+            sides = prefills[key], able
+            full_ms = {
+                each.peer: each.full_ms(now, self._limits, enable_hisparse=enable_hisparse)
+                for some in sides
+                for each in some
+            }
+            wait_ms = max(min(full_ms[each.peer] for each in some) for some in sides)
             if wait_ms > 0:
                 waits_ms.append(wait_ms)
                 continue
-            able = [each for each in able if each.full_ms(now, self._limits) == 0]
+            able = [each for each in able if full_ms[each.peer] == 0]
             keys = self._keys(key, prompt)
             left = {each.peer: each.slots_left(enable_hisparse=enable_hisparse) for each in able}
             scores = {each.peer: self._score(each, left[each.peer], prompt.tokens, keys) for each in able}
             decode = min(able, key=lambda each: (each in bad, -scores[each.peer], len(each.rooms), each.peer))
             if best is None or left[decode.peer] > best.decode.slots_left(enable_hisparse=enable_hisparse):
                 prefill = min(
-                    (each for each in prefills[key] if each.full_ms(now, self._limits) == 0),
+                    (each for each in prefills[key] if full_ms[each.peer] == 0),
                     key=lambda each: (each in bad, each.prompt_tokens, self._queued(each), len(each.rooms), each.peer),
                 )
                 best = Pair(prefill, decode, keys)
@@ -311,7 +327,8 @@ class Workers:
 
     def _lose(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
         worker.state = step(PRESENCE, worker.state, PresenceEvent.LOSE)
-        worker.why, worker.load, worker.full_until, worker.repeat_ms = text, None, 0.0, 0
+        worker.why, worker.load, worker.repeat_ms = text, None, 0
+        worker.full_until = worker.sparse_full_until = 0.0
         worker.known.clear()
         self._lost(worker, cause, text, now)
 

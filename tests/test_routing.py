@@ -316,6 +316,16 @@ def test_hisparse_waits_for_those_that_can_do_it_while_they_are_full() -> None:
     assert isinstance(bench.submit(), Accepted)
 
 
+def test_a_decode_that_is_full_of_hisparse_takes_dense_rooms_all_the_same() -> None:
+    bench = Bench()
+    bench.hear(D, replace_load(enable_hisparse=True))
+    bench.submit(enable_hisparse=True)
+    (begin,) = bench.sent(Begin, D)
+    bench.hear(D, End(begin.room, "full", "hisparse_queue_max", 0, retry_ms=60_000))
+    assert bench.submit(enable_hisparse=True).status == 429
+    assert isinstance(bench.submit(), Accepted)
+
+
 def test_hisparse_that_is_refused_by_the_only_one_that_could_is_tried_densely() -> None:
     bench = Bench(decode=(D, D2))
     bench.hear(D2, replace_load(enable_hisparse=True))

@@ -80,6 +80,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (lambda: DemoConfig(requests=0), ["requests", "0"]),
         (lambda: DemoConfig(prefill=0), ["prefill", "0"]),
         (lambda: DemoConfig(decode_page_size=3), ["decode_page_size", "3", "power of two"]),
+        (lambda: DemoConfig(hisparse=True, decode_tp=2), ["hisparse", "decode_tp = 2"]),
+        (lambda: DecodeConfig(hot_tokens=0), ["hot_tokens", "0"]),
+        (lambda: DecodeConfig(device_slots=1 << 33), ["device_slots", "8589934592"]),
     ],
 )
 def test_wrong_value_is_refused_with_its_name_and_what_is_allowed(change: Any, words: list[str]) -> None:

@@ -175,6 +175,43 @@ def test_a_step_that_is_refused_a_place_ends_its_room_alone(monkeypatch, landed,
     assert decode.outcome(9) == expected[9]
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_comes_and_goes_in_whatever_sizes_every_bit_is_that_of_all_resident(seed):
+    """Requests of any length, sparse or not, on a device of any size, cancelled anywhere."""
+    random = np.random.default_rng(seed)
+    attention, top = ("mla", "gqa")[seed % 2], int(random.choice([1, 8, 33]))
+    hot = top + int(random.integers(0, 40))
+    options = {"layers": "2", "top_k": str(top), "index_share": str(random.integers(1, 3))}
+    lengths = [max(1, int(size)) for size in random.choice([1, top, hot - 1, hot, hot + 1, 2 * hot, 5 * hot], 7)]
+    rooms = [
+        request(at, prompt, max_tokens=int(random.integers(1, 20)), sparse=bool(random.random() < 0.8))
+        for at, prompt in enumerate(prompts(seed, lengths))
+    ]
+    prefill = Prefill.of(attention=attention, slots=4096, options=options).run(*rooms)
+    wanted = generate_many(
+        config(attention=attention, slots=4096, page_size=64, options=options),
+        [(one.prompt, one.sampling) for one in rooms],
+    )
+    limits = Limits(hisparse_wait_steps=int(random.integers(1, 6)), hisparse_quantum_steps=int(random.integers(1, 8)))
+    slots = (hot + 1) * int(random.integers(1, 4)) + int(random.integers(0, hot))
+    device = HiSparse(device_slots=slots, hot_tokens=hot, dense_slots=4096, limits=limits)
+    decode = Decode.of(
+        attention=attention, slots=4096, hisparse=device, options=options, batch_max=int(random.integers(1, 6))
+    )
+    gone = set()
+    for one in rooms:
+        decode.admit(one, prefill)
+        for _ in range(random.integers(0, 4)):
+            decode.step()
+        if random.random() < 0.2 and (unlucky := int(random.integers(0, one.room + 1))) not in decode.ends:
+            decode.engine.cancel(unlucky)
+            gone.add(unlucky)
+    decode.run()
+    assert set(decode.ends) == {one.room for one in rooms} - gone
+    for one in rooms:
+        assert one.room in gone or decode.outcome(one.room) == wanted[one.room]
+
+
 # What is refused
 
 

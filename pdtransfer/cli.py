@@ -92,6 +92,8 @@ def demo(
     from .demo import run
 
     config = config or DemoConfig()
+    if metrics and not router:
+        raise ConfigError(f"metrics = {metrics[0]!r}: only where --router names a fleet that runs")
     return run(config, router=router, metrics=metrics) if router else run(config)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +18,7 @@ from .signals import end_with_parent
 
 READY_S = 60.0  # an arena of some GiB is prefaulted within it
 STOP_S = 10.0
+END_S = 1.0  # from the end of a daemon's output to its own
 LOG_LINES = 15  # of a daemon that failed, for the person who reads the error
 
 
@@ -46,6 +48,8 @@ class Daemon:
         except TimeoutError:
             line = b""
         if not line:
+            with suppress(TimeoutError):  # its output ends a moment before it does
+                await asyncio.wait_for(self.process.wait(), END_S)
             last = "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
             raise WorldError(f"the {self.role} daemon did not get ready (status {self.process.returncode}):\n{last}")
         self.ready = json.loads(line)

@@ -30,6 +30,7 @@ from .routing import Routing
 from .signals import Stop, reload, reload_on_hangup
 from .turn import Clock, Performer, Ticker
 from .wire import Identity, Message, Ranks
+from .workers import named
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,13 @@ class Router:
 
     def _health(self) -> Health:
         workers = [
-            {"peer": each.peer, "role": each.role, "usable": each.usable, "why": each.why or None}
+            {
+                "peer": each.peer,
+                "role": each.role,
+                "usable": each.usable,
+                "model": named(each.model) if each.identity is not None else None,
+                "why": each.why or None,
+            }
             for each in self.routing.workers.by_peer.values()
         ]
         ready = not self._draining and bool(self.routing.workers.models())
@@ -324,6 +331,9 @@ async def serve(config: RouterConfig) -> None:
         address = await router.open()
         reload_on_hangup(config.allow, lambda: reload(config.allow, router.allow))
         log.info("%s listens on %s", config.node, address)
+        for role, endpoints in (("prefill", config.prefill), ("decode", config.decode)):
+            if not endpoints:
+                log.warning("nothing can be answered: name a %s daemon with --%s tcp://host:port", role, role)
         if config.json:
             line = {"ready": True, "role": config.role, "node": config.node, "http": address}
             print(msgspec.json.encode(line).decode(), flush=True)

@@ -6,7 +6,7 @@ proves both directions. A worker that is lost is sought again for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +20,7 @@ from .states import Word, step
 from .timers import Timers
 from .wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 
+Model = tuple[str, bytes]  # its name, and the digest of its weights
 GREETINGS_WANTED = frozenset({"hello_first", "hello_required"})  # a Reject that only wants to know who speaks
 
 
@@ -72,7 +73,7 @@ class Worker:
         return self.state is Presence.THERE and self.load is not None and self.load.ready and not self.load.draining
 
     @property
-    def model(self) -> tuple[str, bytes]:
+    def model(self) -> Model:
         """What the two of a pair have in common: the model's name and its weights' digest."""
         assert self.identity is not None
         return self.identity.model, self.identity.weights
@@ -115,6 +116,11 @@ class Worker:
         return 1e3 if quarantined or self.load.rooms_queued >= limits.queue_max else 0.0
 
 
+def named(model: Model) -> str:
+    """A model for people: its name, and the beginning of its weights' digest, which tells engines' options apart."""
+    return f"{model[0]}/{model[1].hex()[:8]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Where a room goes."""
@@ -144,6 +150,16 @@ class NoPair:
 
     detail: str
     retry_ms: int | None
+
+
+def _mismatch(prefills: Collection[Model], decodes: Collection[Model], model: str | None) -> str:
+    """Why those that are ready make no pair, for whoever started them."""
+    for role, models in (("prefill", prefills), ("decode", decodes)):
+        if not models:
+            return f"no {role} worker is ready; the router's /health says why"
+    here, there = (", ".join(sorted(map(named, models))) for models in (prefills, decodes))
+    what = "of one model" if model is None else f"of model {model!r}"
+    return f"no prefill and decode workers {what} are ready: prefill has {here}, decode has {there}"
 
 
 class Workers:
@@ -253,8 +269,7 @@ class Workers:
             return best
         if waits_ms:
             return NoPair("every worker is full", int(min(waits_ms)) + 1)
-        what = "that can do HiSparse" if enable_hisparse else "of one model" if model is None else f"of model {model!r}"
-        return NoPair(f"no prefill and decode workers {what} are ready", None)
+        return NoPair(_mismatch(prefills.keys(), decodes.keys(), model), None)
 
     def models(self) -> list[str]:
         """Models that a ready pair serves."""
@@ -266,14 +281,14 @@ class Workers:
             if worker.state is Presence.THERE:
                 self._out(Send(worker.peer, Goodbye(self._identity.incarnation, reason)))
 
-    def _groups(self, role: str) -> dict[tuple[str, bytes], list[Worker]]:
-        groups: dict[tuple[str, bytes], list[Worker]] = {}
+    def _groups(self, role: str) -> dict[Model, list[Worker]]:
+        groups: dict[Model, list[Worker]] = {}
         for worker in self.by_peer.values():
             if worker.role == role and worker.usable:
                 groups.setdefault(worker.model, []).append(worker)
         return groups
 
-    def _keys(self, model: tuple[str, bytes], prompt: Prompt) -> tuple[bytes, ...]:
+    def _keys(self, model: Model, prompt: Prompt) -> tuple[bytes, ...]:
         if self._decode_count == 1 or not self._limits.prefix_weight:
             return ()  # there is never a choice
         root, blocks_max = root_key(*model, prompt.salt), PREFIX_PLACED_BLOCKS_MAX

@@ -87,6 +87,7 @@ def run_in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["bench", "copy", "--tokens", "0"], ["--tokens", "0", ">= 1"]),
         (["doctor", "--jsn"], ["--jsn", "--json?"]),
         (["keygen"], ["NAME"]),
+        (["demo", "--metrics", "d0:7202"], ["metrics", "d0:7202", "--router"]),
         (["prefill", "--no-insecure"], ["--no-insecure"]),
     ],
 )

@@ -218,8 +218,8 @@ def test_whatever_comes_and_goes_in_whatever_sizes_every_bit_is_that_of_all_resi
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"hot_tokens": 15}, "hot_tokens = 15: a step reads top_k 16"),
-        ({"device_slots": 48}, "device_slots = 48: below hot_tokens 48"),
+        ({"hot_tokens": 15}, "hot_tokens = 15: must be at least top_k 16"),
+        ({"device_slots": 48}, "device_slots = 48: must be above hot_tokens 48"),
         ({"dense_slots": 0}, "dense_slots = 0"),
     ],
 )
@@ -227,6 +227,18 @@ def test_a_device_that_no_request_could_run_on_is_refused_at_the_start(change, n
     hot = HiSparse(**({"device_slots": 100, "hot_tokens": HOT, "dense_slots": 64} | change))
     with pytest.raises(ConfigError, match=named):
         create(config("decode", options=SPARSE, hisparse=hot))
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"top": "16"}, "engine_option = 'top=16': must be one of .*top_k"),
+        ({"top_k": "x"}, "engine_option top_k: .*int"),
+    ],
+)
+def test_an_option_that_the_engine_does_not_know_is_refused_with_those_that_it_does(option, said):
+    with pytest.raises(ConfigError, match=said):
+        create(config("decode", options=option))
 
 
 def test_hisparse_wants_a_model_that_picks_and_one_rank():

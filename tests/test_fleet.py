@@ -90,7 +90,10 @@ def test_a_router_alone_starts_says_where_it_listens_and_ends_with_status_0(tmp_
             assert (router.ready["node"], router.ready["role"]) == ("r", "router")
             assert fleet.of("prefill") == []
         assert router.process.returncode == 0
-        assert "Traceback" not in (tmp_path / "router.log").read_text()
+        said = (tmp_path / "router.log").read_text()
+        assert "Traceback" not in said
+        assert "name a prefill daemon with --prefill" in said
+        assert "name a decode daemon with --decode" in said
 
     run(case)
 
@@ -117,7 +120,7 @@ def test_a_daemon_that_fails_is_told_with_its_status_and_the_end_of_its_log(tmp_
             text = str(caught.value)
             assert "router daemon did not get ready" in text
             assert f"cannot listen on {listen}" in text
-            assert "status" in text
+            assert "(status 1)" in text
 
         run(case)
 

@@ -544,6 +544,18 @@ def test_a_transport_that_cannot_be_had_is_refused_with_what_to_do(monkeypatch: 
         choice.taken("mooncake", card=True)
 
 
+@pytest.mark.parametrize("source", ["", "import a_library_that_is_not_there"])
+def test_a_mooncake_that_is_not_whole_is_said_with_what_to_do(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text(source)
+    for name in [each for each in sys.modules if each.partition(".")[0] == "mooncake"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "pip install 'pdtransfer[mooncake]'" in why_not.__wrapped__()
+
+
 def test_this_hosts_address_is_the_one_on_the_way_to_the_peer() -> None:
     assert choice.own_address("tcp://127.0.0.1:7101") == "127.0.0.1"
     with pytest.raises(TransportError, match="advertise"):

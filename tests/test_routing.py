@@ -241,6 +241,7 @@ def test_nobody_ready_is_503_and_everybody_full_is_429() -> None:
     bench.hear(D, replace_load(ready=False))
     refused = bench.submit()
     assert (refused.status, refused.retry_ms > 0) == (503, True)
+    assert "no decode worker is ready" in refused.detail
     bench.hear(D, replace_load(slots_free=0, rooms_queued=LIMITS.queue_max))
     refused = bench.submit()
     assert (refused.status, refused.cause, refused.retry_ms > 0) == (429, Cause.FULL, True)
@@ -281,7 +282,9 @@ def test_a_pair_has_one_model_and_equal_weights() -> None:
     bench = Bench()
     bench.welcome(D, 2, weights=b"other")
     bench.hear(D, LOAD)
-    assert bench.submit().status == 503
+    refused = bench.submit()
+    assert refused.status == 503
+    assert "prefill has m/77, decode has m/6f746865" in refused.detail, "the beginnings of what differs"
     assert bench.routing.workers.models() == []
     bench.welcome(D, 3, weights=b"w")
     bench.hear(D, LOAD)

@@ -130,7 +130,12 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         try:
             return msgspec.convert(dict(options), cls, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"engine option: {error}") from None
+            names = cls.__struct_fields__
+            if unknown := sorted(options.keys() - set(names)):
+                text = f"engine_option = '{unknown[0]}={options[unknown[0]]}': must be one of {', '.join(names)}"
+                raise ConfigError(text) from None
+            text, _, at = str(error).partition(" - at `$.")
+            raise ConfigError(f"engine_option {at.rstrip('`')}: {text}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

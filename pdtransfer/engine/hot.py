@@ -34,9 +34,11 @@ def capacity_of(config: EngineConfig, hisparse: HiSparse, top: int) -> Capacity:
     if not top:
         raise ConfigError("enable_hisparse: the model attends to all tokens: give it the engine option top_k")
     if places < top:
-        raise ConfigError(f"hot_tokens = {places}: a step reads top_k {top} tokens of a request")
+        text = f"must be at least top_k {top}, the tokens of a request that a step reads"
+        raise ConfigError(f"hot_tokens = {places}: {text}")
     if places + 1 > hisparse.device_slots:
-        raise ConfigError(f"device_slots = {hisparse.device_slots}: below hot_tokens {places} and one for the newest")
+        text = f"must be above hot_tokens {places}: a request has so many, and one for its newest token"
+        raise ConfigError(f"device_slots = {hisparse.device_slots}: {text}")
     if hisparse.dense_slots < 1:
         raise ConfigError(f"dense_slots = {hisparse.dense_slots}: at least 1")
     if config.group.ranks.tp_size > 1:

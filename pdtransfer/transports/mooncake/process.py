@@ -57,8 +57,12 @@ def environment(network: Network) -> dict[str, str]:
 @cache
 def why_not() -> str:
     """Why no engine can be had on this host; empty where one may."""
-    if find_spec("mooncake") is None or find_spec("mooncake.engine") is None:
-        return "mooncake is not installed: pip install 'pdtransfer[mooncake]'"
+    try:
+        found = find_spec("mooncake.engine") is not None
+    except ImportError:  # the package is not there, or what it imports by itself is not
+        found = False
+    if not found:
+        return "mooncake is not installed, or not whole: pip install 'pdtransfer[mooncake]'"
     missing: list[str] = []
     for library, package in _LIBRARIES.items():
         try:

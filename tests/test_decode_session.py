@@ -799,6 +799,7 @@ def test_a_session_that_is_refused_fails_the_rooms_that_wait_for_it(word: str, c
     effects = end.hear(Reject(offer.session, word, ("Register.components[0].name: 'kv', this prefill has []",)))
     assert failure(effects) == (1, cause)
     assert end.core.links.peers[P].session is None
+    assert failure(end.expect(2)) == (2, cause), "of the same cause as long as it stands"
 
 
 def test_an_unknown_session_while_registering_is_no_refusal() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import uvloop
+from msgspec.structs import replace
 
 from pdtransfer.effects import Drained, Landed, Leased, Outcome, Ready, RoomFailed, Write
 from pdtransfer.errors import TransportError
@@ -30,10 +31,10 @@ from pdtransfer.session.prefill import Cell
 from pdtransfer.transports import choice
 from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, arena, process, why_not, writer
 from pdtransfer.transports.mooncake.ring import Ring
-from pdtransfer.transports.network import Network
+from pdtransfer.transports.network import Network, Transport
 from tests.client_pair import LIMITS, component, settings
 from tests.layout_tensors import CANARY, Pool, mla
-from tests.session_ends import identity
+from tests.session_ends import REACH, identity
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -255,8 +256,6 @@ async def test_engines_are_bounded_and_a_refused_offer_says_the_bound(monkeypatc
 async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_within_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from msgspec.structs import replace
-
     monkeypatch.setattr(process, "_READY_SECONDS", 3.0)
     async with both() as it:
         reach = await it.owner.offer(1)
@@ -413,23 +412,13 @@ async def test_a_room_whose_engine_dies_or_freezes_fails_once_and_its_slots_come
         assert it.decode.core.arena.free[0].free_slots == 64
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
 @on_loop
-async def test_decodes_engine_that_dies_between_rooms_is_replaced_before_the_next_one() -> None:
+async def test_an_engine_that_dies_between_rooms_is_replaced_before_the_next_one(side: str) -> None:
     async with nodes() as it:
         assert await it.lands()
         (before,) = it.decode.core.links.sessions
-        os.kill(it.engine(it.decode), signal.SIGKILL)
-        sessions = it.decode.core.links.sessions
-        await until(lambda: [(each.id != before, each.state.value) for each in sessions.values()] == [(True, "up")])
-        assert await it.lands()
-
-
-@on_loop
-async def test_prefills_engine_that_dies_between_rooms_is_replaced_before_the_next_one() -> None:
-    async with nodes() as it:
-        assert await it.lands()
-        (before,) = it.decode.core.links.sessions
-        os.kill(it.engine(it.prefill), signal.SIGKILL)
+        os.kill(it.engine(getattr(it, side)), signal.SIGKILL)
         sessions = it.decode.core.links.sessions
         await until(lambda: [(each.id != before, each.state.value) for each in sessions.values()] == [(True, "up")])
         assert await it.lands()
@@ -499,6 +488,26 @@ async def test_a_host_without_descriptors_has_no_engine_and_none_is_left_behind(
         ring.close()
         monkeypatch.undo()
         await it.map()
+
+
+@pytest.mark.parametrize("transport", ["shm", "mooncake"])
+@on_loop
+async def test_a_writer_that_closes_maps_nothing_more(transport: Transport) -> None:
+    made = choice.WriterChoice((latent("layer_first", 1),), transport, Network())
+    await made.close()
+    with pytest.raises(TransportError, match="closing"):
+        await made.map(1, replace(REACH, transport=transport), (latent("page_first", 1),))
+    assert not made._made
+
+
+@on_loop
+async def test_sessions_that_are_mapped_at_once_are_bounded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "ENGINES_MAX", 1)
+    async with both() as it:
+        reaches = [await it.owner.offer(session) for session in (1, 2)]
+        mapped = [it.writer.map(session, reach, (it.target,)) for session, reach in enumerate(reaches, 1)]
+        _, refused = await asyncio.gather(*mapped, return_exceptions=True)
+        assert "engines: 1 of 1" in str(refused)
 
 
 # The choice

@@ -139,7 +139,7 @@ class Peer:
     greeted: float = float("-inf")  # when Hello last went out
     welcomed: float = float("-inf")  # when it last answered one
     identity: Identity | None = None
-    refusal: str | None = None
+    refusal: tuple[Cause, str] | None = None  # what its rooms fail with as long as it stands
     session: Session | None = None
     repeat_ms: int = 0
     quarantined_bytes: int = 0

@@ -72,7 +72,7 @@ class Links:
         if peer is None:
             return Cause.FULL, f"peers: {len(self.peers)} of sessions_max {limits.sessions_max}"
         if peer.refusal is not None:
-            return Cause.REFUSED, peer.refusal
+            return peer.refusal
         silent_ms = (now - peer.heard) * 1e3
         if silent_ms >= limits.silence_ms:
             return Cause.PEER_LOST, f"{name} has been silent for {silent_ms:.0f} ms"
@@ -325,8 +325,8 @@ class Links:
         if peer.session is not None:
             self.condemn(peer.session, cause, text, now)
         peer.heard, peer.identity = now, None
-        if peer.refusal != text:
-            peer.refusal = text
+        if peer.refusal != (cause, text):
+            peer.refusal = cause, text
             self._out(PeerRefused(peer.name, text))
         self._unreachable(peer, cause, text, now)
 

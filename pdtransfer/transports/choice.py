@@ -159,7 +159,7 @@ class WriterChoice:
     ) -> None:
         """`lost` hears of a session that can write no more, and is to be fenced."""
         self.taken = taken(transport, card=card is not None)
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._closing = asyncio.get_running_loop(), False
         self._of: dict[int, str] = {}
         self._made: dict[str, WriterTransport] = {}
         self._make: dict[str, Callable[[], WriterTransport]] = {  # when first wanted: each has threads
@@ -181,6 +181,8 @@ class WriterChoice:
         """As WriterTransport says."""
         if (name := reach.transport) not in self.taken:
             raise TransportError(f"transport {name!r}, this node takes {', '.join(self.taken)}")
+        if self._closing:
+            raise TransportError("this writer is closing")
         if name not in self._made:
             self._made[name] = self._make[name]()
         self._of[session] = name
@@ -221,6 +223,7 @@ class WriterChoice:
 
     async def close(self) -> None:
         """As WriterTransport says, of both."""
+        self._closing = True
         for each in self._made.values():
             await each.close()
 

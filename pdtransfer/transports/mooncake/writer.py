@@ -121,13 +121,13 @@ class MooncakeWriter:
     ) -> int:
         """As WriterTransport says; all is ready at once, as decode grants no more than it has backed."""
         assert session not in self._sessions, f"session {session:#x} is mapped already"
-        if self._closing:
-            raise TransportError("this writer is closing")
         _check_reachable(reach)
-        if (engines := len(self._sessions) + len(self._ending)) >= ENGINES_MAX:
-            raise TransportError(f"engines: {engines} of {ENGINES_MAX}, one for each session")
         pairings = paired(self._components, components, reach.arena_bytes)
         await asyncio.gather(*(self._loop.run_in_executor(None, each) for each in (kernels.native, sums.native)))
+        if self._closing:
+            raise TransportError("this writer is closing")
+        if (engines := len(self._sessions) + len(self._ending)) >= ENGINES_MAX:
+            raise TransportError(f"engines: {engines} of {ENGINES_MAX}, one for each session")
         mapped = _Session(id=session, reach=reach, components=components, pairings=pairings, ring=Ring())
         self._sessions[session] = mapped
         try:

@@ -33,7 +33,7 @@ check: .venv/.stamp
 	@$(RUN) -m pdtransfer.proto --check
 
 bench: .venv/.stamp
-	@for part in plan copy verify bus transfer handoff idle load siege faults; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
+	@for part in plan copy verify prefix bus transfer handoff hisparse idle load siege faults; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
 
 venv: .venv/.stamp
 

@@ -91,6 +91,12 @@ class NodeConfig:
 
     def __post_init__(self) -> None:
         match("node", self.node, rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", "letters, digits, . _ -")
+        if self.key is not None and self.allow is None:
+            raise ConfigError(
+                f"key = '{self.key}': lets nobody in and dials nobody by itself: name the list of peers as allow"
+            )
+        if self.allow is not None and self.key is None:
+            raise ConfigError(f"allow = '{self.allow}': keeps nobody out without keys: name this node's own as key")
         check_limits(self.limits)
 
     def _check_bind(self, name: str, value: str, *, scheme: str = "") -> None:
@@ -138,8 +144,6 @@ class WorkerConfig(NodeConfig):
         self._check_bind("bind", self.bind, scheme="tcp://")
         if self.http:
             self._check_bind("http", self.http)
-        if self.key is not None and self.allow is None:
-            raise ConfigError(f"key = '{self.key}': nobody could connect: name the list of peers as allow")
         match("engine", self.engine, r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:attribute")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")

@@ -58,8 +58,11 @@ class KeyPair:
 
 def generate_pair() -> KeyPair:
     """A new pair that is in no file."""
-    public, secret = (key.decode() for key in zmq.curve_keypair())
-    return KeyPair(public=public, secret=secret)
+    while True:
+        public, secret = (key.decode() for key in zmq.curve_keypair())
+        # One in 85 begins so, and as KEY@tcp://... it would be taken for a flag, in a list for a comment.
+        if public[0] not in "-#":
+            return KeyPair(public=public, secret=secret)
 
 
 def generate(path: str | Path) -> str:

@@ -126,10 +126,12 @@ def test_http_that_other_hosts_reach_needs_keys_or_insecure() -> None:
     assert DecodeConfig(http="").http == ""
 
 
-def test_key_without_allow_list_is_refused_where_peers_dial_in(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="allow"):
-        DecodeConfig(key=tmp_path / "a.key")
-    assert RouterConfig(key=tmp_path / "a.key").allow is None  # nobody dials a router
+@pytest.mark.parametrize("kind", [PrefillConfig, DecodeConfig, RouterConfig])
+def test_neither_a_key_nor_an_allow_list_is_taken_without_the_other(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"key = .*as allow"):
+        kind(key=tmp_path / "a.key")
+    with pytest.raises(ConfigError, match=r"allow = .*as key"):
+        kind(allow=tmp_path / "peers")
 
 
 def test_peer_on_another_host_needs_its_public_key_and_ours(tmp_path: Path) -> None:
@@ -138,7 +140,8 @@ def test_peer_on_another_host_needs_its_public_key_and_ours(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="no key"):
         RouterConfig(decode=(f"{KEY}@tcp://10.0.0.1:7201",))
     assert RouterConfig(decode=("tcp://10.0.0.1:7201",), insecure=True).insecure
-    assert RouterConfig(decode=(f"{KEY}@tcp://10.0.0.1:7201",), key=tmp_path / "r.key").decode
+    keyed = {"key": tmp_path / "r.key", "allow": tmp_path / "peers"}
+    assert RouterConfig(decode=(f"{KEY}@tcp://10.0.0.1:7201",), **keyed).decode
 
 
 def test_default_node_name_says_role_and_differs_between_processes() -> None:
@@ -266,7 +269,7 @@ def test_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         PrefillConfig(node="p0", slots=1_024, page_size=16, engine_option=("a=1", "b=-2"), json=True, http=""),
         DecodeConfig(node="d1", prefix_cache=False),
         DecodeConfig(node="d0", bind="tcp://127.0.0.1:0", socket_directory=Path("/run/a b"), limits=Limits(window=4)),
-        RouterConfig(prefill=(f"-{KEY[1:]}@tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), insecure=True, key=Path("k.key")),
+        RouterConfig(prefill=(f"-{KEY[1:]}@tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), key=Path("k"), allow=Path("a")),
         DemoConfig(requests=3, decode_layout="page_head"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from pdtransfer.errors import ConfigError
-from pdtransfer.keys import Address, AllowList, Endpoint, KeyPair, check_exposure, generate, is_loopback
+from pdtransfer.keys import Address, AllowList, Endpoint, KeyPair, check_exposure, generate, generate_pair, is_loopback
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 OTHER = "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID"
@@ -30,6 +30,13 @@ def test_generated_keys_are_a_working_curve_pair_that_only_the_owner_can_read(tm
     assert AllowList.read(tmp_path / "decode-0.pub").name_of(pair.public) == "decode-0"
     assert pair.secret not in repr(pair)
     assert pair.secret not in (tmp_path / "decode-0.pub").read_text()
+
+
+@pytest.mark.parametrize("first", ["-", "#"])
+def test_no_key_is_made_that_a_command_line_takes_for_a_flag(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter([(f"{first}{KEY[1:]}".encode(), OTHER.encode()), (KEY.encode(), OTHER.encode())])
+    monkeypatch.setattr(zmq, "curve_keypair", lambda: next(drawn))
+    assert generate_pair().public == KEY
 
 
 def test_two_generated_pairs_differ(tmp_path: Path) -> None:

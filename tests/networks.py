@@ -1,0 +1,117 @@
+"""Hosts that are network namespaces of this kernel, on one switch, each with a firewall of its own.
+
+Whoever is told to do something on a host does it with `Network.on`; nothing here needs to be in a namespace itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Self
+
+DATA_PORTS = (21_000, 21_015)  # of engines, two each: so few that ports are taken again at once
+_PREFIX = "10.213.79"
+_NOWHERE = f"{_PREFIX}.250"
+_CHAIN = "table inet faults { chain input { type filter hook input priority 0; policy accept; }; }\n"
+
+
+def why_not() -> str:
+    """Why there can be no such hosts here; empty where there can."""
+    if os.geteuid() != 0:
+        return "network namespaces with a firewall need root"
+    packages = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "unshare": "util-linux", "nsenter": "util-linux"}
+    if missing := [name for name in packages if shutil.which(name) is None]:
+        return f"{', '.join(missing)} not installed: apt-get install -y {packages[missing[0]]}"
+    trial = "ip link add s0 type bridge && ip link add v0 type veth peer name v1 && nft -f - && tc qdisc show"
+    ran = subprocess.run(
+        ["unshare", "--net", "sh", "-c", trial], input=_CHAIN, capture_output=True, text=True, check=False
+    )
+    return "" if ran.returncode == 0 else f"no network namespaces here: {ran.stderr.strip()}"
+
+
+class Network:
+    """One host for each of `hosts`, all of them on one switch, at `megabits` a second each way."""
+
+    def __init__(self, hosts: Sequence[str], *, megabits: int) -> None:
+        self._pids: dict[str, int] = {}
+        self._at = {host: f"{_PREFIX}.{10 + number}" for number, host in enumerate(hosts)}
+        self._rules: dict[str, list[str]] = {host: [] for host in hosts}
+        with ExitStack() as stack:
+            for host in ("", *hosts):
+                keeper = subprocess.Popen(
+                    ["unshare", "--net", "sh", "-c", "echo; exec sleep infinity"],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                )  # fmt: skip
+                stack.callback(_end, keeper)
+                assert keeper.stdout is not None
+                assert keeper.stdout.readline(), "it says so from within its namespace"
+                self._pids[host] = keeper.pid
+            self._run("", ["ip", "-batch", "-"], "link add name switch type bridge\nlink set switch up\n")
+            for number, host in enumerate(hosts):
+                self._plug(f"port{number}", host, megabits)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def nowhere(self) -> str:
+        """An address that is nobody's: who dials it is never answered."""
+        return _NOWHERE
+
+    def address(self, host: str) -> str:
+        return self._at[host]
+
+    def on(self, host: str) -> list[str]:
+        """What a command line begins with to run there."""
+        return ["nsenter", f"--net=/proc/{self._pids[host]}/ns/net"]
+
+    def cut(self, source: str, target: str, *, data: bool = False) -> None:
+        """The target's firewall drops what the source sends; `data`: to engines' ports alone."""
+        self._rule(source, target, "drop", data=data)
+
+    def refuse(self, source: str, target: str) -> None:
+        """The target's firewall resets what the source sends to engines' ports."""
+        self._rule(source, target, "reject with tcp reset", data=True)
+
+    def heal(self) -> None:
+        """No firewall does anything."""
+        for host, rules in self._rules.items():
+            if rules:
+                rules.clear()
+                self._apply(host)
+
+    def _rule(self, source: str, target: str, verdict: str, *, data: bool) -> None:
+        ports = "tcp dport {}-{} ".format(*DATA_PORTS) if data else ""
+        self._rules[target].append(f"ip saddr {self._at[source]} {ports}{verdict}")
+        self._apply(target)
+
+    def _apply(self, host: str) -> None:
+        rules = "".join(f"add rule inet faults input {rule}\n" for rule in self._rules[host])
+        self._run(host, ["nft", "-f", "-"], f"flush chain inet faults input\n{rules}")
+
+    def _plug(self, port: str, host: str, megabits: int) -> None:
+        pid = self._pids[host]
+        link = f"link add {port} type veth peer name wire netns {pid}\nlink set {port} master switch up\n"
+        self._run("", ["ip", "-batch", "-"], link)
+        own = f"link set lo up\naddress add {self._at[host]}/24 dev wire\nlink set wire up\n"
+        # Frames to nobody: an answer that no such host is there would be one.
+        nobody = f"neighbour add {_NOWHERE} lladdr 02:00:00:00:00:99 dev wire nud permanent\n"
+        self._run(host, ["ip", "-batch", "-"], own + nobody)
+        bucket = f"rate {megabits}mbit burst 1mb latency 100ms".split()
+        self._run(host, ["tc", "qdisc", "add", "dev", "wire", "root", "tbf", *bucket], "")
+        self._run(host, ["nft", "-f", "-"], _CHAIN)
+
+    def _run(self, host: str, command: list[str], text: str) -> None:
+        subprocess.run([*self.on(host), *command], input=text, text=True, check=True)
+
+
+def _end(keeper: subprocess.Popen[bytes]) -> None:
+    keeper.kill()
+    keeper.communicate()

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from .bounds import bound, card_of, check_limits, match, port_range, power_of_two
 from .engine.base import EngineConfig, HiSparse
@@ -71,6 +71,7 @@ def _help(text: str) -> Parameter:
     return Parameter(help=text)
 
 
+_LIMITS = Group("Limits", help="What each bounds, and why, is in proto/v1/README.md.")
 _NODE = Parameter(help="Name among peers; by default role-host-pid.", show_default=False)
 
 
@@ -87,7 +88,7 @@ class NodeConfig:
     log_level: Annotated[LogLevel, _help("How much is logged.")] = "info"
     log_file: Annotated[Path | None, _help("Log here; by default to standard error.")] = None
     json: Annotated[bool, _help("Say on standard output, one JSON object a line, when ready and where.")] = False
-    limits: Annotated[Limits, Parameter(group="Limits")] = field(default_factory=Limits)
+    limits: Annotated[Limits, Parameter(group=_LIMITS)] = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         match("node", self.node, rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", "letters, digits, . _ -")

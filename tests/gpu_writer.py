@@ -46,10 +46,11 @@ def main() -> None:
     mapping.register(here, mapping.byte_count)
     assert mapping.registered is not None
     layout = flat(mapping.byte_count)
+    source_bytes = max(layout.end, reach.hbm_bytes // 2)
     pools = list[Pool]()
     for seed in (here.ordinal, here.ordinal + 100):
-        address = here.allocate(layout.end)
-        here.upload(address, np.random.default_rng(seed).integers(1, 256, layout.end, dtype=np.uint8), 0)
+        address = here.allocate(source_bytes)
+        here.upload(address, np.random.default_rng(seed).integers(1, 256, source_bytes, dtype=np.uint8), 0)
         here.synchronise(0)
         pools.append(Pool(layout=layout, address=address, card=here.ordinal))
     target = Pool(layout=layout, address=mapping.registered.device_address, card=here.ordinal, host=True)

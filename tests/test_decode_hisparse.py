@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pdtransfer.daemon_metrics import DecodeMetrics
@@ -13,6 +12,7 @@ from pdtransfer.engine.base import HotFigures
 from pdtransfer.errors import Cause
 from pdtransfer.limits import Limits
 from pdtransfer.wire import Begin, Sampling, pack_ids
+from tests.bus_peers import on_loop
 from tests.daemon_pair import decode, until
 
 NOWHERE = "tcp://127.0.0.1:9"  # no prefill answers: rooms stay as they are
@@ -30,7 +30,7 @@ def taken(daemon: Any) -> set[int]:
     return set(daemon._rooms)
 
 
-@pytest.mark.asyncio
+@on_loop
 async def test_beyond_its_bound_a_request_is_told_full_and_when_to_ask_again(tmp_path: Path) -> None:
     async with decode(tmp_path, **SPARSE) as daemon:
         daemon.heard.tell("a", begin(1), begin(2), begin(3), begin(4, sparse=False))
@@ -50,7 +50,7 @@ async def test_beyond_its_bound_a_request_is_told_full_and_when_to_ask_again(tmp
         assert taken(daemon) == {4, 5, 6}
 
 
-@pytest.mark.asyncio
+@on_loop
 async def test_a_request_that_could_never_run_is_refused_with_both_values(tmp_path: Path) -> None:
     async with decode(tmp_path, **SPARSE) as daemon:
         daemon.heard.tell("a", begin(1, tokens=1_021), begin(2, sparse=False, tokens=253))
@@ -59,7 +59,7 @@ async def test_a_request_that_could_never_run_is_refused_with_both_values(tmp_pa
         assert taken(daemon) == set()
 
 
-@pytest.mark.asyncio
+@on_loop
 async def test_its_figures_are_metrics(tmp_path: Path) -> None:
     figures = HotFigures(running=1, waiting=2, hits=3, misses=4, swapped_bytes=5, preloaded_bytes=6, retracts=7)
     async with decode(tmp_path, **SPARSE) as daemon:

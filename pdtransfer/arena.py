@@ -199,10 +199,12 @@ class Arena:
             for c in self.components
         )
         self._row_bytes = tuple(c.layout.row_bytes for c in self.components)
+        self.bytes_ready = 0 if bytes_ready is not None else max(c.layout.end for c in self.components)
         self.grow(bytes_ready or 0)
 
     def grow(self, bytes_ready: int) -> None:
         """So many of its first bytes are backed with memory: what lies below may be leased."""
+        self.bytes_ready = max(self.bytes_ready, bytes_ready)
         for component, free in zip(self.components, self.free, strict=True):
             free.grow(max(free.ready, slots_below(component.layout, bytes_ready)))
 

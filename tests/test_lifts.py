@@ -88,6 +88,19 @@ def test_a_range_of_the_arena_is_not_copied() -> None:
     assert of(end.land(end.granted(1, tokens=8)), Ready)
 
 
+def test_nothing_lands_where_this_node_has_nothing_ready_to_be_copied_up_from() -> None:
+    """Mooncake's writers say at once that all is ready, and a card that reads what it does not reach is lost."""
+    base = min(plane.base for plane in twins()[2].layout.planes)
+    end = ApartEnd(bytes_ready=base)
+    end.registers()
+    assert sent(end.expect(1, tokens=8), Grant) == []
+    assert sent(end.core.ready(base + 1, end.now), Grant) == []
+    assert sent(end.core.ready(ARENA, end.now), Grant)
+    direct = ApartEnd(handle=HANDLE, bytes_ready=base)
+    direct.registers(hbm_direct=True)
+    assert sent(direct.expect(1, tokens=8), Grant), "its rows land nowhere else"
+
+
 def test_slots_are_claimed_as_long_as_they_are_copied() -> None:
     end = ApartEnd()
     end.registers()

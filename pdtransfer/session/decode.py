@@ -182,6 +182,7 @@ class DecodeSessions:
     def ready(self, bytes_ready: int, now: float) -> list[DecodeEffect]:
         """So many of the arena's first bytes are backed with memory now: what lies below is leased to who waits."""
         self.arena.grow(bytes_ready)
+        self.leases.grown(now)
         return self._effects(now)
 
     def fenced(self, session_id: int, now: float) -> list[DecodeEffect]:

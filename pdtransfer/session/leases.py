@@ -48,7 +48,7 @@ class Leases:
         """Says what the lease's state has to say, and again until that is answered."""
         session, number = lease.session, lease.message.grant
         if lease.state is Lease.GRANTED:
-            if lease.granted or not session.covers(lease.holding):
+            if lease.granted or not session.covers(lease.holding, self._cache.arena.bytes_ready):
                 return  # Answered, or `ready` will say it.
             left_ms = int(min(max(0.0, (lease.deadline - now) * 1e3), TIME_LEFT_MS_MAX))
             self._out(Send(session.peer, msgspec.structs.replace(lease.message, time_left_ms=left_ms)))
@@ -62,8 +62,14 @@ class Leases:
         lease.repeat_ms = self._links.repeat_ms(lease.repeat_ms)
         self._links.timers.set(("lease", session.id, number), now + lease.repeat_ms / 1e3)
 
+    def grown(self, now: float) -> None:
+        """This node has more of the arena ready."""
+        for session in self._links.sessions.values():
+            if session.state is SessionState.UP:
+                self.ready(session, now)
+
     def ready(self, session: Session, now: float) -> None:
-        """The writer has more of the arena ready: grants whose slots were not are said now."""
+        """More of the arena is ready for this writer: grants whose slots were not are said now."""
         for lease in list(session.leases.values()):
             if lease.state is Lease.GRANTED and not lease.repeat_ms:
                 self.repeat(lease, now)

@@ -113,12 +113,13 @@ class Session:
         """Where the rows of its components go."""
         return tuple([holding.extents[place] for place in self.places])
 
-    def covers(self, holding: Holding) -> bool:
-        """Whether the writer has ready where the rows of its components go."""
+    def covers(self, holding: Holding, arena_ready: int) -> bool:
+        """Whether both sides have ready where the rows of its components go: the writer, and of the arena's first bytes
+        this node, whose card may reach no others. Slots of HBM are leased before the range is ready where they land."""
         assert self.reach is not None
-        return self.bytes_ready >= self.reach.arena_bytes or all(
-            (self.hbm_direct and component.memory == "hbm")
-            or end_of(extents) <= slots_below(component.layout, self.bytes_ready)
+        ready = min(self.bytes_ready, arena_ready)
+        return ready >= self.reach.arena_bytes or all(
+            (self.hbm_direct and component.memory == "hbm") or end_of(extents) <= slots_below(component.layout, ready)
             for component, extents in zip(self.components, self.extents_of(holding), strict=True)
         )
 

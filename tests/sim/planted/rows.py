@@ -74,7 +74,7 @@ def keys_without_what_comes_before(patch: Patch) -> None:
 
 def granted_before_it_is_ready(patch: Patch) -> None:
     """A Grant is said whether or not its writer has its slots ready."""
-    patch(Session, "covers", lambda self, holding: True)
+    patch(Session, "covers", lambda self, holding, ready: True)
 
 
 def more_said_ready_than_there_is(patch: Patch) -> None:

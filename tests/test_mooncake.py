@@ -115,6 +115,17 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.002)
 
 
+async def freeze(pid: int) -> None:
+    """No thread of it runs any more: one that did when the signal was sent goes on for a while."""
+
+    def states() -> set[str]:
+        stats = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return {stat.rpartition(") ")[2][0] for stat in stats}
+
+    os.kill(pid, signal.SIGSTOP)
+    await until(lambda: states() == {"T"})
+
+
 async def halfway(it: Both) -> None:
     """The large write has begun to land."""
     it.write(1, 0, LARGE)
@@ -125,7 +136,7 @@ async def halfway(it: Both) -> None:
 async def test_a_writers_engine_that_is_killed_leaves_its_writes_unknown_and_its_fence_drops_the_ring() -> None:
     async with both() as it:
         await it.map()
-        os.kill(it.ours(), signal.SIGSTOP)  # so that it cannot be through
+        await freeze(it.ours())  # so that it cannot be through
         it.write(1, 0, LARGE)
         await until(lambda: it.writer._sessions[SESSION].batches)
         os.kill(it.ours(), signal.SIGKILL)
@@ -161,7 +172,7 @@ async def test_revoking_ends_decodes_engine_and_no_byte_changes_from_quiet_on() 
 async def test_decodes_engine_that_is_killed_is_told_of_and_ends_its_writers_writes_as_unknown() -> None:
     async with both() as it:
         await it.map()
-        os.kill(it.theirs(), signal.SIGSTOP)
+        await freeze(it.theirs())
         it.write(1, 0, LARGE)
         await until(lambda: it.writer._sessions[SESSION].batches)
         os.kill(it.theirs(), signal.SIGKILL)
@@ -177,7 +188,7 @@ async def test_a_frozen_engine_at_either_end_is_not_waited_for(monkeypatch: pyte
     async with both() as it:
         for session, end in ((1, it.ours), (2, it.theirs)):
             await it.map(session)
-            os.kill(end(session), signal.SIGSTOP)
+            await freeze(end(session))
             it.write(session, 0, LARGE, session)
             await until(lambda session=session: session in it.ended)
             assert it.ended[session][0] is Outcome.UNKNOWN
@@ -201,7 +212,7 @@ async def test_a_small_write_behind_a_large_one_ends_before_it() -> None:
 async def test_a_cancelled_write_fails_when_nothing_of_it_is_in_flight_and_others_land() -> None:
     async with both() as it:
         await it.map()
-        os.kill(it.ours(), signal.SIGSTOP)
+        await freeze(it.ours())
         it.write(1, 0, LARGE)
         await until(lambda: it.writer._sessions[SESSION].batches)
         it.write(2, LARGE, LARGE + SMALL)
@@ -260,7 +271,7 @@ async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_wi
     async with both() as it:
         reach = await it.owner.offer(1)
         host, _, port = reach.host.partition(":")
-        os.kill(it.theirs(1), signal.SIGSTOP)  # its port takes connections, and nobody ever answers
+        await freeze(it.theirs(1))  # its port takes connections, and nobody ever answers
         with pytest.raises(TransportError, match=reach.host):
             await it.writer.map(1, reach, (it.target,))
         os.kill(it.theirs(1), signal.SIGCONT)
@@ -401,7 +412,9 @@ async def test_a_room_whose_engine_dies_or_freezes_fails_once_and_its_slots_come
         assert await it.lands()
         room = it.begin()
         await until(lambda: Leased(room) in it.told_p)
-        os.kill(it.engine(getattr(it, side)), signal_number)
+        engine = it.engine(getattr(it, side))
+        await freeze(engine)
+        os.kill(engine, signal_number)
         it.send(room)
         told = await it.ended(room)
         assert isinstance(told, RoomFailed), "nothing of it can have crossed"

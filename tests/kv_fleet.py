@@ -215,8 +215,8 @@ class Fleet:
 
     # Rooms
 
-    def begin(self, between: Pair, tokens: int = SMALL, *, push: bool = True, hold_s: float = 0.0) -> Room:
-        """Both sides hear of it; one that is dead never says anything."""
+    def begin(self, between: Pair, tokens: int = SMALL, *, push: str = "all", hold_s: float = 0.0) -> Room:
+        """Both sides hear of it; one that is dead never says anything. `push`: all, some (but its last cell), none."""
         prefill, decode = (self.hosts[name] for name in between)
         sides = [Side(host.name, host.life, void=host.dead) for host in (prefill, decode)]
         room = Room(next(self._numbers), *sides)
@@ -302,18 +302,20 @@ class Fleet:
 
             await until(nothing, f"{name} still holds {seen}")
 
-    async def at_rest(self) -> dict[str, tuple[int, int]]:
-        """Files and engines of each host, once nothing is held and every pair has one session."""
+    async def at_rest(self, before: dict[str, int] | None = None) -> dict[str, int]:
+        """Files of each host, once nothing is held, every pair has one session, and no host has more than `before`."""
         await self.idle(*self.hosts)
-        found: dict[str, tuple[int, int]] = {}
+        found: dict[str, int] = {}
 
         async def settled() -> bool:
+            engines = set[int]()
             for name in self.hosts:
                 rest = await self.rest(name)
-                found[name] = rest["files"], rest["engines"]
-            return all(engines == len(PAIRS) // 2 for _, engines in found.values())
+                found[name] = rest["files"]
+                engines.add(rest["engines"])
+            return engines == {len(PAIRS) // 2} and all(found[name] <= most for name, most in (before or {}).items())
 
-        await until(settled, f"engines of sessions that are over: {found}")
+        await until(settled, f"engines, or files, of sessions that are over; before: {before}")
         return found
 
 

@@ -137,15 +137,16 @@ class PrefillHost(Host):
         self._memory = allocate(pool.layout.end)
         self._rows = self._memory.array[: pool.layout.end].view(np.uint64).reshape(LAYERS, SOURCE_SLOTS, ROW_WORDS)
         self._free = list(range(SOURCE_SLOTS // PAGE_SIZE))
-        self._waiting: deque[tuple[int, int, bool]] = deque()
+        self._waiting: deque[tuple[int, int, str]] = deque()
         self._pages: dict[int, list[int]] = {}
         self._tokens: dict[int, int] = {}
+        self._pushed: dict[int, int] = {}
         self.client = PrefillClient(
             self.settings, [pool], bind=f"tcp://{address}:{PORT}", pool_address=self._memory.address,
             transport="mooncake", network=Network(host=advertise, ports=DATA_PORTS),
         )  # fmt: skip
 
-    def do_open(self, room: int, tokens: int, push: bool) -> None:
+    def do_open(self, room: int, tokens: int, push: str) -> None:
         self._waiting.append((room, tokens, push))
         self._admit()
 
@@ -155,19 +156,22 @@ class PrefillHost(Host):
             self._pages[room] = [self._free.pop() for _ in range(-(-tokens // PAGE_SIZE))]
             self._tokens[room] = tokens
             self.client.open(room, tokens=tokens, time_left_s=ROOM_S)
-            if push:
-                self.do_push(room)
+            self._pushed[room] = 0
+            if push != "none":
+                self.do_push(room, whole=push == "all")
 
-    def do_push(self, room: int) -> None:
+    def do_push(self, room: int, whole: bool = True) -> None:
+        """What is not yet pushed of it, and finish; or all but its last cell."""
         if room not in self._pages:
             return  # it has failed already
         pages, tokens = np.array(self._pages[room]), self._tokens[room]
         slots = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1)[:tokens]
-        for first in range(0, tokens, _ROWS):
-            end = min(first + _ROWS, tokens)
+        for first in range(self._pushed[room], tokens if whole else tokens - _ROWS, _ROWS):
+            end = self._pushed[room] = min(first + _ROWS, tokens)
             self._rows[:, slots[first:end]] = pattern(room, first, end).transpose(1, 0, 2)
             self.client.push(room, pages, rows=(first, end))
-        self.client.finish(room, aux=b"%d" % room)
+        if whole:
+            self.client.finish(room, aux=b"%d" % room)
 
     def do_abort(self, room: int) -> None:
         waiting = [each for each in self._waiting if each[0] == room]
@@ -183,7 +187,7 @@ class PrefillHost(Host):
                 self.say("failed", room, cause=cause.value, detail=detail)
             case Drained(room):
                 self._free += self._pages.pop(room)
-                del self._tokens[room]
+                del self._tokens[room], self._pushed[room]
                 self._admit()
                 self.say("drained", room)
             case _:

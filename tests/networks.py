@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
 
-DATA_PORTS = (21_000, 21_015)  # of engines, two each: so few that ports are taken again at once
+DATA_PORTS = (21_000, 21_255)  # of engines, two each, which nobody can take again for a minute
 _PREFIX = "10.213.79"
 _NOWHERE = f"{_PREFIX}.250"
 _CHAIN = "table inet faults { chain input { type filter hook input priority 0; policy accept; }; }\n"

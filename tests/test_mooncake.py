@@ -243,12 +243,13 @@ async def test_one_sessions_end_says_nothing_of_anothers() -> None:
 @on_loop
 async def test_no_two_engines_have_the_arena_at_overlapping_addresses() -> None:
     async with both() as it:
-        it.owner._next_base = arena._BASE_END - arena._BASE_STEP
+        span = -(-it.owner._arena.byte_count // arena._BASE_STEP) * arena._BASE_STEP
+        it.owner._next_base = arena._BASE_END - span
         bases = list[int]()
         for session in range(1, 4):
             bases.append((await it.owner.offer(session)).base)
             it.owner.revoke(session)
-        assert bases == [arena._BASE_END - arena._BASE_STEP, arena._BASE_FIRST, arena._BASE_FIRST + arena._BASE_STEP]
+        assert bases == [arena._BASE_END - span, arena._BASE_FIRST, arena._BASE_FIRST + span]
 
 
 @on_loop

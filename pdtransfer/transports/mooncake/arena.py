@@ -17,7 +17,7 @@ from .process import EngineProcess
 
 # Far from where the kernel maps what it is not told a place for.
 _BASE_FIRST, _BASE_END = 0x1000_0000_0000, 0x5000_0000_0000
-_BASE_STEP = 1 << 30
+_BASE_STEP = 2 << 20  # a huge page: the place is nothing that a peer could guess in 2**24 handshakes or so
 
 log = logging.getLogger(__name__)
 

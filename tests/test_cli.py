@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -275,8 +276,9 @@ def test_interrupted_process_ends_with_130_and_no_traceback(tmp_path: Path) -> N
         "sys.exit(cli.main(['demo']))"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests that run in the background ignore it
+    )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     time.sleep(0.1)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -19,33 +16,15 @@ from pdtransfer.kernels import card as cards
 from pdtransfer.memory import Arena
 from pdtransfer.transports.shm import ShmArena
 
-from .test_shm import WRITER, Process, on_loop, until
+from .card_process import CardProcess
+from .test_shm import WRITER, on_loop, until
 
 if cards.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
-REPO = Path(__file__).resolve().parent.parent
 ARENA_BYTES = 256 << 20  # some 5 ms of the bus
 STILL_SECONDS = 0.5  # a hundred launches
-
-
-class CardProcess(Process):
-    """tests/gpu_writer.py, and what it forked."""
-
-    def __init__(self, reach: object, session: int = WRITER, card: int = 0) -> None:
-        writer = str(REPO / "tests" / "gpu_writer.py")
-        command = [sys.executable, writer, str(session), msgspec.json.encode(reach), str(card)]
-        self.started = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},
-        )  # fmt: skip
-        self.forked: list[int] = []
-
-    async def child(self, how: str) -> int:
-        self.say(how)
-        self.forked.append(int(await self.heard()))
-        return self.forked[-1]
 
 
 @pytest.fixture

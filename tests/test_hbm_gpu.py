@@ -27,10 +27,10 @@ from pdtransfer.kernels import card as cards
 from pdtransfer.memory import Arena
 from pdtransfer.transports.shm import ShmArena
 
+from .card_process import CardProcess
 from .client_pair import Expected, settings, slots_of_pages
 from .hbm_prefill import INDEX, KV, PAGE, SLOTS, named, pool_of
 from .layout_tensors import CANARY
-from .test_fence_gpu import CardProcess
 from .test_shm import WRITER, on_loop, until
 
 if cards.count() == 0:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
+from ..checksum import Lines, lines_of
+from ..effects import Write
 from ..errors import LayoutMismatchError, RemoteProtocolError
 from ..layout import Component
 from ..pairing import Pairing
 from ..sharing import pair_share
+
+Planes: TypeAlias = tuple[int, tuple[int, int]]  # a component of Register, and layers of it
 
 
 def paired(ours: Mapping[str, Component], components: tuple[Component, ...], arena_bytes: int) -> tuple[Pairing, ...]:
@@ -33,3 +38,14 @@ def _paired(held: Mapping[str, Component], index: int, theirs: Component, arena_
     if differences := [f"{named}.{name}: {a} there, {b} here" for name, (a, b) in fields.items() if a != b]:
         raise LayoutMismatchError(differences)
     return pair_share(ours.layout, theirs.layout)
+
+
+def lines_for(
+    order: Write, ours: Mapping[str, Component], components: tuple[Component, ...], kept: dict[Planes, Lines]
+) -> Lines:
+    """Where the order's heads lie in our pool; reckoned once for each of `kept`'s keys."""
+    key = order.component, order.layers
+    if (lines := kept.get(key)) is None:
+        theirs = components[order.component]
+        lines = kept[key] = lines_of(theirs.name, ours[theirs.name].layout, layers=order.layers, like=theirs.layout)
+    return lines

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ... import kernels, sums
-from ...checksum import Lines, lines_of
+from ...checksum import Lines
 from ...effects import Outcome, Write
 from ...errors import TransportError
 from ...layout import Component
@@ -23,7 +23,7 @@ from ...pairing import Pairing
 from ...wire import Reach
 from ..base import Ready, WriteDone
 from ..copier import CANCELLED, Copier
-from ..meeting import paired
+from ..meeting import Planes, lines_for, paired
 from ..network import Network
 from ..reports import Reports
 from . import child
@@ -38,8 +38,6 @@ _LOOK_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
-_Cut = tuple[int, tuple[int, int]]  # a component of Register, and layers of it
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Session:
@@ -51,8 +49,8 @@ class _Session:
     pairings: tuple[Pairing, ...]
     ring: Ring
     process: EngineProcess | None = None
-    cuts: dict[_Cut, Cut] = field(default_factory=dict[_Cut, Cut])
-    lines: dict[_Cut, Lines] = field(default_factory=dict[_Cut, Lines])
+    cuts: dict[Planes, Cut] = field(default_factory=dict[Planes, Cut])
+    lines: dict[Planes, Lines] = field(default_factory=dict[Planes, Lines])
     grants: dict[int, deque[Job]] = field(default_factory=dict[int, deque[Job]])  # that are not exhausted
     waiting: deque[int] = field(default_factory=deque[int])  # the same, in the order of their turns
     jobs: dict[int, set[Job]] = field(default_factory=dict[int, set[Job]])  # not yet reported, by grant
@@ -187,7 +185,7 @@ class MooncakeWriter:
             done=done,
             cut=mapped.cut(order.component, order.layers),
             source_address=self._pool_address,
-            lines=self._lines(mapped, order) if order.verify else None,
+            lines=lines_for(order, self._components, mapped.components, mapped.lines) if order.verify else None,
         )
         mapped.jobs.setdefault(order.grant, set()).add(job)
         if order.grant not in mapped.grants:
@@ -195,15 +193,6 @@ class MooncakeWriter:
             mapped.waiting.append(order.grant)
         mapped.grants[order.grant].append(job)
         self._advance(mapped)
-
-    def _lines(self, mapped: _Session, order: Write) -> Lines:
-        """Where the order's heads lie in our pool."""
-        key = order.component, order.layers
-        if (lines := mapped.lines.get(key)) is None:
-            theirs = mapped.components[order.component]
-            ours = self._components[theirs.name].layout
-            lines = mapped.lines[key] = lines_of(theirs.name, ours, layers=order.layers, like=theirs.layout)
-        return lines
 
     def _advance(self, mapped: _Session) -> None:
         """Gives the free slots of the ring to grants, in turn."""

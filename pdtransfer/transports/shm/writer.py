@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ... import kernels, sums
-from ...checksum import Lines, lines_of
+from ...checksum import Lines
 from ...effects import Outcome, Write
 from ...errors import TransportError, WorldError
 from ...kernels.pools import Pool
@@ -23,7 +23,7 @@ from ...wire import Reach
 from ..base import Ready, WriteDone
 from ..copier import Copier, Job
 from ..lane import Exported, WriterCard
-from ..meeting import paired
+from ..meeting import Planes, lines_for, paired
 from ..pusher import Push, Pusher, Staged
 from ..reports import Reports
 from .handover import receive
@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 
 _lost: list[_Reached] = []  # that may be written as long as this process lives: they stay mapped, for all to see
-
-_Cut = tuple[int, tuple[int, int]]  # a component of Register, and layers of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +64,9 @@ class _Session:
     reach: Reach
     reached: _Reached | None = None
     pairings: tuple[Pairing, ...] = ()  # a component of Register each, in order
-    cuts: dict[_Cut, Pairing] = field(default_factory=dict[_Cut, Pairing])
-    lines: dict[_Cut, Lines] = field(default_factory=dict[_Cut, Lines])
-    pools: dict[_Cut, tuple[Pool, Pool]] = field(default_factory=dict[_Cut, tuple[Pool, Pool]])
+    cuts: dict[Planes, Pairing] = field(default_factory=dict[Planes, Pairing])
+    lines: dict[Planes, Lines] = field(default_factory=dict[Planes, Lines])
+    pools: dict[Planes, tuple[Pool, Pool]] = field(default_factory=dict[Planes, tuple[Pool, Pool]])
     writes: int = 0  # not yet reported
     unknown: bool = False  # how one of its writes ended
     leaving: bool = False
@@ -274,7 +272,7 @@ class ShmWriter:
             pairing=mapped.pairing(order.component, order.layers),
             source_address=self._pool_address,
             target_address=mapped.reached.mapping.address,
-            lines=self._lines(mapped, order) if order.verify else None,
+            lines=lines_for(order, self._components, mapped.components, mapped.lines) if order.verify else None,
         )
         self._jobs.setdefault(job.turn, set()).add(job)
         if job.byte_count > _INLINE_BYTES_MAX:
@@ -303,15 +301,6 @@ class ShmWriter:
         staged = Staged.of(mapped.components[order.component].name, source.layout) if order.verify else None
         row_bytes = target.layout.row_bytes
         return Push(order=order, done=done, source=source, target=target, row_bytes=row_bytes, staged=staged)
-
-    def _lines(self, mapped: _Session, order: Write) -> Lines:
-        """Where the order's heads lie in our pool."""
-        key = order.component, order.layers
-        if (lines := mapped.lines.get(key)) is None:
-            theirs = mapped.components[order.component]
-            ours = self._components[theirs.name].layout
-            lines = mapped.lines[key] = lines_of(theirs.name, ours, layers=order.layers, like=theirs.layout)
-        return lines
 
     def _has_turn(self, job: Job) -> bool:
         return self._inline_bytes + job.byte_count <= _INLINE_BYTES_TURN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from json import dumps
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from .probes import PROBES, Probe, Seen, State, missing, warn
+from .probes import PROBES, Probe, Seen, State, missing, told, warn
 
 COLORS: dict[State, str] = {"ok": "green", "warn": "yellow", "missing": "red"}
 FOUND_COLUMNS_MIN = 30  # of a narrow terminal
@@ -26,9 +27,12 @@ class Finding:
     mend: str
 
 
-def run(*, json: bool) -> int:
-    """Looks at everything, prints a table or one JSON object, and answers 1 if something required is missing."""
-    findings = examine()
+def run(*, json: bool, transport_ports: Sequence[str] = ()) -> int:
+    """Looks at everything, prints a table or one JSON object, and answers 1 if something required is missing.
+
+    `transport_ports` are the ranges that daemons of this host are told, first-last.
+    """
+    findings = examine(transport_ports=transport_ports)
     lacking = [each.name for each in findings if each.state == "missing"]
     if json:
         print(dumps({"ok": not lacking, "findings": [asdict(each) for each in findings]}))
@@ -37,9 +41,9 @@ def run(*, json: bool) -> int:
     return int(bool(lacking))
 
 
-def examine(root: Path = Path("/")) -> list[Finding]:
+def examine(root: Path = Path("/"), *, transport_ports: Sequence[str] = ()) -> list[Finding]:
     """Every finding about the host whose files lie below `root`. Whatever the host is like, this never raises."""
-    return [_finding(probe, root) for probe in PROBES]
+    return [_finding(probe, root) for probe in told(PROBES, transport_ports)]
 
 
 def _finding(probe: Probe, root: Path) -> Finding:

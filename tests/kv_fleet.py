@@ -104,19 +104,15 @@ class Host:
 
     def engines(self) -> list[int]:
         """Its engines' processes."""
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        found: list[int] = []
-        for task in tasks:
-            with suppress(OSError):
-                found += map(int, task.read_text().split())
-        return found
+        return children(self.process.pid)
 
 
 class Fleet:
     """Hosts that can be killed and frozen, on a network that can be cut."""
 
-    def __init__(self, network: Network, logs: Path) -> None:
-        self.network, self._logs = network, logs
+    def __init__(self, network: Network, logs: Path, *, planted: str = "") -> None:
+        """`planted`, of tests.planted: the defence that every host of it lacks."""
+        self.network, self._logs, self._planted = network, logs, [planted] if planted else []
         self._keys = {name: pair() for name in (*PREFILLS, *DECODES)}
         self.hosts: dict[str, Host] = {}
         self.rooms: dict[int, Room] = {}  # that are not over
@@ -145,7 +141,7 @@ class Fleet:
         """A process on that host, at the address and port of any before it."""
         with (self._logs / f"{name}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *self.network.on(name), sys.executable, "-m", "tests.kv_host", cwd=REPO,
+                *self.network.on(name), sys.executable, "-m", "tests.kv_host", *self._planted, cwd=REPO,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, limit=1 << 20,
             )  # fmt: skip
         own = self._keys[name]
@@ -275,9 +271,17 @@ class Fleet:
 
         async def some() -> bool:
             assert not room.decode.ended, self.said(room)
-            return (await self._asked(room.decode.host, "seen", room.number))["rows"] > 0
+            return await self.rows(room) > 0
 
         await until(some, f"nothing of room {room.number} comes")
+
+    async def rows(self, room: Room) -> int:
+        """How many rows of decode's arena begin as this room's do."""
+        return (await self._asked(room.decode.host, "seen", room.number))["rows"]
+
+    def let_go(self, room: Room) -> None:
+        """Decode looks at it for the last time now, however long it was to be held."""
+        self.hosts[room.decode.host].tell("let_go", room.number)
 
     # Rest
 
@@ -324,6 +328,15 @@ async def until(condition: Callable[[], Awaitable[object]], what: str) -> None:
     while not await condition():
         assert time.monotonic() < deadline, what
         await asyncio.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process's threads have started."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
 
 
 def stop(pids: Iterable[int], number: signal.Signals) -> None:

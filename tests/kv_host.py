@@ -30,6 +30,7 @@ from pdtransfer.memory import Arena, allocate
 from pdtransfer.node import NodeSettings
 from pdtransfer.transports.network import Network
 from tests.networks import DATA_PORTS
+from tests.planted import plant
 
 LAYERS, ROW_WORDS = 16, 144  # 18 KiB a token
 PAGE_SIZE, SOURCE_SLOTS, SLOTS = 16, 6_144, 4_096
@@ -224,6 +225,11 @@ class DecodeHost(Host):
         """Says whether a row of it has come."""
         self.say("seen", room, rows=int(np.count_nonzero(self._rows[:, :, 0] >> np.uint64(32) == room)))
 
+    def do_let_go(self, room: int) -> None:
+        """It is held no longer."""
+        self._holding = [(0.0 if each == room else when, each) for when, each in self._holding]
+        heapq.heapify(self._holding)
+
     def happened(self, event: Ready | RoomFailed) -> None:
         tokens, begun, hold_s = self._begun.pop(event.room)
         if isinstance(event, RoomFailed):
@@ -265,6 +271,8 @@ class DecodeHost(Host):
 
 
 def main() -> None:
+    for name in sys.argv[1:]:
+        plant(name)
     role, *arguments = json.loads(sys.stdin.buffer.raw.readline())
     made = PrefillHost(*arguments) if role == "prefill" else DecodeHost(*arguments)
     made.serve()

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdtransfer import doctor, probes
+from pdtransfer import cli, doctor, probes
 from pdtransfer.config import DecodeConfig, PrefillConfig
 from pdtransfer.headroom import Headroom
 from pdtransfer.kernels import UnusableError, private_directory
@@ -346,19 +346,64 @@ def test_who_listens_on_a_port_is_said_by_its_address(tmp_path: Path) -> None:
     assert network._listening(root) == {7101: ["127.0.0.1", "::"]}
 
 
-def test_ports_of_engines_are_counted_and_kept_from_the_kernels_own_choice(tmp_path: Path) -> None:
-    head = "  sl  local_address rem_address   st\n"
-    files = {
-        "proc__net__tcp": f"{head}   0: 00000000:5208 00000000:0000 0A\n",  # 21000
-        "proc__sys__net__ipv4__ip_local_port_range": "32768\t60999\n",
-    }
-    clear = network.engine_ports(put(tmp_path / "clear", **files))
-    assert (clear.state, "1 of them in use: room for 499 sessions" in clear.found) == ("ok", True)
-    files["proc__sys__net__ipv4__ip_local_port_range"] = "1024\t60999\n"
+HEAD = "  sl  local_address rem_address   st\n"
+EPHEMERAL = "proc__sys__net__ipv4__ip_local_port_range"
+RESERVED = "proc__sys__net__ipv4__ip_local_reserved_ports"
+
+
+def test_ports_of_engines_are_counted_with_those_of_engines_that_have_just_ended(tmp_path: Path) -> None:
+    ended = "   1: 00000000:5209 0200007F:1111 06\n   2: 00000000:5209 0200007F:1112 06\n"  # 21001, of two connections
+    sockets = f"{HEAD}   0: 00000000:5208 00000000:0000 0A\n{ended}   3: 00000000:1BBD 00000000:0000 0A\n"
+    root = put(tmp_path, proc__net__tcp=sockets, **{EPHEMERAL: "32768\t60999\n"})
+    seen = network.engine_ports(root)
+    assert seen.state == "ok"
+    assert "21000 to 21999, 2 of them taken: room for 499 engines, 500 in any minute" in seen.found
+
+
+def test_ports_of_engines_are_kept_from_the_kernels_own_choice_beside_what_is_kept_already(tmp_path: Path) -> None:
+    files = {EPHEMERAL: "1024\t60999\n"}
     shared = network.engine_ports(put(tmp_path / "shared", **files))
     assert (shared.state, shared.mend) == ("warn", "sysctl -w net.ipv4.ip_local_reserved_ports=21000-21999")
-    files["proc__sys__net__ipv4__ip_local_reserved_ports"] = "21000-21999\n"
-    assert network.engine_ports(put(tmp_path / "reserved", **files)).state == "ok"
+    for kept, state in {"8080": "warn", "21000-21998": "warn", "21000-21999": "ok", "8080,20000-22000": "ok"}.items():
+        seen = network.engine_ports(put(tmp_path / kept, **files, **{RESERVED: f"{kept}\n"}))
+        assert seen.state == state, kept
+        assert seen.mend.partition("=")[2] == (f"{kept},21000-21999" if state == "warn" else "")
+
+
+@pytest.mark.parametrize(("ports", "state"), [("21000-21254", "warn"), ("21000-21255", "ok"), ("65500-65531", "warn")])
+def test_a_range_that_the_engines_of_a_minute_may_fill_is_a_warning(ports: str, state: str, tmp_path: Path) -> None:
+    seen = network.engine_ports(tmp_path, [ports])
+    assert seen.state == state
+    assert " to ".join(ports.split("-")) in seen.found
+    if state == "warn":
+        first, last = ports.split("-")
+        assert f"room for {(int(last) - int(first) + 1) // 2} engines" in seen.found
+        mended = seen.mend.split()[1]
+        assert "up to 120 engines a minute" in seen.found, "a greeting each 2 s, four engines each"
+        assert network.engine_ports(tmp_path, [mended]).state == "ok"
+
+
+def test_doctor_looks_at_the_ports_that_daemons_are_told_by_flag_environment_or_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looked: list[tuple[str, ...]] = []
+
+    def look(_root: Path, given: tuple[str, ...]) -> Seen:
+        looked.append(given)
+        return probes.ok("fine")
+
+    monkeypatch.setattr(network, "engine_ports", look)
+    only(monkeypatch, Probe("engine ports", look))
+    file = tmp_path / "p.toml"
+    file.write_text('transport_ports = "23000-23999"\n[decode]\ntransport_ports = "22000-22031"\n')
+    assert cli.main(["doctor"]) == 0
+    assert cli.main(["--config", str(file), "doctor"]) == 0
+    monkeypatch.setenv("PDTRANSFER_TRANSPORT_PORTS", "24000-24999")
+    assert cli.main(["--config", str(file), "doctor"]) == 0
+    assert cli.main(["doctor", "--transport-ports", "25000-25999"]) == 0
+    assert cli.main(["doctor", "--transport-ports", "25000"]) == 2
+    assert looked == [(), ("22000-22031", "23000-23999"), ("24000-24999",), ("25000-25999",)]
+    assert "transport_ports" in capsys.readouterr().err
 
 
 # Mooncake

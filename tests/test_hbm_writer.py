@@ -38,11 +38,6 @@ def arena() -> Iterator[Arena]:
     made.close()
 
 
-@pytest.fixture
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("s") / "sockets"
-
-
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registered, "CHUNK_BYTES", 2 << 20)

@@ -21,16 +21,19 @@ import numpy as np
 import pytest
 import uvloop
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
+from pdtransfer.config import DecodeConfig
 from pdtransfer.effects import Drained, Landed, Leased, Outcome, Ready, RoomFailed, Write
-from pdtransfer.errors import TransportError
+from pdtransfer.errors import ConfigError, TransportError
 from pdtransfer.layout import Component
-from pdtransfer.memory import Arena, allocate
+from pdtransfer.memory import Arena
 from pdtransfer.node import DecodeNode, PrefillNode
 from pdtransfer.session.prefill import Cell
 from pdtransfer.transports import choice
-from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, arena, process, why_not, writer
-from pdtransfer.transports.mooncake.ring import Ring
+from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, arena, child, process, why_not, writer
+from pdtransfer.transports.mooncake.ring import SLOT_BYTES, SLOTS, Ring
+from pdtransfer.transports.mooncake.writer import targets_of
 from pdtransfer.transports.network import Network, Transport
 from tests.client_pair import LIMITS, component, settings
 from tests.layout_tensors import CANARY, Pool, mla
@@ -46,12 +49,19 @@ def latent(name: str, slots: int) -> Component:
     return component(Pool(name=name, model=mla(layers=range(14)), page_size=1, slots=slots))
 
 
+def shuffled(run: int) -> NDArray[np.int64]:
+    """LARGE slots in runs of `run`."""
+    starts = np.random.default_rng(7).permutation(LARGE // run) * run
+    return (starts[:, None] + np.arange(run)).reshape(-1)
+
+
 @dataclass
 class Both:
     """A writer and an arena full of canaries, in this process; their engines are in others."""
 
     owner: MooncakeArena
     writer: MooncakeWriter
+    pool: Arena
     memory: Arena
     target: Component
     lost: list[int]
@@ -62,9 +72,14 @@ class Both:
 
     def write(self, grant: int, first: int, end: int, session: int = SESSION) -> None:
         slots = np.arange(first, end)
+        self.write_slots(grant, slots, slots, session)
+
+    def write_slots(
+        self, grant: int, source_slots: NDArray[np.int64], target_slots: NDArray[np.int64], session: int = SESSION
+    ) -> None:
         order = Write(
             session=session, grant=grant, room=grant, write=grant, component=0, layers=(0, 14),
-            source_slots=slots, target_slots=slots,
+            source_slots=source_slots, target_slots=target_slots,
         )  # fmt: skip
         self.writer.write(order, lambda _, outcome, text, __: self.ended.update({grant: (outcome, text)}))
 
@@ -82,13 +97,18 @@ class Both:
 
 
 @asynccontextmanager
-async def both() -> AsyncIterator[Both]:
+async def both(*, shared: bool = False, engines: tuple[int, int] = (2, 2)) -> AsyncIterator[Both]:
+    """With `shared` the pool is a memfd and laid out like the arena. `engines`: ours, and theirs."""
     slots = LARGE + SMALL
-    source, target = latent("layer_first", slots), latent("page_first", slots)
-    pool, memory, lost = allocate(source.layout.end), Arena.create(target.layout.end, huge_pages="never"), list[int]()
-    pool.array[:], memory.mapping.array[:] = 7, CANARY
-    owner = MooncakeArena(memory, Network(), lost=lambda session, _: lost.append(session))
-    made = Both(owner, MooncakeWriter((source,), Network(), pool_address=pool.address), memory, target, lost)
+    source, target = latent("page_first" if shared else "layer_first", slots), latent("page_first", slots)
+    pool = Arena.create(source.layout.end, huge_pages="never")
+    memory, lost = Arena.create(target.layout.end, huge_pages="never"), list[int]()
+    pool.mapping.array[:], memory.mapping.array[:] = 7, CANARY
+    ours, theirs = (Network(engines=each) for each in engines)
+    owner = MooncakeArena(memory, theirs, lost=lambda session, _: lost.append(session))
+    pool_fd = pool.fd if shared else -1
+    writer = MooncakeWriter((source,), ours, pool_address=pool.mapping.address, pool_fd=pool_fd)
+    made = Both(owner, writer, pool, memory, target, lost)
     try:
         yield made
     finally:
@@ -108,6 +128,21 @@ def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
     run.__name__, run.__signature__ = test.__name__, inspect.signature(test)  # pyright: ignore
     return run
+
+
+def said_to(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
+def mapped_by(pid: int) -> list[tuple[int, str]]:
+    """The files that it has mapped: inode, and how."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return [(int(inode), how) for _, how, _, _, inode, *_ in lines]
+
+
+def held_by(pid: int) -> list[int]:
+    """The inodes of its descriptors."""
+    return [os.stat(each).st_ino for each in Path(f"/proc/{pid}/fd").iterdir()]
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -149,6 +184,25 @@ async def test_a_writers_engine_that_is_killed_leaves_its_writes_unknown_and_its
         assert not it.writer._sessions
         assert not it.writer._ending
         assert not it.owner.quiet(SESSION), "only decode's own process is a proof for decode"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@on_loop
+async def test_who_closes_does_not_wait_for_what_an_engine_that_has_died_would_say(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_STALL_SECONDS", 1e6)
+    async with both(shared=shared) as it:
+        await it.map()
+        await freeze(it.theirs())
+        it.write(1, 0, LARGE)
+        await until(lambda: it.writer._sessions[SESSION].batches)
+        it.writer.unmap(SESSION)
+        os.kill(it.ours(), signal.SIGKILL)
+        async with asyncio.timeout(30):
+            await until(lambda: it.ended)
+        assert it.ended[1][0] is Outcome.UNKNOWN
+        assert not it.lost
 
 
 @on_loop
@@ -226,6 +280,98 @@ async def test_a_cancelled_write_fails_when_nothing_of_it_is_in_flight_and_other
         assert len(it.writer._sessions[SESSION].ring.free) == 16
 
 
+@pytest.mark.parametrize(("run", "straight"), [(16, True), (8, True), (4, False), (1, False)])
+@on_loop
+async def test_long_runs_leave_from_a_shared_pool_itself_and_short_ones_by_the_ring(run: int, straight: bool) -> None:
+    async with both(shared=True) as it:
+        await it.map()
+        end = it.target.layout.end
+        rows = np.random.default_rng(1).integers(0, 256, (LARGE + SMALL, end // (LARGE + SMALL)), np.uint8)
+        it.pool.mapping.array[:end] = rows.reshape(-1)
+        source_slots, target_slots = shuffled(run), np.arange(SMALL, LARGE + SMALL)
+        it.write_slots(1, source_slots, target_slots)
+        await until(lambda: it.ended)
+        assert it.ended[1] == (Outcome.LANDED, "")
+        landed = it.memory.mapping.array[:end].reshape(rows.shape).copy()
+        assert np.array_equal(landed[target_slots], rows[source_slots])
+        assert (landed[:SMALL] == CANARY).all()
+        ring = it.writer._sessions[SESSION].ring
+        filled = ring._memory.mapping.array[: SLOTS * SLOT_BYTES].any()
+        assert filled != straight, "what goes straight leaves no byte in a slot"
+
+
+@on_loop
+async def test_pages_that_another_process_reads_are_not_reported_free_before_it_is_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer, "_STALL_SECONDS", 1.0)
+    kill = process.EngineProcess.kill
+    async with both(shared=True) as it:
+        await it.map()
+        await freeze(it.theirs())
+        it.write(1, 0, LARGE)
+        mapped = it.writer._sessions[SESSION]
+        await until(lambda: mapped.batches)
+        monkeypatch.setattr(process.EngineProcess, "kill", lambda _: None)  # it takes as long as this test likes
+        await until(lambda: mapped.broken)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert mapped.process is not None
+        assert not mapped.process.dead
+        assert not it.ended, "the engine may still read the pool"
+        monkeypatch.setattr(process.EngineProcess, "kill", kill)
+        mapped.process.kill()
+        await until(lambda: it.ended)
+        assert mapped.process.dead
+        assert it.ended[1][0] is Outcome.UNKNOWN
+        await it.writer.fence(SESSION)
+
+
+@on_loop
+async def test_an_engine_may_read_a_shared_pool_and_not_write_it() -> None:
+    async with both(shared=True) as it:
+        await it.map()
+        inode = os.fstat(it.pool.fd).st_ino
+        assert [how for number, how in mapped_by(it.ours()) if number == inode] == ["r--s"]
+        assert inode not in held_by(it.ours())
+
+
+@pytest.mark.parametrize("said", [b"x", child.REPLY.pack(child.DONE, SLOTS), child.REPLY.pack(9, 0)])
+@on_loop
+async def test_an_engine_that_says_what_makes_no_sense_is_ended(said: bytes) -> None:
+    async with both() as it:
+        await it.map()
+        await freeze(it.theirs())
+        it.write(1, 0, LARGE)
+        mapped = it.writer._sessions[SESSION]
+        await until(lambda: mapped.batches)
+        it.writer._heard(mapped, said)
+        await until(lambda: it.ended)
+        assert it.ended[1][0] is Outcome.UNKNOWN
+        await it.writer.fence(SESSION)
+
+
+@pytest.mark.parametrize("engines", [(1, 3), (3, 1), (3, 3)])
+@on_loop
+async def test_a_session_has_as_many_engines_as_both_sides_take(engines: tuple[int, int]) -> None:
+    async with both(engines=engines) as it:
+        reach = await it.owner.offer(SESSION)
+        assert len(targets_of(reach)) == engines[1]
+        await it.writer.map(SESSION, reach, (it.target,))
+        command = said_to(it.ours())
+        assert command[-1 - min(engines) : -1] == list(targets_of(reach)[: min(engines)])
+        it.write(1, 0, LARGE)
+        await until(lambda: it.ended)
+        assert it.ended[1] == (Outcome.LANDED, "")
+        assert (it.memory.mapping.array[: LARGE * it.target.layout.row_bytes] == 7).all()
+
+
+@pytest.mark.parametrize("address", ["80;", "1,,2", "0", ",1", "1,", "/tmp/socket", "999999", "2\u0661000"])
+def test_what_is_no_further_port_is_refused_before_anything_is_dialled(address: str) -> None:
+    with pytest.raises(TransportError, match="further ports"):
+        targets_of(replace(REACH, transport="mooncake", host="10.0.0.1:21000", address=address))
+
+
 @on_loop
 async def test_one_sessions_end_says_nothing_of_anothers() -> None:
     async with both() as it:
@@ -285,6 +431,20 @@ async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_wi
             with pytest.raises(TransportError):
                 await it.writer.map(2, replace(reach, **wrong), (it.target,))
         assert not it.writer._sessions
+
+
+@on_loop
+async def test_an_address_that_no_engine_can_be_reached_by_is_refused_with_the_transport_named() -> None:
+    with pytest.raises(ConfigError, match="advertise = '::1': transport mooncake"):
+        DecodeConfig(transport="mooncake", advertise="::1")
+    assert DecodeConfig(transport="auto", advertise="::1").advertise == "::1"
+    memory = Arena.create(4096, huge_pages="never")
+    owner = MooncakeArena(memory, Network(host="::1"))
+    with pytest.raises(TransportError, match="transport mooncake is reached by"):
+        await owner.offer(1)
+    assert not owner._sessions
+    await owner.close()
+    memory.close()
 
 
 _ORPHAN = """
@@ -496,7 +656,10 @@ async def test_a_host_without_descriptors_has_no_engine_and_none_is_left_behind(
         monkeypatch.setattr(process.socket if lacking == "socketpair" else process.os, lacking, none_left)
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(TransportError, match="no process for an engine: too many"):
-            process.EngineProcess("sender", Network(), host="127.0.0.1", memory=ring.fd, byte_count=ring.byte_count)
+            process.EngineProcess(
+                Network(), host="127.0.0.1", memory=ring.fd, byte_count=ring.byte_count,
+                sending=process.Sending(targets=("127.0.0.1:1",), base=1),
+            )  # fmt: skip
         assert len(os.listdir("/proc/self/fd")) == before
         assert [each.returncode for each in started] == ([-signal.SIGKILL] if lacking == "pidfd_open" else [])
         ring.close()
@@ -512,6 +675,16 @@ async def test_a_writer_that_closes_maps_nothing_more(transport: Transport) -> N
     with pytest.raises(TransportError, match="closing"):
         await made.map(1, replace(REACH, transport=transport), (latent("page_first", 1),))
     assert not made._made
+
+
+@on_loop
+async def test_a_fence_of_a_session_that_was_unmapped_meanwhile_condemns_nobody() -> None:
+    async with both() as it:
+        made = choice.WriterChoice((latent("page_first", LARGE + SMALL),), "mooncake", Network())
+        await made.map(SESSION, await it.owner.offer(SESSION), (it.target,))
+        made.unmap(SESSION)
+        assert await made.fence(SESSION)
+        await made.close()
 
 
 @on_loop
@@ -563,8 +736,6 @@ def test_a_transport_that_cannot_be_had_is_refused_with_what_to_do(monkeypatch: 
         choice.taken("mooncake")
     monkeypatch.setattr(choice, "why_not", lambda: "")
     assert choice.taken("auto") == ("shm", "mooncake")
-    with pytest.raises(TransportError, match="card's memory"):
-        choice.taken("mooncake", card=True)
 
 
 @pytest.mark.parametrize("source", ["", "import a_library_that_is_not_there"])

@@ -35,11 +35,6 @@ def arena() -> Iterator[Arena]:
     made.close()
 
 
-@pytest.fixture
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("s") / "sockets"
-
-
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pusher, "PIECE_BYTES", PIECE_ROWS * LAYERS * ROW)
@@ -276,9 +271,18 @@ async def test_a_launch_that_never_said_its_end_is_unknown(
 
 
 @on_loop
-async def test_a_writer_of_unknown_outcome_condemns_its_process() -> None:
+async def test_a_writer_of_unknown_outcome_condemns_its_process(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node, condemned = PrefillNode(settings("p"), (), lambda _: None), list[int]()
     node.condemned = lambda: condemned.append(1)
     node._perform(FenceWriter(7))
+    await until(lambda: not node._tasks)
+    assert not condemned, "what was never mapped has left nothing unknown"
+
+    both = Pair(arena, directory)
+    monkeypatch.setattr(node.transport, "fence", both.writer.fence)
+    node._perform(FenceWriter(7))
     await until(lambda: condemned == [1])
+    await both.close()
     await node.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import functools
 import os
 import resource
 import secrets
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import uvloop
 from numpy.typing import NDArray
 
 from pdtransfer import kernels, memory
@@ -41,22 +39,11 @@ from pdtransfer.transports.shm import arena as shm_arena
 from pdtransfer.transports.shm import writer as shm_writer
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import Reach
+from tests.bus_peers import on_loop
 
 REPO = Path(__file__).resolve().parent.parent
 LAYERS, ROW, PAGE, SLOTS = 4, 1_152, 64, 8_192
 WRITER = 7
-
-
-def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(60):
-                await test(*args, **kwargs)
-
-        uvloop.run(bounded())
-
-    return run
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -69,11 +56,6 @@ def arena() -> Iterator[Arena]:
     made = Arena.create(SLOTS * LAYERS * ROW, huge_pages="never")
     yield made
     made.close()
-
-
-@pytest.fixture
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("s") / "sockets"
 
 
 def open_files() -> int:

@@ -207,7 +207,8 @@ class Card:
     def stream(self) -> int:
         """A new one, whose blocks go before others' when a multiprocessor is free. It is never destroyed."""
         self.enter()
-        _, highest = self._pair_of("cuCtxGetStreamPriorityRange")
+        status, _, highest = self.driver.cuCtxGetStreamPriorityRange()
+        self.check("cuCtxGetStreamPriorityRange", status)
         return int(self.call("cuStreamCreateWithPriority", 1, highest))
 
     def event(self) -> Any:
@@ -337,11 +338,6 @@ class Card:
         if int(status):
             raise WorldError(f"card {self.ordinal}: {name}: {status.name}")
 
-    def _pair_of(self, name: str) -> tuple[int, int]:
-        status, low, high = getattr(self.driver, name)()
-        self.check(name, status)
-        return int(low), int(high)
-
 
 _CALLS = (  # and the release of CUDA whose arguments are meant
     ("cuCtxSetCurrent", 4_000), ("cuLaunchKernel", 4_000), ("cuMemcpyAsync", 4_000), ("cuMemcpyBatchAsync", 12_080),
@@ -363,6 +359,19 @@ def count() -> int:
         return 0
     status, number = driver.cuDeviceGetCount()
     return 0 if int(status) else int(number)
+
+
+def ordinal_of(uuid: bytes) -> int | None:
+    """The card's number here, None for one that is not seen. Makes no context there, which takes some hundred MiB."""
+    for number in range(count()):
+        driver = _driver()
+        status, device = driver.cuDeviceGet(number)
+        if int(status):
+            continue  # it is there no more
+        status, found = driver.cuDeviceGetUuid(device)
+        if not int(status) and bytes(found.bytes) == uuid:
+            return number
+    return None
 
 
 def check(ordinal: int) -> None:

@@ -84,7 +84,7 @@ class Opened:
             mapping = _mapped(handle)
             self.card, self.address, self._close = None, mapping.address, mapping.close
             return
-        ordinal = next((each for each in range(cards.count()) if cards.card(each).uuid == handle.card), None)
+        ordinal = cards.ordinal_of(handle.card)
         if ordinal is None:
             raise TransportError(f"exported memory is on card {handle.card.hex()}, which this process does not see")
         here = self.card = ordinal if on is None else on

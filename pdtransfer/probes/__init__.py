@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
 from . import builds, cards, host, kernel, network
 from .seen import KERNEL, VENV, Probe
 from .seen import Seen as Seen
@@ -39,3 +43,9 @@ PROBES = (
     Probe("engine ports", network.engine_ports, "sysctl net.ipv4.ip_local_port_range"),
     Probe("transport", network.transport, "pip install 'pdtransfer[mooncake]'"),
 )
+
+
+def told(probes: Sequence[Probe], transport_ports: Sequence[str]) -> list[Probe]:
+    """The same with what daemons of this host are told in place of what they do by default."""
+    look = partial(network.engine_ports, given=tuple(transport_ports))
+    return [replace(each, look=look) if each.look is network.engine_ports else each for each in probes]

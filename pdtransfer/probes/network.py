@@ -7,10 +7,13 @@ import fcntl
 import re
 import socket
 import struct
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ..bounds import PORT_MAX, port_range
 from ..config import DecodeConfig, PrefillConfig, RouterConfig
 from ..keys import Address
+from ..limits import ENGINES_A_SESSION, ENGINES_MAX, Limits
 from ..transports.mooncake import why_not
 from .seen import Seen, names, ok, read, warn, within
 
@@ -63,37 +66,83 @@ def ports(root: Path) -> Seen:
     return ok("those that daemons take by default are free")
 
 
-def engine_ports(root: Path) -> Seen:
-    """Mooncake's: two a session, and none that the kernel gives to connections of others."""
-    first, last = PrefillConfig().network.ports
-    taken = sum(first <= port <= last for port in _listening(root))
-    found = f"{first} to {last}, {taken} of them in use: room for {(last - first + 1 - taken) // 2} sessions"
-    given = read(within(root, "/proc/sys/net/ipv4/ip_local_port_range")).split()
-    reserved = read(within(root, "/proc/sys/net/ipv4/ip_local_reserved_ports"))
-    if len(given) == 2 and all(each.isdecimal() for each in given):
-        low, high = map(int, given)
-        if low <= last and first <= high and f"{first}-{last}" not in reserved:
-            text = f"{found}; the kernel gives {low} to {high} to connections, which may take one of them"
-            return warn(text, f"sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}")
+def engine_ports(root: Path, given: Sequence[str] = ()) -> Seen:
+    """Mooncake's, in each range that daemons of this host are told: two an engine, which stay taken for a minute after
+    its end, and none that the kernel gives to connections of others."""
+    ranges = sorted({port_range("transport_ports", each) for each in given} or {PrefillConfig().network.ports})
+    taken = {port for _state, _host, port in _sockets(root)}
+    found = "; ".join(_fits(first, last, taken) for first, last in ranges)
+    amiss = [each for each in (_narrow(ranges), _shared(root, ranges)) if each is not None]
+    if amiss:
+        return warn("; ".join((found, *(text for text, _ in amiss))), "; ".join(mend for _, mend in amiss))
     return ok(f"{found}; whoever reaches them reaches arenas: deploy/firewall.nft")
+
+
+def _fits(first: int, last: int, taken: Iterable[int]) -> str:
+    used = sum(first <= port <= last for port in taken)
+    return (
+        f"{first} to {last}, {used} of them taken: room for {(last - first + 1 - used) // 2:,} engines, "
+        f"{(last - first + 1) // 2:,} in any minute"
+    )
+
+
+def _narrow(ranges: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
+    """What is wrong with a range that engines which have just ended may fill, and its mend."""
+    narrow = [each for each in ranges if (each[1] - each[0] + 1) // 2 < ENGINES_MAX]
+    if not narrow:
+        return None
+    first = min(narrow[0][0], PORT_MAX + 1 - 2 * ENGINES_MAX)
+    text = (
+        f"a port stays taken for a minute after its engine's end, and a peer that cannot be reached takes up to "
+        f"{60_000 // Limits().resend_ms_max * ENGINES_A_SESSION} engines a minute: less than {ENGINES_MAX} may not do"
+    )
+    return text, f"--transport-ports {first}-{first + 2 * ENGINES_MAX - 1} for prefill and decode, and in the firewall"
+
+
+def _shared(root: Path, ranges: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
+    """The same of ranges of which the kernel gives ports to connections."""
+    given = read(within(root, "/proc/sys/net/ipv4/ip_local_port_range")).split()
+    if len(given) != 2 or not all(each.isdecimal() for each in given):
+        return None
+    low, high = map(int, given)
+    kept = read(within(root, "/proc/sys/net/ipv4/ip_local_reserved_ports"))
+    found = (re.fullmatch(r"(\d+)(?:-(\d+))?", each) for each in kept.split(","))
+    spared = [(int(each[1]), int(each[2] or each[1])) for each in found if each]
+    shared = [
+        f"{first}-{last}"
+        for first, last in ranges
+        if low <= last and first <= high and not any(a <= first and last <= b for a, b in spared)
+    ]
+    if not shared:
+        return None
+    text = f"the kernel gives {low} to {high} to connections, which may take one of them"
+    # What is written there takes the place of what was.
+    return text, f"sysctl -w net.ipv4.ip_local_reserved_ports={','.join(filter(None, (kept, *shared)))}"
 
 
 def _listening(root: Path) -> dict[int, list[str]]:
     """The addresses that somebody listens on, by port."""
     found: dict[int, list[str]] = {}
+    for state, host, port in _sockets(root):
+        if state == _LISTEN:
+            found.setdefault(port, []).append(host)
+    return found
+
+
+def _sockets(root: Path) -> Iterator[tuple[str, str, int]]:
+    """State, address and port of this host's end of every one, those included that only time is left of."""
     for name in ("tcp", "tcp6"):
         for line in read(within(root, f"/proc/net/{name}")).splitlines()[1:]:
             words = line.split()
-            if len(words) < 4 or words[3] != _LISTEN or ":" not in words[1]:
+            if len(words) < 4 or ":" not in words[1]:
                 continue
             host, _, port = words[1].partition(":")
             try:
                 packed = b"".join(bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8))
                 text = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
-                found.setdefault(int(port, 16), []).append(text)
+                yield words[3], text, int(port, 16)
             except ValueError:
                 continue
-    return found
 
 
 def rdma(root: Path) -> Seen:

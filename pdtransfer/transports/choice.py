@@ -33,9 +33,9 @@ def place() -> str:
     return f"{host()} {os.readlink('/proc/self/ns/mnt')} {os.geteuid()}"
 
 
-def taken(transport: Transport, *, card: bool = False) -> tuple[str, ...]:
+def taken(transport: Transport) -> tuple[str, ...]:
     """The transports that a node takes. Raises TransportError where the one that it is told to take cannot be had."""
-    reason = "a card's memory is written over shm alone" if card else why_not()
+    reason = why_not()
     match transport:
         case "auto":
             return ("shm",) if reason else ("shm", "mooncake")
@@ -153,19 +153,26 @@ class WriterChoice:
         network: Network,
         *,
         pool_address: int = 0,
+        pool_fd: int = -1,
         copy_threads: int = 2,
         card: WriterCard | None = None,
         lost: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`lost` hears of a session that can write no more, and is to be fenced."""
-        self.taken = taken(transport, card=card is not None)
+        self.taken = taken(transport)
         self._loop, self._closing = asyncio.get_running_loop(), False
         self._of: dict[int, str] = {}
         self._made: dict[str, WriterTransport] = {}
         self._make: dict[str, Callable[[], WriterTransport]] = {  # when first wanted: each has threads
             "shm": lambda: ShmWriter(components, pool_address=pool_address, copy_threads=copy_threads, card=card),
             "mooncake": lambda: MooncakeWriter(
-                components, network, pool_address=pool_address, copy_threads=copy_threads, lost=lost
+                components,
+                network,
+                pool_address=pool_address,
+                pool_fd=pool_fd,
+                copy_threads=copy_threads,
+                card=card,
+                lost=lost,
             ),
         }
 
@@ -219,7 +226,7 @@ class WriterChoice:
     async def fence(self, session: int) -> bool:
         """As WriterTransport says."""
         name = self._of.get(session)
-        return name is not None and await self._made[name].fence(session)
+        return name is None or await self._made[name].fence(session)  # its last write had ended when it was unmapped
 
     async def close(self) -> None:
         """As WriterTransport says, of both."""

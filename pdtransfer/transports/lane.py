@@ -9,12 +9,12 @@ import numpy as np
 from ..cancel import Cancel
 from ..geometry import Int64s
 from ..kernels import lanes
+from ..kernels import push as pushing
 from ..kernels.card import Card, card
 from ..kernels.event import Event
 from ..kernels.ipc import Handle, Opened
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
-from ..kernels.push import push
 from ..kernels.registered import Registrar
 from ..layout import Layout
 
@@ -89,9 +89,10 @@ class CardLane:
             )  # fmt: skip
             self._events[place].record(stream)
             return
-        ringed = in_runs(target_slots, rows * target.layout.row_bytes)
+        byte_count = rows * target.layout.row_bytes
+        ringed = byte_count >= pushing.PLANNED_BYTES_MIN and in_runs(target_slots, byte_count)
         backend, stream = ("auto", self._streams[place]) if ringed else ("kernel", self._streams[0])
-        push(
+        pushing.push(
             target, source, target_slots, source_slots, rows,
             backend=backend, progress=progress, cancel=cancel, stream=stream,
         )  # fmt: skip

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from typing import Literal
+
+from ..limits import ENGINES_A_SESSION
 
 Transport = Literal["auto", "shm", "mooncake"]
 Protocol = Literal["tcp", "rdma"]
+
+_ENGINES_MIN, _CORES_AN_ENGINE = 2, 4  # two are faster than one on two cores, too
+
+
+def engines_for(cores: int | None = None) -> int:
+    """How many engines a session has on a host of so many cores, by default this process's: each has one thread that
+    sends or receives, and that alone is not as fast as a link may be."""
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    return max(_ENGINES_MIN, min(ENGINES_A_SESSION, cores // _CORES_AN_ENGINE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """Each engine takes two `ports`, [first, last]. `host` is what peers dial, a name or an IPv4 address; empty: this
-    host's address on the way to the peer."""
+    host's address on the way to the peer. A session has `engines` of them on either side, or as few as the other takes.
+    """
 
     host: str = ""
     ports: tuple[int, int] = (21_000, 21_999)
     protocol: Protocol = "tcp"
+    engines: int = field(default_factory=engines_for)
 
 
 NETWORK = Network()

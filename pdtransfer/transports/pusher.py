@@ -36,20 +36,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Where rows of a card are put side by side, to be summed here: a piece fits, and `lines` are of `layout`."""
+    """Where rows of a card's `pool` are put side by side, to be summed here: `lines` are of `layout`."""
 
+    pool: Pool
     layout: Layout
     lines: Lines
 
     @classmethod
-    def of(cls, component: str, source: Layout) -> Staged:
-        """For all planes of `source`."""
-        planes, at, row = list[Plane](), 0, source.row_bytes
-        for plane in source.planes:
+    def of(cls, component: str, pool: Pool) -> Staged:
+        """For all planes of `pool`."""
+        planes, at, row = list[Plane](), 0, pool.layout.row_bytes
+        for plane in pool.layout.planes:
             planes.append(msgspec.structs.replace(plane, base=at, page_stride=row, row_stride=row))
             at += plane.row_bytes
         layout = Layout(tuple(planes), 1, max(1, PIECE_BYTES // row))
-        return cls(layout, lines_of(component, layout))
+        return cls(pool, layout, lines_of(component, layout))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -258,18 +259,19 @@ class Pusher:
 
     def _summed(self, lane: Lane, launch: _Launch) -> tuple[Outcome, str]:
         """Adds what the rows of a launch sum to, where that is wanted, as they lie in the pool."""
-        job, rows = launch.job, launch.end - launch.first
-        if job.staged is None:
+        job, staged = launch.job, launch.job.staged
+        if staged is None:
             return Outcome.LANDED, ""
-        slots = job.order.source_slots[launch.first : launch.end]
         try:
-            address = lane.fetch(job.source, job.staged.layout, _slots(slots), rows)
-            runs = runs_of(np.array([0]), np.array([rows]), job.order.first_row + launch.first)
-            checksum = sums.checksum(job.staged.lines, runs, address)
-            assert checksum is not None
+            for first in range(launch.first, launch.end, staged.layout.slots):
+                slots = job.order.source_slots[first : min(first + staged.layout.slots, launch.end)]
+                address = lane.fetch(staged.pool, staged.layout, _slots(slots), len(slots))
+                runs = runs_of(np.array([0]), np.array([len(slots)]), job.order.first_row + first)
+                checksum = sums.checksum(staged.lines, runs, address)
+                assert checksum is not None
+                job.checksum = (job.checksum + checksum) & MASK
         except Exception as error:  # noqa: BLE001 (the rows are where they should be, and nothing writes there any more)
             return Outcome.FAILED, str(error) or type(error).__name__
-        job.checksum = (job.checksum + checksum) & MASK
         return Outcome.LANDED, ""
 
     def _end(self, lane: Lane | None, job: Push) -> None:

@@ -1,4 +1,4 @@
-"""Mooncake's TransferEngine, for arenas of other hosts: an engine a session, in a process of its own on either side.
+"""Mooncake's TransferEngine, for arenas of other hosts: a process of engines a session, on either side.
 
 No return code of the engine says for certain that a write has stopped. What says so is the death of decode's process:
 it alone has the arena registered, and what has not been copied by then is in sockets that are gone with it.

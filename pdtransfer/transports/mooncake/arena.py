@@ -52,18 +52,21 @@ class MooncakeArena:
         if len(self._sessions) >= ENGINES_MAX:
             raise TransportError(f"engines: {len(self._sessions)} of {ENGINES_MAX}, one for each session")
         host = self._network.host or host or "127.0.0.1"
+        if ":" in host:
+            raise TransportError(f"advertise {host}: transport mooncake is reached by a name or an IPv4 address alone")
         base, byte_count = self._place(), self._arena.byte_count
         process = EngineProcess(
-            "arena", self._network, host=host, memory=self._arena.fd, byte_count=byte_count, base=base,
-            died=lambda: self._died(session),
+            self._network, host=host, memory=self._arena.fd, byte_count=byte_count, base=base,
+            engines=self._network.engines, died=lambda: self._died(session),
         )  # fmt: skip
         offered = self._sessions[session] = _Offered(process)
-        port = await process.ready()
+        port, *others = await process.ready()
         offered.ready = True
         log.debug("session %#x: engine %d listens at %s:%d", session, process.pid, host, port)
         return Reach(
-            transport="mooncake", host=f"{host}:{port}", address="", token=b"", base=base, arena_bytes=byte_count
-        )
+            transport="mooncake", host=f"{host}:{port}", address=",".join(map(str, others)), token=b"", base=base,
+            arena_bytes=byte_count,
+        )  # fmt: skip
 
     def revoke(self, session: int) -> None:
         """Ends the session's process: nothing that any writer has sent or will send reaches the arena through it."""

@@ -14,34 +14,42 @@ import socket
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any
 
-HELLO = struct.Struct("<BxH")  # READY and the port, or NOT_READY and a text after it
+HELLO = struct.Struct("<BB")  # READY, and of how many engines the ports come after it; or NOT_READY, and a text
+PORT = struct.Struct("<H")
 ORDER = struct.Struct("<BxxxIIQQ")  # kind, slot, operations, where their table lies in the ring, turn
 REPLY = struct.Struct("<BxxxI")  # kind, slot; several in one packet
-OPERATION = struct.Struct("<QQQ")  # offset in the ring, address there, bytes
+OPERATION = struct.Struct("<QQQ")  # offset in the ring, or behind its end in the pool; address there; bytes
 
 READY, NOT_READY = 1, 2
 PUT, CANCEL = 1, 2  # orders
 DONE, CANCELLED, UNKNOWN = 1, 2, 3  # replies; after an UNKNOWN there is none
 
 CHUNK_BYTES = 512 << 10  # of one operation: larger ones are erratic, much smaller ones cost 12 us each
-WINDOW_BYTES = 8 << 20  # in flight: some 4 ms, and no small room waits longer for a large one
-WINDOW_OPERATIONS = 128
+WINDOW_BYTES = 8 << 20  # in flight on up to two engines: some 3 ms, and no small room waits longer for a large one
+_WINDOW_BYTES_MIN = 4 << 20  # on each: what one sends between two looks, and as much again
+WINDOW_OPERATIONS = 128  # on each
 _POLL_S = 0.0005
+_POLL_FULL_S = 0.001  # where windows are half full: a look costs as much as sending 256 KiB
 _PENDING_SEEN_MAX = 16  # of those in flight, oldest first: lanes overtake each other, but not by far
 _ENTER_BYTES = 64 << 20  # at a time
 _ENTER_S, _ENTER_S_MAX = 0.05, 1.0  # how soon to look whether more is backed
 
 _PR_SET_PDEATHSIG, _MADV_POPULATE_WRITE = 1, 23
-_PROT_READ_WRITE, _MAP_SHARED, _MAP_FIXED_NOREPLACE = 3, 1, 0x100000
+_PROT_READ, _PROT_WRITE, _MAP_SHARED, _MAP_FIXED_NOREPLACE = 1, 2, 1, 0x100000
 
 
 def main() -> None:
-    """child.py arena|sender PARENT SOCKET MEMORY BASE BYTES PROTOCOL HOST [TARGET TARGET_BASE]"""
-    role, parent, number, memory, base, byte_count, protocol, host, *target = sys.argv[1:]
+    """child.py arena|sender PARENT SOCKET PROTOCOL HOST ENGINES MEMORY BYTES BASE [SENDING...]
+
+    SENDING is POOL POOL_BYTES TARGET_BASE TARGET...
+    A sender has an engine for each target, engines of one process that have the same memory. POOL is -1 for none.
+    """
+    role, parent, number, protocol, host, engine_count, memory, byte_count, base, *more = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
@@ -50,20 +58,23 @@ def main() -> None:
     pipe = socket.socket(fileno=int(number))
     try:
         address = _mapped(libc, int(memory), int(byte_count), int(base))
-        engine = _engine(host, protocol)
+        engines = [_engine(host, protocol) for _ in range(int(engine_count))]
         if role == "arena" or protocol != "tcp":  # where TCP reads from, nobody else need be able to read
-            _check("register_memory", engine.register_memory(address, int(byte_count)))
+            for engine in engines:
+                _check("register_memory", engine.register_memory(address, int(byte_count)))
         if role == "sender":
-            _meet(engine, target[0], int(target[1]))
+            pool, pool_bytes, target_base, *targets = more
+            source = _Source(address, int(byte_count), _pool(libc, int(pool), int(pool_bytes)))
+            serve = _Sender(_lines(engines, targets, int(target_base)), pipe, source).serve
+        else:
+            serve = partial(_enter, libc, pipe, int(memory), address, int(byte_count))
     except Exception as error:  # noqa: BLE001 (whatever it is, the parent is told)
         text = f"{type(error).__name__}: {error}" if not isinstance(error, _NotReadyError) else str(error)
         pipe.send(HELLO.pack(NOT_READY, 0) + text.encode()[:400])
         return
-    pipe.send(HELLO.pack(READY, engine.get_rpc_port()))
-    if role == "arena":
-        _enter(libc, pipe, int(memory), address, int(byte_count))
-    else:
-        _Sender(engine, pipe, target[0], address, int(byte_count)).serve()
+    ports = b"".join(PORT.pack(engine.get_rpc_port()) for engine in engines)
+    pipe.send(HELLO.pack(READY, len(engines)) + ports)
+    serve()
     os._exit(0)  # destroying an engine takes a second, and nobody needs it
 
 
@@ -71,15 +82,24 @@ class _NotReadyError(Exception):
     pass
 
 
-def _mapped(libc: Any, fd: int, byte_count: int, base: int) -> int:
+def _mapped(libc: Any, fd: int, byte_count: int, base: int, access: int = _PROT_READ | _PROT_WRITE) -> int:
     libc.mmap.argtypes = (
         ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
     )  # fmt: skip
     libc.mmap.restype = ctypes.c_void_p
     flags = _MAP_SHARED | (_MAP_FIXED_NOREPLACE if base else 0)
-    address = libc.mmap(base, byte_count, _PROT_READ_WRITE, flags, fd, 0)
+    address = libc.mmap(base, byte_count, access, flags, fd, 0)
     if address == ctypes.c_void_p(-1).value or (base and address != base):
         raise _NotReadyError(f"{byte_count} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    return address
+
+
+def _pool(libc: Any, fd: int, byte_count: int) -> int:
+    """Where the pool's memory can be read; 0 where there is none to be read from here."""
+    if fd < 0:
+        return 0
+    address = _mapped(libc, fd, byte_count, 0, _PROT_READ)
+    os.close(fd)  # it could be written by
     return address
 
 
@@ -111,13 +131,6 @@ def _check(what: str, status: int) -> None:
         raise _NotReadyError(f"{what} answers {status}")
 
 
-def _meet(engine: Any, target: str, base: int) -> None:
-    """The handshake, now: to a peer that does not answer it would hold every later write's thread."""
-    found: int = engine.get_first_buffer_address(target)
-    if found != base:
-        raise _NotReadyError(f"no engine with this arena answers at {target}")
-
-
 class _Batch:
     """The operations of one slot of the ring."""
 
@@ -128,27 +141,102 @@ class _Batch:
         self.flying, self.cancelled = 0, False
 
 
+class _Source:
+    """Where operations read: offsets in the ring, and behind its end in the pool."""
+
+    def __init__(self, address: int, byte_count: int, pool: int) -> None:
+        self._address, self._byte_count, self._pool = address, byte_count, pool
+        self._ring = memoryview((ctypes.c_char * byte_count).from_address(address))
+
+    def address(self, offset: int) -> int:
+        if offset < self._byte_count:
+            return self._address + offset
+        return self._pool + offset - self._byte_count
+
+    def operations(self, table: int, count: int) -> Iterator[tuple[int, ...]]:
+        return OPERATION.iter_unpack(self._ring[table : table + count * OPERATION.size])
+
+
+class _Line:
+    """One engine, and the one there that it writes through: a thread on either side, so several take more cores."""
+
+    def __init__(self, engine: Any, target: str, window: int) -> None:
+        self._engine, self._target, self._window = engine, target, window
+        self._flying: deque[tuple[int, int, _Batch]] = deque()  # number, bytes
+        self.byte_count = 0  # of them
+
+    def meet(self, base: int) -> None:
+        """The handshake, now: to a peer that does not answer it would hold every later write's thread."""
+        found: int = self._engine.get_first_buffer_address(self._target)
+        if found != base:
+            raise _NotReadyError(f"no engine with this arena answers at {self._target}")
+
+    @property
+    def wait_s(self) -> float | None:
+        """How soon to look again."""
+        if not self._flying:
+            return None
+        return _POLL_S if 2 * self.byte_count < self._window else _POLL_FULL_S
+
+    @property
+    def full(self) -> bool:
+        return self.byte_count >= self._window or len(self._flying) >= WINDOW_OPERATIONS
+
+    def submit(self, batch: _Batch, source: int, there: int, byte_count: int) -> bool:
+        """Whether the engine has taken it."""
+        number: int = self._engine.transfer_submit_write(self._target, source, there, byte_count)
+        if number <= 0:
+            return False
+        self._flying.append((number, byte_count, batch))
+        batch.flying += 1
+        self.byte_count += byte_count
+        return True
+
+    def look(self, over: Callable[[_Batch], None]) -> _Batch | None:
+        """Asks how the oldest are; each that has ended is asked no more. Returns whose has failed, and asks nothing
+        behind it."""
+        pending: list[tuple[int, int, _Batch]] = []
+        while self._flying and len(pending) < _PENDING_SEEN_MAX:
+            number, byte_count, batch = each = self._flying.popleft()
+            status = self._engine.transfer_check_status(number)
+            if status == 0:
+                pending.append(each)
+                continue
+            if status < 0:
+                return batch
+            self.byte_count -= byte_count
+            batch.flying -= 1
+            if not batch.flying and not batch.operations:
+                over(batch)
+        self._flying.extendleft(reversed(pending))
+        return None
+
+
+def _lines(engines: list[Any], targets: list[str], base: int) -> list[_Line]:
+    """One for each target; they have shaken hands."""
+    window = max(WINDOW_BYTES // len(targets), _WINDOW_BYTES_MIN)
+    lines = [_Line(engine, target, window) for engine, target in zip(engines, targets, strict=True)]
+    for line in lines:
+        line.meet(base)
+    return lines
+
+
 class _Sender:
     """Submits what is ordered, in turn between grants, and says of each slot when all of it is where it should be."""
 
-    def __init__(self, engine: Any, pipe: socket.socket, target: str, address: int, byte_count: int) -> None:
-        self._engine, self._pipe, self._target, self._address = engine, pipe, target, address
-        self._memory = memoryview((ctypes.c_char * byte_count).from_address(address))
+    def __init__(self, lines: list[_Line], pipe: socket.socket, source: _Source) -> None:
+        self._lines, self._pipe, self._source = lines, pipe, source
         self._turns: dict[int, deque[_Batch]] = {}
         self._waiting: deque[int] = deque()  # the same, in the order of their turns
-        self._flying: deque[tuple[int, int, _Batch]] = deque()  # number, bytes
-        self._bytes = 0
         self._replies: list[bytes] = []
 
     def serve(self) -> None:
         """Until the parent hangs up, or a write has failed: what that has left on its way nobody knows."""
         while True:
-            timeout = _POLL_S if self._flying else None
+            timeout = min((wait for line in self._lines if (wait := line.wait_s) is not None), default=None)
             if select.select((self._pipe,), (), (), timeout)[0] and not self._hear():
                 return
-            known = self._look()
-            if known:
-                known = self._submit()
+            known = self._look() and self._submit()
             if self._replies:
                 self._pipe.send(b"".join(self._replies))
                 self._replies.clear()
@@ -166,8 +254,7 @@ class _Sender:
                 return False
             kind, slot, count, table, turn = ORDER.unpack(order)
             if kind == PUT:
-                end = table + count * OPERATION.size
-                batch = _Batch(slot, turn, OPERATION.iter_unpack(self._memory[table:end]))
+                batch = _Batch(slot, turn, self._source.operations(table, count))
                 if turn not in self._turns:
                     self._turns[turn] = deque()
                     self._waiting.append(turn)
@@ -186,54 +273,48 @@ class _Sender:
             self._waiting.remove(turn)
 
     def _submit(self) -> bool:
-        """As much as the window takes, a chunk's bytes of each grant in turn; False where one was refused."""
-        while self._waiting and self._bytes < WINDOW_BYTES and len(self._flying) < WINDOW_OPERATIONS:
+        """As much as the windows take, a chunk's bytes of each grant in turn; False where one was refused."""
+        line = min(self._lines, key=_bytes_of)
+        while self._waiting and not line.full:
             turn = self._waiting[0]
             self._waiting.rotate(-1)
             batches, left = self._turns[turn], CHUNK_BYTES
-            while batches and left > 0 and len(self._flying) < WINDOW_OPERATIONS:
+            while batches and left > 0 and not line.full:
                 batch = batches[0]
                 source, there, byte_count = batch.operations.popleft()
                 if byte_count > CHUNK_BYTES:
                     rest = source + CHUNK_BYTES, there + CHUNK_BYTES, byte_count - CHUNK_BYTES
                     batch.operations.appendleft(rest)
                     byte_count = CHUNK_BYTES
-                number = self._engine.transfer_submit_write(self._target, self._address + source, there, byte_count)
-                if number <= 0:
-                    self._replies.append(REPLY.pack(UNKNOWN, batch.slot))
+                if not line.submit(batch, self._source.address(source), there, byte_count):
+                    self._unknown(batch)
                     return False
-                self._flying.append((number, byte_count, batch))
-                batch.flying += 1
-                self._bytes += byte_count
                 left -= byte_count
                 if not batch.operations:
                     batches.popleft()
             if not batches:
                 del self._turns[turn]
                 self._waiting.remove(turn)
+            line = min(self._lines, key=_bytes_of)
         return True
 
     def _look(self) -> bool:
-        """Asks how the oldest are; each that has ended is asked no more. False where one has failed."""
-        pending: list[tuple[int, int, _Batch]] = []
-        while self._flying and len(pending) < _PENDING_SEEN_MAX:
-            number, byte_count, batch = each = self._flying.popleft()
-            status = self._engine.transfer_check_status(number)
-            if status == 0:
-                pending.append(each)
-                continue
-            if status < 0:
-                self._replies.append(REPLY.pack(UNKNOWN, batch.slot))
+        """False where a write has failed."""
+        for line in self._lines:
+            if (failed := line.look(self._over)) is not None:
+                self._unknown(failed)
                 return False
-            self._bytes -= byte_count
-            batch.flying -= 1
-            if not batch.flying and not batch.operations:
-                self._over(batch)
-        self._flying.extendleft(reversed(pending))
         return True
+
+    def _unknown(self, batch: _Batch) -> None:
+        self._replies.append(REPLY.pack(UNKNOWN, batch.slot))
 
     def _over(self, batch: _Batch) -> None:
         self._replies.append(REPLY.pack(CANCELLED if batch.cancelled else DONE, batch.slot))
+
+
+def _bytes_of(line: _Line) -> int:
+    return line.byte_count
 
 
 if __name__ == "__main__":

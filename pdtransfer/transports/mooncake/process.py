@@ -12,10 +12,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Literal
 
 from ...config import child_environment
 from ...errors import TransportError
@@ -26,10 +25,12 @@ _READY_SECONDS = 10.0  # 0.1 s on an idle host; a peer that does not answer the 
 _REPLIES_BYTES = 4_096
 _TEXT_BYTES_MAX = 300
 
-# What FINDINGS call useful: few words, lanes enough, and no wait that a session would not outlive.
+# Connections of an engine to its peer: a session's together, and of one at least.
+_LANES, _LANES_MIN = 8, 2
+
+# Few words, and no wait that a session would not outlive.
 _SETTINGS = {
     "MC_LOG_LEVEL": "ERROR",
-    "MC_TCP_LANES_PER_PEER": "8",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
     "MC_TRANSFER_TIMEOUT": "5",
     "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "1",
@@ -47,11 +48,12 @@ _LIBRARIES = {  # and what Debian has them in
 log = logging.getLogger(__name__)
 
 
-def environment(network: Network) -> dict[str, str]:
-    """An engine's process has it, and no other."""
+def environment(network: Network, engines: int = 1) -> dict[str, str]:
+    """A process of so many engines has it, and no other."""
     forced = {"MC_FORCE_TCP": "1"} if network.protocol == "tcp" else {}
     ports = {"MC_MIN_RPC_PORT": str(network.ports[0]), "MC_MAX_RPC_PORT": str(network.ports[1])}
-    return {**_SETTINGS, **child_environment(), **forced, **ports}
+    lanes = {"MC_TCP_LANES_PER_PEER": str(max(_LANES_MIN, _LANES // engines))}
+    return {**_SETTINGS, **lanes, **child_environment(), **forced, **ports}
 
 
 @cache
@@ -72,8 +74,20 @@ def why_not() -> str:
     return f"mooncake cannot be loaded: apt-get install -y {' '.join(missing)}" if missing else ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sending:
+    """What a sender is told besides: the engines there, host:port each, that have their memory at `base`, and the memfd
+    of the pool that it may read as well, -1 for none."""
+
+    targets: tuple[str, ...]
+    base: int
+    pool: int = -1
+    pool_bytes: int = 0
+
+
 class EngineProcess:
-    """One engine's process over `memory`, a memfd that it maps. Made and used on the loop's thread, which it dies with.
+    """A process of engines over `memory`, a memfd that it maps: one for each target of `sending`, or `engines` that
+    receive. Made and used on the loop's thread, which it dies with.
 
     `heard` gets packets of replies; `died`, once, is called when the kernel says that the process is gone: no thread of
     it runs any more, and nothing that it had mapped is written by it.
@@ -81,14 +95,14 @@ class EngineProcess:
 
     def __init__(
         self,
-        role: Literal["arena", "sender"],
         network: Network,
         *,
         host: str,
         memory: int,
         byte_count: int,
         base: int = 0,
-        target: tuple[str, ...] = (),
+        engines: int = 1,
+        sending: Sending | None = None,
         heard: Callable[[bytes], None] = lambda _: None,
         died: Callable[[], None] = lambda: None,
     ) -> None:
@@ -96,27 +110,32 @@ class EngineProcess:
             raise TransportError(reason)
         self._heard, self._tell_died = heard, died
         self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[int] = self._loop.create_future()
+        self._ready: asyncio.Future[tuple[int, ...]] = self._loop.create_future()
         self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting
         self.dead = False
         with ExitStack() as undo:
             try:
-                self._said = os.memfd_create("pdtransfer-engine-log", os.MFD_CLOEXEC) if role == "sender" else -1
+                self._said = os.memfd_create("pdtransfer-engine-log", os.MFD_CLOEXEC) if sending is not None else -1
                 if self._said >= 0:
                     undo.callback(os.close, self._said)
                 self._pipe, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 undo.callback(self._pipe.close)
                 with theirs:
-                    numbers = os.getpid(), theirs.fileno(), memory, base, byte_count
+                    role, more, passed = "arena", (), [theirs.fileno(), memory]
+                    if sending is not None:
+                        role, engines = "sender", len(sending.targets)
+                        more = sending.pool, sending.pool_bytes, sending.base, *sending.targets
+                        passed += [sending.pool] if sending.pool >= 0 else []
+                    numbers = engines, memory, byte_count, base
                     # By its path: as a module it would import the package first.
-                    command = [sys.executable, "-P", str(Path(child.__file__)), role, *map(str, numbers)]
+                    command = [sys.executable, "-P", child.__file__, role, os.getpid(), theirs.fileno()]
                     self._process = subprocess.Popen(  # noqa: S603 (our own file)
-                        [*command, network.protocol, host, *target],
+                        list(map(str, (*command, network.protocol, host, *numbers, *more))),
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=self._said if self._said >= 0 else subprocess.DEVNULL,
-                        env=environment(network),
-                        pass_fds=(theirs.fileno(), memory),
+                        env=environment(network, engines),
+                        pass_fds=passed,
                     )
                 undo.callback(_end, self._process)
                 self._pidfd = os.pidfd_open(self._process.pid)
@@ -128,8 +147,9 @@ class EngineProcess:
         self._loop.add_reader(self._pidfd, self._gone)
         self._loop.add_reader(self._pipe, self._readable)
 
-    async def ready(self) -> int:
-        """The port that it listens on. Raises TransportError, with the process killed, where it cannot do its work."""
+    async def ready(self) -> tuple[int, ...]:
+        """The ports that its engines listen on. Raises TransportError, with the process killed, where it cannot do its
+        work."""
         try:
             return await asyncio.wait_for(asyncio.shield(self._ready), _READY_SECONDS)
         except TimeoutError:
@@ -183,11 +203,12 @@ class EngineProcess:
                 self._greeted(packet)
 
     def _greeted(self, packet: bytes) -> None:
-        kind, port = child.HELLO.unpack_from(packet)
+        kind, _ = child.HELLO.unpack_from(packet)
+        after = packet[child.HELLO.size :]
         if kind == child.READY:
-            self._ready.set_result(port)
+            self._ready.set_result(tuple(port for (port,) in child.PORT.iter_unpack(after)))
         else:
-            text = packet[child.HELLO.size :].decode(errors="replace")
+            text = after.decode(errors="replace")
             self._ready.set_exception(TransportError(f"{text}{self.last_words()}"))
 
     def _gone(self) -> None:

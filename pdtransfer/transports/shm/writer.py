@@ -298,7 +298,7 @@ class ShmWriter:
                 Pool(layout=target, address=there, card=card, host=host),
             )
         source, target = pools
-        staged = Staged.of(mapped.components[order.component].name, source.layout) if order.verify else None
+        staged = Staged.of(mapped.components[order.component].name, source) if order.verify else None
         row_bytes = target.layout.row_bytes
         return Push(order=order, done=done, source=source, target=target, row_bytes=row_bytes, staged=staged)
 

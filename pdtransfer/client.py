@@ -29,7 +29,7 @@ from .layout import Component, slots_of_rows
 from .limits import TOKENS_MAX
 from .memory import Arena
 from .node import DecodeNode, NodeSettings, PrefillNode
-from .port import Port
+from .port import Port, share_the_interpreter
 from .session.prefill import Cell
 from .sharing import Replicas
 from .transports.network import NETWORK, Network, Transport
@@ -115,7 +115,9 @@ class _Client(Generic[Node, Said]):
         self.close()
 
     def start(self) -> None:
-        """Opens sockets and the thread that serves them. Raises ConfigError and WorldError."""
+        """Opens sockets and the thread that serves them; threads of this process take shorter turns from now on
+        (sys.setswitchinterval). Raises ConfigError and WorldError."""
+        share_the_interpreter()
         self._thread.start()
 
     def close(self) -> None:

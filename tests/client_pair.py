@@ -162,8 +162,10 @@ def client_pair(
     decode_options: dict[str, Any] | None = None,
     components: Callable[[Component], Sequence[Component]] = lambda one: [one],
     prefix_cache: bool = True,
+    held: torch.Tensor | None = None,
 ) -> Iterator[Pair]:
-    """`source` and `target` are (host layout, page size, slots)."""
+    """`source` and `target` are (host layout, page size, slots). With `held`, as many bytes of a card, the pool that
+    prefill sends is there; `Pair.source` says what it is to hold in the end."""
     model = model or mla(layers=range(2))
     pools = [Pool(name=name, model=model, page_size=page, slots=slots) for name, page, slots in (source, target)]
     pools[0].fill(np.arange(pools[0].slots))
@@ -174,7 +176,8 @@ def client_pair(
     pools[1].__dict__.pop("tensor", None)
     prefill = PrefillClient(
         settings("p", limits, **prefill_settings or {}), [component(pools[0])],
-        pool_address=pools[0].memory.ctypes.data, copy_threads=2,
+        pool_address=pools[0].memory.ctypes.data if held is None else held.data_ptr(), copy_threads=2,
+        card=None if held is None else held.get_device(),
     )  # fmt: skip
     decode = DecodeClient(
         settings("d", limits, **decode_settings or {}),

@@ -7,23 +7,22 @@ that says when memory is safe.
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import inspect
 import itertools
 import os
 import select
 import socket
+import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
-import uvloop
 
 from pdtransfer import client as client_module
 from pdtransfer import kernels
@@ -35,6 +34,7 @@ from pdtransfer.keys import AllowList
 from pdtransfer.limits import AUX_BYTES_MAX, TOKENS_MAX
 from pdtransfer.transports import copier
 from pdtransfer.transports.shm import writer
+from tests.bus_peers import on_loop
 from tests.bus_peers import pair as keys
 from tests.client_pair import LIMITS, Expected, Late, Pair, client_pair, component, settings, slots_of_pages
 from tests.layout_tensors import Pool, mha, mla
@@ -50,6 +50,17 @@ def landed(pair: Pair, expected: Expected, room: int, pages: np.ndarray, tokens:
     """Waits for READY and notes where the room's bytes have to be."""
     slots = pair.ready(room).slots["kv"][:tokens]
     expected.land(slots_of_pages(pages, pair.source.page_size, tokens), slots)
+
+
+def test_a_client_that_starts_has_threads_take_short_turns_and_never_longer_ones() -> None:
+    before = sys.getswitchinterval()
+    try:
+        for own, after in ((0.005, 0.0005), (0.0001, 0.0001)):
+            sys.setswitchinterval(own)
+            with client_pair():
+                assert sys.getswitchinterval() == pytest.approx(after, abs=2e-6)
+    finally:
+        sys.setswitchinterval(before)
 
 
 # The scheduler's loop
@@ -844,18 +855,6 @@ def test_a_prefill_that_comes_back_under_its_endpoint_is_served_again(pair: Pair
 
 
 # asyncio
-
-
-def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(120):
-                await test(*args, **kwargs)
-
-        uvloop.run(bounded())
-
-    return run
 
 
 @dataclass

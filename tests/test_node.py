@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import uvloop
 import zmq
 import zmq.asyncio
 
@@ -44,20 +42,9 @@ from pdtransfer.wire import (
     encode,
     pack_ids,
 )
+from tests.bus_peers import on_loop
 from tests.client_pair import LIMITS, Late, component, settings
 from tests.layout_tensors import CANARY, Pool, mla
-
-
-def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(120):
-                await test(*args, **kwargs)
-
-        uvloop.run(bounded())
-
-    return run
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.sim.__main__ import main, run
 from tests.sim.mutants import MUTANTS
+from tests.sim.profile import KINDS
 from tests.sim.world import World
 
 CHUNK, CHUNKS = 25, 80  # seeds a test, so that several workers can share them
@@ -67,6 +69,12 @@ def test_every_planted_bug_is_caught_within_its_seeds(name: str, monkeypatch: py
     # By a check, the world's or the code's own: that the mutant itself is out of date shows nothing.
     assert "Traceback" not in tally.failure or "AssertionError" in tally.failure, tally.failure
     assert f"replay: python -m tests.sim --seed {tally.seeds - 1} --kind {mutant.kind} --trace" in tally.failure
+
+
+def test_the_documents_count_kinds_and_mutants_as_there_are() -> None:
+    (row,) = (line for line in Path("ARCHITECTURE.md").read_text().splitlines() if line.startswith("| simulator |"))
+    assert f" of {len(KINDS)} kinds" in row
+    assert f" {len(MUTANTS)} mutants" in row
 
 
 def test_a_seed_decides_everything() -> None:

@@ -22,6 +22,7 @@ from ..effects import (
     Unmap,
     Write,
 )
+from ..engine.base import Spans
 from ..errors import Cause, LocalProtocolError, PDTransferError
 from ..events import Event, EventQueue
 from ..keys import AllowList
@@ -42,8 +43,8 @@ class PrefillNode:
     """One prefill rank. `tell` gets what the engine has to hear.
 
     It tells who dials it which layers and heads `components` hold; `replicas` says of which there are equal holders.
-    With a `card` the pool lies in the memory of that card, which writes. `condemned` is called once nothing but the end
-    of this process proves a write's end.
+    With a `card` the pool lies in the memory of that card, which writes. `spans` hears of each write. `condemned` is
+    called once nothing but the end of this process proves a write's end.
     """
 
     def __init__(
@@ -53,20 +54,23 @@ class PrefillNode:
         tell: Callable[[PrefillEvent], None],
         *,
         pool_address: int = 0,
+        pool_fd: int = -1,
         copy_threads: int = 2,
         card: int | None = None,
         replicas: Replicas | None = None,
         others: Others | None = None,
         transport: Transport = "auto",
         network: Network = NETWORK,
+        spans: Spans | None = None,
     ) -> None:
-        self._tell, self._others = tell, others
+        self._tell, self._others, self._spans = tell, others, spans
         self._loop, self._clock = asyncio.get_running_loop(), Clock(settings.limits.ping_ms / 2e3)
         self.transport = WriterChoice(
             tuple(components),
             transport,
             network,
             pool_address=pool_address,
+            pool_fd=pool_fd,
             copy_threads=copy_threads,
             card=None if card is None else PoolCard(card),
             lost=self._end_writer,
@@ -187,10 +191,24 @@ class PrefillNode:
 
     def _wrote(self, order: Write, outcome: Outcome, detail: str, checksum: int) -> None:
         self.stamp_ns = time.monotonic_ns()
-        took_ns = self.stamp_ns - self._started_ns.pop((order.session, order.write))
+        started_ns = self._started_ns.pop((order.session, order.write))
+        took_ns = self.stamp_ns - started_ns
+        if self._spans is not None:
+            self._report(self._spans, order, started_ns, outcome)
         self.copy_ns[order.room] = self.copy_ns.get(order.room, 0) + took_ns
         now = self._clock.now()
         self._run(self.core.wrote(order.session, order.write, outcome, detail, now, checksum=checksum))
+
+    def _report(self, spans: Spans, order: Write, started_ns: int, outcome: Outcome) -> None:
+        """From when the transport got the write until this loop heard of its end."""
+        session, rows = self.core.sessions.get(order.session), len(order.source_slots)
+        layout = session.components[order.component].layout if session is not None else None
+        name = f"rows {order.first_row}-{order.first_row + rows}, layers {order.layers[0]}-{order.layers[1]}"
+        spans(
+            "push", name if outcome is Outcome.LANDED else f"{name}: {outcome.name}",
+            started_ns / 1e9, self.stamp_ns / 1e9, room=order.room, layer=order.layers[0],
+            byte_count=rows * layout.row_bytes_of(*order.layers) if layout is not None else 0,
+        )  # fmt: skip
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from ..admission import Admission
 from ..arena import Arena
 from ..effects import DecodeEffect, Leased, PeerRefused, Ready, RoomFailed, Send
-from ..errors import ArenaFullError, Cause, LocalProtocolError, RemoteProtocolError
+from ..errors import Cause, LocalProtocolError, RemoteProtocolError
 from ..layout import Component
 from ..lease import Lease
-from ..limits import TEXT_LENGTH_MAX, TOKENS_MAX, Limits
+from ..limits import TEXT_LENGTH_MAX, Limits
 from ..prefix import PrefixCache
 from ..room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
 from ..states import step
@@ -32,11 +32,13 @@ from ..wire import (
     Reject,
     Welcome,
 )
+from .asked import refusal, room_of
 from .coverage import Coverage
+from .keeping import Keeping
 from .leases import Leases
 from .ledger import LeaseEntry, Peer, Room, Session
 from .links import Links
-from .parts import demand_of, fits_a_grant
+from .parts import fits_a_grant
 from .places import Places
 from .settling import Settling
 
@@ -64,7 +66,6 @@ class DecodeSessions:
         self.rooms: dict[int, Room] = {}  # unended ones
         self.draining = False
         self._out: list[DecodeEffect] = []
-        self._unkept: dict[int, Room] = {}  # READY, and their prompts not yet in the cache
         self.places = Places(Coverage(self.arena.components, limits.sessions_max))
         self._arena_bytes = sum(c.bytes_of(c.layout.slots) for c in self.arena.components)
         self.links = Links(
@@ -74,6 +75,7 @@ class DecodeSessions:
             quiet=lambda session: self.leases.quiet(session),  # noqa: PLW0108 -- made below: each needs the other
         )  # fmt: skip
         self.leases = Leases(self.links, self.cache, limits, self._out.append)
+        self.keeping = Keeping(self.cache, self.links.timers)
         self.settling = Settling(self.cache, self._out.append, hbm_apart=hbm_apart)
 
     # What the engine asks
@@ -102,36 +104,22 @@ class DecodeSessions:
         Ends as Ready, or RoomFailed with its root cause. Raises LocalProtocolError for a label in use, and for numbers
         that make no sense.
         """
-        if room_id in self.rooms:
-            raise LocalProtocolError(f"room: {room_id:#x} is expected already")
-        if not 0 <= prefix <= tokens or not 1 <= tokens <= TOKENS_MAX or growth < 0:
-            raise LocalProtocolError(f"tokens: {tokens}, prefix {prefix}, growth {growth} make no sense")
-        if keys and (prefix or len(keys) * self.cache.block_tokens > tokens):
-            raise LocalProtocolError(f"keys: {len(keys)} of {tokens} tokens with prefix {prefix} make no sense")
-        if not sources or len(set(sources)) != len(sources):
-            raise LocalProtocolError(f"sources: {list(sources)} names no rank, or one twice")
-        demand = demand_of(
-            self.arena.components, tokens=tokens, growth=growth, prefix=prefix, keys=keys, sparse=enable_hisparse
+        room = room_of(
+            room_id, known=self.rooms, cache=self.cache, tokens=tokens, sources=sources, deadline=deadline,
+            growth=growth, prefix=prefix, keys=keys, enable_hisparse=enable_hisparse,
+        )  # fmt: skip
+        refused = refusal(
+            room, self.admission, rooms=len(self.rooms), draining=self.draining, enable_hisparse=self._enable_hisparse
         )
-        room = Room(room_id, tokens, prefix, demand, tuple(sources), deadline, enable_hisparse)
-        if self.draining:
-            return [RoomFailed(room_id, Cause.SHUTDOWN, "this node is draining")]
-        if enable_hisparse and not self._enable_hisparse:
-            return [
-                RoomFailed(room_id, Cause.REFUSED, "enable_hisparse: the request wants it, this node is without it")
-            ]
-        try:
-            self.admission.check(demand.rows, rooms=len(self.rooms))
-        except ArenaFullError as error:
-            cause = Cause.FULL if error.retry_ms is not None else Cause.REFUSED
-            return [RoomFailed(room_id, cause, str(error), error.retry_ms or 0)]
+        if refused is not None:
+            return [refused]
         self.rooms[room_id] = room
         self.links.timers.set(("room", room_id, 0), deadline)
         for name in room.sources:
             if name not in self.places:
                 self.links.redial(name, now)
-        if (refusal := self._unfit(room, now)) is not None:
-            self._fail(room, *refusal, now)
+        if (unfit := self._unfit(room, now)) is not None:
+            self._fail(room, *unfit, now)
             return self._effects(now)
         self.places.wait(room)
         for name in room.sources:
@@ -145,7 +133,7 @@ class DecodeSessions:
             return []
         if room.state is not DecodeRoom.READY:
             raise LocalProtocolError(f"room: {room_id:#x} is {room.state.value}, not ready: abort it")
-        self._keep(room)
+        self.keeping.keep(room_id)
         room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.RELEASE)
         self._close(room)
         return self._effects(now)
@@ -219,7 +207,7 @@ class DecodeSessions:
                     if room.state is not DecodeRoom.READY:
                         self._fail(room, Cause.DEADLINE, f"not ready in time, still {room.state.value}", now)
                 case ("keep", int(room_id), _):
-                    self._keep(self.rooms[room_id])
+                    self.keeping.keep(room_id)
                 case ("lease", int(session_id), number):
                     self.leases.repeat(self.links.sessions[session_id].leases[number], now)
                 case _:
@@ -307,11 +295,10 @@ class DecodeSessions:
             if (head := self.admission.head()) is None:
                 return
             room = self.rooms[head]
-            if (refusal := self._unfit(room, now)) is not None:
-                self._fail(room, *refusal, now)
+            if (unfit := self._unfit(room, now)) is not None:
+                self._fail(room, *unfit, now)
                 continue
-            while self._unkept:  # so that it shares with all that were READY before
-                self._keep(next(iter(self._unkept.values())))
+            self.keeping.keep_all()
             holding = self.admission.admit(now)
             if holding is None:
                 return
@@ -339,18 +326,9 @@ class DecodeSessions:
         room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.COMPLETE)
         self.admission.landed(room.demand, room.holding)
         self.links.timers.clear(("room", room.id, 0))
-        if room.keys:
-            self._unkept[room.id] = room
-            self.links.timers.set(("keep", room.id, 0), now)  # a turn later: the engine need not wait for it
+        self.keeping.add(room, now)
         slots = room.slots_of(self.arena.components)
         self._out.append(Ready(room.id, slots, room.aux, sum([lease.kv_bytes for lease in room.leases]), room.prefix))
-
-    def _keep(self, room: Room) -> None:
-        """The prompt of a READY room enters the cache, once."""
-        if self._unkept.pop(room.id, None) is not None:
-            assert room.holding is not None
-            self.cache.keep(room.holding, room.keys)
-            self.links.timers.clear(("keep", room.id, 0))
 
     def _room_of(self, lease: LeaseEntry) -> Room | None:
         """The room that this lease may still complete or fail: the one that holds it, while it lands."""

@@ -160,7 +160,7 @@ class Reach(Struct, array_like=True, frozen=True):
 
     transport: Literal["shm", "mooncake"]  # the way to write
     host: Address  # shm: boot id and network namespace; mooncake: host:port
-    address: Address  # shm: the socket's path, or "@name" in the abstract namespace
+    address: Address  # shm: the socket's path, "@name" if abstract; mooncake: ports of more such engines there, "1,2"
     token: Annotated[bytes, Meta(max_length=32)]  # a secret for one hand-over
     base: Bytes64  # mooncake: the arena's address there
     arena_bytes: Bytes64  # the arena's length

@@ -82,8 +82,9 @@ class Copy:
         self.sources = places(ours)[:, cut], here.layers[0]
         world, p = self.world, self.world.profile
         self.memory = self.mapping.of(theirs)
-        world.seen["writes to HBM"] += self.memory is self.mapping.arena.hbm
-        if (int(self.targets[0][:, :, order.target_slots].max()) + 1) * ROW > self.mapping.ready:
+        to_hbm = self.memory is self.mapping.arena.hbm
+        world.seen["writes to HBM"] += to_hbm
+        if not to_hbm and (int(self.targets[0][:, :, order.target_slots].max()) + 1) * ROW > self.mapping.ready:
             world.fail(f"{node.name} writes {self.mapping.name} for grant {order.grant} where it has no memory yet")
         total = world.stretch(p.write, 0.0 if world.healed else p.write_tail)
         self.fails = not world.healed and world.rng.random() < p.write_fails

@@ -49,6 +49,7 @@ class DecodeNode(Process):
         self.lifter = Lifter(self)
         ends = [*sorted(world.rng.randrange(1, self._arena_bytes) for _ in range(p.chunks - 1)), self._arena_bytes]
         self.arena = Backing(self.memory, ends[0], self.hbm if p.apart else None)
+        self.reached = ends[0]  # of the arena's first bytes its card reaches so many
         incarnation = world.rng.getrandbits(64)
         self.identity = Identity(
             self.name, "decode", incarnation, self._ranks, "sim", b"w", self.limits.window, group=members(self)
@@ -76,9 +77,16 @@ class DecodeNode(Process):
             self.later(p.backing * end / self._arena_bytes, lambda end=end: self._back(end))
 
     def _back(self, byte_count: int) -> None:
-        """There is memory for so many of the arena's first bytes."""
+        """There is memory for so many of the arena's first bytes; a card of its own is let reach them after that."""
         self.arena.byte_count = byte_count
-        self.perform(self.core.ready(byte_count, self.clock))
+        if self.world.profile.apart:
+            self.later(self.world.rng.expovariate(20.0), lambda: self._reach_more(byte_count))
+        else:
+            self._reach_more(byte_count)
+
+    def _reach_more(self, byte_count: int) -> None:
+        self.reached = max(byte_count, self.reached)
+        self.perform(self.core.ready(self.reached, self.clock))
 
     def kill(self) -> None:
         """The process dies; its arena lives on, unread, as long as somebody maps it."""

@@ -9,12 +9,12 @@ from pdtransfer import effects as fx
 from pdtransfer.arena import slots_of
 
 from .copies import is_free, is_shared
-from .pools import Int64s, places
+from .pools import ROW, Int64s, holds, places
 
 if TYPE_CHECKING:
     from .decodes import DecodeNode
 
-Piece = tuple[int, Int64s, Int64s]  # a component's place, slots, and the words that their rows are
+Piece = tuple[int, Int64s, Int64s, Int64s]  # a component's place, slots, which words their rows are, and what they say
 
 
 class Lifter:
@@ -38,7 +38,12 @@ class Lifter:
             slots, whole = slots_of(part.extents), places(part.component)
             place = next(at for at, each in enumerate(node.components) if each.name == part.component.name)
             cuts = sorted({0, len(slots), *(world.rng.randrange(len(slots) + 1) for _ in range(2))})
-            pieces += [(place, slots[low:high], whole[:, :, slots[low:high]]) for low, high in pairwise(cuts)]
+            rows = part.first_row, part.first_row + len(slots)
+            said = node.rooms[order.room].room.words(part.component, place, rows, holds(part.component))
+            pieces += [
+                (place, slots[low:high], whole[:, :, slots[low:high]], said[:, :, low:high])
+                for low, high in pairwise(cuts)
+            ]
         world.rng.shuffle(pieces)
         fails = not world.healed and world.rng.random() < world.profile.lift_fails
         if fails:
@@ -47,7 +52,8 @@ class Lifter:
         node.later(each, lambda: self._next(order, pieces, each, fails=fails))
 
     def _next(self, order: fx.Lift, pieces: list[Piece], each: float, *, fails: bool) -> None:
-        """Invariant 1: these slots are the room's still, on either side, and no other room's."""
+        """Invariant 1: these slots are the room's still, on either side, and no other room's. And 3: what is read there
+        has landed, and lies where this node's card reaches the arena."""
         node, world = self._node, self._node.world
         stopped = (order.session, order.grant) in self._stopped and world.rng.random() < 0.5
         if not pieces or stopped:
@@ -55,12 +61,16 @@ class Lifter:
             world.seen["grants copied up"] += not detail
             node.perform(node.core.lifted(order.session, order.grant, detail, node.clock))
             return
-        place, slots, at = pieces.pop()
+        place, slots, at, said = pieces.pop()
         where = f"{node.name} copies up slots {slots[0]}.. for grant {order.grant}"
         if any(is_free(node.core.arena.free[place], slot) for slot in slots.tolist()):
             world.fail(f"{where}, which are free")
         if any(is_shared(node.core.cache, place, slot) for slot in slots.tolist()):
             world.fail(f"{where}, which rooms share")
+        if (int(at.max()) + 1) * ROW > node.reached:
+            world.fail(f"{where}, beyond the {node.reached} bytes that its card reaches")
+        if (node.memory[at] != said).any():
+            world.fail(f"{where}, which have not landed")
         world.seen["pieces copied up after the room failed"] += node.rooms[order.room].failed
         node.hbm[at] = node.memory[at]
         node.later(each, lambda: self._next(order, pieces, each, fails=fails))

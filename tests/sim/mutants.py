@@ -88,6 +88,8 @@ MUTANTS: dict[str, Mutant] = {
     "wrong rows taken for a breach": Mutant(rows.wrong_rows_taken_for_a_breach, "checked", 15),
     "READY before it is copied up": Mutant(rows.ready_before_it_is_copied_up, "apart", 9),
     "slots not claimed while copied up": Mutant(rows.slots_not_claimed_while_they_are_copied_up, "apart", 27),
+    "copied up before it has landed": Mutant(rows.copied_up_before_it_has_landed, "apart", 9),
+    "copied up from where no card reaches": Mutant(rows.copied_up_from_where_no_card_reaches, "apart", 60),
     "landed taken for lifted": Mutant(rows.landed_taken_for_lifted, "apart", 9),
     "a copy that failed taken for whole": Mutant(rows.wrong_rows_copied_all_the_same, "apart", 72),
     "the sum of the last write": Mutant(rows.sum_of_the_last_write, "checked", 6),

@@ -224,7 +224,7 @@ def _apart(base: Profile, rng: random.Random) -> Profile:
         arena_tokens=rng.choice([64, 128]), duplicate=rng.choice([0.0, 0.2]), write_tail=rng.choice([0.0, 1.5]),
         abort=rng.choice([0.1, 0.4]), ranks=rng.random() < 0.3, verify=rng.random() < 0.3, loss=rng.choice([0.0, 0.1]),
         kills=rng.choice([0, 1, 2]), freezes=rng.choice([0, 1]), write_fails=rng.choice([0.0, 0.05]),
-        opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0),
+        opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0), chunks=rng.choice([1, 1, 8]), backing=1.0,
     )  # fmt: skip
 
 

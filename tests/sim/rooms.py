@@ -262,7 +262,8 @@ class Target(_Part):
             if len(effect.slots[component.name]) != component.rows(room.tokens + room.growth):
                 world.fail(f"room {room.id} got {len(effect.slots[component.name])} slots for {component.name}")
             at = places(component)[:, :, effect.slots[component.name]]
-            if at.size and (int(at.max()) + 1) * ROW > self.node.arena.byte_count:
+            in_arena = self.node.where(component) is self.node.memory
+            if in_arena and at.size and (int(at.max()) + 1) * ROW > self.node.arena.byte_count:
                 world.fail(f"room {room.id} got slots for {component.name} where there is no memory yet")
         rest = {each: each.rows(room.tokens) - effect.prefix // each.tokens_per_row for each in components}
         if effect.kv_bytes != sum(component.bytes_of(rows) for component, rows in rest.items()):

@@ -16,8 +16,10 @@ from pdtransfer.session.leases import Leases
 from pdtransfer.session.ledger import LeaseEntry, Session
 from pdtransfer.session.lifts import Lifts
 from pdtransfer.session.links import Links
+from pdtransfer.session.settling import Settling
 from pdtransfer.session.verify import Verifications
 from pdtransfer.session.writers import Writers
+from pdtransfer.wire import Granted
 
 from . import Patch
 
@@ -173,6 +175,33 @@ def slots_not_claimed_while_they_are_copied_up(patch: Patch) -> None:
 
     patch(Lifts, "begin", unclaimed)
     patch(Lifts, "end", ended)
+
+
+def copied_up_before_it_has_landed(patch: Patch) -> None:
+    """Copying up begins when the writer has heard of its Grant."""
+    of_grant, landed = DecodeSessions._of_grant, Settling.landed
+    begun: set[int] = set()
+
+    def hasty(self: DecodeSessions, session: Session, message: Any, now: float) -> None:
+        lease = session.leases.get(message.grant)
+        room = None if lease is None else self.rooms.get(lease.message.room)
+        first = room is not None and lease in room.leases and id(lease) not in begun
+        if isinstance(message, Granted) and first and not lease.message.verify:
+            begun.add(id(lease))
+            self.settling.lifts.begin(room, lease)
+        of_grant(self, session, message, now)
+
+    def once(self: Settling, room: Any, lease: LeaseEntry, checksum: bytes) -> str:
+        return "" if id(lease) in begun else landed(self, room, lease, checksum)
+
+    patch(DecodeSessions, "_of_grant", hasty)
+    patch(Settling, "landed", once)
+
+
+def copied_up_from_where_no_card_reaches(patch: Patch) -> None:
+    """A Grant is said as soon as its writer has its slots, whether or not decode's own card reaches them."""
+    covers = Session.covers
+    patch(Session, "covers", lambda self, holding, ready: covers(self, holding, 1 << 60))
 
 
 def landed_taken_for_lifted(patch: Patch) -> None:

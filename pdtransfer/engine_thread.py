@@ -29,6 +29,7 @@ from .engine.base import (
 )
 from .errors import LocalProtocolError, WorldError
 from .layout import slots_of_rows
+from .offers import Offers, Push
 from .port import Port
 from .session.prefill import Cell
 
@@ -137,10 +138,13 @@ class PrefillThread:
         port: Port[Any],
         heard: Callable[[list[PrefillOutcome]], None],
         turns: Turns | None = None,
+        *,
+        push: Push = "auto",
     ) -> None:
         self._engine, self._port, self._heard = engine, port, heard
         self._turns = leading(engine, port) if turns is None else turns
         self._waiting: deque[Request] = deque()
+        self._offers = Offers(engine.card.components, push)
         self._page_size = {component.name: component.layout.page_size for component in engine.card.components}
 
     @property
@@ -158,6 +162,7 @@ class PrefillThread:
                     case Cancel(room):
                         self._waiting = deque(request for request in self._waiting if request.room != room)
                         self._engine.cancel(room)
+                        self._offers.drop(room)
                     case Free(room):
                         self._engine.free(room)
                     case Quit():
@@ -165,7 +170,7 @@ class PrefillThread:
                     case Generate():
                         raise AssertionError("a prefill engine generates nothing")
             outcomes = self._admit()
-            outcomes += [self._outcome(each) for each in self._engine.step()]
+            outcomes += [self._outcome(each) for each in self._offers.take(self._engine.step())]
             if outcomes:
                 self._port.submit(lambda outcomes=outcomes: self._heard(outcomes))
 

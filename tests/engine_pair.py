@@ -78,8 +78,8 @@ class Prefill:
     aux: dict[int, bytes] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, **more):
-        return cls(create(config("prefill", **more)))
+    def of(cls, *, factory=create, **more):
+        return cls(factory(config("prefill", **more)))
 
     @property
     def layout(self):
@@ -91,7 +91,7 @@ class Prefill:
 
     @property
     def memory(self):
-        return np.frombuffer(self.engine.pool, np.float32)
+        return np.frombuffer(self.engine.pool.view, np.float32)
 
     def step(self):
         for event in self.engine.step():
@@ -132,8 +132,8 @@ class Decode:
     ends: dict[int, Finished | Broken] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, *, page_size=1, host_layout="page_first", seed=0, **more):
-        made = create(config("decode", page_size=page_size, host_layout=host_layout, **more))
+    def of(cls, *, page_size=1, host_layout="page_first", seed=0, factory=create, **more):
+        made = factory(config("decode", page_size=page_size, host_layout=host_layout, **more))
         memory, hbm = (
             np.full(count // 4, np.nan, np.float32) for count in (made.card.memory_bytes, made.card.hbm_bytes)
         )

@@ -14,6 +14,7 @@ from pdtransfer.engine.reference import create, generate, generate_many
 from pdtransfer.errors import ConfigError
 from pdtransfer.layouts import HOST_LAYOUTS
 from pdtransfer.wire import Sampling
+from tests.engine_cuts import are_the_same, otherwise
 from tests.engine_pair import SMALL, Decode, Prefill, config, copy_rows, heads_of, places, prompts, request
 
 LENGTHS = (1, 1, 2, 63, 64, 65, 100, 255, 256, 257, 300, 511, 513)
@@ -34,30 +35,9 @@ def expected(attention):
     return generate_many(config(attention=attention, slots=4096, page_size=64, chunk_tokens=512), requests())
 
 
-@pytest.mark.parametrize(
-    ("host_layout", "page_size", "chunk_tokens", "batch_max", "slots", "layers_per_cell"),
-    [
-        ("page_first", 1, 64, 64, 4096, 1),
-        ("page_first_direct", 16, 37, 3, 1024, 2),
-        ("page_head", 64, 130, 5, 2048, 0),
-        ("layer_first", 16, 1000, 1, 576, 0),
-    ],
-)
-def test_no_chunk_batch_page_layout_or_pool_changes_a_bit(
-    attention, expected, host_layout, page_size, chunk_tokens, batch_max, slots, layers_per_cell
-):
-    cut = config(
-        attention=attention,
-        host_layout=host_layout,
-        page_size=page_size,
-        chunk_tokens=chunk_tokens,
-        batch_max=batch_max,
-        slots=slots,
-        options=SMALL | {"layers_per_cell": str(layers_per_cell)},
-    )
-    order = np.random.default_rng(chunk_tokens).permutation(len(LENGTHS))
-    found = generate_many(cut, [requests()[at] for at in order])
-    assert found == [expected[at] for at in order]
+@otherwise
+def test_no_chunk_batch_page_layout_or_pool_changes_a_bit(attention, expected, cut):
+    assert are_the_same(cut, attention, SMALL, requests(), expected)
 
 
 def test_a_request_alone_equals_itself_in_a_crowd(attention, expected):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 import msgspec
 import numpy as np
@@ -30,7 +30,10 @@ _GAINS = {"query": 3.0, "output": 3.0, "head": 2.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Sizes in elements of float32. MLA keeps latent_dim + rope_dim a token and layer, GQA 2 * kv_heads * head_dim."""
+    """Sizes in elements of `dtype`. MLA keeps latent_dim + rope_dim a token and layer, GQA 2 * kv_heads * head_dim."""
+
+    family: ClassVar[str] = "reference"
+    dtype: ClassVar[Literal["float32", "bfloat16"]] = "float32"
 
     attention: Literal["mla", "gqa"]
     seed: int = 0
@@ -50,7 +53,12 @@ class Architecture:
 
     @property
     def name(self) -> str:
-        return f"reference-{self.attention}"
+        return f"{self.family}-{self.attention}"
+
+    @property
+    def head_bytes(self) -> int:
+        """Of what the cache keeps of one kind for one head of a token in a layer."""
+        return self.cache_dim * (4 if self.dtype == "float32" else 2)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -112,20 +120,18 @@ class Architecture:
         }
 
 
-class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `--engine-option name=value` may say to the reference engine."""
+class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `--engine-option name=value` may say to any model."""
 
     seed: Annotated[int, Meta(ge=0)] = 0
-    layers: Annotated[int, Meta(ge=1, le=64)] = 4
     context_tokens: Annotated[int, Meta(ge=2, le=1 << 20)] = 16_384
-    kv_heads: Annotated[int, Meta(ge=1, le=8)] = 4  # of GQA's 8 query heads
     top_k: Annotated[int, Meta(ge=0, le=TOP_MAX)] = 0  # tokens that a decode step attends to; 0: all
     index_share: Annotated[int, Meta(ge=1, le=64)] = 2  # layers that attend to the same picks
     layers_per_cell: Annotated[int, Meta(ge=0, le=64)] = 0  # prefill offers so many layers at a time; 0: all at once
     eos: Annotated[int, Meta(ge=0, lt=VOCABULARY)] = EOS
 
     @classmethod
-    def parse(cls, options: Mapping[str, str]) -> Options:
+    def parse(cls, options: Mapping[str, str]) -> Self:
         """Raises ConfigError that names the option: unknown, no integer, or out of bounds."""
         try:
             return msgspec.convert(dict(options), cls, strict=False)
@@ -136,6 +142,13 @@ class Options(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise ConfigError(text) from None
             text, _, at = str(error).partition(" - at `$.")
             raise ConfigError(f"engine_option {at.rstrip('`')}: {text}") from None
+
+
+class Options(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What it may say to the reference engine."""
+
+    layers: Annotated[int, Meta(ge=1, le=64)] = 4
+    kv_heads: Annotated[int, Meta(ge=1, le=8)] = 4  # of GQA's 8 query heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from .numerics import exp2, products, total
 KEY_BLOCK = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Tiles:
     """Neighbouring tiles of query rows that are folded together: the rows of a tile have one last key block in common.
 
@@ -31,6 +32,32 @@ class Tiles:
     bias: Tensor  # (tiles, rows, KEY_BLOCK) float32: 0, or -inf where a tile's last block holds keys after the row
     sources: list[Tensor]  # for each block int64 cache rows: (KEY_BLOCK,), or (tiles that reach it * KEY_BLOCK,)
     ends: list[int]  # of each owner: keys from here on are not there yet
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Each owner's keys in order, cache rows int64 (owners, whole blocks of the longest), for who does not fold; in
+        place of what is not there is the owner's first row, which is."""
+        blocks = self.depths[-1] + 1
+        if self.ends == [len(self.sources[0])]:
+            return self.sources[0].unsqueeze(0)  # all of it is there
+        if len(self.ends) == 1:
+            rows = torch.cat(self.sources).unsqueeze(0)
+        else:
+            rows = self.sources[0].new_empty(len(self.ends), blocks, KEY_BLOCK)
+            for block, source in enumerate(self.sources):
+                rows[bisect_left(self.depths, block) :, block] = source.view(-1, KEY_BLOCK)
+            rows = rows.flatten(1)
+        for own, end in zip(rows, self.ends, strict=True):
+            own[end:] = own[0]
+        return rows
+
+    @cached_property
+    def absent(self) -> Tensor:
+        """Which of `rows` are not there, bool."""
+        absent = torch.zeros(self.rows.shape, dtype=torch.bool, device=self.rows.device)
+        for own, end in zip(absent, self.ends, strict=True):
+            own[end:] = True
+        return absent
 
 
 ReadKeys = Callable[[Tensor], tuple[Tensor, ...]]

@@ -84,6 +84,16 @@ class HotFigures:
     staging_copies: int = 0  # of prompts, by way of anything
 
 
+class Spans(Protocol):
+    """Hears where the time went; from any thread."""
+
+    def __call__(
+        self, lane: str, name: str, begin_s: float, end_s: float, *, room: int, layer: int = -1, byte_count: int = 0
+    ) -> None:
+        """`lane` did `name` between these seconds of CLOCK_MONOTONIC; `layer` is the first that it is about, if any."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What a daemon's flags say to its engine; an engine ignores what it has no use for."""
@@ -101,6 +111,7 @@ class EngineConfig:
     device: str = "cpu"
     options: dict[str, str] = field(default_factory=dict[str, str])  # --engine-option name=value
     group: Group = field(default_factory=Alone)
+    spans: Spans | None = None  # none: no event of the device is timed
 
 
 HBM_ALIGNMENT = 64 << 10  # of where HBM components begin in an arena: a page of any host
@@ -152,6 +163,15 @@ class CardMemory:
     card: int
     address: int
     byte_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMemory:
+    """A pool in memory that other processes may map: `view` is the bytes of the memfd `fd` from its first on, and both
+    stay as long as the engine lives. What sends to other hosts reads it there, with no copy on the way."""
+
+    fd: int
+    view: memoryview
 
 
 class Event(Protocol):
@@ -235,8 +255,9 @@ class PrefillEngine(Protocol):
     def card(self) -> EngineCard: ...
 
     @property
-    def pool(self) -> memoryview | CardMemory:
-        """The pool's bytes in this process, or where they are on a card; component bases are offsets into it."""
+    def pool(self) -> memoryview | SharedMemory | CardMemory:
+        """The pool's bytes in this process, in a memfd if others may read it, or where they are on a card; component
+        bases are offsets into it."""
         ...
 
     def admit(self, request: Request) -> bool:

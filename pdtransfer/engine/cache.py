@@ -17,11 +17,13 @@ from torch import Tensor
 from ..layout import Layout, Plane
 from .architecture import DIGEST_BYTES, Architecture
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DIGEST_ROWS = 1_024  # rows read at once: the digest needs no copy of a whole request
 
 
 class Cache:
-    """Views of one flat float32 tensor, which is the whole pool or arena of a rank; `heads` are those that it keeps."""
+    """Views of one flat float32 tensor, which is the whole pool or arena of a rank, as rows of the model's dtype;
+    `heads` are those that it keeps."""
 
     def __init__(self, flat: Tensor, layout: Layout, architecture: Architecture, heads: range) -> None:
         strides = {(plane.page_stride, plane.row_stride) for plane in layout.planes}
@@ -31,11 +33,12 @@ class Cache:
         self._page_size = layout.page_size
         self._page_step, self._row_step = page_stride // unit, row_stride // unit
         self._architecture, self._head_count, self._device = architecture, len(heads), flat.device
+        held = flat.view(_DTYPES[architecture.dtype])
         self._planes: dict[tuple[str, int], list[tuple[slice, Tensor]]] = {}
         for plane in sorted(layout.planes, key=lambda plane: plane.head_start):
             first = plane.head_start - heads.start
             place = slice(first, first + plane.head_count)
-            self._planes.setdefault((plane.kind, plane.layer), []).append((place, _view(flat, plane, unit)))
+            self._planes.setdefault((plane.kind, plane.layer), []).append((place, _view(held, plane, unit)))
 
     def index(self, slots: NDArray[np.int64], multiple: int) -> Tensor:
         """Slots int64 (n,) -> cache rows int64, good for every plane; filled up to a multiple with the first one."""
@@ -70,7 +73,7 @@ class Cache:
         for layer in range(self._architecture.layers):
             for kind in self._architecture.kinds:
                 for first in range(0, len(index), _DIGEST_ROWS):
-                    rows = self.read(kind, layer, index[first : first + _DIGEST_ROWS]).cpu().numpy()
+                    rows = self.read(kind, layer, index[first : first + _DIGEST_ROWS]).view(torch.uint8).cpu().numpy()
                     for head, digest in enumerate(digests):
                         digest.update(np.ascontiguousarray(rows[:, head]).data)
         return np.stack([np.frombuffer(digest.digest(), np.uint8) for digest in digests])
@@ -93,7 +96,7 @@ def reached(address: int, byte_count: int, device: torch.device) -> Tensor:
 def _view(flat: Tensor, plane: Plane, unit: int) -> Tensor:
     """The plane as (units, row elements): row i begins i units past the base; where a unit is less, rows overlap."""
     size = flat.element_size()
-    assert plane.dtype == "float32", plane.dtype
+    assert _DTYPES[plane.dtype] is flat.dtype, plane.dtype
     assert not any(number % size for number in (plane.base, unit, plane.row_bytes)), (plane, unit)
     elements, base, step = plane.row_bytes // size, plane.base // size, unit // size
     return flat.as_strided((1 + (flat.numel() - base - elements) // step, elements), (step, 1), base)

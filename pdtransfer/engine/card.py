@@ -11,9 +11,9 @@ import torch
 from ..errors import ConfigError, LocalProtocolError
 from ..layout import Component, Layout, Span
 from ..layouts import DSA_INDEX_PARTS, host_layout, item_layout
-from .architecture import Architecture, Options
+from .architecture import Architecture, EngineOptions, Options
 from .base import EngineCard, EngineConfig, Request
-from .model import Model
+from .model import Model, Transformer
 from .numerics import VECTOR, exp2
 from .tokens import VOCABULARY
 
@@ -24,10 +24,7 @@ _ALIGNMENT = 4_096
 
 def build_model(config: EngineConfig, options: Options) -> Model:
     """The model that a daemon's flags ask for. Raises ConfigError."""
-    if config.attention not in ("mla", "gqa"):
-        raise ConfigError(f"attention: {config.attention!r} is none of mla, gqa")
-    if config.chunk_tokens < 1 or config.batch_max < 1:
-        raise ConfigError(f"chunk_tokens: {config.chunk_tokens}, batch_max: {config.batch_max}: both are at least 1")
+    check_config(config)
     architecture = Architecture(
         attention=config.attention,
         seed=options.seed,
@@ -39,10 +36,18 @@ def build_model(config: EngineConfig, options: Options) -> Model:
     )
     if architecture.gqa_heads % architecture.kv_heads:
         raise ConfigError(f"kv_heads: {architecture.kv_heads} does not divide {architecture.gqa_heads} query heads")
-    return Model(architecture, _device(config.device), config.group)
+    return Model(architecture, device_of(config.device), config.group)
 
 
-def _device(name: str) -> torch.device:
+def check_config(config: EngineConfig) -> None:
+    """Raises ConfigError for what no model has."""
+    if config.attention not in ("mla", "gqa"):
+        raise ConfigError(f"attention: {config.attention!r} is none of mla, gqa")
+    if config.chunk_tokens < 1 or config.batch_max < 1:
+        raise ConfigError(f"chunk_tokens: {config.chunk_tokens}, batch_max: {config.batch_max}: both are at least 1")
+
+
+def device_of(name: str) -> torch.device:
     """Where tensors are; float32 products keep all their bits there. Raises ConfigError."""
     if name == "cpu":
         return torch.device("cpu")
@@ -63,7 +68,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def build_card(config: EngineConfig, model: Model, options: Options) -> EngineCard:
+def build_card(config: EngineConfig, model: Transformer, options: EngineOptions) -> EngineCard:
     """Raises ConfigError for slots, a page size or a layout that make no pool."""
     held = _kv(config.host_layout, model, slots=config.slots, page_size=config.page_size)
     components = [_component(COMPONENT, "dram", held)]
@@ -85,7 +90,7 @@ def build_card(config: EngineConfig, model: Model, options: Options) -> EngineCa
         memory_bytes = index.end
     return EngineCard(
         model=model.architecture.name,
-        weights=model.weights.digest,
+        weights=model.digest,
         components=tuple(components),
         memory_bytes=memory_bytes,
         hbm_bytes=hbm_bytes,
@@ -94,7 +99,7 @@ def build_card(config: EngineConfig, model: Model, options: Options) -> EngineCa
     )
 
 
-def _kv(name: str, model: Model, *, slots: int, page_size: int) -> Layout:
+def _kv(name: str, model: Transformer, *, slots: int, page_size: int) -> Layout:
     architecture = model.architecture
     try:
         return host_layout(
@@ -102,8 +107,8 @@ def _kv(name: str, model: Model, *, slots: int, page_size: int) -> Layout:
             kinds=architecture.kinds,
             layers=model.shard.layers,
             heads=model.shard.kv_heads,
-            head_bytes=4 * architecture.cache_dim,
-            dtype="float32",
+            head_bytes=architecture.head_bytes,
+            dtype=architecture.dtype,
             slots=slots,
             page_size=page_size,
         )

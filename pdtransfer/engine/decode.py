@@ -16,14 +16,15 @@ from torch import Tensor
 from ..errors import CapacityError, ConfigError
 from ..kernels.pools import Pool
 from ..layout import Layout, check_slots
-from .architecture import Options
+from .architecture import EngineOptions
 from .attention import KEY_BLOCK, Tiles, causal_bias
 from .base import Broken, CardMemory, EngineCard, EngineConfig, Finished, HotFigures, Request, Token
 from .cache import Cache, reached
 from .card import COMPONENT, INDEX, build_card, check_request
 from .hot import Hot, capacity_of
 from .indexer import IndexCache
-from .model import Batch, EveryKey, Keys, Model
+from .marks import Fetched, Marks
+from .model import Batch, EveryKey, Keys, Transformer
 from .numerics import block_up
 from .residency import ROOMS_TOGETHER, AllResident, Part, PickedKeys
 from .sampling import Handoff, chain, pick, tokens_digest
@@ -57,7 +58,7 @@ class ReferenceDecode:
     """A base.DecodeEngine. Rooms beyond batch_max wait for a step and take turns; those that want HiSparse wait for
     the device first."""
 
-    def __init__(self, config: EngineConfig, options: Options, model: Model) -> None:
+    def __init__(self, config: EngineConfig, options: EngineOptions, model: Transformer) -> None:
         if config.group.ranks.pp_size > 1:
             raise ConfigError(f"pp_size = {config.group.ranks.pp_size}: only prefill is split into stages")
         self._config, self._options, self._model = config, options, model
@@ -71,6 +72,7 @@ class ReferenceDecode:
         self._resident: AllResident | None = None
         self._hot: Hot | None = None
         self._rooms: dict[int, _Room] = {}
+        self._marks = Marks(config.spans, model.device)
 
     @property
     def card(self) -> EngineCard:
@@ -168,7 +170,11 @@ class ReferenceDecode:
                 running.append(room)
         if running:
             running.sort(key=lambda room: (room.hot, room.position))
+            self._marks.anchor()
+            self._marks.begin()
             found = self._forward(running)
+            self._marks.end("step", f"{len(running)} request{'s' * (len(running) > 1)}", room=running[0].request.room)
+            self._marks.tell()
             refused = self._hot.refused() if self._hot is not None else ()
             for room, logits in zip(running, found, strict=True):
                 self._advance(room, logits, made, refused=room.request.room in refused)
@@ -225,7 +231,7 @@ class ReferenceDecode:
         hidden = self._model.layers(hidden, batch, 0, self._model.architecture.layers)
         if self._hot is not None:
             self._hot.stepped()
-        return self._model.logits(hidden)[: len(rooms)].cpu().numpy()
+        return Fetched(self._model.logits(hidden)[: len(rooms)]).get().numpy()
 
     def _keys(self, rooms: Sequence[_Room], positions: Tensor) -> Keys:
         assert self._resident is not None
@@ -276,7 +282,7 @@ class ReferenceDecode:
                 reason=reason,
                 tokens_digest=tokens_digest(room.ids),
                 logits_digest=room.logits_digest,
-                kv_digest=self._model.whole_digest(self._digests(room)),
+                kv_digest=self._model.whole_digest(self._digests(room)) if self._model.digests else b"",
             )
         )
         self._let(number, drop=False)

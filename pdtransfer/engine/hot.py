@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from ..layout import Layout
 from ..layouts import host_layout
 from .base import EngineConfig, HiSparse, HotFigures
 from .cache import Cache
-from .model import Model
+from .hot_step import HotStep
+from .model import Transformer
 
 _FIGURES_STEPS = 16
 
@@ -53,20 +54,11 @@ def capacity_of(config: EngineConfig, hisparse: HiSparse, top: int) -> Capacity:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """The requests of a step, where the pool is: each one's row and its tokens so far, int32 (requests,)."""
-
-    rooms: list[int]
-    rows: Tensor
-    lengths: Tensor
-
-
 class Hot:
     """A residency.Residency for rooms that were offered to it, as long as they are `placed`."""
 
     def __init__(
-        self, config: EngineConfig, hisparse: HiSparse, capacity: Capacity, model: Model, host: Pool, arena: Cache
+        self, config: EngineConfig, hisparse: HiSparse, capacity: Capacity, model: Transformer, host: Pool, arena: Cache
     ) -> None:
         """`host` and `arena` are the same memory and layout, where the requests' KV lands."""
         self.arena = arena
@@ -74,26 +66,26 @@ class Hot:
         layout = _device_layout(model, slots=hisparse.device_slots + 1)
         self._flat = torch.zeros(layout.end // 4, dtype=torch.float32, device=model.device)
         self._cache = Cache(self._flat, layout, sizes, model.shard.kv_heads)
-        self._share, self._device = sizes.index_share, model.device
+        self._share = sizes.index_share
+        groups = [range(at, min(at + self._share, sizes.layers)) for at in range(0, sizes.layers, self._share)]
         self._pool = HotPool(
             host,
             Pool(layout=layout, address=self._flat.data_ptr(), card=host.card),
-            groups=[
-                range(first, min(first + self._share, sizes.layers)) for first in range(0, sizes.layers, self._share)
-            ],
+            groups=groups,
             rows=capacity.rows,
             hot=capacity.hot,
             top=sizes.top_k,
             tokens_max=min(config.slots, sizes.context_tokens),
             spare=hisparse.device_slots,
         )
+        self._step = HotStep(self._pool, model.device, rows=capacity.rows, groups=len(groups), top=sizes.top_k)
         # The daemon keeps the bound of the queue; one that it let in meanwhile is not to break here.
         most = hisparse.limits.hisparse_queue_max + capacity.rows
         limits = replace(hisparse.limits, hisparse_queue_max=most)
         self._scheduler = Scheduler(Coordinator(capacity), limits, policy=hisparse.policy)
         self._slots: dict[int, NDArray[np.int64]] = {}
         self._placed: dict[int, Placement] = {}
-        self._step: _Step | None = None
+        self._stepping: list[int] = []  # rooms of the step that is under way
         self._retracts = self._steps = 0
         self._counted = self._pool.counters()
         self.figures = HotFigures()
@@ -137,27 +129,21 @@ class Hot:
                 return
 
     def begin(self, rooms: Sequence[int], positions: Sequence[int]) -> Tensor:
-        table = [[self._placed[room].row for room in rooms], positions]
-        rows, lengths = torch.tensor(table, dtype=torch.int32).to(self._device)
-        self._step = _Step(rooms=list(rooms), rows=rows, lengths=lengths)
-        return self._cache.rows(_tensor(self._pool.newest(rows, lengths)))
+        self._stepping = list(rooms)
+        return self._cache.rows(self._step.begin([self._placed[room].row for room in rooms], positions))
 
     def place(self, layer: int, picks: Tensor) -> Tensor:
-        assert self._step is not None
-        asked = picks.to(torch.int32)
-        slots = self._pool.swap_in(layer // self._share, asked, self._step.lengths, self._step.rows)
-        return self._cache.rows(_tensor(slots))
+        return self._cache.rows(self._step.place(layer // self._share, picks))
 
     def stepped(self) -> None:
         """The step's rows are computed: sends them where the others are, and counts."""
-        step, self._step = self._step, None
-        if step is not None:
-            after = self._pool.back_up(step.rows, step.lengths)
-            self._scheduler.stepped(step.rooms, after=after)
+        rooms, self._stepping = self._stepping, []
+        if rooms:
+            self._scheduler.stepped(rooms, after=self._step.back_up())
 
     def refused(self) -> list[int]:
         """Rooms of which a step has asked for what they have not: to be ended. Waits for the card."""
-        wrong = set(np.flatnonzero(_tensor(self._pool.refused).cpu().numpy()).tolist())
+        wrong = set(np.flatnonzero(self._pool.refused.cpu().numpy()).tolist())
         return [room for room, placement in self._placed.items() if placement.row in wrong] if wrong else []
 
     def let(self, room: int, *, drop: bool = False) -> None:
@@ -192,7 +178,7 @@ class Hot:
             self._pool.stop(placement.row)
 
 
-def _device_layout(model: Model, *, slots: int) -> Layout:
+def _device_layout(model: Transformer, *, slots: int) -> Layout:
     """Single tokens, since any may be hot; one layer's beside one another."""
     sizes = model.architecture
     return host_layout(
@@ -200,13 +186,8 @@ def _device_layout(model: Model, *, slots: int) -> Layout:
         kinds=sizes.kinds,
         layers=model.shard.layers,
         heads=model.shard.kv_heads,
-        head_bytes=4 * sizes.cache_dim,
-        dtype="float32",
+        head_bytes=sizes.head_bytes,
+        dtype=sizes.dtype,
         slots=slots,
         page_size=1,
     )
-
-
-def _tensor(array: Tensor | NDArray[np.int32]) -> Tensor:
-    """What the pool answers is numpy's on the CPU."""
-    return torch.as_tensor(array)

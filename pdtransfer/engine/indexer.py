@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import gcd
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -79,14 +80,25 @@ class IndexCache:
         return np.frombuffer(digest.digest(), np.uint8)
 
 
-class Indexer:
+class IndexerMath(Protocol):
     """The arithmetic; holds no state of any request. Row counts are multiples of numerics.BLOCK_ROWS."""
+
+    def keys(self, layer: dict[str, Tensor], x: Tensor, positions: Tensor) -> Tensor:
+        """(n, width) -> float32 (n, INDEX_DIM)."""
+        ...
+
+    def queries(self, layer: dict[str, Tensor], x: Tensor, positions: Tensor) -> Queries:
+        """Float32, of each row."""
+        ...
+
+
+class Indexer:
+    """That of the model whose bits are the same in any batch."""
 
     def __init__(self, positions: int, device: torch.device) -> None:
         self._rope = Rope(positions=positions, dim=INDEX_DIM, device=device)
 
     def keys(self, layer: dict[str, Tensor], x: Tensor, positions: Tensor) -> Tensor:
-        """(n, width) -> (n, INDEX_DIM)."""
         return self._rope(rms_norm(linear(x, layer["index_key"])).unsqueeze(1), positions).squeeze(1)
 
     def queries(self, layer: dict[str, Tensor], x: Tensor, positions: Tensor) -> Queries:

@@ -17,7 +17,7 @@ from .architecture import DIGEST_BYTES, Architecture, Weights
 from .attention import Tiles, attend
 from .base import Alone, Group
 from .cache import Cache
-from .indexer import Indexer
+from .indexer import Indexer, IndexerMath
 from .numerics import Rope, linear, rms_norm, silu, single_threaded
 from .projection import GroupedProjection, LatentProjection, Layer, Projection
 from .shard import Shard
@@ -54,7 +54,7 @@ class EveryKey:
     """The Keys of a batch that attends to all that it may, in one cache: `targets` are its own rows there."""
 
     def __init__(self, cache: Cache, targets: Tensor, tiles: Sequence[Tiles]) -> None:
-        self._cache, self._targets = cache, targets
+        self.cache, self.targets = cache, targets
         self.readings: Sequence[Reading] = [Reading(tiles=each, cache=cache) for each in tiles]
 
     def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
@@ -62,7 +62,7 @@ class EveryKey:
 
     def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
         for kind, rows in kept.items():
-            self._cache.write(kind, layer, self._targets, rows)
+            self.cache.write(kind, layer, self.targets, rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,48 @@ class Batch:
     keys: Keys
 
 
+class Transformer(Protocol):
+    """What prefill and decode drive: weights and a forward pass, which hold no state of any request.
+
+    Row counts are multiples of BLOCK_ROWS. On a card nothing but `whole_digest` waits for it.
+    """
+
+    architecture: Architecture
+    device: torch.device
+    group: Group
+    shard: Shard
+    indexer: IndexerMath | None
+    digest: bytes  # of the architecture and every weight
+    digests: bool  # whether who ends a request digests its KV
+    tiles_together: int  # of a prompt, in one Tiles
+
+    def enter(self) -> None:
+        """Makes the calling thread compute as this model has to."""
+        ...
+
+    def embed(self, batch: Batch) -> Tensor:
+        """(rows,) ids -> (rows, width)."""
+        ...
+
+    def layers(self, x: Tensor, batch: Batch, first: int, end: int) -> Tensor:
+        """Layers [first, end) over (rows, width); each writes its rows' keys before any row attends."""
+        ...
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(rows, width) -> float32 (rows, vocabulary)."""
+        ...
+
+    def whole_digest(self, own: NDArray[np.uint8]) -> bytes:
+        """Of all heads' digests, from every rank's own (heads, DIGEST_BYTES), and of the index's, which follows them
+        where there is one."""
+        ...
+
+
 class Model:
-    """Weights and the forward pass; holds no state of any request."""
+    """The Transformer whose bits depend on nothing but a row and what it attends to."""
+
+    digests = True
+    tiles_together = 4  # of 64 query rows: what they share of a key block stays in the core's cache
 
     def __init__(self, architecture: Architecture, device: torch.device, group: Group | None = None) -> None:
         self.architecture, self.device = architecture, device
@@ -91,7 +131,8 @@ class Model:
         self.weights = Weights.draw(architecture, device).of_layers(self.shard.layers)
         # Padding in a prompt's last tile has positions past the prompt's end.
         positions = architecture.context_tokens + 64
-        self.indexer = Indexer(positions, device) if architecture.top_k else None
+        self.digest = self.weights.digest
+        self.indexer: IndexerMath | None = Indexer(positions, device) if architecture.top_k else None
         match architecture.attention:
             case "mla":
                 rope = Rope(positions=positions, dim=architecture.rope_dim, device=device)
@@ -129,8 +170,7 @@ class Model:
         return linear(rms_norm(x), self.weights.head)
 
     def whole_digest(self, own: NDArray[np.uint8]) -> bytes:
-        """Of all heads' digests, from every rank's own (heads, DIGEST_BYTES), and of the index's, which follows them
-        where there is one. Replicas that differ spoil it."""
+        """Replicas that differ spoil it."""
         held: dict[int, set[bytes]] = {}
         for rank, part in enumerate(self.group.gather(own)):
             shard = Shard.of(self.architecture, Ranks(tp_rank=rank, tp_size=self.group.ranks.tp_size))

@@ -89,8 +89,12 @@ class Rope:
         self._cos = angle.cos().to(device=device, dtype=torch.float32)
         self._sin = angle.sin().to(device=device, dtype=torch.float32)
 
+    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions int64 (rows,), (rows, 1, dim / 2)."""
+        return self._cos[positions].unsqueeze(1).to(dtype), self._sin[positions].unsqueeze(1).to(dtype)
+
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (rows, heads, dim), positions int64 (rows,). Product and sum are separate ops: a fused one rounds once."""
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        cos, sin = self.at(positions, torch.float32)
         low, high = x.chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

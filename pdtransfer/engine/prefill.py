@@ -5,6 +5,11 @@ It attends to every key also where decode will pick: with `top_k` it only comput
 
 from __future__ import annotations
 
+import mmap
+import os
+import weakref
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,19 +19,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..layout import expand_pages
-from .architecture import Options
+from ..wire import Ranks
+from .architecture import EngineOptions
 from .attention import KEY_BLOCK, Tiles, causal_bias
-from .base import Broken, CardMemory, Computed, EngineCard, EngineConfig, Event, Prefilled, Request
+from .base import Broken, CardMemory, Computed, EngineCard, EngineConfig, Event, Prefilled, Request, SharedMemory
 from .cache import Cache, Pages
 from .card import COMPONENT, INDEX, build_card, check_request
 from .indexer import IndexCache
-from .model import Batch, EveryKey, Keys, Model
+from .marks import Fetched, Marks, passed
+from .model import Batch, EveryKey, Keys, Transformer
 from .numerics import BLOCK_ROWS, block_up
 from .projection import Layer
-from .sampling import Handoff, chain, pick
+from .sampling import Handoff, chain
+from .sampling import pick as picked
 from .shard import Shard
 
-_TILES_TOGETHER = 4  # of 64 query rows: what they share of a key block stays in the core's cache
+AHEAD_MAX = 8  # cells that are queued on a card: a full queue of launches would hold up every other thread's
 
 
 @dataclass(slots=True)
@@ -51,11 +59,19 @@ class _Room:
         return len(self.request.prompt) - self.done
 
 
+@dataclass(slots=True)
+class _Pick:
+    """A prompt whose last row's logits are on their way."""
+
+    request: Request
+    logits: Fetched
+
+
 class _IndexedKeys:
     """Every key, and besides each row's key of the index, for the decode steps to come."""
 
     def __init__(
-        self, every: EveryKey, model: Model, cache: IndexCache, targets: Tensor, positions: Tensor, own: slice
+        self, every: EveryKey, model: Transformer, cache: IndexCache, targets: Tensor, positions: Tensor, own: slice
     ) -> None:
         assert model.indexer is not None
         self._indexer, self._cache, self._targets = model.indexer, cache, targets
@@ -74,7 +90,7 @@ class ReferencePrefill:
     So a short prompt waits for one chunk of a long one, and a long one gets half of the time at the least.
     """
 
-    def __init__(self, config: EngineConfig, options: Options, model: Model) -> None:
+    def __init__(self, config: EngineConfig, options: EngineOptions, model: Transformer) -> None:
         self._config, self._options, self._model = config, options, model
         self._card = build_card(config, model, options)
         ranks = config.group.ranks
@@ -84,9 +100,10 @@ class ReferencePrefill:
         elements = self._card.memory_bytes // 4
         if model.device.type == "cuda":
             self._flat = torch.zeros(elements, dtype=torch.float32, device=model.device)
-            torch.cuda.synchronize()  # others read it in streams of their own
-        else:  # from numpy, since torch.zeros would touch every page of a pool that may never be full
-            self._flat = torch.as_tensor(np.zeros(elements, dtype=np.float32))
+            torch.cuda.current_stream(model.device).synchronize()  # others read it in streams of their own
+        else:  # torch.zeros would touch every page of a pool that may never be full
+            self._shared = _shared(self._card.memory_bytes, self)
+            self._flat = torch.frombuffer(self._shared.view, dtype=torch.float32, count=elements)
         layouts = {component.name: component.layout for component in self._card.components}
         self._cache = Cache(self._flat, layouts[COMPONENT], model.architecture, model.shard.kv_heads)
         self._index = IndexCache(self._flat, layouts[INDEX]) if INDEX in layouts else None
@@ -94,6 +111,9 @@ class ReferencePrefill:
             name: Pages(count=layout.slots // layout.page_size, page_size=layout.page_size)
             for name, layout in layouts.items()
         }
+        self._marks = Marks(config.spans, model.device)
+        self._ahead: deque[Event] = deque()  # of cells that the card may not have computed yet
+        self._picks: deque[_Pick] = deque()  # of prompts that are computed, or queued
         self._held: dict[int, dict[str, NDArray[np.int64]]] = {}
         self._rooms: dict[int, _Room] = {}
         self._turn = 0
@@ -108,15 +128,15 @@ class ReferencePrefill:
         return self._flat
 
     @property
-    def pool(self) -> memoryview | CardMemory:
+    def pool(self) -> SharedMemory | CardMemory:
         if self._flat.is_cuda:
             number, byte_count = self._flat.get_device(), self._card.memory_bytes
             return CardMemory(card=number, address=self._flat.data_ptr(), byte_count=byte_count)
-        return self._flat.numpy().data.cast("B")
+        return self._shared
 
     @property
     def idle(self) -> bool:
-        return not self._rooms
+        return not self._rooms and not self._picks and not self._marks.pending
 
     def admit(self, request: Request) -> bool:
         return self.admit_with_growth(request, 0) is not None
@@ -133,6 +153,8 @@ class ReferencePrefill:
         if pages.keys() != self._pages.keys():
             self._give(pages)
             return None
+        if self.idle:
+            self._marks.anchor()
         self._held[request.room] = pages
         slots = {name: expand_pages(own, self._pages[name].page_size, tokens) for name, own in pages.items()}
         index = self._cache.index(slots[COMPONENT][: len(request.prompt)], KEY_BLOCK).view(-1, KEY_BLOCK)
@@ -143,8 +165,16 @@ class ReferencePrefill:
     @torch.inference_mode()
     def step(self) -> list[Computed | Prefilled | Broken]:
         self._model.enter()
-        if not self._rooms:
-            return []
+        made = self._advance() if self._rooms else []
+        # Only who has nothing else to do, or to say, waits for the card.
+        while self._picks and (self._picks[0].logits.here or not (self._rooms or made)):
+            made.append(self._picked(self._picks.popleft()))
+        if not made:
+            self._marks.tell()  # when nobody waits for what this step has to say
+        return made
+
+    def _advance(self) -> list[Computed | Prefilled | Broken]:
+        """The next cells of whose turn it is."""
         self._turn += 1
         oldest = next(iter(self._rooms.values()))
         room = oldest if self._turn % 2 else min(self._rooms.values(), key=lambda room: room.left)
@@ -166,16 +196,15 @@ class ReferencePrefill:
             if not self._last:
                 self._config.group.hand_on(hidden.cpu().numpy())
             if room.left == 0:
-                number = room.request.room
-                del self._rooms[number]
-                made.append(self._finish(room, hidden) if self._last else Prefilled(room=number, aux=b""))
+                made += self._finish(room, hidden)
         return made
 
     def cancel(self, room: int) -> None:
         self._rooms.pop(room, None)
+        self._picks = deque(pick for pick in self._picks if pick.request.room != room)
 
     def free(self, room: int) -> None:
-        self._rooms.pop(room, None)
+        self.cancel(room)
         self._give(self._held.pop(room, {}))
 
     def _give(self, pages: dict[str, NDArray[np.int64]]) -> None:
@@ -188,7 +217,9 @@ class ReferencePrefill:
         assert room.hidden is not None
         first, end = room.layer, self._model.shard.layers.stop
         room.layer = min(end, first + self._options.layers_per_cell) if self._options.layers_per_cell else end
+        self._marks.begin()
         room.hidden = self._model.layers(room.hidden, room.batch, first, room.layer)
+        self._marks.end("compute", f"rows {room.done}-{room.end}", room=room.request.room, layer=first)
         after = self._event()
         cells = [(COMPONENT, (first, room.layer))]
         if leading := self._model.architecture.index_layers(range(first, room.layer)):
@@ -211,6 +242,9 @@ class ReferencePrefill:
             return None
         event = torch.cuda.Event()
         event.record()
+        self._ahead.append(event)
+        if len(self._ahead) > AHEAD_MAX:
+            passed(self._ahead.popleft())
         return event
 
     def _taken_over(self, batch: Batch) -> Tensor:
@@ -226,35 +260,66 @@ class ReferencePrefill:
         own = slice(room.done - first, room.end - first)
         ids = torch.zeros(rows, dtype=torch.int64)
         ids[own] = torch.tensor(room.request.prompt[room.done : room.end])
-        ids = ids.to(self._model.device)
+        ids = self._sent(ids)
         positions = torch.arange(first, first + rows, device=self._model.device)
         bias = causal_bias(positions.view(-1, BLOCK_ROWS))
         depths = [position // KEY_BLOCK for position in range(first, first + rows, BLOCK_ROWS)]
+        together = self._model.tiles_together
         tiles = [
             Tiles(
                 first=at,
-                depths=depths[at : at + _TILES_TOGETHER],
-                bias=bias[at : at + _TILES_TOGETHER],
-                sources=[room.index[block] for block in range(depths[min(at + _TILES_TOGETHER, len(depths)) - 1] + 1)],
+                depths=depths[at : at + together],
+                bias=bias[at : at + together],
+                sources=[room.index[block] for block in range(depths[min(at + together, len(depths)) - 1] + 1)],
                 ends=[room.end],
             )
-            for at in range(0, len(depths), _TILES_TOGETHER)
+            for at in range(0, len(depths), together)
         ]
         keys: Keys = EveryKey(self._cache, room.index.view(-1)[room.done : room.end], tiles)
         if self._index is not None and room.indexed is not None:
             keys = _IndexedKeys(keys, self._model, self._index, room.indexed[:, room.done : room.end], positions, own)
         return Batch(ids=ids, positions=positions, own=own, tile_rows=BLOCK_ROWS, tile_count=len(depths), keys=keys)
 
-    def _finish(self, room: _Room, hidden: Tensor) -> Prefilled | Broken:
-        """The first token, by the logits of the prompt's last row."""
+    def _sent(self, ids: Tensor) -> Tensor:
+        """To where the model computes. Out of pageable memory it would wait for what the card has to do."""
+        device = self._model.device
+        return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+
+    def _finish(self, room: _Room, hidden: Tensor) -> list[Computed | Prefilled | Broken]:
+        """The prompt is computed, or queued. On a card its first token follows in a later step, so that its last cells
+        need not wait for it; ranks of a group, which take equal turns, end it at once."""
         request = room.request
+        del self._rooms[request.room]
+        if not self._last:
+            return [Prefilled(room=request.room, aux=b"")]
         row = (len(request.prompt) - 1) % BLOCK_ROWS
-        logits = self._model.logits(hidden[-BLOCK_ROWS:])[row].cpu().numpy()
+        self._marks.begin()
+        pick = _Pick(request, Fetched(self._model.logits(hidden[-BLOCK_ROWS:])[row]))
+        self._marks.end("pick", "", room=request.room)
+        if hidden.is_cuda and self._config.group.ranks == Ranks():
+            self._picks.append(pick)
+            return []
+        return [self._picked(pick)]
+
+    def _picked(self, pick: _Pick) -> Prefilled | Broken:
+        """The first token, by the logits of the prompt's last row."""
+        request, logits = pick.request, pick.logits.get().numpy()
         if not np.isfinite(logits).all():
             return Broken(room=request.room, detail="the logits are not finite")
         handoff = Handoff.of(
             prompt_tokens=len(request.prompt),
-            first_token=pick(logits, request.sampling, 0),
+            first_token=picked(logits, request.sampling, 0),
             logits_digest=chain(b"", logits),
         )
         return Prefilled(room=request.room, aux=handoff.pack())
+
+
+def _shared(byte_count: int, owner: object) -> SharedMemory:
+    """A memfd of zeroes, not yet backed, for as long as `owner` lives."""
+    fd = os.memfd_create("pdtransfer-pool", os.MFD_CLOEXEC)
+    weakref.finalize(owner, os.close, fd)
+    os.ftruncate(fd, byte_count)
+    mapped = mmap.mmap(fd, byte_count)
+    with suppress(OSError):  # a kernel without them
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return SharedMemory(fd=fd, view=memoryview(mapped))

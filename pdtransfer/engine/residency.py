@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .attention import KEY_BLOCK, Tiles, causal_bias
 from .cache import Cache
-from .indexer import IndexCache, Indexer, Queries, pick_top, scores
+from .indexer import IndexCache, IndexerMath, Queries, pick_top, scores
 from .model import Reading
 from .projection import Layer
 
@@ -78,7 +78,7 @@ class PickedKeys:
     """The model.Keys of a decode step that attends to what its indexer picks, and to the newest token."""
 
     def __init__(
-        self, parts: Sequence[Part], positions: Tensor, *, top: int, indexer: Indexer, index: IndexCache
+        self, parts: Sequence[Part], positions: Tensor, *, top: int, indexer: IndexerMath, index: IndexCache
     ) -> None:
         self._parts, self._row_positions, self._top = parts, positions, top
         self._indexer, self._index = indexer, index

@@ -1,0 +1,88 @@
+"""HiSparse in the engine on a card: what a step queues beside the model is a graph's replay, and changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from pdtransfer.engine import hot_step
+from pdtransfer.engine.base import CardMemory
+from pdtransfer.engine.reference import create
+from pdtransfer.kernels import card as cards
+from pdtransfer.memory import Arena
+
+from .engine_pair import Decode, Prefill, config
+from .test_engine_hot import SPARSE, hisparse, sparse_requests
+
+if cards.count() == 0:
+    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1, 30, 47, 100, 300)
+
+
+@contextmanager
+def decode_of(attention: str, rooms: list, source: Prefill, **more: object) -> Iterator[Decode]:
+    """An engine on card 0, in whose memory these rooms have landed, and are admitted."""
+    with ExitStack() as held:
+        engine = create(config("decode", attention=attention, device="cuda", slots=2048, options=SPARSE, **more))
+        arena = Arena.create(engine.card.memory_bytes)
+        held.callback(arena.close)
+        arena.prefault()
+        arena.mapping.register(cards.card(0), arena.byte_count)
+        memory, hbm = arena.mapping.array.view(np.float32), np.full(engine.card.hbm_bytes // 4, np.nan, np.float32)
+        random = np.random.default_rng(0)
+        free = [list(random.permutation(each.layout.slots)) for each in engine.card.components]
+        decode = Decode(engine, memory[: engine.card.memory_bytes // 4], hbm, free)
+        for one in rooms:
+            decode.land(one, source)
+        there = torch.from_numpy(hbm).cuda()
+        registered = arena.mapping.registered
+        assert registered is not None
+        engine.attach(
+            arena.mapping.view[: engine.card.memory_bytes],
+            device_address=registered.device_address,
+            hbm=CardMemory(card=0, address=there.data_ptr(), byte_count=hbm.nbytes),
+        )
+        for one in rooms:
+            engine.admit(one, decode.held(one.room), source.aux[one.room])
+        yield decode
+        torch.cuda.synchronize()
+        engine._hot._pool.close()
+        decode.memory = memory = engine = decode = None  # views of what is about to be unmapped
+
+
+@pytest.mark.parametrize("attention", ["mla", "gqa"])
+def test_steps_that_are_replayed_are_bitwise_those_that_are_queued_one_by_one(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = sparse_requests(LENGTHS, tokens=12)
+    source = Prefill.of(attention=attention, slots=4096, options=SPARSE).run(*rooms)
+
+    def outcomes() -> list:
+        # Places for three long ones: rooms are retracted, and others have their rows after them.
+        with decode_of(attention, rooms, source, hisparse=hisparse(slots=150), batch_max=4) as decode:
+            decode.run()
+            assert decode.engine._hot.figures.retracts > 0
+            return [decode.outcome(one.room) for one in rooms]
+
+    replays = 0
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(self: torch.cuda.CUDAGraph) -> None:
+        nonlocal replays
+        replays += 1
+        replay(self)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    captured = outcomes()
+    assert replays > 4 * 12, "newest, a swap-in a group, and the backup, in each step"
+    before = replays
+    monkeypatch.setattr(hot_step.Replayed, "__init__", lambda self, work, device: vars(self).update(_work=work))
+    monkeypatch.setattr(hot_step.Replayed, "__call__", lambda self: self._work())
+    assert outcomes() == captured
+    assert replays == before

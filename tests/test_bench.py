@@ -20,11 +20,13 @@ from pdtransfer.bench import (
     idle,
     load,
     models,
+    pages,
     plan,
     prefix,
     report,
     run_plan,
     siege,
+    stall,
     transfer,
     verify,
 )
@@ -281,9 +283,30 @@ def test_steps_out_of_host_memory_miss_as_much_as_was_asked_for(capsys: pytest.C
     assert "3 x 1,000 tokens" in told(hisparse.LINES, figures, capsys)
 
 
+def test_a_scheduler_beside_moving_rooms_is_told_what_its_client_took(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = stall.measure(tokens=700, rooms=6, at_once=2)  # two chunks each
+    for side in ("prefill", "decode"):
+        p50, p99, most = (float(figures[f"{side}_turn_{which}_us"]) for which in ("p50", "p99", "max"))
+        assert 0 <= p50 <= p99 <= most
+        assert figures[f"{side}_turns"]
+        assert all(figures[f"{side}_{which}_p50_us"] for which in ("work", "quiet"))
+    assert figures["room_mib"] == 700 * 61 * 1_152 / (1 << 20)
+    assert "6 x 47 MiB" in told(stall.LINES, figures, capsys)
+
+
+def test_pages_of_both_sizes_are_measured_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = pages.measure(gib=1 / 16, repeats=1)
+    for name in ("small", "auto"):
+        assert str(figures[f"{name}_pages"]).startswith(("4 KiB", "2 MiB"))
+        for what in ("back_ms", "enter_ms", "memcpy_gb_s", "scatter_gb_s", "collect_gb_s"):
+            assert min(sizes(figures, f"{name}_{what}")) > 0
+    assert figures["small_pages"] == "4 KiB"
+    assert "of 0.0625 GiB each" in " ".join(told(pages.lines(figures), figures, capsys).split())
+
+
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_crossing_sets_rooms_beside_a_synchronous_write_and_a_socket(capsys: pytest.CaptureFixture[str]) -> None:
     figures = crossing.measure(tokens=100, rooms=1, large_bytes=32 << 20)
     assert all(figures[f"{arena}_gb_s"] > 0 for arena in ("fresh", "half", "scattered"))
     assert figures["alone_ms"] > 0
-    assert "50 % fragmented" in told(crossing.LINES, figures, capsys)
+    assert "straight from the pool" in told(crossing.LINES, figures, capsys)

@@ -6,7 +6,10 @@ trip or a memcpy, is timed in the same run, in turn with what it is compared wit
 
 from __future__ import annotations
 
-from ..config import BenchModel
+import sys
+from pathlib import Path
+
+from ..config import Attention, BenchModel
 from .report import show
 
 
@@ -49,6 +52,47 @@ def run_hisparse(*, json: bool) -> int:
     from . import hisparse
 
     return show(hisparse.measure(), hisparse.LINES, json=json)
+
+
+def run_stall(*, tokens: int, rooms: int, json: bool) -> int:
+    """The embedded client beside a scheduler."""
+    from . import stall
+
+    return show(stall.measure(tokens=tokens, rooms=rooms), stall.LINES, json=json)
+
+
+def run_pages(*, gib: float, json: bool) -> int:
+    """Small pages against large ones."""
+    from . import pages
+
+    figures = pages.measure(gib=gib)
+    return show(figures, pages.lines(figures), json=json)
+
+
+def run_pd(
+    *,
+    tokens: tuple[int, ...],
+    attentions: tuple[Attention, ...],
+    rounds: int,
+    chunk_tokens: int,
+    engine_option: tuple[str, ...],
+    hisparse: bool,
+    devices: tuple[str, str],
+    report: Path | None,
+    json: bool,
+) -> int:
+    """Prompts from one card to another; says on standard error how far it is."""
+    from . import pd, pd_report, pd_tell
+
+    given = tuple(own or other for own, other in zip(devices, pd.devices(), strict=True))
+    result = pd.measure(
+        tokens=tokens, attentions=attentions, rounds=rounds, chunk_tokens=chunk_tokens, engine_option=engine_option,
+        hisparse=hisparse, on=(given[0], given[1]), say=lambda text: print(text, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    if report is not None:
+        for path in pd_report.write_report(result, report):
+            print(f"written: {path}", file=sys.stderr)
+    return pd_tell.show(result, json=json)
 
 
 def run_plan(*, tokens: int, planes: int, json: bool) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from statistics import median
 
 import numpy as np
 import uvloop
 
-from ..config import BenchModel
+from ..config import BenchModel, HostLayout
 from ..effects import Outcome, Write
 from ..errors import WorldError
 from ..memory import Arena, allocate
@@ -23,13 +25,17 @@ from .report import Figures, Line
 ROW_BYTES = 1_152
 _ROWS = 2_000
 _ARENAS = {"fresh": 0, "half": 64, "scattered": 1}  # half of it is held, in runs of so many slots; 0: nothing is
+_ROOM = "{{{0}_gb_s:.2f}} GB/s", "{{{0}_to_sync:.2f}} of the synchronous write; aim 1.8"
 
 LINES = (
     Line("one room", "{room_mib:.0f} MiB", "{tokens} tokens of {model}; what follows is over TCP on loopback"),
+    Line("engines", "{engines}", "of a session, on either side; {cores} cores"),
     Line("one synchronous write of 128 MiB", "{sync_gb_s:.2f} GB/s", "one engine; a raw socket {socket_gb_s:.2f}"),
     Line("an operation for each row of 1,152 B", "{rows_gb_s:.3f} GB/s", "one after another"),
-    Line("fresh arena", "{fresh_gb_s:.2f} GB/s", "{fresh_to_sync:.2f} of the synchronous write; aim 1.8"),
-    Line("50 % fragmented", "{half_gb_s:.2f} GB/s", "{half_to_sync:.2f} of it, free in runs of 64 slots; aim 1.8"),
+    Line("rows gathered, fresh arena", *(text.format("fresh") for text in _ROOM)),
+    Line("rows gathered, free runs of 64 slots", *(text.format("half") for text in _ROOM)),
+    Line("straight from the pool, fresh arena", *(text.format("straight_fresh") for text in _ROOM)),
+    Line("straight from the pool, free runs of 64 slots", *(text.format("straight_half") for text in _ROOM)),
     Line("no two free slots together", "{scattered_gb_s:.2f} GB/s", "{scattered_to_rows:.0f} of a row each; aim 10"),
     Line(
         "64 tokens behind 1 GiB", "{behind_ms:.1f} ms", "the worst of {behind_rooms}; alone {alone_ms:.1f}; aim 20 more"
@@ -42,38 +48,71 @@ def measure(
 ) -> Figures:
     """Rooms of `tokens` tokens, one at a time, from `expect` to READY, between two processes over TCP on loopback.
 
-    Source and target are as in bench transfer over shm. Each room is timed between a synchronous write of 128 MiB by a
-    bare engine and the same through a bare socket, in two processes of their own; figures are medians over `rooms`, and
+    Source and target are as in bench transfer over shm; what goes straight comes from a pool that is page_first, whose
+    pages are runs of bytes in the arena as well. Each room is timed between a synchronous write of 128 MiB by a bare
+    engine and the same through a bare socket, in two processes of their own; figures are medians over `rooms`, and
     shares are medians of what was timed side by side. Then, with one writer in this process, a write of 64 tokens is
     started every 50 ms while one of `large_bytes` is under way.
     """
     if reason := why_not():
         raise WorldError(reason)
-    source, target = components(model, source_slots=2 * tokens, target_slots=2 * tokens + 128)
-    room_bytes = tokens * source.layout.row_bytes
-    figures: Figures = {"tokens": tokens, "model": model, "rooms": rooms, "room_mib": room_bytes / (1 << 20)}
-    syncs, sockets, rows = list[float](), list[float](), list[float]()
+    figures: Figures = {"tokens": tokens, "model": model, "rooms": rooms}
+    figures |= {"engines": NETWORK.engines, "cores": len(os.sched_getaffinity(0))}
+    beside = _Beside()
     with ExitStack() as stack:
-        bare = Bare(stack)
-        ranks = stack.enter_context(Ranks(source, target, transport="mooncake"))
-        bare.sync_write()
-        for arena, run in _ARENAS.items():
+        beside.bare = Bare(stack)
+        beside.bare.sync_write()
+        figures |= _rooms(beside, "", "layer_first", _ARENAS, tokens=tokens, rooms=rooms, model=model)
+        straight = {arena: _ARENAS[arena] for arena in ("fresh", "half")}
+        figures |= _rooms(beside, "straight_", "page_first", straight, tokens=tokens, rooms=rooms, model=model)
+    figures |= uvloop.run(_behind(large_bytes))
+    medians = map(median, (beside.syncs, beside.sockets, beside.rows))
+    figures["sync_gb_s"], figures["socket_gb_s"], figures["rows_gb_s"] = medians
+    return figures
+
+
+@dataclass(slots=True)
+class _Beside:
+    """What rooms are held against, GB/s."""
+
+    bare: Bare = field(init=False)
+    syncs: list[float] = field(default_factory=list[float])
+    sockets: list[float] = field(default_factory=list[float])
+    rows: list[float] = field(default_factory=list[float])
+
+
+def _rooms(
+    beside: _Beside,
+    prefix: str,
+    source_layout: HostLayout,
+    arenas: dict[str, int],
+    *,
+    tokens: int,
+    rooms: int,
+    model: BenchModel,
+) -> Figures:
+    source, target = components(
+        model, source_slots=2 * tokens, target_slots=2 * tokens + 128, source_layout=source_layout
+    )
+    room_bytes, bare = tokens * source.layout.row_bytes, beside.bare
+    figures: Figures = {"room_mib": room_bytes / (1 << 20)}
+    with Ranks(source, target, transport="mooncake") as ranks:
+        for arena, run in arenas.items():
             if run:
                 ranks.fragment(run)
             ranks.hand_off(1, tokens=tokens)
             took, to_sync, to_rows = list[float](), list[float](), list[float]()
             for _ in range(rooms):
-                syncs.append(bare.sync_write())
+                beside.syncs.append(bare.sync_write())
                 room = ranks.hand_off(1, tokens=tokens)
-                sockets.append(bare.socket())
-                rows.append(bare.rows(ROW_BYTES, _ROWS))
+                beside.sockets.append(bare.socket())
+                beside.rows.append(bare.rows(ROW_BYTES, _ROWS))
                 took.append(room_bytes / float(room.ready[0] - room.expected[0]))
-                to_sync.append(took[-1] / syncs[-1])
-                to_rows.append(took[-1] / rows[-1])
-            figures[f"{arena}_gb_s"] = median(took)
-            figures[f"{arena}_to_sync"], figures[f"{arena}_to_rows"] = median(to_sync), median(to_rows)
-    figures |= uvloop.run(_behind(large_bytes))
-    figures["sync_gb_s"], figures["socket_gb_s"], figures["rows_gb_s"] = map(median, (syncs, sockets, rows))
+                to_sync.append(took[-1] / beside.syncs[-1])
+                to_rows.append(took[-1] / beside.rows[-1])
+            name = f"{prefix}{arena}"
+            figures[f"{name}_gb_s"] = median(took)
+            figures[f"{name}_to_sync"], figures[f"{name}_to_rows"] = median(to_sync), median(to_rows)
     return figures
 
 

@@ -44,7 +44,7 @@ LINES = (
 
 def measure(size: Size | None = None) -> Figures:
     """Medians of `steps` steps a miss rate: of a step's positions a part is the same each time, the rest was not asked
-    for since it was last replaced. All layers of a step ask for the same positions, each plan with its own buffers.
+    for since it was last replaced. Each plan of a step asks for positions and has buffers of its own.
 
     `plan` and `copy` are HotPool's halves of a swap-in, for all layers, `attention` is a plain one over picked rows,
     `backup` the newest token's slot and its copy. On a card each step is one replay of a graph, its launch included:

@@ -92,12 +92,16 @@ class Batch:
         rng = np.random.default_rng(0)
         drawn: Any = np.stack([rng.permutation(size.tokens - 1) for _ in range(size.requests)]).astype(np.int32)
         self._drawn = torch.as_tensor(drawn).to(self._where)
-        self._positions = self._drawn[:, : size.top].contiguous()
+        # Each plan asks for other positions, as an engine's do: where all layers ask for the same ones, and lie a large
+        # power of two of bytes apart, they contend for the same few places of whatever translates addresses on the way.
+        shifts = rng.integers(0, size.tokens - 1, (len(size.groups), size.requests, 1), dtype=np.int32)
+        self._shifts = torch.as_tensor(shifts).to(self._where)
+        self._positions = self._of_each_plan(self._drawn[:, : size.top])
         self._lengths = torch.full((size.requests,), size.tokens - 1, dtype=torch.int32, device=self._where)
         self._rows = torch.arange(size.requests, dtype=torch.int32, device=self._where)
         self._queries = torch.randn(size.requests, _HEADS, self._width, device=self._where, dtype=self._dtype)
         self._resident: Any = torch.zeros(slots, self._width, dtype=self._dtype, device=self._where)
-        self._resident_slots = self._positions + self._rows[:, None] * size.tokens
+        self._resident_slots = self._positions[0] + self._rows[:, None] * size.tokens
         self._turn = 0
 
     def sizes(self) -> Figures:
@@ -159,9 +163,9 @@ class Batch:
         size, slots = self.size, self.size.requests * self.size.tokens
         for layer, plane in enumerate(self.pool.host.layout.planes):
             _mark(self._arena, plane, slots, layer)
-        wanted = self._rows[:, None] * size.tokens + self._positions
         for group, layers in enumerate(size.groups):
-            found = self.pool.swap_in(group, self._positions, self._lengths, self._rows).long()
+            wanted = self._rows[:, None] * size.tokens + self._positions[group]
+            found = self.pool.swap_in(group, self._positions[group], self._lengths, self._rows).long()
             for layer in layers:
                 words = self._plane(layer).view(self._torch.int64)[found.view(-1)].view(*found.shape, -1)
                 assert bool((words[:, :, 0] == wanted + layer * slots).all()), layer
@@ -189,7 +193,7 @@ class Batch:
             """The same ones, and some in turn of all others; they ascend, as an indexer's picks do."""
             first = common + self._turn % turns * misses
             picked = self._torch.cat((self._drawn[:, :common], self._drawn[:, first : first + misses]), 1)
-            self._positions.copy_(picked.sort(1).values)
+            self._positions.copy_(self._of_each_plan(picked))
             self._turn += 1
 
         for _ in range(3):  # until nothing is held but what this rate's steps have asked for
@@ -208,6 +212,10 @@ class Batch:
             "misses": missed / ran, "bytes": byte_count, "hit_rate": 1 - missed / asked,
             "dma_us": 1e6 * self._copied(byte_count),
         }  # fmt: skip
+
+    def _of_each_plan(self, picked: Any) -> Any:
+        """int32 (plans, requests, top): the positions, each plan's moved along by as much as it draws, ascending."""
+        return ((picked + self._shifts) % (self.size.tokens - 1)).sort(2).values
 
     def _split(self, ask: Callable[[], None]) -> Figures:
         """On the CPU: each part by the clock."""
@@ -239,15 +247,15 @@ class Batch:
 
     def _plan(self) -> None:
         for group in range(len(self.size.groups)):
-            self.pool.plan(group, self._positions, self._lengths, self._rows)
+            self.pool.plan(group, self._positions[group], self._lengths, self._rows)
 
     def _swap(self) -> None:
         for group in range(len(self.size.groups)):
-            self.pool.swap_in(group, self._positions, self._lengths, self._rows)
+            self.pool.swap_in(group, self._positions[group], self._lengths, self._rows)
 
     def _whole(self, tick: Callable[[str], None] = _silent) -> None:
         for group, layers in enumerate(self.size.groups):
-            slots = self.pool.plan(group, self._positions, self._lengths, self._rows)
+            slots = self.pool.plan(group, self._positions[group], self._lengths, self._rows)
             tick("plan")
             self.pool.bring(group)
             tick("copy")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import BenchModel, DecodeConfig, PrefillConfig
+from ..config import BenchModel, DecodeConfig, HostLayout, PrefillConfig
 from ..layout import Component, Layout, Span
 from ..layouts import host_layout
 
@@ -25,12 +25,17 @@ def latent_layout(name: str, *, slots: int, page_size: int, layers: int = 61) ->
     )
 
 
-def components(model: BenchModel, *, source_slots: int, target_slots: int) -> tuple[Component, Component]:
-    """What the pool and the arena hold; `mla` and `gqa` are the reference engine's own, laid out as daemons do."""
+def components(
+    model: BenchModel, *, source_slots: int, target_slots: int, source_layout: HostLayout = "layer_first"
+) -> tuple[Component, Component]:
+    """What the pool and the arena hold; `mla` and `gqa` are the reference engine's own, laid out as daemons do.
+
+    `source_layout` is that of the pool of `deepseek`.
+    """
     source_slots = -(-source_slots // PAGE_SIZE) * PAGE_SIZE
     if model == "deepseek":
         layouts = (
-            latent_layout("layer_first", slots=source_slots, page_size=PAGE_SIZE),
+            latent_layout(source_layout, slots=source_slots, page_size=PAGE_SIZE),
             latent_layout("page_first", slots=target_slots, page_size=1),
         )
         source, target = (Component("kv", "dram", 1, Span(), layout) for layout in layouts)

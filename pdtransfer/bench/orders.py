@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from ..errors import WorldError
 
 
 class Batch(NamedTuple):
@@ -61,3 +64,17 @@ class Failure(NamedTuple):
     """Why there is no answer, for a person."""
 
     text: str
+
+
+def answer(pipe: Connection, *, who: str, within_s: float) -> Any:
+    """What the process at the pipe's other end says next. WorldError, naming it as `who`, where it says a Failure, or
+    nothing, or has died."""
+    if not pipe.poll(within_s):
+        raise WorldError(f"{who} has said nothing for {within_s:.0f} s")
+    try:
+        said = pipe.recv()
+    except (EOFError, ConnectionResetError):
+        raise WorldError(f"{who} has died") from None
+    if isinstance(said, Failure):
+        raise WorldError(said.text)
+    return said

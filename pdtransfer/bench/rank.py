@@ -117,7 +117,9 @@ class _PrefillRank(_Rank):
     ) -> None:
         super().__init__(pipe)
         self._source, self._page_count = source, source.layout.slots // source.layout.page_size
-        self._pool = allocate(source.layout.end)
+        # What sends it elsewhere may read it there.
+        shared = Arena.create(source.layout.end, name="pdtransfer-pool") if transport == "mooncake" else None
+        self._pool = allocate(source.layout.end) if shared is None else shared.mapping
         self._pool.array[:] = 7
         self._copy: Arena | None = None
         self._nodes = [
@@ -126,6 +128,7 @@ class _PrefillRank(_Rank):
                 (source,),
                 self._told,
                 pool_address=self._pool.address,
+                pool_fd=-1 if shared is None else shared.fd,
                 copy_threads=copy_threads,
                 transport=transport,
             )

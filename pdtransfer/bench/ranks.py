@@ -5,23 +5,24 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import WorldError
 from ..keys import AllowList, KeyPair, generate_pair
 from ..layout import Component
 from ..node import NodeSettings
 from ..transports.network import Transport
-from .orders import Batch, Echoes, Failure, Fragment, GiveUp, Memcpy, Stall
+from .orders import Batch, Echoes, Fragment, GiveUp, Memcpy, Stall, answer
 from .rank import run_decode, run_prefill
 
 _ANSWER_SECONDS = 120.0
+_answer = partial(answer, who="a rank", within_s=_ANSWER_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,15 +188,3 @@ def _settings(nodes: Sequence[tuple[str, KeyPair | None]], allowed: AllowList | 
 
 def _allowed(nodes: Sequence[tuple[str, KeyPair | None]]) -> AllowList:
     return AllowList({pair.public: name for name, pair in nodes if pair is not None})
-
-
-def _answer(pipe: Connection) -> Any:
-    if not pipe.poll(_ANSWER_SECONDS):
-        raise WorldError(f"a rank has said nothing for {_ANSWER_SECONDS:.0f} s")
-    try:
-        answer = pipe.recv()
-    except (EOFError, ConnectionResetError):
-        raise WorldError("a rank has died") from None
-    if isinstance(answer, Failure):
-        raise WorldError(answer.text)
-    return answer

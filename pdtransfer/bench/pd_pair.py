@@ -1,0 +1,177 @@
+"""A prefill and a decode process for `bench pd`, seen from the bench, and what one prompt's time went into."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from re import findall
+from typing import Self
+
+import msgspec
+
+from ..config import DecodeConfig, PrefillConfig
+from ..errors import WorldError
+from ..timeline import Span
+from .orders import answer
+from .pd_rank import Prompt, Roof, Told, Way, run_decode, run_prefill
+
+LATE_S_MAX = 3e-3  # by which a card's clock may be set wrong
+_ANSWER_S = 180.0  # weights are drawn and an arena is backed within it
+_answer = partial(answer, who="a process of the bench", within_s=_ANSWER_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Seconds of one prompt. The first five follow one another from the asking to the end of decode's first step."""
+
+    ask_s: float  # until the engine begins: pipes, threads
+    compute_s: float  # to the end of the pick of the first token, gaps between layers included
+    exposed_s: float  # from there to READY; 0 where nothing crossed
+    admission_s: float  # from READY to the first step's begin
+    step_s: float
+    tail_s: float  # from the end of the last layer to READY
+    push_s: float  # from the first write's begin to the last one's end
+    writes: int
+    last_bytes: int  # of the write that ended last
+    byte_count: int  # that crossed
+
+    @property
+    def ttft_s(self) -> float:
+        """From the asking to the first token that decode computed."""
+        return self.ask_s + self.compute_s + self.exposed_s + self.admission_s + self.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One prompt: when it was asked, what both processes did, and whether its rows were the same where they landed."""
+
+    prompt: Prompt
+    asked_s: float
+    spans: tuple[Span, ...]
+    same: bool | None  # None: nobody looked
+
+    def of(self, process: str, *lanes: str) -> list[Span]:
+        """What one process did in these lanes, by when it began."""
+        found = (span for span in self.spans if span.process == process and span.lane in lanes)
+        return sorted(found, key=lambda span: span.begin_s)
+
+    @property
+    def split(self) -> Split:
+        """Where its time went. WorldError where the engine does not say when it computed."""
+        layers, pushes = self.of("prefill", "compute"), self.of("prefill", "push")
+        computed = [*layers, *self.of("prefill", "pick")]
+        landing, steps = self.of("decode", "landing"), self.of("decode", "step")
+        if self.prompt.way != "alone" and not layers:
+            raise WorldError("the engine reports no spans of its layers: EngineConfig.spans")
+        begin_s = min((span.begin_s for span in computed), default=self.asked_s)
+        end_s = max((span.end_s for span in computed), default=begin_s)
+        ready_s = landing[0].end_s if landing else end_s
+        last = max(pushes, key=lambda span: span.end_s, default=None)
+        return Split(
+            ask_s=begin_s - self.asked_s,
+            compute_s=end_s - begin_s,
+            exposed_s=ready_s - end_s,
+            admission_s=steps[0].begin_s - ready_s if steps else 0.0,
+            step_s=steps[0].seconds if steps else 0.0,
+            tail_s=ready_s - max((span.end_s for span in layers), default=ready_s),
+            push_s=last.end_s - pushes[0].begin_s if last is not None else 0.0,
+            writes=len(pushes),
+            last_bytes=last.byte_count if last is not None else 0,
+            byte_count=sum(span.byte_count for span in pushes),
+        )
+
+
+class Pair:
+    """Both processes, each with its engine. Whatever fails in one of them is raised here as WorldError."""
+
+    def __init__(self, prefill: PrefillConfig, decode: DecodeConfig) -> None:
+        self._processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+        self._hisparse, self._on_card = decode.enable_hisparse, prefill.card is not None
+        self._rooms = 0
+        try:
+            self._prefill = self._start(run_prefill, prefill)
+            self._decode = self._start(run_decode, decode)
+            self._decode.send(_answer(self._prefill))
+            _answer(self._decode)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends both."""
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.close()
+        for process in self._processes:
+            process.join(10.0)
+            process.kill()
+
+    def prompt(self, tokens: int, way: Way, *, steps: int = 2, check: bool = False) -> Run:
+        """One prompt, from the asking until both sides are done with it."""
+        self._rooms += 1
+        order = Prompt(self._rooms, tokens, way, steps, check, self._hisparse)
+        asked_s = time.monotonic()
+        self._prefill.send(order)
+        self._decode.send(order)
+        prefill: Told = _answer(self._prefill)
+        decode: Told = _answer(self._decode)
+        spans = tuple(span for span in (*prefill.spans, *decode.spans) if span.room in (0, order.room))
+        if self._on_card:
+            spans = _set_right(spans)
+        same = _same(prefill, decode) if check else None
+        return Run(prompt=order, asked_s=asked_s, spans=spans, same=same)
+
+    def roof(self, byte_counts: Sequence[int], *, repeats: int = 5) -> list[float]:
+        """Seconds that so many bytes take at the least, each the median of several."""
+        self._prefill.send(Roof(tuple(byte_counts), repeats))
+        return _answer(self._prefill)
+
+    def _start(self, run: Callable[..., None], *arguments: object) -> Connection:
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=run, args=(theirs, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        self._pipes.append(ours)
+        return ours
+
+
+def _set_right(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    """What a card has computed is known by its own clock, which is set by a thread that may wait for the interpreter
+    in between: so it may seem later than it was, but not later than the begin of the write that waited for it.
+
+    Raises WorldError where it is out by more than that can be: rows would have left that were not there yet.
+    """
+    late_s = 0.0
+    for push in (span for span in spans if span.lane == "push"):
+        first, end, low, high = map(int, findall(r"\d+", push.name)[:4])
+        for span in (span for span in spans if span.lane == "compute" and low <= span.layer < high):
+            own_first, own_end = map(int, findall(r"\d+", span.name)[:2])
+            if own_first < end and first < own_end:
+                late_s = max(late_s, span.end_s - push.begin_s)
+    if late_s > LATE_S_MAX:
+        raise WorldError(f"rows have left {1e3 * late_s:.1f} ms before they were computed")
+    return tuple(
+        msgspec.structs.replace(span, begin_s=span.begin_s - late_s, end_s=span.end_s - late_s)
+        if span.lane in ("compute", "pick")
+        else span
+        for span in spans
+    )
+
+
+def _same(prefill: Told, decode: Told) -> bool:
+    """What landed in DRAM is what was in the pool; components whose rows went elsewhere are not looked at."""
+    return bool(decode.sums) and all(prefill.sums.get(key) == value for key, value in decode.sums.items())

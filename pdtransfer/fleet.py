@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,11 +30,16 @@ class Daemon:
         self.ready: dict[str, Any] = {}
 
     @classmethod
-    async def start(cls, config: PrefillConfig | DecodeConfig | RouterConfig, log: Path) -> Daemon:
-        """Starts it with the flags that make this very config; its log goes to `log`."""
+    async def start(
+        cls, config: PrefillConfig | DecodeConfig | RouterConfig, log: Path, *, within: Sequence[str] = ()
+    ) -> Daemon:
+        """Starts it with the flags that make this very config; its log goes to `log`.
+
+        `within` is what the command line begins with, where that has it run in a namespace, say.
+        """
         with log.open("ab") as stderr:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "pdtransfer", config.role, *arguments(replace(config, json=True)),
+                *within, sys.executable, "-m", "pdtransfer", config.role, *arguments(replace(config, json=True)),
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=stderr,
                 env=child_environment(), start_new_session=True, preexec_fn=end_with_parent,
             )  # fmt: skip
@@ -67,12 +72,21 @@ class Daemon:
 
 
 class Fleet:
-    """A router before some prefill and decode daemons, all of this host: `async with Fleet(...) as fleet`."""
+    """A router before some prefill and decode daemons, all of this host: `async with Fleet(...) as fleet`.
+
+    `within` says for a node's name what Daemon.start does.
+    """
 
     def __init__(
-        self, prefills: Sequence[PrefillConfig], decodes: Sequence[DecodeConfig], router: RouterConfig, logs: Path
+        self,
+        prefills: Sequence[PrefillConfig],
+        decodes: Sequence[DecodeConfig],
+        router: RouterConfig,
+        logs: Path,
+        *,
+        within: Callable[[str], Sequence[str]] = lambda _: (),
     ) -> None:
-        self._configs, self._router, self._logs = (*prefills, *decodes), router, logs
+        self._configs, self._router, self._logs, self._within = (*prefills, *decodes), router, logs, within
         self.daemons: list[Daemon] = []
 
     async def __aenter__(self) -> Fleet:
@@ -94,7 +108,7 @@ class Fleet:
 
     async def _start(self, config: PrefillConfig | DecodeConfig | RouterConfig, log: Path) -> None:
         """Whoever gives up in the middle of it finds the process among the others all the same."""
-        start = asyncio.ensure_future(Daemon.start(config, log))
+        start = asyncio.ensure_future(Daemon.start(config, log, within=self._within(config.node)))
         try:
             await asyncio.shield(start)
         finally:

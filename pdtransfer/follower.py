@@ -71,7 +71,8 @@ class PrefillFollower:
         self._work: dict[int, _Prefill] = {}  # by serial number, until the leader says Free
         self._rooms: dict[int, _Prefill] = {}  # by label, until drained
         self.metrics = PrefillMetrics(self.node, registry)
-        self.thread = engine_thread.PrefillThread(engine, self.port, self._heard, engine_thread.following(self.port))
+        turns = engine_thread.following(self.port)
+        self.thread = engine_thread.PrefillThread(engine, self.port, self._heard, turns, push=config.push)
 
     @property
     def idle(self) -> bool:

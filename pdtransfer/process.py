@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import resource
-import sys
 
-SWITCH_INTERVAL_S = 0.0005  # a busy Python thread otherwise delays the loop by 5 ms
+from .port import share_the_interpreter
 
 
 def prepare() -> None:
@@ -14,6 +13,6 @@ def prepare() -> None:
     The soft limit is 1,024 on many hosts, for the sake of select(), which nothing here uses. A flood of connections
     would use them up, and the listeners would have none left for the peers that mean well.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    share_the_interpreter()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .bounds import match
 from .errors import ConfigError
 from .keys import Address, Endpoint, is_literal, is_loopback
 from .wire import Ranks
@@ -30,6 +31,20 @@ def ranks_of(tp_size: int, pp_size: int) -> list[Ranks]:
 def key_of(leaders: Path, ranks: Ranks) -> Path:
     """Where the key of another rank lies, beside its leader's: each is a peer, and a peer is its key."""
     return leaders.with_name(f"{leaders.name.removesuffix('.key')}-{label(ranks)}.key")
+
+
+def device_of(device: str, ranks: Ranks) -> str:
+    """What of a worker's device is this rank's: `cuda` is the card of its own number, of a list its entry, and where
+    ranks are more than entries, as on several hosts of equal cards, these begin anew."""
+    names = device.split(",")
+    return f"cuda:{place_of(ranks)}" if device == "cuda" else names[place_of(ranks) % len(names)]
+
+
+def check_device(device: str, ranks: Ranks, name: str = "device") -> None:
+    """Raises ConfigError for what is no device, and for cards that no rank would compute on."""
+    match(name, device, r"cpu|cuda|cuda:\d+(,cuda:\d+)*", "cpu, cuda, cuda:N, or for a card a rank cuda:N,cuda:M,...")
+    if (cards := device.count(",") + 1) > (size := ranks.tp_size * ranks.pp_size):
+        raise ConfigError(f"{name} = {device!r}: {cards} cards, and this worker has {size} ranks")
 
 
 def check_ranks(ranks: Ranks, group: str, *, insecure: bool) -> None:

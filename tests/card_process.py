@@ -15,11 +15,12 @@ REPO = Path(__file__).resolve().parent.parent
 
 
 class CardProcess(Process):
-    """tests/gpu_writer.py, and what it forked."""
+    """tests/gpu_writer.py, and what it forked; with no card the CPU writes."""
 
-    def __init__(self, reach: object, session: int = WRITER, card: int = 0) -> None:
+    def __init__(self, reach: object, session: int = WRITER, card: int | None = 0) -> None:
         writer = str(REPO / "tests" / "gpu_writer.py")
-        command = [sys.executable, writer, str(session), msgspec.json.encode(reach), str(card)]
+        command = [sys.executable, writer, str(session), msgspec.json.encode(reach)]
+        command.append("cpu" if card is None else str(card))
         self.started = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},

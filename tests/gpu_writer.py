@@ -1,5 +1,5 @@
-"""A writer in a process of its own whose card writes, as test_fence_gpu drives it: argv is session and Reach, stdin one
-command a line."""
+"""A writer in a process of its own whose card writes, as test_fence_gpu drives it: argv is session, Reach and the card,
+or cpu; stdin one command a line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -36,12 +37,24 @@ def push_for_ever(target: Pool, sources: list[Pool], stream: int) -> None:
             kv_copy(target, source, every, every, len(every), stream=stream)
 
 
+def copy_for_ever(target: memoryview) -> None:
+    """The same without a card."""
+    sources = [np.random.default_rng(seed).integers(1, 256, len(target), np.uint8) for seed in range(2)]
+    while True:
+        for source in sources:
+            np.copyto(np.frombuffer(target, np.uint8), source)
+
+
 def main() -> None:
     session = int(sys.argv[1])
     reach = msgspec.json.decode(sys.argv[2], type=Reach)
     fd = asyncio.run(receive(reach, session, seconds=10))
     mapping = map_received(fd, reach.arena_bytes)
     os.close(fd)
+    if sys.argv[3:] == ["cpu"]:
+        print("mapped", flush=True)
+        obey({"push half": lambda: started(copy_for_ever, mapping.view[: mapping.byte_count // 2])})
+        return
     here = cards.card(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
     mapping.register(here, mapping.byte_count)
     assert mapping.registered is not None
@@ -54,25 +67,49 @@ def main() -> None:
         here.synchronise(0)
         pools.append(Pool(layout=layout, address=address, card=here.ordinal))
     target = Pool(layout=layout, address=mapping.registered.device_address, card=here.ordinal, host=True)
+    stream = here.stream()
+
+    def hbm() -> None:
+        """The first half of it, device to device."""
+        opened = Opened(Handle.unpack(reach.hbm_handle), on=here.ordinal)
+        part = flat(reach.hbm_bytes // 2)
+        ours = [Pool(layout=part, address=pool.address, card=here.ordinal) for pool in pools]
+        started(push_for_ever, Pool(layout=part, address=opened.address, card=here.ordinal), ours, stream)
+        print("opened", flush=True)
+
+    def push_half() -> None:
+        part = flat(mapping.byte_count // 2)
+        ours = [Pool(layout=part, address=pool.address, card=here.ordinal) for pool in pools]
+        started(push_for_ever, Pool(layout=part, address=target.address, card=here.ordinal, host=True), ours, stream)
+
+    def half() -> None:
+        """The one that belongs to this card's number."""
+        half = layout.slots // 2
+        rows = range(here.ordinal * half, here.ordinal * half + half)
+        for _ in range(10):
+            kv_copy(target, pools[0], rows, range(half), half)
+        here.synchronise(0)
+        print("done", flush=True)
+
     print("mapped", flush=True)
+    obey(
+        {
+            "push": lambda: started(push_for_ever, target, pools, stream),
+            "push half": push_half,
+            "hbm": hbm,
+            "half": half,
+        }
+    )
+
+
+def started(work: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=work, args=arguments, daemon=True).start()
+
+
+def obey(commands: dict[str, Callable[[], None]]) -> None:
+    """Each line of stdin, until it ends or says so."""
     for line in sys.stdin:
         match line.strip():
-            case "push":
-                threading.Thread(target=push_for_ever, args=(target, pools, here.stream()), daemon=True).start()
-            case "hbm":  # the first half of it, device to device
-                opened = Opened(Handle.unpack(reach.hbm_handle), on=here.ordinal)
-                half = flat(reach.hbm_bytes // 2)
-                ours = [Pool(layout=half, address=pool.address, card=here.ordinal) for pool in pools]
-                theirs = Pool(layout=half, address=opened.address, card=here.ordinal)
-                threading.Thread(target=push_for_ever, args=(theirs, ours, here.stream()), daemon=True).start()
-                print("opened", flush=True)
-            case "half":  # the one that belongs to this card's number
-                half = layout.slots // 2
-                rows = range(here.ordinal * half, here.ordinal * half + half)
-                for _ in range(10):
-                    kv_copy(target, pools[0], rows, range(half), half)
-                here.synchronise(0)
-                print("done", flush=True)
             case "fork":
                 if pid := os.fork():
                     print(pid, flush=True)
@@ -86,6 +123,8 @@ def main() -> None:
                     os.execvp("sleep", ["sleep", "300"])
             case "exit":
                 return
+            case name:
+                commands[name]()
 
 
 if __name__ == "__main__":

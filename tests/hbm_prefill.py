@@ -1,5 +1,5 @@
-"""A prefill client in a process of its own, its pool in a card's memory, as test_hbm_gpu drives it: stdin is one
-command a line. Every slot of either component holds content that is hashed of what it is."""
+"""A prefill client in a process of its own, its pool on the device that argv names, as two_gpu/clients drives it: stdin
+is one command a line. Every slot of either component holds content that is hashed of what it is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import torch
 
+from pdtransfer.bounds import card_of
 from pdtransfer.client import PrefillClient
 from pdtransfer.effects import Drained, Leased
 from pdtransfer.layout import Component
@@ -48,11 +49,13 @@ def send(client: PrefillClient, room: int, tokens: int) -> None:
 
 
 def main() -> None:
+    device = sys.argv[1] if len(sys.argv) > 1 else "cuda:0"
     kv, index = pools()
-    whole = torch.from_numpy(np.concatenate([kv.memory, index.memory])).cuda()
-    torch.cuda.synchronize()
+    whole = torch.from_numpy(np.concatenate([kv.memory, index.memory])).to(device)
+    if whole.is_cuda:
+        torch.cuda.synchronize(device)
     own = [named(kv, "kv"), named(index, "index", base=len(kv.memory))]
-    with PrefillClient(settings("p"), own, pool_address=whole.data_ptr(), card=0) as client:
+    with PrefillClient(settings("p"), own, pool_address=whole.data_ptr(), card=card_of(device)) as client:
         print(client.endpoint, flush=True)
         while True:
             ready, _, _ = select.select([sys.stdin, client], [], [])

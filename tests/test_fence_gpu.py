@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +56,7 @@ async def is_still(arena: Arena) -> None:
 @pytest.mark.parametrize("turn", range(4))
 @on_loop
 async def test_a_killed_writer_is_quiet_only_after_its_cards_last_write(
-    arena: Arena, tmp_path: Path, turn: int
+    arena: Arena, tmp_path: Path, turn: int, measured: Callable[[str], None]
 ) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
@@ -69,14 +69,14 @@ async def test_a_killed_writer_is_quiet_only_after_its_cards_last_write(
         await until(lambda: owner.quiet(WRITER))
         quiet = time.monotonic()
         await is_still(arena)
-        print(f"turn {turn}: quiet {quiet - killed:.3f} s after SIGKILL")
+        measured(f"quiet {quiet - killed:.3f} s after SIGKILL")
     await owner.close()
 
 
 @pytest.mark.parametrize("turn", range(3))
 @on_loop
 async def test_a_forked_child_keeps_a_card_writing_and_the_fence_closed(
-    arena: Arena, tmp_path: Path, turn: int
+    arena: Arena, tmp_path: Path, turn: int, measured: Callable[[str], None]
 ) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
@@ -98,15 +98,15 @@ async def test_a_forked_child_keeps_a_card_writing_and_the_fence_closed(
         process.forked.clear()
         await until(lambda: owner.quiet(WRITER))
         await is_still(arena)
-        print(
-            f"turn {turn}: seen changed {changed} times after SIGKILL, until {ended - killed if changed else 0:.2f} s"
-        )
+        measured(f"seen changed {changed} times after SIGKILL, until {ended - killed if changed else 0:.2f} s")
     await owner.close()
 
 
 @pytest.mark.parametrize("turn", range(3))
 @on_loop
-async def test_a_child_that_runs_another_program_keeps_no_card_writing(arena: Arena, tmp_path: Path, turn: int) -> None:
+async def test_a_child_that_runs_another_program_keeps_no_card_writing(
+    arena: Arena, tmp_path: Path, turn: int, measured: Callable[[str], None]
+) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
         await process.child("exec")
@@ -116,7 +116,7 @@ async def test_a_child_that_runs_another_program_keeps_no_card_writing(arena: Ar
         killed = time.monotonic()
         process.started.kill()
         await until(lambda: owner.quiet(WRITER))
-        print(f"turn {turn}: quiet {time.monotonic() - killed:.3f} s after SIGKILL")
+        measured(f"quiet {time.monotonic() - killed:.3f} s after SIGKILL")
         await is_still(arena)
     await owner.close()
 

@@ -43,6 +43,9 @@ GROUP = "127.0.0.1:7100"
         ),
         ({"advertise": "host:7101"}, "advertise = 'host:7101': must be a host to dial, without a port"),
         ({"advertise": "0.0.0.0"}, "advertise = '0.0.0.0': must be a host to dial"),
+        ({"device": "cuda:0,cuda:1"}, "device = 'cuda:0,cuda:1': 2 cards, and this worker has 1 ranks"),
+        ({"device": "cuda:0,1", "tp_size": 2}, "device = 'cuda:0,1': must be cpu, cuda, cuda:N, or for a card a rank"),
+        ({"device": "cuda,cuda:1", "tp_size": 2}, "device = 'cuda,cuda:1': must be cpu, cuda, cuda:N"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused_in_one_line(given: dict, text: str) -> None:
@@ -65,6 +68,23 @@ def test_a_wildcard_is_fine_where_nobody_is_told_of_it_or_another_host_is_named(
         leader = PrefillConfig(tp_size=2, bind=bind, advertise=advertise, insecure=True)
         (rank,) = rank_configs(leader, GROUP)
         assert (rank.advertise, rank.bind.rpartition(":")[2], rank.tp_rank) == (advertise, "0", 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "devices"),
+    [
+        ("cpu", ["cpu"] * 4),
+        ("cuda", ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ("cuda:1", ["cuda:1"] * 4),
+        ("cuda:1,cuda:0", ["cuda:1", "cuda:0"] * 2),
+        ("cuda:3,cuda:1,cuda:0,cuda:2", ["cuda:3", "cuda:1", "cuda:0", "cuda:2"]),
+    ],
+)
+def test_ranks_compute_on_cards_of_their_own_unless_they_are_told_one(device: str, devices: list[str]) -> None:
+    leader = PrefillConfig(tp_size=2, pp_size=2, device=device)
+    ranks = [leader, *rank_configs(leader, GROUP)]
+    assert [each.engine_config.device for each in ranks] == devices
+    assert [each.card for each in ranks] == [None if each == "cpu" else int(each[5:]) for each in devices]
 
 
 def test_ranks_differ_when_only_one_has_keys_or_verifies() -> None:

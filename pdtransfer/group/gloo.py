@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -58,25 +60,29 @@ class Gloo:
     def gather(self, part: NDArray[Any]) -> list[NDArray[Any]]:
         own = _torch.from_numpy(np.ascontiguousarray(part))
         parts = [torch.empty_like(own) for _ in range(self.ranks.tp_size)]
-        _wait(self._stage.allgather([parts], [own]))
+        with _ranks_that_may_be_gone():
+            self._stage.allgather([parts], [own]).wait()
         return [each.numpy() for each in parts]
 
     def hand_on(self, hidden: NDArray[np.float32]) -> None:
-        if len(self._sent) == AHEAD_MAX:
-            _wait(self._sent.popleft()[0])
         copied = _torch.from_numpy(hidden.copy())
         place = (self.ranks.pp_rank + 1) * self.ranks.tp_size + self.ranks.tp_rank
-        self._sent.append((self._all.send([copied], place, 0), copied))
+        with _ranks_that_may_be_gone():
+            if len(self._sent) == AHEAD_MAX:
+                self._sent.popleft()[0].wait()
+            self._sent.append((self._all.send([copied], place, 0), copied))
 
     def take_over(self, hidden: NDArray[np.float32]) -> None:
         place = (self.ranks.pp_rank - 1) * self.ranks.tp_size + self.ranks.tp_rank
-        _wait(self._all.recv([_torch.from_numpy(hidden)], place, 0))
+        with _ranks_that_may_be_gone():
+            self._all.recv([_torch.from_numpy(hidden)], place, 0).wait()
 
 
-def _wait(work: Any) -> None:
-    """Raises WorldError where a rank has gone."""
+@contextmanager
+def _ranks_that_may_be_gone() -> Generator[None]:
+    """Raises WorldError where a rank has: it may be known before anything is sent, or while that is waited for."""
     try:
-        work.wait()
+        yield
     except RuntimeError as error:
         raise WorldError(f"a rank of this worker is gone: {str(error).splitlines()[0]}") from None
 

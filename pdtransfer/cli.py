@@ -18,8 +18,10 @@ from cyclopts.config import Env
 from cyclopts.validators import Number
 
 from . import __version__, logs
-from .config import PREFIX, BenchModel, DecodeConfig, DemoConfig, PrefillConfig, RouterConfig
+from .bounds import port_range
+from .config import PREFIX, Attention, BenchModel, DecodeConfig, PrefillConfig, RouterConfig
 from .config_sources import sources
+from .demo_config import DemoConfig
 from .errors import ConfigError, PDTransferError
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
@@ -98,11 +100,19 @@ def demo(
 
 
 @app.command
-def doctor(*, json: Json = False) -> int:
+def doctor(
+    *,
+    transport_ports: Annotated[
+        tuple[str, ...], Parameter(help="What daemons of this host are told, first-last; may be repeated.")
+    ] = (),
+    json: Json = False,
+) -> int:
     """Says what this host has and lacks, and the command that mends each; status 1 if something required is missing."""
     from .doctor import run
 
-    return run(json=json)
+    for each in transport_ports:
+        port_range("transport_ports", each)
+    return run(json=json, transport_ports=transport_ports)
 
 
 @app.command
@@ -177,6 +187,55 @@ def bench_hisparse(*, json: Json = False) -> int:
     from .bench import run_hisparse
 
     return run_hisparse(json=json)
+
+
+@bench.command(name="stall")
+def bench_stall(
+    *,
+    tokens: Annotated[int, _count("Tokens of one room.")] = 4_096,
+    rooms: Annotated[int, _count("Rooms to move.")] = 96,
+    json: Json = False,
+) -> int:
+    """What an embedded client takes of its scheduler's thread while large rooms move."""
+    from .bench import run_stall
+
+    return run_stall(tokens=tokens, rooms=rooms, json=json)
+
+
+@bench.command(name="pages")
+def bench_pages(
+    *, gib: Annotated[float, Parameter(help="GiB of each of two arenas.")] = 1.0, json: Json = False
+) -> int:
+    """An arena in pages of 4 KiB against one in what `--huge-pages auto` finds: backing, registering, copies."""
+    from .bench import run_pages
+
+    return run_pages(gib=gib, json=json)
+
+
+@bench.command(name="pd")
+def bench_pd(
+    *,
+    tokens: Annotated[tuple[int, ...], _count("Of a prompt; may be repeated. By default 128 to 32,768.")] = (),
+    attention: Annotated[tuple[Attention, ...], Parameter(help="Whose KV; may be repeated.")] = ("mla", "gqa"),
+    rounds: Annotated[int, _count("Prompts of each size and way that are counted.")] = 3,
+    chunk_tokens: Annotated[int, _count("Tokens that prefill computes at a time.")] = 8_192,
+    engine_option: Annotated[tuple[str, ...], Parameter(help="name=value for both engines; may be repeated.")] = (),
+    hisparse: Annotated[bool, Parameter(help="Decode from the arena, with the hot tokens on the card.")] = False,
+    prefill_device: Annotated[str, Parameter(help="Where prefill computes; by default the first card, if any.")] = "",
+    decode_device: Annotated[str, Parameter(help="Where decode does; by default the second card, if any.")] = "",
+    report: Annotated[Path | None, Parameter(help="Writes report.html and its pictures into this directory.")] = None,
+    json: Json = False,
+) -> int:
+    """Prompts from a prefill on one card to a decode on another, a model of real dimensions: what the time to the first
+    token goes into, how much of the transfer is hidden behind the computing, and whether the aims are met. Without a
+    card both compute a tiny model on the CPU, which shows that all of it works, and nothing about speed."""
+    from .bench import run_pd
+
+    devices = prefill_device, decode_device
+    return run_pd(
+        tokens=tokens, attentions=attention, rounds=rounds, chunk_tokens=chunk_tokens, engine_option=engine_option,
+        hisparse=hisparse, devices=devices, report=report, json=json,
+    )  # fmt: skip
 
 
 @kernels.command(name="build")

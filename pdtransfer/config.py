@@ -22,7 +22,8 @@ from .engine.base import EngineConfig, HiSparse
 from .errors import ConfigError
 from .keys import Address, Endpoint, check_exposure, is_loopback
 from .limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
-from .ranks import FREE, SIZE_MAX, check_advertise, check_ranks
+from .offers import Push
+from .ranks import FREE, check_advertise, check_device, check_ranks, device_of
 from .transports.network import Network, Protocol, Transport
 from .wire import Ranks
 
@@ -119,9 +120,7 @@ class WorkerConfig(NodeConfig):
     transport: Annotated[
         Transport, _help("How KV reaches decode's arena: auto takes shm on one host, and Mooncake between two.")
     ] = "auto"
-    transport_ports: Annotated[str, _help("Where Mooncake's engines listen, first-last: two ports a session.")] = (
-        "21000-21999"
-    )
+    transport_ports: Annotated[str, _help("Where Mooncake's engines listen, first-last: two each.")] = "21000-21999"
     transport_protocol: Annotated[Protocol, _help("What Mooncake's engines speak; rdma has run on no hardware.")] = (
         "tcp"
     )
@@ -132,7 +131,10 @@ class WorkerConfig(NodeConfig):
     slots: Annotated[int, _help("Tokens that the pool or the arena holds.")] = 65_536
     page_size: Annotated[int, _help("Tokens a page; a power of two.")] = 64
     host_layout: Annotated[HostLayout, _help("How the pool or the arena is laid out.")] = "layer_first"
-    device: Annotated[str, _help("Where the engine computes: cpu, cuda or cuda:N.")] = "cpu"
+    device: Annotated[
+        str,
+        _help("Where the engine computes: cpu, cuda (each rank on a card of its own), cuda:N, or cuda:N,cuda:M,..."),
+    ] = "cpu"
     tp_size: Annotated[int, _help("Processes that share the heads of each layer.")] = 1
     tp_rank: Annotated[int, _help("Which of them this is; rank 0 leads, and is the one that routers name.")] = 0
     group: Annotated[
@@ -148,13 +150,13 @@ class WorkerConfig(NodeConfig):
         match("engine", self.engine, r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:attribute")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")
-        card_of(self.device)
         port_range("transport_ports", self.transport_ports)
         power_of_two("page_size", self.page_size, PAGE_SIZE_MAX)
         bound("slots", self.slots, 1, SLOTS_MAX)
         if self.slots % self.page_size:
             raise ConfigError(f"slots = {self.slots}: must be a multiple of page_size {self.page_size}")
         check_ranks(self.ranks, self.group, insecure=self.insecure)
+        check_device(self.device, self.ranks)
         if not self.leads:
             # What a leader listens on by default, it has already where all ranks are on one host.
             for each in fields(self):
@@ -175,9 +177,14 @@ class WorkerConfig(NodeConfig):
         return Network(host=self.advertise, ports=ports, protocol=self.transport_protocol)
 
     @property
+    def own_device(self) -> str:
+        """What of `device` is this rank's."""
+        return device_of(self.device, self.ranks)
+
+    @property
     def card(self) -> int | None:
-        """The card that `device` names, if it names one."""
-        return card_of(self.device)
+        """The card that this rank computes on, if it is one."""
+        return card_of(self.own_device)
 
     @property
     def grouped(self) -> bool:
@@ -210,6 +217,7 @@ class PrefillConfig(WorkerConfig):
     bind: Annotated[str, _help("Where decode and router reach it; port 0 takes a free one.")] = "tcp://127.0.0.1:7101"
     http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for nowhere.")] = "127.0.0.1:7102"
     chunk_tokens: Annotated[int, _help("Tokens that are computed, and offered to decode, at a time.")] = 512
+    push: Annotated[Push, _help("When KV leaves: auto goes by size, end waits for the whole prompt.")] = "auto"
     copy_threads: Annotated[int, _help("Threads that copy rows into arenas.")] = 2
     pp_size: Annotated[int, _help("Stages that share the layers, each of tp_size processes.")] = 1
     pp_rank: Annotated[int, _help("Which of them this is.")] = 0
@@ -234,9 +242,12 @@ class PrefillConfig(WorkerConfig):
             page_size=self.page_size,
             host_layout=self.host_layout,
             chunk_tokens=self.chunk_tokens,
-            device=self.device,
+            device=self.own_device,
             options=self.engine_options,
         )
+
+
+_OF_HISPARSE = ("device_slots", "hot_tokens", "dense_slots", "retract_policy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,9 +284,17 @@ class DecodeConfig(WorkerConfig):
 
     def __post_init__(self) -> None:
         WorkerConfig.__post_init__(self)
+        if self.transport == "mooncake" and ":" in self.advertise:
+            raise ConfigError(
+                f"advertise = {self.advertise!r}: transport mooncake is reached by a name or an IPv4 address alone"
+            )
         bound("batch_max", self.batch_max, 1, 65_536)
-        for name in ("device_slots", "hot_tokens", "dense_slots"):
-            bound(name, getattr(self, name), 1, SLOTS_MAX)
+        for name in _OF_HISPARSE:
+            value, default = getattr(self, name), DecodeConfig.__dataclass_fields__[name].default
+            if name != "retract_policy":
+                bound(name, value, 1, SLOTS_MAX)
+            if value != default and not self.enable_hisparse:
+                raise ConfigError(f"{name} = {value}: it says nothing without enable_hisparse")
         if len(os.fsencode(self.socket_directory)) > SOCKET_DIRECTORY_LENGTH_MAX:
             text = f"socket_directory = '{self.socket_directory}': longer than {SOCKET_DIRECTORY_LENGTH_MAX} bytes"
             raise ConfigError(text)
@@ -290,7 +309,7 @@ class DecodeConfig(WorkerConfig):
             page_size=self.page_size,
             host_layout=self.host_layout,
             batch_max=self.batch_max,
-            device=self.device,
+            device=self.own_device,
             options=self.engine_options,
             hisparse=self._hisparse,
         )
@@ -341,58 +360,4 @@ class RouterConfig(NodeConfig):
             raise ConfigError(f"{name} = {value!r}: wants keys, and this node has no key")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoConfig:
-    """One router, some prefill and decode daemons, and prompts whose answers are held against a single process."""
-
-    requests: Annotated[int, _help("Prompts to send.")] = 32
-    concurrency: Annotated[int, _help("Requests under way at once.")] = 32
-    prompt_bytes_max: Annotated[int, _help("Prompts are of 1 to this many bytes.")] = 8_192
-    shared_prefix: Annotated[int, _help("Bytes before each that all have in common; the first goes ahead.")] = 0
-    max_tokens: Annotated[int, _help("Tokens to generate for each.")] = 32
-    seed: Annotated[int, _help("Decides the prompts.")] = 0
-    attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
-    engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
-    device: Annotated[str, _help("Where all of them compute: cpu, cuda or cuda:N.")] = "cpu"
-    prefill: Annotated[int, _help("Prefill workers.")] = 1
-    decode: Annotated[int, _help("Decode workers.")] = 1
-    prefill_tp: Annotated[int, _help("Processes of a prefill worker that share the heads of each layer.")] = 1
-    prefill_pp: Annotated[int, _help("Stages of a prefill worker that share the layers.")] = 1
-    decode_tp: Annotated[int, _help("Processes of a decode worker that share the heads of each layer.")] = 1
-    prefill_page_size: Annotated[int, _help("Tokens a page of prefill's pool; a power of two.")] = 64
-    decode_page_size: Annotated[int, _help("Tokens a page of decode's arena; a power of two.")] = 1
-    prefill_layout: Annotated[HostLayout, _help("How prefill's pool is laid out.")] = "layer_first"
-    decode_layout: Annotated[
-        HostLayout, Parameter(name=("--decode-layout", "--host-layout"), help="How decode's arena is laid out.")
-    ] = "page_first"
-    transport: Annotated[Transport, _help("How KV reaches decode's arena: auto takes shm, all being on one host.")] = (
-        "auto"
-    )
-    verify: Annotated[bool, _help("Have decode compare the checksum of every row with prefill's.")] = False
-    hisparse: Annotated[bool, _help("Decode from the arena, with the hot tokens on the device.")] = False
-    json: Annotated[bool, _help("Print one JSON object instead of the table.")] = False
-
-    def __post_init__(self) -> None:
-        card_of(self.device)
-        if self.hisparse and self.decode_tp > 1:
-            raise ConfigError(f"hisparse: decode_tp = {self.decode_tp}: one rank serves it, alone")
-        bound("requests", self.requests, 1, 1_000_000)
-        bound("concurrency", self.concurrency, 1, 4_096)
-        bound("prompt_bytes_max", self.prompt_bytes_max, 1, 1 << 19)
-        bound("shared_prefix", self.shared_prefix, 0, 1 << 18)
-        bound("max_tokens", self.max_tokens, 1, 65_536)
-        bound("seed", self.seed, 0, (1 << 63) - 1)
-        bound("prefill", self.prefill, 1, 64)
-        bound("decode", self.decode, 1, 64)
-        for option in self.engine_option:
-            match("engine_option", option, r"[\w.-]+=.*", "name=value")
-        for name in ("prefill_tp", "prefill_pp", "decode_tp"):
-            bound(name, getattr(self, name), 1, SIZE_MAX)
-        power_of_two("prefill_page_size", self.prefill_page_size, PAGE_SIZE_MAX)
-        power_of_two("decode_page_size", self.decode_page_size, PAGE_SIZE_MAX)
-
-
-Config = PrefillConfig | DecodeConfig | RouterConfig | DemoConfig
-COMMANDS: dict[str, type[Config]] = {
-    "prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig, "demo": DemoConfig,
-}  # fmt: skip
+Config = PrefillConfig | DecodeConfig | RouterConfig

@@ -11,9 +11,14 @@ from typing import Any, cast
 
 from cyclopts.config import Dict, Env
 
-from .config import COMMANDS, PREFIX
+from .config import PREFIX, Config, DecodeConfig, PrefillConfig, RouterConfig
+from .demo_config import DemoConfig
 from .errors import ConfigError
 from .limits import Limits
+
+COMMANDS: dict[str, type[Config | DemoConfig]] = {
+    "prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig, "demo": DemoConfig,
+}  # fmt: skip
 
 
 def sources(path: Path | None) -> list[Dict | Env]:
@@ -49,7 +54,9 @@ def _sections(path: Path, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]
         if "limits" in merged:
             merged["limits"] = shared.get("limits", {}) | own.get("limits", {})
         sections[command] = merged
-    return sections
+    # Doctor is no daemon, and has a look at what those of the file are told.
+    ports = {each["transport_ports"] for each in sections.values() if "transport_ports" in each}
+    return sections | ({"doctor": {"transport_ports": sorted(ports)}} if ports else {})
 
 
 def _known(path: Path, place: str, table: object, names: list[str]) -> None:

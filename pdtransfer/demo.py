@@ -23,7 +23,8 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .config import DecodeConfig, DemoConfig, PrefillConfig, RouterConfig, card_of
+from .config import DecodeConfig, PrefillConfig, RouterConfig
+from .demo_config import DemoConfig
 from .demo_report import Answer, good, hot_report, report_of, show
 from .errors import PDTransferError, WorldError
 from .fleet import Fleet, Standing
@@ -67,8 +68,9 @@ def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) ->
 
     With `router`, the URL of one that runs, nothing is started; `metrics` is host:port of each decode rank behind it.
     """
-    if (number := card_of(config.device)) is not None:
-        card.check(number)
+    for number in config.cards:
+        if number is not None:
+            card.check(number)
     return uvloop.run(_until_stopped(config, Standing(router, metrics) if router else None))
 
 
@@ -154,20 +156,19 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
         PrefillConfig(
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}",
-            limits=LIMITS, engine_option=options, device=config.device, tp_size=config.prefill_tp,
+            limits=LIMITS, engine_option=options, device=config.devices[0], tp_size=config.prefill_tp,
             pp_size=config.prefill_pp, transport=config.transport,
         )
         for number in range(config.prefill)
     ]  # fmt: skip
-    hot = _hot_tokens(config)
     limits = replace(LIMITS, hisparse_wait_steps=2, hisparse_quantum_steps=6) if config.hisparse else LIMITS
     decode = [
         DecodeConfig(
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=limits,
-            socket_directory=logs / "sockets", engine_option=options, device=config.device, verify=config.verify,
-            tp_size=config.decode_tp, transport=config.transport, enable_hisparse=config.hisparse, hot_tokens=hot,
-            device_slots=HOT_REQUESTS * (hot + 1), dense_slots=64,
+            socket_directory=logs / "sockets", engine_option=options, device=config.devices[1], verify=config.verify,
+            tp_size=config.decode_tp, transport=config.transport,
+            **(_hisparse(_hot_tokens(config)) if config.hisparse else {}),
         )
         for number in range(config.decode)
     ]  # fmt: skip
@@ -179,6 +180,13 @@ def _engine_options(config: DemoConfig) -> dict[str, str]:
     own = {"context_tokens": str(longest)} if longest > CONTEXT_TOKENS else {}
     own |= {"top_k": str(TOP_K)} if config.hisparse else {}
     return own | {name: value for name, _, value in (option.partition("=") for option in config.engine_option)}
+
+
+def _hisparse(hot: int) -> dict[str, Any]:
+    """Settings of a decode daemon whose device has places for few such requests."""
+    return {
+        "enable_hisparse": True, "hot_tokens": hot, "device_slots": HOT_REQUESTS * (hot + 1), "dense_slots": 64,
+    }  # fmt: skip
 
 
 def _hot_tokens(config: DemoConfig) -> int:
@@ -344,7 +352,8 @@ def _generate(demo: DemoConfig, texts: list[str]) -> list[dict[str, str]]:
 
     from .engine.base import EngineConfig
     from .engine.reference import generate_many
-    from .wire import Sampling
+    from .ranks import device_of
+    from .wire import Ranks, Sampling
 
     prompts = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
     longest = max(len(prompt) for prompt in prompts) + demo.max_tokens
@@ -354,7 +363,7 @@ def _generate(demo: DemoConfig, texts: list[str]) -> list[dict[str, str]]:
         slots=-(-max(longest, 32_768) // 64) * 64,
         page_size=64,
         host_layout="layer_first",
-        device=demo.device,
+        device=device_of(demo.devices[1], Ranks()),
         options=_engine_options(demo),
     )
     sampling = Sampling(max_tokens=demo.max_tokens, ignore_eos=True)

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .config import DemoConfig
+from .demo_config import DemoConfig
 
 
 @dataclass(slots=True)

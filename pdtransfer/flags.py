@@ -6,10 +6,11 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, cast
 
 from .config import Config
+from .demo_config import DemoConfig
 from .limits import Limits
 
 
-def arguments(config: Config) -> list[str]:
+def arguments(config: Config | DemoConfig) -> list[str]:
     """The flags that make a process build this very config: for those who start daemons."""
     given: list[str] = []
     for each in fields(config):

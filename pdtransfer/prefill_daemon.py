@@ -19,7 +19,7 @@ from .config import PrefillConfig
 from .daemon_metrics import PrefillMetrics
 from .desk import Desk, failure, request_of
 from .effects import Drained, Landed, Leased, PrefillEvent, RoomFailed
-from .engine.base import Broken, CardMemory, Prefilled, PrefillEngine
+from .engine.base import Broken, CardMemory, Prefilled, PrefillEngine, SharedMemory
 from .engine_thread import Cancel, Compute, Free, Offered, Order, PrefillOutcome, Refused
 from .errors import Cause, RemoteProtocolError
 from .group import frames
@@ -62,13 +62,16 @@ def node_of(
     others: Others | None = None,
 ) -> PrefillNode:
     """One rank's node: the same on every rank of a group, but that only the leader hears `others`."""
-    pool = engine.pool
+    pool, fd = engine.pool, -1
+    if isinstance(pool, SharedMemory):
+        pool, fd = pool.view, pool.fd
     on_card = isinstance(pool, CardMemory)
     return PrefillNode(
         settings,
         engine.card.components,
         tell,
         pool_address=pool.address if on_card else np.frombuffer(pool, dtype=np.uint8).ctypes.data,
+        pool_fd=fd,
         copy_threads=config.copy_threads,
         card=pool.card if on_card else None,
         replicas=engine.card.replicas,
@@ -109,7 +112,7 @@ class PrefillDaemon:
         self._serials = count(1)
         self.metrics = PrefillMetrics(self.node, registry)
         turns = engine_thread.leading(engine, port, self.group.turn)
-        self.thread = engine_thread.PrefillThread(engine, port, self._heard, turns)
+        self.thread = engine_thread.PrefillThread(engine, port, self._heard, turns, push=config.push)
 
     @property
     def idle(self) -> bool:

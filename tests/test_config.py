@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from pdtransfer import cli, config
-from pdtransfer.config import Config, DecodeConfig, DemoConfig, PrefillConfig, RouterConfig
+from pdtransfer.config import Config, DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.config_sources import COMMANDS
+from pdtransfer.demo_config import DemoConfig
 from pdtransfer.errors import ConfigError
 from pdtransfer.flags import arguments
 from pdtransfer.limits import LIMIT_BOUNDS, Limits
@@ -81,7 +83,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (lambda: DemoConfig(prefill=0), ["prefill", "0"]),
         (lambda: DemoConfig(decode_page_size=3), ["decode_page_size", "3", "power of two"]),
         (lambda: DemoConfig(hisparse=True, decode_tp=2), ["hisparse", "decode_tp = 2"]),
+        (lambda: DemoConfig(device="cuda:0,cuda:1"), ["device", "cuda:0,cuda:1"]),
+        (lambda: DemoConfig(decode_device="cuda:0,cuda:1"), ["decode_device = 'cuda:0,cuda:1'", "1 ranks"]),
+        (lambda: DemoConfig(device="cuda", prefill_device="cpu"), ["prefill_device = 'cpu'", "identical"]),
         (lambda: DecodeConfig(hot_tokens=0), ["hot_tokens", "0"]),
+        (lambda: DecodeConfig(hot_tokens=512), ["hot_tokens = 512", "nothing without enable_hisparse"]),
+        (lambda: DecodeConfig(device_slots=512), ["device_slots = 512", "nothing without enable_hisparse"]),
+        (lambda: DecodeConfig(dense_slots=512), ["dense_slots = 512", "nothing without enable_hisparse"]),
+        (lambda: DecodeConfig(retract_policy="newest"), ["retract_policy = newest", "nothing without enable_hisparse"]),
         (lambda: DecodeConfig(device_slots=1 << 33), ["device_slots", "8589934592"]),
     ],
 )
@@ -273,8 +282,10 @@ def test_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         DemoConfig(requests=3, decode_layout="page_head"),
     ],
 )
-def test_arguments_build_the_same_config_in_another_process(given: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = next(name for name, kind in config.COMMANDS.items() if type(given) is kind)
+def test_arguments_build_the_same_config_in_another_process(
+    given: Config | DemoConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = next(name for name, kind in COMMANDS.items() if type(given) is kind)
     flags = arguments(given)
     assert bound(monkeypatch, command, *flags) == given
 

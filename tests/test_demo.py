@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from pdtransfer import demo
-from pdtransfer.config import DemoConfig
 from pdtransfer.demo import prompts, run
+from pdtransfer.demo_config import DemoConfig
 from pdtransfer.demo_report import Answer
 from pdtransfer.errors import WorldError
 from pdtransfer.fleet import Standing
@@ -380,6 +380,15 @@ def test_with_verify_every_room_has_to_be_verified_and_none_mismatched(
     assert (said["grants_verified"], said["grants_mismatched"]) == (verified, mismatched)
     assert run(CONFIG) == 0
     assert "grants_verified" not in json.loads(capsys.readouterr().out)
+
+
+def test_workers_compute_where_they_are_told_and_the_single_process_beside_decode() -> None:
+    assert DemoConfig().cards == {None}
+    config = DemoConfig(prefill_device="cuda:2,cuda:0", decode_device="cuda:1", prefill_tp=2)
+    assert config.cards == {0, 1, 2}
+    prefill, decode = demo._fleet(config, ["a"], Path("/tmp/fleet"))._configs  # only named, never made
+    assert (prefill.device, decode.device) == ("cuda:2,cuda:0", "cuda:1")
+    assert DemoConfig(device="cuda", decode_tp=2).cards == {0, 1}
 
 
 def test_with_hisparse_a_staged_copy_is_status_1_and_hits_are_a_share(

@@ -39,6 +39,7 @@ TOKENS = 6  # generated for each prompt where a test does not say otherwise
 PATIENCE_S = 60.0
 LIMITS = Limits(ping_ms=250, fence_poll_ms=25, room_deadline_ms=30_000)
 Result = TypeVar("Result")
+Within = Callable[[str], Sequence[str]]
 
 
 async def until(condition: Callable[[], Awaitable[object]], what: str = "", seconds: float = PATIENCE_S) -> None:
@@ -101,8 +102,15 @@ def prompts(seed: int, *sizes: int) -> list[str]:
 class Site:
     """A fleet that runs, and a client in front of it."""
 
-    def __init__(self, fleet: Fleet, http: aiohttp.ClientSession, configs: dict[str, Any], logs: Path) -> None:
-        self.fleet, self.http, self.configs, self.logs = fleet, http, configs, logs
+    def __init__(
+        self,
+        fleet: Fleet,
+        http: aiohttp.ClientSession,
+        configs: dict[str, Any],
+        logs: Path,
+        within: Within = lambda _: (),
+    ) -> None:
+        self.fleet, self.http, self.configs, self.logs, self.within = fleet, http, configs, logs, within
 
     @property
     def prefill(self) -> Daemon:
@@ -217,7 +225,8 @@ class Site:
             config = replace(config, listen=daemon.ready["http"], **workers)
         else:
             config = replace(config, bind=daemon.ready["endpoint"].rpartition("@")[2])
-        again = await Daemon.start(config, self.logs / f"{daemon.ready['node']}-again.log")
+        log = self.logs / f"{daemon.ready['node']}-again.log"
+        again = await Daemon.start(config, log, within=self.within(config.node))
         self.fleet.daemons[self.fleet.daemons.index(daemon)] = again
         await again.wait_ready()
         return again
@@ -282,20 +291,21 @@ async def fleet(
     decodes: Sequence[dict[str, Any]] = ({},),
     router: dict[str, Any] | None = None,
     ready: bool = True,
+    within: Within = lambda _: (),
 ) -> AsyncIterator[Site]:
-    """Each of `prefills` and `decodes` says what is not as usual of one daemon."""
+    """Each of `prefills` and `decodes` says what is not as usual of one daemon; `within` where a node runs."""
     # Not below `logs`: a Unix socket's path has 107 bytes, and pytest's directories grow with the tests' names.
     sockets = tempfile.TemporaryDirectory(prefix="pdt-")
     prefill = [prefill_config(number, **more) for number, more in enumerate(prefills)]
     decode = [decode_config(Path(sockets.name) / "s", number, **more) for number, more in enumerate(decodes)]
     front = RouterConfig(**{"listen": loopback(), "node": "router", "limits": LIMITS, **(router or {})})
-    async with Fleet(prefill, decode, front, logs) as running:
+    async with Fleet(prefill, decode, front, logs, within=within) as running:
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
         # A connection that is kept would be a descriptor of a daemon's.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(running.url, timeout=timeout, connector=connector) as http:
             configs = {each.node: each for each in (*prefill, *decode, front)}
-            made = Site(running, http, configs, logs)
+            made = Site(running, http, configs, logs, within)
             if ready:
                 await made.usable(prefill=len(prefill), decode=len(decode))
             yield made

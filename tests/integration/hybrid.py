@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pdtransfer.engine.base import Broken, Computed, EngineCard, EngineConfig, Finished, Prefilled, Request, Token
 from pdtransfer.hybrid import deepseek_v4
 from pdtransfer.layout import Component
-from tests.integration.plain import WRONG, stamps, token
+from tests.integration.plain import WRONG, stamps, token, told
 
 RATIOS = (0, 4, 128, 4)
 WINDOW = 48
@@ -244,11 +244,8 @@ class HybridDecode:
                 made.append(Broken(room=number, detail=f"{WRONG}: {wrong}"))
                 continue
             at = room.tokens - len(room.request.prompt)
-            made.append(Token(room=number, index=at, id=room.ids[at]))
             self._write(room)
-            if at + 1 == len(room.ids):
-                del self._rooms[number]
-                made.append(Finished(room=number, reason="length"))
+            made += told(self._rooms, number, at)
         return made
 
     def cancel(self, room: int) -> None:

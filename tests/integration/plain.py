@@ -237,16 +237,23 @@ class PlainDecode:
                 made.append(Broken(room=number, detail=WRONG))
                 continue
             at, own = room.rows - len(room.request.prompt), slice(room.rows, room.rows + 1)
-            made.append(Token(room=number, index=at, id=room.ids[at]))
             rows.write(room.slots[own], room.stamps[own])
             room.rows += 1
-            if at + 1 == len(room.ids):
-                del self._rooms[number]
-                made.append(Finished(room=number, reason="length"))
+            made += told(self._rooms, number, at)
         return made
 
     def cancel(self, room: int) -> None:
         self._rooms.pop(room, None)
+
+
+def told(rooms: dict[int, Any], number: int, index: int) -> list[Token | Finished]:
+    """A room's token at that index, and its end, with which it leaves `rooms`, if that is its last."""
+    ids = rooms[number].ids
+    made: list[Token | Finished] = [Token(room=number, index=index, id=ids[index])]
+    if index + 1 == len(ids):
+        del rooms[number]
+        made.append(Finished(room=number, reason="length"))
+    return made
 
 
 def create(config: EngineConfig) -> Any:

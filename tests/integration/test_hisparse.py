@@ -12,7 +12,20 @@ import pytest
 from pdtransfer.engine.base import EngineConfig
 from pdtransfer.engine.reference import Generation, generate_many
 from pdtransfer.wire import Sampling
-from tests.integration.fleets import LIMITS, SLOTS, TOKENS, Running, Site, equal, prompts, running
+from tests.integration.fleets import (
+    ENGINE,
+    LIMITS,
+    SLOTS,
+    TOKENS,
+    Answer,
+    Gates,
+    Running,
+    Site,
+    equal,
+    prompts,
+    running,
+    until,
+)
 
 OPTIONS = {"layers": "2", "top_k": "16", "index_share": "1"}
 LAYOUTS = {"mla": {"page_size": 1, "host_layout": "page_first"}, "gqa": {"page_size": 16, "host_layout": "page_head"}}
@@ -84,3 +97,46 @@ def test_a_request_that_can_never_fit_is_refused_and_whoever_hangs_up_leaves_not
         await site.settled()
 
     on(case)
+
+
+def test_a_full_queue_for_the_device_is_429_with_retry_after_and_dense_requests_are_served(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    gates = Gates(tmp_path_factory.mktemp("gates"))
+    options = tuple(f"{name}={value}" for name, value in OPTIONS.items())
+    narrow = {
+        "enable_hisparse": True,
+        "hot_tokens": 48,
+        "device_slots": 98,
+        "engine": ENGINE,
+        "engine_option": (*options, f"gates={gates.directory}"),
+        "limits": replace(LIMITS, hisparse_queue_max=2),
+    }
+    with running(tmp_path_factory.mktemp("f"), prefills=[{"engine_option": options}], decodes=[narrow]) as on:
+
+        async def case(site: Site) -> None:
+            text = TEXTS[5]
+            wanted = expected("mla")[5]
+            assert equal(await site.complete(text, enable_hisparse=True), wanted)  # the session is up
+            with gates.closed("decode"):
+                asked = [asyncio.ensure_future(site.complete(text, enable_hisparse=True)) for _ in range(8)]
+                await until(lambda: some_done(asked), "some are turned away")
+                dense = asyncio.ensure_future(site.complete(text, enable_hisparse=False))
+            answers = await asyncio.gather(*asked)
+            full = [answer for answer in answers if answer.status == 429]
+            assert full
+            assert len(full) <= 6, "two of them had places to wait in"
+            for answer in full:
+                assert answer.error["code"] == "full"
+                assert answer.error["type"] == "rate_limit_error"
+                assert answer.retry_after is not None
+                assert int(answer.retry_after) >= 1
+            assert all(equal(answer, wanted) for answer in answers if answer.status != 429)
+            assert equal(await dense, wanted)
+            await site.settled()
+
+        on(case)
+
+
+async def some_done(asked: list[asyncio.Task[Answer]]) -> bool:
+    return any(each.done() for each in asked)

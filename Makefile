@@ -3,7 +3,7 @@ PYTHON ?= python3
 ARGS ?=
 RUN := .venv/bin/python
 
-.PHONY: demo compose-demo test test-gpu sanitize check bench venv clean
+.PHONY: demo compose-demo test test-gpu test-two-gpu sanitize check bench venv clean
 
 demo: .venv/.stamp
 	@$(RUN) -m pdtransfer demo $(ARGS)
@@ -20,6 +20,12 @@ test: .venv/.stamp
 test-gpu: .venv/.stamp
 	@$(RUN) -m pytest -m gpu -rs $(ARGS)
 	@$(RUN) -m pdtransfer bench kernels
+
+# On a host with two cards: KV from one to the other, however it is laid out, and whoever dies on the way.
+# ARGS=--devices=cuda:0,cuda:0 does it with one card, cpu,cpu with none.
+test-two-gpu: .venv/.stamp
+	@$(RUN) -m pytest tests/two_gpu -m two_gpu -rs -n 16 --dist worksteal $(ARGS)
+	@$(RUN) -m pdtransfer bench pd
 
 # On a host with a card and compute-sanitizer; ARGS are its tools, by default memcheck and racecheck.
 sanitize: .venv/.stamp

@@ -112,6 +112,79 @@ def test_layer_contracts_catch_what_they_forbid(module: str, line: str, complain
     assert complaint in linted(tmp_path)
 
 
+# What waits for all that a card does, whoever has queued it; and the one place of each that may, with its reason.
+DEVICE_WIDE = {
+    "synchronize": "torch.cuda's, unless it is a stream's or an event's own",
+    "empty_cache": "torch.cuda's: it frees, and that waits",
+    "cuCtxSynchronize": "the driver's",
+    "cuDeviceSynchronize": "the runtime's",
+    "cudaDeviceSynchronize": "the runtime's",
+    "cuMemFree": "the driver's: it waits for the card",
+    "graph": "torch.cuda.graph() synchronises the device before it captures; capture_begin does not",
+}
+MAY_WAIT_FOR_A_WHOLE_DEVICE = {
+    (
+        "pdtransfer.kernels.card",
+        "cuCtxSynchronize",
+    ): "Card.finish: a launch of which nobody knows any more if it was made",
+    ("pdtransfer.kernels.card", "cuMemFree"): "Card.free without a stream: at a close, and a table's place among 1,024",
+}
+
+
+def device_wide(tree: ast.Module) -> set[str]:
+    """Names that wait for a whole device, as calls or as the names of a driver's functions."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in DEVICE_WIDE:
+            of_cuda = isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "cuda"
+            if of_cuda or node.func.attr.startswith("cu"):
+                found.add(node.func.attr)
+        elif isinstance(node, ast.Constant) and node.value in DEVICE_WIDE and str(node.value).startswith("cu"):
+            found.add(str(node.value))
+    return found
+
+
+def test_nothing_that_serves_waits_for_a_whole_device() -> None:
+    """A step, a push and a copy up wait for what they have queued, and for nobody else's work. Benches may."""
+    waits = {
+        (name, call)
+        for name, tree in modules()
+        if not name.startswith("pdtransfer.bench")
+        for call in device_wide(tree)
+    }
+    assert waits == set(MAY_WAIT_FOR_A_WHOLE_DEVICE)
+
+
+# What runs on a loop. It asks events (`query`); whoever waits for a card has a thread of its own.
+ON_THE_LOOP = re.compile(r"pdtransfer\.(node|session|bus|turn|events|service|desk|transports\.(choice|shm|mooncake))\b")
+
+
+def test_what_runs_on_the_loop_waits_for_no_card() -> None:
+    waits = {
+        (name, node.attr)
+        for name, tree in modules()
+        if ON_THE_LOOP.match(name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in {"synchronise", "synchronize", "cuEventSynchronize"}
+    }
+    assert waits == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("torch.cuda.synchronize()", "synchronize"),
+        ("with torch.cuda.graph(made): pass", "graph"),
+        ("self.call('cuCtxSynchronize')", "cuCtxSynchronize"),
+        ("driver.cuMemFree(1)", "cuMemFree"),
+        ("torch.cuda.empty_cache()", "empty_cache"),
+    ],
+)
+def test_a_wait_for_a_whole_device_is_seen(line: str, name: str) -> None:
+    assert device_wide(ast.parse(line)) == {name}
+    assert not device_wide(ast.parse("torch.cuda.current_stream().synchronize()\nevent.synchronize()"))
+
+
 def test_only_config_reads_the_environment() -> None:
     readers = {
         name

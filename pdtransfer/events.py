@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
+import time
 from collections import deque
 from collections.abc import Callable
 
 from .engine.base import Event
 
 POLL_S = 0.0002  # how often an event that has not fired is asked again
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class EventQueue:
@@ -19,7 +24,7 @@ class EventQueue:
         self._broken = broken
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, deque[tuple[Event | None, Callable[[], None]]]] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = _Timer(self._loop, self._ask)
 
     def call(self, room: int, after: Event | None, call: Callable[[], None]) -> None:
         """Calls after `after` and after every earlier call of this room."""
@@ -41,8 +46,7 @@ class EventQueue:
     def stop(self) -> None:
         """Asks no more."""
         self._waiting.clear()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.close()
 
     def _advance(self, room: int) -> None:
         queue = self._waiting[room]
@@ -55,8 +59,7 @@ class EventQueue:
                 self._broken(room, error)
                 return
             if not fired:
-                if self._timer is None:
-                    self._timer = self._loop.call_later(POLL_S, self._ask)
+                self._timer.start()
                 return
             queue.popleft()
             call()
@@ -64,7 +67,54 @@ class EventQueue:
             del self._waiting[room]
 
     def _ask(self) -> None:
-        self._timer = None
         for room in list(self._waiting):
             if room in self._waiting:
                 self._advance(room)
+        if not self._waiting:
+            self._timer.stop()
+
+
+class _Timer:
+    """Calls on the loop every POLL_S while it is started. uvloop's own timers count in milliseconds: what is due within
+    half of one it calls at once, again and again, and the loop takes a whole core."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+        self._loop, self._call = loop, call
+        self._fd, self._started = -1, False
+
+    def start(self) -> None:
+        """Idempotent."""
+        if self._started:
+            return
+        if self._fd < 0:
+            self._fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+            if self._fd < 0:
+                raise OSError(ctypes.get_errno(), f"timerfd_create: {os.strerror(ctypes.get_errno())}")
+            self._loop.add_reader(self._fd, self._due)
+        self._set(POLL_S)
+
+    def stop(self) -> None:
+        """Idempotent."""
+        if self._started:
+            self._set(0.0)
+
+    def close(self) -> None:
+        """Calls no more."""
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd, self._started = -1, False
+
+    def _set(self, seconds: float) -> None:
+        """Two struct timespec, the interval and what is left; zeros disarm it."""
+        half = (0, int(seconds * 1e9))
+        if _libc.timerfd_settime(self._fd, 0, (ctypes.c_long * 4)(*half, *half), None):
+            raise OSError(ctypes.get_errno(), f"timerfd_settime: {os.strerror(ctypes.get_errno())}")
+        self._started = seconds > 0
+
+    def _due(self) -> None:
+        try:
+            os.read(self._fd, 8)
+        except BlockingIOError:
+            return  # it was stopped meanwhile
+        self._call()

@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.errors import Cause, LocalProtocolError
-from pdtransfer.events import Event, EventQueue
+from pdtransfer.events import POLL_S, Event, EventQueue
 from pdtransfer.limits import Limits
 from pdtransfer.memory import Arena
 from pdtransfer.node import DecodeNode, PrefillNode
@@ -228,6 +228,16 @@ async def test_a_late_event_calls_once_and_the_loop_goes_on_meanwhile() -> None:
     asked = late.asked
     await asyncio.sleep(0.01)
     assert (queued.called, late.asked) == (["late"], asked)
+
+
+@on_loop
+async def test_an_event_is_asked_no_more_often_than_it_is_said_to_be() -> None:
+    queued, late = Queued(), Late()
+    begun_s = time.monotonic()
+    queued.call(1, late, "late")
+    await until(lambda: late.asked > 20)
+    assert late.asked <= 2 + (time.monotonic() - begun_s) / POLL_S
+    queued.queue.stop()
 
 
 @on_loop

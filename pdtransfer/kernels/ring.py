@@ -78,7 +78,7 @@ def ring_works(ring: Ring, sides: Sides, made: Through, staged: Staging, held: E
     arguments["pairs"] += pairs.astype(np.uint64)
     arguments["target" if shape.fetch else "source"]["entries"] += staged.address
     runs[:, 0] += np.array(slots)[slot[begun.chunks]]
-    runs[:, 1] += far.address + made.offset
+    runs[:, 1] = far.address + made.far_offsets(carved)
     if shape.fetch:
         runs = runs[:, [1, 0, 2]]
     if len(made.left):
@@ -203,11 +203,12 @@ def _runs_here(sides: Sides, made: Plan, bytes_max: int, cancel: Cancel) -> bool
 
 def _ring_here(sides: Sides, made: Through, slot_bytes: int, cancel: Cancel) -> bool:
     ring, shape, carved = np.empty(slot_bytes, np.uint8), made.shape, made.carved
-    slot = ring.ctypes.data
+    slot, moved = ring.ctypes.data, carved.runs.copy()
+    moved[:, 1] = made.far_offsets(carved)
     for at, (first_stretch, end_stretch, first, end) in enumerate(carved.chunks.tolist()):
         if cancel.is_set:
             return False
-        runs = carved.runs[carved.edges[at] : carved.edges[at + 1]] + np.array((0, made.offset, 0))
+        runs = moved[carved.edges[at] : carved.edges[at + 1]]
         near = made.near_slots[first * shape.block : end * shape.block]
         if shape.fetch:
             _move(runs[:, [1, 0, 2]] + np.array((sides.source.address, slot, 0)))

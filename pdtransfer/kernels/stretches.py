@@ -37,6 +37,7 @@ class Carved:
     chunks: Int64s  # int64 (n, 4): first stretch, end stretch, first block, end block
     edges: Int64s  # int64 (n + 1,): where each chunk's runs begin
     runs: Int64s  # int64 (m, 3): offset in the ring's slot, offset in the far side's pool, bytes
+    steps: Int64s  # int64 (m,): how far a run moves on the far side with the first block
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +82,11 @@ class Shape:
     def stretch_bytes(self) -> int:
         """Of one block, all stretches."""
         return sum(stretch.bytes for stretch in self.stretches)
+
+    @cached_property
+    def touching(self) -> bool:
+        """Whether blocks that follow one another are one run in every stretch."""
+        return all(stretch.step == stretch.bytes for stretch in self.stretches)
 
 
 @lru_cache(_SHAPES_MAX)
@@ -137,62 +143,59 @@ class Through:
         return len(self.blocks) * self.shape.stretch_bytes
 
     @property
-    def offset(self) -> int:
-        """To be added to every offset in the far side's pool that `carved` says."""
-        return int(self.blocks[0]) * self.shape.stretches[0].step if self.whole else 0
+    def whole(self) -> bool:
+        """Whether each stretch is one run, as nearly every push is: carved alike wherever it begins."""
+        return self.run and self.shape.touching
 
     @property
-    def whole(self) -> bool:
-        """One stretch of blocks that touch, all in one run: what nearly every push is."""
-        only = self.shape.stretches[0]
-        return self.run and len(self.shape.stretches) == 1 and only.step == only.bytes
-
-    @cached_property
     def carved(self) -> Carved:
         """Every block of every stretch once; the first chunks are small, where that delays nobody."""
-        if self.whole:
-            return _carved_run(self.shape, len(self.blocks))
-        shape, count = self.shape, len(self.blocks)
-        opens = np.flatnonzero(np.diff(self.blocks) != 1) + 1
-        base, step, bytes_ = shape.columns
-        group, place = np.divmod(np.arange(len(base)), shape.together)
-        bounds = _bounds(count, shape.room, ramp=len(base) <= shape.together)
-        per_group, keys, parts = len(bounds) - 1, list[Int64s](), list[Int64s]()
-        for touching in (True, False):
-            which = np.flatnonzero((step == bytes_) == touching)
-            if not which.size:
-                continue
-            starts = np.arange(count)
-            if touching:
-                starts = np.union1d(opens, bounds[:-1])
-            at = np.searchsorted(bounds, starts, side="right") - 1
-            part = np.empty((len(which), len(starts), 3), np.int64)
-            width = bytes_[which, None]
-            part[:, :, 0] = (starts - bounds[at]) * width + place[which, None] * shape.region_bytes
-            part[:, :, 1] = base[which, None] + self.blocks[starts] * step[which, None]
-            part[:, :, 2] = np.diff(starts, append=count) * width
-            parts.append(part.reshape(-1, 3))
-            keys.append((group[which, None] * per_group + at).reshape(-1))
-        chunk = np.concatenate(keys)
-        order = np.argsort(chunk, kind="stable")
-        first = np.repeat(np.arange(0, len(base), shape.together), per_group)
-        chunks = np.empty((len(first), 4), np.int64)
-        chunks[:, 0], chunks[:, 1] = first, np.minimum(first + shape.together, len(base))
-        chunks[:, 2], chunks[:, 3] = np.resize(bounds[:-1], len(first)), np.resize(bounds[1:], len(first))
-        edges = np.searchsorted(chunk[order], np.arange(len(chunks) + 1))
-        return Carved(chunks, edges, np.concatenate(parts)[order])
+        return _carved_again(self.shape, len(self.blocks)) if self.whole else _carved(self.shape, self.blocks)
+
+    def far_offsets(self, carved: Carved) -> Int64s:
+        """Where the runs of `carved` are in the far side's pool, int64 (m,)."""
+        return carved.runs[:, 1] + carved.steps * self.blocks[0] if self.whole else carved.runs[:, 1]
 
 
 @lru_cache(_SHAPES_MAX)
-def _carved_run(shape: Shape, count: int) -> Carved:
-    """Of a shape's only stretch, whose blocks touch, the first of which is block 0: the same again and again."""
-    _, base, step, bytes_ = shape.stretches[0]
-    bounds = _bounds(count, shape.room, ramp=True)
-    starts = bounds[:-1]
-    chunks, runs = np.zeros((len(starts), 4), np.int64), np.zeros((len(starts), 3), np.int64)
-    chunks[:, 1], chunks[:, 2], chunks[:, 3] = 1, starts, bounds[1:]
-    runs[:, 1], runs[:, 2] = base + starts * step, np.diff(bounds) * bytes_
-    return Carved(read_only(chunks), read_only(np.arange(len(starts) + 1)), read_only(runs))
+def _carved_again(shape: Shape, count: int) -> Carved:
+    """Of so many blocks that follow one another from block 0 on."""
+    return _carved(shape, np.arange(count))
+
+
+def _carved(shape: Shape, blocks: Int64s) -> Carved:
+    count = len(blocks)
+    opens = np.flatnonzero(np.diff(blocks) != 1) + 1
+    base, step, bytes_ = shape.columns
+    group, place = np.divmod(np.arange(len(base)), shape.together)
+    bounds = _bounds(count, shape.room, ramp=len(base) <= shape.together)
+    per_group, keys, parts = len(bounds) - 1, list[Int64s](), list[Int64s]()
+    for touching in (True, False):
+        which = np.flatnonzero((step == bytes_) == touching)
+        if not which.size:
+            continue
+        starts = np.arange(count)
+        if touching:
+            starts = np.union1d(opens, bounds[:-1])
+        at = np.searchsorted(bounds, starts, side="right") - 1
+        part = np.empty((len(which), len(starts), 4), np.int64)
+        width = bytes_[which, None]
+        part[:, :, 0] = (starts - bounds[at]) * width + place[which, None] * shape.region_bytes
+        part[:, :, 1] = base[which, None] + blocks[starts] * step[which, None]
+        part[:, :, 2] = np.diff(starts, append=count) * width
+        part[:, :, 3] = step[which, None]
+        parts.append(part.reshape(-1, 4))
+        keys.append((group[which, None] * per_group + at).reshape(-1))
+    chunk = np.concatenate(keys)
+    order = np.argsort(chunk, kind="stable")
+    first = np.repeat(np.arange(0, len(base), shape.together), per_group)
+    chunks = np.empty((len(first), 4), np.int64)
+    chunks[:, 0], chunks[:, 1] = first, np.minimum(first + shape.together, len(base))
+    chunks[:, 2], chunks[:, 3] = np.resize(bounds[:-1], len(first)), np.resize(bounds[1:], len(first))
+    edges = np.searchsorted(chunk[order], np.arange(len(chunks) + 1))
+    runs = np.concatenate(parts)[order]
+    columns = (np.ascontiguousarray(part) for part in (runs[:, :3], runs[:, 3]))
+    return Carved(*map(read_only, (chunks, edges, *columns)))
 
 
 @lru_cache(_SHAPES_MAX)

@@ -10,6 +10,7 @@ from pdtransfer.engine.reference import create, generate_many
 from pdtransfer.errors import ConfigError, LocalProtocolError
 from pdtransfer.layouts import HOST_LAYOUTS
 from pdtransfer.limits import Limits
+from pdtransfer.timeline import Timeline
 from pdtransfer.wire import Ranks
 from tests.engine_group import Threads
 from tests.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request
@@ -97,6 +98,32 @@ def test_rooms_that_come_and_go_and_dense_ones_beside_them_change_nothing(attent
     assert [decode.outcome(one.room) for one in rooms[:9]] == expected[:9]
     assert [decode.outcome(one.room) for one in dense] == [expected[one.room - 50] for one in dense]
     assert decode.engine.figures.retracts > 0
+
+
+def test_each_steps_swap_ins_are_told_within_it_and_preloads_before(attention, landed):
+    """Of a request that fits the device, and of one that does not, alone and together."""
+    timeline = Timeline("decode")
+    rooms, prefill = landed
+    short, long = (next(one for one in rooms if len(one.prompt) == length) for length in (17, 100))
+    decode = decode_of(attention, hisparse(), spans=timeline)
+    decode.admit(short, prefill)
+    decode.step()
+    preload, *swaps, step = timeline.take()
+    row_bytes = decode.layout.row_bytes
+    assert (preload.lane, preload.name, preload.room) == ("swap-in", "preload 17 tokens", short.room)
+    assert preload.byte_count == 17 * row_bytes
+    assert [(span.lane, span.name, span.room, span.layer) for span in swaps] == [
+        ("swap-in", "1 request", short.room, layer) for layer in range(2)
+    ]
+    assert (step.lane, step.name, step.room) == ("step", "1 request", short.room)
+    assert preload.end_s <= step.begin_s
+    assert all(step.begin_s <= span.begin_s <= span.end_s <= step.end_s for span in swaps)
+    decode.admit(long, prefill)
+    decode.step()
+    place, *swaps, step = timeline.take()
+    assert (place.name, place.room, place.byte_count) == ("place 100 tokens", long.room, 0)
+    assert [(span.name, span.room, span.layer) for span in swaps] == [("2 requests", 0, layer) for layer in range(2)]
+    assert (step.name, step.room) == ("2 requests", 0)
 
 
 def test_only_generated_rows_are_written_to_the_arena(attention, landed):

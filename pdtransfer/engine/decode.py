@@ -23,7 +23,7 @@ from .cache import Cache, reached
 from .card import COMPONENT, INDEX, build_card, check_request
 from .hot import Hot, capacity_of
 from .indexer import IndexCache
-from .marks import Fetched, Marks
+from .marks import Fetched, Marks, several
 from .model import Batch, EveryKey, Keys, Transformer
 from .numerics import block_up
 from .residency import ROOMS_TOGETHER, AllResident, Part, PickedKeys
@@ -108,7 +108,8 @@ class ReferenceDecode:
                 host=on_card,
             )
             hot_cache = Cache(flat, host.layout, self._model.architecture, self._model.shard.kv_heads)
-            self._hot = Hot(self._config, self._config.hisparse, self._capacity, self._model, host, hot_cache)
+            hisparse, capacity = self._config.hisparse, self._capacity
+            self._hot = Hot(self._config, hisparse, capacity, self._model, host, hot_cache, self._marks)
 
     def take(self, flat: Tensor, hbm: Tensor | None = None) -> None:
         """Decodes out of this memory, which the model's device reads and writes."""
@@ -158,6 +159,8 @@ class ReferenceDecode:
     @torch.inference_mode()
     def step(self) -> list[Token | Finished | Broken]:
         self._model.enter()
+        if self._rooms:
+            self._marks.anchor()
         if self._hot is not None:
             self._hot.turn()
         made: list[Token | Finished | Broken] = []
@@ -170,14 +173,13 @@ class ReferenceDecode:
                 running.append(room)
         if running:
             running.sort(key=lambda room: (room.hot, room.position))
-            self._marks.anchor()
-            self._marks.begin()
-            found = self._forward(running)
-            self._marks.end("step", f"{len(running)} request{'s' * (len(running) > 1)}", room=running[0].request.room)
-            self._marks.tell()
+            name, alone = several([room.request.room for room in running])
+            with self._marks.span("step", name, room=alone):
+                found = self._forward(running)
             refused = self._hot.refused() if self._hot is not None else ()
             for room, logits in zip(running, found, strict=True):
                 self._advance(room, logits, made, refused=room.request.room in refused)
+        self._marks.tell()
         if self._hot is not None:
             self._hot.count(thoroughly=any(isinstance(each, Finished | Broken) for each in made))
         return made

@@ -24,6 +24,7 @@ from ..layouts import host_layout
 from .base import EngineConfig, HiSparse, HotFigures
 from .cache import Cache
 from .hot_step import HotStep
+from .marks import Marks, several
 from .model import Transformer
 
 _FIGURES_STEPS = 16
@@ -58,14 +59,15 @@ class Hot:
     """A residency.Residency for rooms that were offered to it, as long as they are `placed`."""
 
     def __init__(
-        self, config: EngineConfig, hisparse: HiSparse, capacity: Capacity, model: Transformer, host: Pool, arena: Cache
-    ) -> None:
+        self, config: EngineConfig, hisparse: HiSparse, capacity: Capacity, model: Transformer, host: Pool,
+        arena: Cache, marks: Marks,
+    ) -> None:  # fmt: skip
         """`host` and `arena` are the same memory and layout, where the requests' KV lands."""
-        self.arena = arena
+        self.arena, self._marks = arena, marks
         sizes = model.architecture
         layout = _device_layout(model, slots=hisparse.device_slots + 1)
         self._flat = torch.zeros(layout.end // 4, dtype=torch.float32, device=model.device)
-        self._cache = Cache(self._flat, layout, sizes, model.shard.kv_heads)
+        self._cache, self._row_bytes = Cache(self._flat, layout, sizes, model.shard.kv_heads), layout.row_bytes
         self._share = sizes.index_share
         groups = [range(at, min(at + self._share, sizes.layers)) for at in range(0, sizes.layers, self._share)]
         self._pool = HotPool(
@@ -121,9 +123,13 @@ class Hot:
                 self._retracts += 1
             for placement in turn.place:
                 room = placement.request
-                self._pool.start(
-                    placement.row, self._slots[room], placement.tokens, placement.device_slots, placement.preload
-                )
+                what, carried = ("preload", placement.tokens) if placement.preload else ("place", 0)
+                with self._marks.span(
+                    "swap-in", f"{what} {placement.tokens} tokens", room=room, byte_count=carried * self._row_bytes
+                ):
+                    self._pool.start(
+                        placement.row, self._slots[room], placement.tokens, placement.device_slots, placement.preload
+                    )
                 self._placed[room] = placement
             if not turn.retract:
                 return
@@ -133,7 +139,10 @@ class Hot:
         return self._cache.rows(self._step.begin([self._placed[room].row for room in rooms], positions))
 
     def place(self, layer: int, picks: Tensor) -> Tensor:
-        return self._cache.rows(self._step.place(layer // self._share, picks))
+        name, alone = several(self._stepping)
+        with self._marks.span("swap-in", name, room=alone, layer=layer):
+            slots = self._step.place(layer // self._share, picks)
+        return self._cache.rows(slots)
 
     def stepped(self) -> None:
         """The step's rows are computed: sends them where the others are, and counts."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -19,12 +21,18 @@ POLL_S = 0.0001
 UNTOLD_MAX = 1_024  # spans: who is never idle tells those that are over as it goes
 
 _Mark: TypeAlias = "torch.cuda.Event | float"
+_Anchor: TypeAlias = "tuple[_Mark, float]"  # and its second of CLOCK_MONOTONIC
 
 
 def passed(event: Event) -> None:
     """Sleeps until the event has fired."""
     while not event.query():
         time.sleep(POLL_S)
+
+
+def several(rooms: Sequence[int]) -> tuple[str, int]:
+    """What a span of these rooms is called, and the room that it is of: none, where they are more than one."""
+    return (f"{len(rooms)} requests", 0) if len(rooms) > 1 else ("1 request", rooms[0])
 
 
 class Fetched:
@@ -56,10 +64,8 @@ class Marks:
 
     def __init__(self, spans: Spans | None, device: torch.device) -> None:
         self._spans, self._on_card = spans, device.type == "cuda"
-        self._anchor: _Mark = 0.0  # and its second
-        self._anchored_s = 0.0
-        self._begun: _Mark = 0.0
-        self._ended: deque[tuple[str, str, int, int, _Mark, _Mark]] = deque()
+        self._anchor: _Anchor = (0.0, 0.0)
+        self._ended: deque[tuple[str, str, int, int, int, _Anchor, _Mark, _Mark]] = deque()
 
     @property
     def pending(self) -> bool:
@@ -70,30 +76,31 @@ class Marks:
         """Sets the device's clock by this process's. To be called while the device has nothing to do."""
         if self._spans is None:
             return
-        self._anchor = self._mark()
-        if isinstance(self._anchor, torch.cuda.Event):
-            self._anchor.synchronize()
-            self._anchored_s = time.monotonic()
+        mark = self._mark()
+        if isinstance(mark, torch.cuda.Event):
+            mark.synchronize()
+        self._anchor = mark, time.monotonic()
 
-    def begin(self) -> None:
-        """What is queued from here on is of the next span."""
-        if self._spans is not None:
-            self._begun = self._mark()
-
-    def end(self, lane: str, name: str, *, room: int, layer: int = -1) -> None:
-        """What was queued up to here is of this span."""
-        if self._spans is not None:
-            self._ended.append((lane, name, room, layer, self._begun, self._mark()))
-            if len(self._ended) > UNTOLD_MAX:
-                self.tell()
+    @contextmanager
+    def span(self, lane: str, name: str, *, room: int, layer: int = -1, byte_count: int = 0) -> Generator[None]:
+        """What is queued within is of this span. One may lie in another."""
+        if self._spans is None:
+            yield
+            return
+        begun = self._mark()
+        yield
+        self._ended.append((lane, name, room, layer, byte_count, self._anchor, begun, self._mark()))
+        if len(self._ended) > UNTOLD_MAX:
+            self.tell()
 
     def tell(self) -> None:
         """Tells of all that the device has passed."""
         while self._spans is not None and self._ended:
-            lane, name, room, layer, begun, ended = self._ended[0]
+            lane, name, room, layer, byte_count, anchor, begun, ended = self._ended[0]
             if isinstance(ended, torch.cuda.Event) and not ended.query():
                 return
-            self._spans(lane, name, self._seconds(begun), self._seconds(ended), room=room, layer=layer)
+            times = _seconds(anchor, begun), _seconds(anchor, ended)
+            self._spans(lane, name, *times, room=room, layer=layer, byte_count=byte_count)
             self._ended.popleft()
 
     def _mark(self) -> _Mark:
@@ -103,9 +110,10 @@ class Marks:
         event.record()
         return event
 
-    def _seconds(self, mark: _Mark) -> float:
-        """A mark that was passed, as a second of CLOCK_MONOTONIC."""
-        if isinstance(mark, torch.cuda.Event):
-            assert isinstance(self._anchor, torch.cuda.Event)
-            return self._anchored_s + self._anchor.elapsed_time(mark) / 1e3
-        return mark
+
+def _seconds(anchor: _Anchor, mark: _Mark) -> float:
+    """A mark that was passed, as a second of CLOCK_MONOTONIC."""
+    if isinstance(mark, torch.cuda.Event):
+        assert isinstance(anchor[0], torch.cuda.Event)
+        return anchor[1] + anchor[0].elapsed_time(mark) / 1e3
+    return mark

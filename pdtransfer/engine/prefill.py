@@ -217,9 +217,8 @@ class ReferencePrefill:
         assert room.hidden is not None
         first, end = room.layer, self._model.shard.layers.stop
         room.layer = min(end, first + self._options.layers_per_cell) if self._options.layers_per_cell else end
-        self._marks.begin()
-        room.hidden = self._model.layers(room.hidden, room.batch, first, room.layer)
-        self._marks.end("compute", f"rows {room.done}-{room.end}", room=room.request.room, layer=first)
+        with self._marks.span("compute", f"rows {room.done}-{room.end}", room=room.request.room, layer=first):
+            room.hidden = self._model.layers(room.hidden, room.batch, first, room.layer)
         after = self._event()
         cells = [(COMPONENT, (first, room.layer))]
         if leading := self._model.architecture.index_layers(range(first, room.layer)):
@@ -293,9 +292,8 @@ class ReferencePrefill:
         if not self._last:
             return [Prefilled(room=request.room, aux=b"")]
         row = (len(request.prompt) - 1) % BLOCK_ROWS
-        self._marks.begin()
-        pick = _Pick(request, Fetched(self._model.logits(hidden[-BLOCK_ROWS:])[row]))
-        self._marks.end("pick", "", room=request.room)
+        with self._marks.span("pick", "", room=request.room):
+            pick = _Pick(request, Fetched(self._model.logits(hidden[-BLOCK_ROWS:])[row]))
         if hidden.is_cuda and self._config.group.ranks == Ranks():
             self._picks.append(pick)
             return []

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -221,6 +222,14 @@ async def _lead(config: Config, shared: Shared, engine: Any, arena: Arena | None
         await daemon.node.close()
 
 
+async def _warmed(daemon: Daemon, died: asyncio.Event) -> threading.Thread:
+    """The engine's thread, once the engine has warmed up there, or died."""
+    loop, warm = asyncio.get_running_loop(), asyncio.Event()
+    thread = engine_thread.start(daemon.thread, lambda _: _call(loop, died.set), lambda: _call(loop, warm.set))
+    await _first(warm, died)
+    return thread
+
+
 async def _live(config: Config, shared: Shared, daemon: PrefillDaemon | DecodeDaemon) -> None:
     loop, stop, died, group = asyncio.get_running_loop(), shared.stop, shared.died, daemon.group
     daemon.port.attach(loop)
@@ -230,8 +239,8 @@ async def _live(config: Config, shared: Shared, daemon: PrefillDaemon | DecodeDa
         group.reload()
 
     reload_on_hangup(config.allowed, reload_all)
+    thread = await _warmed(daemon, died)
     endpoint = _endpoint(config, await daemon.node.bus.bind(config.bind))
-    thread = engine_thread.start(daemon.thread, lambda _: _call(loop, died.set))
     group.asked = stop.asked.set
     shared.daemon = daemon
     log.info("%s %s is ready at %s", config.role, config.node, endpoint)
@@ -272,8 +281,8 @@ async def _follow(config: Config, shared: Shared, engine: Any, arena: Arena | No
     try:
         daemon.port.attach(loop)
         reload_on_hangup(config.allowed, lambda: reload(config.allowed, daemon.node.allow))
+        thread = await _warmed(daemon, shared.died)
         endpoint = _endpoint(config, await daemon.node.bus.bind(config.bind))
-        thread = engine_thread.start(daemon.thread, lambda _: _call(loop, shared.died.set))
         link.send(Bound(endpoint, shared.http))
         shared.daemon = daemon
         log.info("%s %s follows at %s", config.role, config.node, endpoint)

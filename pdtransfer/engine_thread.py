@@ -147,6 +147,10 @@ class PrefillThread:
         self._offers = Offers(engine.card.components, push)
         self._page_size = {component.name: component.layout.page_size for component in engine.card.components}
 
+    def warm_up(self) -> None:
+        """Before `run`."""
+        _warm_up(self._engine)
+
     @property
     def waiting(self) -> int:
         """Prompts that wait for pages; any thread may ask."""
@@ -209,6 +213,10 @@ class DecodeThread:
         self._engine, self._port, self._heard = engine, port, heard
         self._turns = leading(engine, port) if turns is None else turns
 
+    def warm_up(self) -> None:
+        """Before `run`."""
+        _warm_up(self._engine)
+
     def run(self) -> None:
         """Until Quit."""
         for orders in self._turns:
@@ -232,11 +240,24 @@ class DecodeThread:
                 self._port.submit(lambda outcomes=outcomes: self._heard(outcomes))
 
 
-def start(work: PrefillThread | DecodeThread, died: Callable[[BaseException], None]) -> threading.Thread:
-    """Runs the work on a thread of its own; `died` hears, there, of an engine that broke down altogether."""
+def _warm_up(engine: PrefillEngine | DecodeEngine) -> None:
+    """Where the engine has something to warm up."""
+    warm_up: Callable[[], None] = getattr(engine, "warm_up", lambda: None)
+    warm_up()
+
+
+def start(
+    work: PrefillThread | DecodeThread,
+    died: Callable[[BaseException], None],
+    warm: Callable[[], None] = lambda: None,
+) -> threading.Thread:
+    """Runs the work on a thread of its own; `warm` hears, there, when the engine has warmed up, and `died` of one that
+    broke down altogether."""
 
     def run() -> None:
         try:
+            work.warm_up()
+            warm()
             work.run()
         except WorldError as error:
             log.error("the engine stops: %s", error)

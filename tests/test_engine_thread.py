@@ -25,6 +25,7 @@ from pdtransfer.engine_thread import (
     Quit,
     Refused,
 )
+from pdtransfer.errors import WorldError
 from pdtransfer.group import frames
 from pdtransfer.group.lead import Follower, Lead
 from pdtransfer.layout import Component, Span
@@ -329,6 +330,34 @@ def test_no_turn_is_longer_than_the_other_ranks_can_hear_of_in_one_frame() -> No
     port.close()
     assert done == orders
     assert max(link.lengths) <= frames.BYTES_MAX
+
+
+def test_an_engine_that_has_something_to_warm_up_does_so_on_its_thread_before_anything_else() -> None:
+    engine, port, told = Decode(made=generated), Port[Order](), list[int]()
+    engine.warm_up = lambda: engine._note("warm up", 0)  # type: ignore[attr-defined]
+    port.tell(Generate(request(1), {}, b"aux"))
+    port.tell(Quit())
+    work = DecodeThread(engine, port, lambda _: None)
+    thread = engine_thread.start(work, lambda _: None, lambda: told.append(len(engine.calls)))
+    thread.join(60)
+    assert engine.calls == [("warm up", 0), ("admit", 1)]
+    assert engine.threads == {thread.ident}
+    assert told == [1], "whoever says that it is ready hears between the two"
+    port.close()
+
+
+def test_an_engine_that_breaks_down_while_it_warms_up_is_dead() -> None:
+    engine, port, died = Prefill(made=computed), Port[Order](), list[BaseException]()
+
+    def breaks() -> None:
+        raise WorldError("card 0: CUBLAS_STATUS_ALLOC_FAILED")
+
+    engine.warm_up = breaks  # type: ignore[attr-defined]
+    warm: list[int] = []
+    engine_thread.start(PrefillThread(engine, port, lambda _: None), died.append, lambda: warm.append(1)).join(60)
+    assert [str(error) for error in died] == ["card 0: CUBLAS_STATUS_ALLOC_FAILED"]
+    assert not warm
+    port.close()
 
 
 def test_quit_ends_the_thread_with_work_left(decode: Site) -> None:

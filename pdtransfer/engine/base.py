@@ -249,7 +249,11 @@ class Broken:
 
 
 class PrefillEngine(Protocol):
-    """Prefill on one thread. Every method is called on the engine thread, `card` and `pool` from anywhere."""
+    """Prefill on one thread. Every method is called on the engine thread, `card` and `pool` from anywhere.
+
+    An engine of either kind may have a method `warm_up()` besides: called first of all on that thread, before the
+    daemon says that it is ready, to have made there what its first request would wait for. It must not communicate.
+    """
 
     @property
     def card(self) -> EngineCard: ...

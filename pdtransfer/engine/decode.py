@@ -25,7 +25,7 @@ from .hot import Hot, capacity_of
 from .indexer import IndexCache
 from .marks import Fetched, Marks, several
 from .model import Batch, EveryKey, Keys, Transformer
-from .numerics import block_up
+from .numerics import block_up, first_product
 from .residency import ROOMS_TOGETHER, AllResident, Part, PickedKeys
 from .sampling import Handoff, chain, pick, tokens_digest
 
@@ -77,6 +77,10 @@ class ReferenceDecode:
     @property
     def card(self) -> EngineCard:
         return self._card
+
+    def warm_up(self) -> None:
+        self._model.enter()
+        first_product(self._model.device)
 
     @property
     def idle(self) -> bool:

@@ -28,7 +28,7 @@ from .card import COMPONENT, INDEX, build_card, check_request
 from .indexer import IndexCache
 from .marks import Fetched, Marks, passed
 from .model import Batch, EveryKey, Keys, Transformer
-from .numerics import BLOCK_ROWS, block_up
+from .numerics import BLOCK_ROWS, block_up, first_product
 from .projection import Layer
 from .sampling import Handoff, chain
 from .sampling import pick as picked
@@ -133,6 +133,10 @@ class ReferencePrefill:
             number, byte_count = self._flat.get_device(), self._card.memory_bytes
             return CardMemory(card=number, address=self._flat.data_ptr(), byte_count=byte_count)
         return self._shared
+
+    def warm_up(self) -> None:
+        self._model.enter()
+        first_product(self._model.device)
 
     @property
     def idle(self) -> bool:

@@ -2,7 +2,8 @@
 
 Options beside the engine's own: `model`: plain, or else the reference's; `step_ms`, how long every step takes at
 least; `fault`, what goes wrong with a prompt that starts with a question mark; `gates`: a directory (fleets.Gates), and
-while there is a file of this engine's role in it, prefill makes no step, and decode one for each room that it admits.
+while there is a file of this engine's role in it, prefill makes no step, and decode one for each room that it admits;
+while there is one called warm-up, that takes as long.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ class Slow:
 
     def __init__(self, engine: Any, config: EngineConfig, *, step_ms: float, fault: str, gates: str) -> None:
         self._engine, self._role, self._step_s, self._fault = engine, config.role, step_ms / 1e3, fault
-        self._gate = Path(gates) / config.role
+        self._gate, self._warm_up = Path(gates) / config.role, Path(gates) / "warm-up"
         self._marked: set[int] = set()
         self._admitted = False  # a room since the last step
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    def warm_up(self) -> None:
+        while self._warm_up.exists():
+            self._warm_up.with_name("warming-up").touch()
+            time.sleep(HELD_S)
+        self._engine.warm_up()
 
     def admit(self, request: Request, *more: Any) -> Any:
         if request.prompt[0] == MARK:

@@ -28,6 +28,7 @@ from pdtransfer.engine.base import EngineConfig
 from pdtransfer.engine.reference import Generation, generate_many
 from pdtransfer.fleet import Daemon, Fleet
 from pdtransfer.limits import Limits
+from pdtransfer.transports.network import Network
 from pdtransfer.wire import Sampling
 
 REPO = Path(__file__).resolve().parents[2]
@@ -239,23 +240,39 @@ def open_files(daemon: Daemon) -> int:
     return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
 
 
-def loopback() -> str:
-    """An address that a restarted process finds free again: its port is none that the kernel gives to connections."""
+_taken: list[socket.socket] = []  # names of ports, for as long as this process lives
+
+
+def free_address(host: str = "127.0.0.1") -> str:
+    """host:port that a process finds free, and again when it is restarted.
+
+    The kernel gives that port to no connection, engines do not listen there, and no other test of this host gets it.
+    """
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        with socket.socket() as probe:
-            address = "127.0.0.1", random.randrange(low // 2, low)
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
-            return "{}:{}".format(*address)
+    engines = range(Network().ports[0], Network().ports[1] + 1)
+    while (port := random.randrange(low // 2, low)) in engines or not _take(host, port):
+        pass
+    return f"{host}:{port}"
+
+
+def _take(host: str, port: int) -> bool:
+    """Whether nobody listens there, nor means to."""
+    name = socket.socket(socket.AF_UNIX)
+    with socket.socket() as probe:
+        try:
+            name.bind(f"\0pdtransfer test {port}")
+            probe.bind((host, port))
+        except OSError:
+            name.close()
+            return False
+    _taken.append(name)
+    return True
 
 
 def prefill_config(number: int = 0, **more: Any) -> PrefillConfig:
     return PrefillConfig(
         **{
-            "bind": f"tcp://{loopback()}",
+            "bind": f"tcp://{free_address()}",
             "http": "127.0.0.1:0",
             "node": f"prefill-{number}",
             "slots": SLOTS,
@@ -270,7 +287,7 @@ def prefill_config(number: int = 0, **more: Any) -> PrefillConfig:
 def decode_config(sockets: Path, number: int = 0, **more: Any) -> DecodeConfig:
     return DecodeConfig(
         **{
-            "bind": f"tcp://{loopback()}",
+            "bind": f"tcp://{free_address()}",
             "http": "127.0.0.1:0",
             "node": f"decode-{number}",
             "slots": SLOTS,
@@ -298,7 +315,7 @@ async def fleet(
     sockets = tempfile.TemporaryDirectory(prefix="pdt-")
     prefill = [prefill_config(number, **more) for number, more in enumerate(prefills)]
     decode = [decode_config(Path(sockets.name) / "s", number, **more) for number, more in enumerate(decodes)]
-    front = RouterConfig(**{"listen": loopback(), "node": "router", "limits": LIMITS, **(router or {})})
+    front = RouterConfig(**{"listen": free_address(), "node": "router", "limits": LIMITS, **(router or {})})
     async with Fleet(prefill, decode, front, logs, within=within) as running:
         timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
         # A connection that is kept would be a descriptor of a daemon's.

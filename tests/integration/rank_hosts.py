@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,24 +19,11 @@ from typing import Any
 from pdtransfer.config import DecodeConfig, PrefillConfig
 from pdtransfer.flags import arguments
 from pdtransfer.keys import generate
-from tests.integration.fleets import REPO, decode_config, equal, fleet, generated, prefill_config, prompts
+from tests.integration.fleets import REPO, decode_config, equal, fleet, free_address, generated, prefill_config, prompts
 
 HERE, THERE = "10.213.78.1", "10.213.78.2"
 KEYS = ("front", "p", "p-tp1", "d", "d-tp1")
 GROUP = {"attention": "gqa", "tp_size": 2}
-
-
-def free_port(host: str) -> str:
-    """host:port that stays free until it is bound: the kernel gives that port to no connection."""
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        with socket.socket() as probe:
-            address = host, random.randrange(low // 2, low)
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
-            return "{}:{}".format(*address)
 
 
 def start(config: PrefillConfig | DecodeConfig, log: Path, prefix: list[str]) -> subprocess.Popen[bytes]:
@@ -60,7 +45,7 @@ async def served(
     logs: Path, here: str, there: str, prefix: list[str], keys: dict[str, dict[str, Any]], **more: Any
 ) -> list[set[str]]:
     """Prompts through two groups of two, answered as by one process; the arenas that either prefill rank has mapped."""
-    meets = {role: {"group": free_port(here), **more} for role in ("prefill", "decode")}
+    meets = {role: {"group": free_address(here), **more} for role in ("prefill", "decode")}
     with ExitStack() as stack:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdt-"))) / "s"
         place = {"tp_rank": 1, "bind": f"tcp://{there}:0", "http": "", **GROUP}
@@ -73,7 +58,7 @@ async def served(
             others.append(start(config, logs / f"{config.node}.log", prefix))
             stack.callback(others[-1].kill)
         leads = [
-            {"bind": f"tcp://{free_port(here)}", **GROUP, **meets[role], **keys.get(role[0], {})}
+            {"bind": f"tcp://{free_address(here)}", **GROUP, **meets[role], **keys.get(role[0], {})}
             for role in ("prefill", "decode")
         ]
         texts = prompts(11, 1, 40, 150)

@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -66,7 +67,7 @@ def pids(here: Path) -> list[int]:
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -161,7 +162,15 @@ def test_a_daemon_that_says_nothing_in_time_is_told_and_ended(
     fake: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = fake(before="echo still working >&2; " + SLEEPS)
-    monkeypatch.setattr(fleet_module, "READY_S", 2.0)
+    monkeypatch.setattr(fleet_module, "READY_S", 0.05)
+    start = Daemon.start
+
+    async def at_work(*arguments: Any, **more: Any) -> Daemon:
+        daemon = await start(*arguments, **more)
+        until(daemon.log.read_text)
+        return daemon
+
+    monkeypatch.setattr(Daemon, "start", at_work)
 
     async def case() -> None:
         with pytest.raises(WorldError, match=r"status None\):\nstill working"):

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -16,6 +15,7 @@ from pdtransfer.fleet import Daemon
 from tests.integration.fleets import PATIENCE_S, Gates, Running, Site, prompts, running, until
 from tests.integration.healing import QUICK, Rest, decode, healed, met, prefill, right
 from tests.integration.loads import Load, has, killed, mend, metric, named, streams, strike
+from tests.kv_fleet import children
 
 STEP_MS = 10
 
@@ -154,7 +154,7 @@ def test_slots_of_a_killed_writer_stay_quarantined_until_its_forked_child_is_gon
             child.kill()
             for each in site.fleet.of("prefill"):  # which took over, and may have forked as well
                 if each is not node:
-                    Child(each.ready["node"], children(each)).kill()
+                    Child(each.ready["node"], children(each.process.pid)).kill()
         await site.restart(node)
         await healed(site, before)
 
@@ -164,7 +164,7 @@ def test_slots_of_a_killed_writer_stay_quarantined_until_its_forked_child_is_gon
 class Child:
     """A process that a daemon has forked, once it is there."""
 
-    def __init__(self, node: str, pids: set[int]) -> None:
+    def __init__(self, node: str, pids: list[int]) -> None:
         self.node, self._pids = node, pids
 
     def kill(self) -> None:
@@ -173,17 +173,14 @@ class Child:
                 os.kill(pid, signal.SIGKILL)
 
 
-def children(daemon: Daemon) -> set[int]:
-    tasks = Path(f"/proc/{daemon.process.pid}/task")
-    return {int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
-
-
 async def child_of_some(site: Site) -> Child:
     """Of the first prefill that has one."""
     found: list[Child] = []
 
     async def some() -> bool:
-        found.extend(Child(each.ready["node"], pids) for each in site.fleet.of("prefill") if (pids := children(each)))
+        found.extend(
+            Child(each.ready["node"], pids) for each in site.fleet.of("prefill") if (pids := children(each.process.pid))
+        )
         return bool(found)
 
     await until(some, "a forked child")

@@ -35,6 +35,7 @@ from tests.integration.fleets import (
     running,
     until,
 )
+from tests.kv_fleet import children
 
 OPTIONS = ("layers=2", "kv_heads=1")
 GQA = {"attention": "gqa", "engine_option": OPTIONS}
@@ -76,9 +77,15 @@ def expected(texts: list[str]) -> list[Generation]:
 
 def followers(daemon: Daemon) -> list[int]:
     """Process ids of the other ranks of a leader's worker, in their order."""
-    tasks = Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
-    children = [int(pid) for task in tasks for pid in task.read_text().split()]
-    return sorted(pid for pid in children if b"--group=" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return sorted(pid for pid in children(daemon.process.pid) if b"--group=" in command_line(pid))
+
+
+def command_line(pid: int) -> bytes:
+    """Empty of a process that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def alive(pid: int) -> bool:

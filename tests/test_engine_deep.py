@@ -199,6 +199,10 @@ def test_spans_tell_when_each_layer_was_computed(attention):
     decode = decode_of(attention, spans=spans)
     one = request(7, prompts(6, (100,))[0], max_tokens=2)
     prefill.run(one)
+    assert (told, prefill.engine.telling) == ([], True), "its rows may still be on their way"
+    prefill.engine.free(7)
+    prefill.run()
+    assert not prefill.engine.telling
     layers = [(lane, name, room, layer) for lane, name, _, _, room, layer in told]
     chunks = [("compute", name, 7, layer) for name in ("rows 0-64", "rows 64-100") for layer in range(3)]
     assert layers == [*chunks, ("pick", "", 7, -1)]

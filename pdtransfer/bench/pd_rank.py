@@ -111,6 +111,11 @@ class _Side(ABC):
         error = context.get("exception")
         self._fail(f"{type(error).__name__}: {error}" if error is not None else str(context.get("message")))
 
+    @property
+    def quiet(self) -> bool:
+        """Whether the engine has nothing to do, and no span left to tell."""
+        return self._engine.idle
+
     @abstractmethod
     def perform(self, order: object) -> None:
         """Does what was asked, and answers now or when it is done."""
@@ -127,7 +132,7 @@ class _Side(ABC):
 
     def _tell(self, sums: Sums | None = None) -> None:
         """Once the engine has nothing more to say: it tells of its spans when nobody waits for it."""
-        if self._engine.idle:
+        if self.quiet:
             self._pipe.send(Told(self._timeline.take(), sums or {}))
         else:
             self._loop.call_later(_IDLE_POLL_S, self._tell, sums)
@@ -152,6 +157,10 @@ class _Prefill(_Side):
         self._port: Port[Any] = Port()
         self._cells: list[Cell] = []
         self._opened_s = self._finished_s = 0.0
+
+    @property
+    def quiet(self) -> bool:
+        return self._engine.idle and not self._engine.telling
 
     async def serve(self) -> None:
         """Says where it is reached, then does what it is asked."""

@@ -140,7 +140,13 @@ class ReferencePrefill:
 
     @property
     def idle(self) -> bool:
-        return not self._rooms and not self._picks and not self._marks.pending
+        return not self._rooms and not self._picks and (bool(self._held) or not self.telling)
+
+    @property
+    def telling(self) -> bool:
+        """Whether spans of what was computed are still to be told: they are once no room has pages, since the loop has
+        its last rows to send before, and would wait for the interpreter."""
+        return self._marks.pending
 
     def admit(self, request: Request) -> bool:
         return self.admit_with_growth(request, 0) is not None
@@ -158,6 +164,7 @@ class ReferencePrefill:
             self._give(pages)
             return None
         if self.idle:
+            self._marks.tell()  # by the anchor that they have
             self._marks.anchor()
         self._held[request.room] = pages
         slots = {name: expand_pages(own, self._pages[name].page_size, tokens) for name, own in pages.items()}
@@ -173,8 +180,8 @@ class ReferencePrefill:
         # Only who has nothing else to do, or to say, waits for the card.
         while self._picks and (self._picks[0].logits.here or not (self._rooms or made)):
             made.append(self._picked(self._picks.popleft()))
-        if not made:
-            self._marks.tell()  # when nobody waits for what this step has to say
+        if not self._held:
+            self._marks.tell()
         return made
 
     def _advance(self) -> list[Computed | Prefilled | Broken]:

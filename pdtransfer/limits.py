@@ -26,8 +26,8 @@ VALUES_MAX = 1 << 19  # elements of all arrays in one frame: 32,768 planes of up
 PLANE_BYTES_MIN = 8  # an array of more than PEERS_MAX elements holds planes: it cannot promise more than would fit
 
 ROUTERS_MAX = 64  # that one daemon knows
-ENGINES_MAX = 128  # Mooncake sessions of one process: each is a process, 4 to 8 ports, and prefill's ring
-ENGINES_A_SESSION = 4  # at most: each has one thread that sends, or receives; and two ports
+ENGINES_MAX = 256  # of Mooncake, of one process: two ports and 3 to 9 threads each; a session has one at least
+ENGINES_A_SESSION = 4  # at most: each has one thread that sends, or receives
 ENDED_ROOMS_MAX = 8_192  # a router: what a late Begin must not revive; some seconds' worth at 5,000 rooms a second
 LIVES_MAX = 4  # earlier incarnations of a peer whose late words are told from a new process's
 LOAD_MS = 20  # a Load that changes is told this often at most

@@ -6,12 +6,14 @@ import asyncio
 import errno
 import inspect
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +29,13 @@ from pdtransfer.config import DecodeConfig
 from pdtransfer.effects import Drained, Landed, Leased, Outcome, Ready, RoomFailed, Write
 from pdtransfer.errors import ConfigError, TransportError
 from pdtransfer.layout import Component
+from pdtransfer.limits import ENGINES_MAX
 from pdtransfer.memory import Arena
 from pdtransfer.node import DecodeNode, PrefillNode
 from pdtransfer.session.prefill import Cell
-from pdtransfer.transports import choice
+from pdtransfer.transports import choice, network
 from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, arena, child, process, why_not, writer
+from pdtransfer.transports.mooncake.gather import CopyGatherer
 from pdtransfer.transports.mooncake.ring import SLOT_BYTES, SLOTS, Ring
 from pdtransfer.transports.mooncake.writer import targets_of
 from pdtransfer.transports.network import Network, Transport
@@ -401,13 +405,112 @@ async def test_no_two_engines_have_the_arena_at_overlapping_addresses() -> None:
 @on_loop
 async def test_engines_are_bounded_and_a_refused_offer_says_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     async with both() as it:
-        monkeypatch.setattr(arena, "ENGINES_MAX", 1)
+        monkeypatch.setattr(network, "ENGINES_MAX", 2)
         reach = await it.owner.offer(1)
-        with pytest.raises(TransportError, match="engines: 1 of 1"):
+        with pytest.raises(TransportError, match="engines: 2 of 2"):
             await it.owner.offer(2)
-        monkeypatch.setattr(writer, "ENGINES_MAX", 0)
+        monkeypatch.setattr(network, "ENGINES_MAX", 0)
         with pytest.raises(TransportError, match="engines: 0 of 0"):
             await it.writer.map(1, reach, (it.target,))
+
+
+@pytest.mark.parametrize(("wanted", "sessions"), [(4, 133), (2, 160), (1, 256)])
+def test_the_fewer_engines_are_left_the_fewer_a_session_gets_until_none_is(wanted: int, sessions: int) -> None:
+    given = list[int]()
+    while sum(given) < ENGINES_MAX:
+        given.append(network.engines_left(wanted, taken=sum(given)))
+    with pytest.raises(TransportError, match=f"engines: {ENGINES_MAX} of {ENGINES_MAX}"):
+        network.engines_left(wanted, taken=sum(given))
+    assert sum(given) == ENGINES_MAX
+    assert len(given) == sessions
+    assert given == sorted(given, reverse=True)
+    assert given[0] == wanted
+    assert given[-1] == 1
+
+
+def few_ports(count: int, stack: ExitStack) -> tuple[int, int]:
+    """A range in which so many ports are free, next to each other or not, as long as the stack holds the others."""
+    while True:
+        first = random.randrange(22_000, 31_000)
+        with ExitStack() as held:
+            taken = [held.enter_context(socket.socket()) for _ in range(2 * count)]
+            try:
+                for number, each in enumerate(taken):
+                    each.bind(("", first + number))
+            except OSError:
+                continue
+            for each in taken[::2]:
+                each.close()
+            stack.push(held.pop_all())
+            return first, first + 2 * count - 1
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@on_loop
+async def test_a_session_goes_on_with_the_engines_that_there_are_ports_for(
+    side: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack:
+        async with both() as it:
+            few = Network(engines=4, ports=few_ports(5, stack))
+            wide = Network(engines=4)
+            it.writer._network, it.owner._network = (few, wide) if side == "prefill" else (wide, few)
+            await it.map()
+            ends = it.writer._sessions[SESSION].process, it.owner._sessions[SESSION].process
+            assert [each.engines for each in ends if each is not None] == ([2, 4] if side == "prefill" else [2, 2])
+            assert [each.args[:2] for each in caplog.records if "could be started" in each.message] == [(2, 4)]
+            it.write(1, 0, LARGE)
+            await until(lambda: it.ended)
+            assert it.ended[1] == (Outcome.LANDED, "")
+
+
+@on_loop
+async def test_a_session_for_which_there_is_no_port_is_refused() -> None:
+    with ExitStack() as stack:
+        async with both() as it:
+            it.owner._network = Network(engines=4, ports=few_ports(1, stack))
+            with pytest.raises(TransportError, match="initialize answers"):
+                await it.owner.offer(SESSION)
+
+
+@on_loop
+async def test_a_peer_that_does_not_shake_hands_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_READY_SECONDS", 1.0)
+    rings = list[Ring]()
+    monkeypatch.setattr(CopyGatherer, "prepare", lambda _, ring: rings.append(ring))
+    async with both() as it:
+        reach = await it.owner.offer(1)
+        await freeze(it.theirs(1))
+        with pytest.raises(TransportError, match="not ready within"):
+            await it.writer.map(1, reach, (it.target,))
+        assert not rings
+        os.kill(it.theirs(1), signal.SIGCONT)
+        await it.writer.map(2, reach, (it.target,))
+        (ring,) = rings
+        assert not os.fstat(ring.fd).st_blocks, "its process backs nothing of it"
+
+
+@on_loop
+async def test_an_engine_that_dies_while_its_ring_is_prepared_maps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go = threading.Event(), threading.Event()
+
+    def prepare(*_: object) -> None:
+        reached.set()
+        go.wait()
+
+    monkeypatch.setattr(CopyGatherer, "prepare", prepare)
+    async with both() as it:
+        mapping = asyncio.ensure_future(it.map())
+        await until(reached.is_set)
+        died = it.writer._sessions[SESSION].process
+        assert died is not None
+        died.kill()
+        await until(lambda: died.dead)
+        go.set()
+        with pytest.raises(TransportError, match="has ended"):
+            await mapping
+        await until(lambda: not it.writer._ending)
+        assert not it.writer._sessions
 
 
 @on_loop
@@ -689,12 +792,12 @@ async def test_a_fence_of_a_session_that_was_unmapped_meanwhile_condemns_nobody(
 
 @on_loop
 async def test_sessions_that_are_mapped_at_once_are_bounded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "ENGINES_MAX", 1)
     async with both() as it:
         reaches = [await it.owner.offer(session) for session in (1, 2)]
+        monkeypatch.setattr(network, "ENGINES_MAX", 2)
         mapped = [it.writer.map(session, reach, (it.target,)) for session, reach in enumerate(reaches, 1)]
         _, refused = await asyncio.gather(*mapped, return_exceptions=True)
-        assert "engines: 1 of 1" in str(refused)
+        assert "engines: 2 of 2" in str(refused)
 
 
 # The choice

@@ -88,13 +88,14 @@ def _fits(first: int, last: int, taken: Iterable[int]) -> str:
 
 def _narrow(ranges: Sequence[tuple[int, int]]) -> tuple[str, str] | None:
     """What is wrong with a range that engines which have just ended may fill, and its mend."""
-    narrow = [each for each in ranges if (each[1] - each[0] + 1) // 2 < ENGINES_MAX]
+    minute = 60_000 // Limits().resend_ms_max * ENGINES_A_SESSION
+    narrow = [each for each in ranges if (each[1] - each[0] + 1) // 2 < minute]
     if not narrow:
         return None
     first = min(narrow[0][0], PORT_MAX + 1 - 2 * ENGINES_MAX)
     text = (
         f"a port stays taken for a minute after its engine's end, and a peer that cannot be reached takes up to "
-        f"{60_000 // Limits().resend_ms_max * ENGINES_A_SESSION} engines a minute: less than {ENGINES_MAX} may not do"
+        f"{minute} engines a minute: with room for less, sessions may get fewer engines or none"
     )
     return text, f"--transport-ports {first}-{first + 2 * ENGINES_MAX - 1} for prefill and decode, and in the firewall"
 

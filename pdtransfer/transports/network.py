@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..limits import ENGINES_A_SESSION
+from ..errors import TransportError
+from ..limits import ENGINES_A_SESSION, ENGINES_MAX
 
 Transport = Literal["auto", "shm", "mooncake"]
 Protocol = Literal["tcp", "rdma"]
@@ -21,10 +22,19 @@ def engines_for(cores: int | None = None) -> int:
     return max(_ENGINES_MIN, min(ENGINES_A_SESSION, cores // _CORES_AN_ENGINE))
 
 
+def engines_left(wanted: int, *, taken: int) -> int:
+    """How many of them a session gets where this process has so many already: the fewer are left the fewer, so that
+    sessions find one each for longer. Raises TransportError where none is left."""
+    if taken >= ENGINES_MAX:
+        raise TransportError(f"engines: {taken} of {ENGINES_MAX}, one at least for each session")
+    return min(wanted, -(-ENGINES_A_SESSION * (ENGINES_MAX - taken) // ENGINES_MAX))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """Each engine takes two `ports`, [first, last]. `host` is what peers dial, a name or an IPv4 address; empty: this
-    host's address on the way to the peer. A session has `engines` of them on either side, or as few as the other takes.
+    host's address on the way to the peer. A session has `engines` of them on either side, or as few as the other takes,
+    as there are left for this process, or ports for.
     """
 
     host: str = ""

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import TransportError
-from ...limits import ENGINES_MAX
 from ...memory import Arena
 from ...wire import Reach
-from ..network import Network
+from ..network import Network, engines_left
 from .process import EngineProcess
 
 # Far from where the kernel maps what it is not told a place for.
@@ -49,15 +48,15 @@ class MooncakeArena:
         """A process for this session, at an address that no earlier one had: what a late writer means for that one is
         refused. Its writer dials the network's host, or else `host`. Raises TransportError where there can be none."""
         assert session not in self._sessions, f"session {session:#x} has its engine already"
-        if len(self._sessions) >= ENGINES_MAX:
-            raise TransportError(f"engines: {len(self._sessions)} of {ENGINES_MAX}, one for each session")
+        taken = sum(offered.process.engines for offered in self._sessions.values())
+        engines = engines_left(self._network.engines, taken=taken)
         host = self._network.host or host or "127.0.0.1"
         if ":" in host:
             raise TransportError(f"advertise {host}: transport mooncake is reached by a name or an IPv4 address alone")
         base, byte_count = self._place(), self._arena.byte_count
         process = EngineProcess(
             self._network, host=host, memory=self._arena.fd, byte_count=byte_count, base=base,
-            engines=self._network.engines, died=lambda: self._died(session),
+            engines=engines, died=lambda: self._died(session),
         )  # fmt: skip
         offered = self._sessions[session] = _Offered(process)
         port, *others = await process.ready()

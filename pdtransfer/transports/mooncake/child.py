@@ -47,7 +47,8 @@ def main() -> None:
     """child.py arena|sender PARENT SOCKET PROTOCOL HOST ENGINES MEMORY BYTES BASE [SENDING...]
 
     SENDING is POOL POOL_BYTES TARGET_BASE TARGET...
-    A sender has an engine for each target, engines of one process that have the same memory. POOL is -1 for none.
+    A sender has an engine for each target, engines of one process that have the same memory. POOL is -1 for none. Where
+    not all ENGINES can be started, those do that can.
     """
     role, parent, number, protocol, host, engine_count, memory, byte_count, base, *more = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
@@ -58,16 +59,17 @@ def main() -> None:
     pipe = socket.socket(fileno=int(number))
     try:
         address = _mapped(libc, int(memory), int(byte_count), int(base))
-        engines = [_engine(host, protocol) for _ in range(int(engine_count))]
+        engines = _engines(int(engine_count), host, protocol)
+        if role == "sender":
+            pool, pool_bytes, target_base, *targets = more
+            lines = _lines(engines, targets, int(target_base))
+            source = _Source(address, int(byte_count), _pool(libc, int(pool), int(pool_bytes)))
+            serve = _Sender(lines, pipe, source).serve
+        else:
+            serve = partial(_enter, libc, pipe, int(memory), address, int(byte_count))
         if role == "arena" or protocol != "tcp":  # where TCP reads from, nobody else need be able to read
             for engine in engines:
                 _check("register_memory", engine.register_memory(address, int(byte_count)))
-        if role == "sender":
-            pool, pool_bytes, target_base, *targets = more
-            source = _Source(address, int(byte_count), _pool(libc, int(pool), int(pool_bytes)))
-            serve = _Sender(_lines(engines, targets, int(target_base)), pipe, source).serve
-        else:
-            serve = partial(_enter, libc, pipe, int(memory), address, int(byte_count))
     except Exception as error:  # noqa: BLE001 (whatever it is, the parent is told)
         text = f"{type(error).__name__}: {error}" if not isinstance(error, _NotReadyError) else str(error)
         pipe.send(HELLO.pack(NOT_READY, 0) + text.encode()[:400])
@@ -118,6 +120,17 @@ def _enter(libc: Any, pipe: socket.socket, fd: int, address: int, byte_count: in
         if select.select((pipe,), (), (), 0 if backed > done else wait)[0]:
             return
     pipe.recv(1)  # only its end is ever read
+
+
+def _engines(count: int, host: str, protocol: str) -> list[Any]:
+    """As many as there are ports for, one at least."""
+    engines = [_engine(host, protocol)]
+    while len(engines) < count:
+        try:
+            engines.append(_engine(host, protocol))
+        except _NotReadyError:
+            break
+    return engines
 
 
 def _engine(host: str, protocol: str) -> Any:
@@ -213,9 +226,9 @@ class _Line:
 
 
 def _lines(engines: list[Any], targets: list[str], base: int) -> list[_Line]:
-    """One for each target; they have shaken hands."""
-    window = max(WINDOW_BYTES // len(targets), _WINDOW_BYTES_MIN)
-    lines = [_Line(engine, target, window) for engine, target in zip(engines, targets, strict=True)]
+    """One for each target, or of the first as many as there are engines; they have shaken hands."""
+    window = max(WINDOW_BYTES // len(engines), _WINDOW_BYTES_MIN)
+    lines = [_Line(engine, target, window) for engine, target in zip(engines, targets, strict=False)]
     for line in lines:
         line.meet(base)
     return lines

@@ -87,7 +87,7 @@ class Sending:
 
 class EngineProcess:
     """A process of engines over `memory`, a memfd that it maps: one for each target of `sending`, or `engines` that
-    receive. Made and used on the loop's thread, which it dies with.
+    receive, or as many of them as can be started. Made and used on the loop's thread, which it dies with.
 
     `heard` gets packets of replies; `died`, once, is called when the kernel says that the process is gone: no thread of
     it runs any more, and nothing that it had mapped is written by it.
@@ -113,6 +113,7 @@ class EngineProcess:
         self._ready: asyncio.Future[tuple[int, ...]] = self._loop.create_future()
         self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting
         self.dead = False
+        self.engines = engines if sending is None else len(sending.targets)  # or fewer, once it is ready
         with ExitStack() as undo:
             try:
                 self._said = os.memfd_create("pdtransfer-engine-log", os.MFD_CLOEXEC) if sending is not None else -1
@@ -123,10 +124,10 @@ class EngineProcess:
                 with theirs:
                     role, more, passed = "arena", (), [theirs.fileno(), memory]
                     if sending is not None:
-                        role, engines = "sender", len(sending.targets)
+                        role = "sender"
                         more = sending.pool, sending.pool_bytes, sending.base, *sending.targets
                         passed += [sending.pool] if sending.pool >= 0 else []
-                    numbers = engines, memory, byte_count, base
+                    numbers = self.engines, memory, byte_count, base
                     # By its path: as a module it would import the package first.
                     command = [sys.executable, "-P", child.__file__, role, os.getpid(), theirs.fileno()]
                     self._process = subprocess.Popen(  # noqa: S603 (our own file)
@@ -134,7 +135,7 @@ class EngineProcess:
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=self._said if self._said >= 0 else subprocess.DEVNULL,
-                        env=environment(network, engines),
+                        env=environment(network, self.engines),
                         pass_fds=passed,
                     )
                 undo.callback(_end, self._process)
@@ -206,7 +207,12 @@ class EngineProcess:
         kind, _ = child.HELLO.unpack_from(packet)
         after = packet[child.HELLO.size :]
         if kind == child.READY:
-            self._ready.set_result(tuple(port for (port,) in child.PORT.iter_unpack(after)))
+            ports = tuple(port for (port,) in child.PORT.iter_unpack(after))
+            if len(ports) < self.engines:
+                text = "%d of %d engines could be started in process %d: pdtransfer doctor says how many ports are left"
+                log.warning(text, len(ports), self.engines, self.pid)
+            self.engines = len(ports)
+            self._ready.set_result(ports)
         else:
             text = after.decode(errors="replace")
             self._ready.set_exception(TransportError(f"{text}{self.last_words()}"))

@@ -17,13 +17,12 @@ from ...checksum import MASK
 from ...effects import Outcome, Write
 from ...errors import TransportError, WorldError
 from ...layout import Component
-from ...limits import ENGINES_MAX
 from ...wire import Reach
 from ..base import Ready, WriteDone
 from ..copier import CANCELLED
 from ..lane import WriterCard
 from ..meeting import lines_for, paired
-from ..network import Network
+from ..network import Network, engines_left
 from ..reports import Reports
 from . import child
 from .card import LaunchGatherer
@@ -90,24 +89,25 @@ class MooncakeWriter:
         pairings = paired(self._components, components, reach.arena_bytes)
         if self._closing:
             raise TransportError("this writer is closing")
-        if (engines := len(self._sessions) + len(self._ending)) >= ENGINES_MAX:
-            raise TransportError(f"engines: {engines} of {ENGINES_MAX}, one for each session")
+        sessions = (*self._sessions.values(), *self._ending)
+        taken = sum(each.process.engines for each in sessions if each.process is not None)
+        engines = engines_left(self._network.engines, taken=taken)
         mapped = self._sessions[session] = Session(
             id=session, reach=reach, components=components, pairings=pairings, ring=Ring(), gatherer=self._gatherer
         )
         mapped.straight = self._pool_fd >= 0
         try:
-            await asyncio.shield(self._apart(mapped, self._gatherer.prepare, mapped.ring))
-            _check_wanted(mapped)
             pool_bytes = os.fstat(self._pool_fd).st_size if mapped.straight else 0
             process = mapped.process = EngineProcess(
                 self._network, host="127.0.0.1", memory=mapped.ring.fd, byte_count=mapped.ring.byte_count,
                 sending=Sending(
-                    targets=targets[: self._network.engines], base=reach.base, pool=self._pool_fd, pool_bytes=pool_bytes
+                    targets=targets[:engines], base=reach.base, pool=self._pool_fd, pool_bytes=pool_bytes
                 ),
                 heard=lambda packet: self._heard(mapped, packet), died=lambda: self._died(mapped),
             )  # fmt: skip
-            await process.ready()
+            await process.ready()  # it has met the engines there: only now is the ring worth its memory
+            _check_wanted(mapped)
+            await asyncio.shield(self._apart(mapped, self._gatherer.prepare, mapped.ring))
             _check_wanted(mapped)
             mapped.up = True
         except TransportError as error:
@@ -364,6 +364,8 @@ class MooncakeWriter:
 def _check_wanted(mapped: Session) -> None:
     if mapped.leaving:
         raise TransportError("the session was unmapped while its arena was being mapped")
+    if mapped.broken:
+        raise TransportError(mapped.broken)
 
 
 def _close(ring: Ring) -> None:

@@ -287,8 +287,7 @@ class _Sender:
 
     def _submit(self) -> bool:
         """As much as the windows take, a chunk's bytes of each grant in turn; False where one was refused."""
-        line = min(self._lines, key=_bytes_of)
-        while self._waiting and not line.full:
+        while self._waiting and (line := self._next_line()) is not None:
             turn = self._waiting[0]
             self._waiting.rotate(-1)
             batches, left = self._turns[turn], CHUNK_BYTES
@@ -308,8 +307,12 @@ class _Sender:
             if not batches:
                 del self._turns[turn]
                 self._waiting.remove(turn)
-            line = min(self._lines, key=_bytes_of)
         return True
+
+    def _next_line(self) -> _Line | None:
+        """The one with the least in flight of those that take more: small operations fill one long before its bytes
+        do."""
+        return min((line for line in self._lines if not line.full), key=_bytes_of, default=None)
 
     def _look(self) -> bool:
         """False where a write has failed."""

@@ -1,0 +1,72 @@
+"""What an engine's process submits, and on which line; with engines that are none."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+
+import numpy as np
+
+from pdtransfer.transports.mooncake.child import (
+    CHUNK_BYTES,
+    OPERATION,
+    ORDER,
+    PUT,
+    WINDOW_OPERATIONS,
+    _Line,
+    _Sender,
+    _Source,
+)
+
+WINDOW = 4 << 20
+
+
+class Engine:
+    """Takes everything, and says of nothing that it has ended."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+
+    def transfer_submit_write(self, *_: object) -> int:
+        return next(self._numbers)
+
+    def transfer_check_status(self, _: int) -> int:
+        return 0
+
+
+class Sending:
+    """A sender of two lines, with memory for orders."""
+
+    def __init__(self) -> None:
+        self.lines = [_Line(Engine(), "there", WINDOW) for _ in range(2)]
+        self._memory = np.zeros(1 << 20, np.uint8)
+        self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.theirs, self._slots, self._told = theirs, itertools.count(), 0
+        address = self._memory.ctypes.data
+        self._sender = _Sender(self.lines, theirs, _Source(address, len(self._memory), 0))
+
+    def order(self, grant: int, count: int, byte_count: int) -> None:
+        """So many operations of so many bytes."""
+        table = np.tile(np.array([0, 0, byte_count]), (count, 1))
+        start, self._told = self._told, self._told + table.nbytes
+        self._memory[start : self._told].view(np.int64)[:] = table.reshape(-1)
+        assert table.nbytes == count * OPERATION.size
+        self.ours.send(ORDER.pack(PUT, next(self._slots), count, start, grant))
+
+    def submit(self) -> None:
+        self._sender._hear()
+        self._sender._submit()
+
+    def close(self) -> None:
+        self.ours.close()
+        self.theirs.close()
+
+
+def test_a_line_that_is_full_of_small_operations_leaves_the_others_to_large_ones() -> None:
+    sending = Sending()
+    sending.order(1, 16, CHUNK_BYTES)
+    sending.order(2, 4 * WINDOW_OPERATIONS, 1_024)
+    sending.submit()
+    assert all(line.full for line in sending.lines)
+    assert WINDOW_OPERATIONS in [len(line._flying) for line in sending.lines]
+    sending.close()

@@ -1,12 +1,18 @@
 """The prefill side: cells, pages, turns, and what it refuses."""
 
+import mmap
+import os
+
 import numpy as np
 import pytest
 
+from pdtransfer.engine import prefill
 from pdtransfer.engine.base import Computed
 from pdtransfer.engine.prefill import ReferencePrefill
 from pdtransfer.engine.reference import create
 from pdtransfer.engine.sampling import Handoff
+from pdtransfer.errors import WorldError
+from pdtransfer.headroom import Headroom
 from pdtransfer.layout import expand_pages
 from tests.engine_pair import SMALL, Prefill, config, heads_of, places, prompts, request
 
@@ -192,3 +198,26 @@ def test_the_factory_makes_the_side_that_was_asked_for():
     assert isinstance(create(config("prefill")), ReferencePrefill)
     assert not isinstance(create(config("decode")), ReferencePrefill)
     assert create(config(options={"eos": "17"})).card.eos == 17
+
+
+def test_whoever_is_handed_the_pool_can_neither_resize_nor_write_it():
+    engine = create(config())
+    pool = engine.pool
+    size = os.fstat(pool.fd).st_size
+    for refused in (
+        lambda: os.ftruncate(pool.fd, 0),
+        lambda: os.ftruncate(pool.fd, 2 * size),
+        lambda: os.pwrite(pool.fd, b"x", 0),
+        lambda: mmap.mmap(pool.fd, size),
+    ):
+        with pytest.raises(PermissionError):
+            refused()
+    pool.view[0] = 1
+    with mmap.mmap(pool.fd, size, prot=mmap.PROT_READ) as theirs:
+        assert theirs[0] == 1
+
+
+def test_a_pool_that_the_host_has_no_memory_for_is_refused_with_both_values(monkeypatch):
+    monkeypatch.setattr(prefill, "headroom", lambda: Headroom("a cgroup", 4_096))
+    with pytest.raises(WorldError, match=r"a pool of \d+ bytes: a cgroup is 4096 bytes"):
+        create(config())

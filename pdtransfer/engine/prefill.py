@@ -5,6 +5,7 @@ It attends to every key also where decode will pick: with `top_k` it only comput
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import weakref
@@ -18,6 +19,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..errors import WorldError
+from ..headroom import headroom
 from ..layout import expand_pages
 from ..wire import Ranks
 from .architecture import EngineOptions
@@ -34,6 +37,8 @@ from .sampling import Handoff, chain
 from .sampling import pick as picked
 from .shard import Shard
 
+# fcntl's own names for these come with Python 3.13.
+_F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4 | 0x10  # seals, shrinking, growing, writing by mappings yet to come
 AHEAD_MAX = 8  # cells that are queued on a card: a full queue of launches would hold up every other thread's
 
 
@@ -324,11 +329,16 @@ class ReferencePrefill:
 
 
 def _shared(byte_count: int, owner: object) -> SharedMemory:
-    """A memfd of zeroes, not yet backed, for as long as `owner` lives."""
-    fd = os.memfd_create("pdtransfer-pool", os.MFD_CLOEXEC)
+    """A memfd of zeroes, not yet backed, for as long as `owner` lives. Whoever is handed it can neither map it to write
+    nor change its size, by which this process would end with SIGBUS. WorldError where the host has not so much memory.
+    """
+    if (left := headroom()).bytes < byte_count:
+        raise WorldError(f"a pool of {byte_count} bytes: {left.what} is {left.bytes} bytes")
+    fd = os.memfd_create("pdtransfer-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     weakref.finalize(owner, os.close, fd)
     os.ftruncate(fd, byte_count)
     mapped = mmap.mmap(fd, byte_count)
+    fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
     with suppress(OSError):  # a kernel without them
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return SharedMemory(fd=fd, view=memoryview(mapped))

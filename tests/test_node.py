@@ -473,8 +473,8 @@ class Stranger:
         for frame in frames:
             await self._socket.send(frame if isinstance(frame, bytes) else encode(frame))
 
-    async def hear(self, kind: type[Message]) -> Any:
-        """The next message of that kind."""
+    async def hear(self, kind: type[Message] | tuple[type[Message], ...]) -> Any:
+        """The next message of that kind, or of these."""
         while True:
             message = decode(await self._socket.recv())
             if isinstance(message, kind):
@@ -504,6 +504,35 @@ async def test_a_hand_over_that_cannot_be_reached_is_refused_and_others_go_on() 
         it.expect(1)
         it.send(1)
         await it.ready(1)
+
+
+@on_loop
+async def test_no_session_takes_the_id_of_one_whose_writer_is_still_being_fenced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fenced = asyncio.Event()
+
+    async def fence(_: int) -> bool:
+        return await fenced.wait()
+
+    async def map_(*_: object) -> int:
+        return TARGET.layout.end
+
+    reach = Reach("shm", "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)
+    async with nodes() as it:
+        monkeypatch.setattr(it.prefill.transport, "fence", fence)
+        monkeypatch.setattr(it.prefill.transport, "map", map_)
+        it.prefill._end_writer(5)
+        async with stranger(it.endpoint) as other:
+            await other.say(Hello(1, 1, replace_identity(it, node="other")), Register(5, (component(TARGET),), reach))
+            refused = await other.hear((Reject, Registered))
+            assert (type(refused), refused.session) == (Reject, 5)
+            assert "of the same id" in refused.fields[0]
+        fenced.set()
+        await until(lambda: not it.prefill._fencing)
+        async with stranger(it.endpoint) as other:
+            await other.say(Hello(1, 1, replace_identity(it, node="third")), Register(5, (component(TARGET),), reach))
+            assert (await other.hear(Registered)).session == 5
 
 
 @on_loop

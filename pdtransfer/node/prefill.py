@@ -23,7 +23,7 @@ from ..effects import (
     Write,
 )
 from ..engine.base import Spans
-from ..errors import Cause, LocalProtocolError, PDTransferError
+from ..errors import Cause, LocalProtocolError, PDTransferError, TransportError
 from ..events import Event, EventQueue
 from ..keys import AllowList
 from ..layout import Component
@@ -236,6 +236,8 @@ class PrefillNode:
             self._run(self.core.mapped(effect.session, bytes_ready, hbm_direct=direct))
 
         try:
+            if effect.session in self._fencing:  # that goes by the id: it would be taken for this one's end
+                raise TransportError("an earlier session of the same id has not ended yet")
             bytes_ready = await self.transport.map(effect.session, effect.reach, effect.components, mapped)
         except PDTransferError as error:
             log.warning("session %#x: %s", effect.session, error)

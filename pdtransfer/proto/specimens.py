@@ -110,6 +110,9 @@ VARIANTS: dict[str, list[Any]] = {
     "Register over mooncake": register(
         _COMPONENT, reach=["mooncake", "10.0.0.9:15201", "", b"", 0x7F0000000000, 9437184]
     ),
+    "Register over mooncake, by several engines": register(
+        _COMPONENT, reach=["mooncake", "10.0.0.9:15201", "15203,15210,15207", b"", 0x7F0000000000, 9437184]
+    ),
     "Plane.layer most": register(component([plane(layer=0xFFFF)], 1, 4096)),
     "Plane.kind shortest": register(component([plane(kind="k")], 1, 4096)),
     "Plane.kind longest": register(component([plane(kind="k" * 16)], 1, 4096)),

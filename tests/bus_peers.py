@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 import uvloop
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from pdtransfer.bus import Bus, BusLimits
 from pdtransfer.errors import RemoteProtocolError, WorldError
@@ -105,6 +106,8 @@ class Raw:
             self.socket.set(zmq.CURVE_PUBLICKEY, keys.public.encode())
             self.socket.set(zmq.CURVE_SECRETKEY, keys.secret.encode())
             self.socket.set(zmq.CURVE_SERVERKEY, server.encode())
+        self._seen: set[int] = set()
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.socket.connect(endpoint)
 
     def say(self, *messages: Message | bytes) -> None:
@@ -118,6 +121,19 @@ class Raw:
     @property
     def quiet(self) -> bool:
         return not self.socket.poll(0)
+
+    @property
+    def shook_hands(self) -> bool:
+        return self._has_seen(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    @property
+    def was_cut_off(self) -> bool:
+        return self._has_seen(zmq.EVENT_DISCONNECTED)
+
+    def _has_seen(self, event: int) -> bool:
+        while self._monitor.poll(0):
+            self._seen.add(int(parse_monitor_message(self._monitor.recv_multipart())["event"]))
+        return event in self._seen
 
 
 async def rebind(node: Node, endpoint: str) -> None:

@@ -47,7 +47,15 @@ def unread_in_kernel(fd: int) -> int:
     return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def stand_still(wire: Wire) -> None:
+def stand_still(node: Bus) -> None:
+    wires = [each.wire for each in node._connections._all()] + [each._wire for each in node._dialled.values()]
+    if wires[0] is None:  # a first message may be read before the monitor's word of the connection that it came on
+        asyncio.get_running_loop().call_soon(stand_still, node)
+    else:
+        stand_still_on(wires[0])
+
+
+def stand_still_on(wire: Wire) -> None:
     say(step="standing still")
     expected = hear()["bytes"]
     while (received_bytes(wire.fd) or 0) < expected or unread_in_kernel(wire.fd):
@@ -86,9 +94,7 @@ async def main(settings: dict[str, Any]) -> None:
         nonlocal stood
         if not stood:
             stood = True
-            wires = [each.wire for each in node._connections._all()] + [each._wire for each in node._dialled.values()]
-            assert wires[0] is not None
-            stand_still(wires[0])
+            stand_still(node)
         if type(message) is Ping:
             node.send(peer, Pong(message.incarnation))
         number = message.incarnation if type(message) is Ping else 0

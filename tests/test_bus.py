@@ -66,7 +66,7 @@ def with_extents(part: Part, size: int) -> Part:
 @on_loop
 async def test_last_words_arrive_when_the_bus_closes_right_after() -> None:
     # Megabytes stand before the Goodbye, so that it is still here when the bus closes.
-    limits = replace(LIMITS, linger_ms=10_000)
+    limits = replace(LIMITS, linger_ms=10_000, unread_frames_max=1 << 20)
     async with Node("p", limits=limits) as prefill:
         decode_node = Node("d", limits=limits)
         peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")

@@ -19,6 +19,7 @@ from .limits import BusLimits
 _libc = ctypes.CDLL(None, use_errno=True)
 _SO_COOKIE = 57
 _TCP_INFO_RECEIVED = 128  # where bytes_received stands in struct tcp_info, from Linux 4.1 on
+_ESTABLISHED, _CLOSE_WAIT = 1, 8  # its first byte, while this side has not ended the connection
 _NO_LINGER = pack("ii", 1, 0)
 _SWEEP = 512  # descriptors looked at in a row: about a millisecond
 _BUSY = 0.02  # of a core: below it nobody floods this process
@@ -60,7 +61,8 @@ class Wire:
 
         Handshakes and ZMTP's own commands count, and are never read: they are few.
         """
-        return (received_bytes(self.fd) or 0) - self.taken if self.same else 0
+        received = received_bytes(self.fd)
+        return 0 if received is None or not self.same else received - self.taken
 
     def swamped(self, limits: BusLimits) -> bool:
         """Whether more waits to be read than a peer that means well would send, by bytes or by its usual frames."""
@@ -108,9 +110,12 @@ class Sweep:
 
 
 def received_bytes(fd: int) -> int | None:
-    """What has come on a TCP connection; None for any other descriptor."""
+    """What has come on a TCP connection; None for any other descriptor, and for one that this side has ended: ZMQ may
+    close it a while later, and nobody is hung up on twice."""
     told = _ask(fd, tcp.IPPROTO_TCP, tcp.TCP_INFO, _TCP_INFO_RECEIVED + 8)
-    return unpack_from("<Q", told, _TCP_INFO_RECEIVED)[0] if len(told) == _TCP_INFO_RECEIVED + 8 else None
+    if len(told) < _TCP_INFO_RECEIVED + 8 or told[0] not in (_ESTABLISHED, _CLOSE_WAIT):
+        return None
+    return unpack_from("<Q", told, _TCP_INFO_RECEIVED)[0]
 
 
 def _ask(fd: int, level: int, option: int, size: int) -> bytes:

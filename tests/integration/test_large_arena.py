@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from pathlib import Path
 
-import pytest
-
-from tests.integration.fleets import Running, Site, prompts, running, until
+from tests.integration.fleets import Gates, Site, prompts, running, until
 from tests.integration.healing import decode, healed, met, prefill, right
 
 ROW_BYTES = 64 << 10  # of one layer: 128 KiB a token
-SLOTS = 16_384  # 2 GiB
+SLOTS = 2_048  # 256 MiB
 CHUNK_SLOTS = 512  # 64 MiB are ready at first
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    made = {"row_bytes": ROW_BYTES}
-    with running(
-        tmp_path_factory.mktemp("f"),
-        ends_as=(-signal.SIGKILL,),
-        prefills=[prefill(64, **made) | {"slots": 1_024}],
-        decodes=[decode(SLOTS, **made)],
-    ) as on:
-        yield on
+def test_a_restarted_decode_serves_from_the_first_chunk_of_its_arena_on(tmp_path: Path) -> None:
+    gates = Gates(tmp_path)
+    slowly = {"engine": "tests.integration.backing:create"}
 
-
-def test_a_restarted_decode_serves_from_the_first_chunk_of_its_arena_on(large: Running) -> None:
     async def case(site: Site) -> None:
         async def slots() -> float:
             return (await site.metrics(site.decode))["pdtransfer_slots"]
@@ -41,16 +30,23 @@ def test_a_restarted_decode_serves_from_the_first_chunk_of_its_arena_on(large: R
         site.decode.process.kill()
         await site.decode.process.wait()
         await site.usable(decode=0)  # the router knows, so that it meets the new process and not the old one's place
-        await site.restart(site.decode)
-        at_first = await slots()
-        assert CHUNK_SLOTS <= at_first < SLOTS
-        await site.usable()
-        texts = prompts(1, *[100] * 12)  # three times what the first chunk holds, growth included
-        answers = await asyncio.gather(*(site.complete(text, max_tokens=30) for text in texts))
-        assert all(right(text, answer, 30) for text, answer in zip(texts, answers, strict=True)), answers
+        with gates.closed("decode"):
+            await site.restart(site.decode)
+            assert await slots() == CHUNK_SLOTS
+            await site.usable()
+            texts = prompts(1, *[100] * 12)  # three times what the first chunk holds, growth included
+            answers = await asyncio.gather(*(site.complete(text, max_tokens=30) for text in texts))
+            assert all(right(text, answer, 30) for text, answer in zip(texts, answers, strict=True)), answers
+            assert await slots() == CHUNK_SLOTS
         await until(whole, "all of the arena is backed")
         (long,) = prompts(2, 900)  # one that the first chunk could not hold
         assert right(long, await site.complete(long))
         await healed(site, before)
 
-    large(case)
+    with running(
+        tmp_path,
+        ends_as=(-signal.SIGKILL,),
+        prefills=[prefill(64, row_bytes=ROW_BYTES) | {"slots": 1_024}],
+        decodes=[decode(SLOTS, row_bytes=ROW_BYTES, gates=gates.directory) | slowly],
+    ) as on:
+        on(case)

@@ -232,7 +232,7 @@ def test_faults_time_aborts_and_a_healthy_peer_beside_a_frozen_one(
 
 
 def test_aborted_rooms_give_their_slots_back_and_those_that_were_ready_are_not_timed(ranks: Ranks) -> None:
-    taken = ranks.abort([0.0, 0.0, 10e-3 + 1.0], tokens=16)
+    taken = ranks.abort([0.0, 0.0, 600.0], tokens=16)
     assert len(taken) == 2
     assert (taken > 0).all()
     assert (ranks.hand_off(4, tokens=16).ready > 0).all()

@@ -245,6 +245,7 @@ class _DecodeRank(_Rank):
         self._trips_ns: list[int] = []
         self._trips_left = self._sent_ns = 0
         self._expected = self._ready = np.zeros(0, np.int64)
+        self._to_abort: asyncio.TimerHandle | None = None  # of the room that is under way
         self._aborted: int | None = None  # the room whose lease has not ended yet
 
     async def serve(self) -> None:
@@ -289,17 +290,14 @@ class _DecodeRank(_Rank):
         keys = () if prompt is None else node.core.cache.keys(prompt.tobytes(), b"")
         node.expect(room, tokens=tokens, sources=(source,), time_left_s=_ROOM_SECONDS, keys=keys)
         if self._batch.abort_s and (after_s := self._batch.abort_s[room - self._batch.first]):
-            self._loop.call_later(after_s, self._abort, room)
+            self._to_abort = self._loop.call_later(after_s, self._abort, room)
         elif self._batch.abort_s:
             self._abort(room)  # at once: before anything is read that it could be READY by
 
     def _abort(self, room: int) -> None:
         """Of a batch of aborts `expected` is when a room was aborted, `ready` when its slots were free; 0: it was READY
         before."""
-        if self._ready[room - self._batch.first]:
-            self._expected[room - self._batch.first] = self._ready[room - self._batch.first] = 0
-            self._over_with()
-            return
+        self._to_abort = None
         self._expected[room - self._batch.first], self._aborted = time.monotonic_ns(), room
         self._of(room).abort(room)
 
@@ -326,9 +324,14 @@ class _DecodeRank(_Rank):
             if event.room < _STALLED and not self._batch.abort_s:
                 self.fail(f"room {event.room} failed at decode: {event.detail}")
             return
-        self._ready[event.room - self._batch.first] = time.monotonic_ns()
+        at = event.room - self._batch.first
+        self._ready[at] = time.monotonic_ns()
         self._of(event.room).release(event.room)
-        if not self._batch.abort_s:
+        if self._to_abort is not None:
+            self._to_abort.cancel()
+            self._expected[at], self._ready[at], self._to_abort = 0, 0, None
+            self._over_with()
+        elif not self._batch.abort_s:
             self._over_with()
 
     def _ask(self) -> None:

@@ -18,7 +18,7 @@ from tests.integration.fleets import (
     REPO,
     Gates,
     decode_config,
-    loopback,
+    free_address,
     prefill_config,
     until,
 )
@@ -29,7 +29,7 @@ def test_a_daemon_is_not_ready_before_its_engine_has_warmed_up(
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", str(REPO)))
-    gates, http = Gates(tmp_path / "gates"), loopback()
+    gates, http = Gates(tmp_path / "gates"), free_address()
     gates.directory.mkdir()
     more = {"http": http, "engine": ENGINE, "engine_option": (LAYERS, f"gates={gates.directory}")}
     sockets = tempfile.TemporaryDirectory(prefix="pdt-")  # a Unix socket's path is short

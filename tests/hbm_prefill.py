@@ -39,13 +39,14 @@ def named(pool: Pool, name: str, *, memory: str = "dram", base: int = 0) -> Comp
     return Component(name, memory, 1, one.span, one.layout.rebase(base))  # type: ignore[arg-type]
 
 
-def send(client: PrefillClient, room: int, tokens: int) -> None:
-    """A whole room."""
+def send(client: PrefillClient, how: str, room: int, tokens: int) -> None:
+    """`send` a whole room, or `begin` it: then it never ends here."""
     client.open(room, tokens=tokens)
     pages = np.random.default_rng(room).permutation(SLOTS // PAGE)
     for name in ("kv", "index"):
         client.push(room, pages, rows=(0, tokens), component=name)
-    client.finish(room, aux=b"aux")
+    if how == "send":
+        client.finish(room, aux=b"aux")
 
 
 def main() -> None:
@@ -68,7 +69,8 @@ def main() -> None:
                 if not got:
                     return
                 for line in got.splitlines():
-                    send(client, *(int(word) for word in line.split()[1:]))
+                    how, room, tokens = line.split()
+                    send(client, how, int(room), int(tokens))
 
 
 if __name__ == "__main__":

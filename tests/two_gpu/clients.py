@@ -72,10 +72,10 @@ class Two:
         """Slots of each component that nobody has."""
         return [each.free_slots for each in self.core.arena.free]
 
-    def send(self, room: int, tokens: int, growth: int = 0) -> None:
-        """Has the room leased here and pushed there."""
+    def send(self, room: int, tokens: int, growth: int = 0, *, how: str = "send") -> None:
+        """Has the room leased here and pushed there; with `begin` in place of `send`, its end is never said there."""
         self.decode.expect(room, tokens=tokens, sources=[self.endpoint], growth=growth)
-        self.tell("send", room, tokens)
+        self.tell(how, room, tokens)
 
     def tell(self, *words: object) -> None:
         assert self.process.stdin is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import multiprocessing
 import os
 import socket
 import time
@@ -19,6 +18,7 @@ from ..errors import WorldError
 from ..process import prepare
 from ..transports.mooncake import environment
 from ..transports.network import Network
+from .orders import begun
 
 BYTES = 128 << 20
 _HOST = "127.0.0.1"
@@ -61,10 +61,7 @@ def _said(pipe: Connection) -> Any:
 
 @contextmanager
 def _process(run: Callable[[Connection], None]) -> Generator[Connection, None, None]:
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=run, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
+    process, ours = begun(run)
     try:
         yield ours
     finally:

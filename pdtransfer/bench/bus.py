@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -16,6 +15,7 @@ from ..bus import Bus
 from ..errors import RemoteProtocolError
 from ..keys import AllowList, KeyPair, generate_pair
 from ..wire import VERSION, Hello, Identity, Message, Ping, Pong, Ranks, encode
+from .orders import begun
 from .report import Figures, Line
 
 LINES = tuple(
@@ -64,9 +64,7 @@ class _Round:
 
 
 def _bare(messages: int, in_flight: int) -> _Round:
-    ours, theirs = multiprocessing.Pipe()
-    echo = multiprocessing.get_context("spawn").Process(target=_bare_echo, args=(theirs,), daemon=True)
-    echo.start()
+    echo, ours = begun(_bare_echo)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.connect(ours.recv())
@@ -109,9 +107,7 @@ def _bare_echo(parent: Connection) -> None:
 
 
 def _over_bus(messages: int, in_flight: int, client: KeyPair | None, server: KeyPair | None) -> _Round:
-    ours, theirs = multiprocessing.Pipe()
-    echo = multiprocessing.get_context("spawn").Process(target=_bus_echo, args=(theirs, client, server), daemon=True)
-    echo.start()
+    echo, ours = begun(_bus_echo, client, server)
     endpoint = ours.recv()
     prefix = "" if server is None else server.public + "@"
     result = uvloop.run(_ask(prefix + endpoint, messages, in_flight, client, server))

@@ -1,8 +1,11 @@
-"""What a bench asks of its two ranks over their pipes, and how one says that it cannot."""
+"""A bench's processes: how one begins, what is asked of it over its pipe, and how it says that it cannot."""
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
 
 from ..errors import WorldError
@@ -64,6 +67,15 @@ class Failure(NamedTuple):
     """Why there is no answer, for a person."""
 
     text: str
+
+
+def begun(run: Callable[..., None], *arguments: object) -> tuple[SpawnProcess, Connection]:
+    """A process of its own that runs `run(pipe, *arguments)`, and this end of the pipe; it ends with this process."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=run, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 def answer(pipe: Connection, *, who: str, within_s: float) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from ..process import prepare
 from ..transports.lane import PoolCard
 from ..transports.pusher import Push, Pusher
 from .models import PAGE_SIZE, latent_layout
-from .orders import Failure, answer
+from .orders import Failure, answer, begun
 
 _SLOTS, _TOKENS, _WRITES = 8_192, 4_096, 64  # 288 MB a write; some 0.35 s in all
 _ROUNDS = 3
@@ -37,14 +36,10 @@ def measure(ordinals: Sequence[int]) -> tuple[tuple[float, float], tuple[float, 
     Each is what a writer's thread reaches with 64 writes of 4,096 tokens, 61 planes of 1,152 bytes, from pages anywhere
     in a pool in the card's memory to one run of slots of a page_first arena, whose memory is of the card's NUMA node.
     """
-    spawn = multiprocessing.get_context("spawn")
     with ExitStack() as held:
         pipes: list[Connection] = []
         for ordinal in ordinals:
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(theirs, ordinal), daemon=True)
-            process.start()
-            theirs.close()
+            process, ours = begun(_serve, ordinal)
             held.callback(process.kill)
             held.callback(ours.close)
             pipes.append(ours)

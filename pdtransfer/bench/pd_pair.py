@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ import msgspec
 from ..config import DecodeConfig, PrefillConfig
 from ..errors import WorldError
 from ..timeline import Span
-from .orders import answer
+from .orders import answer, begun
 from .pd_rank import Prompt, Roof, Told, Way, run_decode, run_prefill
 
 LATE_S_MAX = 3e-3  # by which a card's clock may be set wrong
@@ -140,10 +139,7 @@ class Pair:
         return _answer(self._prefill)
 
     def _start(self, run: Callable[..., None], *arguments: object) -> Connection:
-        ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=run, args=(theirs, *arguments), daemon=True)
-        process.start()
-        theirs.close()
+        process, ours = begun(run, *arguments)
         self._processes.append(process)
         self._pipes.append(ours)
         return ours

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from ..keys import AllowList, KeyPair, generate_pair
 from ..layout import Component
 from ..node import NodeSettings
 from ..transports.network import Transport
-from .orders import Batch, Echoes, Fragment, GiveUp, Memcpy, Stall, answer
+from .orders import Batch, Echoes, Fragment, GiveUp, Memcpy, Stall, answer, begun
 from .rank import run_decode, run_prefill
 
 _ANSWER_SECONDS = 120.0
@@ -171,10 +170,7 @@ class Ranks:
         return _answer(self._decode)
 
     def _start(self, run: Callable[..., None], *arguments: object) -> Connection:
-        ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=run, args=(theirs, *arguments), daemon=True)
-        process.start()
-        theirs.close()
+        process, ours = begun(run, *arguments)
         self._processes.append(process)
         self._pipes.append(ours)
         return ours

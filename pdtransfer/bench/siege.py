@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from ..errors import WorldError
 from ..keys import generate_pair
 from .attacks import ATTACKS, Target, run
 from .models import PAGE_SIZE, components
+from .orders import begun
 from .ranks import Ranks
 from .report import Figures, Line
 
@@ -92,10 +92,7 @@ def _hand_off(ranks: Ranks, rooms: int) -> _Batch:
 @contextmanager
 def _attack(name: str, target: Target) -> Generator[list[int]]:
     """With the attack under way; how often it did its thing is in the list afterwards."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=run, args=(theirs, name, target), daemon=True)
-    process.start()
-    theirs.close()
+    process, ours = begun(run, name, target)
     done: list[int] = []
     try:
         if not ours.poll(_START_SECONDS):

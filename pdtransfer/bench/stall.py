@@ -5,7 +5,6 @@ Two processes, each with a client on a thread of its own and a scheduler that ne
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from ..layout import Component
 from ..memory import Arena, allocate
 from ..node import NodeSettings
 from .models import PAGE_SIZE, components
-from .orders import Failure, answer
+from .orders import Failure, answer, begun
 from .report import Figures, Line
 
 _STEP_S = 1e-3  # a scheduler waits so long for its card in each turn, without the interpreter's lock
@@ -69,13 +68,8 @@ def measure(*, tokens: int = 4_096, rooms: int = 96, at_once: int = 4) -> Figure
     source, target = components("deepseek", source_slots=at_once * tokens, target_slots=at_once * tokens)
     room_bytes = tokens * source.layout.row_bytes
     with ExitStack() as held:
-        ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(
-            target=_prefill, args=(theirs, source, tokens, rooms, at_once), daemon=True
-        )
-        process.start()
+        process, ours = begun(_prefill, source, tokens, rooms, at_once)
         held.callback(process.kill)
-        theirs.close()
         arena = _arena(target, held)
         with DecodeClient(_settings("decode"), (target,), arena, prefix_cache=False) as client:
             scheduler = _Decode(client, _answer(ours), tokens=tokens, rooms=rooms, at_once=at_once)

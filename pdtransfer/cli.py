@@ -100,6 +100,18 @@ def demo(
 
 
 @app.command
+def timeline(
+    *files: Annotated[Path, Parameter(help="Files, or directories of them, that processes wrote by --timeline.")],
+    output: Annotated[Path | None, Parameter(help="Writes all of them as one file, for ui.perfetto.dev.")] = None,
+    json: Json = False,
+) -> int:
+    """Says what the time to each room's first token went into, by what prefill, decode and router have written."""
+    from .timelines import run
+
+    return run(files, output=output, json=json)
+
+
+@app.command
 def doctor(
     *,
     transport_ports: Annotated[

@@ -88,6 +88,9 @@ class NodeConfig:
     insecure: Annotated[bool, _help("Talk to other hosts without keys, for all to read and to write.")] = False
     log_level: Annotated[LogLevel, _help("How much is logged.")] = "info"
     log_file: Annotated[Path | None, _help("Log here; by default to standard error.")] = None
+    timeline: Annotated[
+        Path | None, _help("Write into this directory, as NODE.json, where the time goes, for `pdtransfer timeline`.")
+    ] = None
     json: Annotated[bool, _help("Say on standard output, one JSON object a line, when ready and where.")] = False
     limits: Annotated[Limits, Parameter(group=_LIMITS)] = field(default_factory=Limits)
 

@@ -39,6 +39,8 @@ from .port import Port
 from .prefill_daemon import PrefillDaemon
 from .ranks import advertised
 from .signals import Stop, reload, reload_on_hangup
+from .timeline import Journeys
+from .trace import recorded
 from .wire import Member
 
 if TYPE_CHECKING:
@@ -163,17 +165,24 @@ class Shared:
     http: str = ""
     daemon: Daemon | None = None
     died: asyncio.Event = field(default_factory=asyncio.Event)  # the engine did, or the group
+    journeys: Journeys = field(default_factory=Journeys)
 
 
 async def _serve(config: Config) -> int:
     """From the first line to the last: sockets, engine, node, then whatever peers and signals bring."""
     process.prepare()
-    shared = Shared(Stop(), CollectorRegistry())
+    with recorded(config.timeline, config.node) as spans:
+        return await _served(config, Journeys(spans))
+
+
+async def _served(config: Config, journeys: Journeys) -> int:
+    shared = Shared(Stop(), CollectorRegistry(), journeys=journeys)
     listener = Listener(application(lambda: _health(config, shared), shared.registry))
     try:
         shared.http = await listener.open(config.http) if config.http else ""
         gloo = _collectives(config)
-        given = config.engine_config if gloo is None else replace(config.engine_config, group=gloo)
+        given = replace(config.engine_config, spans=journeys.engine)
+        given = given if gloo is None else replace(given, group=gloo)
         engine = create_engine(config.engine, given)
         arena = await _arena(config, engine, shared.stop) if isinstance(config, DecodeConfig) else None
         if config.leads:
@@ -206,11 +215,11 @@ async def _lead(config: Config, shared: Shared, engine: Any, arena: Arena | None
     settings, port = _settings(config, engine.card, members), Port[Order]()
     backing: asyncio.Task[None] | None = None
     if isinstance(config, PrefillConfig):
-        daemon = PrefillDaemon(config, settings, engine, port, shared.registry, group)
+        daemon = PrefillDaemon(config, settings, engine, port, shared.registry, group, shared.journeys)
         daemon.node.condemned = shared.died.set
     else:
         assert arena is not None
-        daemon = DecodeDaemon(config, settings, engine, arena, port, shared.registry, group)
+        daemon = DecodeDaemon(config, settings, engine, arena, port, shared.registry, group, shared.journeys)
         if arena.bytes_ready < arena.byte_count:
             backing = asyncio.get_running_loop().create_task(_back(arena, daemon, shared.died))
     try:
@@ -272,11 +281,11 @@ async def _follow(config: Config, shared: Shared, engine: Any, arena: Arena | No
     """Does what the leader says until it says that all is over, or is gone."""
     loop, settings = asyncio.get_running_loop(), _settings(config, engine.card)
     if isinstance(config, PrefillConfig):
-        daemon = PrefillFollower(config, settings, engine, link, shared.registry)
+        daemon = PrefillFollower(config, settings, engine, link, shared.registry, shared.journeys)
         daemon.node.condemned = shared.died.set
     else:
         assert arena is not None
-        daemon = DecodeFollower(config, settings, engine, arena, link, shared.registry)
+        daemon = DecodeFollower(config, settings, engine, arena, link, shared.registry, shared.journeys)
     over = asyncio.Event()
     try:
         daemon.port.attach(loop)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
@@ -30,6 +30,7 @@ from .memory import Arena
 from .node import DecodeNode, NodeSettings, Others
 from .port import Port
 from .service import Service
+from .timeline import Journeys
 from .wire import Begin, End, Load, Message
 
 log = logging.getLogger(__name__)
@@ -114,8 +115,10 @@ class DecodeDaemon:
         port: Port[Order],
         registry: CollectorRegistry,
         group: Lead | None = None,
+        journeys: Journeys | None = None,
     ) -> None:
         self.config, self._engine, self.port, self.group = config, engine, port, group or Lead()
+        self._journeys = journeys or Journeys()
         self.group.heard = self._reported
         self.node = node_of(config, settings, engine, arena, self._told, others=self._receive, leased=self._leased)
         service = Service(self.node.core.links.identity, config.limits)
@@ -183,6 +186,7 @@ class DecodeDaemon:
         work = Work(request, begin)
         self._work[work.serial] = self._rooms[work.room] = work
         self._sparse += begin.enable_hisparse
+        self._journeys.begin(work.room, work.serial)
         expect(self.node, begin, request)
 
     def _full(self) -> tuple[str, int] | None:
@@ -195,12 +199,14 @@ class DecodeDaemon:
         return detail, max(figures.retry_ms, RETRY_MS_MIN)
 
     def _forget(self, work: Work) -> None:
+        self._journeys.forget(work.room)
         del self._work[work.serial], self._rooms[work.room]
         self._sparse -= work.begin.enable_hisparse
 
     def _leased(self, room: int) -> None:
         """The other ranks wait for slots in the order in which this one got its own: two rooms that each had some
         would wait for one another."""
+        self._journeys.reached(room, "control", "wait for slots")
         work = self._rooms.get(room)
         if work is not None:
             self.group.start(work.serial, work.begin)
@@ -249,6 +255,7 @@ class DecodeDaemon:
         work.prefix = min(work.prefix, prefix)
         if work.ranks_ready == self.group.size:
             assert work.landing is not None
+            self._journeys.reached(work.room, "landing", "READY", byte_count=work.kv_bytes)
             work.ready_ns = time.monotonic_ns()
             self.port.tell(Generate(work.request, work.landing.slots, work.landing.aux))
 
@@ -270,18 +277,8 @@ class DecodeDaemon:
             self.node.release(work.room)
 
     def _heard(self, outcomes: list[DecodeOutcome]) -> None:
-        """What the engine's thread has done; a room's tokens of one step go out in one message."""
-        tokens: dict[int, list[int]] = {}
-        for outcome in outcomes:
-            if isinstance(outcome, Token):
-                tokens.setdefault(outcome.room, []).append(outcome.id)
-        for serial, ids in tokens.items():
-            work = self._work.get(serial)
-            try:
-                if work is not None:
-                    self.desk.tokens(work.room, ids)
-            except LocalProtocolError as error:  # more than it was asked for
-                self._fail(work, Cause.ENGINE, str(error))
+        """What the engine's thread has done."""
+        self._tell(outcome for outcome in outcomes if isinstance(outcome, Token))
         for outcome in outcomes:
             match outcome:
                 case Token():
@@ -294,12 +291,28 @@ class DecodeDaemon:
                     if serial in self._work:  # else it finished before the Cancel came
                         self._close(serial, Cause.ABORTED.value, "")
 
+    def _tell(self, made: Iterable[Token]) -> None:
+        """A room's tokens of one step go out in one message."""
+        tokens: dict[int, list[int]] = {}
+        for token in made:
+            tokens.setdefault(token.room, []).append(token.id)
+            if token.index == 0 and token.room in self._work:
+                self._journeys.reached(self._work[token.room].room, "first token", "READY to first token")
+        for serial, ids in tokens.items():
+            work = self._work.get(serial)
+            try:
+                if work is not None:
+                    self.desk.tokens(work.room, ids)
+            except LocalProtocolError as error:  # more than it was asked for
+                self._fail(work, Cause.ENGINE, str(error))
+
     def _close(self, serial: int, reason: str, detail: str, finished: Finished | None = None) -> None:
         """The engine touches no slot of the room any more."""
         work = self._work.get(serial)
         if work is None:
             log.error("the engine ends room %d, which it has not", serial)
             return
+        self._journeys.reached(work.room, "generate", reason)
         self._forget(work)
         self.node.release(work.room)
         if work.dropped is not None:

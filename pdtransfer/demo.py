@@ -157,7 +157,7 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}",
             limits=LIMITS, engine_option=options, device=config.devices[0], tp_size=config.prefill_tp,
-            pp_size=config.prefill_pp, transport=config.transport,
+            pp_size=config.prefill_pp, transport=config.transport, timeline=config.timeline,
         )
         for number in range(config.prefill)
     ]  # fmt: skip
@@ -167,12 +167,13 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
             bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
             page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=limits,
             socket_directory=logs / "sockets", engine_option=options, device=config.devices[1], verify=config.verify,
-            tp_size=config.decode_tp, transport=config.transport,
+            tp_size=config.decode_tp, transport=config.transport, timeline=config.timeline,
             **(_hisparse(_hot_tokens(config)) if config.hisparse else {}),
         )
         for number in range(config.decode)
     ]  # fmt: skip
-    return Fleet(prefill, decode, RouterConfig(listen="127.0.0.1:0", node="router", limits=LIMITS), logs)
+    router = RouterConfig(listen="127.0.0.1:0", node="router", limits=LIMITS, timeline=config.timeline)
+    return Fleet(prefill, decode, router, logs)
 
 
 def _engine_options(config: DemoConfig) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -50,6 +51,9 @@ class DemoConfig:
     )
     verify: Annotated[bool, _help("Have decode compare the checksum of every row with prefill's.")] = False
     hisparse: Annotated[bool, _help("Decode from the arena, with the hot tokens on the device.")] = False
+    timeline: Annotated[Path | None, _help("Where all of them write their timelines, for `pdtransfer timeline`.")] = (
+        None
+    )
     json: Annotated[bool, _help("Print one JSON object instead of the table.")] = False
 
     def __post_init__(self) -> None:

@@ -36,6 +36,7 @@ from .memory import Arena
 from .node import NodeSettings
 from .port import Port
 from .prefill_daemon import open_room
+from .timeline import Journeys
 from .wire import Begin, Message
 
 
@@ -62,11 +63,12 @@ class PrefillFollower:
         engine: PrefillEngine,
         link: Link,
         registry: CollectorRegistry,
+        journeys: Journeys | None = None,
     ) -> None:
-        self.config, self._link = config, link
+        self.config, self._link, self._journeys = config, link, journeys or Journeys()
         self.port: Port[list[Order]] = Port()
         ranks = settings.ranks
-        self.node = prefill_daemon.node_of(config, settings, engine, self._told)
+        self.node = prefill_daemon.node_of(config, settings, engine, self._told, spans=self._journeys.spans)
         self._picks = ranks.pp_size > 1 and ranks.pp_rank == ranks.pp_size - 1 and ranks.tp_rank == 0
         self._work: dict[int, _Prefill] = {}  # by serial number, until the leader says Free
         self._rooms: dict[int, _Prefill] = {}  # by label, until drained
@@ -83,6 +85,7 @@ class PrefillFollower:
         """The leader's room, open here as well. The leader starts no other of its label before this one has drained."""
         work = _Prefill(begin.room, request_of(begin, serial))
         self._work[serial] = self._rooms[work.room] = work
+        self._journeys.begin(work.room, serial)
         self.metrics.rooms.begun.inc()
         open_room(self.node, begin, len(work.request.prompt))
 
@@ -134,15 +137,17 @@ class PrefillFollower:
     def _told(self, event: PrefillEvent) -> None:
         serial = self._rooms[event.room].serial
         match event:
-            case Leased():
-                pass
-            case Landed():
+            case Leased(room):
+                self._journeys.reached(room, "control", "begin to grant")
+            case Landed(room):
+                self._journeys.reached(room, "control", "grant to landed")
                 self.metrics.rooms.ended.labels("done").inc()
                 self._link.send(prefill_daemon.landed(serial, event, self.node, self.metrics))
             case RoomFailed(_, cause, detail, retry_ms):
                 self.metrics.rooms.ended.labels(cause.value).inc()
                 self._link.send(frames.Failed(serial, cause.value, detail, retry_ms))
             case Drained(room):
+                self._journeys.forget(room)
                 del self._rooms[room]
                 self._link.send(frames.Drained(serial))
 
@@ -172,8 +177,9 @@ class DecodeFollower:
         arena: Arena,
         link: Link,
         registry: CollectorRegistry,
+        journeys: Journeys | None = None,
     ) -> None:
-        self.config, self._link = config, link
+        self.config, self._link, self._journeys = config, link, journeys or Journeys()
         self.port: Port[list[Order]] = Port()
         self.node = decode_daemon.node_of(config, settings, engine, arena, self._told, others=self._strange)
         self._work: dict[int, _Decode] = {}  # by serial number
@@ -194,6 +200,7 @@ class DecodeFollower:
             return
         work = _Decode(begin.room, request_of(begin, serial))
         self._work[serial] = self._rooms[work.room] = work
+        self._journeys.begin(work.room, serial)
         decode_daemon.expect(self.node, begin, work.request)
 
     def abort(self, serial: int, cause: Cause, detail: str) -> None:
@@ -245,6 +252,7 @@ class DecodeFollower:
     def _forget(self, serial: int) -> _Decode | None:
         work = self._work.pop(serial, None)
         if work is not None:
+            self._journeys.forget(work.room)
             del self._rooms[work.room]
         return work
 
@@ -257,6 +265,7 @@ class DecodeFollower:
         match event:
             case Ready():
                 assert work is not None
+                self._journeys.reached(work.room, "landing", "READY", byte_count=event.kv_bytes)
                 self.metrics.rooms.kv_bytes.inc(event.kv_bytes)
                 work.landing = event
                 self._link.send(frames.Ready(work.serial, event.kv_bytes, event.prefix))

@@ -19,7 +19,7 @@ from .config import PrefillConfig
 from .daemon_metrics import PrefillMetrics
 from .desk import Desk, failure, request_of
 from .effects import Drained, Landed, Leased, PrefillEvent, RoomFailed
-from .engine.base import Broken, CardMemory, Prefilled, PrefillEngine, SharedMemory
+from .engine.base import Broken, CardMemory, Prefilled, PrefillEngine, SharedMemory, Spans
 from .engine_thread import Cancel, Compute, Free, Offered, Order, PrefillOutcome, Refused
 from .errors import Cause, RemoteProtocolError
 from .group import frames
@@ -27,6 +27,7 @@ from .group.lead import Follower, Lead
 from .node import NodeSettings, Others, PrefillNode
 from .port import Port
 from .service import Service
+from .timeline import Journeys
 from .wire import Begin, End, Hello, Load, Message
 
 
@@ -60,6 +61,7 @@ def node_of(
     tell: Callable[[PrefillEvent], None],
     *,
     others: Others | None = None,
+    spans: Spans | None = None,
 ) -> PrefillNode:
     """One rank's node: the same on every rank of a group, but that only the leader hears `others`."""
     pool, fd = engine.pool, -1
@@ -78,6 +80,7 @@ def node_of(
         others=others,
         transport=config.transport,
         network=config.network,
+        spans=spans,
     )
 
 
@@ -100,10 +103,12 @@ class PrefillDaemon:
         port: Port[Order],
         registry: CollectorRegistry,
         group: Lead | None = None,
+        journeys: Journeys | None = None,
     ) -> None:
         self.config, self._engine, self.port, self.group = config, engine, port, group or Lead()
+        self._journeys = journeys or Journeys()
         self.group.heard = self._reported
-        self.node = node_of(config, settings, engine, self._told, others=self._receive)
+        self.node = node_of(config, settings, engine, self._told, others=self._receive, spans=self._journeys.spans)
         service = Service(self.node.core.identity, config.limits)
         self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
         self._work: dict[int, Work] = {}  # by serial number: rooms whose pages the engine has, or waits for
@@ -150,6 +155,7 @@ class PrefillDaemon:
         work = Work(begin.room, request.room, len(request.prompt))
         self._work[work.serial] = self._rooms[work.room] = work
         self._tokens += work.tokens
+        self._journeys.begin(work.room, work.serial)
         self.group.start(work.serial, begin)
         open_room(self.node, begin, work.tokens)
         if not work.ended:  # open may have failed at once
@@ -184,13 +190,15 @@ class PrefillDaemon:
         """What has become of a room; Drained always comes last."""
         work = self._rooms[event.room]
         match event:
-            case Leased():
-                pass
-            case Landed():
+            case Leased(room):
+                self._journeys.reached(room, "control", "begin to grant")
+            case Landed(room):
+                self._journeys.reached(room, "control", "grant to landed")
                 self._landed(work, landed(work.serial, event, self.node, self.metrics))
             case RoomFailed(_, cause, detail, retry_ms):
                 self._fail(work, cause, detail, retry_ms)
-            case Drained():
+            case Drained(room):
+                self._journeys.forget(room)
                 self._drained(work)
 
     def _reported(self, follower: Follower, report: frames.Report) -> None:

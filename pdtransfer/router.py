@@ -20,6 +20,7 @@ from .bus import Bus
 from .completions import Answer, BadRequestError, Completion, Text, error, models, parse
 from .config import RouterConfig
 from .effects import Send
+from .engine.base import Spans
 from .errors import ArenaFullError, Cause, ConfigError, RemoteProtocolError
 from .http import Health, Listener, application
 from .keys import AllowList, KeyPair
@@ -28,6 +29,7 @@ from .process import prepare
 from .router_metrics import RouterMetrics
 from .routing import Routing
 from .signals import Stop, reload, reload_on_hangup
+from .trace import recorded
 from .turn import Clock, Performer, Ticker
 from .wire import Identity, Message, Ranks
 from .workers import named
@@ -41,8 +43,8 @@ BODY_S = 20.0  # a body has come by then
 class Reply:
     """What a request has been answered and its client's task has not taken yet: at most max_tokens ids."""
 
-    def __init__(self, began: float) -> None:
-        self.began = began
+    def __init__(self, began_s: float) -> None:
+        self.began_s = self.first_s = began_s
         self.streaming = False
         self._ids: list[int] = []
         self._news = asyncio.Event()
@@ -71,12 +73,12 @@ class Reply:
 class Router:
     """One router process: `open`, then `drain` and `close`."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, spans: Spans | None = None) -> None:
         workers = (*config.prefill, *config.decode)
         if len(set(workers)) < len(workers):
             twice = next(each for each in workers if workers.count(each) > 1)
             raise ConfigError(f"prefill, decode = {twice!r}: named twice")
-        self._config = config
+        self._config, self._spans = config, spans
         self._loop = asyncio.get_running_loop()
         self.incarnation = secrets.randbits(64)
         self._created = int(time.time())
@@ -163,7 +165,8 @@ class Router:
             case Emit(request, ids):
                 reply = self._replies[request]
                 if not reply.streaming:
-                    self.metrics.first_token_seconds.observe(self._loop.time() - reply.began)
+                    reply.first_s = time.monotonic()
+                    self.metrics.first_token_seconds.observe(reply.first_s - reply.began_s)
                 reply.put(ids)
                 self.metrics.generated_tokens.inc(len(ids))
             case Finish() | Fail():
@@ -205,7 +208,7 @@ class Router:
         taken = self.routing.submit(asked.request, self._clock.now())
         if isinstance(taken, Refusal):
             return self._refuse(_failed(taken))
-        reply = self._replies[taken.request] = Reply(self._loop.time())
+        reply = self._replies[taken.request] = Reply(time.monotonic())
         self._idle.clear()
         self._prompts_bytes += prompt_bytes
         self._perform(taken.effects)
@@ -297,7 +300,11 @@ class Router:
         assert reply.end is not None
         status = 200 if isinstance(reply.end, Finish) else reply.end.status
         self.metrics.requests.labels(str(status)).inc()
-        self.metrics.request_seconds.observe(self._loop.time() - reply.began)
+        now = time.monotonic()
+        self.metrics.request_seconds.observe(now - reply.began_s)
+        if self._spans is not None and isinstance(reply.end, Finish):  # who is given up has no room to name
+            self._spans("request", "to the first token", reply.began_s, reply.first_s, room=reply.end.room)
+            self._spans("request", "from the first token on", reply.first_s, now, room=reply.end.room)
 
 
 def _failed(end: Fail | Refusal) -> web.Response:
@@ -326,7 +333,12 @@ async def _as_objects(request: web.Request, handler: Handler) -> web.StreamRespo
 async def serve(config: RouterConfig) -> None:
     """Runs a router until SIGTERM or SIGINT, drains it, and closes it; a later signal cuts the draining short."""
     prepare()
-    stop, router = Stop(), Router(config)
+    with recorded(config.timeline, config.node) as spans:
+        await _served(config, spans)
+
+
+async def _served(config: RouterConfig, spans: Spans | None) -> None:
+    stop, router = Stop(), Router(config, spans)
     try:
         address = await router.open()
         reload_on_hangup(config.allow, lambda: reload(config.allow, router.allow))

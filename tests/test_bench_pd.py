@@ -14,12 +14,14 @@ import pytest
 
 from pdtransfer import cli
 from pdtransfer.bench import pd, pd_pair, pd_report, pd_tell, svg
-from pdtransfer.bench.pd_pair import Pair, Run, Split
+from pdtransfer.bench.pd_pair import Pair, Run
 from pdtransfer.bench.pd_rank import Prompt, Way
 from pdtransfer.bench.pd_sums import host_sums
 from pdtransfer.errors import WorldError
+from pdtransfer.first_token import Split
 from pdtransfer.layouts import host_layout
-from pdtransfer.timeline import Span, read
+from pdtransfer.timeline import Span
+from pdtransfer.trace import read
 
 LAYERS, CHUNK = 3, 16
 OPTIONS = (f"layers={LAYERS}", "width=64", "mlp_width=64", "heads=2", "kv_heads=2")
@@ -213,7 +215,7 @@ def test_report_is_a_page_of_its_own_and_pictures_are_valid_xml(result: pd.Resul
     for layer in range(LAYERS):
         assert any(title.startswith(f"compute: layer {layer}, ") and " ms from " in title for title in titles)
     assert any(title.startswith("push: ") and " MB, " in title for title in titles)
-    kept = read(spans)
+    kept = read(spans).spans
     assert {span.process for span in kept} == {"prefill", "decode"}
     assert len(kept) == sum(len(run.spans) for run in result.series[0].points[0].shown.values())
 

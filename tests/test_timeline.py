@@ -1,15 +1,13 @@
-"""Spans: what reports them, how many are kept, how they are written down."""
+"""Spans: what reports them, how many are kept, under which label."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 
+import pdtransfer.timeline
 from pdtransfer.engine.marks import UNTOLD_MAX, Marks
-from pdtransfer.errors import ConfigError
-from pdtransfer.timeline import Span, Timeline, read, write
+from pdtransfer.timeline import Journeys, Timeline
 
 
 def test_the_latest_spans_are_kept_and_taken_once() -> None:
@@ -35,20 +33,41 @@ def test_who_is_never_idle_keeps_a_bounded_number_of_spans_to_itself() -> None:
     assert told == list(range(2 * UNTOLD_MAX)), "each once, in order"
 
 
-def test_spans_come_back_from_a_file_that_several_processes_append_to(tmp_path: Path) -> None:
-    spans = [
-        Span(process=name, lane="push", name="rows 0-4", begin_s=0.125, end_s=2.5, room=1 << 63, byte_count=9)
-        for name in ("prefill", "decode")
-    ]
-    for span in spans:
-        write(tmp_path / "spans.jsonl", [span])
-    assert read(tmp_path / "spans.jsonl") == spans
+def test_a_journey_is_told_from_each_thing_to_the_next_under_the_rooms_label() -> None:
+    timeline = Timeline("decode")
+    journeys = Journeys(timeline)
+    journeys.begin(0xABC, 1)
+    journeys.reached(0xABC, "control", "wait for slots")
+    journeys.reached(0xABC, "landing", "READY", byte_count=5)
+    journeys.forget(0xABC)
+    journeys.reached(0xABC, "generate", "stop")
+    first, second = timeline.take()
+    assert (first.lane, first.room, first.end_s) == ("control", 0xABC, second.begin_s)
+    assert (second.lane, second.byte_count) == ("landing", 5)
+    assert journeys.engine is not None
+    for serial in (1, 0, 9):
+        journeys.engine("step", "", 0.0, 1.0, room=serial)
+    assert [span.room for span in timeline.take()] == [0xABC, 0, 0], "also when it is over; no room, unknown ones"
 
 
-def test_a_line_that_is_no_span_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "spans.jsonl"
-    write(path, [Span(process="p", lane="push", name="x", begin_s=0, end_s=1)])
-    with path.open("a") as file:
-        file.write("{}\n")
-    with pytest.raises(ConfigError, match=r"spans\.jsonl:2: .*process"):
-        read(path)
+def test_labels_of_the_latest_rooms_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pdtransfer.timeline, "ROOMS_MAX", 3)
+    timeline = Timeline("decode")
+    journeys = Journeys(timeline)
+    for serial in range(1, 6):
+        journeys.begin(100 + serial, serial)
+        journeys.forget(100 + serial)
+    assert journeys.engine is not None
+    for serial in range(1, 6):
+        journeys.engine("step", "", 0.0, 1.0, room=serial)
+    assert [span.room for span in timeline.take()] == [0, 0, 103, 104, 105]
+    assert not journeys._since
+
+
+def test_where_nobody_asks_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pdtransfer.timeline.time, "monotonic", None)
+    journeys = Journeys(None)
+    journeys.begin(7, 1)
+    journeys.reached(7, "landing", "READY")
+    assert journeys.engine is None
+    assert not journeys._labels

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from ..config import Attention, DecodeConfig, PrefillConfig
 from ..errors import WorldError
+from ..first_token import Split
 from ..kernels import card
 from ..limits import Limits
 from . import pd_both
-from .pd_pair import Pair, Run, Split
+from .pd_pair import Pair, Run
 from .pd_rank import Way
 
 ENGINE = "pdtransfer.engine.deep:create"

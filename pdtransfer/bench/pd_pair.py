@@ -16,6 +16,7 @@ import msgspec
 
 from ..config import DecodeConfig, PrefillConfig
 from ..errors import WorldError
+from ..first_token import Split, split_of
 from ..timeline import Span
 from .orders import answer, begun
 from .pd_rank import Prompt, Roof, Told, Way, run_decode, run_prefill
@@ -23,27 +24,6 @@ from .pd_rank import Prompt, Roof, Told, Way, run_decode, run_prefill
 LATE_S_MAX = 3e-3  # by which a card's clock may be set wrong
 _ANSWER_S = 180.0  # weights are drawn and an arena is backed within it
 _answer = partial(answer, who="a process of the bench", within_s=_ANSWER_S)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """Seconds of one prompt. The first five follow one another from the asking to the end of decode's first step."""
-
-    ask_s: float  # until the engine begins: pipes, threads
-    compute_s: float  # to the end of the pick of the first token, gaps between layers included
-    exposed_s: float  # from there to READY; 0 where nothing crossed
-    admission_s: float  # from READY to the first step's begin
-    step_s: float
-    tail_s: float  # from the end of the last layer to READY
-    push_s: float  # from the first write's begin to the last one's end
-    writes: int
-    last_bytes: int  # of the write that ended last
-    byte_count: int  # that crossed
-
-    @property
-    def ttft_s(self) -> float:
-        """From the asking to the first token that decode computed."""
-        return self.ask_s + self.compute_s + self.exposed_s + self.admission_s + self.step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,27 +43,9 @@ class Run:
     @property
     def split(self) -> Split:
         """Where its time went. WorldError where the engine does not say when it computed."""
-        layers, pushes = self.of("prefill", "compute"), self.of("prefill", "push")
-        computed = [*layers, *self.of("prefill", "pick")]
-        landing, steps = self.of("decode", "landing"), self.of("decode", "step")
-        if self.prompt.way != "alone" and not layers:
+        if self.prompt.way != "alone" and not self.of("prefill", "compute"):
             raise WorldError("the engine reports no spans of its layers: EngineConfig.spans")
-        begin_s = min((span.begin_s for span in computed), default=self.asked_s)
-        end_s = max((span.end_s for span in computed), default=begin_s)
-        ready_s = landing[0].end_s if landing else end_s
-        last = max(pushes, key=lambda span: span.end_s, default=None)
-        return Split(
-            ask_s=begin_s - self.asked_s,
-            compute_s=end_s - begin_s,
-            exposed_s=ready_s - end_s,
-            admission_s=steps[0].begin_s - ready_s if steps else 0.0,
-            step_s=steps[0].seconds if steps else 0.0,
-            tail_s=ready_s - max((span.end_s for span in layers), default=ready_s),
-            push_s=last.end_s - pushes[0].begin_s if last is not None else 0.0,
-            writes=len(pushes),
-            last_bytes=last.byte_count if last is not None else 0,
-            byte_count=sum(span.byte_count for span in pushes),
-        )
+        return split_of(self.spans, self.of("decode", "step"), self.asked_s)
 
 
 class Pair:

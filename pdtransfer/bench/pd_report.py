@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ..timeline import write
+from ..trace import write
 from .pd import Goal, Point, Result, Series, goals
 from .pd_drawing import throughput, timeline
 from .pd_rank import Way
@@ -44,21 +44,18 @@ details>summary{{cursor:pointer;margin:6px 0}}.key span{{display:inline-block;ma
 
 
 def write_report(result: Result, directory: Path) -> list[Path]:
-    """report.html, timeline.svg, throughput.svg and spans.jsonl in `directory`, which is made; nothing in them fetches
+    """report.html, timeline.svg, throughput.svg and spans.json in `directory`, which is made; nothing in them fetches
     anything."""
     directory.mkdir(parents=True, exist_ok=True)
     page, shown, chart, spans = (
-        directory / name for name in ("report.html", "timeline.svg", "throughput.svg", "spans.jsonl")
+        directory / name for name in ("report.html", "timeline.svg", "throughput.svg", "spans.json")
     )
     series, point = _foremost(result)
     page.write_text(_page(result))
     shown.write_text(_timeline(series, point, "auto").alone())
     chart.write_text(_throughput(result).alone())
-    spans.unlink(missing_ok=True)
-    for each in result.series:
-        for own in each.points:
-            for run in own.shown.values():
-                write(spans, run.spans)
+    points = (point for each in result.series for point in each.points)
+    write(spans, [span for point in points for run in point.shown.values() for span in run.spans])
     return [page, shown, chart, spans]
 
 

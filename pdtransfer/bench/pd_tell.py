@@ -9,8 +9,8 @@ from json import dumps
 from rich.console import Console
 from rich.table import Table
 
+from ..first_token import Split
 from .pd import Goal, Point, Result, goals
-from .pd_pair import Split
 
 TIMES = tuple(each.name for each in fields(Split) if each.name.endswith("_s"))
 _COLUMNS = ("TTFT", "compute", "exposed", "admission", "first step", "tokens/s")

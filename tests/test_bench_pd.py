@@ -194,6 +194,7 @@ def test_json_has_every_part_and_whether_each_goal_is_met(
     auto = told["prompts"]["gqa"]["24"]["auto"]
     parts = [auto[f"{name}_ms"] for name in ("ask", "compute", "exposed", "admission", "step")]
     assert sum(parts) == pytest.approx(auto["ttft_ms"], rel=0.01)
+    assert auto["exposed_of_ttft"] == pytest.approx(auto["exposed_ms"] / auto["ttft_ms"], rel=0.01)
     assert set(told["rows_alone"]["gqa"]) == {"1", "16", "24"}
     assert {"name", "value", "aim", "at_least", "unit", "met"} == set(told["goals"][0])
     assert told["goals"][-1]["met"] is None
@@ -218,6 +219,32 @@ def test_report_is_a_page_of_its_own_and_pictures_are_valid_xml(result: pd.Resul
     kept = read(spans).spans
     assert {span.process for span in kept} == {"prefill", "decode"}
     assert len(kept) == sum(len(run.spans) for run in result.series[0].points[0].shown.values())
+
+
+def test_the_report_has_its_own_shares_beside_published_ones() -> None:
+    result = _result(auto=_split(exposed_s=0.0044))
+    result.series[0].pushed[64] = pd.Pushed(4_500_000, 2e-3, 3e-3, 1e-3)
+    told = re.sub(r"<[^>]+>", "|", pd_report._beside(result))
+    assert "2.4 % (SGLang, Mooncake)" in told
+    assert "8,192 tokens: 1.01 % (all at the end 2.82 %)" in told
+    assert "8,192 tokens: -1.83 %" in told
+    assert "4.5 MB (64): 50 %" in told
+
+
+def test_a_request_that_swaps_in_is_drawn_with_its_first_step(tmp_path: Path) -> None:
+    result = pd.measure(
+        tokens=(80,), attentions=("mla",), rounds=1, engine_option=OPTIONS, hisparse=True, on=("cpu", "cpu")
+    )  # longer than what the device holds
+    run = result.series[0].points[0].shown["auto"]
+    place, *swaps = run.of("decode", "swap-in")
+    assert place.name == "place 80 tokens"
+    steps = run.of("decode", "step")
+    assert swaps
+    assert all(any(step.begin_s <= span.begin_s and span.end_s <= step.end_s for step in steps) for span in swaps)
+    _, picture, *_ = pd_report.write_report(result, tmp_path)
+    words = [element.text or "" for element in ElementTree.parse(picture).iter()]
+    assert "decode's first step, drawn larger" in words
+    assert any(word.startswith("swap-in: layer 0, 1 request") for word in words)
 
 
 def test_what_is_drawn_is_escaped_and_numbers_are_short() -> None:

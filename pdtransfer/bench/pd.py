@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median, median_low
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..config import Attention, DecodeConfig, PrefillConfig
 from ..errors import WorldError
@@ -22,6 +22,8 @@ ENGINE = "pdtransfer.engine.deep:create"
 TOKENS = (128, 1_024, 8_192, 32_768)
 SMALL = (16, 64, 256)  # tokens, where engines compute on the CPU
 SMALL_OPTIONS = ("layers=6", "width=128", "mlp_width=256", "heads=4", "kv_heads=2")
+# top_k, and the tokens of a request that the device holds: shorter prompts are preloaded, longer ones swap in.
+SPARSE, SMALL_SPARSE = (2_048, 4_096), (16, 64)
 SWEPT = (1, 16, 64, 256, 1_024, 4_096)  # tokens that are pushed with nothing computed, besides those of the prompts
 WAYS: tuple[Way, ...] = ("auto", "layers", "end", "none")
 LONG = 16_384  # tokens, from which on `auto` goes by layers anyway, and a prompt takes its time
@@ -129,14 +131,17 @@ def measure(
     on = on or devices()
     small = on == ("cpu", "cpu")
     sizes = tuple(tokens) or (SMALL if small else TOKENS)
-    options = (*(SMALL_OPTIONS if small else ()), *engine_option)
+    top_k, hot_tokens = SMALL_SPARSE if small else SPARSE
+    sparse = (f"top_k={top_k}",) if hisparse else ()
+    options = (*(SMALL_OPTIONS if small else ()), *sparse, *engine_option)
+    hot = {"enable_hisparse": True, "hot_tokens": hot_tokens} if hisparse else {}
     result = Result(devices=on, chunk_tokens=chunk_tokens, rounds=rounds)
     for attention in attentions:
         series = Series(attention=attention)
         result.series.append(series)
         say(f"{attention}: starting a prefill process on {on[0]} and a decode process on {on[1]}")
         with tempfile.TemporaryDirectory(prefix="pdtransfer-bench-") as sockets:
-            configs = _configs(attention, max(sizes), on, chunk_tokens, options, hisparse, Path(sockets))
+            configs = _configs(attention, max(sizes), on, chunk_tokens, options, hot, Path(sockets))
             with Pair(*configs) as pair:
                 for size in sizes:
                     say(f"{attention}: prompts of {size:,} tokens")
@@ -150,8 +155,8 @@ def measure(
 
 
 def _configs(
-    attention: Attention, most: int, on: tuple[str, str], chunk_tokens: int, options: tuple[str, ...], hisparse: bool,
-    sockets: Path,
+    attention: Attention, most: int, on: tuple[str, str], chunk_tokens: int, options: tuple[str, ...],
+    hot: dict[str, Any], sockets: Path,
 ) -> tuple[PrefillConfig, DecodeConfig]:  # fmt: skip
     slots = (most // PAGE_SIZE + 2) * PAGE_SIZE
     prefill = PrefillConfig(
@@ -160,7 +165,7 @@ def _configs(
     )  # fmt: skip
     decode = DecodeConfig(
         node="decode", attention=attention, slots=slots, device=on[1], engine=ENGINE, engine_option=options,
-        limits=LIMITS, socket_directory=sockets, enable_hisparse=hisparse,
+        limits=LIMITS, socket_directory=sockets, **hot,
     )  # fmt: skip
     return prefill, decode
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil, floor, log10
 from typing import ClassVar
 
+from ..first_token import Split
 from ..timeline import Span
 from .pd import Pushed
 from .pd_pair import Run
@@ -28,26 +29,38 @@ _LANES = (
 
 
 def timeline(run: Run, *, named: str, label: str) -> Picture:
-    """The whole of a prompt, and below it what follows the last layers, where all that a reader waits for is."""
+    """The whole of a prompt, below it what follows the last layers, where all that a reader waits for is, and of a
+    request that swaps in its first step."""
     spans = _with_admission(run)
     lanes = [(process, title, _tracks(_of(spans, process, names))) for process, title, names in _LANES]
     lanes = [lane for lane in lanes if lane[2]]
     split, end_s = run.split, max(span.end_s for span in spans) - run.asked_s
-    layers = run.of("prefill", "compute")
     ready_s = split.ask_s + split.compute_s + split.exposed_s
     panel = sum(len(tracks) * (_BAR + _GAP) + 7 for _, _, tracks in lanes) + 34
-    picture = Picture(_WIDTH, 66 + 2 * panel + 40, named=named)
+    windows = _windows(run, split, end_s)
+    picture = Picture(_WIDTH, 66 + len(windows) * (panel + 24) - 8, named=named)
     picture.text(16, 26, named, kind="title")
     picture.text(16, 46, label, kind="faint")
-    _panel(picture, lanes, run.asked_s, (0.0, end_s), 64.0, ready_s)
-    # Most of the zoomed panel is what the reader waits for after the last layers.
+    for number, (title, window) in enumerate(windows):
+        top = 64.0 + number * (panel + 24)
+        picture.text(16, top - 6, title, kind="faint")
+        _panel(picture, lanes, run.asked_s, window, top + 4 * (number > 0), ready_s)
+    return picture
+
+
+def _windows(run: Run, split: Split, end_s: float) -> list[tuple[str, tuple[float, float]]]:
+    """The whole, then the parts of it that are drawn larger: what they are, and from when to when."""
+    layers, steps = run.of("prefill", "compute"), run.of("decode", "step")
+    ready_s = split.ask_s + split.compute_s + split.exposed_s
     tail = max(split.tail_s, 1e-4)
     begin_s = max(layers[-1].end_s - run.asked_s - 2.2 * tail, 0.0) if layers else 0.0
     stop_s = min(end_s, ready_s + split.admission_s + 0.8 * tail)
-    top = 64.0 + panel + 24
-    picture.text(16, top - 6, "the end of it, drawn larger", kind="faint")
-    _panel(picture, lanes, run.asked_s, (begin_s, stop_s), top + 4, ready_s)
-    return picture
+    windows = [("", (0.0, end_s)), ("the end of it, drawn larger", (begin_s, stop_s))]
+    if steps and run.of("decode", "swap-in"):
+        begin_s, stop_s = (at - run.asked_s for at in (steps[0].begin_s, steps[0].end_s))
+        margin = 0.03 * (stop_s - begin_s)
+        windows.append(("decode's first step, drawn larger", (max(0.0, begin_s - margin), min(end_s, stop_s + margin))))
+    return windows
 
 
 def _with_admission(run: Run) -> list[Span]:
@@ -117,8 +130,8 @@ def _panel(
 
 
 def _bar(picture: Picture, span: Span, number: int, left: float, right: float, y: float, zero_s: float) -> None:
-    fill = span.lane if span.lane != "swap-in" else "push"
-    if fill in ("compute", "push") and (span.layer if span.layer >= 0 else number) % 2:
+    fill = span.lane
+    if fill in ("compute", "push", "swap-in") and (span.layer if span.layer >= 0 and fill != "swap-in" else number) % 2:
         fill += "2"  # neighbours are told from one another
     width = right - left
     width = width - 0.6 if width > 2.5 else max(width, 0.8)
@@ -129,10 +142,14 @@ def _bar(picture: Picture, span: Span, number: int, left: float, right: float, y
 
 
 def _title(span: Span, zero_s: float) -> str:
-    where = f"layer {span.layer}, " if span.layer >= 0 and span.lane == "compute" else ""
+    where = f"layer {span.layer}, " if span.layer >= 0 and span.lane in ("compute", "swap-in") else ""
     carried = ""
     if span.byte_count:
-        rate = f", {span.byte_count / span.seconds / 1e9:.1f} GB/s" if span.lane == "push" and span.seconds else ""
+        rate = (
+            f", {span.byte_count / span.seconds / 1e9:.1f} GB/s"
+            if span.lane in ("push", "swap-in") and span.seconds
+            else ""
+        )
         carried = f", {span.byte_count / 1e6:,.2f} MB{rate}"
     when = f"{1e3 * span.seconds:,.3f} ms from {1e3 * (span.begin_s - zero_s):,.3f} ms"
     return f"{span.lane}: {where}{span.name}\n{when}{carried}"

@@ -62,7 +62,8 @@ def _of_point(point: Point) -> dict[str, object]:
     for way, split in point.splits.items():
         times = {f"{name[:-2]}_ms": _rounded(1e3 * getattr(split, name)) for name in TIMES}
         writes = {"writes": split.writes, "last_bytes": split.last_bytes}
-        ways[way] = {"ttft_ms": _rounded(1e3 * split.ttft_s), **times, **writes}
+        share = _rounded(split.exposed_s / split.ttft_s)
+        ways[way] = {"ttft_ms": _rounded(1e3 * split.ttft_s), "exposed_of_ttft": share, **times, **writes}
     return {
         "bytes": point.byte_count,
         "tokens_s": round(point.tokens / point.splits["auto"].compute_s),

@@ -23,6 +23,8 @@ PALETTE = {
     "landing": ("#c9ced6", "#474e5a"),
     "admission": ("#c2255c", "#f06595"),
     "step": ("#168f6a", "#3ecf9f"),
+    "swap-in": ("#0c8599", "#3bc9db"),
+    "swap-in2": ("#66c5d3", "#0b7285"),
     "good": ("#168f6a", "#3ecf9f"),
     "bad": ("#c92a2a", "#ff8787"),
 }

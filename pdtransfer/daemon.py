@@ -357,7 +357,9 @@ def _endpoint(config: Config, bound: str) -> str:
 
 
 def _call(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    loop.call_soon_threadsafe(call)
+    """From another thread. A loop that has ended has nobody left who would want to hear it."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
 
 
 def _health(config: Config, shared: Shared) -> Health:

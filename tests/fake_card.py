@@ -14,6 +14,7 @@ from pdtransfer.errors import TransportError, WorldError
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool, Progress, Slots, State
 from pdtransfer.layout import Layout
+from pdtransfer.timeline import Timeline
 
 _libc = ctypes.CDLL(None)
 _libc.mincore.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_char_p)
@@ -133,6 +134,7 @@ class FakeCard(FakeRegistrar):
         self.words: list[Cancel] = []
         self.left_out = 0
         self.prepared = 0
+        self.spans: Timeline | None = None
         self.exported: dict[bytes, FakeExported] = {}  # by handle
         self.launching: Callable[[], None] = lambda: None
         self.waiting: Callable[[], None] = lambda: None

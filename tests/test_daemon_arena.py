@@ -57,6 +57,12 @@ def test_without_a_card_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -
     arena.close()
 
 
+def test_an_engine_that_dies_after_its_loop_has_ended_is_no_error() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    daemon._call(loop, lambda: None)
+
+
 def test_without_a_card_hbm_is_a_range_of_the_arena_behind_its_dram(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(hbm_bytes=MIB + 5)
     arena = started(monkeypatch, FakeRegistrar(), engine, "cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from pdtransfer.kernels import registered
 from pdtransfer.kernels.pools import State
 from pdtransfer.memory import Arena
 from pdtransfer.node import PrefillNode
+from pdtransfer.timeline import Timeline
 from pdtransfer.transports import pusher
 
 from .client_pair import settings
@@ -88,6 +90,34 @@ async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: A
     assert max(flying for flying, _ in card.launched) == 2
     assert [write for write, _, _ in both.ended] == [2, 1], "the small one waits for two launches, not for ten"
     assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_each_launch_is_told_where_somebody_asks_from_the_end_of_the_one_before(
+    arena: Arena, directory: Path
+) -> None:
+    card, gate = FakeCard(), Gate()
+    card.spans, card.waiting = Timeline("prefill"), gate
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.want(both.write(EVERY[: 2 * PIECE_ROWS + 9], EVERY[: 2 * PIECE_ROWS + 9], grant=1, layers=(1, 3), first_row=5))
+    await until(gate.reached.is_set)
+    card.waiting = lambda: None
+    gate.open.set()
+    await until(lambda: len(both.ended) == 1)
+    told = card.spans.take()
+    rows = [PIECE_ROWS * LAYERS // 2] * 2
+    rows[-1] = 2 * PIECE_ROWS + 9 - sum(rows[:-1])
+    assert [span.name for span in told] == [
+        f"rows {5 + sum(rows[:at])}-{5 + sum(rows[: at + 1])}, layers 1-3" for at in range(len(rows))
+    ]
+    assert {(span.lane, span.room, span.layer) for span in told} == {("launch", told[0].room, 1)}
+    assert sum(span.byte_count for span in told) == sum(rows) * 2 * ROW
+    assert all(span.begin_s <= span.end_s for span in told)
+    assert all(after.begin_s >= before.end_s for before, after in pairwise(told)), (
+        "what waits behind another does nothing"
+    )
     await both.close()
 
 

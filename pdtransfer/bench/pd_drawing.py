@@ -21,6 +21,7 @@ _LANES = (
     ("prefill", "control", ("control",)),
     ("prefill", "compute", ("compute", "pick")),
     ("prefill", "push", ("push",)),
+    ("prefill", "launches", ("launch",)),
     ("decode", "control", ("control", "landing")),
     ("decode", "admission", ("admission",)),
     ("decode", "swap-in", ("swap-in",)),
@@ -147,7 +148,7 @@ def _title(span: Span, zero_s: float) -> str:
     if span.byte_count:
         rate = (
             f", {span.byte_count / span.seconds / 1e9:.1f} GB/s"
-            if span.lane in ("push", "swap-in") and span.seconds
+            if span.lane in ("push", "launch", "swap-in") and span.seconds
             else ""
         )
         carried = f", {span.byte_count / 1e6:,.2f} MB{rate}"

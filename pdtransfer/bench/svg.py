@@ -18,6 +18,7 @@ PALETTE = {
     "compute2": ("#7ca6ec", "#3763ad"),
     "push": ("#e07b1a", "#f0963c"),
     "push2": ("#f2b274", "#b86a1e"),
+    "launch": ("#a85a10", "#d98a3d"),
     "pick": ("#123a80", "#bcd4ff"),
     "control": ("#8a63c9", "#b39ae6"),
     "landing": ("#c9ced6", "#474e5a"),

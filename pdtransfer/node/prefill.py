@@ -43,8 +43,8 @@ class PrefillNode:
     """One prefill rank. `tell` gets what the engine has to hear.
 
     It tells who dials it which layers and heads `components` hold; `replicas` says of which there are equal holders.
-    With a `card` the pool lies in the memory of that card, which writes. `spans` hears of each write. `condemned` is
-    called once nothing but the end of this process proves a write's end.
+    With a `card` the pool lies in the memory of that card, which writes. `spans` hears of each write, and of each of a
+    card's launches. `condemned` is called once nothing but the end of this process proves a write's end.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PrefillNode:
             pool_address=pool_address,
             pool_fd=pool_fd,
             copy_threads=copy_threads,
-            card=None if card is None else PoolCard(card),
+            card=None if card is None else PoolCard(card, spans),
             lost=self._end_writer,
         )
         holds = holds_of(components, settings.ranks, replicas or {})

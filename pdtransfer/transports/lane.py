@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from ..cancel import Cancel
+from ..engine.base import Spans
 from ..geometry import Int64s
 from ..kernels import lanes
 from ..kernels import push as pushing
@@ -141,6 +142,11 @@ class WriterCard(Registrar, Protocol):
     @property
     def ordinal(self) -> int: ...
 
+    @property
+    def spans(self) -> Spans | None:
+        """What hears of each launch, if anything does."""
+        ...
+
     def open(self, handle: bytes) -> Exported:
         """Another process's memory of a card, for this one to write. TransportError where it cannot be reached."""
         ...
@@ -157,8 +163,8 @@ class WriterCard(Registrar, Protocol):
 class PoolCard:
     """Card `ordinal` of this host, a WriterCard. Raises WorldError where there is none."""
 
-    def __init__(self, ordinal: int) -> None:
-        self.ordinal, self._card = ordinal, card(ordinal)
+    def __init__(self, ordinal: int, spans: Spans | None = None) -> None:
+        self.ordinal, self._card, self.spans = ordinal, card(ordinal), spans
 
     def host_register(self, address: int, byte_count: int) -> int:
         return self._card.host_register(address, byte_count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from .. import sums
 from ..cancel import Cancel
 from ..checksum import MASK, Lines, lines_of, runs_of
 from ..effects import Outcome, Write
+from ..engine.base import Spans
 from ..errors import PDTransferError, WorldError
 from ..geometry import Int64s
 from ..kernels.pools import Pool, State
@@ -97,6 +99,7 @@ class _Launch:
     place: int
     first: int
     end: int
+    begun_s: float  # 0 where nobody asks
 
 
 @dataclass(slots=True, eq=False)
@@ -131,10 +134,12 @@ class _Turns:
 
 
 class Pusher:
-    """One thread that launches and waits; `ended` is called in it, and `lane` makes what it needs of the card there."""
+    """One thread that launches and waits; `ended` is called in it, and `lane` makes what it needs of the card there.
+    `spans` hears of each launch."""
 
-    def __init__(self, lane: Callable[[], Lane], ended: Callable[[Push], None]) -> None:
-        self._make, self._ended = lane, ended
+    def __init__(self, lane: Callable[[], Lane], ended: Callable[[Push], None], spans: Spans | None = None) -> None:
+        self._make, self._ended, self._spans = lane, ended, spans
+        self._landed_s = 0.0  # when the latest launch had ended
         self._changed = threading.Condition()
         self._turns = _Turns()
         self._closing = False
@@ -165,9 +170,9 @@ class Pusher:
         while True:
             while len(flying) < IN_FLIGHT_MAX and (job := self._next(wait=not flying)) is not None:
                 place = 1 - flying[-1].place if flying else 0
-                first = job.rows_taken
+                first, begun_s = job.rows_taken, 0.0 if self._spans is None else time.monotonic()
                 if self._launched(lane, job, place):
-                    flying.append(_Launch(job, place, first, job.rows_taken))
+                    flying.append(_Launch(job, place, first, job.rows_taken, begun_s))
             if not flying:
                 return
             assert lane is not None
@@ -237,6 +242,8 @@ class Pusher:
             log.critical("no launch can be waited for any more: %s", text)
             outcome = Outcome.UNKNOWN
         else:
+            if self._spans is not None:
+                self._report(self._spans, flying[0])
             match state:
                 case State.COMPLETE if left_out:
                     outcome, text = Outcome.FAILED, f"{left_out} rows lie outside their pool"
@@ -256,6 +263,17 @@ class Pusher:
             over = job.exhausted and not job.running
         if over:
             self._end(lane, job)
+
+    def _report(self, spans: Spans, launch: _Launch) -> None:
+        """From its launch, or the end of the one before it, behind which it waited."""
+        begin_s, self._landed_s = max(launch.begun_s, self._landed_s), time.monotonic()
+        order, rows = launch.job.order, range(launch.first, launch.end)
+        at = order.first_row + launch.first
+        name = f"rows {at}-{at + len(rows)}, layers {order.layers[0]}-{order.layers[1]}"
+        spans(
+            "launch", name, begin_s, self._landed_s, room=order.room, layer=order.layers[0],
+            byte_count=len(rows) * launch.job.row_bytes,
+        )  # fmt: skip
 
     def _summed(self, lane: Lane, launch: _Launch) -> tuple[Outcome, str]:
         """Adds what the rows of a launch sum to, where that is wanted, as they lie in the pool."""

@@ -34,7 +34,9 @@ class LaunchGatherer:
         self, card: WriterCard, pool_address: int, components: dict[str, Component], over: Callable[[Gather], None]
     ) -> None:
         self._card, self._pool_address, self._components, self._over = card, pool_address, components, over
-        self._pusher = Pusher(card.lane, lambda push: push.done(push.order, push.outcome, push.text, push.checksum))
+        self._pusher = Pusher(
+            card.lane, lambda push: push.done(push.order, push.outcome, push.text, push.checksum), card.spans
+        )
         self._pushes: dict[Gather, Push] = {}  # that are not over
 
     def prepare(self, ring: Ring) -> None:

@@ -123,7 +123,7 @@ class ShmWriter:
         self._loop = asyncio.get_running_loop()
         self._reports: Reports[Job | Push] = Reports(self._ended)
         self._card = card
-        self._pusher = None if card is None else Pusher(card.lane, self._reports.tell)
+        self._pusher = None if card is None else Pusher(card.lane, self._reports.tell, card.spans)
         self._copier: Copier[Job] = Copier(0 if card else copy_threads, self._reports.tell)
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
         self._sessions: dict[int, _Session] = {}

@@ -24,6 +24,7 @@ from .trace import Traced, read, write
 
 SHOWN_MAX = 10  # rooms in the table, the slowest
 DRAWN_MAX = 256  # rooms with a track of their own
+_DRAWN = "first tokens"  # the process that their tracks are of
 _PARTS = (
     ("wait", "ask_s"), ("compute", "compute_s"), ("exposed", "exposed_s"), ("admission", "admission_s"),
     ("first step", "step_s"),
@@ -92,7 +93,7 @@ def drawn(rooms: Iterable[Room]) -> list[Span]:
     spans: list[Span] = []
     for room in rooms:
         whole = Span(
-            process="first tokens", lane=f"{room.label:#x}", name=f"{1e3 * room.split.ttft_s:.2f} ms",
+            process=_DRAWN, lane=f"{room.label:#x}", name=f"{1e3 * room.split.ttft_s:.2f} ms",
             begin_s=room.asked_s, end_s=room.asked_s + room.split.ttft_s, room=room.label,
         )  # fmt: skip
         spans.append(whole)
@@ -106,7 +107,9 @@ def drawn(rooms: Iterable[Room]) -> list[Span]:
 
 def run(paths: Sequence[Path], *, output: Path | None, json: bool) -> int:
     """Tells, and writes `output` if it is named; returns a command's status."""
-    spans, remarks = merge([read(path) for path in files(paths)])
+    traced = [read(path) for path in files(paths)]
+    own = [each for each in traced if all(span.process != _DRAWN for span in each.spans)]
+    spans, remarks = merge(own or traced)  # what this command wrote says all of it again
     rooms = rooms_of(spans)
     slowest = sorted(rooms, key=lambda room: -room.split.ttft_s)
     if output is not None:

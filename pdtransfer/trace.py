@@ -24,6 +24,7 @@ from .timeline import Span, Timeline
 FILE_BYTES_MAX = 64 << 20  # of one of the two files that a process keeps
 TRACKS_MAX = 64  # of one lane; what overlaps beyond that is not drawn
 PERIOD_S = 0.25
+CLOSE_S = 5.0  # for what is left: a disk that hangs keeps no process from ending
 _BATCH = 4_096  # spans that are written at once: about a MiB
 
 _HEAD, _COMMA, _TAIL = b"[\n", b",\n", b"\n]\n"
@@ -225,9 +226,9 @@ class Recorder:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes what is left, if that can be done in time."""
         self._closing.set()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _work(self) -> None:
         over = False

@@ -108,6 +108,10 @@ def test_the_command_tells_of_a_directory_and_writes_one_file(
         "step_ms": 2000, "push_ms": 2500, "bytes": 12,
     }  # fmt: skip
     assert {each.process for each in read(output).spans} == {"p", "d", "first tokens"}
+    output.rename(tmp_path / "merged.json")
+    for where in (tmp_path, tmp_path / "merged.json"):
+        assert cli.main(["timeline", str(where), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["rooms"] == told["rooms"], "nothing is told twice"
     assert cli.main(["timeline", str(tmp_path / "p.json"), str(tmp_path / "d.json")]) == 0
     assert f"{ROOM:016x}" in capsys.readouterr().out
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +151,26 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^timeline = '.*/file/here': Not a directory$"):
         Recorder(tmp_path / "file" / "here", "p")
+
+
+def test_a_disk_that_hangs_keeps_no_process_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, hanging, over = Recorder(tmp_path, "p"), threading.Event(), threading.Event()
+
+    def hangs(*_: object) -> int:
+        hanging.set()
+        assert over.wait(60)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwrite", hangs)
+    monkeypatch.setattr(trace, "CLOSE_S", 0.01)
+    recorder.timeline("push", "x", 0, 1, room=1)
+    assert hanging.wait(60)
+    recorder.timeline("push", "x", 1, 2, room=1)
+    recorder.close()
+    assert recorder._thread.is_alive()
+    over.set()
+    recorder._thread.join(60)
+    assert not recorder._thread.is_alive()
 
 
 def test_a_disk_that_is_full_is_told_once_and_holds_nobody_up(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pdtransfer.kernels import card as cards
+from pdtransfer.timeline import Timeline
 from tests.client_pair import Expected, client_pair, slots_of_pages
 from tests.engine_pair import config, heads_of, places, prompts, request
 from tests.late_producer import STALE, layer_bytes
@@ -21,14 +22,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["mla", "gqa"])
 def test_prompts_of_one_length_go_by_graphs_and_each_has_its_own_rows(attention: str) -> None:
     """The second of a row count is captured, the third replayed; two at a time share what graphs read."""
-    told: list[tuple[object, ...]] = []
-
-    def spans(
-        lane: str, name: str, begin_s: float, end_s: float, *, room: int, layer: int = -1, byte_count: int = 0
-    ) -> None:
-        told.append((room, layer, end_s - begin_s))
-
-    engine = create(config(attention=attention, options=OPTIONS[attention], device="cuda", slots=4_096, spans=spans))
+    timeline = Timeline("prefill")
+    engine = create(config(attention=attention, options=OPTIONS[attention], device="cuda", slots=4_096, spans=timeline))
     engine.flat.fill_(float("nan"))
     rooms = [request(at, prompt) for at, prompt in enumerate(prompts(3, (200, 230, 250, 250, 256, 193)))]
     pages: dict[int, np.ndarray] = {}
@@ -57,8 +52,9 @@ def test_prompts_of_one_length_go_by_graphs_and_each_has_its_own_rows(attention:
         engine.free(one.room)
     while not engine.idle:
         engine.step()
-    assert {(room, layer) for room, layer, _ in told} >= {(room, layer) for room in range(6) for layer in range(3)}
-    assert all(seconds >= 0 for *_, seconds in told)
+    told = timeline.take()
+    assert {(span.room, span.layer) for span in told} >= {(room, layer) for room in range(6) for layer in range(3)}
+    assert all(span.seconds >= 0 for span in told)
 
 
 @pytest.mark.parametrize("chunk_tokens", [512, 128])

@@ -16,8 +16,8 @@ from .errors import WorldError
 from .flags import arguments
 from .signals import end_with_parent
 
-READY_S = 60.0  # an arena of some GiB is prefaulted within it
-STOP_S = 10.0
+READY_S = 120.0  # an arena of some GiB is prefaulted within it, on a busy host too
+STOP_S = 30.0
 END_S = 1.0  # from the end of a daemon's output to its own
 LOG_LINES = 15  # of a daemon that failed, for the person who reads the error
 

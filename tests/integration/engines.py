@@ -2,8 +2,8 @@
 
 Options beside the engine's own: `model`: plain, or else the reference's; `step_ms`, how long every step takes at
 least; `fault`, what goes wrong with a prompt that starts with a question mark; `gates`: a directory (fleets.Gates), and
-while there is a file of this engine's role in it, prefill makes no step, and decode one for each room that it admits;
-while there is one called warm-up, that takes as long.
+while there is a file of this engine's role in it, it makes no step, but one when it has admitted rooms; while there is
+one called warm-up, that takes as long.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Slow:
         return [each for each in made if each.room not in self._marked] + self._spoil(marked)
 
     def _held(self) -> bool:
-        """Waits as long as prefill's gate is closed; says whether decode's lets no room have its step now."""
-        while self._role == "prefill" and self._gate.exists():
-            time.sleep(HELD_S)
-        if not self._gate.exists():
-            return False
-        time.sleep(HELD_S)
+        """Whether a closed gate lets no room have its step now; prefill waits there, as its group's other ranks do. It
+        lets a step pass once a room has been admitted."""
         admitted, self._admitted = self._admitted, False
-        return not admitted
+        while not admitted and self._gate.exists():
+            time.sleep(HELD_S)
+            if self._role == "decode":
+                return True
+        return False
 
     def _spoil(self, made: list[Any]) -> list[Any]:
         room = made[0].room

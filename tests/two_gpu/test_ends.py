@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from tests.integration.fleets import ENGINE, Answer, Site, equal, prompts, running, until
+from tests.integration.fleets import ENGINE, Answer, Gates, Site, equal, prompts, running, until
 from tests.integration.loads import LOST
 from tests.integration.test_groups import followers
 
@@ -21,7 +21,7 @@ CASES = (
     Case(attention="mla", tp=2, chunk=48, cell=1, target=("page_head", 16)),
     Case(attention="mla", decode_tp=2, chunk=48, cell=1),
 )
-STEP_MS = 10  # of prefills: a long prompt takes half a second at least, and its layers leave one by one
+STEP_MS = 10  # of prefills: layers leave one by one
 LONG, LATE, SHORT = prompts(5, *[400] * 4), prompts(6, *[400] * 4), TEXTS[:4]
 TOLD = LOST | {"engine"}  # of a request that its worker took along
 
@@ -49,7 +49,9 @@ def test_others_are_answered_as_if_nobody_had_left_or_died(
     expected(
         single(case, devices), [*SHORT, *LONG, *LATE]
     )  # which takes long, and not while daemons wait for an answer
-    slow = {"engine": ENGINE, "engine_option": (*first["engine_option"], f"step_ms={STEP_MS}")}
+    gates = Gates(tmp_path)
+    own = (*first["engine_option"], f"step_ms={STEP_MS}", f"gates={gates.directory}")
+    slow = {"engine": ENGINE, "engine_option": own}
     alone = first | {"tp_size": 1, "pp_size": 1, "device": devices[0]}
 
     def ask(site: Site, texts: list[str]) -> dict[str, asyncio.Task[Answer]]:
@@ -66,19 +68,21 @@ def test_others_are_answered_as_if_nobody_had_left_or_died(
         assert not wrong, wrong
 
     async def ends(site: Site) -> None:
-        asked = ask(site, LONG)
-        await pushing(site)
-        for text in LONG[::2]:  # whoever has these hangs up
-            asked.pop(text).cancel()
+        with gates.closed("prefill"):
+            asked = ask(site, LONG)
+            await pushing(site)
+            for text in LONG[::2]:  # whoever has these hangs up
+                asked.pop(text).cancel()
         await served(site, SHORT)
         for text, answer in asked.items():
             assert right(text, await answer, case, devices), answer
         await site.settled()
 
-        asked = ask(site, LATE)
-        await pushing(site)
-        victim = site.prefill
-        os.kill((followers(victim) or [victim.process.pid])[-1], signal.SIGKILL)
+        with gates.closed("prefill"):
+            asked = ask(site, LATE)
+            await pushing(site)
+            victim = site.prefill
+            os.kill((followers(victim) or [victim.process.pid])[-1], signal.SIGKILL)
         for text, each in asked.items():
             answer = await each
             if answer.status == 200:

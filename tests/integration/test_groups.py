@@ -58,6 +58,7 @@ def group(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Ru
     """Two stages of two ranks, and two ranks of 40 ms a step, that all share one key-value head."""
     with running(
         tmp_path_factory.mktemp("g"),
+        ends_as=(1, -signal.SIGKILL),
         prefills=[gated(gates) | {"pp_size": 2}],
         decodes=[SLOW | {"tp_size": 2}],
     ) as made:
@@ -145,14 +146,17 @@ def test_a_client_that_leaves_is_forgotten_by_every_rank(group: Running, gates: 
     group(case)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_rank_ends_its_worker_and_what_it_was_doing_with_its_name(tmp_path: Path, role: str) -> None:
-    gates = Gates(tmp_path)
-    grouped = {
-        "prefills": [gated(gates) if role == "prefill" else GQA],
-        "decodes": [SLOW | {"tp_size": 2} if role == "decode" else GQA],
-    }
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, gates: Gates) -> Iterator[Running]:
+    """Two ranks before one that is alone."""
+    with running(tmp_path_factory.mktemp("t"), ends_as=(1,), prefills=[gated(gates)], decodes=[GQA]) as made:
+        yield made
 
+
+@pytest.mark.parametrize(("fleet", "role"), [("two", "prefill"), ("group", "decode")], ids=["prefill", "decode"])
+def test_a_killed_rank_ends_its_worker_and_what_it_was_doing_with_its_name(
+    request: pytest.FixtureRequest, gates: Gates, fleet: str, role: str
+) -> None:
     async def case(site: Site) -> None:
         daemon = site.prefill if role == "prefill" else site.decode
         (text,) = prompts(5, 300)
@@ -168,35 +172,39 @@ def test_a_killed_rank_ends_its_worker_and_what_it_was_doing_with_its_name(tmp_p
         answer = await asyncio.wait_for(asked, PATIENCE_S)
         assert answer.status == 500, answer
         assert f"rank tp1 ({role}-0-tp1) of this worker" in answer.error["message"], answer
-        assert await asyncio.wait_for(daemon.process.wait(), PATIENCE_S) == 1
-        again = await site.restart(daemon)
-        await site.usable()
+        again = await ended_with_1(site, daemon)
         answer = await site.complete(text)
         assert equal(answer, expected([text])[0]), answer
         assert len(followers(again)) == 1
 
-    with running(tmp_path, ends_as=(1,), **grouped) as made:
-        made(case)
+    request.getfixturevalue(fleet)(case)
+
+
+async def ended_with_1(site: Site, daemon: Daemon) -> Daemon:
+    """It ends by itself; another one takes its place."""
+    assert await asyncio.wait_for(daemon.process.wait(), PATIENCE_S) == 1
+    again = await site.restart(daemon)
+    await site.usable()
+    return again
 
 
 @pytest.mark.slow
-def test_a_frozen_rank_ends_its_worker_as_a_dead_one_does(tmp_path: Path) -> None:
+def test_a_frozen_rank_ends_its_worker_as_a_dead_one_does(group: Running) -> None:
     async def case(site: Site) -> None:
         events = site.events("goes on for long", max_tokens=1_000)
         async for _ in events:
             break
-        (pid,) = followers(site.decode)
+        daemon, (pid,) = site.decode, followers(site.decode)
         os.kill(pid, signal.SIGSTOP)
         last = [event async for event in events][-1]
         assert "rank tp1 (decode-0-tp1) of this worker is lost: silent" in last["error"]["message"], last
-        assert await asyncio.wait_for(site.decode.process.wait(), PATIENCE_S) == 1
+        await ended_with_1(site, daemon)
         assert not alive(pid), "its leader does not leave it behind"
 
-    with running(tmp_path, ends_as=(1,), prefills=[GQA], decodes=[SLOW | {"tp_size": 2}]) as made:
-        made(case)
+    group(case)
 
 
-def test_a_worker_whose_leader_is_killed_leaves_no_rank_behind(tmp_path: Path) -> None:
+def test_a_worker_whose_leader_is_killed_leaves_no_rank_behind(group: Running) -> None:
     async def case(site: Site) -> None:
         daemon = site.decode
         pids = followers(daemon)
@@ -208,12 +216,13 @@ def test_a_worker_whose_leader_is_killed_leaves_no_rank_behind(tmp_path: Path) -
             return not any(map(alive, pids))
 
         await until(gone)
+        await site.restart(daemon)
+        await site.usable()
 
-    with running(tmp_path, ends_as=(-9,), prefills=[GQA], decodes=[GQA | {"tp_size": 2}]) as made:
-        made(case)
+    group(case)
 
 
-def test_a_rank_that_is_told_to_end_takes_its_worker_through_a_drain(tmp_path: Path) -> None:
+def test_a_rank_that_is_told_to_end_takes_its_worker_through_a_drain(two: Running) -> None:
     async def case(site: Site) -> None:
         (text,) = prompts(6, 30)
         events = site.events(text)
@@ -223,9 +232,10 @@ def test_a_rank_that_is_told_to_end_takes_its_worker_through_a_drain(tmp_path: P
         os.kill(pid, signal.SIGTERM)
         assert await asyncio.wait_for(site.prefill.process.wait(), PATIENCE_S) == 0
         assert "pdtransfer" in [event async for event in events][-1], "what was under way has its end"
+        await site.restart(site.prefill)
+        await site.usable()
 
-    with running(tmp_path, prefills=[GQA | {"tp_size": 2}], decodes=[SLOW]) as made:
-        made(case)
+    two(case)
 
 
 def start(*flags: str) -> subprocess.Popen[str]:

@@ -169,7 +169,10 @@ def test_bus_is_set_beside_bare_sockets(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-def test_idle_watches_both_daemons_alone_and_with_a_session(capsys: pytest.CaptureFixture[str]) -> None:
+def test_idle_watches_both_daemons_alone_and_with_a_session(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle, "_SETTLE_SECONDS", 0.0)
     figures = idle.measure(seconds=1)
     for name in ("prefill_alone", "decode_alone", "prefill_session", "decode_session", "torch"):
         private, pss, rss = (float(figures[f"{name}_{size}_mib"]) for size in ("private", "pss", "rss"))
@@ -180,7 +183,10 @@ def test_idle_watches_both_daemons_alone_and_with_a_session(capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_load_meets_crowds_on_either_side_and_watches_idle_ones_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_meets_crowds_on_either_side_and_watches_idle_ones_and_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_SETTLE_SECONDS", 0.0)
     figures = load.measure(rooms=30, memory_rooms=80, idle_seconds=1, concurrency=4)
     assert len(sizes(figures, "_handoffs_s")) == 2 * len(load.CROWD)
     assert min(sizes(figures, "_handoffs_s") + sizes(figures, "_cpu_us")) > 0

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -89,13 +90,13 @@ async def _measure(seconds: int) -> Figures:
 
 async def _watch(daemons: list[Daemon], name: str, seconds: int) -> Figures:
     await asyncio.sleep(_SETTLE_SECONDS)
-    before = [cpu_seconds(daemon.process.pid) for daemon in daemons]
+    before, since = [cpu_seconds(daemon.process.pid) for daemon in daemons], time.monotonic()
     await asyncio.sleep(seconds)
+    after, passed_s = [cpu_seconds(daemon.process.pid) for daemon in daemons], time.monotonic() - since
     figures: Figures = {}
-    for daemon, start in zip(daemons, before, strict=True):
-        pid = daemon.process.pid
-        figures[f"{daemon.role}_{name}_cpu_percent"] = 100 * (cpu_seconds(pid) - start) / seconds
-        figures |= {f"{daemon.role}_{name}_{key}": value for key, value in _mib(memory_of(pid)).items()}
+    for daemon, start, end in zip(daemons, before, after, strict=True):
+        figures[f"{daemon.role}_{name}_cpu_percent"] = 100 * (end - start) / passed_s
+        figures |= {f"{daemon.role}_{name}_{key}": value for key, value in _mib(memory_of(daemon.process.pid)).items()}
     return figures
 
 

@@ -105,9 +105,10 @@ def _idle(ranks: Ranks, side: str, seconds: int) -> Figures:
     """Of the one, and of the crowd's process."""
     time.sleep(_SETTLE_SECONDS)
     pids = (ranks.prefill_pid, ranks.decode_pid) if side == "decode" else (ranks.decode_pid, ranks.prefill_pid)
-    before = [cpu_seconds(pid) for pid in pids]
+    before, since = [cpu_seconds(pid) for pid in pids], time.monotonic()
     time.sleep(seconds)
-    one, crowd = (100 * (cpu_seconds(pid) - start) / seconds for pid, start in zip(pids, before, strict=True))
+    after, passed_s = [cpu_seconds(pid) for pid in pids], time.monotonic() - since
+    one, crowd = (100 * (end - start) / passed_s for end, start in zip(after, before, strict=True))
     return {"idle_percent": one, "idle_crowd_percent": crowd}
 
 

@@ -149,6 +149,17 @@ def held_by(pid: int) -> list[int]:
     return [os.stat(each).st_ino for each in Path(f"/proc/{pid}/fd").iterdir()]
 
 
+def listening(pid: int) -> list[str]:
+    """The addresses that it listens on, in hex."""
+    own, found = held_by(pid), list[str]()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and int(inode) in own:
+                found.append(local.partition(":")[0])
+    return found
+
+
 async def until(condition: Callable[[], object]) -> None:
     while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
         await asyncio.sleep(0.002)
@@ -338,6 +349,15 @@ async def test_an_engine_may_read_a_shared_pool_and_not_write_it() -> None:
         inode = os.fstat(it.pool.fd).st_ino
         assert [how for number, how in mapped_by(it.ours()) if number == inode] == ["r--s"]
         assert inode not in held_by(it.ours())
+
+
+@on_loop
+async def test_an_engine_listens_on_every_interface_whatever_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "127.0.0.1")
+    async with both() as it:
+        await it.map()
+        for engine in (it.ours(), it.theirs()):
+            assert sorted(listening(engine)) == ["0" * 8] * 2 + ["0" * 32] * 2, "SECURITY.md says so, and why"
 
 
 @pytest.mark.parametrize("said", [b"x", child.REPLY.pack(child.DONE, SLOTS), child.REPLY.pack(9, 0)])

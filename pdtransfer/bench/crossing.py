@@ -15,6 +15,7 @@ from ..config import BenchModel, HostLayout
 from ..effects import Outcome, Write
 from ..errors import WorldError
 from ..memory import Arena, allocate
+from ..port import share_the_interpreter
 from ..transports.mooncake import MooncakeArena, MooncakeWriter, why_not
 from ..transports.network import NETWORK
 from .bare import Bare
@@ -65,6 +66,7 @@ def measure(
         figures |= _rooms(beside, "", "layer_first", _ARENAS, tokens=tokens, rooms=rooms, model=model)
         straight = {arena: _ARENAS[arena] for arena in ("fresh", "half")}
         figures |= _rooms(beside, "straight_", "page_first", straight, tokens=tokens, rooms=rooms, model=model)
+    share_the_interpreter()
     figures |= uvloop.run(_behind(large_bytes))
     medians = map(median, (beside.syncs, beside.sockets, beside.rows))
     figures["sync_gb_s"], figures["socket_gb_s"], figures["rows_gb_s"] = medians

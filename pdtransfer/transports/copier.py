@@ -1,5 +1,5 @@
 """Threads that do queued works piece by piece, in turn between grants, copies above all: a small one waits for no
-large one."""
+large one. A turn is of PIECE_BYTES or so, be they in one piece or in several."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from .base import WriteDone
 
 PIECE_BYTES = 4 << 20  # copied between two turns: some 0.5 ms
 
+_LEFT_BYTES = PIECE_BYTES // 8  # of a turn that are not worth another piece: whole rows seldom fill one
+
 CANCELLED = "cancelled"
 _NICE = 5  # a loop that has something to say, that a room is aborted for one, need not wait for a core that copies
 _Result = TypeVar("_Result")
@@ -38,6 +40,11 @@ class Work(Protocol):
     # The copier's own, for who holds its lock.
     running: int
     exhausted: bool
+
+    @property
+    def piece_bytes(self) -> int:
+        """What the piece that it gave last counts for in its grant's turn."""
+        ...
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -72,6 +79,7 @@ class Job:
     exhausted: bool = False
     pieces: Iterator[Plan] | None = None
     rows_taken: int = 0  # in pieces
+    piece_bytes: int = 0
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -109,6 +117,7 @@ class Job:
         if plan is None:
             return None
         first, self.rows_taken = self.rows_taken, self.rows_taken + plan.rows
+        self.piece_bytes = plan.rows * self.pairing.row_bytes
         return partial(self._copy, plan, first)
 
     def _copy(self, piece: Plan, first: int) -> int:
@@ -127,14 +136,22 @@ class Job:
         return plan(self.pairing, self.order.source_slots, self.order.target_slots)
 
 
+@dataclass(slots=True, eq=False)
+class _Grant(Generic[AnyWork]):
+    """Its works that are not exhausted, and how much of its turn is left."""
+
+    jobs: deque[AnyWork]
+    left_bytes: int = PIECE_BYTES
+
+
 class Copier(Generic[AnyWork]):
     """`threads` threads, each of which takes one piece of one grant at a time; `ended` is called in them."""
 
     def __init__(self, threads: int, ended: Callable[[AnyWork], None], *, name: str = "copy") -> None:
         self._ended = ended
         self._changed = threading.Condition()
-        self._grants: dict[tuple[int, int], deque[AnyWork]] = {}  # what is not exhausted
-        self._turns: deque[deque[AnyWork]] = deque()  # the same, but for what some thread is just taking a piece of
+        self._grants: dict[tuple[int, int], _Grant[AnyWork]] = {}  # that have works
+        self._turns: deque[_Grant[AnyWork]] = deque()  # the same, but for what some thread is just taking a piece of
         self._closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"pdtransfer-{name}-{number}", daemon=True)
@@ -147,11 +164,11 @@ class Copier(Generic[AnyWork]):
         """Queues a work behind those of its own grant."""
         with self._changed:
             assert not self._closing
-            if (jobs := self._grants.get(job.turn)) is not None:
-                jobs.append(job)
+            if (grant := self._grants.get(job.turn)) is not None:
+                grant.jobs.append(job)
                 return
-            jobs = self._grants[job.turn] = deque((job,))
-            self._turns.append(jobs)
+            grant = self._grants[job.turn] = _Grant(deque((job,)))
+            self._turns.append(grant)
             self._changed.notify()
 
     def close(self) -> None:
@@ -164,17 +181,17 @@ class Copier(Generic[AnyWork]):
 
     def _work(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone
-        while (jobs := self._turn()) is not None:
-            job = jobs[0]
+        while (grant := self._turn()) is not None:
+            job = grant.jobs[0]
             piece, text = (None, job.text) if job.text else attempt(job.next)
-            over = self._taken(jobs, piece, text)
+            over = self._taken(grant, piece, text)
             if piece is not None:
                 checksum, text = attempt(piece)
                 over = self._done(job, checksum or 0, text)
             if over:
                 self._ended(job)
 
-    def _turn(self) -> deque[AnyWork] | None:
+    def _turn(self) -> _Grant[AnyWork] | None:
         """The grant whose turn it is; None when this is closed and all turns are given."""
         with self._changed:
             while not self._turns:
@@ -183,17 +200,23 @@ class Copier(Generic[AnyWork]):
                 self._changed.wait()
             return self._turns.popleft()
 
-    def _taken(self, jobs: deque[AnyWork], piece: Piece | None, text: str) -> bool:
-        """Gives the turn on; whether the grant's first job is over."""
+    def _taken(self, grant: _Grant[AnyWork], piece: Piece | None, text: str) -> bool:
+        """Gives the turn on, if it is over; whether the grant's first job is."""
         with self._changed:
+            jobs = grant.jobs
             job = jobs[0]
             if piece is None:
                 jobs.popleft()
                 job.exhausted, job.text = True, job.text or text
             else:
                 job.running += 1
-            if jobs:
-                self._turns.append(jobs)
+                grant.left_bytes -= job.piece_bytes
+            if jobs and grant.left_bytes > _LEFT_BYTES:
+                self._turns.appendleft(grant)
+                self._changed.notify()
+            elif jobs:
+                grant.left_bytes = PIECE_BYTES
+                self._turns.append(grant)
                 self._changed.notify()
             else:
                 del self._grants[job.turn]

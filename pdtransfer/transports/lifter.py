@@ -54,6 +54,7 @@ class _Lifting:
     lost: bool = False  # nobody can tell whether its last copy has ended
     part: int = 0
     row: int = 0
+    piece_bytes: int = 0
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -71,6 +72,7 @@ class _Lifting:
             end, self.part, self.row = len(part.slots), self.part + 1, 0
         else:
             end = self.row
+        self.piece_bytes = (end - first) * part.source.layout.row_bytes
         return partial(self._carry, part, part.slots[first:end])
 
     def _carry(self, part: _Rows, slots: Int64s) -> int:

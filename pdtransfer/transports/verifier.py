@@ -39,6 +39,7 @@ class _Reading:
     checksum: int = 0
     running: int = 0
     exhausted: bool = False
+    piece_bytes: int = PIECE_BYTES
     pieces: Iterator[Piece] = field(init=False)
 
     def __post_init__(self) -> None:

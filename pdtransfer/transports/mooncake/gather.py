@@ -84,6 +84,11 @@ class _Copy:
     taken: bool = False
 
     @property
+    def piece_bytes(self) -> int:
+        """What the slot sends."""
+        return self.gather.job.cut.byte_count(self.gather.piece)
+
+    @property
     def turn(self) -> tuple[int, int]:
         """What takes turns: session and grant."""
         return self.gather.job.order.session, self.gather.job.order.grant

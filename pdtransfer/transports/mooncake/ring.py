@@ -155,6 +155,10 @@ class Cut:
                 yield Piece(first=first, end=end, low=low, high=high, room=room if self.paged else end - first)
                 first, step = end, min(2 * step, room)
 
+    def byte_count(self, piece: Piece) -> int:
+        """All that it sends."""
+        return piece.rows * int(self.pairing.table[piece.low : piece.high, 6].sum())
+
     def whole(self, piece: Piece) -> bool:
         """Whether it has all planes of its rows."""
         return piece.high - piece.low == len(self.pairing.table)

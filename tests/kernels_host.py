@@ -34,7 +34,7 @@ def built(target: Path, *flags: str) -> None:
 
 @cache
 def library(directory: Path) -> ctypes.CDLL:
-    """The launches; undefined behaviour ends the process."""
+    """The launches, built once for all tests of a process; undefined behaviour ends it."""
     path = directory / "kernels_on_host.so"
     built(path, "-shared", "-fPIC", "-fsanitize=undefined")
     return ctypes.CDLL(str(path))

@@ -37,6 +37,11 @@ def expected(attention):
     return generate_many(config(attention=attention, slots=4096, page_size=64, options=SPARSE), requests())
 
 
+@pytest.fixture(scope="module")
+def dense(attention):
+    return generate_many(config(attention=attention, slots=4096, page_size=64), requests())
+
+
 # Picks
 
 
@@ -132,16 +137,14 @@ def test_a_step_reads_the_picks_in_order_then_the_newest_token_and_nothing_else(
 # The model
 
 
-def test_picks_of_all_there_is_are_the_dense_model(attention):
-    dense = generate_many(config(attention=attention, slots=4096, page_size=64), requests())
+def test_picks_of_all_there_is_are_the_dense_model(attention, dense):
     every = generate_many(
         config(attention=attention, slots=4096, page_size=64, options=SMALL | {"top_k": "600"}), requests()
     )
     assert [(one.tokens, one.logits_digest) for one in every] == [(one.tokens, one.logits_digest) for one in dense]
 
 
-def test_fewer_picks_than_tokens_are_another_model(attention, expected):
-    dense = generate_many(config(attention=attention, slots=4096, page_size=64), requests())
+def test_fewer_picks_than_tokens_are_another_model(expected, dense):
     same = [one.logits_digest == other.logits_digest for one, other in zip(expected, dense, strict=True)]
     # With max_tokens 6 the last step is at position length + 4, and picks of the length + 4 tokens before.
     assert same == [length + 4 <= TOP for length in LENGTHS]
@@ -163,10 +166,21 @@ def test_layers_share_picks_as_they_are_told(attention, share):
     assert sorted({plane.layer for plane in planes}) == list(range(0, 4, share))
 
 
+@pytest.fixture(scope="module")
+def rooms():
+    return [request(at, prompt) for at, prompt in enumerate(prompts(0, LENGTHS)) if len(prompt) in (2, 17, 64, 300)]
+
+
+@pytest.fixture(scope="module")
+def prefill(attention, rooms):
+    """Has run them; whoever takes its rows leaves them as they are."""
+    return Prefill.of(attention=attention, slots=1024, chunk_tokens=100, options=SPARSE).run(*rooms)
+
+
 @pytest.mark.parametrize("target", HOST_LAYOUTS)
-def test_rows_that_crossed_between_two_engines_decode_to_what_one_process_generates(attention, expected, target):
-    rooms = [request(at, prompt) for at, prompt in enumerate(prompts(0, LENGTHS)) if len(prompt) in (2, 17, 64, 300)]
-    prefill = Prefill.of(attention=attention, slots=1024, chunk_tokens=100, options=SPARSE).run(*rooms)
+def test_rows_that_crossed_between_two_engines_decode_to_what_one_process_generates(
+    attention, expected, rooms, prefill, target
+):
     decode = Decode.of(attention=attention, host_layout=target, slots=1024, batch_max=3, options=SPARSE)
     for one in rooms:
         decode.admit(one, prefill)
@@ -182,33 +196,38 @@ def test_index_rows_are_cells_of_their_own_and_every_plane_is_offered_once(atten
     assert sorted(cells) == [((0, 64), (0, 1)), ((0, 64), (2, 3)), ((64, 100), (0, 1)), ((64, 100), (2, 3))]
 
 
-def ended(attention, spoil=lambda _: None):
+@pytest.fixture(scope="module")
+def ended(attention):
     """How one room of 150 tokens ends, after `spoil(decode)` on what has landed."""
     one = request(7, prompts(5, (150,))[0])
     prefill = Prefill.of(attention=attention, options=SPARSE).run(one)
-    decode = Decode.of(attention=attention, options=SPARSE)
-    decode.admit(one, prefill)
-    spoil(decode)
-    return decode.run().ends[7]
+
+    def run(spoil=lambda _: None):
+        decode = Decode.of(attention=attention, options=SPARSE)
+        decode.admit(one, prefill)
+        spoil(decode)
+        return decode.run().ends[7]
+
+    return run
 
 
-def test_one_flipped_bit_of_the_index_shows_in_the_kv_digest(attention):
+def test_one_flipped_bit_of_the_index_shows_in_the_kv_digest(ended):
     def flip(decode):
         layout = decode.index_layout
         decode.memory.view(np.uint8)[layout.address(0, decode.index_slots[7][11:12])] ^= 1
 
-    assert ended(attention, flip).kv_digest != ended(attention).kv_digest
+    assert ended(flip).kv_digest != ended().kv_digest
 
 
-def test_only_what_is_picked_is_read(attention):
+def test_only_what_is_picked_is_read(ended):
     """Most of 150 tokens are not among the 16 picks of 5 steps: what lies there does no harm, elsewhere it does."""
 
     def spoil(at, decode):
         for kind, layer, head in heads_of(decode.layout):
             decode.memory[places(decode.layout, kind, layer, head, decode.slots[7][at : at + 1])] = np.nan
 
-    good = ended(attention)
-    ends = [ended(attention, partial(spoil, at)) for at in range(0, 150, 10)]
+    good = ended()
+    ends = [ended(partial(spoil, at)) for at in range(0, 150, 10)]
     harmless = [isinstance(end, Finished) and end.logits_digest == good.logits_digest for end in ends]
     assert any(harmless)
     assert not all(harmless)

@@ -38,7 +38,7 @@ PROPERTY = settings(
 
 @pytest.fixture(scope="module")
 def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernels_host.library(tmp_path_factory.mktemp("kernels"))
+    return kernels_host.library(tmp_path_factory.getbasetemp())
 
 
 def pool_of(tensors: Tensors, **how: Any) -> Pool:

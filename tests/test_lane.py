@@ -24,7 +24,7 @@ ROW = 3 * 1_152
 
 @pytest.fixture(scope="module")
 def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernels_host.library(tmp_path_factory.mktemp("kernels"))
+    return kernels_host.library(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(params=range(4))

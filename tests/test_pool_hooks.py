@@ -62,9 +62,9 @@ def test_layers_are_copied_in_their_order(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_hears_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = CardOnHost(kernels_host.library(tmp_path))
+    here = CardOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
     for module in (hooks, kv_copies):
         monkeypatch.setattr(module, "card", lambda _: here)
     monkeypatch.setattr(hooks, "Event", lambda _: Mock())

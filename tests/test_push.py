@@ -38,7 +38,7 @@ SLOT_BYTES = 6_000
 
 @pytest.fixture(scope="module")
 def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernels_host.library(tmp_path_factory.mktemp("kernels"))
+    return kernels_host.library(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ SLOTS = 1_100  # more than any case has rows
 
 @pytest.fixture(scope="module")
 def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernels_host.library(tmp_path_factory.mktemp("kernels"))
+    return kernels_host.library(tmp_path_factory.getbasetemp())
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -29,7 +29,7 @@ LENGTH = 200
 
 @pytest.fixture(scope="module")
 def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernels_host.library(tmp_path_factory.mktemp("kernels"))
+    return kernels_host.library(tmp_path_factory.getbasetemp())
 
 
 def buffers(rows: int, hot: int, rng: np.random.Generator) -> HotBuffers:

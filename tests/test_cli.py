@@ -69,7 +69,7 @@ def fails(error: BaseException) -> Callable[..., int]:
 
 def run_in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pdtransfer", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "pdtransfer", *arguments], capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -240,13 +240,13 @@ def test_help_and_config_do_not_import_torch() -> None:
         "import sys; from pdtransfer import cli; cli.main(['prefill', '--help']); cli.main(['router', '--slotz']); "
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "pdtransfer: Unknown option: --slotz. Did you mean --json?\n")
 
 
 def test_router_does_not_import_torch() -> None:
     script = "import sys, pdtransfer.router; sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -262,7 +262,7 @@ def test_reader_that_leaves_early_is_no_error() -> None:
         env={**os.environ, "SCRIPT": script},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.stderr == ""

@@ -831,7 +831,7 @@ def test_what_the_loop_does_not_expect_is_raised_by_start(monkeypatch: pytest.Mo
     monkeypatch.setattr(client_module, "PrefillNode", breaks)
     client = PrefillClient(settings("p"), [component(Pool(name="layer_first", model=mla(), page_size=16, slots=64))])
     with ThreadPoolExecutor(1) as apart, pytest.raises(RuntimeError, match="no such thing"):
-        apart.submit(client.start).result(10)
+        apart.submit(client.start).result(60)
     client.close()
 
 

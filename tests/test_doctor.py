@@ -201,7 +201,7 @@ def test_low_limit_of_open_files_is_a_warning() -> None:
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 2048)); "
         "from pdtransfer.probes import host; print(host.descriptors(None))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert "state='warn', found='1,024, may be raised to 2,048'" in done.stdout
 
 
@@ -304,7 +304,7 @@ def test_a_low_limit_of_locked_memory_matters_where_a_device_pins_it(capable: st
         (put(tmp_path / "plain", **status), "ok"),
     ):
         command = [sys.executable, "-c", script, str(root)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         assert done.stdout.strip() == expected
 
 

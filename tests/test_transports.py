@@ -106,7 +106,7 @@ def on_loop(test: Callable[[World], Awaitable[None]]) -> Callable[..., None]:
         tmp_path_factory: pytest.TempPathFactory, transport: Callable[[Path], AbstractAsyncContextManager[World]]
     ) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(30), transport(tmp_path_factory.mktemp("t")) as world:
+            async with asyncio.timeout(120), transport(tmp_path_factory.mktemp("t")) as world:
                 await test(world)
 
         uvloop.run(bounded())
@@ -171,7 +171,7 @@ async def test_close_ends_every_write(world: World) -> None:
 def alone(test: Callable[[FakeWriter, World], Awaitable[None]]) -> Callable[[], None]:
     def run() -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(30), fake(Path()) as world:
+            async with asyncio.timeout(120), fake(Path()) as world:
                 assert isinstance(world.writer, FakeWriter)
                 world.writer.outcome = None
                 await world.map()

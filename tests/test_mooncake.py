@@ -802,6 +802,18 @@ async def test_a_writer_that_closes_maps_nothing_more(transport: Transport) -> N
 
 
 @on_loop
+async def test_an_arena_that_closes_starts_no_engine_for_a_session_that_comes_meanwhile() -> None:
+    async with both() as it:
+        await it.owner.offer(1)
+        closing = asyncio.ensure_future(it.owner.close())
+        await asyncio.sleep(0)  # it has told that engine to end, and waits
+        with pytest.raises(TransportError, match="closing"):
+            await it.owner.offer(2)
+        await closing
+        assert it.owner.quiet(1)
+
+
+@on_loop
 async def test_a_fence_of_a_session_that_was_unmapped_meanwhile_condemns_nobody() -> None:
     async with both() as it:
         made = choice.WriterChoice((latent("page_first", LARGE + SMALL),), "mooncake", Network())

@@ -40,7 +40,7 @@ class MooncakeArena:
         arena.use("served")
         self._arena, self._network, self._lost = arena, network, lost
         self._sessions: dict[int, _Offered] = {}
-        self._ended = asyncio.Event()
+        self._ended, self._closing = asyncio.Event(), False
         places = (_BASE_END - _BASE_FIRST) // _BASE_STEP
         self._next_base = _BASE_FIRST + secrets.randbelow(places) * _BASE_STEP
 
@@ -48,6 +48,8 @@ class MooncakeArena:
         """A process for this session, at an address that no earlier one had: what a late writer means for that one is
         refused. Its writer dials the network's host, or else `host`. Raises TransportError where there can be none."""
         assert session not in self._sessions, f"session {session:#x} has its engine already"
+        if self._closing:
+            raise TransportError("this arena is closing")
         taken = sum(offered.process.engines for offered in self._sessions.values())
         engines = engines_left(self._network.engines, taken=taken)
         host = self._network.host or host or "127.0.0.1"
@@ -84,7 +86,8 @@ class MooncakeArena:
         self._sessions.pop(session, None)
 
     async def close(self) -> None:
-        """Ends every process, and returns when all are dead."""
+        """Ends every process, and returns when all are dead: a session that comes meanwhile gets none."""
+        self._closing = True
         for session in self._sessions:
             self.revoke(session)
         while any(not offered.process.dead for offered in self._sessions.values()):

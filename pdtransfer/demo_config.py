@@ -58,8 +58,6 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         card_of(self.device)
-        if self.hisparse and self.decode_tp > 1:
-            raise ConfigError(f"hisparse: decode_tp = {self.decode_tp}: one rank serves it, alone")
         bound("requests", self.requests, 1, 1_000_000)
         bound("concurrency", self.concurrency, 1, 4_096)
         bound("prompt_bytes_max", self.prompt_bytes_max, 1, 1 << 19)

@@ -184,7 +184,8 @@ class DecodeFollower:
         self.node = decode_daemon.node_of(config, settings, engine, arena, self._told, others=self._strange)
         self._work: dict[int, _Decode] = {}  # by serial number
         self._rooms: dict[int, _Decode] = {}  # the same, by label
-        self.metrics = DecodeMetrics(self.node, registry)
+        figures = (lambda: engine.figures) if config.enable_hisparse else None
+        self.metrics = DecodeMetrics(self.node, registry, figures)
         self.thread = engine_thread.DecodeThread(engine, self.port, self._heard, engine_thread.following(self.port))
 
     @property

@@ -60,13 +60,16 @@ def decodes(tp=1, **more):
 
 def carry(one, sources, target):
     """What `target` keeps of the request, each plane from the first rank that has it."""
-    target.slots[one.room] = target.take(0, one)
-    wanted = set(heads_of(target.layout))
+    components = target.engine.card.components
+    number = 1 if len(components) == 3 and not one.enable_hisparse else 0
+    kept = components[number]
+    target.slots[one.room] = target.take(number, one)
+    wanted = set(heads_of(kept.layout))
     for source in sources:
         ours = wanted & set(heads_of(source.layout))
         wanted -= ours
         place = target.slots[one.room][: len(one.prompt)]
-        copy_rows((source.memory, source.layout), source.slots(one), (target.memory, target.layout), place, ours)
+        copy_rows((source.memory, source.layout), source.slots(one), (target.of_memory(kept), kept.layout), place, ours)
     assert not wanted
     target.land_index(one, *sources)
 

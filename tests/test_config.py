@@ -82,7 +82,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (lambda: DemoConfig(requests=0), ["requests", "0"]),
         (lambda: DemoConfig(prefill=0), ["prefill", "0"]),
         (lambda: DemoConfig(decode_page_size=3), ["decode_page_size", "3", "power of two"]),
-        (lambda: DemoConfig(hisparse=True, decode_tp=2), ["hisparse", "decode_tp = 2"]),
         (lambda: DemoConfig(device="cuda:0,cuda:1"), ["device", "cuda:0,cuda:1"]),
         (lambda: DemoConfig(decode_device="cuda:0,cuda:1"), ["decode_device = 'cuda:0,cuda:1'", "1 ranks"]),
         (lambda: DemoConfig(device="cuda", prefill_device="cpu"), ["prefill_device = 'cpu'", "identical"]),

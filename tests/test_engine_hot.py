@@ -11,8 +11,6 @@ from pdtransfer.errors import ConfigError, LocalProtocolError
 from pdtransfer.layouts import HOST_LAYOUTS
 from pdtransfer.limits import Limits
 from pdtransfer.timeline import Timeline
-from pdtransfer.wire import Ranks
-from tests.engine_group import Threads
 from tests.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request
 
 TOP, HOT = 16, 48
@@ -268,13 +266,9 @@ def test_an_option_that_the_engine_does_not_know_is_refused_with_those_that_it_d
         create(config("decode", options=option))
 
 
-def test_hisparse_wants_a_model_that_picks_and_one_rank():
+def test_hisparse_wants_a_model_that_picks():
     with pytest.raises(ConfigError, match="top_k"):
         create(config("decode", hisparse=hisparse()))
-    (group, _) = Threads(tp=2).groups()
-    assert group.ranks == Ranks(0, 2)
-    with pytest.raises(ConfigError, match="tp_size = 2"):
-        create(config("decode", options=SPARSE, hisparse=hisparse(), group=group))
 
 
 def test_a_request_that_could_never_run_is_refused_and_nothing_else_disturbed(attention, landed, expected):

@@ -95,6 +95,15 @@ def test_ranks_differ_when_only_one_has_keys_or_verifies() -> None:
     assert {name for name in plain if plain[name] != keyed[name]} == {"keys"}
 
 
+@pytest.mark.parametrize("name", ["device_slots", "hot_tokens", "dense_slots"])
+def test_ranks_differ_when_their_devices_hold_other_numbers_of_hisparse_tokens(name: str) -> None:
+    card = SimpleNamespace(model="m", weights=b"w")
+    dense, sparse = (common(DecodeConfig(enable_hisparse=enabled), card) for enabled in (False, True))
+    assert {name for name in dense if dense[name] != sparse[name]} == {"enable_hisparse"}
+    other = common(DecodeConfig(enable_hisparse=True, **{name: 512}), card)  # pyright: ignore[reportArgumentType]
+    assert {name for name in sparse if sparse[name] != other[name]} == {name}
+
+
 def test_a_rank_that_does_not_lead_takes_free_ports_unless_it_is_told_others() -> None:
     follower = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP)
     assert (follower.bind, follower.http, follower.leads) == ("tcp://127.0.0.1:0", "", False)

@@ -6,7 +6,7 @@ Between two steps `turn` does what the scheduler says: who makes room, and who c
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import CapacityError, ConfigError
+from ..errors import CapacityError, ConfigError, WorldError
 from ..hisparse.coordinator import Capacity, Coordinator, Placement
 from ..hisparse.hot import HotPool
-from ..hisparse.scheduler import Scheduler
+from ..hisparse.scheduler import Scheduler, Turn
 from ..kernels.pools import Pool
 from ..layout import Layout
 from ..layouts import host_layout
 from .base import EngineConfig, HiSparse, HotFigures
 from .cache import Cache
 from .hot_step import HotStep
-from .marks import Marks, several
+from .marks import POLL_S, Marks, several
 from .model import Transformer
 
 _FIGURES_STEPS = 16
@@ -43,8 +43,6 @@ def capacity_of(config: EngineConfig, hisparse: HiSparse, top: int) -> Capacity:
         raise ConfigError(f"device_slots = {hisparse.device_slots}: {text}")
     if hisparse.dense_slots < 1:
         raise ConfigError(f"dense_slots = {hisparse.dense_slots}: at least 1")
-    if config.group.ranks.tp_size > 1:
-        raise ConfigError(f"enable_hisparse: tp_size = {config.group.ranks.tp_size}: one rank serves it, alone")
     return Capacity(
         rows=config.batch_max,
         logical_tokens=config.slots,
@@ -88,6 +86,7 @@ class Hot:
         self._slots: dict[int, NDArray[np.int64]] = {}
         self._placed: dict[int, Placement] = {}
         self._stepping: list[int] = []  # rooms of the step that is under way
+        self._group, self._leads, self._rows = config.group, not config.group.ranks.tp_rank, capacity.rows
         self._retracts = self._steps = 0
         self._counted = self._pool.counters()
         self.figures = HotFigures()
@@ -114,25 +113,18 @@ class Hot:
         return room in self._placed
 
     def turn(self) -> None:
-        """Before a step: takes places from those that have to go, and gives them to the next in line."""
-        while True:
-            turn = self._scheduler.next(time.monotonic())
-            for room in turn.retract:
-                self._stop(room)
-                self._scheduler.retract(room, after=self._pool.fence())
-                self._retracts += 1
-            for placement in turn.place:
-                room = placement.request
-                what, carried = ("preload", placement.tokens) if placement.preload else ("place", 0)
-                with self._marks.span(
-                    "swap-in", f"{what} {placement.tokens} tokens", room=room, byte_count=carried * self._row_bytes
-                ):
-                    self._pool.start(
-                        placement.row, self._slots[room], placement.tokens, placement.device_slots, placement.preload
-                    )
-                self._placed[room] = placement
-            if not turn.retract:
-                return
+        """Before a step: takes places from those that have to go, and gives them to the next in line.
+
+        Who these are the leader of a group alone decides, and says so where anybody waits for a place: else nothing
+        changes. Every rank has rows and slots of its own, and uses them anew once nothing there uses them any more.
+        """
+        asked = len(self._slots) > len(self._placed)  # on every rank alike
+        if self._leads:
+            while self._do(turn := self._scheduler.next(time.monotonic())):
+                self._retracts += len(turn.retract)
+        running = self._led(self._placed) if asked else list(self._placed)
+        if not self._leads:
+            self._follow(running)
 
     def begin(self, rooms: Sequence[int], positions: Sequence[int]) -> Tensor:
         self._stepping = list(rooms)
@@ -151,9 +143,16 @@ class Hot:
             self._scheduler.stepped(rooms, after=self._step.back_up())
 
     def refused(self) -> list[int]:
-        """Rooms of which a step has asked for what they have not: to be ended. Waits for the card."""
-        wrong = set(np.flatnonzero(self._pool.refused.cpu().numpy()).tolist())
-        return [room for room, placement in self._placed.items() if placement.row in wrong] if wrong else []
+        """Rooms of which a step has asked for what they have not: to be ended. Waits for the card. Raises WorldError
+        where the ranks of a group do not run the same rooms, or one was refused on some of them."""
+        found = np.full((2, self._rows), -1, np.int64)
+        rooms = sorted(self._placed)
+        found[0, : len(rooms)] = rooms
+        found[1, : len(rooms)] = self._pool.refused.cpu().numpy()[[self._placed[room].row for room in rooms]]
+        for rank, theirs in enumerate(self._group.gather(found)):
+            if not np.array_equal(theirs, found):
+                raise WorldError(f"rank {rank} runs other HiSparse requests, or was refused other places")
+        return found[0, found[1] > 0].tolist()
 
     def let(self, room: int, *, drop: bool = False) -> None:
         """The room has ended, or is given up: when this returns nothing touches its slots. Unknown ones are ignored."""
@@ -180,6 +179,41 @@ class Hot:
             retracts=self._retracts,
             staging_copies=self._counted.staging_copies,
         )
+
+    def _do(self, turn: Turn) -> bool:
+        """Whether another turn is to be asked for."""
+        for room in turn.retract:
+            self._stop(room)
+            self._scheduler.retract(room, after=self._pool.fence())
+        for placement in turn.place:
+            room = placement.request
+            what, carried = ("preload", placement.tokens) if placement.preload else ("place", 0)
+            with self._marks.span(
+                "swap-in", f"{what} {placement.tokens} tokens", room=room, byte_count=carried * self._row_bytes
+            ):
+                self._pool.start(
+                    placement.row, self._slots[room], placement.tokens, placement.device_slots, placement.preload
+                )
+            self._placed[room] = placement
+        return bool(turn.retract)
+
+    def _led(self, placed: Iterable[int]) -> list[int]:
+        """Who is placed on the leader, who says so here."""
+        said = np.full(self._rows, -1, np.int64)
+        for at, room in enumerate(placed):
+            said[at] = room
+        leaders = self._group.gather(said)[0]
+        return leaders[leaders >= 0].tolist()
+
+    def _follow(self, running: list[int]) -> None:
+        """Has these run and no others, as soon as what this rank still uses allows it."""
+        while True:
+            turn = self._scheduler.follow(running)
+            self._do(turn)
+            if self._placed.keys() == set(running):
+                return
+            if not (turn.retract or turn.place):
+                time.sleep(POLL_S)
 
     def _stop(self, room: int) -> None:
         placement = self._placed.pop(room, None)

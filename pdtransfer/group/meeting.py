@@ -42,7 +42,8 @@ class StoppedError(Exception):
 
 def common(config: Config, card: EngineCard) -> dict[str, str]:
     """What must be the same on all ranks, for their engines to be in step."""
-    config_fields = ("slots", "page_size", "batch_max" if isinstance(config, DecodeConfig) else "chunk_tokens")
+    decode = "batch_max", "verify", "enable_hisparse", "device_slots", "hot_tokens", "dense_slots"
+    own = decode if isinstance(config, DecodeConfig) else ("chunk_tokens",)
     return {
         "version": __version__,
         "role": config.role,
@@ -50,8 +51,8 @@ def common(config: Config, card: EngineCard) -> dict[str, str]:
         "model": card.model,
         "weights": card.weights.hex(),
         "engine_option": " ".join(sorted(f"{name}={value}" for name, value in config.engine_options.items())),
-        **{name: str(getattr(config, name)) for name in config_fields},
-        **({"verify": str(config.verify)} if isinstance(config, DecodeConfig) else {}),
+        "hisparse_queue_max": str(config.limits.hisparse_queue_max),
+        **{name: str(getattr(config, name)) for name in ("slots", "page_size", *own)},
     }
 
 

@@ -126,6 +126,11 @@ class Coordinator:
         return self._device.free_slots
 
     @property
+    def returning(self) -> bool:
+        """Whether something is on its way back."""
+        return bool(self._returning)
+
+    @property
     def running(self) -> list[int]:
         """The requests that have a row, in the order in which they got it."""
         return list(self._running)

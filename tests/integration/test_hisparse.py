@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from pdtransfer.wire import Sampling
 from tests.integration.fleets import (
     ENGINE,
     LIMITS,
+    PATIENCE_S,
     SLOTS,
     TOKENS,
     Answer,
@@ -43,21 +45,24 @@ def expected(attention: str) -> list[Generation]:
     )
 
 
-@pytest.fixture(scope="module", params=["mla", "gqa"])
+OPTION = tuple(f"{name}={value}" for name, value in OPTIONS.items())
+DECODE = {
+    "enable_hisparse": True,
+    "hot_tokens": 48,
+    "device_slots": 98,
+    "dense_slots": 1_024,
+    "limits": replace(LIMITS, hisparse_wait_steps=1, hisparse_quantum_steps=2),
+}  # places on the device for two long requests at once
+
+
+@pytest.fixture(scope="module", params=[("mla", 1), ("gqa", 1), ("mla", 2), ("gqa", 2)], ids="{0[0]}-tp{0[1]}".format)
 def sparse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Running]]:
-    """Places on the device for two long requests at once."""
-    both = {"attention": request.param, "engine_option": tuple(f"{name}={value}" for name, value in OPTIONS.items())}
-    decode = {
-        "enable_hisparse": True,
-        "hot_tokens": 48,
-        "device_slots": 98,
-        "dense_slots": 1_024,
-        "limits": replace(LIMITS, hisparse_wait_steps=1, hisparse_quantum_steps=2),
-    }
-    with running(
-        tmp_path_factory.mktemp("f"), prefills=[both], decodes=[both | decode | LAYOUTS[request.param]]
-    ) as made:
-        yield request.param, made
+    """One decode process, or two of half the heads."""
+    attention, tp_size = request.param
+    both = {"attention": attention, "engine_option": OPTION}
+    decode = both | DECODE | LAYOUTS[attention] | {"tp_size": tp_size}
+    with running(tmp_path_factory.mktemp("f"), prefills=[both], decodes=[decode]) as made:
+        yield attention, made
 
 
 def test_sparse_and_dense_requests_side_by_side_are_answered_as_by_a_single_process(
@@ -93,7 +98,13 @@ def test_a_request_that_can_never_fit_is_refused_and_whoever_hangs_up_leaves_not
         assert long.status == 400, long
         async for _ in site.events(TEXTS[7], max_tokens=500, enable_hisparse=True):
             break
-        assert equal(await site.complete(TEXTS[6], enable_hisparse=True), wanted[6])
+        asked = [asyncio.ensure_future(site.complete(TEXTS[at], enable_hisparse=True)) for at in (4, 5, 6)]
+        events = site.events(TEXTS[7], max_tokens=500, enable_hisparse=True)
+        for _ in range(3):  # it has had a place, and may have been retracted since
+            await anext(events)
+        await events.aclose()
+        for at, each in enumerate(asked, 4):
+            assert equal(await each, wanted[at])
         await site.settled()
 
     on(case)
@@ -103,16 +114,15 @@ def test_a_full_queue_for_the_device_is_429_with_retry_after_and_dense_requests_
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     gates = Gates(tmp_path_factory.mktemp("gates"))
-    options = tuple(f"{name}={value}" for name, value in OPTIONS.items())
     narrow = {
         "enable_hisparse": True,
         "hot_tokens": 48,
         "device_slots": 98,
         "engine": ENGINE,
-        "engine_option": (*options, f"gates={gates.directory}"),
+        "engine_option": (*OPTION, f"gates={gates.directory}"),
         "limits": replace(LIMITS, hisparse_queue_max=2),
     }
-    with running(tmp_path_factory.mktemp("f"), prefills=[{"engine_option": options}], decodes=[narrow]) as on:
+    with running(tmp_path_factory.mktemp("f"), prefills=[{"engine_option": OPTION}], decodes=[narrow]) as on:
 
         async def case(site: Site) -> None:
             text = TEXTS[5]
@@ -140,3 +150,19 @@ def test_a_full_queue_for_the_device_is_429_with_retry_after_and_dense_requests_
 
 async def some_done(asked: list[asyncio.Task[Answer]]) -> bool:
     return any(each.done() for each in asked)
+
+
+def test_a_rank_that_is_refused_a_place_that_its_leader_has_ends_the_worker(tmp_path: Path) -> None:
+    option = (*OPTION, "fault=refuse")
+    decode = DECODE | {"engine": ENGINE, "engine_option": option, "tp_size": 2}
+
+    async def case(site: Site) -> None:
+        assert equal(await site.complete(TEXTS[6], enable_hisparse=True), expected("mla")[6])
+        answer = await asyncio.wait_for(site.complete("?" + TEXTS[6], enable_hisparse=True), PATIENCE_S)
+        assert answer.status == 500, answer
+        assert "rank tp1 (decode-0-tp1) of this worker" in answer.error["message"], answer
+        assert await asyncio.wait_for(site.decode.process.wait(), PATIENCE_S) == 1
+        assert "the engine stops: rank 1 runs other HiSparse requests" in site.log(site.decode)
+
+    with running(tmp_path, ends_as=(1,), prefills=[{"engine_option": OPTION}], decodes=[decode]) as made:
+        made(case)

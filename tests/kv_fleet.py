@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.bus_peers import pair
-from tests.kv_host import PAGE_SIZE, PORT
+from tests.kv_host import PAGE_SIZE, PORT, children
 from tests.networks import Network
 
 REPO = Path(__file__).resolve().parents[1]
@@ -328,15 +328,6 @@ async def until(condition: Callable[[], Awaitable[object]], what: str) -> None:
     while not await condition():
         assert time.monotonic() < deadline, what
         await asyncio.sleep(0.02)
-
-
-def children(pid: int) -> list[int]:
-    """Processes that a process's threads have started."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, task.read_text().split())
-    return found
 
 
 def stop(pids: Iterable[int], number: signal.Signals) -> None:

@@ -14,6 +14,7 @@ import select
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ _HELD = 1 << 31  # in place of a room's number: its rows, as their holder has wr
 _ROWS = 256  # looked at in one piece
 
 Words = NDArray[np.uint64]
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process's threads have started; any of them may end meanwhile."""
+    found: list[int] = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
 
 
 def component(name: str, *, page_size: int, slots: int) -> Component:
@@ -112,9 +123,8 @@ class Host:
 
     def do_rest(self, number: int) -> None:
         """What it holds, and what it has open."""
-        pid = f"/proc/{os.getpid()}"
-        engines = [task.read_text().split() for task in Path(f"{pid}/task").glob("*/children")]
-        self.say("rest", number, files=len(os.listdir(f"{pid}/fd")), engines=sum(map(len, engines)), **self.held())
+        files, engines = len(os.listdir("/proc/self/fd")), len(children(os.getpid()))
+        self.say("rest", number, files=files, engines=engines, **self.held())
 
     def late(self) -> float | None:
         """Seconds until something is to be done."""

@@ -36,6 +36,7 @@ ENGINE = "tests.integration.engines:create"
 LAYERS = "layers=2"
 ROLES = ("prefill", "decode")  # of workers
 SLOTS = 2_048
+SERVED = "does it work"
 TOKENS = 6  # generated for each prompt where a test does not say otherwise
 PATIENCE_S = 60.0
 LIMITS = Limits(ping_ms=250, fence_poll_ms=25, room_deadline_ms=30_000)
@@ -150,7 +151,7 @@ class Site:
                 else:
                     assert line.strip() in (b"", b"data: [DONE]"), line
 
-    async def served(self, attention: str = "mla", prompt: str = "does it work") -> None:
+    async def served(self, attention: str = "mla", prompt: str = SERVED) -> None:
         """A request is answered as it should be."""
         answer = await self.complete(prompt)
         assert equal(answer, generated(attention, prompt)), answer

@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -40,7 +41,19 @@ from pdtransfer.wire import (
     Welcome,
     encode,
 )
-from tests.integration.fleets import PATIENCE_S, SLOTS, Running, Site, decode_config, open_files, running, until
+from tests.integration.fleets import (
+    LIMITS,
+    PATIENCE_S,
+    SERVED,
+    SLOTS,
+    Running,
+    Site,
+    decode_config,
+    generated,
+    open_files,
+    running,
+    until,
+)
 from tests.integration.hostile import (
     JUNK,
     Canaries,
@@ -58,7 +71,9 @@ Case = Callable[[FakeDecode], Awaitable[None]]
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(tmp_path_factory.mktemp("f")) as made:
+    generated("mla", SERVED)  # not while a peer of ours is to answer pings, for it takes long
+    patient = {"limits": replace(LIMITS, silence_ms=5_000)}
+    with running(tmp_path_factory.mktemp("f"), prefills=[patient], decodes=[patient]) as made:
         made.canaries = Canaries(made.site.decode)
         yield made
 

@@ -16,6 +16,12 @@ from pdtransfer import trace
 from pdtransfer.timelines import files, merge, rooms_of
 from tests.integration.fleets import Site, prompts, running, until
 
+LANES = {  # of a request, by the process that writes each in its own time
+    *(("prefill-0", lane) for lane in ("control", "compute", "pick", "push")),
+    *(("decode-0", lane) for lane in ("control", "landing", "first token", "generate")),
+    ("router", "request"),
+}
+
 
 def test_a_requests_time_is_told_by_its_label_and_a_killed_daemons_file_is_whole(
     tmp_path_factory: pytest.TempPathFactory,
@@ -33,10 +39,13 @@ def test_a_requests_time_is_told_by_its_label_and_a_killed_daemons_file_is_whole
             texts = prompts(1, 30, 300)
             answers = await asyncio.gather(*(site.complete(text, enable_hisparse=True) for text in texts))
             labels = [int(answer.facts["room"], 16) for answer in answers]
+            carried = [answer.facts["kv_bytes"] for answer in answers]
 
             async def written() -> bool:
                 spans, _ = merge([trace.read(file) for file in files([directory])])
-                return all({"generate", "request"} <= {s.lane for s in spans if s.room == label} for label in labels)
+                each = [[span for span in spans if span.room == label] for label in labels]
+                pushed = [sum(span.byte_count for span in own if span.lane == "push") for own in each]
+                return pushed == carried and all({(span.process, span.lane) for span in own} >= LANES for own in each)
 
             await until(written, "all of it is on disk")
             site.decode.process.kill()
@@ -49,12 +58,6 @@ def test_a_requests_time_is_told_by_its_label_and_a_killed_daemons_file_is_whole
             assert {span.process for span in spans} == {"prefill-0", "decode-0", "router"}
             for label, text, answer in zip(labels, texts, answers, strict=True):
                 own = [span for span in spans if span.room == label]
-                lanes = {(span.process, span.lane) for span in own}
-                assert lanes >= {
-                    *(("prefill-0", lane) for lane in ("control", "compute", "pick", "push")),
-                    *(("decode-0", lane) for lane in ("control", "landing", "first token", "generate")),
-                    ("router", "request"),
-                }
                 assert max(span.end_s for span in own if span.lane == "compute") <= max(
                     span.end_s for span in own if span.lane == "landing"
                 )

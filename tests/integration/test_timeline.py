@@ -74,6 +74,28 @@ def test_a_requests_time_is_told_by_its_label_and_a_killed_daemons_file_is_whole
         on(case)
 
 
+def test_every_rank_tells_under_the_rooms_label(tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.mktemp("timeline")
+    own = {"timeline": directory, "tp_size": 2}
+    with running(tmp_path_factory.mktemp("f"), prefills=[own], decodes=[own]) as on:
+
+        async def case(site: Site) -> int:
+            return int((await site.complete("of two ranks each")).facts["room"], 16)
+
+        label = on(case)
+    spans, remarks = merge([trace.read(file) for file in files([directory])])
+    assert not remarks
+    lanes = {(span.process, span.lane) for span in spans if span.room == label}
+    for rank in ("", "-tp1"):
+        assert lanes >= {(f"prefill-0{rank}", lane) for lane in ("control", "compute", "push")}
+        assert lanes >= {(f"decode-0{rank}", lane) for lane in ("landing", "step")}
+    (room,) = [room for room in rooms_of(spans) if room.label == label]
+    ends = [span.end_s for span in spans if (span.lane, span.room) == ("landing", label)]
+    assert len(ends) == 2
+    split = room.split
+    assert room.asked_s + split.ask_s + split.compute_s + split.exposed_s == pytest.approx(max(ends)), "READY on both"
+
+
 def test_a_directory_that_cannot_be_made_is_one_line_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for role in ("prefill", "decode", "router"):

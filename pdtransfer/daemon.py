@@ -249,14 +249,15 @@ async def _live(config: Config, shared: Shared, daemon: PrefillDaemon | DecodeDa
 
     reload_on_hangup(config.allowed, reload_all)
     thread = await _warmed(daemon, died)
-    endpoint = _endpoint(config, await daemon.node.bus.bind(config.bind))
-    group.asked = stop.asked.set
-    shared.daemon = daemon
-    log.info("%s %s is ready at %s", config.role, config.node, endpoint)
-    if config.json:
-        own = {"node": config.node, "endpoint": endpoint, "http": shared.http}
-        ready = {"ready": True, "role": config.role, **own, "ranks": [own, *group.described()]}
-        print(json.dumps(ready), flush=True)
+    if not died.is_set():
+        endpoint = _endpoint(config, await daemon.node.bus.bind(config.bind))
+        group.asked = stop.asked.set
+        shared.daemon = daemon
+        log.info("%s %s is ready at %s", config.role, config.node, endpoint)
+        if config.json:
+            own = {"node": config.node, "endpoint": endpoint, "http": shared.http}
+            ready = {"ready": True, "role": config.role, **own, "ranks": [own, *group.described()]}
+            print(json.dumps(ready), flush=True)
     await _first(stop.asked, died, group.lost)
     daemon.node.core.drain()
     while not (daemon.idle or stop.hurried.is_set() or died.is_set() or group.lost.is_set()):
@@ -291,13 +292,15 @@ async def _follow(config: Config, shared: Shared, engine: Any, arena: Arena | No
         daemon.port.attach(loop)
         reload_on_hangup(config.allowed, lambda: reload(config.allowed, daemon.node.allow))
         thread = await _warmed(daemon, shared.died)
-        endpoint = _endpoint(config, await daemon.node.bus.bind(config.bind))
-        link.send(Bound(endpoint, shared.http))
-        shared.daemon = daemon
-        log.info("%s %s follows at %s", config.role, config.node, endpoint)
-        if config.json:
-            ready = {"ready": True, "role": config.role, "node": config.node, "endpoint": endpoint, "http": shared.http}
-            print(json.dumps(ready), flush=True)
+        if not shared.died.is_set():
+            endpoint = _endpoint(config, await daemon.node.bus.bind(config.bind))
+            link.send(Bound(endpoint, shared.http))
+            shared.daemon = daemon
+            log.info("%s %s follows at %s", config.role, config.node, endpoint)
+            if config.json:
+                own = {"node": config.node, "endpoint": endpoint, "http": shared.http}
+                ready = {"ready": True, "role": config.role, **own}
+                print(json.dumps(ready), flush=True)
         listening = asyncio.create_task(link.listen(lambda frame: _obey(config, daemon, over, frame)))
         listening.add_done_callback(lambda _: over.set())
         await _first(shared.stop.asked, shared.died, over)

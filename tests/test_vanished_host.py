@@ -38,4 +38,3 @@ def test_a_host_that_vanishes_fails_its_rooms_and_ends_its_connection_and_a_heal
     assert ran.returncode == 0, ran.stderr
     outcome = json.loads(ran.stdout)
     assert outcome["cause"] == Cause.PEER_LOST, outcome["detail"]
-    assert outcome["failed_s"] < outcome["ended_s"], "silence is noticed before the connection's end"

@@ -2,8 +2,9 @@
 
 Options beside the engine's own: `model`: plain, or else the reference's; `step_ms`, how long every step takes at
 least; `fault`, what goes wrong with a prompt that starts with a question mark ("refuse": it finds no place on a device
-of HiSparse, unless its rank leads); `gates`: a directory (fleets.Gates), and while there is a file of this engine's
-role in it, it makes no step, but one when it has admitted rooms; while there is one called warm-up, that takes as long.
+of HiSparse, unless its rank leads), or at its warm-up ("cold"); `gates`: a directory (fleets.Gates), and while there
+is a file of this engine's role in it, it makes no step, but one when it has admitted rooms; while there is one called
+warm-up, that takes as long.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Slow:
         while self._warm_up.exists():
             self._warm_up.with_name("warming-up").touch()
             time.sleep(HELD_S)
+        if self._fault == "cold":
+            raise RuntimeError("as the test wants it")
         getattr(self._engine, "warm_up", lambda: None)()  # the plain ones have none
 
     def admit(self, request: Request, *more: Any) -> Any:

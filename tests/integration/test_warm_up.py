@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from pdtransfer.errors import WorldError
 from pdtransfer.fleet import Daemon
 from tests.integration.fleets import (
     ENGINE,
@@ -65,4 +66,21 @@ def test_a_daemon_is_not_ready_before_its_engine_has_warmed_up(
             assert await daemon.process.wait() == 0
 
     with sockets:
+        asyncio.run(case())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_daemon_whose_engine_dies_at_its_warm_up_is_never_ready_and_ends_with_its_words(
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", str(REPO)))
+    more = {"engine": ENGINE, "engine_option": (LAYERS, "fault=cold")}
+    with tempfile.TemporaryDirectory(prefix="pdt-") as sockets:
+        config = prefill_config(**more) if role == "prefill" else decode_config(Path(sockets) / "s", **more)
+
+        async def case() -> None:
+            daemon = await Daemon.start(config, tmp_path / "log")
+            with pytest.raises(WorldError, match=r"status 1.*\n(.*\n)*.*as the test wants it"):
+                await daemon.wait_ready()
+
         asyncio.run(case())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from pdtransfer.transports.network import Network
 
 from .client_pair import component
 from .layout_tensors import CANARY, Model, Pool, c4, content, dsa_index, mha, mla
-from .test_mooncake import until
+from .test_mooncake import freeze, until
 
 SESSION = 5
 LARGE = 4_096  # rows of `wide`: 64 MiB, twice what a ring holds
@@ -164,3 +166,27 @@ async def stops_in_the_middle(it: FarPair, middle: Callable[[], bool]) -> None:
     row = it.ours.layout.row_bytes
     assert same[64 * row :].all(), "something of the cancelled write came late"
     assert it.wanted.memory[: 64 * row].tobytes() == array[: 64 * row].tobytes()
+
+
+async def dies_while_it_sends(it: FarPair) -> None:
+    """The writer's engine is killed with a large write under way, whose end is then unknown."""
+    every = np.arange(LARGE)
+    await it.map()
+    await freeze(it.engine())  # so that it cannot be through
+    it.write(1, every, every)
+    await until(lambda: it.writer._sessions[SESSION].batches)
+    os.kill(it.engine(), signal.SIGKILL)
+    assert (await it.ends(1))[0] is Outcome.UNKNOWN
+
+
+async def lands_anew(it: FarPair) -> None:
+    """Once the writer is fenced, decode's side of the session ends as well, and in the next one a large write lands."""
+    every = np.arange(LARGE)
+    it.owner.revoke(SESSION)
+    await until(lambda: it.owner.quiet(SESSION))
+    it.owner.forget(SESSION)
+    await it.map()
+    it.write(2, every, every)
+    assert await it.ends(2) == (Outcome.LANDED, "")
+    it.want(every, every)
+    assert it.right

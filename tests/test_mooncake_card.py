@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
 
 import numpy as np
@@ -15,9 +13,19 @@ from pdtransfer.errors import TransportError, WorldError
 from pdtransfer.transports.mooncake import ring, why_not, writer
 
 from .fake_card import FakeCard
-from .far_pair import CASES, LARGE, SESSION, SLOTS, far_pair, lands_exactly, stops_in_the_middle
+from .far_pair import (
+    CASES,
+    LARGE,
+    SESSION,
+    SLOTS,
+    dies_while_it_sends,
+    far_pair,
+    lands_anew,
+    lands_exactly,
+    stops_in_the_middle,
+)
 from .layout_tensors import Model
-from .test_mooncake import freeze, on_loop, until
+from .test_mooncake import on_loop, until
 from .test_pusher import Gate
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -146,23 +154,11 @@ async def test_a_card_that_fails_leaves_its_write_unknown_the_ring_mapped_and_th
 async def test_an_engine_that_is_killed_in_mid_transfer_leaves_nothing_registered_and_the_next_session_lands() -> None:
     card = FakeCard()
     async with far_pair(card) as it:
-        await it.map()
-        await freeze(it.engine())  # so that it cannot be through
-        it.write(1, EVERY, EVERY)
-        await until(lambda: it.writer._sessions[SESSION].batches)
-        os.kill(it.engine(), signal.SIGKILL)
-        assert (await it.ends(1))[0] is Outcome.UNKNOWN
+        await dies_while_it_sends(it)
         assert it.lost == [SESSION]
         assert await it.writer.fence(SESSION) is True
         assert not card.registered
-        it.owner.revoke(SESSION)
-        await until(lambda: it.owner.quiet(SESSION))
-        it.owner.forget(SESSION)
-        await it.map()
-        it.write(2, EVERY, EVERY)
-        assert await it.ends(2) == (Outcome.LANDED, "")
-        it.want(EVERY, EVERY)
-        assert it.right
+        await lands_anew(it)
     assert not card.registered
 
 

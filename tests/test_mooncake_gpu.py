@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 
@@ -17,9 +15,19 @@ from pdtransfer.kernels import card as cards
 from pdtransfer.transports.lane import PoolCard
 from pdtransfer.transports.mooncake import why_not
 
-from .far_pair import CASES, LARGE, SESSION, SLOTS, far_pair, lands_exactly, stops_in_the_middle
+from .far_pair import (
+    CASES,
+    LARGE,
+    SESSION,
+    SLOTS,
+    dies_while_it_sends,
+    far_pair,
+    lands_anew,
+    lands_exactly,
+    stops_in_the_middle,
+)
 from .layout_tensors import Model, Pool
-from .test_mooncake import freeze, on_loop, until
+from .test_mooncake import on_loop
 
 if cards.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
@@ -69,21 +77,9 @@ async def test_a_cancelled_write_of_a_card_is_still_and_others_land() -> None:
 @on_loop
 async def test_an_engine_that_is_killed_in_mid_transfer_leaves_its_ring_free_and_the_next_session_lands() -> None:
     async with far_pair(PoolCard(0), OnCard()) as it:
-        await it.map()
-        await freeze(it.engine())  # so that it cannot be through
-        it.write(1, EVERY, EVERY)
-        await until(lambda: it.writer._sessions[SESSION].batches)
-        os.kill(it.engine(), signal.SIGKILL)
-        assert (await it.ends(1))[0] is Outcome.UNKNOWN
+        await dies_while_it_sends(it)
         assert await it.writer.fence(SESSION) is True
-        it.owner.revoke(SESSION)
-        await until(lambda: it.owner.quiet(SESSION))
-        it.owner.forget(SESSION)
-        await it.map()
-        it.write(2, EVERY, EVERY)
-        assert await it.ends(2) == (Outcome.LANDED, "")
-        it.want(EVERY, EVERY)
-        assert it.right
+        await lands_anew(it)
 
 
 @pytest.mark.parametrize("hisparse", [[], ["--hisparse"]])

@@ -169,7 +169,6 @@ class ReferencePrefill:
             self._give(pages)
             return None
         if self.idle:
-            self._marks.tell()  # by the anchor that they have
             self._marks.anchor()
         self._held[request.room] = pages
         slots = {name: expand_pages(own, self._pages[name].page_size, tokens) for name, own in pages.items()}

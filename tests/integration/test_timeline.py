@@ -80,15 +80,22 @@ def test_every_rank_tells_under_the_rooms_label(tmp_path_factory: pytest.TempPat
     with running(tmp_path_factory.mktemp("f"), prefills=[own], decodes=[own]) as on:
 
         async def case(site: Site) -> int:
-            return int((await site.complete("of two ranks each")).facts["room"], 16)
+            label = int((await site.complete("of two ranks each")).facts["room"], 16)
+
+            async def written() -> bool:
+                spans, _ = merge([trace.read(file) for file in files([directory])])
+                lanes = {(span.process, span.lane) for span in spans if span.room == label}
+                return lanes >= {
+                    *((f"prefill-0{rank}", lane) for rank in ("", "-tp1") for lane in ("control", "compute", "push")),
+                    *((f"decode-0{rank}", lane) for rank in ("", "-tp1") for lane in ("landing", "step")),
+                }
+
+            await until(written, "every rank has told its part under the room's label")
+            return label
 
         label = on(case)
     spans, remarks = merge([trace.read(file) for file in files([directory])])
     assert not remarks
-    lanes = {(span.process, span.lane) for span in spans if span.room == label}
-    for rank in ("", "-tp1"):
-        assert lanes >= {(f"prefill-0{rank}", lane) for lane in ("control", "compute", "push")}
-        assert lanes >= {(f"decode-0{rank}", lane) for lane in ("landing", "step")}
     (room,) = [room for room in rooms_of(spans) if room.label == label]
     ends = [span.end_s for span in spans if (span.lane, span.room) == ("landing", label)]
     assert len(ends) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from pdtransfer.errors import WorldError
 from pdtransfer.kernels.card import Calls, Card, words
 from pdtransfer.kernels.kv_copy import CopyArgument
+from pdtransfer.kernels.tables import Tables
 
 
 class CardOnHost(Card):
@@ -26,9 +27,8 @@ class CardOnHost(Card):
         self._queues: dict[int, deque[tuple[Callable[[], bool], Callable[[], object]]]] = {0: deque()}
         self._recorded: dict[int, int] = {}
         self._reached: dict[int, int] = {}
-        self.tables: Any = self
-        self._tables_held: dict[object, int] = {}
-        self.users = Counter[object]()  # of tables
+        self._aside = self.stream()
+        self.tables = Tables(self, most=2)  # so that they go while others are in use, or may still be read
         self.batches = bool(seed % 2)  # whether its driver has them
         self.copies: list[tuple[int, int, int]] = []  # source, target, bytes of each transfer that was done
         self.launches = 0
@@ -57,6 +57,9 @@ class CardOnHost(Card):
         wanted = self._recorded[event]
         while self._reached[event] < wanted:
             self.step()
+
+    def passed(self, event: int) -> bool:
+        return self._reached[event] == self._recorded[event]
 
     def synchronise(self, stream: int) -> None:
         while self._queues[stream]:
@@ -105,18 +108,6 @@ class CardOnHost(Card):
     def upload(self, address: int, content: Any, stream: int) -> None:
         kept = content.copy()
         self._queue(stream, lambda: ctypes.memmove(address, kept.ctypes.data, kept.nbytes))
-
-    def kept(self, key: object, table: Any) -> int:
-        if key not in self._tables_held:
-            copied = table.copy()
-            self._held[copied.ctypes.data] = copied
-            self._tables_held[key] = copied.ctypes.data
-        self.users[key] += 1
-        return self._tables_held[key]
-
-    def let(self, key: object) -> None:
-        self.users[key] -= 1
-        assert self.users[key] >= 0
 
     def copy(self, target: int, source: int, byte_count: int, stream: int) -> None:
         self._refuse("copy")

@@ -121,45 +121,112 @@ def test_layer_contracts_catch_what_they_forbid(
     assert complaint in linted(tmp_path)
 
 
-# What waits for all that a card does, whoever has queued it; and the one place of each that may, with its reason.
+# What waits for all that a card does, whoever has queued it: always, or where the driver takes its memory apart.
 DEVICE_WIDE = {
     "synchronize": "torch.cuda's, unless it is a stream's or an event's own",
     "empty_cache": "torch.cuda's: it frees, and that waits",
+    "graph": "torch.cuda.graph() synchronises the device before it captures; capture_begin does not",
     "cuCtxSynchronize": "the driver's",
     "cuDeviceSynchronize": "the runtime's",
     "cudaDeviceSynchronize": "the runtime's",
-    "cuMemFree": "the driver's: it waits for the card",
-    "graph": "torch.cuda.graph() synchronises the device before it captures; capture_begin does not",
+    "cuMemFree": "waits for the card",
+    "cuMemsetD8": "on stream 0, behind all that torch has queued there",
+    "cuMemcpyHtoD": "as well",
+    "cuMemcpyDtoH": "as well",
+    "cuMemAlloc": "work on either side of it may not run at once",
+    "cuMemHostAlloc": "as well",
+    "cuMemFreeHost": "may wait",
+    "cuMemHostRegister": "nobody says that it does not",
+    "cuMemHostUnregister": "nobody says that it does not",
+    "cuIpcOpenMemHandle": "nobody says that it does not",
+    "cuIpcCloseMemHandle": "nobody says that it does not",
+    "cuModuleLoadData": "code is copied to the card, which may wait",
+    # Card's own, by what they call
+    "Card.finish": "cuCtxSynchronize",
+    "Card.free": "cuMemFree, without a stream",
+    "Card.allocate": "cuMemAlloc, without a stream",
+    "Card.synchronise": "of stream 0: for all that torch has queued there",
+    "Card.pinned": "cuMemHostAlloc",
+    "Card.host_register": "cuMemHostRegister",
+    "Card.host_unregister": "cuMemHostUnregister",
+    "Card.ipc_open": "cuIpcOpenMemHandle",
+    "Card.ipc_close": "cuIpcCloseMemHandle",
 }
+_CARDS = {"here", "card", "_card", "_here"}  # what a Card is called
+_SHELL = "a Card's own, for those below"
+_START = "before anybody is served"
+_GROWS = "the first time, and each time that twice as much is needed"
+_APART = "a session comes or goes: in a thread beside the writer's loop, or at a start or an end"
 MAY_WAIT_FOR_A_WHOLE_DEVICE = {
-    (
-        "pdtransfer.kernels.card",
-        "cuCtxSynchronize",
-    ): "Card.finish: a launch of which nobody knows any more if it was made",
-    ("pdtransfer.kernels.card", "cuMemFree"): "Card.free without a stream: at a close, and a table's place among 1,024",
+    ("kernels.card.Card.finish", "cuCtxSynchronize"): _SHELL,
+    ("kernels.card.Card.allocate", "cuMemAlloc"): _SHELL,
+    ("kernels.card.Card.free", "cuMemFree"): _SHELL,
+    ("kernels.card.Card._pinned", "cuMemHostAlloc"): _SHELL,
+    ("kernels.card.Card.host_register", "cuMemHostRegister"): _SHELL,
+    ("kernels.card.Card.host_register", "cuMemHostUnregister"): "where it has failed",
+    ("kernels.card.Card.host_unregister", "cuMemHostUnregister"): _SHELL,
+    ("kernels.card.Card.ipc_open", "cuIpcOpenMemHandle"): _SHELL,
+    ("kernels.card.Card.ipc_close", "cuIpcCloseMemHandle"): _SHELL,
+    ("kernels.card.Card.load", "cuModuleLoadData"): "a kernel's first use, of most before anybody is served",
+    ("transports.lane.CardLane.drain", "Card.finish"): "a launch of which nobody knows any more if it was made",
+    ("hbm.Hbm.of_card", "Card.allocate"): _START,
+    ("hbm.Hbm.of_card", "Card.free"): "at the end",
+    ("hisparse.tables.Tables.__init__", "Card.pinned"): _START,
+    ("kernels.pools.Progress.__init__", "Card.allocate"): _START,
+    ("kernels.pools.Progress.__init__", "Card.pinned"): _START,
+    ("kernels.pools.PinnedCancel.__init__", "Card.pinned"): "one in a thousand pins memory; words are used again",
+    ("kernels.lanes.Ring.slots", "Card.allocate"): "a ring's first use",
+    ("kernels.lanes.Staging.put", "Card.allocate"): _GROWS,
+    ("kernels.lanes.Staging.put", "Card.pinned"): _GROWS,
+    ("transports.lane.CardLane.fetch", "Card.pinned"): _GROWS,
+    ("transports.lane.PoolCard.host_register", "Card.host_register"): _APART,
+    ("transports.lane.PoolCard.host_unregister", "Card.host_unregister"): _APART,
+    ("kernels.registered.Registered.grow", "Card.host_register"): _APART,
+    ("kernels.registered.Registered.close", "Card.host_unregister"): _APART,
+    ("kernels.ipc._take", "Card.ipc_open"): _APART,
+    ("kernels.ipc._give_back", "Card.ipc_close"): _APART,
 }
 
 
-def device_wide(tree: ast.Module) -> set[str]:
-    """Names that wait for a whole device, as calls or as the names of a driver's functions."""
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in DEVICE_WIDE:
-            of_cuda = isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "cuda"
-            if of_cuda or node.func.attr.startswith("cu"):
-                found.add(node.func.attr)
-        elif isinstance(node, ast.Constant) and node.value in DEVICE_WIDE and str(node.value).startswith("cu"):
-            found.add(str(node.value))
+def device_wide(tree: ast.AST, where: str = "") -> set[tuple[str, str]]:
+    """Where which of them are called, or named to the driver."""
+    found: set[tuple[str, str]] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found |= device_wide(node, f"{where}.{node.name}")
+            continue
+        name = ""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = _called(node, node.func)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cu"):
+            name = node.value
+        if name in DEVICE_WIDE:
+            found.add((where, name))
+        found |= device_wide(node, where)
     return found
+
+
+def _called(call: ast.Call, called: ast.Attribute) -> str:
+    """As DEVICE_WIDE has it."""
+    of = called.value.func if isinstance(called.value, ast.Call) else called.value
+    owner = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
+    if owner == "cuda" or called.attr.startswith("cu"):
+        return called.attr
+    streams = [*call.args[1:], *(each.value for each in call.keywords if each.arg == "stream")]
+    if owner not in _CARDS or (called.attr in ("free", "allocate") and streams):
+        return ""
+    if called.attr == "synchronise" and ast.unparse(call.args[0]) != "0":
+        return ""
+    return f"Card.{called.attr}"
 
 
 def test_nothing_that_serves_waits_for_a_whole_device() -> None:
     """A step, a push and a copy up wait for what they have queued, and for nobody else's work. Benches may."""
     waits = {
-        (name, call)
+        (name.removeprefix("pdtransfer.") + where, call)
         for name, tree in modules()
         if not name.startswith("pdtransfer.bench")
-        for call in device_wide(tree)
+        for where, call in device_wide(tree)
     }
     assert waits == set(MAY_WAIT_FOR_A_WHOLE_DEVICE)
 
@@ -187,11 +254,30 @@ def test_what_runs_on_the_loop_waits_for_no_card() -> None:
         ("self.call('cuCtxSynchronize')", "cuCtxSynchronize"),
         ("driver.cuMemFree(1)", "cuMemFree"),
         ("torch.cuda.empty_cache()", "empty_cache"),
+        ("self._card.finish()", "Card.finish"),
+        ("cards.card(0).free(address)", "Card.free"),
+        ("at = here.allocate(self.count * 8)", "Card.allocate"),
+        ("here.synchronise(0)", "Card.synchronise"),
     ],
 )
 def test_a_wait_for_a_whole_device_is_seen(line: str, name: str) -> None:
-    assert device_wide(ast.parse(line)) == {name}
-    assert not device_wide(ast.parse("torch.cuda.current_stream().synchronize()\nevent.synchronize()"))
+    assert device_wide(ast.parse(f"class A:\n def f(self):\n  {line}")) == {(".A.f", name)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.cuda.current_stream().synchronize()",
+        "event.synchronize()",
+        "here.synchronise(stream)",
+        "here.free(address, stream)",
+        "self._card.allocate(8, stream=stream)",
+        "engine.free(room)",
+        "node.finish(room)",
+    ],
+)
+def test_a_wait_for_ones_own_work_is_none_for_a_whole_device(line: str) -> None:
+    assert not device_wide(ast.parse(line))
 
 
 def test_only_config_reads_the_environment() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pages, PinnedCancel, Pool, Progress, State
+from pdtransfer.kernels.tables import Tables
 from pdtransfer.layout import Layout, Plane
 
 from .layout_tensors import CANARY, Model, c4, dsa_index, mla
@@ -168,3 +170,34 @@ def test_cancel_ends_a_launch_early_and_nothing_is_written_after_that() -> None:
         assert np.array_equal(target.get(rows * row), first)
     finally:
         target.close()
+
+
+def test_kinds_of_copies_come_and_go_while_the_models_stream_and_another_are_held() -> None:
+    here = cards.card(0)
+    (gate, there), other, ours = here.pinned(4), here.stream(), here.stream()
+    tables, memory = Tables(here, most=4), here.allocate(64)
+    tables.kept("held", np.arange(8))  # what is made at the first use is there
+
+    def served() -> None:
+        tables.let("held", other)
+        for key in range(12):
+            tables.kept(key, np.arange(8))
+            here.write(memory, key, ours)
+            tables.let(key, ours)
+            here.synchronise(ours)
+        here.clear(memory, 64)
+
+    for stream in (0, other):
+        here.call("cuStreamWaitValue32", stream, there, 1, 0)  # until it is 1, or more
+    thread = threading.Thread(target=served)
+    thread.start()
+    thread.join(30)
+    waits = thread.is_alive()
+    cards.words(gate, 1)[0] = 1
+    thread.join()
+    for stream in (0, other):
+        here.synchronise(stream)
+    here.free(memory)
+    assert not waits
+    assert "held" in tables._held
+    assert len(tables._held) == 4

@@ -111,7 +111,9 @@ def test_every_backend_carries_every_layout_into_every_other_and_touches_nothing
         if made is not None:
             while progress.state is State.RUNNING:
                 assert made.step(), "nothing will end it"
-            assert not made.users.total(), "a table that nobody uses is taken for used"
+            assert not any(held.users for held in made.tables._held.values()), (
+                "a table that nobody uses is taken for used"
+            )
     assert progress.state is State.COMPLETE
     assert np.array_equal(target.memory, right)
 
@@ -293,6 +295,30 @@ def test_uploads_are_not_overwritten_before_the_card_has_them(here: CardOnHost) 
         pushed(source, target, rows, order[first : first + 8], 8, fetch=False, card=0, backend="ring", stream=stream)
     here.finish()
     assert np.array_equal(target.memory, right)
+
+
+@pytest.mark.parametrize("backend", ["kernel", "ring"])
+def test_tables_of_copies_that_are_under_way_make_no_place_for_others(here: CardOnHost, backend: str) -> None:
+    """There is place for two; nobody waits for the card before the last copy is queued."""
+    kinds = [
+        tuple(filled(name, mha(), 4, 64, content=not at) for at, name in enumerate(("layer_first", far)))
+        for far in LAYOUTS
+    ]
+    rows = np.arange(32), np.arange(64, 96)
+    streams = [0, here.stream()]
+    for at, (source, target) in enumerate(kinds):
+        pushed(source, target, *rows, 32, fetch=False, card=0, backend=backend, stream=streams[at % 2])
+    held = here.tables._held
+    assert len(held) > 2
+    here.finish()
+    for source, target in kinds:
+        assert np.array_equal(target.memory, wanted(source, target, rows[1], rows[0]))
+    source, target = kinds[0]
+    pushed(source, target, *rows, 32, fetch=False, card=0, backend=backend)
+    here.tables.kept("new", np.zeros(1, np.int64))
+    assert len(held) == 2
+    here.finish()
+    assert np.array_equal(target.memory, wanted(source, target, rows[1], rows[0]))
 
 
 @pytest.mark.parametrize("what", ["launch", "copy"])

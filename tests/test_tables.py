@@ -1,40 +1,72 @@
-"""Tables on a card: what a launch is being made from is nobody else's."""
+"""Tables on a card: what a launch is being made from, or may still read, is nobody else's."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import pytest
 
+from pdtransfer.errors import WorldError
 from pdtransfer.kernels.tables import Tables
+
+STREAM, OTHER, ASIDE = 3, 4, 9
 
 
 class Memory:
-    """A card's, that knows what lies where."""
+    """A card's, that knows what lies where. Streams are busy, or refuse to say."""
+
+    aside = ASIDE
 
     def __init__(self) -> None:
         self.content: dict[int, bytes] = {}
-        self._next = 1
+        self.busy: set[int] = set()
+        self.silent: set[int] = set()
+        self._last = 0
+        self._events: dict[int, int] = {}
+
+    def _next(self) -> int:
+        self._last += 1
+        return self._last
 
     def allocate(self, byte_count: int, stream: int | None = None) -> int:
-        del byte_count, stream
-        self._next += 1
-        return self._next
+        del byte_count
+        assert stream == ASIDE
+        return self._next()
 
     def free(self, address: int, stream: int | None = None) -> None:
-        assert stream is None, "it has to wait for all launches"
+        assert stream == ASIDE, "it would wait for all launches"
         del self.content[address]
 
     def upload(self, address: int, content: Any, stream: int) -> None:
-        del stream
+        assert stream == ASIDE
         self.content[address] = content.tobytes()
 
     def synchronise(self, stream: int) -> None:
-        pass
+        assert stream == ASIDE, "it would wait for what others have queued"
+
+    def event(self) -> int:
+        return self._next()
+
+    def record(self, event: int, stream: int) -> None:
+        if stream in self.silent:
+            raise WorldError("cuEventRecord: refused")
+        self._events[event] = stream
+
+    def passed(self, event: int) -> bool:
+        if self._events[event] in self.silent:
+            raise WorldError("cuEventQuery: CUDA_ERROR_CAPTURED_EVENT")
+        return self._events[event] not in self.busy
 
 
 def table(number: int) -> Any:
     return np.full(4, number, np.int64)
+
+
+def used(tables: Tables, *keys: object, stream: int = STREAM) -> None:
+    for key in keys:
+        tables.kept(key, table(1))
+        tables.let(key, stream)
 
 
 def test_a_table_stays_until_whoever_makes_a_launch_from_it_lets_it_go() -> None:
@@ -43,25 +75,52 @@ def test_a_table_stays_until_whoever_makes_a_launch_from_it_lets_it_go() -> None
     tables = Tables(memory, most=4)
     ours = tables.kept("ours", table(7))
     assert tables.kept("ours", table(7)) == ours
-    tables.let("ours")  # one of two launches is queued
-    for number in range(20):
-        tables.kept(number, table(number))
-        tables.let(number)
+    tables.let("ours", STREAM)  # one of two launches is queued
+    used(tables, *range(20))
     assert memory.content[ours] == table(7).tobytes()
     assert len(memory.content) == 4
-    tables.let("ours")
-    for number in range(20, 24):
-        tables.kept(number, table(number))
-        tables.let(number)
+    tables.let("ours", STREAM)
+    used(tables, *range(20, 24))
     assert ours not in memory.content
+
+
+def test_a_table_stays_until_its_launches_have_ended_on_every_stream() -> None:
+    memory = Memory()
+    tables = Tables(memory, most=2)
+    ours = tables.kept("ours", table(7))
+    tables.kept("ours", table(7))
+    for stream in (STREAM, OTHER):
+        tables.let("ours", stream)
+    for memory.busy in ({STREAM, OTHER}, {STREAM}, {OTHER}):
+        used(tables, *range(9), stream=1)
+        assert memory.content[ours] == table(7).tobytes()
+        assert len(memory.content) == 2
+    memory.busy = set()
+    used(tables, *range(9), stream=1)
+    assert ours not in memory.content
+
+
+@pytest.mark.parametrize("when", ["recorded", "asked"])
+def test_a_table_stays_for_good_where_nobody_says_when_its_launches_end(when: str) -> None:
+    """A graph has captured them, or the card refuses."""
+    memory = Memory()
+    tables = Tables(memory, most=2)
+    ours = tables.kept("ours", table(7))
+    if when == "asked":
+        tables.let("ours", STREAM)
+    memory.silent = {STREAM}
+    if when == "recorded":
+        with pytest.raises(WorldError, match="refused"):
+            tables.let("ours", STREAM)
+    used(tables, *range(9), stream=OTHER)
+    assert memory.content[ours] == table(7).tobytes()
+    assert len(memory.content) == 2
 
 
 def test_the_table_that_was_used_last_is_forgotten_last() -> None:
     memory = Memory()
     tables = Tables(memory, most=2)
-    for key in ("a", "b", "a", "c"):
-        tables.kept(key, table(1))
-        tables.let(key)
+    used(tables, "a", "b", "a", "c")
     assert set(tables._held) == {"a", "c"}
 
 

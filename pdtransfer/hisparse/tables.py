@@ -46,6 +46,7 @@ class Tables:
             self._sent: NDArray[np.int32] = np.empty((rows, width), np.int32)
         else:
             here = card(ordinal)
+            here.load("hot_row", "hot_row")  # may compile, and the first request is not to wait for that
             address, self._seen = here.pinned(4 * rows * width)
             self._sent = words(address, rows * width).view(np.int32).reshape(rows, width)
             self._events = [Event(here) for _ in range(rows)]

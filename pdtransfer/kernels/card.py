@@ -25,6 +25,8 @@ from .registered import Registered
 from .tables import Tables
 
 _POLL_SECONDS = 20e-6
+_PAGE_BYTES = 64 << 10
+_WORDS_BYTES = 64  # a line of the core's cache: no two launches' words share one
 IPC_HANDLE_BYTES = 64
 
 
@@ -36,7 +38,9 @@ class Card:
         self.ordinal = ordinal
         self.driver = _driver()
         self._cache = cache
-        self._lock = threading.Lock()
+        self._lock, self._lock_words = threading.Lock(), threading.Lock()
+        self._words: list[tuple[int, int]] = []  # pinned, and nobody's yet
+        self._aside: int | None = None
         self._kernels: dict[str, Any] = {}
         self.tables = Tables(self)
         self._calls: Calls | None = None
@@ -188,8 +192,8 @@ class Card:
     def clear(self, address: int, byte_count: int) -> None:
         """Zeroes it, and waits for that."""
         self.enter()
-        self.call("cuMemsetD8", address, 0, byte_count)
-        self.synchronise(0)
+        self.call("cuMemsetD8Async", address, 0, byte_count, self.aside)
+        self.synchronise(self.aside)
 
     def synchronise(self, stream: int) -> None:
         """Waits until the work queued there is done; WorldError where it failed."""
@@ -211,6 +215,13 @@ class Card:
         self.check("cuCtxGetStreamPriorityRange", status)
         return int(self.call("cuStreamCreateWithPriority", 1, highest))
 
+    @property
+    def aside(self) -> int:
+        """A stream for what is waited for at once: on stream 0 that would wait for all that torch has queued."""
+        if self._aside is None:
+            self._aside = self.stream()
+        return self._aside
+
     def event(self) -> Any:
         """A new one. It is never destroyed."""
         self.enter()
@@ -218,21 +229,26 @@ class Card:
 
     def record(self, event: Any, stream: int) -> None:
         """The event is what is queued on the stream so far."""
+        self.enter()
         self.call("cuEventRecord", event, stream)
 
     def follow(self, stream: int, event: Any) -> None:
         """What is queued on the stream from now on starts after the event."""
         self.call("cuStreamWaitEvent", stream, event, 0)
 
+    def passed(self, event: Any) -> bool:
+        """Whether what it was recorded after is done; WorldError where that failed, or the event can't be asked."""
+        self.enter()
+        (status,) = self.driver.cuEventQuery(event)
+        if int(status) == int(self.driver.CUresult.CUDA_ERROR_NOT_READY):
+            return False
+        self.check("cuEventQuery", status)
+        return True
+
     def reach(self, event: Any) -> None:
         """Waits until what it was recorded after is done: by looking, since an event that wakes holds up its stream."""
-        while True:
-            (status,) = self.driver.cuEventQuery(event)
-            if int(status) != int(self.driver.CUresult.CUDA_ERROR_NOT_READY):
-                break
+        while not self.passed(event):
             time.sleep(_POLL_SECONDS)
-        if int(status):
-            raise WorldError(f"card {self.ordinal}: cuEventQuery: {status.name}")
 
     def write(self, address: int, word: int, stream: int) -> None:
         """Queues the store of a 32-bit word, which is seen once everything queued before it is."""
@@ -278,7 +294,19 @@ class Card:
     # Memory of the host
 
     def pinned(self, byte_count: int) -> tuple[int, int]:
-        """Zeroed host memory that the card can reach: (its address here, its address there). It is never freed."""
+        """Zeroed host memory that the card can reach: (its address here, its address there). It is never freed.
+
+        Words for launches come out of a page that was pinned before, since pinning may wait for the card.
+        """
+        if byte_count > _WORDS_BYTES:
+            return self._pinned(byte_count)
+        with self._lock_words:
+            if not self._words:
+                here, there = self._pinned(_PAGE_BYTES)
+                self._words = [(here + at, there + at) for at in range(0, _PAGE_BYTES, _WORDS_BYTES)]
+            return self._words.pop()
+
+    def _pinned(self, byte_count: int) -> tuple[int, int]:
         self.enter()
         flags = self.driver.CU_MEMHOSTALLOC_DEVICEMAP | self.driver.CU_MEMHOSTALLOC_PORTABLE
         address = int(self.call("cuMemHostAlloc", byte_count, flags))

@@ -15,21 +15,14 @@ class Event:
 
     def record(self, stream: int) -> None:
         """Puts it behind all that is queued there so far, and nowhere else any more."""
-        self._card.enter()
         self._card.record(self._handle, stream)
 
     def query(self) -> bool:
         """Whether the card has passed it; returns at once. Raises WorldError where work before it failed."""
-        self._card.enter()
-        (status,) = self._card.driver.cuEventQuery(self._handle)
-        if status == self._card.driver.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        self._card.check("cuEventQuery", status)
-        return True
+        return self._card.passed(self._handle)
 
     def wait(self) -> None:
         """Sleeps until the card has passed it; WorldError where work before it failed."""
-        self._card.enter()
         self._card.reach(self._handle)
 
     def hold(self, stream: int) -> None:

@@ -272,7 +272,7 @@ def _on_card(
             "kv_copy", argument, blocks=blocks or blocks_of(here, target, source), threads=THREADS, stream=stream
         )
     finally:
-        here.tables.let(launch.key)
+        here.tables.let(launch.key, stream)
         if uploaded:
             here.free(uploaded, stream)
 

@@ -160,5 +160,5 @@ def _carry(
             ring.run(works, stream=stream, cancel=cancel, progress=progress)
             return
         with ExitStack() as held:
-            works = ring_works(ring, sides, made, ring.stage(listing(made, sides)), held)
+            works = ring_works(ring, sides, made, ring.stage(listing(made, sides)), held, stream)
             ring.run(works, stream=stream, cancel=cancel, progress=progress)

@@ -65,16 +65,18 @@ def listing(made: Through, sides: Sides) -> NDArray[np.int32]:
     return np.concatenate((made.near_slots, sides.source_slots[left], sides.target_slots[left])).astype(np.int32)
 
 
-def ring_works(ring: Ring, sides: Sides, made: Through, staged: Staging, held: ExitStack) -> Works:
-    """All rows, those past the ring last; `staged` has their `listing`. They are to be queued before `held` closes,
-    which lets go of their tables."""
+def ring_works(
+    ring: Ring, sides: Sides, made: Through, staged: Staging, held: ExitStack, stream: int
+) -> Works:  # fmt: skip
+    """All rows, those past the ring last; `staged` has their `listing`. They are to be queued ahead of what comes on
+    `stream` next before `held` closes, which lets go of their tables."""
     shape, carved, slots = made.shape, made.carved, tuple(ring.slots)
     near, far = (sides.target, sides.source) if shape.fetch else (sides.source, sides.target)
     tables = _tables(shape, near.address, slots)
     begun = (_begun_again if made.whole else _begun)(tables, carved, ring.card.multiprocessors)
     slot = (ring.turn + begun.order) % len(slots)
     arguments, table, runs = begun.arguments.copy(), begun.table, carved.runs.copy()
-    pairs = _kept(ring.card, tables, tables.pairs, held) + slot * tables.slot_bytes
+    pairs = _kept(ring.card, tables, tables.pairs, held, stream) + slot * tables.slot_bytes
     arguments["pairs"] += pairs.astype(np.uint64)
     arguments["target" if shape.fetch else "source"]["entries"] += staged.address
     runs[:, 0] += np.array(slots)[slot[begun.chunks]]
@@ -82,7 +84,7 @@ def ring_works(ring: Ring, sides: Sides, made: Through, staged: Staging, held: E
     if shape.fetch:
         runs = runs[:, [1, 0, 2]]
     if len(made.left):
-        left = _left(ring, sides, made, staged.address + 4 * len(made.near_slots), held)
+        left = _left(ring, sides, made, staged.address + 4 * len(made.near_slots), held, stream)
         more = np.zeros((len(left), 4), np.int64)
         more[:, 0] = len(slot) + np.arange(len(left))
         more[:, 1] = BLOCKS_FETCH if shape.fetch else BLOCKS_PUSH
@@ -91,13 +93,15 @@ def ring_works(ring: Ring, sides: Sides, made: Through, staged: Staging, held: E
     return Works(arguments, table, runs, fetch=shape.fetch, staged=staged)
 
 
-def _kept(here: Card, key: object, pairs: Int64s, held: ExitStack) -> int:
+def _kept(here: Card, key: object, pairs: Int64s, held: ExitStack, stream: int) -> int:
     address = here.tables.kept(key, pairs)
-    held.callback(here.tables.let, key)
+    held.callback(here.tables.let, key, stream)
     return address
 
 
-def _left(ring: Ring, sides: Sides, made: Through, listed: int, held: ExitStack) -> NDArray[Any]:
+def _left(
+    ring: Ring, sides: Sides, made: Through, listed: int, held: ExitStack, stream: int
+) -> NDArray[Any]:  # fmt: skip
     """Launches past the ring, ARGUMENT (n,): each as much as a slot holds."""
     count, pairing = len(made.left), made.shape.pairing
     step = max(1, ring.slot_bytes // pairing.row_bytes)
@@ -105,7 +109,7 @@ def _left(ring: Ring, sides: Sides, made: Through, listed: int, held: ExitStack)
         Side(None, 0, 1, False, 1, count, limit, True) for limit in (pairing.target_slots, pairing.source_slots)
     )
     launch = launch_of(sides.target, sides.source, ours, theirs, count)
-    launch.argument.pairs = _kept(ring.card, launch.key, launch.pairs, held)
+    launch.argument.pairs = _kept(ring.card, launch.key, launch.pairs, held, stream)
     first = np.arange(0, count, step)
     arguments = np.repeat(_array(launch.argument), len(first))
     arguments["count"] = np.minimum(step, count - first)

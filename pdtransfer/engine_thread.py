@@ -174,7 +174,8 @@ class PrefillThread:
                     case Generate():
                         raise AssertionError("a prefill engine generates nothing")
             outcomes = self._admit()
-            outcomes += [self._outcome(each) for each in self._offers.take(self._engine.step())]
+            made = [self._known(each) for each in self._engine.step()]
+            outcomes += [self._outcome(each) for each in self._offers.take(made)]
             if outcomes:
                 self._port.submit(lambda outcomes=outcomes: self._heard(outcomes))
 
@@ -188,6 +189,13 @@ class PrefillThread:
                 refused.append(Refused(self._waiting[0].room, str(error)))
             self._waiting.popleft()
         return refused
+
+    def _known(self, outcome: Computed | Prefilled | Broken) -> Computed | Prefilled | Broken:
+        """A cell of no component breaks its room, like any other that the engine gets wrong."""
+        if not isinstance(outcome, Computed) or outcome.component in self._page_size:
+            return outcome
+        detail = f"the engine's cells: component {outcome.component!r} is none of {sorted(self._page_size)}"
+        return Broken(room=outcome.room, detail=detail)
 
     def _outcome(self, outcome: Computed | Prefilled | Broken) -> PrefillOutcome:
         if not isinstance(outcome, Computed):

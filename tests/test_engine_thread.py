@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from pdtransfer.group.lead import Follower, Lead
 from pdtransfer.layout import Component, Span
 from pdtransfer.layouts import host_layout
 from pdtransfer.limits import AUX_BYTES_MAX
+from pdtransfer.offers import Push
 from pdtransfer.port import Port
 from pdtransfer.wire import Ranks, Sampling
 
@@ -137,7 +139,7 @@ def generated(request: Request) -> list:
 class Site:
     """A thread with its engine; the test is the loop, and takes the calls that were submitted to it."""
 
-    def __init__(self, engine: Engine, kind: type[PrefillThread] | type[DecodeThread]) -> None:
+    def __init__(self, engine: Engine, kind: Callable[..., PrefillThread | DecodeThread]) -> None:
         self.engine, self.port, self.outcomes = engine, Port[Order](), []
         self.died: list[BaseException] = []
         self.bursts: list[int] = []
@@ -266,6 +268,21 @@ def test_an_engine_whose_pages_do_not_fit_its_rows_breaks_that_room_alone(prefil
     assert "20" in broken.detail
     assert "1 pages of 16" in broken.detail
     assert isinstance(prefill.of(2)[0], Offered)
+
+
+@pytest.mark.parametrize("push", ["auto", "layers", "end"])
+def test_an_engine_that_names_a_component_it_has_not_breaks_that_room_alone(push: Push) -> None:
+    def made(each: Request) -> list:
+        cell, prefilled = computed(each)
+        return [replace(cell, component="kw"), prefilled] if each.room == 1 else [cell, prefilled]
+
+    here = Site(Prefill(made=made), partial(PrefillThread, push=push))
+    for _ in site(here):
+        here.tell(Compute(request(1, 20)), Compute(request(2, 20)))
+        here.until(lambda: len(here.of(2)) == 2)
+        assert here.of(1)[0] == Broken(room=1, detail="the engine's cells: component 'kw' is none of ['kv']")
+        assert isinstance(here.of(2)[0], Offered)
+        assert not here.died
 
 
 def test_a_landed_room_is_generated_from(decode: Site) -> None:

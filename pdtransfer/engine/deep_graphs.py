@@ -6,7 +6,7 @@ graphs read, and each layer is one launch. A layer's event still follows its own
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .attention import Tiles
 from .cache import Cache
+from .capture import captured
 from .model import Batch, EveryKey, Reading
 from .projection import Layer
 
@@ -72,6 +73,7 @@ class Graphs:
         self._run, self._layers = run, layers
         self._sizes: OrderedDict[int, _Size] = OrderedDict()
         self._seen: OrderedDict[int, None] = OrderedDict()
+        self._leaving: deque[tuple[torch.cuda.Event, _Size]] = deque()  # what may be running until the event fires
         self._stream: torch.cuda.Stream | None = None
 
     def layers(self, x: Tensor, batch: Batch, first: int, end: int) -> Tensor | None:
@@ -104,16 +106,17 @@ class Graphs:
             self._run(size.x, size.batch, 0)  # what libraries keep for a stream is made outside of any graph
             pool = torch.cuda.graph_pool_handle()
             for number in range(self._layers):
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                self._run(size.x, size.batch, number)
-                graph.capture_end()
+                with captured(pool) as graph:
+                    self._run(size.x, size.batch, number)
                 size.graphs.append(graph)
         torch.cuda.current_stream().wait_stream(stream)
         self._sizes[rows] = size
+        while self._leaving and self._leaving[0][0].query():
+            self._leaving.popleft()
         if len(self._sizes) > SIZES_MAX:
-            torch.cuda.current_stream().synchronize()  # what goes may be running
-            self._sizes.popitem(last=False)
+            event = torch.cuda.Event()
+            event.record()
+            self._leaving.append((event, self._sizes.popitem(last=False)[1]))
         return size
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..hisparse.hot import HotPool
 from .base import Event
+from .capture import captured
 
 Result = TypeVar("Result")
 
@@ -31,14 +32,9 @@ class Replayed(Generic[Result]):
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 work()
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(capture_error_mode="thread_local")  # other threads allocate and copy meanwhile
-                try:
+                with captured() as self._graph:
                     self._result = work()
-                finally:
-                    graph.capture_end()
             torch.cuda.current_stream(device).wait_stream(stream)
-            self._graph = graph
 
     def __call__(self) -> Result:
         """The arrays that the work answers with are the same each time."""

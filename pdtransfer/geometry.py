@@ -35,6 +35,12 @@ def table_of(rows: list[tuple[int, ...]]) -> Int64s:
     return read_only(table)
 
 
+def distinct(values: Int64s) -> Int64s:
+    """Each value once, ascending. As np.unique, whose first call imports for 10 to 20 ms, which a loop must not."""
+    ordered = np.sort(values)
+    return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
+
+
 def ends_of(table: Int64s, page_size: int, slots: int) -> Int64s:
     """One past each plane's highest byte, read-only int64 (planes,)."""
     _, _, _, base, page_stride, row_stride, row_bytes = table.T

@@ -70,7 +70,7 @@ def pair(source: Layout, target: Layout) -> Pairing:
     """
     kinds = {kind: at for at, kind in enumerate({plane.kind for side in (source, target) for plane in side.planes})}
     source_keys, target_keys = head_keys(source, kinds), head_keys(target, kinds)
-    cuts = np.unique(np.concatenate((*source_keys, *target_keys)))
+    cuts = geometry.distinct(np.concatenate((*source_keys, *target_keys)))
     ours, theirs = geometry.holder_of(cuts[:-1], *source_keys), geometry.holder_of(cuts[:-1], *target_keys)
     held = ours >= 0
     if not np.array_equal(held, theirs >= 0):

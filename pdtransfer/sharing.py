@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from . import geometry
 from .errors import LocalProtocolError
 from .layout import Component, Layout, Plane, head_keys
 from .mismatch import Range, joined, text_of
@@ -107,7 +108,7 @@ def uncovered(components: Sequence[Component], shares: Mapping[str, Sequence[Com
 def _uncovered(component: Component, layouts: Mapping[str, Layout], names: list[str]) -> str:
     kinds = {kind: at for at, kind in enumerate(sorted({plane.kind for plane in component.layout.planes}))}
     own, theirs = head_keys(component.layout, kinds), [head_keys(layout, kinds) for layout in layouts.values()]
-    cuts = np.unique(np.concatenate([end for keys in (own, *theirs) for end in keys]))
+    cuts = geometry.distinct(np.concatenate([end for keys in (own, *theirs) for end in keys]))
     held = _held(cuts, *own)
     sent = np.array([_held(cuts, *keys) for keys in theirs], dtype=np.bool_).reshape(len(theirs), len(cuts) - 1)
     wrong = held & (sent.sum(axis=0) != 1)

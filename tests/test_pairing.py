@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -212,3 +214,27 @@ def test_the_largest_layouts_pair(name: str) -> None:
     pairing = pair(source, target)
     assert len(pairing.table) == PLANES_MAX
     assert pairing.row_bytes == target.row_bytes
+
+
+FIRST = """
+import sys
+from pdtransfer.layout import Component, Span
+from pdtransfer.layouts import host_layout
+from pdtransfer.pairing import pair
+from pdtransfer.sharing import uncovered
+
+def made(name):
+    return host_layout(name, kinds=("k", "v"), layers=4, heads=2, head_bytes=64, dtype="uint8", slots=64, page_size=16)
+
+source, target = made("layer_first"), made("page_head")
+parts = [Component("kv", "dram", 1, Span(), part) for part in (target.layers(0, 2), target.layers(2, 4))]
+known = set(sys.modules)
+pair(source, target)
+assert not uncovered([Component("kv", "dram", 1, Span(), target)], {"p": [parts[0]], "q": [parts[1]]})
+print(sorted(set(sys.modules) - known))
+"""
+
+
+def test_the_first_pairing_of_a_process_imports_nothing() -> None:
+    """The loop does it, and everybody else's rooms would wait for the import."""
+    assert subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -327,6 +327,9 @@ def _obey(config: Config, daemon: PrefillFollower | DecodeFollower, over: asynci
             daemon.turn(frame)
         case Abort(serial, cause, detail):
             daemon.abort(serial, Cause.of(cause), detail)
+        case frames.Introduce(peers):
+            assert isinstance(daemon, DecodeFollower), "prefill dials nobody"
+            daemon.node.introduce(peers)
         case frames.Reload():
             reload(config.allowed, daemon.node.allow)
         case frames.Quit():

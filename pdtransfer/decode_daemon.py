@@ -122,7 +122,14 @@ class DecodeDaemon:
         self.group.heard = self._reported
         self.node = node_of(config, settings, engine, arena, self._told, others=self._receive, leased=self._leased)
         service = Service(self.node.core.links.identity, config.limits)
-        self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
+        self.desk = Desk(
+            service,
+            self.node.bus.send,
+            start=self._start,
+            stop=self._stop,
+            load=self.load,
+            introduce=self._introduce,
+        )
         self._work: dict[int, Work] = {}  # by serial number
         self._rooms: dict[int, Work] = {}  # the same, by label
         self._serials = count(1)
@@ -167,6 +174,10 @@ class DecodeDaemon:
         if router:
             self.desk.receive(peer, message)
         return router
+
+    def _introduce(self, sources: tuple[str, ...]) -> None:
+        self.node.introduce(sources)
+        self.group.introduce(sources)
 
     def _start(self, begin: Begin) -> None:
         self.metrics.rooms.begun.inc()

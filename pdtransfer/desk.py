@@ -9,7 +9,7 @@ from .effects import Send
 from .engine.base import Request
 from .errors import Cause, RemoteProtocolError
 from .limits import TEXT_LENGTH_MAX
-from .service import Service, ServiceEffect, Start, Stop
+from .service import Introduce, Service, ServiceEffect, Start, Stop
 from .turn import Clock, Ticker
 from .wire import Begin, End, Load, Message, Reject, unpack_ids
 
@@ -40,7 +40,7 @@ def failure(room: int, cause: Cause, detail: str, retry_ms: int = 0) -> End:
 
 
 class Desk:
-    """The service on the loop: performs its effects, and hands `start` and `stop` to the daemon."""
+    """The service on the loop: performs its effects, and hands `start`, `stop` and `introduce` to the daemon."""
 
     def __init__(
         self,
@@ -50,8 +50,10 @@ class Desk:
         start: Callable[[Begin], None],
         stop: Callable[[int, Cause], None],
         load: Callable[[], Load],
+        introduce: Callable[[tuple[str, ...]], None] = lambda _: None,
     ) -> None:
-        self.service, self._send, self._start, self._stop, self._load = service, send, start, stop, load
+        self.service, self._send, self._load = service, send, load
+        self._start, self._stop, self._introduce = start, stop, introduce
         self._clock = Clock(service.limits.ping_ms / 2e3)
         self.ticker = Ticker(service.next_tick, lambda: self.run(service.tick(self._clock.now())), self._clock)
 
@@ -91,3 +93,5 @@ class Desk:
                     self._start(begin)
                 case Stop(room, cause):
                     self._stop(room, cause)
+                case Introduce(peers):
+                    self._introduce(peers)

@@ -58,7 +58,14 @@ class Stop:
     cause: Cause
 
 
-ServiceEffect: TypeAlias = Send | Start | Stop
+@dataclass(frozen=True, slots=True)
+class Introduce:
+    """Rooms may name these prefill ranks: sessions with them may be opened ahead."""
+
+    peers: tuple[str, ...]
+
+
+ServiceEffect: TypeAlias = Send | Start | Stop | Introduce
 
 
 class Service:
@@ -211,6 +218,8 @@ class Service:
             router.heard = now
             if self._load is not None:
                 self._effects.append(Send(peer, self._load))
+            if message.peers:
+                self._effects.append(Introduce(message.peers))
 
     def _begin(self, router: ServedRouter, begin: Begin, now: float) -> None:
         room = self._owned(router, begin.room)

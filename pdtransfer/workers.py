@@ -13,7 +13,7 @@ from typing import Literal
 from .effects import Send
 from .ends import cause_of
 from .errors import Cause
-from .limits import PREFIX_PLACED_BLOCKS_MAX, Limits
+from .limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, Limits
 from .prefix import KnownPrefixes, block_keys, root_key
 from .session.lives import Lives
 from .states import Word, step
@@ -66,6 +66,7 @@ class Worker:
     promised_slots: int = 0  # to rooms that were begun after its last Load
     full_until: float = 0.0  # it has said so
     sparse_full_until: float = 0.0  # the same, of rooms that want HiSparse alone
+    introduced: int = 0  # a decode: prefill ranks that it was told of, counted around
 
     @property
     def usable(self) -> bool:
@@ -354,4 +355,14 @@ class Workers:
 
     def _ping(self, worker: Worker, now: float) -> None:
         self.timers.set(worker.peer, now + self._limits.ping_ms / 1e3)
-        self._out(Send(worker.peer, Ping(self._identity.incarnation)))
+        self._out(Send(worker.peer, Ping(self._identity.incarnation, self._ahead(worker))))
+
+    def _ahead(self, worker: Worker) -> tuple[str, ...]:
+        """Some of the prefill ranks that a decode worker's rooms may name, the next ones each time."""
+        prefills = self._groups("prefill").get(worker.model, ()) if worker.role == "decode" else ()
+        ranks = [endpoint for prefill in prefills for endpoint in prefill.endpoints if endpoint]
+        if len(ranks) <= AHEAD_PING:
+            return tuple(ranks)
+        first = worker.introduced % len(ranks)
+        worker.introduced = first + AHEAD_PING
+        return tuple((ranks + ranks)[first : first + AHEAD_PING])

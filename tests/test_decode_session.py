@@ -10,6 +10,7 @@ import pytest
 
 from pdtransfer.effects import Fence, Forget, HangUp, Offer, PeerRefused, Ready, RoomFailed, Send
 from pdtransfer.errors import Cause, LocalProtocolError
+from pdtransfer.limits import AHEAD_MAX
 from pdtransfer.session import coverage
 from pdtransfer.session.ledger import SessionState
 from pdtransfer.wire import (
@@ -919,6 +920,21 @@ def test_no_more_peers_are_known_than_sessions_max() -> None:
     assert failure(end.expect(2, 8, P, "tcp://p2")) == (2, Cause.FULL)
     assert of(end.core.dial("tcp://p2", 0.0), PeerRefused)
     assert list(end.core.links.peers) == [P, P2]
+
+
+@pytest.mark.parametrize(("sessions_max", "ahead"), [(1, 0), (5, 2), (1_024, AHEAD_MAX)])
+def test_half_of_the_places_are_kept_for_peers_that_rooms_name(sessions_max: int, ahead: int) -> None:
+    end = DecodeEnd(replace(LIMITS, sessions_max=sessions_max))
+    names = [f"tcp://p{number}" for number in range(AHEAD_MAX + 1)]
+    for name in names:
+        if end.core.may_dial_ahead(name):
+            end.core.dial(name, 0.0)
+    assert list(end.core.links.peers) == names[:ahead]
+    assert all(map(end.core.may_dial_ahead, names[:ahead])), "whoever has a place takes no other"
+    end.expect(1, 8, "tcp://named")
+    assert list(end.core.links.peers) == [*names[:ahead], "tcp://named"]
+    end.core.drain()
+    assert not end.core.may_dial_ahead("tcp://named")
 
 
 def test_a_message_of_somebody_who_was_never_dialled_is_ignored() -> None:

@@ -386,6 +386,22 @@ async def test_a_dialled_peer_has_its_session_before_the_first_room_comes() -> N
 
 
 @on_loop
+async def test_of_the_sources_that_a_node_is_told_of_it_dials_those_that_it_may() -> None:
+    async with nodes() as it:
+        keyed = "k" * 40 + "@tcp://127.0.0.1:1"  # this node has no keys
+        it.decode.introduce((keyed, "nonsense", it.endpoint, it.endpoint))
+        assert list(it.decode.core.links.peers) == [it.endpoint]
+        sessions = it.decode.core.links.sessions
+        await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
+        assert it.told_d == []
+    async with nodes(limits=replace(LIMITS, sessions_max=1)) as it:
+        it.decode.introduce((it.endpoint,))
+        assert not it.decode.core.links.peers
+        it.expect(1)
+        assert list(it.decode.core.links.peers) == [it.endpoint], "the place was kept for it"
+
+
+@on_loop
 async def test_the_arena_is_handed_over_by_a_socket_in_the_directory_that_was_named(tmp_path: Path) -> None:
     async with nodes(tmp_path / "sockets") as it:
         it.expect(1)

@@ -10,7 +10,7 @@ import pytest
 from pdtransfer.answers import Accepted, Emit, Fail, Finish, Refusal
 from pdtransfer.effects import Send
 from pdtransfer.errors import Cause, RemoteProtocolError
-from pdtransfer.limits import Limits
+from pdtransfer.limits import AHEAD_PING, Limits
 from pdtransfer.routing import Routing
 from pdtransfer.wire import (
     Begin,
@@ -21,6 +21,8 @@ from pdtransfer.wire import (
     Goodbye,
     Hello,
     Load,
+    Member,
+    Message,
     Ping,
     Pong,
     Reject,
@@ -54,7 +56,7 @@ class Bench:
             self.hear(peer, (loads or {}).get(peer, LOAD))
 
     def welcome(self, peer: str, incarnation: int = 1, **who) -> list:
-        role = "prefill" if peer in (P, P2) else "decode"
+        role = "prefill" if peer.startswith("tcp://p") else "decode"
         return self.hear(peer, Welcome(1, identity(peer[6:8], role, incarnation, **who)))
 
     def hear(self, peer: str, *messages) -> list:
@@ -234,6 +236,49 @@ def test_begin_names_the_other_worker_as_its_reader_knows_it() -> None:
     assert decode.peers == (P,)
     assert prefill.room == decode.room
     assert decode.time_left_ms == LIMITS.room_deadline_ms
+
+
+def introduced(bench: Bench, peer: str, pings: int = 1) -> list[tuple[str, ...]]:
+    """Whom each of its next Pings names to a worker."""
+    while len(found := bench.sent(Ping, peer)) < pings:
+        before = bench.effects
+        bench.effects = before + bench.wait(LIMITS.ping_ms / 1e3)
+    return [ping.peers for ping in found[:pings]]
+
+
+def test_a_decode_is_told_of_the_prefills_that_its_rooms_may_name_and_a_prefill_of_nobody() -> None:
+    bench = Bench(prefill=(P, P2), decode=(D, D2))
+    bench.welcome(D2, 2, model="other")
+    bench.effects = []
+    assert introduced(bench, D) == [(P, P2)]
+    assert introduced(bench, P) == introduced(bench, D2) == [()]
+
+
+def test_a_decode_is_told_of_every_rank_of_a_prefill_where_there_is_one() -> None:
+    bench, ranks = Bench(), (Member("p0", ""), Member("p0-1", "tcp://p0:2"), Member("p0-2", ""))
+    bench.hear(P, Welcome(1, msgspec.structs.replace(identity("p0", "prefill"), group=ranks)))
+    bench.effects = []
+    assert introduced(bench, D) == [(P, "tcp://p0:2")]
+
+
+@pytest.mark.parametrize("leaves", [Goodbye(1, "shutdown"), replace_load(draining=True), Reject(0, "refused", ())])
+def test_a_decode_is_told_no_more_of_a_prefill_that_leaves_and_again_once_it_is_back(leaves: Message) -> None:
+    bench = Bench(prefill=(P, P2))
+    bench.hear(P, leaves)
+    assert introduced(bench, D) == [(P2,)]
+    bench.welcome(P, 2)
+    bench.hear(P, LOAD)
+    assert introduced(bench, D) == [(P, P2)]
+
+
+def test_a_ping_names_few_ranks_and_all_of_them_in_turn() -> None:
+    prefills = tuple(f"tcp://p{number}:1" for number in range(2 * AHEAD_PING + 1))
+    bench = Bench(prefill=prefills)
+    turns = introduced(bench, D, 5)
+    assert {len(turn) for turn in turns} == {AHEAD_PING}
+    named = [peer for turn in turns for peer in turn]
+    start = prefills.index(named[0])
+    assert named == [prefills[(start + place) % len(prefills)] for place in range(len(named))]
 
 
 def test_nobody_ready_is_503_and_everybody_full_is_429() -> None:

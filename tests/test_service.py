@@ -9,7 +9,7 @@ import pytest
 from pdtransfer.effects import Send
 from pdtransfer.errors import Cause, LocalProtocolError, RemoteProtocolError
 from pdtransfer.limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX
-from pdtransfer.service import Service, Start, Stop
+from pdtransfer.service import Introduce, Service, Start, Stop
 from pdtransfer.wire import (
     Begin,
     Begun,
@@ -105,6 +105,16 @@ def test_pong_tells_our_incarnation_even_to_a_stranger_and_brings_the_load() -> 
     assert daemon.hear(A, Ping(1)) == [Send(A, Pong(1)), Send(A, LOAD)]
     assert daemon.hear("node:stranger", Ping(9)) == [Send("node:stranger", Pong(1))]
     assert daemon.hear("node:stranger", begin(5)) == []
+
+
+def test_a_routers_ping_names_peers_that_rooms_may_name_and_a_strangers_or_a_dead_processs_does_not() -> None:
+    daemon = Daemon()
+    assert daemon.hear(A, Ping(1, ("tcp://p:1", "tcp://p:2"))) == [
+        Send(A, Pong(1)),
+        Introduce(("tcp://p:1", "tcp://p:2")),
+    ]
+    assert daemon.hear(A, Ping(7, ("tcp://p:1",))) == [], "another process than said Hello"
+    assert daemon.hear("node:stranger", Ping(1, ("tcp://p:1",))) == [Send("node:stranger", Pong(1))]
 
 
 def test_begin_starts_once_and_repeats_are_answered_begun() -> None:

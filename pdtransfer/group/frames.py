@@ -80,6 +80,12 @@ class Abort(_Frame, frozen=True):
     detail: Text
 
 
+class Introduce(_Frame, frozen=True):
+    """Leader of decode: rooms may name these prefill ranks."""
+
+    peers: tuple[Address, ...]
+
+
 class Reload(_Frame, frozen=True):
     """Leader: read the allow-list anew, whoever is on it."""
 
@@ -136,7 +142,9 @@ class Beat(_Frame, frozen=True):
 
 
 Report: TypeAlias = Ready | Landed | Drained | Failed | Picked
-Frame: TypeAlias = Join | Refuse | Joined | Bound | Start | Turn | Abort | Reload | Quit | Asked | Beat | Report
+Frame: TypeAlias = (
+    Join | Refuse | Joined | Bound | Start | Turn | Abort | Introduce | Reload | Quit | Asked | Beat | Report
+)
 
 _decoder = msgspec.msgpack.Decoder(Frame)
 

@@ -15,7 +15,7 @@ from ..errors import Cause, WorldError
 from ..limits import TEXT_LENGTH_MAX
 from ..ranks import label, place_of
 from ..wire import Begin, Member, Ranks
-from .frames import Abort, Asked, Bound, Frame, Join, Joined, Op, Quit, Refuse, Reload, Report, Start, Turn
+from .frames import Abort, Asked, Bound, Frame, Introduce, Join, Joined, Op, Quit, Refuse, Reload, Report, Start, Turn
 from .link import Link, LinkLostError
 
 log = logging.getLogger(__name__)
@@ -118,6 +118,10 @@ class Lead:
     def abort(self, serial: int, cause: Cause, detail: str) -> None:
         """The room has failed before it generates."""
         self._say(Abort(serial, cause.value, detail[:TEXT_LENGTH_MAX]))
+
+    def introduce(self, peers: tuple[str, ...]) -> None:
+        """Rooms may name these prefill ranks, and every rank has sessions of its own."""
+        self._say(Introduce(peers))
 
     def reload(self) -> None:
         """This rank was told to read its allow-list anew."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ..effects import (
@@ -25,7 +26,7 @@ from ..effects import (
     StopVerifying,
     Verify,
 )
-from ..errors import Cause, LocalProtocolError, TransportError, WorldError
+from ..errors import Cause, ConfigError, LocalProtocolError, TransportError, WorldError
 from ..events import Event, EventQueue
 from ..keys import AllowList
 from ..layout import Component
@@ -92,6 +93,14 @@ class DecodeNode:
         """Opens a session with a prefill rank ahead of its first room. Raises as Bus.dial."""
         self.bus.dial(source)
         self._run(self.core.dial(source, self._clock.now()))
+
+    def introduce(self, sources: Sequence[str]) -> None:
+        """As `dial`, of ranks that rooms may name, as long as there are places to spare. Who may not be dialled is left
+        to the room that names it, which says why."""
+        for source in sources:
+            if self.core.may_dial_ahead(source):
+                with suppress(ConfigError, WorldError):
+                    self.dial(source)
 
     def expect(
         self,

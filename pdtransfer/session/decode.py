@@ -14,7 +14,7 @@ from ..effects import DecodeEffect, Leased, PeerRefused, Ready, RoomFailed, Send
 from ..errors import Cause, LocalProtocolError, RemoteProtocolError
 from ..layout import Component
 from ..lease import Lease
-from ..limits import TEXT_LENGTH_MAX, Limits
+from ..limits import AHEAD_MAX, TEXT_LENGTH_MAX, Limits
 from ..prefix import PrefixCache
 from ..room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
 from ..states import step
@@ -86,6 +86,11 @@ class DecodeSessions:
             text = f"{peer} is not dialled: {len(self.links.peers)} peers of sessions_max {self._limits.sessions_max}"
             self._out.append(PeerRefused(peer, text))
         return self._effects(now)
+
+    def may_dial_ahead(self, peer: str) -> bool:
+        """Whether `dial` takes no place that rooms are sure to need: half are kept for the peers that they name."""
+        known, most = self.links.peers, min(AHEAD_MAX, self._limits.sessions_max // 2)
+        return not self.draining and (peer in known or len(known) < most)
 
     def expect(
         self,

@@ -372,6 +372,8 @@ class Ping(_Wire, frozen=True):
 
     kind = Kind.PING
     incarnation: Id64  # the asking process's own
+    # A router's to decode: some of the prefill ranks that rooms may name, for sessions to be opened ahead; else none.
+    peers: Annotated[tuple[Endpoint, ...], Meta(max_length=PEERS_MAX)] = ()
 
 
 class Pong(_Wire, frozen=True):

@@ -1,0 +1,93 @@
+"""Sessions that are there before the first request: of every pair of workers, all ranks, workers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from tests.integration.fleets import LIMITS, Answer, Gates, Site, prompts, running, until
+
+PLAIN = {"engine": "tests.integration.plain:create", "engine_option": ()}
+
+
+async def up(site: Site, count: int, rank: int = 0) -> None:
+    """Each decode worker has so many sessions, on this rank, that may be granted on."""
+
+    async def there() -> bool:
+        each = [await site.metrics(daemon, rank) for daemon in site.fleet.of("decode")]
+        return all(metrics["pdtransfer_sessions{up}"] == metrics["pdtransfer_sessions"] == count for metrics in each)
+
+    await until(there, f"{count} sessions")
+
+
+async def begun(site: Site, role: str = "decode") -> list[float]:
+    """Rooms that each of these workers has been asked for."""
+    return [(await site.metrics(each))["pdtransfer_rooms_begun_total"] for each in site.fleet.of(role)]
+
+
+def right(answer: Answer) -> bool:
+    """The engines look at every row."""
+    return answer.status == 200
+
+
+def test_every_pair_has_its_session_before_a_request_and_prefills_may_leave_and_come_back(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with running(tmp_path_factory.mktemp("f"), prefills=[PLAIN] * 3, decodes=[PLAIN] * 2) as on:
+
+        async def case(site: Site) -> None:
+            await up(site, 3)
+            assert await begun(site) == [0, 0]
+            assert right(await site.complete("all are there"))
+            leaves = site.fleet.of("prefill")[1]
+            await leaves.stop()
+            await up(site, 2)
+            assert right(await site.complete("two are left"))
+            known = await begun(site)
+            await site.restart(leaves)
+            await up(site, 3)
+            assert await begun(site) == known
+            assert all(map(right, await asyncio.gather(*map(site.complete, prompts(5, 20, 70, 90, 130)))))
+            await site.settled()
+
+        on(case)
+
+
+def test_every_rank_of_a_decode_worker_has_its_sessions_before_a_request(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    own = {"attention": "gqa", "tp_size": 2}
+    with running(tmp_path_factory.mktemp("f"), prefills=[own], decodes=[own]) as on:
+
+        async def case(site: Site) -> None:
+            for rank in range(2):
+                await up(site, 2, rank)
+            assert await begun(site) == [0]
+            await site.served("gqa")
+
+        on(case)
+
+
+def test_a_decode_of_few_places_keeps_some_for_the_prefills_that_rooms_name(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    gates = Gates(tmp_path_factory.mktemp("gates"))
+    held = PLAIN | {"engine_option": (f"gates={gates.directory}",)}
+    few = PLAIN | {"limits": replace(LIMITS, sessions_max=2)}
+    with running(tmp_path_factory.mktemp("f"), prefills=[held] * 2, decodes=[few]) as on:
+
+        async def case(site: Site) -> None:
+            await up(site, 1)
+
+            async def both_have_one() -> bool:
+                return await begun(site, "prefill") == [1, 1]
+
+            with gates.closed("prefill"):
+                asked = [asyncio.create_task(site.complete(text)) for text in prompts(6, 20, 30)]
+                await until(both_have_one)
+            assert all(map(right, await asyncio.gather(*asked)))
+            await up(site, 2)
+
+        on(case)

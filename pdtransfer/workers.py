@@ -315,6 +315,9 @@ class Workers:
                 text = f"{name}: {worker.peer} has {there!r}, this router expects {here!r}"
                 self.refuse(worker, Cause.REFUSED, text, now)
                 return
+        if nowhere := [member.node for member in theirs.group[1:] if not member.endpoint]:
+            self.refuse(worker, Cause.REFUSED, f"group: {worker.peer} says nowhere to dial {', '.join(nowhere)}", now)
+            return
         if known is not None and known.incarnation != theirs.incarnation:
             if worker.state is Presence.THERE:
                 self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
@@ -360,7 +363,7 @@ class Workers:
     def _ahead(self, worker: Worker) -> tuple[str, ...]:
         """Some of the prefill ranks that a decode worker's rooms may name, the next ones each time."""
         prefills = self._groups("prefill").get(worker.model, ()) if worker.role == "decode" else ()
-        ranks = [endpoint for prefill in prefills for endpoint in prefill.endpoints if endpoint]
+        ranks = [endpoint for prefill in prefills for endpoint in prefill.endpoints]
         if len(ranks) <= AHEAD_PING:
             return tuple(ranks)
         first = worker.introduced % len(ranks)

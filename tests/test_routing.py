@@ -255,10 +255,23 @@ def test_a_decode_is_told_of_the_prefills_that_its_rooms_may_name_and_a_prefill_
 
 
 def test_a_decode_is_told_of_every_rank_of_a_prefill_where_there_is_one() -> None:
-    bench, ranks = Bench(), (Member("p0", ""), Member("p0-1", "tcp://p0:2"), Member("p0-2", ""))
+    bench, ranks = Bench(), (Member("p0", ""), Member("p0-1", "tcp://p0:2"))
     bench.hear(P, Welcome(1, msgspec.structs.replace(identity("p0", "prefill"), group=ranks)))
     bench.effects = []
     assert introduced(bench, D) == [(P, "tcp://p0:2")]
+
+
+def test_a_worker_that_says_nowhere_to_dial_one_of_its_ranks_is_not_used() -> None:
+    """A Begin, or a Ping, that named it would be a breach of ours towards its decode, and cost all rooms there."""
+    bench, ranks = Bench(prefill=(P, P2)), (Member("p0", ""), Member("p0-1", "tcp://p0:2"), Member("p0-2", ""))
+    bench.hear(P, Welcome(1, msgspec.structs.replace(identity("p0", "prefill"), group=ranks)))
+    worker = bench.routing.workers.by_peer[P]
+    assert not worker.usable
+    assert worker.why == f"group: {P} says nowhere to dial p0-2"
+    assert introduced(bench, D) == [(P2,)]
+    for first in range(3):
+        bench.submit(first)
+        assert bench.sent(Begin, P) == []
 
 
 @pytest.mark.parametrize("leaves", [Goodbye(1, "shutdown"), replace_load(draining=True), Reject(0, "refused", ())])

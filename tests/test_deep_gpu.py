@@ -73,6 +73,20 @@ def test_a_cards_pool_holds_the_textbooks_rows_in_one_chunk_and_in_many(attentio
         near(found[key].cuda(), rows)
 
 
+@pytest.mark.parametrize("attention", ["mla", "gqa"])
+def test_prompts_are_admitted_and_computed_without_a_wait_inside_the_driver(attention: str) -> None:
+    engine = create(config(attention=attention, options=OPTIONS[attention], device="cuda", slots=4_096))
+    engine.warm_up()
+    for at, prompt in enumerate(prompts(3, (200, 230, 250, 500))):  # kernel by kernel, captured, replayed, and longer
+        torch.cuda.set_sync_debug_mode("error" if at else "default")
+        try:
+            assert engine.admit(request(at, prompt))
+            while not engine.idle:
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_layer_that_is_late_is_not_sent_before_it_is_written() -> None:
     """A kernel keeps the compute stream busy for long after the push was asked for; the rows are written behind it."""
     model = mla(layers=range(4))

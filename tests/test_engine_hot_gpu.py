@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from pdtransfer.engine import hot_step
 from pdtransfer.engine.base import CardMemory
+from pdtransfer.engine.decode import ReferenceDecode
 from pdtransfer.engine.reference import create
 from pdtransfer.kernels import card as cards
 from pdtransfer.memory import Arena
@@ -86,3 +88,24 @@ def test_steps_that_are_replayed_are_bitwise_those_that_are_queued_one_by_one(
     monkeypatch.setattr(hot_step.Replayed, "__call__", lambda self: self._work())
     assert outcomes() == captured
     assert replays == before
+
+
+@pytest.mark.parametrize("attention", ["mla", "gqa"])
+def test_a_step_is_queued_without_a_wait_inside_the_driver(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = sparse_requests(LENGTHS, tokens=12)
+    source = Prefill.of(attention=attention, slots=4096, options=SPARSE).run(*rooms)
+    forward, steps = ReferenceDecode._forward, 0
+
+    def watched(self: ReferenceDecode, running: list[Any]) -> Any:
+        nonlocal steps
+        steps += 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return forward(self, running)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(ReferenceDecode, "_forward", watched)
+    with decode_of(attention, rooms, source, hisparse=hisparse(slots=150), batch_max=4) as decode:
+        decode.run()
+    assert steps > 12

@@ -231,6 +231,53 @@ def test_nothing_that_serves_waits_for_a_whole_device() -> None:
     assert waits == set(MAY_WAIT_FOR_A_WHOLE_DEVICE)
 
 
+# Copies from and to pageable memory, inside of which torch waits for the stream, and whoever asks the driver meanwhile
+# may wait as well: an engine sends by `sent`, and fetches by `Fetched`.
+WAITS_INSIDE_THE_DRIVER = {
+    ("engine.cache.Cache.digests", "cpu"): "once a request, when it has ended",
+    ("engine.indexer.IndexCache.digest", "cpu"): "once a request, when it has ended",
+    ("engine.indexer.IndexCache.__init__", "to"): "at the start",
+    ("engine.architecture.Weights.draw.normal", "as_tensor"): "at the start",
+    ("engine.hot_step.HotStep.__init__", "to"): "at the start",
+    ("engine.numerics.Rope.__init__", "to"): "at the start",
+    ("engine.numerics.first_product", "synchronize"): "at the start",
+    ("engine.prefill.ReferencePrefill.__init__", "synchronize"): "at the start",
+    (
+        "hisparse.hot.HotPool.counters",
+        "cpu",
+    ): "when a request has ended, and every few steps, after all that they queue",
+    ("engine.marks.Marks.anchor", "synchronize"): "while the device has nothing to do",
+    ("engine.cache.reached", "as_tensor"): "nothing is copied: it is the card's already",
+}
+
+
+def pageable(tree: ast.AST, where: str = "") -> set[tuple[str, str]]:
+    """Where a tensor crosses in such a way, and how."""
+    found: set[tuple[str, str]] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found |= pageable(node, f"{where}.{node.name}")
+            continue
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, given = node.func.attr, {each.arg for each in node.keywords}
+            moves = "device" in given or any(ast.unparse(each).endswith("device") for each in node.args)
+            sends = name in ("to", "tensor", "as_tensor") and moves and "non_blocking" not in given
+            if sends or name in ("cpu", "item", "synchronize"):
+                found.add((where, name))
+        found |= pageable(node, where)
+    return found
+
+
+def test_an_engine_waits_for_its_card_by_asking_it() -> None:
+    waits = {
+        (name.removeprefix("pdtransfer.") + where, how)
+        for name, tree in modules()
+        if name.startswith(("pdtransfer.engine.", "pdtransfer.hisparse."))
+        for where, how in pageable(tree)
+    }
+    assert waits == set(WAITS_INSIDE_THE_DRIVER)
+
+
 # What runs on a loop. It asks events (`query`); whoever waits for a card has a thread of its own.
 ON_THE_LOOP = re.compile(r"pdtransfer\.(node|session|bus|turn|events|service|desk|transports\.(choice|shm|mooncake))\b")
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..layout import Layout, Plane
 from .architecture import DIGEST_BYTES, Architecture
+from .sending import sent
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DIGEST_ROWS = 1_024  # rows read at once: the digest needs no copy of a whole request
@@ -43,7 +44,7 @@ class Cache:
     def index(self, slots: NDArray[np.int64], multiple: int) -> Tensor:
         """Slots int64 (n,) -> cache rows int64, good for every plane; filled up to a multiple with the first one."""
         pages, rows = np.divmod(np.pad(slots, (0, -len(slots) % multiple), constant_values=slots[0]), self._page_size)
-        return torch.as_tensor(pages * self._page_step + rows * self._row_step, device=self._device)
+        return sent(torch.as_tensor(pages * self._page_step + rows * self._row_step), self._device)
 
     def rows(self, slots: Tensor) -> Tensor:
         """As `index`, of integers of any shape that are where the cache is; -1 becomes the first row."""

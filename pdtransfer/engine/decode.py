@@ -28,6 +28,7 @@ from .model import Batch, EveryKey, Keys, Transformer
 from .numerics import block_up, first_product
 from .residency import ROOMS_TOGETHER, AllResident, Part, PickedKeys
 from .sampling import Handoff, chain, pick, tokens_digest
+from .sending import sent
 
 
 @dataclass(slots=True)
@@ -224,9 +225,9 @@ class ReferenceDecode:
         ids, positions = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
         ids[: len(rooms)] = torch.tensor([room.ids[-1] for room in rooms])
         positions[: len(rooms)] = torch.tensor([room.position for room in rooms])
-        positions = positions.to(self._model.device)
+        positions = sent(positions, self._model.device)
         batch = Batch(
-            ids=ids.to(self._model.device),
+            ids=sent(ids, self._model.device),
             positions=positions,
             own=slice(0, len(rooms)),
             tile_rows=1,

@@ -24,7 +24,7 @@ from ..layouts import host_layout
 from .base import EngineConfig, HiSparse, HotFigures
 from .cache import Cache
 from .hot_step import HotStep
-from .marks import POLL_S, Marks, several
+from .marks import POLL_S, Fetched, Marks, several
 from .model import Transformer
 
 _FIGURES_STEPS = 16
@@ -148,7 +148,7 @@ class Hot:
         found = np.full((2, self._rows), -1, np.int64)
         rooms = sorted(self._placed)
         found[0, : len(rooms)] = rooms
-        found[1, : len(rooms)] = self._pool.refused.cpu().numpy()[[self._placed[room].row for room in rooms]]
+        found[1, : len(rooms)] = Fetched(self._pool.refused).get().numpy()[[self._placed[room].row for room in rooms]]
         for rank, theirs in enumerate(self._group.gather(found)):
             if not np.array_equal(theirs, found):
                 raise WorldError(f"rank {rank} runs other HiSparse requests, or was refused other places")

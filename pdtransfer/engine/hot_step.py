@@ -16,6 +16,7 @@ from torch import Tensor
 from ..hisparse.hot import HotPool
 from .base import Event
 from .capture import captured
+from .sending import sent
 
 Result = TypeVar("Result")
 
@@ -69,7 +70,7 @@ class HotStep:
         table[: self._row_count], table[-1] = -1, self._requests
         table[: self._requests] = rows
         table[self._row_count : self._row_count + self._requests] = lengths
-        self._given.copy_(self._host)
+        self._given.copy_(sent(self._host, self._given.device))
         return _tensor(self._newest())[: self._requests]
 
     def place(self, group: int, picks: Tensor) -> Tensor:

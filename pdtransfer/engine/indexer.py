@@ -22,6 +22,7 @@ from ..layout import Layout, Plane
 from .architecture import DIGEST_BYTES, INDEX_DIM, INDEX_HEADS
 from .attention import KEY_BLOCK
 from .numerics import Rope, linear, products, rms_norm
+from .sending import sent
 
 _FLOAT8_MAX = 448.0
 _SCALE_MIN = 2.0**-64  # of a row of zeros
@@ -53,7 +54,7 @@ class IndexCache:
         """Slots int64 (n,) -> int64 (2, n): rows of the keys, rows of the scales; filled up with the first one."""
         pages, rows = np.divmod(np.pad(slots, (0, -len(slots) % multiple), constant_values=slots[0]), self._page_size)
         both = [pages * self._steps[kind][0] + rows * self._steps[kind][1] for kind in ("index", "scale")]
-        return torch.as_tensor(np.stack(both), device=self._device)
+        return sent(torch.as_tensor(np.stack(both)), self._device)
 
     def write(self, layer: int, index: Tensor, keys: Tensor) -> None:
         """Float32 keys (n, INDEX_DIM) to rows (2, n), as float8."""
@@ -112,7 +113,8 @@ def scores(queries: Queries, cache: IndexCache, layer: int, indices: Sequence[Te
     `indices`: each request's cache rows (2, whole key blocks). A block's products have one shape wherever it stands.
     """
     counts = [-(-length // KEY_BLOCK) for length in lengths]
-    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(queries.heads.device)
+    device = queries.heads.device
+    owner = sent(torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)), device)
     rows = torch.cat([each[:, : count * KEY_BLOCK] for each, count in zip(indices, counts, strict=True)], dim=1)
     found = queries.heads.new_empty(len(owner), KEY_BLOCK)
     for first in range(0, len(owner), _BLOCKS_TOGETHER):
@@ -131,8 +133,8 @@ def scores(queries: Queries, cache: IndexCache, layer: int, indices: Sequence[Te
         whole[row, : count * KEY_BLOCK] = found[first : first + count].view(-1)
         first += count
     whole = whole[:, : max(lengths)]
-    places = torch.arange(max(lengths), device=whole.device)
-    return whole.masked_fill_(places >= torch.tensor(lengths, device=whole.device).unsqueeze(1), -torch.inf)
+    places, ends = torch.arange(max(lengths), device=device), sent(torch.tensor(lengths), device)
+    return whole.masked_fill_(places >= ends.unsqueeze(1), -torch.inf)
 
 
 def pick_top(found: Tensor, top: int) -> Tensor:

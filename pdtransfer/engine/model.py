@@ -18,8 +18,10 @@ from .attention import Tiles, attend
 from .base import Alone, Group
 from .cache import Cache
 from .indexer import Indexer, IndexerMath
+from .marks import Fetched
 from .numerics import Rope, linear, rms_norm, silu, single_threaded
 from .projection import GroupedProjection, LatentProjection, Layer, Projection
+from .sending import sent
 from .shard import Shard
 
 _INDEX = -1  # among heads: what every rank has of the index
@@ -213,6 +215,6 @@ class Model:
     def _all_heads(self, own: Tensor) -> Tensor:
         """(rows, own heads, head_dim) -> (rows, all heads * head_dim)."""
         if self.group.ranks.tp_size > 1:
-            parts = self.group.gather(np.ascontiguousarray(own.cpu().numpy()))
-            own = torch.cat([torch.as_tensor(part, device=self.device) for part in parts], dim=1)
+            parts = self.group.gather(np.ascontiguousarray(Fetched(own).get().numpy()))
+            own = torch.cat([sent(torch.as_tensor(part), self.device) for part in parts], dim=1)
         return own.reshape(len(own), -1)

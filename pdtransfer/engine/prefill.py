@@ -35,6 +35,7 @@ from .numerics import BLOCK_ROWS, block_up, first_product
 from .projection import Layer
 from .sampling import Handoff, chain
 from .sampling import pick as picked
+from .sending import sent
 from .shard import Shard
 
 # fcntl's own names for these come with Python 3.13.
@@ -209,7 +210,7 @@ class ReferencePrefill:
         if ends:
             hidden, room.hidden, room.batch, room.turns, room.done = room.hidden, None, None, 0, room.end
             if not self._last:
-                self._config.group.hand_on(hidden.cpu().numpy())
+                self._config.group.hand_on(Fetched(hidden).get().numpy())
             if room.left == 0:
                 made += self._finish(room, hidden)
         return made
@@ -265,7 +266,7 @@ class ReferencePrefill:
         """What the stage before has made of the chunk."""
         hidden = np.empty((len(batch.ids), self._model.architecture.width), np.float32)
         self._config.group.take_over(hidden)
-        return torch.as_tensor(hidden, device=self._model.device)
+        return sent(torch.as_tensor(hidden), self._model.device)
 
     def _batch(self, room: _Room) -> Batch:
         """Rows [done, end) at their places in tiles that lie at multiples of BLOCK_ROWS of the prompt."""
@@ -274,7 +275,6 @@ class ReferencePrefill:
         own = slice(room.done - first, room.end - first)
         ids = torch.zeros(rows, dtype=torch.int64)
         ids[own] = torch.tensor(room.request.prompt[room.done : room.end])
-        ids = self._sent(ids)
         positions = torch.arange(first, first + rows, device=self._model.device)
         bias = causal_bias(positions.view(-1, BLOCK_ROWS))
         depths = [position // KEY_BLOCK for position in range(first, first + rows, BLOCK_ROWS)]
@@ -292,12 +292,14 @@ class ReferencePrefill:
         keys: Keys = EveryKey(self._cache, room.index.view(-1)[room.done : room.end], tiles)
         if self._index is not None and room.indexed is not None:
             keys = _IndexedKeys(keys, self._model, self._index, room.indexed[:, room.done : room.end], positions, own)
-        return Batch(ids=ids, positions=positions, own=own, tile_rows=BLOCK_ROWS, tile_count=len(depths), keys=keys)
-
-    def _sent(self, ids: Tensor) -> Tensor:
-        """To where the model computes. Out of pageable memory it would wait for what the card has to do."""
-        device = self._model.device
-        return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+        return Batch(
+            ids=sent(ids, self._model.device),
+            positions=positions,
+            own=own,
+            tile_rows=BLOCK_ROWS,
+            tile_count=len(depths),
+            keys=keys,
+        )
 
     def _finish(self, room: _Room, hidden: Tensor) -> list[Computed | Prefilled | Broken]:
         """The prompt is computed, or queued. On a card its first token follows in a later step, so that its last cells

@@ -15,6 +15,7 @@ from .cache import Cache
 from .indexer import IndexCache, IndexerMath, Queries, pick_top, scores
 from .model import Reading
 from .projection import Layer
+from .sending import sent
 
 ROOMS_TOGETHER = 4  # folded together: their key blocks stay in the core's cache between two products
 
@@ -121,7 +122,7 @@ def _readings(part: Part, first: int, picked: Tensor, newest: Tensor) -> list[Re
     rows = newest.unsqueeze(1).repeat(1, max(blocks * KEY_BLOCK, top))
     rows[:, :top] = picked
     rows = rows[:, : blocks * KEY_BLOCK].view(requests, blocks, KEY_BLOCK)
-    bias = causal_bias(torch.tensor(counts, device=picked.device).unsqueeze(1))
+    bias = causal_bias(sent(torch.tensor(counts), picked.device).unsqueeze(1))
     depths = [count // KEY_BLOCK for count in counts]
     readings: list[Reading] = []
     for at in range(0, requests, ROOMS_TOGETHER):

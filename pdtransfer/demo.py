@@ -128,7 +128,7 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
     if config.verify:
         report |= {"grants_verified": verified[0], "grants_mismatched": verified[1]}
     if config.hisparse:
-        report |= hot_report(hot, hot_tokens=_hot_tokens(config), answers=answers)
+        report |= hot_report(hot, ranks=len(fleet.metrics), hot_tokens=_hot_tokens(config), answers=answers)
     if config.json:
         print(json.dumps(report))
     else:

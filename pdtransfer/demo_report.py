@@ -61,13 +61,17 @@ def report_of(config: DemoConfig, answers: Sequence[Answer], seconds: float, lea
     }
 
 
-def hot_report(figures: Mapping[str, int], *, hot_tokens: int, answers: Sequence[Answer]) -> dict[str, Any]:
-    """What HiSparse adds to the report: `figures` of the decode ranks, by the names of their metrics."""
+def hot_report(
+    figures: Mapping[str, int], *, ranks: int, hot_tokens: int, answers: Sequence[Answer]
+) -> dict[str, Any]:  # fmt: skip
+    """What HiSparse adds to the report: `figures` are sums over `ranks` decode ranks, by the names of their metrics.
+    Ranks of a group swap in the same tokens, each its own heads of them."""
     hits, misses = (figures.get(f"pdtransfer_hot_{name}", 0) for name in ("hits", "misses"))
     others = ("swapped_bytes", "retracts", "staging_copies", "index_copies")
     return {
         "hot_tokens": hot_tokens,
         "longer_than_hot": sum(len(answer.prompt) > hot_tokens for answer in answers),
+        "hot_ranks": ranks,
         "hot_hits": hits,
         "hot_misses": misses,
         "hit_rate": round(hits / (hits + misses), 4) if hits + misses else None,
@@ -123,10 +127,11 @@ def _hot(report: dict[str, Any]) -> str:
     """A line of its own, where the demo decoded from hot tokens."""
     if "hot_tokens" not in report:
         return ""
+    where = f"on {report['hot_ranks']} ranks together, " if report["hot_ranks"] > 1 else ""
     found = "nothing swapped" if report["hit_rate"] is None else f"{report['hit_rate']:.1%} of picks were hot"
     return (
         f"\n{report['longer_than_hot']} prompts are longer than the {report['hot_tokens']} tokens that the device "
-        f"holds of each: {found}, {report['hot_misses']:,} swapped in, {report['swapped_bytes'] / 1e6:,.1f} MB; "
+        f"holds of each: {found}, {where}{report['hot_misses']:,} swapped in, {report['swapped_bytes'] / 1e6:,.1f} MB; "
         f"{report['retracts']} retracts, {report['staging_copies']} staging copies, "
         f"{report['index_copies']} index copies"
     )

@@ -66,6 +66,7 @@ class FakeFleet:
 
     def __init__(self) -> None:
         self.ended = False
+        self.metrics = ["127.0.0.1:1"]
 
     async def __aenter__(self) -> FakeFleet:
         return self
@@ -393,7 +394,7 @@ def test_workers_compute_where_they_are_told_and_the_single_process_beside_decod
 
 
 def test_with_hisparse_a_staged_copy_is_status_1_and_hits_are_a_share(
-    answers: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answers: Callable[..., None], fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = {"pdtransfer_hot_hits": 3, "pdtransfer_hot_misses": 1, "pdtransfer_retracts": 5}
 
@@ -406,7 +407,14 @@ def test_with_hisparse_a_staged_copy_is_status_1_and_hits_are_a_share(
     said = json.loads(capsys.readouterr().out)
     assert (said["hit_rate"], said["retracts"], said["longer_than_hot"], said["index_copies"]) == (0.75, 5, 1, 0)
     assert run(replace(CONFIG, hisparse=True, json=False)) == 0
-    assert "75.0% of picks were hot" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "75.0% of picks were hot" in out
+    assert "ranks together" not in out
+    fleet.metrics = ["127.0.0.1:1", "127.0.0.1:2"]
+    assert run(replace(CONFIG, hisparse=True, json=False)) == 0
+    assert "on 2 ranks together, 1 swapped in, 0.0 MB" in " ".join(capsys.readouterr().out.split())
+    assert run(replace(CONFIG, hisparse=True)) == 0
+    assert json.loads(capsys.readouterr().out)["hot_ranks"] == 2
     figures["pdtransfer_staging_copies"] = 1
     assert run(replace(CONFIG, hisparse=True)) == 1
     assert json.loads(capsys.readouterr().out)["staging_copies"] == 1

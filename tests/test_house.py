@@ -231,6 +231,38 @@ def test_nothing_that_serves_waits_for_a_whole_device() -> None:
     assert waits == set(MAY_WAIT_FOR_A_WHOLE_DEVICE)
 
 
+# A wait for one stream inside the driver, which may hold up who asks it for an event; others sleep until theirs fires.
+WAITS_FOR_A_STREAM = {
+    "kernels.tables.Tables.kept": "for an upload of some KiB, on a stream of its own",
+    "kernels.card.Card.clear": "at the start",
+    "kernels.hooks.load_to_device_per_layer": "where a launch has failed",
+    "kernels.lanes.Ring.run": "where a launch has failed",
+    "transports.lane.CardLane.fetch": "where every byte is read back to be summed",
+}
+
+
+def test_who_waits_for_a_stream_asks_its_events() -> None:
+    waits = {
+        name.removeprefix("pdtransfer.") + where
+        for name, tree in modules()
+        if not name.startswith("pdtransfer.bench")
+        for where, called in calls(tree)
+        if called == "synchronise"
+    }
+    assert waits == set(WAITS_FOR_A_STREAM)
+
+
+def calls(tree: ast.AST, where: str = "") -> Iterator[tuple[str, str]]:
+    """Every method that is called by name, and where."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from calls(node, f"{where}.{node.name}")
+            continue
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            yield where, node.func.attr
+        yield from calls(node, where)
+
+
 # Copies from and to pageable memory, inside of which torch waits for the stream, and whoever asks the driver meanwhile
 # may wait as well: an engine sends by `sent`, and fetches by `Fetched`.
 WAITS_INSIDE_THE_DRIVER = {

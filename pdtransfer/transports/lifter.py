@@ -15,6 +15,7 @@ from ..errors import TransportError
 from ..geometry import Int64s
 from ..hbm import Hbm
 from ..kernels.card import card
+from ..kernels.event import Event
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import Pool
 from ..layout import Layout
@@ -93,7 +94,7 @@ class Lifter:
 
     def __init__(self, arena: Arena, hbm: Hbm, *, threads: int = 1) -> None:
         self._arena, self._hbm = arena, hbm
-        self._stream: int | None = None
+        self._queue: tuple[int, Event] | None = None  # a stream, and what it has behind its last copy
         self._loop = asyncio.get_running_loop()
         self._reports: Reports[_Lifting] = Reports(self._ended)
         # One thread launches on one stream, and waits for it.
@@ -138,15 +139,16 @@ class Lifter:
             kv_copy(part.target, part.source, slots, slots, len(slots))
             return
         here = card(self._hbm.card)
-        if self._stream is None:
-            self._stream = here.stream()
-        failure = None
+        if self._queue is None:
+            self._queue = here.stream(), Event(here)
+        (stream, copied), failure = self._queue, None
         try:
-            kv_copy(part.target, part.source, slots, slots, len(slots), stream=self._stream)
+            kv_copy(part.target, part.source, slots, slots, len(slots), stream=stream)
         except Exception as error:  # noqa: BLE001 (it may have been queued all the same)
             failure = error
         try:
-            here.synchronise(self._stream)
+            copied.record(stream)
+            copied.wait()
         except Exception as error:  # noqa: BLE001 (whatever it is, nobody can say what has ended)
             raise _LostError(str(failure or error)) from None
         if failure is not None:

@@ -22,6 +22,12 @@ async def up(site: Site, count: int, rank: int = 0) -> None:
     await until(there, f"{count} sessions")
 
 
+async def sessions_of(site: Site, role: str) -> list[float]:
+    """How many each of these workers has."""
+    living = [each for each in site.fleet.of(role) if each.process.returncode is None]
+    return [(await site.metrics(each))["pdtransfer_sessions"] for each in living]
+
+
 async def begun(site: Site, role: str = "decode") -> list[float]:
     """Rooms that each of these workers has been asked for."""
     return [(await site.metrics(each))["pdtransfer_rooms_begun_total"] for each in site.fleet.of(role)]
@@ -89,5 +95,25 @@ def test_a_decode_of_few_places_keeps_some_for_the_prefills_that_rooms_name(
                 await until(both_have_one)
             assert all(map(right, await asyncio.gather(*asked)))
             await up(site, 2)
+
+        on(case)
+
+
+def test_a_prefill_of_one_place_serves_the_decode_that_has_it_and_then_the_other(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    one = PLAIN | {"limits": replace(LIMITS, sessions_max=1)}
+    with running(tmp_path_factory.mktemp("f"), prefills=[one], decodes=[PLAIN] * 2) as on:
+
+        async def case(site: Site) -> None:
+            async def one_has_it() -> bool:
+                return await sessions_of(site, "prefill") == [1] and sum(await sessions_of(site, "decode")) == 1
+
+            await until(one_has_it)
+            assert all(map(right, await asyncio.gather(*map(site.complete, prompts(7, 20, 30, 40, 50)))))
+            has = (await sessions_of(site, "decode")).index(1)
+            await site.fleet.of("decode")[has].stop()
+            await until(one_has_it)
+            assert right(await site.complete("the other has it"))
 
         on(case)

@@ -269,9 +269,9 @@ def map_received(fd: int, byte_count: int) -> Mapping:
         raise TransportError(f"arena: {byte_count} bytes cannot be mapped ({error.strerror})") from None
 
 
-def enter_backed(received: Mapping, fd: int, first: int) -> int:
+def enter_backed(received: Mapping, fd: int, first: int, byte_count_max: int) -> int:
     """Enters in this process's page table what is behind `first` in a received arena and its owner has backed, up to
-    the first hole; returns where that ends.
+    the first hole and no more than `byte_count_max`; returns where that ends.
 
     Where no more than UNBACKED_BYTES_MAX are missing it backs them itself.
     """
@@ -279,6 +279,7 @@ def enter_backed(received: Mapping, fd: int, first: int) -> int:
     if end - first > UNBACKED_BYTES_MAX:
         backed = min(os.lseek(fd, first, os.SEEK_HOLE), os.fstat(fd).st_blocks * 512)
         end = end if end - backed <= UNBACKED_BYTES_MAX else max(first, backed)
+    end = min(end, first + byte_count_max)
     received.prefault(first=first, end=end)
     return end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,10 +22,11 @@ from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.events import POLL_S, Event, EventQueue
 from pdtransfer.limits import Limits
-from pdtransfer.memory import Arena
+from pdtransfer.memory import Arena, Mapping
 from pdtransfer.node import DecodeNode, PrefillNode
 from pdtransfer.room import DecodeRoom
 from pdtransfer.session.prefill import Cell
+from pdtransfer.transports.shm import writer as shm_writer
 from pdtransfer.turn import Clock, Performer, Ticker
 from pdtransfer.wire import (
     Begin,
@@ -399,6 +401,29 @@ async def test_of_the_sources_that_a_node_is_told_of_it_dials_those_that_it_may(
         assert not it.decode.core.links.peers
         it.expect(1)
         assert list(it.decode.core.links.peers) == [it.endpoint], "the place was kept for it"
+
+
+@on_loop
+async def test_a_room_lands_in_the_first_piece_of_an_arena_while_the_next_is_entered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    piece, enter, let_go = 10 * 4_096, shm_writer.enter_backed, threading.Event()
+
+    def entered(mapping: Mapping, fd: int, first: int, byte_count_max: int) -> int:
+        if first:
+            assert let_go.wait(60)
+        return enter(mapping, fd, first, byte_count_max)
+
+    monkeypatch.setattr(shm_writer, "_ENTER_BYTES", piece)
+    monkeypatch.setattr(shm_writer, "enter_backed", entered)
+    async with nodes() as it:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        (session,) = it.decode.core.links.sessions.values()
+        assert session.bytes_ready == piece
+        let_go.set()
+        await until(lambda: session.bytes_ready == TARGET.layout.end)
 
 
 @on_loop

@@ -393,6 +393,24 @@ async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_fo
 
 
 @on_loop
+async def test_a_writer_has_the_first_piece_of_an_arena_ready_before_it_enters_the_others(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piece = arena.byte_count // 3 // 4_096 * 4_096
+    monkeypatch.setattr(memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(shm_writer, "_ENTER_BYTES", piece)
+    arena.mapping.prefault()
+    told: list[int] = []
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
+    assert await prefill.map(WRITER, await decode.offer(WRITER), (), told.append) == piece
+    assert told == []
+    await until(lambda: told[-1:] == [arena.byte_count])
+    assert told == [*range(2 * piece, arena.byte_count, piece), arena.byte_count]
+    await prefill.close()
+    await decode.close()
+
+
+@on_loop
 async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_no_descriptor(
     arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

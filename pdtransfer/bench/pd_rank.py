@@ -274,6 +274,10 @@ class _Decode(_Side):
         self._port.attach(self._loop)
         engine_thread.start(engine_thread.DecodeThread(self._engine, self._port, self._heard), self._died)
         self.node.dial(self._endpoint)
+        sessions = self.node.core.links.sessions
+        async with asyncio.timeout(ROOM_S):
+            while not any(session.whole for session in sessions.values()):  # noqa: ASYNC110 (nobody tells)
+                await asyncio.sleep(_IDLE_POLL_S)
         self._pipe.send(None)
         await self.wait()
         self._port.tell(Quit())

@@ -27,6 +27,7 @@ from ..layout import Component, expand_pages
 from ..memory import Arena, allocate
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..process import prepare
+from ..session.ledger import SessionState
 from ..session.prefill import Cell
 from ..transports.network import Transport
 from ..wire import Grant, Message, Part, encode
@@ -35,6 +36,7 @@ from .orders import Batch, Echoes, Failure, Fragment, GiveUp, Memcpy, Stall
 _ANY_PORT = "tcp://127.0.0.1:0"
 _AUX = b"\0" * 32  # about what the reference engine says of a room
 _ROOM_SECONDS = 60.0
+_LOOK_SECONDS = 0.005
 _ECHO = encode(Grant(1 << 63, 1, 1 << 63, 16, 0, (Part(0, 0, 16, b"\0" * 8),), send_aux=True, time_left_ms=1))
 _STALLED = 1 << 48  # rooms from here on are stalled ones
 _PAGE_STEP = 7  # rooms take every 7th page: what was just read is not read again at once
@@ -255,6 +257,8 @@ class _DecodeRank(_Rank):
 
     def perform(self, order: object) -> None:
         match order:
+            case Batch() if not self._whole:
+                self._loop.call_later(_LOOK_SECONDS, self.perform, order)
             case Batch():
                 self._expected, self._ready = np.zeros((2, order.rooms), np.int64)
                 self.begin(order)
@@ -278,6 +282,13 @@ class _DecodeRank(_Rank):
                     self._of(room).expect(room, tokens=tokens, sources=(source,), time_left_s=_ROOM_SECONDS)
             case _:
                 raise AssertionError(order)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether whoever has a session has all of the arena ready: the first rooms land while the rest is entered, and
+        what is measured is not to."""
+        sessions = [session for node in self._nodes for session in node.core.links.sessions.values()]
+        return all(each.whole for each in sessions if each.state is SessionState.UP)
 
     def start(self, room: int) -> None:
         tokens, shared, node = self._batch.tokens, self._batch.shared, self._of(room)

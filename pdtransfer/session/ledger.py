@@ -124,6 +124,11 @@ class Session:
         )
 
     @property
+    def whole(self) -> bool:
+        """Whether its writer has all of the arena ready."""
+        return self.reach is not None and self.bytes_ready == self.reach.arena_bytes
+
+    @property
     def has_place(self) -> bool:
         """Whether one more grant would lie inside the window."""
         oldest = next(iter(self.leases), self.next_grant)

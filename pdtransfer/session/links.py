@@ -188,7 +188,7 @@ class Links:
             raise RemoteProtocolError("Registered.hbm_direct", f"{message.hbm_direct}, it was {session.hbm_direct}")
         session.hbm_direct = message.hbm_direct
         session.bytes_ready = max(session.bytes_ready, message.bytes_ready)
-        if session.bytes_ready == session.reach.arena_bytes:
+        if session.whole:
             self.timers.clear(("register", session.id, 0))  # until then it repeats, since Registered may be lost
         if session.state is SessionState.REGISTERING and session.bytes_ready:
             session.state = step(SESSION, session.state, SessionEvent.REGISTER)

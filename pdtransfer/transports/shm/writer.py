@@ -15,6 +15,7 @@ from ...checksum import Lines
 from ...effects import Outcome, Write
 from ...errors import TransportError, WorldError
 from ...kernels.pools import Pool
+from ...kernels.registered import CHUNK_BYTES
 from ...layout import Component
 from ...memory import Mapping, enter_backed, map_received
 from ...pairing import Pairing
@@ -32,6 +33,7 @@ _INLINE_BYTES_MAX = 256 << 10  # copied on the loop: some 30 us, less than wakin
 _INLINE_BYTES_TURN = 1 << 20  # and so many in one turn of the loop, lest it stall
 _HANDOVER_SECONDS = 5.0
 _MAP_THREADS = 4
+_ENTER_BYTES = CHUNK_BYTES  # of an arena at a time, some 50 ms: rooms land in what is ready before the rest is
 _FOLLOW_SECONDS = 0.05  # an arena's owner backs some 100 MiB meanwhile
 
 log = logging.getLogger(__name__)
@@ -161,16 +163,18 @@ class ShmWriter:
         mapped.reached, mapped.pairings, mapped.fd, mapped.bytes_ready = (
             made.reached, made.pairings, made.fd, made.bytes_ready,
         )  # fmt: skip
-        self._follow_later(session, mapped, more)
+        self._follow_later(session, mapped, more, mapped.bytes_ready)
         return mapped.bytes_ready
 
-    def _follow_later(self, session: int, mapped: _Session, more: Ready) -> None:
-        """Looks soon how far the arena's owner has come, unless all is ready or nobody wants it any more."""
+    def _follow_later(self, session: int, mapped: _Session, more: Ready, entered: int) -> None:
+        """Enters the next piece, unless all is ready or nobody wants it any more: at once after a whole one, else soon,
+        since the arena's owner has come no further."""
         assert mapped.reached is not None
         if mapped.bytes_ready == mapped.reached.mapping.byte_count:
             mapped.close_fd()
         elif not mapped.leaving:
-            self._loop.call_later(_FOLLOW_SECONDS, self._follow, session, mapped, more)
+            wait_s = _FOLLOW_SECONDS if entered < _ENTER_BYTES else 0.0
+            self._loop.call_later(wait_s, self._follow, session, mapped, more)
 
     def _follow(self, session: int, mapped: _Session, more: Ready) -> None:
         if mapped.leaving or mapped.reached is None:
@@ -187,7 +191,7 @@ class ShmWriter:
             before, mapped.bytes_ready = mapped.bytes_ready, done.result()
             if mapped.bytes_ready > before:
                 more(mapped.bytes_ready)
-            self._follow_later(session, mapped, more)
+            self._follow_later(session, mapped, more, mapped.bytes_ready - before)
         self._leave(session, mapped)
 
     def _attach(self, fd: int, reach: Reach, components: tuple[Component, ...]) -> _Attached:
@@ -228,8 +232,8 @@ class ShmWriter:
         return mapped is not None and mapped.reached is not None and mapped.reached.hbm is not None
 
     def _enter(self, mapping: Mapping, fd: int, first: int) -> int:
-        """In a worker thread: how much is ready by now."""
-        entered = enter_backed(mapping, fd, first)
+        """In a worker thread: how much is ready once one more piece is."""
+        entered = enter_backed(mapping, fd, first, _ENTER_BYTES)
         return entered if self._card is None else mapping.register(self._card, entered)
 
     def unmap(self, session: int) -> None:

@@ -106,6 +106,8 @@ class CardOnHost(Card):
         return address, address
 
     def upload(self, address: int, content: Any, stream: int) -> None:
+        if content.nbytes > 64 << 10:
+            self.synchronise(stream)  # as a driver may
         kept = content.copy()
         self._queue(stream, lambda: ctypes.memmove(address, kept.ctypes.data, kept.nbytes))
 

@@ -234,6 +234,7 @@ def test_nothing_that_serves_waits_for_a_whole_device() -> None:
 # A wait for one stream inside the driver, which may hold up who asks it for an event; others sleep until theirs fires.
 WAITS_FOR_A_STREAM = {
     "kernels.tables.Tables.kept": "for an upload of some KiB, on a stream of its own",
+    "kernels.card.Card.given": "for its own upload, on a stream of its own",
     "kernels.card.Card.clear": "at the start",
     "kernels.hooks.load_to_device_per_layer": "where a launch has failed",
     "kernels.lanes.Ring.run": "where a launch has failed",

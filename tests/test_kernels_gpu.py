@@ -186,6 +186,7 @@ def test_kinds_of_copies_come_and_go_while_the_models_stream_and_another_are_hel
             tables.let(key, ours)
             here.synchronise(ours)
         here.clear(memory, 64)
+        here.free(here.given(np.zeros(1 << 20, np.uint8), other), other)
 
     for stream in (0, other):
         here.call("cuStreamWaitValue32", stream, there, 1, 0)  # until it is 1, or more

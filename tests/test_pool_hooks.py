@@ -24,8 +24,8 @@ from pdtransfer.transports.shm import ShmArena
 
 from . import kernels_host
 from .card_on_host import CardOnHost
+from .layout_tensors import CANARY, mha, mla
 from .layout_tensors import Pool as Tensors
-from .layout_tensors import mha, mla
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -88,6 +88,30 @@ def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_hears_of_it(
     here.finish()
     for row, right in zip(model.rows(), wanted, strict=True):
         assert np.array_equal(device.read(*row, up), right) == (row[1] < 2)
+
+
+@pytest.mark.parametrize("rows", [9, 5_000])
+def test_slots_of_any_number_are_queued_behind_what_the_stream_has_to_do(
+    rows: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = CardOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
+    for module in (hooks, kv_copies):
+        monkeypatch.setattr(module, "card", lambda _: here)
+    monkeypatch.setattr(hooks, "Event", lambda _: Mock())
+    model, stream, computed = mla(layers=range(2)), here.stream(), False
+    host, device = (Tensors(name="layer_first", model=model, page_size=16, slots=5_008) for _ in range(2))
+    host.fill(np.arange(5_008) + 1_000)
+    rng = np.random.default_rng(1)
+    up, down = (rng.permutation(5_008)[:rows] for _ in range(2))
+    here._queues[stream].append((lambda: computed, lambda: None))
+    load_to_device_per_layer(
+        replace(pool_of(device), card=0), replace(pool_of(host), card=0, host=True), up, down, rows, stream=stream
+    )
+    assert (device.memory == CANARY).all()
+    computed = True
+    here.finish()
+    for row in model.rows():
+        assert np.array_equal(device.read(*row, up), host.read(*row, down))
 
 
 def test_wrong_slots_are_refused_before_a_layer_is_copied() -> None:

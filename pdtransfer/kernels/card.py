@@ -25,6 +25,7 @@ from .registered import Registered
 from .tables import Tables
 
 _POLL_SECONDS = 20e-6
+_UNWAITED_BYTES = 64 << 10  # of pageable memory, which a copy to the card takes along at once
 _PAGE_BYTES = 64 << 10
 _WORDS_BYTES = 64  # a line of the core's cache: no two launches' words share one
 IPC_HANDLE_BYTES = 64
@@ -178,8 +179,21 @@ class Card:
         else:
             self.call("cuMemFreeAsync", address, stream)
 
+    def given(self, content: NDArray[Any], stream: int) -> int:
+        """Where the card has `content` for what is queued on `stream` from now on; to be freed there.
+
+        Waits for none but its own upload, and for that only where it is large.
+        """
+        by = stream if content.nbytes <= _UNWAITED_BYTES else self.aside
+        address = self.allocate(content.nbytes, by)
+        self.upload(address, content, by)
+        if by != stream:
+            self.synchronise(by)
+        return address
+
     def upload(self, address: int, content: NDArray[Any], stream: int) -> None:
-        """Queues a copy of `content`, which may be changed as soon as this returns."""
+        """Queues a copy of `content`, which may be changed as soon as this returns; of more than 64 KiB the driver may
+        first wait for the stream."""
         assert content.flags.c_contiguous
         self.enter()
         self.call("cuMemcpyHtoDAsync", address, content.ctypes.data, content.nbytes, stream)

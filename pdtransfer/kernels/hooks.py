@@ -122,7 +122,6 @@ class _Uploaded:
     def __init__(self, here: Card, asked: Asked, stream: int) -> None:
         targets, sources = listed(asked.target, asked.rows), listed(asked.source, asked.rows)
         both = np.concatenate((targets, sources))
-        self.address = here.allocate(both.nbytes, stream)
-        here.upload(self.address, both, stream)
+        self.address = here.given(both, stream)
         self.targets = _OnCard(self.address, len(targets))
         self.sources = _OnCard(self.address + targets.nbytes, len(sources))

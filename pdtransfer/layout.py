@@ -5,6 +5,7 @@ What is built here is valid: a Layout whose rows overlap, or whose addresses lea
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import cached_property
 from operator import attrgetter
 from typing import Annotated, Literal, NamedTuple, overload
@@ -125,8 +126,14 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
 
     def row_bytes_of(self, first_layer: int, end_layer: int) -> int:
         """Bytes of one slot over the planes of layers [first_layer, end_layer)."""
-        layers = self.table[:, 0]
-        return int(self.table[(layers >= first_layer) & (layers < end_layer), 6].sum())
+        layers, below = self._bytes_below
+        return max(0, below[bisect_left(layers, end_layer)] - below[bisect_left(layers, first_layer)])
+
+    @cached_property
+    def _bytes_below(self) -> tuple[list[int], list[int]]:
+        """The planes' layers in order, and the bytes of one slot over the planes before each; the last is all of it."""
+        order = np.argsort(self.table[:, 0], kind="stable")
+        return self.table[order, 0].tolist(), [0, *np.cumsum(self.table[order, 6]).tolist()]
 
     @cached_property
     def layer_range(self) -> tuple[int, int]:

@@ -111,8 +111,20 @@ def test_layers_of_layers_is_their_intersection(data: Any) -> None:
         assert layout.row_bytes_of(low, high) == sliced.row_bytes
         assert sliced.layer_range == (low, high)
     else:
+        assert layout.row_bytes_of(low, high) == 0
         with pytest.raises(LocalProtocolError, match=f"layers {c}..{d - 1}: none"):
             layout.layers(a, b).layers(c, d)
+
+
+@bounded
+@given(st.data())
+def test_bytes_of_any_layers_are_those_of_the_planes_between(data: Any) -> None:
+    """In whatever order the planes are, whether every layer has one, and beyond the layers that there are."""
+    pool = data.draw(models().flatmap(pools)).layout
+    kept = data.draw(st.permutations(pool.planes))[: data.draw(st.integers(1, len(pool.planes)))]
+    layout = Layout(tuple(kept), pool.page_size, pool.slots)
+    low, high = data.draw(st.tuples(*[st.integers(-1, pool.layer_range[1] + 1)] * 2))
+    assert layout.row_bytes_of(low, high) == sum(each.row_bytes for each in kept if low <= each.layer < high)
 
 
 @bounded

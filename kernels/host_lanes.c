@@ -8,6 +8,7 @@
 #define _POSIX_C_SOURCE 199309L
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/prctl.h>
 #include <time.h>
 
 #if defined(__cplusplus)
@@ -146,4 +147,32 @@ EXTERN void pdtransfer_lanes(struct Lanes *lanes) {
     if (!lanes->status) lanes->status = close_lanes(lanes);
 }
 
-EXTERN uint32_t pdtransfer_abi(void) { return 2; }
+struct Await {
+    const struct Calls *calls;
+    void *context;
+    void **events;
+    const uint32_t *called; /* whoever sets it wants its caller back */
+    int64_t count;
+    /* answers */
+    int64_t passed; /* the first event that is; -1 where it was called */
+    int32_t status; /* of the query that failed: 0 if none did */
+    int32_t unused;
+};
+
+/* Sleeps until the card has passed one of the events, or somebody calls. The kernel would add 50 us to each nap. */
+EXTERN void pdtransfer_await(struct Await *await) {
+    prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL);
+    const struct timespec pause = {0, POLL_NANOSECONDS};
+    await->status = await->calls->set_context(await->context);
+    for (await->passed = await->status ? 0 : -1; !await->status; nanosleep(&pause, NULL)) {
+        for (int64_t at = 0; at < await->count; at++) {
+            int status = await->calls->query(await->events[at]);
+            if (status == NOT_READY) continue;
+            await->passed = at, await->status = status;
+            return;
+        }
+        if (*(const volatile uint32_t *)await->called) return;
+    }
+}
+
+EXTERN uint32_t pdtransfer_abi(void) { return 3; }

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from .arena import Extents
 from .errors import Cause
+from .gate import Gate
 from .layout import Component
 from .wire import Message, Reach
 
@@ -152,7 +153,8 @@ class Write(Struct, frozen=True, kw_only=True):
     """One cell's rows on their way into one grant's slots; answered by `wrote`.
 
     `source_slots` and `target_slots` are int64 of equal length, in slots of the component's layout on either side;
-    `layers` is [first, end). The slots were checked against both layouts before this was made.
+    `layers` is [first, end). The slots were checked against both layouts before this was made. Nothing of it is read
+    before `after` is open, if there is one.
     """
 
     session: int
@@ -165,6 +167,7 @@ class Write(Struct, frozen=True, kw_only=True):
     target_slots: NDArray[np.int64]
     first_row: int = 0  # of the room: the first slot's
     verify: bool = False  # a checksum of the rows as they are read is wanted with the outcome
+    after: Gate | None = None
 
 
 class StopWriting(Struct, frozen=True):

@@ -7,7 +7,8 @@ import ctypes
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from .engine.base import Event
 
@@ -17,30 +18,31 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class EventQueue:
-    """Calls of a room happen in the order they were made, each once its event has fired; at once, if it has."""
+    """Calls of one key, a room's or whatever, happen in the order they were made, each once its event has fired; at
+    once, if it has."""
 
-    def __init__(self, broken: Callable[[int, Exception], None]) -> None:
-        """`broken` hears of a room whose event can be asked no more: what came before it may still be under way."""
+    def __init__(self, broken: Callable[[Any, Exception], None]) -> None:
+        """`broken` hears of a key whose event can be asked no more: what came before it may still be under way."""
         self._broken = broken
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, deque[tuple[Event | None, Callable[[], None]]]] = {}
+        self._waiting: dict[Hashable, deque[tuple[Event | None, Callable[[], None]]]] = {}
         self._timer = _Timer(self._loop, self._ask)
 
-    def call(self, room: int, after: Event | None, call: Callable[[], None]) -> None:
-        """Calls after `after` and after every earlier call of this room."""
-        queue = self._waiting.get(room)
+    def call(self, key: Hashable, after: Event | None, call: Callable[[], None]) -> None:
+        """Calls after `after` and after every earlier call of this key."""
+        queue = self._waiting.get(key)
         if not queue and after is None:
             call()
             return
         if queue is None:
-            queue = self._waiting[room] = deque()
+            queue = self._waiting[key] = deque()
         queue.append((after, call))
         if len(queue) == 1:
-            self._advance(room)
+            self._advance(key)
 
-    def forget(self, room: int) -> None:
-        """Calls nothing more for this room, and asks its events no more."""
-        if (queue := self._waiting.pop(room, None)) is not None:
+    def forget(self, key: Hashable) -> None:
+        """Calls nothing more for this key, and asks its events no more."""
+        if (queue := self._waiting.pop(key, None)) is not None:
             queue.clear()
 
     def stop(self) -> None:
@@ -48,28 +50,28 @@ class EventQueue:
         self._waiting.clear()
         self._timer.close()
 
-    def _advance(self, room: int) -> None:
-        queue = self._waiting[room]
+    def _advance(self, key: Hashable) -> None:
+        queue = self._waiting[key]
         while queue:
             after, call = queue[0]
             try:
                 fired = after is None or after.query()
             except Exception as error:  # noqa: BLE001 (whatever library the event is of)
-                self.forget(room)
-                self._broken(room, error)
+                self.forget(key)
+                self._broken(key, error)
                 return
             if not fired:
                 self._timer.start()
                 return
             queue.popleft()
             call()
-        if self._waiting.get(room) is queue:
-            del self._waiting[room]
+        if self._waiting.get(key) is queue:
+            del self._waiting[key]
 
     def _ask(self) -> None:
-        for room in list(self._waiting):
-            if room in self._waiting:
-                self._advance(room)
+        for key in list(self._waiting):
+            if key in self._waiting:
+                self._advance(key)
         if not self._waiting:
             self._timer.stop()
 

@@ -32,6 +32,11 @@ class Every:
         """One more. Side by side, not one within the other: of a long prompt there are thousands."""
         self._events.append(event)
 
+    @property
+    def events(self) -> Sequence[Event]:
+        """Those that have not been seen to fire, in order."""
+        return self._events
+
     def query(self) -> bool:
         while self._events and self._events[0].query():
             self._events.popleft()

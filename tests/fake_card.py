@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from pdtransfer.cancel import Cancel
 from pdtransfer.errors import TransportError, WorldError
+from pdtransfer.gate import Gate
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool, Progress, Slots, State
 from pdtransfer.layout import Layout
@@ -60,7 +62,8 @@ class FakeLane:
     def __init__(self, card: FakeCard) -> None:
         self.card = card
         self.queued: dict[int, tuple[Pool, Pool, Slots, Slots, int, Cancel]] = {}
-        self.ended: dict[int, State] = {}  # that were drained, and not waited for yet
+        self.drained: dict[int, State] = {}  # and not waited for yet
+        self.called = threading.Event()
 
     def word(self) -> Cancel:
         if not self.card.words:
@@ -72,19 +75,46 @@ class FakeLane:
         word._word.value = 0
         self.card.words.append(word)
 
-    def launch(
+    def prepare(
         self, place: int, target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, rows: int,
         cancel: Cancel,
-    ) -> None:  # fmt: skip
+    ) -> Callable[[], None]:  # fmt: skip
         assert place not in self.queued, "two launches in one place"
-        self.ended.pop(place, None)
-        self.queued[place] = target, source, target_slots, source_slots, rows, cancel
-        self.card.launched.append((len(self.queued), rows))
-        self.card.launching()
+        self.card.preparations += 1
 
-    def wait(self, place: int) -> tuple[State, int]:
-        self.card.waiting()
-        state = self.ended.pop(place) if place in self.ended else self._carried(place)
+        def queue(number: int = self.card.preparations) -> None:
+            assert number == self.card.preparations, "another was prepared meanwhile"
+            self.drained.pop(place, None)
+            self.queued[place] = target, source, target_slots, source_slots, rows, cancel
+            self.card.launched.append((len(self.queued), rows))
+            self.card.launching()
+
+        return queue
+
+    def wait(self, place: int | None, gates: Sequence[Gate]) -> bool:
+        while not self.called.is_set():
+            for gate in gates:
+                assert gate.next is not None
+                number, event = gate.next
+                if event in self.card.broken_events:
+                    gate.broken = self.card.broken_events[event]
+                    return False
+                if event in self.card.fired:
+                    gate.fired(number, 1)
+                    return False
+            if place is not None:
+                self.card.waiting()
+                return True
+            self.card.asleep.set()
+            self.called.wait(0.001)
+        self.called.clear()
+        return False
+
+    def wake(self) -> None:
+        self.called.set()
+
+    def ended(self, place: int) -> tuple[State, int]:
+        state = self.drained.pop(place) if place in self.drained else self._carried(place)
         return state, self.card.left_out
 
     def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
@@ -97,7 +127,7 @@ class FakeLane:
     def drain(self) -> None:
         self.card.draining()
         for place in sorted(self.queued):
-            self.ended[place] = self._carried(place)
+            self.drained[place] = self._carried(place)
 
     def _carried(self, place: int) -> State:
         target, source, ours, theirs, rows, cancel = self.queued.pop(place)
@@ -133,7 +163,10 @@ class FakeCard(FakeRegistrar):
         self.launched: list[tuple[int, int]] = []  # how many were in flight then, and rows
         self.words: list[Cancel] = []
         self.left_out = 0
-        self.prepared = 0
+        self.prepared = self.preparations = 0
+        self.fired = set[int]()  # CUDA events
+        self.broken_events: dict[int, str] = {}
+        self.asleep = threading.Event()  # it waits for gates
         self.spans: Timeline | None = None
         self.exported: dict[bytes, FakeExported] = {}  # by handle
         self.launching: Callable[[], None] = lambda: None

@@ -58,10 +58,11 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
     right = wanted(source, target, np.concatenate(theirs), np.concatenate(ours))
     pools = pool_of(target, card=0, host=True), pool_of(source, card=0)
     for place in range(2):
-        made.launch(place, *pools, ours[place], theirs[place], 128, made.word())
+        made.prepare(place, *pools, ours[place], theirs[place], 128, made.word())()
     made.drain()
     assert not here.step(), "something is queued still"
-    assert [made.wait(place) for place in range(2)] == [(State.COMPLETE, 0)] * 2
+    assert all(made.wait(place, []) for place in range(2))
+    assert [made.ended(place) for place in range(2)] == [(State.COMPLETE, 0)] * 2
     assert np.array_equal(target.memory, right)
     assert len(here.copies) == 128 * (2 - len(scattered)), "the engine drains what lies in runs, row by row"
 

@@ -26,7 +26,7 @@ from .far_pair import (
 )
 from .layout_tensors import Model
 from .test_mooncake import on_loop, until
-from .test_pusher import Gate
+from .test_pusher import Held
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -46,7 +46,7 @@ async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_
 async def test_a_slot_is_sent_once_its_launch_has_ended_while_the_next_one_is_gathered() -> None:
     card, seen = FakeCard(), list[int]()
     async with far_pair(card) as it:
-        first, later = Gate(), Gate()
+        first, later = Held(), Held()
         waits = iter((first, lambda: None, later))
         card.waiting = lambda: next(waits, lambda: None)()
         await it.map()
@@ -69,7 +69,7 @@ async def test_a_slot_is_sent_once_its_launch_has_ended_while_the_next_one_is_ga
 async def test_a_write_that_is_cancelled_between_launches_ends_as_failed_and_others_land() -> None:
     card = FakeCard()
     async with far_pair(card) as it:
-        gate = Gate()
+        gate = Held()
         card.waiting = lambda: gate() if len(card.launched) > 5 else None
 
         def middle() -> bool:
@@ -83,7 +83,7 @@ async def test_a_write_that_is_cancelled_between_launches_ends_as_failed_and_oth
 
 @on_loop
 async def test_what_is_queued_of_a_cancelled_write_is_not_launched() -> None:
-    card, gate = FakeCard(), Gate()
+    card, gate = FakeCard(), Held()
     async with far_pair(card) as it:
         card.waiting = gate
         await it.map()
@@ -176,7 +176,7 @@ async def test_a_ring_that_cannot_be_registered_maps_nothing_and_leaves_no_proce
 
 @on_loop
 async def test_a_session_that_ends_while_its_ring_is_registered_has_no_engine() -> None:
-    card, gate = FakeCard(), Gate()
+    card, gate = FakeCard(), Held()
     async with far_pair(card) as it:
         card.prepare = gate
         mapping = asyncio.ensure_future(it.map())

@@ -15,10 +15,12 @@ from pdtransfer import memory, sums
 from pdtransfer.checksum import lines_of, runs_of
 from pdtransfer.effects import FenceWriter, Outcome
 from pdtransfer.errors import WorldError
+from pdtransfer.gate import Gate
 from pdtransfer.kernels import registered
 from pdtransfer.kernels.pools import State
 from pdtransfer.memory import Arena
 from pdtransfer.node import PrefillNode
+from pdtransfer.offers import Every
 from pdtransfer.timeline import Timeline
 from pdtransfer.transports import pusher
 
@@ -43,7 +45,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registered, "CHUNK_BYTES", 2 << 20)
 
 
-class Gate:
+class Held:
     """Holds the first launch that is waited for until it is opened."""
 
     def __init__(self) -> None:
@@ -78,7 +80,7 @@ async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: A
 
 @on_loop
 async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: Arena, directory: Path) -> None:
-    card, gate = FakeCard(), Gate()
+    card, gate = FakeCard(), Held()
     both = Pair(arena, directory, card=card)
     await both.map()
     card.waiting = gate
@@ -93,11 +95,120 @@ async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: A
     await both.close()
 
 
+class CudaEvent:
+    """What has the handle of a CUDA event is not asked by Python."""
+
+    def __init__(self, handle: int) -> None:
+        self.cuda_event = handle
+
+    def query(self) -> bool:
+        raise AssertionError("on the loop, or with the GIL")
+
+
+async def waits(card: FakeCard) -> None:
+    """Until the writer's thread sleeps until a gate opens, with nothing else to do."""
+    card.asleep.clear()
+    await until(card.asleep.is_set)
+
+
+@on_loop
+async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_it(
+    arena: Arena, directory: Path
+) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    gates = Gate(CudaEvent(1)), Gate(Every([CudaEvent(2), CudaEvent(3)]))
+    assert all(both.writer.waits(gate) for gate in gates)
+    for grant, gate in enumerate(gates, 1):
+        both.want(both.write(EVERY[100 * grant :][:9], EVERY[100 * grant :][:9], grant=grant, after=gate))
+    both.want(both.write(EVERY[120:130], EVERY[120:130], grant=1))  # behind the first of its grant
+    both.want(both.write(EVERY[:7], EVERY[:7], grant=3))
+    await until(lambda: bool(both.ended))
+    card.fired.add(3)  # of two, and not the first
+    await waits(card)
+    assert [write for write, _, _ in both.ended] == [4]
+    card.fired.add(2)
+    await until(lambda: len(both.ended) == 2)
+    await waits(card)
+    assert [write for write, _, _ in both.ended] == [4, 2]
+    card.fired.add(1)
+    await until(lambda: len(both.ended) == 4)
+    assert {outcome for _, outcome, _ in both.ended} == {Outcome.LANDED}
+    assert both.right
+    assert not both.writer.waits(gates[0]), "it is open"
+    await both.close()
+
+
+@on_loop
+async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_another_took_its_place(
+    arena: Arena, directory: Path
+) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=Gate(CudaEvent(1))))
+    await waits(card)
+    await waits(card)
+    assert (card.preparations, card.launched) == (1, [])
+    both.want(both.write(EVERY[20:29], EVERY[20:29], grant=2))
+    await until(lambda: len(both.ended) == 1)
+    await waits(card)
+    assert (card.preparations, len(card.launched)) == (3, 1)
+    card.fired.add(1)
+    await until(lambda: len(both.ended) == 2)
+    assert (card.preparations, len(card.launched)) == (3, 2), "nothing was left to do but to launch"
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launched(
+    arena: Arena, directory: Path
+) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.write(EVERY, EVERY, grant=1, after=Gate(CudaEvent(1)))
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=Gate(CudaEvent(2))))
+    await waits(card)
+    both.writer.cancel(WRITER, 1)
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "cancelled")]
+    card.fired |= {1, 2}
+    await until(lambda: len(both.ended) == 2)
+    assert len(card.launched) == 1
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_an_event_that_fails_fails_its_write_alone_and_nothing_is_waited_for(
+    arena: Arena, directory: Path
+) -> None:
+    card, drained = FakeCard(), list[int]()
+    card.draining = lambda: drained.append(1)
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.write(EVERY, EVERY, grant=1, after=Gate(CudaEvent(1)))
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=Gate(CudaEvent(2))))
+    await waits(card)
+    card.broken_events[1] = "card 5: cuEventQuery: CUDA_ERROR_INVALID_HANDLE"
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "card 5: cuEventQuery: CUDA_ERROR_INVALID_HANDLE")]
+    card.fired.add(2)
+    await until(lambda: len(both.ended) == 2)
+    assert both.ended[1] == (2, Outcome.LANDED, "")
+    assert both.right
+    assert not drained
+    await both.close()
+
+
 @on_loop
 async def test_each_launch_is_told_where_somebody_asks_from_the_end_of_the_one_before(
     arena: Arena, directory: Path
 ) -> None:
-    card, gate = FakeCard(), Gate()
+    card, gate = FakeCard(), Held()
     card.spans, card.waiting = Timeline("prefill"), gate
     both = Pair(arena, directory, card=card)
     await both.map()
@@ -123,7 +234,7 @@ async def test_each_launch_is_told_where_somebody_asks_from_the_end_of_the_one_b
 
 @on_loop
 async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: Arena, directory: Path) -> None:
-    card, gate = FakeCard(), Gate()
+    card, gate = FakeCard(), Held()
     both = Pair(arena, directory, card=card)
     await both.map()
     card.waiting = gate
@@ -293,10 +404,10 @@ async def test_a_launch_that_never_said_its_end_is_unknown(
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
-    monkeypatch.setattr(FakeLane, "wait", lambda lane, place: (lane.queued.pop(place) and State.RUNNING, 0))
+    monkeypatch.setattr(FakeLane, "ended", lambda lane, place: (lane.queued.pop(place) and State.RUNNING, 0))
     both.write(EVERY[:3], EVERY[:3], grant=1)
     await until(lambda: bool(both.ended))
-    assert both.ended[0][1] is Outcome.UNKNOWN
+    assert both.ended == [(1, Outcome.UNKNOWN, "the card has passed a launch that never said its end")]
     await both.close()
 
 

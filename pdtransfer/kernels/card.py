@@ -24,7 +24,7 @@ from .compiled import machine_code
 from .registered import Registered
 from .tables import Tables
 
-_POLL_SECONDS = 20e-6
+POLL_SECONDS = 20e-6
 _UNWAITED_BYTES = 64 << 10  # of pageable memory, which a copy to the card takes along at once
 _PAGE_BYTES = 64 << 10
 _WORDS_BYTES = 64  # a line of the core's cache: no two launches' words share one
@@ -262,7 +262,7 @@ class Card:
     def reach(self, event: Any) -> None:
         """Waits until what it was recorded after is done: by looking, since an event that wakes holds up its stream."""
         while not self.passed(event):
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def write(self, address: int, word: int, stream: int) -> None:
         """Queues the store of a 32-bit word, which is seen once everything queued before it is."""

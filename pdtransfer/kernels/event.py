@@ -13,6 +13,11 @@ class Event:
     def __init__(self, here: Card) -> None:
         self._card, self._handle = here, here.event()
 
+    @property
+    def cuda_event(self) -> int:
+        """Its handle."""
+        return int(self._handle)
+
     def record(self, stream: int) -> None:
         """Puts it behind all that is queued there so far, and nowhere else any more."""
         self._card.record(self._handle, stream)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -85,10 +86,47 @@ def kv_copy(
     Raises WorldError where the card refuses.
     """
     asked = checked(target, source, target_slots, source_slots, count)
+    prepared(target, source, asked, count, progress=progress, cancel=cancel, blocks=blocks, stream=stream)()
+
+
+class Lists(Protocol):
+    """Where lists of slots wait for the one launch that reads them: it follows another, which brings them."""
+
+    @property
+    def address(self) -> int:
+        """Of the list, once the card has it."""
+        ...
+
+    @property
+    def argument(self) -> CopyArgument:
+        """What brings it, by as many `blocks`."""
+        ...
+
+    @property
+    def blocks(self) -> int: ...
+
+    def put(self, card: Card, content: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        """Takes the place of the one before, once nobody reads that."""
+        ...
+
+
+def prepared(
+    target: Pool,
+    source: Pool,
+    asked: Asked,
+    count: Any,
+    *,
+    progress: Progress | None = None,
+    cancel: Cancel | None = None,
+    blocks: int | None = None,
+    stream: int = 0,
+    lists: Lists | None = None,
+) -> Callable[[], None]:
+    """kv_copy in two steps: what it returns does it, and is to be called at most once. With `lists` what the CPU has
+    listed is on its way before that."""
     if target.card is None:
-        _on_cpu(target, source, asked, progress, cancel or Cancel())
-    else:
-        _on_card(target, source, asked, count, progress, cancel, blocks, stream)
+        return partial(_on_cpu, target, source, asked, progress, cancel or Cancel())
+    return _on_card(target, source, asked, count, progress, cancel, blocks, stream, lists)
 
 
 class Asked(NamedTuple):
@@ -249,8 +287,8 @@ def _used(side: Side, rows: int) -> np.ndarray[Any, Any] | None:
 
 def _on_card(
     target: Pool, source: Pool, asked: Asked, count: Any, progress: Progress | None, cancel: Cancel | None,
-    blocks: int | None, stream: int,
-) -> None:  # fmt: skip
+    blocks: int | None, stream: int, lists: Lists | None,
+) -> Callable[[], None]:  # fmt: skip
     assert target.card is not None
     here = card(target.card)
     launch = launch_of(target, source, asked.target, asked.source, asked.rows, known=isinstance(count, int))
@@ -264,17 +302,24 @@ def _on_card(
         if not progress.address:
             raise LocalProtocolError("progress: a card can't see these words: make them for that card")
         argument.progress, argument.tally, argument.ticket = progress.address, progress.tally, progress.begin()
-    argument.pairs = here.tables.kept(launch.key, launch.pairs)
-    uploaded = 0
-    try:
-        uploaded = _upload(here, launch, stream)
-        here.launch(
-            "kv_copy", argument, blocks=blocks or blocks_of(here, target, source), threads=THREADS, stream=stream
-        )
-    finally:
-        here.tables.let(launch.key, stream)
-        if uploaded:
-            here.free(uploaded, stream)
+    put = lists is not None and _put(here, launch, lists)
+
+    def go() -> None:
+        uploaded, argument.pairs = 0, here.tables.kept(launch.key, launch.pairs)
+        try:
+            if lists is not None and put:
+                here.launch("kv_copy", lists.argument, blocks=lists.blocks, threads=THREADS, stream=stream)
+            else:
+                uploaded = _upload(here, launch, stream)
+            here.launch(
+                "kv_copy", argument, blocks=blocks or blocks_of(here, target, source), threads=THREADS, stream=stream
+            )
+        finally:
+            here.tables.let(launch.key, stream)
+            if uploaded:
+                here.free(uploaded, stream)
+
+    return go
 
 
 def blocks_of(here: Card, target: Pool, source: Pool) -> int:
@@ -291,11 +336,27 @@ def _count_at(count: Any) -> int:
     return int(described["data"][0])
 
 
+def _listed(launch: Launch) -> list[tuple[np.ndarray[Any, Any], SlotsArgument]]:
+    """What the CPU has listed, and where a launch is told of it."""
+    sides = (launch.source, launch.argument.source), (launch.target, launch.argument.target)
+    return [(entries, argument) for entries, argument in sides if entries is not None and len(entries)]
+
+
+def _put(here: Card, launch: Launch, lists: Lists) -> bool:
+    """Whether there was anything to put there."""
+    if not (listed := _listed(launch)):
+        return False
+    lists.put(here, np.concatenate([entries for entries, _ in listed], dtype=np.int32, casting="same_kind"))
+    at = lists.address
+    for entries, argument in listed:
+        argument.entries, argument.wide = at, 0
+        at += 4 * len(entries)
+    return True
+
+
 def _upload(here: Card, launch: Launch, stream: int) -> int:
     """Queues what the CPU has listed to the card; the address of it all, 0 where nothing was listed."""
-    sides = (launch.source, launch.argument.source), (launch.target, launch.argument.target)
-    listed = [(entries, argument) for entries, argument in sides if entries is not None and len(entries)]
-    if not listed:
+    if not (listed := _listed(launch)):
         return 0
     address = at = here.allocate(sum(entries.nbytes + 16 for entries, _ in listed), stream)
     for entries, argument in listed:

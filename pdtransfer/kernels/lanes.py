@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,7 +23,7 @@ from ..cancel import Cancel
 from ..errors import WorldError
 from ..geometry import Int64s
 from . import UnusableError, loaded
-from .card import Card
+from .card import POLL_SECONDS, Card
 from .dma import Attributes, copy_runs, cut
 from .kv_copy import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument
 from .pools import Progress, State
@@ -33,7 +34,7 @@ EVENTS = 9  # works that are pending: 2 ms of the engine's, for who queues may h
 _STAGINGS = 8  # lists of slots that are pending
 _STAGING_BYTES_MIN = 64 << 10
 _PIECE_BYTES = 2_048  # of a list, for a warp: what kv_copy takes at once
-_ABI = 2  # of kernels/host_lanes.c
+_ABI = 3  # of kernels/host_lanes.c
 
 ARGUMENT = np.dtype(CopyArgument)
 
@@ -256,11 +257,55 @@ class _LanesArgument(ctypes.Structure):
     )  # fmt: skip
 
 
+class _AwaitArgument(ctypes.Structure):
+    """Await of kernels/host_lanes.c."""
+
+    _fields_ = (
+        ("calls", ctypes.c_uint64), ("context", ctypes.c_uint64), ("events", ctypes.c_uint64),
+        ("called", ctypes.c_uint64), ("count", ctypes.c_int64), ("passed", ctypes.c_int64), ("status", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )  # fmt: skip
+
+
+def wait_any(here: Card, events: Sequence[int], called: ctypes.c_uint32) -> tuple[int, str]:
+    """Sleeps, without the GIL, until the card has passed one of these CUDA events, or `called` is no longer 0.
+
+    Returns which, or -1, and with it the driver's word where what was before that event has failed.
+    """
+    if (wait := native().wait) is None:
+        return _waited(here, events, called)
+    handles, calls = (ctypes.c_uint64 * len(events))(*events), here.calls()
+    argument = _AwaitArgument(
+        calls=ctypes.addressof(calls),
+        context=here.context,
+        events=ctypes.addressof(handles),
+        called=ctypes.addressof(called),
+        count=len(events),
+    )
+    wait(ctypes.byref(argument))
+    failed = f"card {here.ordinal}: cuEventQuery: {here.status_of(argument.status)}" if argument.status else ""
+    return argument.passed, failed
+
+
+def _waited(here: Card, events: Sequence[int], called: ctypes.c_uint32) -> tuple[int, str]:
+    here.enter()
+    while not called.value:
+        for at, event in enumerate(events):
+            try:
+                if here.passed(event):
+                    return at, ""
+            except WorldError as error:
+                return at, str(error)
+        time.sleep(POLL_SECONDS)
+    return -1, ""
+
+
 class Native(NamedTuple):
     """kernels/host_lanes.c, or nothing where Python has to do its work; `text` tells a person which, or why."""
 
     text: str
-    queue: Callable[..., None] | None
+    queue: Callable[..., None] | None = None
+    wait: Callable[..., None] | None = None
 
 
 @cache
@@ -269,19 +314,20 @@ def native() -> Native:
     try:
         return loaded("host_lanes", None, _opened)
     except UnusableError as error:
-        return Native(f"queued by Python: {error}", None)
+        return Native(f"queued by Python: {error}")
 
 
 def _opened(path: Path) -> Native:
     try:
         library = ctypes.CDLL(str(path))
-        abi, function = library.pdtransfer_abi(), library.pdtransfer_lanes
+        abi, functions = library.pdtransfer_abi(), (library.pdtransfer_lanes, library.pdtransfer_await)
     except (OSError, AttributeError) as error:
         raise UnusableError(f"{path}: {error}") from None
     if abi != _ABI:
         raise UnusableError(f"{path}: its interface is {abi}, not {_ABI}")
-    function.argtypes, function.restype = (ctypes.c_void_p,), None
-    return Native(f"compiled queue: {path}", function)
+    for function in functions:
+        function.argtypes, function.restype = (ctypes.c_void_p,), None
+    return Native(f"compiled queue: {path}", *functions)
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 from ..cancel import Cancel
@@ -11,7 +12,8 @@ from ..errors import LocalProtocolError
 from ..pairing import Pairing
 from ..plan import Plan, plan
 from .card import card
-from .kv_copy import Asked, checked, kv_copy, listed
+from .kv_copy import Asked, Lists, checked, listed
+from .kv_copy import prepared as launched
 from .lanes import SLOT_BYTES, borrowed
 from .pools import Pool, Progress, Slots
 from .ring import Sides, direct_works, listing, on_cpu, ring_works
@@ -50,6 +52,24 @@ def push(
     side, long runs of which the copy engine then drains, and the reverse from the host; rows outside such runs go by
     launches of kv_copy. `auto` chooses by `choose`. Raises LocalProtocolError, saying why, where a backend cannot.
     """
+    slots = target_slots, source_slots
+    prepared(target, source, *slots, count, backend=backend, progress=progress, cancel=cancel, stream=stream)()
+
+
+def prepared(
+    target: Pool,
+    source: Pool,
+    target_slots: Slots,
+    source_slots: Slots,
+    count: Any,
+    *,
+    backend: Backend = "auto",
+    progress: Progress | None = None,
+    cancel: Cancel | None = None,
+    stream: int = 0,
+    lists: Lists | None = None,
+) -> Callable[[], None]:
+    """`push` in two steps: nothing is queued before what it returns is called, at most once. `lists` as kv_copy's."""
     asked = checked(target, source, target_slots, source_slots, count)
     known = isinstance(count, int) and not asked.target.at and not asked.source.at
     if backend == "auto":
@@ -61,9 +81,8 @@ def push(
     else:
         made = None
     if made is not None:
-        _carry(target, source, asked, made, progress, cancel, stream)
-    else:
-        kv_copy(target, source, target_slots, source_slots, count, progress=progress, cancel=cancel, stream=stream)
+        return partial(_carry, target, source, asked, made, progress, cancel, stream)
+    return launched(target, source, asked, count, progress=progress, cancel=cancel, stream=stream, lists=lists)
 
 
 class Load(NamedTuple):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import replace
 
 from ..effects import (
     Drained,
@@ -25,6 +26,7 @@ from ..effects import (
 from ..engine.base import Spans
 from ..errors import Cause, LocalProtocolError, PDTransferError, TransportError
 from ..events import Event, EventQueue
+from ..gate import Gate
 from ..keys import AllowList
 from ..layout import Component
 from ..session.prefill import Cell, PrefillSessions
@@ -74,6 +76,7 @@ class PrefillNode:
             copy_threads=copy_threads,
             card=None if card is None else PoolCard(card, spans),
             lost=self._end_writer,
+            broken=self._broken,
         )
         holds = holds_of(components, settings.ranks, replicas or {})
         identity = settings.identity("prefill", holds, self.transport.taken)
@@ -83,7 +86,7 @@ class PrefillNode:
         self.bus = settings.bus(self.receive)
         ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock)
         self._run: Performer[PrefillEffect] = Performer(self._perform, ticker)
-        self._events = EventQueue(lambda room, error: self.abort(room, Cause.ENGINE, f"its event: {error}"))
+        self._events = EventQueue(self._broken)
         self._tasks: set[asyncio.Task[None]] = set()
         self._fencing: set[int] = set()  # sessions
         self._started_ns: dict[tuple[int, int], int] = {}
@@ -109,14 +112,17 @@ class PrefillNode:
         self._run(effects)
 
     def push(self, room: int, cell: Cell, *, after: Event | None = None) -> None:
-        """Offers a cell once `after` and the events of the room's earlier cells have fired; read until it is drained.
+        """Offers a cell, whose rows are read from when `after` has fired until it is drained.
 
-        A wrong cell fails the room.
+        A wrong cell fails the room. A card waits for CUDA events itself, off the loop.
         """
-        self._events.call(room, after, lambda: self._push(room, cell))
+        try:
+            self._run(self.core.push(room, cell if after is None else replace(cell, after=Gate(after))))
+        except LocalProtocolError as error:
+            self.abort(room, Cause.REFUSED, str(error))
 
     def finish(self, room: int, *, aux: bytes, after: Event | None = None) -> None:
-        """No more cells, once `after` has fired and every cell has been offered."""
+        """No more cells, once `after` has fired; the room lands when every cell has."""
         self._events.call(room, after, lambda: self._finish(room, aux))
 
     def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
@@ -176,11 +182,8 @@ class PrefillNode:
             case FenceWriter(session):
                 self._end_writer(session)
 
-    def _push(self, room: int, cell: Cell) -> None:
-        try:
-            self._run(self.core.push(room, cell))
-        except LocalProtocolError as error:
-            self.abort(room, Cause.REFUSED, str(error))
+    def _broken(self, room: int, error: Exception) -> None:
+        self.abort(room, Cause.ENGINE, f"its event: {error}")
 
     def _finish(self, room: int, aux: bytes) -> None:
         self.stamp_ns = time.monotonic_ns()
@@ -192,6 +195,8 @@ class PrefillNode:
     def _wrote(self, order: Write, outcome: Outcome, detail: str, checksum: int) -> None:
         self.stamp_ns = time.monotonic_ns()
         started_ns = self._started_ns.pop((order.session, order.write))
+        if order.after is not None:
+            started_ns = max(started_ns, order.after.opened_ns)
         took_ns = self.stamp_ns - started_ns
         if self._spans is not None:
             self._report(self._spans, order, started_ns, outcome)
@@ -200,7 +205,7 @@ class PrefillNode:
         self._run(self.core.wrote(order.session, order.write, outcome, detail, now, checksum=checksum))
 
     def _report(self, spans: Spans, order: Write, started_ns: int, outcome: Outcome) -> None:
-        """From when the transport got the write until this loop heard of its end."""
+        """From when the transport got the write, and its rows were computed, until this loop heard of its end."""
         session, rows = self.core.sessions.get(order.session), len(order.source_slots)
         layout = session.components[order.component].layout if session is not None else None
         name = f"rows {order.first_row}-{order.first_row + rows}, layers {order.layers[0]}-{order.layers[1]}"

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..arena import ExtentSet
 from ..errors import Cause, LocalProtocolError
+from ..gate import Gate
 from ..geometry import bounds_of
 from ..layout import Component
 from ..room import PrefillRoom
@@ -18,12 +19,14 @@ from .duties import DutyEntry
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Rows [first_row, first_row + len(source_slots)) of layers [first, end) of one component, ready to be read."""
+    """Rows [first_row, first_row + len(source_slots)) of layers [first, end) of one component, which may be read once
+    `after` is open."""
 
     component: str
     first_row: int
     layers: tuple[int, int]
     source_slots: NDArray[np.int64]
+    after: Gate | None = None
 
 
 @dataclass(slots=True, eq=False)

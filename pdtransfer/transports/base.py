@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..effects import Outcome, Write
+from ..gate import Gate
 from ..layout import Component
 from ..wire import Reach
 
@@ -42,6 +43,10 @@ class WriterTransport(Protocol):
 
     def unmap(self, session: int) -> None:
         """Lets the mapping go once the session's writes have ended; idempotent."""
+        ...
+
+    def waits(self, gate: Gate) -> bool:
+        """Whether it waits for such a gate itself, off the loop; else it is given a write once its gate is open."""
         ...
 
     def write(self, order: Write, done: WriteDone) -> None:

@@ -9,16 +9,21 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ..effects import Outcome, Write
 from ..errors import TransportError
+from ..events import EventQueue
+from ..gate import Gate
 from ..keys import Address
 from ..layout import Component
 from ..memory import Arena
 from ..wire import Identity, Reach, split_key
 from .base import ArenaTransport, Ready, WriteDone, WriterTransport
+from .copier import CANCELLED
 from .lane import WriterCard
 from .mooncake import MooncakeArena, MooncakeWriter, why_not
 from .network import Network, Transport
@@ -157,12 +162,17 @@ class WriterChoice:
         copy_threads: int = 2,
         card: WriterCard | None = None,
         lost: Callable[[int], None] = lambda _: None,
+        broken: Callable[[int, Exception], None] = lambda _, __: None,
     ) -> None:
-        """`lost` hears of a session that can write no more, and is to be fenced."""
+        """`lost` hears of a session that can write no more, and is to be fenced; `broken` of a room whose event can be
+        asked no more: its writes are held back until they are cancelled."""
         self.taken = taken(transport)
         self._loop, self._closing = asyncio.get_running_loop(), False
         self._of: dict[int, str] = {}
         self._made: dict[str, WriterTransport] = {}
+        self._events = EventQueue(self._broke)
+        self._held: dict[tuple[int, int], list[tuple[Write, WriteDone]]] = {}  # by session and grant, in order
+        self._broken = broken
         self._make: dict[str, Callable[[], WriterTransport]] = {  # when first wanted: each has threads
             "shm": lambda: ShmWriter(components, pool_address=pool_address, copy_threads=copy_threads, card=card),
             "mooncake": lambda: MooncakeWriter(
@@ -215,11 +225,32 @@ class WriterChoice:
         name = self._of.get(order.session)
         if name is None:
             self._loop.call_soon(done, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
-        else:
+        elif order.after is None or order.after.opened_ns or self._made[name].waits(order.after):
             self._made[name].write(order, done)
+        else:
+            self._hold(order.after, order, done)
+
+    def _hold(self, gate: Gate, order: Write, done: WriteDone) -> None:
+        """Until its event has fired, and what is held of its grant before it has gone."""
+        key = order.session, order.grant
+        self._held.setdefault(key, []).append((order, done))
+        self._events.call(key, _Asked(gate), partial(self._let, key))
+
+    def _let(self, key: tuple[int, int]) -> None:
+        held = self._held[key]
+        order, done = held.pop(0)
+        if not held:
+            del self._held[key]
+        self.write(order, done)
+
+    def _broke(self, key: tuple[int, int], error: Exception) -> None:
+        self._broken(self._held[key][0][0].room, error)
 
     def cancel(self, session: int, grant: int) -> None:
         """As WriterTransport says."""
+        self._events.forget((session, grant))
+        for order, done in self._held.pop((session, grant), ()):
+            self._loop.call_soon(done, order, Outcome.FAILED, CANCELLED, 0)
         if (name := self._of.get(session)) is not None:
             self._made[name].cancel(session, grant)
 
@@ -231,8 +262,21 @@ class WriterChoice:
     async def close(self) -> None:
         """As WriterTransport says, of both."""
         self._closing = True
+        for session, grant in list(self._held):
+            self.cancel(session, grant)
+        self._events.stop()
         for each in self._made.values():
             await each.close()
+
+
+class _Asked:
+    """A gate, as an event that is asked on the loop."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def query(self) -> bool:
+        return self._gate.asked(time.monotonic_ns())
 
 
 def own_address(endpoint: str) -> str:

@@ -17,6 +17,7 @@ from ..cancel import Cancel
 from ..checksum import lines_of, runs_of
 from ..effects import Outcome, Write
 from ..errors import TransportError
+from ..gate import Gate
 from ..layout import Component
 from ..pairing import Pairing
 from ..plan import plan
@@ -129,6 +130,10 @@ class FakeWriter:
         if (mapped := self._sessions.get(session)) is not None:
             mapped.leaving = True
             self._leave(session, mapped)
+
+    def waits(self, gate: Gate) -> bool:  # noqa: ARG002
+        """As WriterTransport says."""
+        return False
 
     def write(self, order: Write, done: WriteDone) -> None:
         """Pends; on a session that is not mapped it fails."""

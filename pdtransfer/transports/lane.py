@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
 from typing import Protocol
 
 import numpy as np
 
 from ..cancel import Cancel
 from ..engine.base import Spans
+from ..errors import WorldError
+from ..gate import Gate
 from ..geometry import Int64s
 from ..kernels import lanes
 from ..kernels import push as pushing
 from ..kernels.card import Card, card
 from ..kernels.event import Event
 from ..kernels.ipc import Handle, Opened
-from ..kernels.kv_copy import kv_copy
+from ..kernels.kv_copy import checked, kv_copy, prepared
+from ..kernels.lanes import Staging
 from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
 from ..kernels.registered import Registrar
 from ..layout import Layout
@@ -25,7 +31,7 @@ IN_FLIGHT_MAX = 2  # one runs, one waits behind it: more would only delay who ca
 
 
 class Lane(Protocol):
-    """What pushing takes of a card. All but `word` and `reuse` are called in one thread."""
+    """What pushing takes of a card. All but `word`, `reuse` and `wake` are called in one thread."""
 
     def word(self) -> Cancel:
         """A cancel word that launches look at, not set, for one write at a time."""
@@ -35,15 +41,25 @@ class Lane(Protocol):
         """No launch looks at it any more."""
         ...
 
-    def launch(
+    def prepare(
         self, place: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
         cancel: Cancel,
-    ) -> None:  # fmt: skip
-        """Queues a copy as launch `place`, one of IN_FLIGHT_MAX. Where it raises, the copy may have been queued."""
+    ) -> Callable[[], None]:  # fmt: skip
+        """Prepares a copy as launch `place`, one of IN_FLIGHT_MAX, in the stead of what was prepared there and not
+        queued. What it returns queues it; where that raises, the copy may have been queued."""
         ...
 
-    def wait(self, place: int) -> tuple[State, int]:
-        """Sleeps until launch `place` has ended: how, and how many rows it left out. WorldError where none can say."""
+    def wait(self, place: int | None, gates: Sequence[Gate]) -> bool:
+        """Sleeps until launch `place` has ended: True; or before that one of `gates`, which wait for CUDA events, has
+        got on, or `wake` was called since the last time. WorldError where none can say of the launch."""
+        ...
+
+    def wake(self) -> None:
+        """Ends a `wait`, from any thread."""
+        ...
+
+    def ended(self, place: int) -> tuple[State, int]:
+        """How launch `place`, which has been waited for, has ended, and how many rows it left out."""
         ...
 
     def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
@@ -67,6 +83,8 @@ class CardLane:
         self._card, self._streams = here, [here.stream() for _ in range(IN_FLIGHT_MAX)]
         self._events = [Event(here) for _ in range(IN_FLIGHT_MAX)]
         self._progress = [Progress(here.ordinal) for _ in range(IN_FLIGHT_MAX)]
+        self._lists = [Staging(here.event()) for _ in range(IN_FLIGHT_MAX)]
+        self._called = ctypes.c_uint32()
         self._words: list[PinnedCancel] = []  # that are free: pinned memory is never given back
         self._fetched = (0, 0, 0)  # bytes that fetch may use, their address here and on the card
 
@@ -78,29 +96,52 @@ class CardLane:
         word.clear()
         self._words.append(word)
 
-    def launch(
+    def prepare(
         self, place: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
         cancel: Cancel,
-    ) -> None:  # fmt: skip
-        progress, stream = self._progress[place], self._streams[0]
+    ) -> Callable[[], None]:  # fmt: skip
+        progress, lists, stream = self._progress[place], self._lists[place], self._streams[0]
+        self._card.enter()
         if not target.host:  # a card's memory: there is no bus to fill, and the model needs the multiprocessors
-            kv_copy(
-                target, source, target_slots, source_slots, rows,
-                progress=progress, cancel=cancel, blocks=PEER_BLOCKS, stream=stream,
+            queue = prepared(
+                target, source, checked(target, source, target_slots, source_slots, rows), rows,
+                progress=progress, cancel=cancel, blocks=PEER_BLOCKS, stream=stream, lists=lists,
             )  # fmt: skip
-            self._events[place].record(stream)
-            return
-        byte_count = rows * target.layout.row_bytes
-        ringed = byte_count >= pushing.PLANNED_BYTES_MIN and in_runs(target_slots, byte_count)
-        backend, stream = ("auto", self._streams[place]) if ringed else ("kernel", self._streams[0])
-        pushing.push(
-            target, source, target_slots, source_slots, rows,
-            backend=backend, progress=progress, cancel=cancel, stream=stream,
-        )  # fmt: skip
-        self._events[place].record(stream)
+        else:
+            byte_count = rows * target.layout.row_bytes
+            ringed = byte_count >= pushing.PLANNED_BYTES_MIN and in_runs(target_slots, byte_count)
+            stream = self._streams[place if ringed else 0]
+            queue = pushing.prepared(
+                target, source, target_slots, source_slots, rows,
+                backend="auto" if ringed else "kernel", progress=progress, cancel=cancel, stream=stream, lists=lists,
+            )  # fmt: skip
 
-    def wait(self, place: int) -> tuple[State, int]:
-        self._events[place].wait()
+        def go() -> None:
+            queue()
+            self._events[place].record(stream)
+
+        return go
+
+    def wait(self, place: int | None, gates: Sequence[Gate]) -> bool:
+        flying = [] if place is None else [self._events[place].cuda_event]
+        asked = [(gate, found) for gate in gates if (found := gate.next) is not None]
+        at, failed = lanes.wait_any(self._card, [*flying, *(event for _, (_, event) in asked)], self._called)
+        self._called.value = 0
+        if at < len(flying):
+            if failed:
+                raise WorldError(failed)
+            return at == 0
+        gate, (number, _) = asked[at - len(flying)]
+        if failed:
+            gate.broken = failed
+        else:
+            gate.fired(number, monotonic_ns())
+        return False
+
+    def wake(self) -> None:
+        self._called.value = 1
+
+    def ended(self, place: int) -> tuple[State, int]:
         return self._progress[place].state, self._progress[place].refused
 
     def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:

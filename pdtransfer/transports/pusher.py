@@ -1,8 +1,9 @@
 """Writes whose source is a card's memory: launches, at most two in flight, in turn between grants.
 
-A launch never waits for an event, it looks at its write's cancel word between rows (between slots, where it goes by a
-ring), and a write has ended only when the card has passed the event behind its last launch. Where the card cannot say
-so any more, nobody knows how it ended.
+A write's gate is waited for here, asleep: no launch is queued before it is open, and then it only has to be made. A
+launch looks at its write's cancel word between rows (between slots, where it goes by a ring), and a write has ended
+only when the card has passed the event behind its last launch. Where the card cannot say so any more, nobody knows how
+it ended.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +25,7 @@ from ..checksum import MASK, Lines, lines_of, runs_of
 from ..effects import Outcome, Write
 from ..engine.base import Spans
 from ..errors import PDTransferError, WorldError
+from ..gate import Gate
 from ..geometry import Int64s
 from ..kernels.pools import Pool, State
 from ..layout import Layout, Plane
@@ -71,6 +74,7 @@ class Push:
     # The pusher's own.
     rows_taken: int = 0
     running: int = 0
+    woken: Callable[[], None] = lambda: None
     lock: threading.Lock = field(default_factory=threading.Lock)  # of these two:
     stopped: bool = False
     word: Cancel | None = None  # that its launches look at
@@ -86,6 +90,24 @@ class Push:
             self.stopped = True
             if self.word is not None:
                 self.word.set()
+        self.woken()
+
+    @property
+    def gate(self) -> Gate | None:
+        """What it still waits for, as long as somebody wants it."""
+        gate = self.order.after
+        return None if gate is None or gate.opened_ns or gate.broken or self.stopped else gate
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing more of it is launched."""
+        return _CANCELLED if self.stopped else self.order.after.broken if self.order.after is not None else ""
+
+    @property
+    def piece_end(self) -> int:
+        """Behind the rows that are launched next."""
+        rows = max(1, PIECE_BYTES // max(1, self.row_bytes))
+        return min(self.rows_taken + rows, len(self.order.source_slots))
 
     @property
     def exhausted(self) -> bool:
@@ -116,12 +138,18 @@ class _Turns:
             jobs = self.grants[job.turn] = deque([job])
             self.waiting.append(jobs)
 
-    def next(self) -> Push:
-        """Whose turn it is; its grant goes behind the others."""
-        jobs = self.waiting.popleft()
-        job = jobs[0]
-        self.waiting.append(jobs)
-        return job
+    def next(self) -> Push | None:
+        """Whose turn it is, of those that wait for nothing; its grant goes behind the others."""
+        for jobs in self.waiting:
+            if jobs[0].gate is None:
+                self.waiting.remove(jobs)
+                self.waiting.append(jobs)
+                return jobs[0]
+        return None
+
+    def gated(self) -> list[Push]:
+        """The next ones of the grants that wait for a gate, the earliest first."""
+        return [jobs[0] for jobs in self.waiting if jobs[0].gate is not None]
 
     def drop(self, job: Push) -> None:
         """It is exhausted."""
@@ -131,6 +159,14 @@ class _Turns:
             if not jobs:
                 del self.grants[job.turn]
                 self.waiting.remove(jobs)
+
+
+class _Ahead(NamedTuple):
+    """A launch that is prepared, and only waits for its gate."""
+
+    job: Push
+    place: int
+    queue: Callable[[], None]
 
 
 class Pusher:
@@ -143,6 +179,8 @@ class Pusher:
         self._changed = threading.Condition()
         self._turns = _Turns()
         self._closing = False
+        self._lane: Lane | None = None
+        self._ahead: _Ahead | None = None
         self._broken = ""  # the card can say nothing any more: why
         self._thread = threading.Thread(target=self._work, name="pdtransfer-push", daemon=True)
         self._thread.start()
@@ -151,8 +189,16 @@ class Pusher:
         """Queues a write behind those of its own grant."""
         with self._changed:
             assert not self._closing
+            job.woken = self._wake
             self._turns.add(job)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Has the thread look again what there is to do."""
+        with self._changed:
             self._changed.notify()
+        if self._lane is not None:
+            self._lane.wake()
 
     def close(self) -> None:
         """Carries out what is queued, and joins the thread."""
@@ -163,47 +209,68 @@ class Pusher:
 
     def _work(self) -> None:
         try:
-            lane: Lane | None = self._make()
+            self._lane = self._make()
         except Exception as error:  # noqa: BLE001 (it becomes every write's outcome)
-            lane, self._broken = None, str(error) or type(error).__name__
+            self._broken = str(error) or type(error).__name__
+        lane = self._lane
         flying: deque[_Launch] = deque()
         while True:
-            while len(flying) < IN_FLIGHT_MAX and (job := self._next(wait=not flying)) is not None:
-                place = 1 - flying[-1].place if flying else 0
+            while len(flying) < IN_FLIGHT_MAX and (job := self._next()) is not None:
+                place = self._place(flying)
                 first, begun_s = job.rows_taken, 0.0 if self._spans is None else time.monotonic()
                 if self._launched(lane, job, place):
                     flying.append(_Launch(job, place, first, job.rows_taken, begun_s))
-            if not flying:
-                return
+            gated = self._gated()
+            if not flying and not gated:
+                if not self._sleep():
+                    return
+                continue
             assert lane is not None
-            self._landed(lane, flying)
+            if len(flying) == IN_FLIGHT_MAX:
+                gated = []
+            elif gated:
+                self._prepare_ahead(lane, gated[0], self._place(flying))
+            self._wait(lane, flying, gated)
 
-    def _next(self, *, wait: bool) -> Push | None:
-        """Whose turn it is; None where nobody wants one, and with `wait` only once this is closed."""
+    def _sleep(self) -> bool:
+        """Until there is something to do; False where there never will be."""
         with self._changed:
-            while wait and not self._turns.waiting and not self._closing:
+            while not self._turns.waiting and not self._closing:
                 self._changed.wait()
-            return self._turns.next() if self._turns.waiting else None
+            return bool(self._turns.waiting)
+
+    def _next(self) -> Push | None:
+        """Whose turn it is; None where nobody wants one now."""
+        with self._changed:
+            if self._broken and self._turns.waiting:
+                return self._turns.waiting[0][0]
+            return self._turns.next()
+
+    def _gated(self) -> list[Push]:
+        with self._changed:
+            return self._turns.gated()
+
+    def _place(self, flying: deque[_Launch]) -> int:
+        """Where the next launch is made."""
+        if flying:
+            return 1 - flying[-1].place
+        return 0 if self._ahead is None else self._ahead.place
 
     def _launched(self, lane: Lane | None, job: Push, place: int) -> bool:
         """Launches the next rows of a write; False where none of these are in flight."""
-        first, launched = job.rows_taken, False
-        end = min(first + max(1, PIECE_BYTES // max(1, job.row_bytes)), len(job.order.source_slots))
+        launched, end = False, job.piece_end
         try:
-            if lane is None or self._broken:
-                raise WorldError(self._broken)
-            word = job.word or lane.word()
-            with job.lock:
-                job.word, stopped = word, job.stopped
-            if stopped:
-                raise WorldError(_CANCELLED)
-            if job.row_bytes and end > first:
-                ours, theirs = _slots(job.order.target_slots[first:end]), _slots(job.order.source_slots[first:end])
-                lane.launch(place, job.target, job.source, ours, theirs, end - first, word)
-                launched = True
+            queue = self._prepared(lane, job, place)
         except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
-            self._refused(lane, job, error)
+            self._refused(lane, job, Outcome.FAILED, _text(error))
             return False
+        if queue is not None:
+            try:
+                queue()
+            except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
+                self._refused(lane, job, self._drained(lane), _text(error))
+                return False
+            launched = True
         over = False
         with self._changed:
             job.rows_taken = end
@@ -215,15 +282,48 @@ class Pusher:
             self._end(lane, job)
         return launched
 
-    def _refused(self, lane: Lane | None, job: Push, error: Exception) -> None:
-        """A launch was not made, or only perhaps: the write has failed once all that was queued has ended."""
-        text = str(error) if isinstance(error, PDTransferError) else f"{type(error).__name__}: {error}"
-        outcome = Outcome.FAILED
-        if lane is not None and not self._broken and text != _CANCELLED:
-            try:
-                lane.drain()
-            except Exception as lost:  # noqa: BLE001 (whatever it is, nobody can say what has ended)
-                outcome, self._broken = Outcome.UNKNOWN, str(lost) or type(lost).__name__
+    def _prepared(self, lane: Lane | None, job: Push, place: int) -> Callable[[], None] | None:
+        """What queues the next rows of a write; None where there is not a byte of them. Raises where none is launched
+        any more."""
+        if lane is None or self._broken:
+            raise WorldError(self._broken)
+        word = job.word or lane.word()
+        with job.lock:
+            job.word, refusal = word, job.refusal
+        if refusal:
+            raise WorldError(refusal)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.job is job and ahead.place == place:
+            return ahead.queue
+        first, end = job.rows_taken, job.piece_end
+        if not job.row_bytes or end == first:
+            return None
+        ours, theirs = _slots(job.order.target_slots[first:end]), _slots(job.order.source_slots[first:end])
+        return lane.prepare(place, job.target, job.source, ours, theirs, end - first, word)
+
+    def _prepare_ahead(self, lane: Lane, job: Push, place: int) -> None:
+        """Has the first rows of a write that waits for its gate ready for the card."""
+        if self._ahead is not None and self._ahead.job is job and self._ahead.place == place:
+            return
+        try:
+            queue = self._prepared(lane, job, place)
+        except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
+            self._refused(lane, job, Outcome.FAILED, _text(error))
+        else:
+            self._ahead = None if queue is None else _Ahead(job, place, queue)
+
+    def _drained(self, lane: Lane | None) -> Outcome:
+        """How a write has failed of which a launch may have been queued: only what has ended is known."""
+        assert lane is not None
+        try:
+            lane.drain()
+        except Exception as lost:  # noqa: BLE001 (whatever it is, nobody can say what has ended)
+            self._broken = str(lost) or type(lost).__name__
+            return Outcome.UNKNOWN
+        return Outcome.FAILED
+
+    def _refused(self, lane: Lane | None, job: Push, outcome: Outcome, text: str) -> None:
+        """No more of a write is launched: it has failed once all that was queued has ended."""
         with self._changed:
             _fail(job, outcome, text)
             self._turns.drop(job)
@@ -231,29 +331,38 @@ class Pusher:
         if over:
             self._end(lane, job)
 
-    def _landed(self, lane: Lane, flying: deque[_Launch]) -> None:
-        """Waits for the oldest launch."""
-        outcome, text = Outcome.LANDED, ""
+    def _wait(self, lane: Lane, flying: deque[_Launch], gated: list[Push]) -> None:
+        """For the oldest launch, or until one of these may go, or there is something else to do."""
+        gates = [gate for job in gated if (gate := job.gate) is not None]
         try:
-            state, left_out = lane.wait(flying[0].place)
+            if not lane.wait(flying[0].place if flying else None, gates):
+                return
         except Exception as error:  # noqa: BLE001 (whatever it is, nobody can say what has ended)
             text = str(error) or type(error).__name__
             self._broken = self._broken or text
             log.critical("no launch can be waited for any more: %s", text)
-            outcome = Outcome.UNKNOWN
-        else:
-            if self._spans is not None:
-                self._report(self._spans, flying[0])
-            match state:
-                case State.COMPLETE if left_out:
-                    outcome, text = Outcome.FAILED, f"{left_out} rows lie outside their pool"
-                case State.COMPLETE:
-                    outcome, text = self._summed(lane, flying[0])
-                case State.CANCELLED:
-                    outcome, text = Outcome.FAILED, _CANCELLED
-                case State.RUNNING:
-                    outcome, text = Outcome.UNKNOWN, "the card has passed a launch that never said its end"
-        job = flying.popleft().job
+            if flying:
+                self._landed(lane, flying.popleft(), Outcome.UNKNOWN, text)
+            return
+        launch = flying.popleft()
+        if self._spans is not None:
+            self._report(self._spans, launch)
+        self._landed(lane, launch, *self._ending(lane, launch))
+
+    def _ending(self, lane: Lane, launch: _Launch) -> tuple[Outcome, str]:
+        """How a launch has ended, that the card has passed."""
+        match lane.ended(launch.place):
+            case State.COMPLETE, 0:
+                return self._summed(lane, launch)
+            case State.COMPLETE, left_out:
+                return Outcome.FAILED, f"{left_out} rows lie outside their pool"
+            case State.CANCELLED, _:
+                return Outcome.FAILED, _CANCELLED
+            case _:
+                return Outcome.UNKNOWN, "the card has passed a launch that never said its end"
+
+    def _landed(self, lane: Lane, launch: _Launch, outcome: Outcome, text: str) -> None:
+        job = launch.job
         with self._changed:
             job.running -= 1
             if outcome is not Outcome.LANDED:
@@ -298,6 +407,10 @@ class Pusher:
         if word is not None and lane is not None and job.outcome is not Outcome.UNKNOWN:
             lane.reuse(word)
         self._ended(job)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, PDTransferError) else f"{type(error).__name__}: {error}"
 
 
 def _fail(job: Push, outcome: Outcome, text: str) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from ...checksum import MASK
 from ...effects import Outcome, Write
 from ...errors import TransportError, WorldError
+from ...gate import Gate
 from ...layout import Component
 from ...wire import Reach
 from ..base import Ready, WriteDone
@@ -163,6 +164,10 @@ class MooncakeWriter:
         future = self._loop.run_in_executor(None, step, ring)
         future.add_done_callback(done)
         return future
+
+    def waits(self, gate: Gate) -> bool:  # noqa: ARG002
+        """As WriterTransport says: a slot of its ring is not to wait for anything."""
+        return False
 
     def write(self, order: Write, done: WriteDone) -> None:
         """Gathers it piece by piece, in turn with other grants', as slots of the ring come free."""

@@ -14,6 +14,7 @@ from ... import kernels, sums
 from ...checksum import Lines
 from ...effects import Outcome, Write
 from ...errors import TransportError, WorldError
+from ...gate import Gate
 from ...kernels.pools import Pool
 from ...kernels.registered import CHUNK_BYTES
 from ...layout import Component
@@ -256,6 +257,10 @@ class ShmWriter:
         del self._sessions[session]
         if not self._sessions:
             self._unmapped.set()
+
+    def waits(self, gate: Gate) -> bool:
+        """As WriterTransport says: a card waits for its own events."""
+        return self._pusher is not None and gate.next is not None
 
     def write(self, order: Write, done: WriteDone) -> None:
         """A small write is copied on the loop, in this turn or a next one; a larger one in copy threads, in turn with

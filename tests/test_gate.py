@@ -1,0 +1,77 @@
+"""What a write waits for: asked by Python, or by whoever knows CUDA's events."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pdtransfer.gate import Gate
+from pdtransfer.kernels import lanes
+from pdtransfer.offers import Every
+
+from .client_pair import Late
+from .test_push import here, lib  # noqa: F401 (fixtures)
+
+
+class Handle(Late):
+    def __init__(self, handle: int) -> None:
+        super().__init__()
+        self.cuda_event = handle
+
+
+def test_an_event_of_any_library_is_asked_until_it_has_fired() -> None:
+    late = Late()
+    gate = Gate(late)
+    assert gate.next is None
+    assert not gate.asked(5)
+    late.fired = True
+    assert gate.asked(7)
+    assert gate.asked(9)
+    assert (gate.opened_ns, late.asked) == (7, 2)
+
+
+@pytest.mark.parametrize("events", [[Handle(3)], [Handle(3), Handle(4), Handle(5)]])
+def test_cuda_events_are_waited_for_one_by_one_and_the_last_opens_it(events: Sequence[Handle]) -> None:
+    gate = Gate(Every(events) if len(events) > 1 else events[0])
+    for number, event in enumerate(events):
+        assert gate.next == (number, event.cuda_event)
+        assert not gate.opened_ns
+        gate.fired(number, 10 + number)
+        gate.fired(number, 20 + number)  # a second thread has seen the same
+    assert gate.next is None
+    assert gate.opened_ns == 9 + len(events)
+    assert not any(event.asked for event in events)
+
+
+def test_where_one_of_several_is_no_cuda_event_python_asks_all() -> None:
+    events = [Handle(3), Late()]
+    gate = Gate(Every(events))
+    assert gate.next is None
+    for event in events:
+        assert not gate.asked(1)
+        event.fired = True
+    assert gate.asked(2)
+
+
+def test_a_cuda_event_that_was_never_recorded_has_no_handle_to_wait_for() -> None:
+    assert Gate(Handle(0)).next is None
+
+
+def test_whoever_waits_for_several_events_hears_of_the_first_that_fires_or_is_called(here: Any) -> None:  # noqa: F811
+    called = ctypes.c_uint32()
+    events, streams = [here.event() for _ in range(3)], [here.stream() for _ in range(3)]
+    for event, stream in zip(events, streams, strict=True):
+        here.record(event, stream)
+    called.value = 1
+    asked = here.passed
+    here.passed = lambda _: False
+    here._random.random = lambda: 0.0  # C's asking says that it is not ready
+    assert lanes.wait_any(here, events, called) == (-1, "")
+    called.value = 0
+    here.passed, here._random.random = asked, lambda: 1.0
+    here.synchronise(streams[1])
+    at, failed = lanes.wait_any(here, [events[1]], called)
+    assert (at, failed) == (0, "")

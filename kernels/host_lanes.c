@@ -8,6 +8,7 @@
 #define _POSIX_C_SOURCE 199309L
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/prctl.h>
 #include <time.h>
 
@@ -28,7 +29,26 @@ struct Calls {
     int (*record)(void *event, void *stream);
     int (*follow)(void *stream, void *event, unsigned flags);
     int (*query)(void *event);
+    int (*copy_rows)(const void *rows, void *stream); /* CUDA_MEMCPY2D */
 };
+
+/* As <cuda.h> has it. */
+struct Rows {
+    size_t source_x, source_y;
+    int32_t source_kind;
+    const void *source_host;
+    uint64_t source;
+    void *source_array;
+    size_t source_pitch;
+    size_t target_x, target_y;
+    int32_t target_kind;
+    void *target_host;
+    uint64_t target;
+    void *target_array;
+    size_t target_pitch;
+    size_t width, count;
+};
+enum { UNIFIED = 4 };
 
 enum { NOT_READY = 600, POLL_NANOSECONDS = 20000 };
 
@@ -48,6 +68,7 @@ struct Lanes {
     char *arguments;
     const struct Work *works;
     const uint64_t *sources, *targets, *sizes;
+    const uint64_t *source_pitches, *target_pitches, *counts; /* null where each run is one piece */
     void *attributes; /* of a batch: CUmemcpyAttributes */
     void *stream, *fork, *rows_join, *runs_join; /* whose work goes before and after, and events for that */
     void *opening;                               /* an argument; may be null */
@@ -68,7 +89,23 @@ static int reach(const struct Calls *calls, void *event) {
     return status;
 }
 
+/* Each run is so many rows of `sizes` bytes, a pitch apart on either side. */
+static int queue_strided(const struct Lanes *lanes, const struct Work *work, void *stream) {
+    struct Rows rows;
+    memset(&rows, 0, sizeof rows);
+    rows.source_kind = rows.target_kind = UNIFIED;
+    for (int64_t at = work->first_run; at < work->end_run; at++) {
+        rows.source = lanes->sources[at], rows.source_pitch = lanes->source_pitches[at];
+        rows.target = lanes->targets[at], rows.target_pitch = lanes->target_pitches[at];
+        rows.width = lanes->sizes[at], rows.count = lanes->counts[at];
+        int status = lanes->calls->copy_rows(&rows, stream);
+        if (status) return status;
+    }
+    return 0;
+}
+
 static int queue_runs(const struct Lanes *lanes, const struct Work *work, void *stream) {
+    if (lanes->counts) return queue_strided(lanes, work, stream);
     int64_t count = work->end_run - work->first_run;
     if (count > 1 && lanes->calls->batch) {
         size_t first = 0, failed = 0;
@@ -175,4 +212,4 @@ EXTERN void pdtransfer_await(struct Await *await) {
     }
 }
 
-EXTERN uint32_t pdtransfer_abi(void) { return 3; }
+EXTERN uint32_t pdtransfer_abi(void) { return 4; }

@@ -49,6 +49,17 @@ class Plan:
             runs[0] += (skipped, skipped, -skipped)
             yield Plan(pairing=self.pairing, runs=read_only(runs), rows=end - start)
 
+    def strided(self) -> tuple[Int64s, Int64s]:
+        """Every byte to copy as rows, run by run and plane by plane: int64 (m, 3), source offset, target offset and
+        bytes of a row; and int64 (m, 3), from one row to the next in the source, in the target, and how many."""
+        table, count = self.pairing.table, len(self.runs)
+        rows = np.empty((count, len(table), 3), dtype=np.int64)
+        rows[:, :, :2] = _offsets(self.runs, self.pairing, table)
+        rows[:, :, 2] = table[:, 6]
+        strides = np.empty_like(rows)
+        strides[:, :, :2], strides[:, :, 2] = table[:, [2, 5]], self.runs[:, 2:]
+        return rows.reshape(-1, 3), strides.reshape(-1, 3)
+
     def byte_runs(self) -> Int64s:
         """Every byte to copy as int64 (m, 3): source offset, target offset, length; ascending by target offset.
 
@@ -149,9 +160,16 @@ def _times(runs: Int64s, pairing: Pairing, planes: NDArray[np.bool_]) -> Int64s:
     """Runs x planes as byte runs, int64 (runs * planes, 3); in each of `planes` a run must be one stretch of bytes."""
     table = pairing.table[planes]
     product = np.empty((len(runs), len(table), 3), dtype=np.int64)
+    product[:, :, :2] = _offsets(runs, pairing, table)
+    product[:, :, 2] = runs[:, 2, None] * table[:, 6]
+    return product.reshape(-1, 3)
+
+
+def _offsets(runs: Int64s, pairing: Pairing, table: Int64s) -> Int64s:
+    """Where the first row of each run lies in each of these planes, in source and target: int64 (runs, planes, 2)."""
+    found = np.empty((len(runs), len(table), 2), dtype=np.int64)
     for side, page_size in enumerate((pairing.source_page_size, pairing.target_page_size)):
         base, page_stride, row_stride = table[:, 3 * side : 3 * side + 3].T
         page, row = np.divmod(runs[:, side, None], page_size)
-        product[:, :, side] = base + page * page_stride + row * row_stride
-    product[:, :, 2] = runs[:, 2, None] * table[:, 6]
-    return product.reshape(-1, 3)
+        found[:, :, side] = base + page * page_stride + row * row_stride
+    return found

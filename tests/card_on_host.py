@@ -31,6 +31,7 @@ class CardOnHost(Card):
         self.tables = Tables(self, most=2)  # so that they go while others are in use, or may still be read
         self.batches = bool(seed % 2)  # whether its driver has them
         self.copies: list[tuple[int, int, int]] = []  # source, target, bytes of each transfer that was done
+        self.extents: list[tuple[int, int]] = []  # address and bytes that a transfer of rows spans, either side
         self.launches = 0
         self.refuses: str | None = None  # the call that fails from now on
 
@@ -120,6 +121,16 @@ class CardOnHost(Card):
 
         self._queue(stream, carry)
 
+    def copy_rows(
+        self, target: int, source: int, byte_count: int, *, pitches: tuple[int, int], rows: int, stream: int
+    ) -> None:
+        assert min(pitches) >= byte_count, "what a driver refuses"
+        spans = [pitch * (rows - 1) + byte_count for pitch in pitches]
+        self.extents.append((target, spans[0]))
+        self.extents.append((source, spans[1]))
+        for row in range(rows):
+            self.copy(target + row * pitches[0], source + row * pitches[1], byte_count, stream)
+
     def launch(
         self, kernel: str, arguments: ctypes.Structure, *, blocks: int, threads: Any, stream: int = 0, **how: Any
     ) -> None:
@@ -160,6 +171,7 @@ class CardOnHost(Card):
                 lambda event: self._answer(lambda: self.reach(event)) or (600 if self._random.random() < 0.5 else 0),
                 [word],
             ),
+            (self._rows, [ctypes.POINTER(word), word]),
         )
         self._callbacks = [ctypes.CFUNCTYPE(ctypes.c_int, *taken)(function) for function, taken in shapes]
         addresses = [ctypes.cast(each, ctypes.c_void_p).value for each in self._callbacks]
@@ -179,6 +191,14 @@ class CardOnHost(Card):
         assert function == 7
         told = CopyArgument.from_address(arguments[0])
         return self._answer(lambda: self.launch("kv_copy", told, blocks=blocks, threads=threads, stream=stream))
+
+    def _rows(self, asked: Any, stream: int) -> int:
+        source, pitch_in, target, pitch_out, width, rows = (asked[at] for at in (4, 6, 11, 13, 14, 15))
+        assert asked[2] & 0xFFFF_FFFF == asked[9] & 0xFFFF_FFFF == 4, "either kind of memory"
+        assert not any(asked[at] for at in (0, 1, 7, 8))
+        return self._answer(
+            lambda: self.copy_rows(target, source, width, pitches=(pitch_out, pitch_in), rows=rows, stream=stream)
+        )
 
     def _batched(self, targets: Any, sources: Any, sizes: Any, count: int, attributes: int, *rest: int) -> int:
         assert ctypes.c_int.from_address(attributes).value == 1, "in the stream's order"

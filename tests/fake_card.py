@@ -77,10 +77,11 @@ class FakeLane:
 
     def prepare(
         self, place: int, target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, rows: int,
-        cancel: Cancel,
+        cancel: Cancel, *, spare: bool,
     ) -> Callable[[], None]:  # fmt: skip
         assert place not in self.queued, "two launches in one place"
         self.card.preparations += 1
+        self.card.spared.append(spare)
 
         def queue(number: int = self.card.preparations) -> None:
             assert number == self.card.preparations, "another was prepared meanwhile"
@@ -164,6 +165,7 @@ class FakeCard(FakeRegistrar):
         self.words: list[Cancel] = []
         self.left_out = 0
         self.prepared = self.preparations = 0
+        self.spared: list[bool] = []  # of each preparation
         self.fired = set[int]()  # CUDA events
         self.broken_events: dict[int, str] = {}
         self.asleep = threading.Event()  # it waits for gates

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from pdtransfer.gate import Gate
-from pdtransfer.kernels import lanes
 from pdtransfer.offers import Every
 
 from .client_pair import Late
-from .test_push import here, lib  # noqa: F401 (fixtures)
 
 
 class Handle(Late):
@@ -58,20 +54,3 @@ def test_where_one_of_several_is_no_cuda_event_python_asks_all() -> None:
 
 def test_a_cuda_event_that_was_never_recorded_has_no_handle_to_wait_for() -> None:
     assert Gate(Handle(0)).next is None
-
-
-def test_whoever_waits_for_several_events_hears_of_the_first_that_fires_or_is_called(here: Any) -> None:  # noqa: F811
-    called = ctypes.c_uint32()
-    events, streams = [here.event() for _ in range(3)], [here.stream() for _ in range(3)]
-    for event, stream in zip(events, streams, strict=True):
-        here.record(event, stream)
-    called.value = 1
-    asked = here.passed
-    here.passed = lambda _: False
-    here._random.random = lambda: 0.0  # C's asking says that it is not ready
-    assert lanes.wait_any(here, events, called) == (-1, "")
-    called.value = 0
-    here.passed, here._random.random = asked, lambda: 1.0
-    here.synchronise(streams[1])
-    at, failed = lanes.wait_any(here, [events[1]], called)
-    assert (at, failed) == (0, "")

@@ -44,10 +44,12 @@ def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     lanes._idle.clear()
 
 
+@pytest.mark.parametrize("spared", [(), (0,), (0, 1)])
 @pytest.mark.parametrize("scattered", [(), (0,), (0, 1)])
 def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained(
-    here: Any, scattered: tuple[int, ...]
+    here: Any, scattered: tuple[int, ...], spared: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pushing, "STRIDED_BYTES_MIN", 0)
     source, target = (
         filled(name, mla(), 4, 64, content=name == "layer_first") for name in ("layer_first", "page_first")
     )
@@ -58,13 +60,14 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
     right = wanted(source, target, np.concatenate(theirs), np.concatenate(ours))
     pools = pool_of(target, card=0, host=True), pool_of(source, card=0)
     for place in range(2):
-        made.prepare(place, *pools, ours[place], theirs[place], 128, made.word())()
+        made.prepare(place, *pools, ours[place], theirs[place], 128, made.word(), spare=place in spared)()
     made.drain()
     assert not here.step(), "something is queued still"
     assert all(made.wait(place, []) for place in range(2))
     assert [made.ended(place) for place in range(2)] == [(State.COMPLETE, 0)] * 2
     assert np.array_equal(target.memory, right)
-    assert len(here.copies) == 128 * (2 - len(scattered)), "the engine drains what lies in runs, row by row"
+    planes = [3 if place in spared else 1 for place in range(2) if place in spared or place not in scattered]
+    assert len(here.copies) == 128 * sum(planes), "the engine drains what lies in runs, row by row"
 
 
 @pytest.mark.parametrize(

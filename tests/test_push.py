@@ -10,6 +10,7 @@ import ctypes
 import random
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from pdtransfer.cancel import Cancel
 from pdtransfer.errors import LocalProtocolError, WorldError
 from pdtransfer.kernels import kv_copy, lanes, stretches
 from pdtransfer.kernels import push as pushing
-from pdtransfer.kernels.dma import cut
+from pdtransfer.kernels.dma import cut, cut_rows
 from pdtransfer.kernels.pools import Progress, State
 from pdtransfer.kernels.push import Load, choose, push
 
@@ -80,7 +81,7 @@ def pushed(
 @PROPERTY
 @given(
     copies(),
-    st.sampled_from(["ring", "ring", "ring", "direct", "kernel"]),
+    st.sampled_from(["ring", "ring", "ring", "direct", "strided", "strided", "kernel"]),
     st.booleans(),
     st.sampled_from([None, 1, 2, 3, 4]),
     st.booleans(),
@@ -162,7 +163,7 @@ def test_a_run_is_one_transfer_a_chunk(here: CardOnHost) -> None:
     assert rows == [1] * 256, "a slot holds one row of 3,456 bytes"
 
 
-@pytest.mark.parametrize("backend", ["direct", "ring"])
+@pytest.mark.parametrize("backend", ["direct", "strided", "ring"])
 def test_no_transfer_crosses_two_registrations(here: CardOnHost, backend: str) -> None:
     source, target = (
         filled("layer_first", mla(), 4, 64, content=True),
@@ -178,6 +179,35 @@ def test_no_transfer_crosses_two_registrations(here: CardOnHost, backend: str) -
         for start in copied[:2]:
             inside = (here.borders > start) & (here.borders < start + copied[2])
             assert not inside.any()
+    for start, byte_count in here.extents:
+        assert not ((here.borders > start) & (here.borders < start + byte_count)).any()
+    assert bool(here.extents) == (backend == "strided")
+
+
+@pytest.mark.parametrize("borders", [[], [1_000], [1_004], [1_010], [1_013], [1_000, 1_020, 1_021, 1_100], [64, 72]])
+def test_rows_are_cut_at_borders_and_one_with_a_border_in_it_goes_in_pieces(borders: list[int]) -> None:
+    runs, strides = np.array([(50, 1_000, 8), (0, 3_000, 5)]), np.array([(9, 12, 7), (5, 5, 1)])
+    parts, spacing, origins = cut_rows(runs, strides, np.array(borders, np.int64))
+    moved = [
+        [
+            (source + row * theirs + at, target + row * ours + at)
+            for (source, target, width), (theirs, ours, rows), of in zip(
+                table.tolist(), steps.tolist(), numbers, strict=True
+            )
+            for row in range(rows)
+            for at in range(width)
+            if of == number
+        ]
+        for table, steps, numbers in ((runs, strides, [0, 1]), (parts, spacing, origins.tolist()))
+        for number in range(2)
+    ]
+    assert sorted(moved[0]) == sorted(moved[2])
+    assert moved[1] == moved[3]
+    assert (np.diff(origins) >= 0).all()
+    for (source, target, width), (theirs, ours, rows) in zip(parts.tolist(), spacing.tolist(), strict=True):
+        for start, step in ((source, theirs), (target, ours)):
+            assert not any(start < border < start + step * (rows - 1) + width for border in borders)
+    assert len(parts) <= 2 + 3 * len(borders)
 
 
 def test_runs_are_cut_at_borders_of_either_side_and_nowhere_else() -> None:
@@ -449,3 +479,20 @@ def test_auto_carries_by_what_was_chosen(
     assert {(False, True): "direct", (True, True): "ring", (True, False): "kernel"}[
         here.launches > 0, bool(here.copies)
     ] == chosen
+
+
+def test_whoever_waits_for_several_events_hears_of_the_first_that_fires_or_is_called(here: CardOnHost) -> None:
+    called = ctypes.c_uint32()
+    events, streams = [here.event() for _ in range(3)], [here.stream() for _ in range(3)]
+    for event, stream in zip(events, streams, strict=True):
+        here.record(event, stream)
+    called.value = 1
+    asked = here.passed
+    here.passed = Mock(return_value=False)
+    here._random.random = lambda: 0.0  # C's asking says that it is not ready
+    assert lanes.wait_any(here, events, called) == (-1, "")
+    called.value = 0
+    here.passed, here._random.random = asked, lambda: 1.0
+    here.synchronise(streams[1])
+    at, failed = lanes.wait_any(here, [events[1]], called)
+    assert (at, failed) == (0, "")

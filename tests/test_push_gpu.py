@@ -27,7 +27,7 @@ if cards.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
-BACKENDS: tuple[Backend, ...] = ("kernel", "direct", "ring", "auto")
+BACKENDS: tuple[Backend, ...] = ("kernel", "direct", "strided", "ring", "auto")
 CASES = [
     *((model, 16, a, b, f"{name}-{a}-{b}") for model, name in GRID for a in LAYOUTS for b in LAYOUTS),
     *((dsa_index(), 64, "layer_first", name, f"dsa-{name}") for name in LAYOUTS[:3]),

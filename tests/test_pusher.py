@@ -163,6 +163,33 @@ async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_anoth
 
 
 @on_loop
+async def test_the_model_is_spared_while_there_is_time_and_not_where_somebody_waits(
+    arena: Arena, directory: Path
+) -> None:
+    card, gate = FakeCard(), Held()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.write(EVERY[:9], EVERY[:9], grant=1)
+    await until(lambda: len(both.ended) == 1)
+    both.write(EVERY[:9], EVERY[:9], grant=1, last=True)
+    await until(lambda: len(both.ended) == 2)
+    assert card.spared == [True, False]
+    card.waiting = gate
+    for grant in (1, 1, 2, 3):  # the first one is waited for; then two are there, then one
+        both.write(EVERY[:9], EVERY[:9], grant=grant)
+    await until(gate.reached.is_set)
+    card.waiting = lambda: None
+    both.write(EVERY[:9], EVERY[:9], grant=4, after=Gate(CudaEvent(1)))
+    gate.open.set()
+    await until(lambda: len(both.ended) == 6)
+    assert card.spared[-3:-1] == [False, True] or card.spared[-2:] == [False, True], card.spared
+    card.fired.add(1)
+    await until(lambda: len(both.ended) == 7)
+    assert card.spared[-1], "nobody waits with it"
+    await both.close()
+
+
+@on_loop
 async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launched(
     arena: Arena, directory: Path
 ) -> None:

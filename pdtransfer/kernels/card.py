@@ -203,6 +203,18 @@ class Card:
         self.enter()
         self.call("cuMemcpyAsync", target, source, byte_count, stream)
 
+    def copy_rows(
+        self, target: int, source: int, byte_count: int, *, pitches: tuple[int, int], rows: int, stream: int
+    ) -> None:
+        """Queues `rows` pieces of so many bytes for the copy engine; `pitches` are from one to the next, the target's
+        and the source's."""
+        self.enter()
+        asked = self.driver.CUDA_MEMCPY2D()
+        asked.srcMemoryType = asked.dstMemoryType = self.driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        asked.dstDevice, asked.srcDevice, asked.WidthInBytes, asked.Height = target, source, byte_count, rows
+        asked.dstPitch, asked.srcPitch = pitches
+        self.call("cuMemcpy2DAsync", asked, stream)
+
     def clear(self, address: int, byte_count: int) -> None:
         """Zeroes it, and waits for that."""
         self.enter()
@@ -384,6 +396,7 @@ class Card:
 _CALLS = (  # and the release of CUDA whose arguments are meant
     ("cuCtxSetCurrent", 4_000), ("cuLaunchKernel", 4_000), ("cuMemcpyAsync", 4_000), ("cuMemcpyBatchAsync", 12_080),
     ("cuEventRecord", 2_000), ("cuStreamWaitEvent", 3_020), ("cuEventQuery", 2_000),
+    ("cuMemcpy2DAsync", 3_020),
 )  # fmt: skip
 
 

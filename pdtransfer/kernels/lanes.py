@@ -24,7 +24,7 @@ from ..errors import WorldError
 from ..geometry import Int64s
 from . import UnusableError, loaded
 from .card import POLL_SECONDS, Card
-from .dma import Attributes, copy_runs, cut
+from .dma import Attributes, copy_runs, cut, cut_rows
 from .kv_copy import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument
 from .pools import Progress, State
 
@@ -34,7 +34,7 @@ EVENTS = 9  # works that are pending: 2 ms of the engine's, for who queues may h
 _STAGINGS = 8  # lists of slots that are pending
 _STAGING_BYTES_MIN = 64 << 10
 _PIECE_BYTES = 2_048  # of a list, for a warp: what kv_copy takes at once
-_ABI = 3  # of kernels/host_lanes.c
+_ABI = 4  # of kernels/host_lanes.c
 
 ARGUMENT = np.dtype(CopyArgument)
 
@@ -46,6 +46,7 @@ class Works(NamedTuple):
     table: Int64s  # int64 (n, 4): which argument, or -1; its blocks; first run, end run
     runs: Int64s  # int64 (n, 3): source address, target address, bytes
     fetch: bool
+    strides: Int64s | None = None  # int64 (n, 3) where a run is rows: from one to the next there and here, how many
     staged: Staging | None = None  # what the arguments' slots are in
 
 
@@ -142,6 +143,8 @@ class Ring:
     ) -> State:  # fmt: skip
         here, calls = self.card, self.card.calls()
         columns = np.ascontiguousarray(works.runs.T)
+        strides = None if works.strides is None else np.ascontiguousarray(works.strides.T)
+        pitches = (0, 0, 0) if strides is None else [each.ctypes.data for each in strides]
         (halves, wholes), staged = self._handles, works.staged
         attributes = Attributes(order=1)  # in the stream's order
         argument = _LanesArgument(
@@ -158,6 +161,9 @@ class Ring:
             sources=columns[0].ctypes.data,
             targets=columns[1].ctypes.data,
             sizes=columns[2].ctypes.data,
+            source_pitches=pitches[0],
+            target_pitches=pitches[1],
+            counts=pitches[2],
             attributes=ctypes.addressof(attributes),
             stream=stream,
             fork=int(self._fork),
@@ -216,7 +222,8 @@ class Ring:
     def _part(self, works: Works, work: list[int], stream: int) -> None:
         argument, blocks, first, end = work
         if stream == self._runs:
-            copy_runs(self.card, works.runs[first:end], stream)
+            strides = None if works.strides is None else works.strides[first:end]
+            copy_runs(self.card, works.runs[first:end], strides, stream)
         elif argument >= 0:
             told = CopyArgument.from_buffer_copy(works.arguments[argument].tobytes())
             self.card.launch("kv_copy", told, blocks=blocks, threads=THREADS, stream=stream)
@@ -226,12 +233,15 @@ def _whole(works: Works, here: Card) -> Works:
     """The same with no run across two registrations."""
     if not len(here.borders):
         return works
-    runs, origins = cut(works.runs, here.borders)
+    if works.strides is None:
+        (runs, origins), strides = cut(works.runs, here.borders), None
+    else:
+        runs, strides, origins = cut_rows(works.runs, works.strides, here.borders)
     if len(runs) == len(works.runs):
         return works
     table = works.table.copy()
     table[:, 2:] = np.searchsorted(origins, works.table[:, 2:])
-    return works._replace(runs=runs, table=table)
+    return works._replace(runs=runs, strides=strides, table=table)
 
 
 def _handles(each: list[Any]) -> Any:
@@ -240,7 +250,8 @@ def _handles(each: list[Any]) -> Any:
 
 _ADDRESSES = (
     "calls", "context", "function", "rows_stream", "runs_stream", "halves", "wholes", "cancel", "arguments", "works",
-    "sources", "targets", "sizes", "attributes", "stream", "fork", "rows_join", "runs_join", "opening",
+    "sources", "targets", "sizes", "source_pitches", "target_pitches", "counts", "attributes", "stream", "fork",
+    "rows_join", "runs_join", "opening",
 )  # fmt: skip
 _COUNTS = (
     "opening_blocks", "slots", "event_count", "work_count", "argument_bytes", "threads", "fetch", "first_turn",

@@ -16,13 +16,14 @@ from .kv_copy import Asked, Lists, checked, listed
 from .kv_copy import prepared as launched
 from .lanes import SLOT_BYTES, borrowed
 from .pools import Pool, Progress, Slots
-from .ring import Sides, direct_works, listing, on_cpu, ring_works
+from .ring import Sides, direct_works, listing, on_cpu, ring_works, strided_works
 from .stretches import Through, through
 
-Backend = Literal["auto", "kernel", "direct", "ring"]
+Backend = Literal["auto", "spare", "kernel", "direct", "strided", "ring"]
 
 PLANNED_BYTES_MIN = 8 << 20  # below, the launch is as fast as anything, and nothing is planned
 DIRECT_RUN_BYTES_MIN = 128 << 10  # on average: from there on the engine alone is faster than the launch
+STRIDED_BYTES_MIN = 64 << 10  # a transfer, on average: each takes the engine 4 us and more, and a CPU 3
 RING_BYTES_MIN = 12 << 20  # one alone takes 0.1 ms longer than a launch, and spares the model more than that
 RING_SHARE_MIN = 0.9
 _PAIRINGS_MAX = 64
@@ -48,9 +49,11 @@ def push(
     `progress` says that nothing is pending.
 
     `kernel` is kv_copy's launch. `direct` leaves all to the copy engine, a transfer for each run that lies together on
-    both sides. `ring` gathers rows into a small ring in the card's memory in the order in which they lie on the host's
-    side, long runs of which the copy engine then drains, and the reverse from the host; rows outside such runs go by
-    launches of kv_copy. `auto` chooses by `choose`. Raises LocalProtocolError, saying why, where a backend cannot.
+    both sides; so does `strided`, with one for each plane and run of slots, whose rows may lie apart: a third to two
+    thirds of the bus, but no multiprocessor. `ring` gathers rows into a small ring in the card's memory in the order in
+    which they lie on the host's side, long runs of which the copy engine then drains, and the reverse from the host;
+    rows outside such runs go by launches of kv_copy. `auto` chooses by `choose`; `spare` is `strided` where its
+    transfers are long, else `auto`. Raises LocalProtocolError, saying why, where a backend cannot.
     """
     slots = target_slots, source_slots
     prepared(target, source, *slots, count, backend=backend, progress=progress, cancel=cancel, stream=stream)()
@@ -72,16 +75,18 @@ def prepared(
     """`push` in two steps: nothing is queued before what it returns is called, at most once. `lists` as kv_copy's."""
     asked = checked(target, source, target_slots, source_slots, count)
     known = isinstance(count, int) and not asked.target.at and not asked.source.at
-    if backend == "auto":
+    if backend == "spare" and known and (made := _spare(target, source, asked)) is not None:
+        backend = "strided"
+    elif backend in ("auto", "spare"):
         made = _chosen(target, source, asked) if known else None
     elif backend != "kernel":
         if not known:
             raise LocalProtocolError(f"backend: {backend}: nobody but the card knows these rows: only kernel can")
-        made = _plan(asked) if backend == "direct" else _through(target, source, asked)
+        made = _through(target, source, asked) if backend == "ring" else _plan(asked)
     else:
         made = None
     if made is not None:
-        return partial(_carry, target, source, asked, made, progress, cancel, stream)
+        return partial(_carry, target, source, asked, made, progress, cancel, stream, strided=backend == "strided")
     return launched(target, source, asked, count, progress=progress, cancel=cancel, stream=stream, lists=lists)
 
 
@@ -125,6 +130,15 @@ def _chosen(target: Pool, source: Pool, asked: Asked) -> Plan | Through | None:
             return None
 
 
+def _spare(target: Pool, source: Pool, asked: Asked) -> Plan | None:
+    """What `strided` goes by, where a transfer is not much dearer than its bytes."""
+    if target.card is None or target.host == source.host:
+        return None
+    made = _plan(asked)
+    transfers = len(made.runs) * len(made.pairing.table)
+    return made if made.bytes >= STRIDED_BYTES_MIN * transfers else None
+
+
 def runs_of(made: Plan) -> int:
     """At most so many runs of bytes are in the plan: pages whose planes follow one another are still counted apart."""
     together = touching(made.pairing)
@@ -163,7 +177,7 @@ def _lies_through(target: Pool, source: Pool, asked: Asked) -> Through | None:
 
 def _carry(
     target: Pool, source: Pool, asked: Asked, made: Plan | Through, progress: Progress | None, cancel: Cancel | None,
-    stream: int,
+    stream: int, *, strided: bool,
 ) -> None:  # fmt: skip
     """By the copy engine, straight or through a ring."""
     sides = Sides(target, source, listed(asked.target, asked.rows), listed(asked.source, asked.rows))
@@ -175,7 +189,10 @@ def _carry(
         raise LocalProtocolError("progress: a card can't see these words: make them for that card")
     with borrowed(here) as ring:
         if isinstance(made, Plan):
-            works = direct_works(target, source, made, bytes_max=SLOT_BYTES)
+            if strided:
+                works = strided_works(target, source, made)
+            else:
+                works = direct_works(target, source, made, bytes_max=SLOT_BYTES)
             ring.run(works, stream=stream, cancel=cancel, progress=progress)
             return
         with ExitStack() as held:

@@ -47,6 +47,14 @@ def direct_works(target: Pool, source: Pool, made: Plan, *, bytes_max: int) -> W
     return Works(np.zeros(0, ARGUMENT), table, runs, fetch=False)
 
 
+def strided_works(target: Pool, source: Pool, made: Plan) -> Works:
+    """All rows of a plan as rows that lie evenly spaced on both sides, in one work."""
+    runs, strides = made.strided()
+    table = np.array([(-1, 0, 0, len(runs))], np.int64)
+    moved = runs + np.array((source.address, target.address, 0))
+    return Works(np.zeros(0, ARGUMENT), table, moved, fetch=False, strides=strides)
+
+
 def _split(runs: Int64s, wide: NDArray[np.bool_], bytes_max: int) -> Int64s:
     """Runs longer than `bytes_max` in pieces of it."""
     counts = np.where(wide, -(-runs[:, 2] // bytes_max), 1)

@@ -43,10 +43,11 @@ class Lane(Protocol):
 
     def prepare(
         self, place: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
-        cancel: Cancel,
+        cancel: Cancel, *, spare: bool,
     ) -> Callable[[], None]:  # fmt: skip
         """Prepares a copy as launch `place`, one of IN_FLIGHT_MAX, in the stead of what was prepared there and not
-        queued. What it returns queues it; where that raises, the copy may have been queued."""
+        queued. What it returns queues it; where that raises, the copy may have been queued. `spare`: there is time, and
+        the model needs the card more."""
         ...
 
     def wait(self, place: int | None, gates: Sequence[Gate]) -> bool:
@@ -98,7 +99,7 @@ class CardLane:
 
     def prepare(
         self, place: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
-        cancel: Cancel,
+        cancel: Cancel, *, spare: bool,
     ) -> Callable[[], None]:  # fmt: skip
         progress, lists, stream = self._progress[place], self._lists[place], self._streams[0]
         self._card.enter()
@@ -113,7 +114,8 @@ class CardLane:
             stream = self._streams[place if ringed else 0]
             queue = pushing.prepared(
                 target, source, target_slots, source_slots, rows,
-                backend="auto" if ringed else "kernel", progress=progress, cancel=cancel, stream=stream, lists=lists,
+                backend="spare" if spare else "auto" if ringed else "kernel",
+                progress=progress, cancel=cancel, stream=stream, lists=lists,
             )  # fmt: skip
 
         def go() -> None:

@@ -151,6 +151,13 @@ class _Turns:
         """The next ones of the grants that wait for a gate, the earliest first."""
         return [jobs[0] for jobs in self.waiting if jobs[0].gate is not None]
 
+    def quiet(self, job: Push) -> bool:
+        """Whether nothing else could be launched now."""
+        jobs = self.grants[job.turn]
+        return all(jobs[0].gate is not None for jobs in self.waiting if jobs[0] is not job) and (
+            len(jobs) == 1 or jobs[1].gate is not None
+        )
+
     def drop(self, job: Push) -> None:
         """It is exhausted."""
         jobs = self.grants[job.turn]
@@ -299,7 +306,9 @@ class Pusher:
         if not job.row_bytes or end == first:
             return None
         ours, theirs = _slots(job.order.target_slots[first:end]), _slots(job.order.source_slots[first:end])
-        return lane.prepare(place, job.target, job.source, ours, theirs, end - first, word)
+        with self._changed:
+            spare = not job.order.last and self._turns.quiet(job)
+        return lane.prepare(place, job.target, job.source, ours, theirs, end - first, word, spare=spare)
 
     def _prepare_ahead(self, lane: Lane, job: Push, place: int) -> None:
         """Has the first rows of a write that waits for its gate ready for the card."""

@@ -188,7 +188,7 @@ struct Await {
     const struct Calls *calls;
     void *context;
     void **events;
-    const uint32_t *called; /* whoever sets it wants its caller back */
+    const uint32_t *called; /* whoever sets it wants its caller back; null: it only looks */
     int64_t count;
     /* answers */
     int64_t passed; /* the first event that is; -1 where it was called */
@@ -196,7 +196,7 @@ struct Await {
     int32_t unused;
 };
 
-/* Sleeps until the card has passed one of the events, or somebody calls. The kernel would add 50 us to each nap. */
+/* Sleeps until the card has passed one of the events, or somebody calls. The system would add 50 us to each nap. */
 EXTERN void pdtransfer_await(struct Await *await) {
     prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL);
     const struct timespec pause = {0, POLL_NANOSECONDS};
@@ -208,8 +208,8 @@ EXTERN void pdtransfer_await(struct Await *await) {
             await->passed = at, await->status = status;
             return;
         }
-        if (*(const volatile uint32_t *)await->called) return;
+        if (!await->called || *(const volatile uint32_t *)await->called) return;
     }
 }
 
-EXTERN uint32_t pdtransfer_abi(void) { return 4; }
+EXTERN uint32_t pdtransfer_abi(void) { return 5; }

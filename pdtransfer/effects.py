@@ -168,7 +168,7 @@ class Write(Struct, frozen=True, kw_only=True):
     first_row: int = 0  # of the room: the first slot's
     verify: bool = False  # a checksum of the rows as they are read is wanted with the outcome
     after: Gate | None = None
-    last: bool = False  # of its component in its grant, in rows and layers: nothing is computed behind it
+    urgent: bool = False  # no more of the grant is computed behind it than it has itself: it may be waited for
 
 
 class StopWriting(Struct, frozen=True):

@@ -111,6 +111,16 @@ class FakeLane:
         self.called.clear()
         return False
 
+    def look(self, gate: Gate) -> None:
+        while gate.next is not None and not gate.broken:
+            number, event = gate.next
+            if event in self.card.broken_events:
+                gate.broken = self.card.broken_events[event]
+            elif event in self.card.fired:
+                gate.fired(number, 1)
+            else:
+                return
+
     def wake(self) -> None:
         self.called.set()
 

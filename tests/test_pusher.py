@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,29 +164,31 @@ async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_anoth
 
 
 @on_loop
-async def test_the_model_is_spared_while_there_is_time_and_not_where_somebody_waits(
+async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_nothing_that_is_late(
     arena: Arena, directory: Path
 ) -> None:
-    card, gate = FakeCard(), Held()
+    card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
-    both.write(EVERY[:9], EVERY[:9], grant=1)
-    await until(lambda: len(both.ended) == 1)
-    both.write(EVERY[:9], EVERY[:9], grant=1, last=True)
-    await until(lambda: len(both.ended) == 2)
-    assert card.spared == [True, False]
-    card.waiting = gate
-    for grant in (1, 1, 2, 3):  # the first one is waited for; then two are there, then one
-        both.write(EVERY[:9], EVERY[:9], grant=grant)
-    await until(gate.reached.is_set)
-    card.waiting = lambda: None
-    both.write(EVERY[:9], EVERY[:9], grant=4, after=Gate(CudaEvent(1)))
-    gate.open.set()
-    await until(lambda: len(both.ended) == 6)
-    assert card.spared[-3:-1] == [False, True] or card.spared[-2:] == [False, True], card.spared
-    card.fired.add(1)
-    await until(lambda: len(both.ended) == 7)
-    assert card.spared[-1], "nobody waits with it"
+
+    async def spared(*written: dict[str, Any]) -> list[bool]:
+        before, ended = len(card.spared), len(both.ended)
+        for more in written:
+            both.want(both.write(EVERY[ended : ended + 9], EVERY[ended : ended + 9], grant=1, **more))
+        if not card.fired:
+            await waits(card)
+            card.fired.add(1)
+        await until(lambda: len(both.ended) == ended + len(written))
+        return card.spared[before:]
+
+    assert await spared({"after": Gate(CudaEvent(1))}) == [True]
+    assert await spared({"after": Gate(CudaEvent(1))}) == [False], "it had fired already"
+    assert await spared({}) == [False]
+    card.fired.clear()
+    assert await spared({"after": Gate(CudaEvent(1)), "urgent": True}) == [False]
+    card.fired.clear()
+    assert await spared({"after": Gate(CudaEvent(1))}, {"after": Gate(CudaEvent(1))}) == [True, False], "it was late"
+    assert both.right
     await both.close()
 
 

@@ -34,7 +34,7 @@ EVENTS = 9  # works that are pending: 2 ms of the engine's, for who queues may h
 _STAGINGS = 8  # lists of slots that are pending
 _STAGING_BYTES_MIN = 64 << 10
 _PIECE_BYTES = 2_048  # of a list, for a warp: what kv_copy takes at once
-_ABI = 4  # of kernels/host_lanes.c
+_ABI = 5  # of kernels/host_lanes.c
 
 ARGUMENT = np.dtype(CopyArgument)
 
@@ -278,8 +278,9 @@ class _AwaitArgument(ctypes.Structure):
     )  # fmt: skip
 
 
-def wait_any(here: Card, events: Sequence[int], called: ctypes.c_uint32) -> tuple[int, str]:
-    """Sleeps, without the GIL, until the card has passed one of these CUDA events, or `called` is no longer 0.
+def wait_any(here: Card, events: Sequence[int], called: ctypes.c_uint32 | None) -> tuple[int, str]:
+    """Sleeps, without the GIL, until the card has passed one of these CUDA events, or `called` is no longer 0. Without
+    `called` it only looks.
 
     Returns which, or -1, and with it the driver's word where what was before that event has failed.
     """
@@ -290,7 +291,7 @@ def wait_any(here: Card, events: Sequence[int], called: ctypes.c_uint32) -> tupl
         calls=ctypes.addressof(calls),
         context=here.context,
         events=ctypes.addressof(handles),
-        called=ctypes.addressof(called),
+        called=0 if called is None else ctypes.addressof(called),
         count=len(events),
     )
     wait(ctypes.byref(argument))
@@ -298,15 +299,16 @@ def wait_any(here: Card, events: Sequence[int], called: ctypes.c_uint32) -> tupl
     return argument.passed, failed
 
 
-def _waited(here: Card, events: Sequence[int], called: ctypes.c_uint32) -> tuple[int, str]:
-    here.enter()
-    while not called.value:
+def _waited(here: Card, events: Sequence[int], called: ctypes.c_uint32 | None) -> tuple[int, str]:
+    while called is None or not called.value:
         for at, event in enumerate(events):
             try:
                 if here.passed(event):
                     return at, ""
             except WorldError as error:
                 return at, str(error)
+        if called is None:
+            break
         time.sleep(POLL_SECONDS)
     return -1, ""
 

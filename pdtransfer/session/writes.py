@@ -31,7 +31,7 @@ def started(duty: DutyEntry, cell: Cell) -> list[Write]:
         order = Write(
             session=session.id, grant=duty.number, room=duty.room, write=write,
             component=share.component, layers=(first, end), first_row=low, verify=duty.verify, after=cell.after,
-            last=high == share.first_row + share.rows and end == layers[1],
+            urgent=high == share.first_row + share.rows and layers[1] - end <= end - first,
             source_slots=cell.source_slots[low - cell.first_row : high - cell.first_row],
             target_slots=share.target_slots[low - share.first_row : high - share.first_row],
         )  # fmt: skip

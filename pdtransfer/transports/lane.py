@@ -55,6 +55,10 @@ class Lane(Protocol):
         got on, or `wake` was called since the last time. WorldError where none can say of the launch."""
         ...
 
+    def look(self, gate: Gate) -> None:
+        """Sees to it that a gate knows how far it has got."""
+        ...
+
     def wake(self) -> None:
         """Ends a `wait`, from any thread."""
         ...
@@ -134,11 +138,15 @@ class CardLane:
                 raise WorldError(failed)
             return at == 0
         gate, (number, _) = asked[at - len(flying)]
-        if failed:
-            gate.broken = failed
-        else:
-            gate.fired(number, monotonic_ns())
+        _tell(gate, number, failed)
         return False
+
+    def look(self, gate: Gate) -> None:
+        while (found := gate.next) is not None and not gate.broken:
+            at, failed = lanes.wait_any(self._card, [found[1]], None)
+            if at < 0:
+                return
+            _tell(gate, found[0], failed)
 
     def wake(self) -> None:
         self._called.value = 1
@@ -157,6 +165,13 @@ class CardLane:
 
     def drain(self) -> None:
         self._card.finish()  # a ring's own streams as well
+
+
+def _tell(gate: Gate, number: int, failed: str) -> None:
+    if failed:
+        gate.broken = failed
+    else:
+        gate.fired(number, monotonic_ns())
 
 
 def in_runs(slots: range | Int64s, byte_count: int) -> bool:

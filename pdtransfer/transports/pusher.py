@@ -151,13 +151,6 @@ class _Turns:
         """The next ones of the grants that wait for a gate, the earliest first."""
         return [jobs[0] for jobs in self.waiting if jobs[0].gate is not None]
 
-    def quiet(self, job: Push) -> bool:
-        """Whether nothing else could be launched now."""
-        jobs = self.grants[job.turn]
-        return all(jobs[0].gate is not None for jobs in self.waiting if jobs[0] is not job) and (
-            len(jobs) == 1 or jobs[1].gate is not None
-        )
-
     def drop(self, job: Push) -> None:
         """It is exhausted."""
         jobs = self.grants[job.turn]
@@ -235,8 +228,8 @@ class Pusher:
             assert lane is not None
             if len(flying) == IN_FLIGHT_MAX:
                 gated = []
-            elif gated:
-                self._prepare_ahead(lane, gated[0], self._place(flying))
+            elif gated and not self._prepare_ahead(lane, gated[0], self._place(flying)):
+                continue
             self._wait(lane, flying, gated)
 
     def _sleep(self) -> bool:
@@ -306,20 +299,24 @@ class Pusher:
         if not job.row_bytes or end == first:
             return None
         ours, theirs = _slots(job.order.target_slots[first:end]), _slots(job.order.source_slots[first:end])
-        with self._changed:
-            spare = not job.order.last and self._turns.quiet(job)
+        spare = job.gate is not None and not job.order.urgent  # who would wait for it computes meanwhile
         return lane.prepare(place, job.target, job.source, ours, theirs, end - first, word, spare=spare)
 
-    def _prepare_ahead(self, lane: Lane, job: Push, place: int) -> None:
-        """Has the first rows of a write that waits for its gate ready for the card."""
+    def _prepare_ahead(self, lane: Lane, job: Push, place: int) -> bool:
+        """Has the first rows of a write that waits for its gate ready for the card; False where it need not wait."""
         if self._ahead is not None and self._ahead.job is job and self._ahead.place == place:
-            return
+            return True
+        if (gate := job.gate) is not None:
+            lane.look(gate)
+        if job.gate is None:
+            return False
         try:
             queue = self._prepared(lane, job, place)
         except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
             self._refused(lane, job, Outcome.FAILED, _text(error))
-        else:
-            self._ahead = None if queue is None else _Ahead(job, place, queue)
+            return False
+        self._ahead = None if queue is None else _Ahead(job, place, queue)
+        return True
 
     def _drained(self, lane: Lane | None) -> Outcome:
         """How a write has failed of which a launch may have been queued: only what has ended is known."""

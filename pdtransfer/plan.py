@@ -58,6 +58,8 @@ class Plan:
         rows[:, :, 2] = table[:, 6]
         strides = np.empty_like(rows)
         strides[:, :, :2], strides[:, :, 2] = table[:, [2, 5]], self.runs[:, 2:]
+        alone = self.runs[:, 2] == 1
+        strides[alone, :, :2] = table[:, 6:]  # planes that were made one may be wider than a slot's stride
         return rows.reshape(-1, 3), strides.reshape(-1, 3)
 
     def byte_runs(self) -> Int64s:

@@ -18,3 +18,16 @@ print(soft == hard)
 def test_a_process_takes_all_the_descriptors_that_it_may_have() -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT], check=True, capture_output=True, text=True, timeout=120)
     assert ran.stdout == "True\n"
+
+
+NAPS = """
+from pathlib import Path
+from pdtransfer.process import prepare
+prepare()
+print(Path("/proc/self/timerslack_ns").read_text().strip())
+"""
+
+
+def test_naps_of_a_process_last_as_long_as_is_said() -> None:
+    ran = subprocess.run([sys.executable, "-c", NAPS], check=True, capture_output=True, text=True, timeout=120)
+    assert ran.stdout == "1\n"

@@ -174,7 +174,8 @@ async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_
     async def spared(*written: dict[str, Any]) -> list[bool]:
         before, ended = len(card.spared), len(both.ended)
         for more in written:
-            both.want(both.write(EVERY[ended : ended + 9], EVERY[ended : ended + 9], grant=1, **more))
+            rows = more.pop("source", EVERY[9 * len(both.ended) :][:9])
+            both.want(both.write(rows, rows, grant=1, **more))
         if not card.fired:
             await waits(card)
             card.fired.add(1)
@@ -182,6 +183,9 @@ async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_
         return card.spared[before:]
 
     assert await spared({"after": Gate(CudaEvent(1))}) == [True]
+    card.fired.clear()
+    whole = {"source": EVERY[1_000 : 1_000 + 2 * PIECE_ROWS], "after": Gate(CudaEvent(1))}
+    assert await spared(whole) == [True, True], "all pieces of a write go the same way"
     assert await spared({"after": Gate(CudaEvent(1))}) == [False], "it had fired already"
     assert await spared({}) == [False]
     card.fired.clear()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .base import Event, Spans
 
-POLL_S = 0.0001
+POLL_S = 0.00005
 UNTOLD_MAX = 1_024  # spans: who is never idle tells those that are over as it goes
 
 _Mark: TypeAlias = "torch.cuda.Event | float"

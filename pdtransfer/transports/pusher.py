@@ -74,6 +74,7 @@ class Push:
     # The pusher's own.
     rows_taken: int = 0
     running: int = 0
+    spare: bool = False
     woken: Callable[[], None] = lambda: None
     lock: threading.Lock = field(default_factory=threading.Lock)  # of these two:
     stopped: bool = False
@@ -299,8 +300,9 @@ class Pusher:
         if not job.row_bytes or end == first:
             return None
         ours, theirs = _slots(job.order.target_slots[first:end]), _slots(job.order.source_slots[first:end])
-        spare = job.gate is not None and not job.order.urgent  # who would wait for it computes meanwhile
-        return lane.prepare(place, job.target, job.source, ours, theirs, end - first, word, spare=spare)
+        if not first:  # who would wait for a write that is there before its rows computes meanwhile
+            job.spare = job.gate is not None and not job.order.urgent
+        return lane.prepare(place, job.target, job.source, ours, theirs, end - first, word, spare=job.spare)
 
     def _prepare_ahead(self, lane: Lane, job: Push, place: int) -> bool:
         """Has the first rows of a write that waits for its gate ready for the card; False where it need not wait."""

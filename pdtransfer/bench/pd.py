@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -26,6 +27,7 @@ SMALL_OPTIONS = ("layers=6", "width=128", "mlp_width=256", "heads=4", "kv_heads=
 SPARSE, SMALL_SPARSE = (2_048, 4_096), (16, 64)
 SWEPT = (1, 16, 64, 256, 1_024, 4_096)  # tokens that are pushed with nothing computed, besides those of the prompts
 WAYS: tuple[Way, ...] = ("auto", "layers", "end", "none")
+REST_S = 0.25  # before each prompt that is counted: a card that has just computed may compute slower
 LONG = 16_384  # tokens, from which on `auto` goes by layers anyway, and a prompt takes its time
 PAGE_SIZE = 64
 CARDS = 0, 1
@@ -145,7 +147,7 @@ def measure(
             with Pair(*configs) as pair:
                 for size in sizes:
                     say(f"{attention}: prompts of {size:,} tokens")
-                    series.points.append(_point(pair, size, rounds))
+                    series.points.append(_point(pair, size, rounds, on_card=not small))
                 say(f"{attention}: rows alone")
                 _push_alone(pair, series, sorted({*(each for each in SWEPT if each <= max(sizes)), *sizes}), rounds)
     if len(set(on)) == len(CARDS) and not small:
@@ -170,7 +172,7 @@ def _configs(
     return prefill, decode
 
 
-def _point(pair: Pair, tokens: int, rounds: int) -> Point:
+def _point(pair: Pair, tokens: int, rounds: int, *, on_card: bool) -> Point:
     ways: tuple[Way, ...] = WAYS if tokens < LONG else ("auto", "end", "none")
     for way in ways if tokens < LONG else ways[:1]:
         warm = pair.prompt(tokens, way, check=way != "none")
@@ -180,6 +182,8 @@ def _point(pair: Pair, tokens: int, rounds: int) -> Point:
     for number in range(rounds):
         for at in range(len(ways)):  # in turn, each first once
             way = ways[(at + number) % len(ways)]
+            if on_card:
+                time.sleep(REST_S)
             runs[way].append(pair.prompt(tokens, way))
     splits: dict[Way, Split] = {way: _median(run.split for run in found) for way, found in runs.items()}
     byte_count = splits["end"].byte_count

@@ -106,7 +106,7 @@ def test_rows_that_landed_otherwise_end_the_bench(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Pair, "prompt", prompt)
     with pytest.raises(WorldError, match=r"24 tokens, push auto: rows have landed that are not what was computed"):
-        pd._point(Pair.__new__(Pair), 24, 1)
+        pd._point(Pair.__new__(Pair), 24, 1, on_card=False)
 
 
 # Sums

@@ -23,7 +23,7 @@ from pdtransfer.memory import Arena
 from pdtransfer.node import PrefillNode
 from pdtransfer.offers import Every
 from pdtransfer.timeline import Timeline
-from pdtransfer.transports import pusher
+from pdtransfer.transports import pushes
 
 from .client_pair import settings
 from .fake_card import FakeCard, FakeLane
@@ -42,7 +42,7 @@ def arena() -> Iterator[Arena]:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pusher, "PIECE_BYTES", PIECE_ROWS * LAYERS * ROW)
+    monkeypatch.setattr(pushes, "PIECE_BYTES", PIECE_ROWS * LAYERS * ROW)
     monkeypatch.setattr(registered, "CHUNK_BYTES", 2 << 20)
 
 

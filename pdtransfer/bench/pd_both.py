@@ -19,7 +19,8 @@ from ..kernels.pools import Pool
 from ..memory import Arena
 from ..process import prepare
 from ..transports.lane import PoolCard
-from ..transports.pusher import Push, Pusher
+from ..transports.pusher import Pusher
+from ..transports.pushes import Push
 from .models import PAGE_SIZE, latent_layout
 from .orders import Failure, answer, begun
 

@@ -16,7 +16,8 @@ from ...pairing import Pairing
 from ...sharing import facing
 from ..copier import attempt
 from ..lane import WriterCard
-from ..pusher import Push, Pusher, Staged
+from ..pusher import Pusher
+from ..pushes import Push, Staged
 from .jobs import Gather
 from .ring import Cut, Ring, cut
 

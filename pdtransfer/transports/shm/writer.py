@@ -26,7 +26,8 @@ from ..base import Ready, WriteDone
 from ..copier import Copier, Job
 from ..lane import Exported, WriterCard
 from ..meeting import Planes, lines_for, paired
-from ..pusher import Push, Pusher, Staged
+from ..pusher import Pusher
+from ..pushes import Push, Staged
 from ..reports import Reports
 from .handover import receive
 

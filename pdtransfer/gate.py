@@ -8,13 +8,14 @@ from .engine.base import Event
 class Gate:
     """Shared by the writes of a cell, whichever threads carry them out. It opens once, and stays open."""
 
-    __slots__ = ("_handles", "_passed", "broken", "event", "opened_ns")
+    __slots__ = ("_events", "_handles", "_passed", "broken", "event", "opened_ns")
 
     def __init__(self, event: Event) -> None:
         self.event = event
         self.opened_ns = 0  # CLOCK_MONOTONIC of when somebody has seen it open
         self.broken = ""  # why it never opens
-        handles = [int(getattr(each, "cuda_event", 0)) for each in getattr(event, "events", (event,))]
+        self._events = tuple(getattr(event, "events", (event,)))  # a handle is good as long as its event is there
+        handles = [int(getattr(each, "cuda_event", 0)) for each in self._events]
         self._handles = handles if all(handles) else []
         self._passed = 0
 

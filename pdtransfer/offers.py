@@ -30,7 +30,7 @@ class Every:
 
     def add(self, event: Event) -> None:
         """One more. Side by side, not one within the other: of a long prompt there are thousands."""
-        self._events.append(event)
+        self._events.extend(event.events if isinstance(event, Every) else (event,))
 
     @property
     def events(self) -> Sequence[Event]:
@@ -132,7 +132,6 @@ def _both(first: Event | None, second: Event | None) -> Event | None:
     """What the cell that is made of two waits for; `first` is no other cell's any more."""
     if first is None or second is None:
         return first or second
-    if not isinstance(first, Every):
-        return Every((first, second))
-    first.add(second)
-    return first
+    every = first if isinstance(first, Every) else Every((first,))
+    every.add(second)
+    return every

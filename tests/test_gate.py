@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -54,3 +55,13 @@ def test_where_one_of_several_is_no_cuda_event_python_asks_all() -> None:
 
 def test_a_cuda_event_that_was_never_recorded_has_no_handle_to_wait_for() -> None:
     assert Gate(Handle(0)).next is None
+
+
+def test_an_event_stays_whose_handle_somebody_waits_for_while_python_asks_too() -> None:
+    events = [Handle(3), Handle(4)]
+    events[0].fired, there = True, weakref.ref(events[0])
+    gate = Gate(Every(events))
+    events.clear()
+    assert not gate.asked(1)
+    assert gate.next == (0, 3)
+    assert there() is not None

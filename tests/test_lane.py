@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from pdtransfer.gate import Gate
 from pdtransfer.kernels import kv_copy, lanes, stretches
 from pdtransfer.kernels import push as pushing
 from pdtransfer.kernels.pools import State
@@ -68,6 +69,14 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
     assert np.array_equal(target.memory, right)
     planes = [3 if place in spared else 1 for place in range(2) if place in spared or place not in scattered]
     assert len(here.copies) == 128 * sum(planes), "the engine drains what lies in runs, row by row"
+
+
+def test_of_a_gate_and_a_launch_that_are_both_passed_the_gate_is_heard_of_first(here: Any) -> None:
+    here._random.random = lambda: 1.0  # C's asking says what is so
+    made, gate = lane.CardLane(here), Gate(Mock(spec=["cuda_event"], cuda_event=here.event()))
+    assert not made.wait(0, [gate])
+    assert gate.opened_ns
+    assert made.wait(0, [])
 
 
 @pytest.mark.parametrize(

@@ -165,3 +165,12 @@ def test_an_event_that_has_fired_is_asked_no_more():
     assert not every.query()
     assert not every.query()
     assert (first.asked, second.asked) == (1, 2)
+
+
+def test_events_of_chunks_that_become_one_cell_lie_side_by_side() -> None:
+    made, events = Offers((KV,), "end"), [Late() for _ in range(4)]
+    for at, event in enumerate(events):
+        rows, layer = (128 * (at // 2), 128 * (at // 2) + 128), at % 2
+        assert not made.take([cell(rows=rows, layers=(layer, layer + 1), after=event)])
+    whole, _ = made.take([Prefilled(room=1, aux=b"")])
+    assert list(whole.after.events) == events

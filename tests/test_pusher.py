@@ -142,6 +142,54 @@ async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_
 
 
 @on_loop
+async def test_a_write_whose_event_fires_has_its_turn_while_another_grant_has_much_to_launch(
+    arena: Arena, directory: Path
+) -> None:
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    card.waiting = lambda: card.fired.add(1) if len(card.launched) == 3 else None
+    both.want(both.write(EVERY[7_000:7_009], EVERY[7_000:7_009], grant=1, after=Gate(CudaEvent(1))))
+    await waits(card)
+    both.want(both.write(EVERY[: 20 * PIECE_ROWS], EVERY[: 20 * PIECE_ROWS], grant=2))
+    await until(lambda: len(both.ended) == 2)
+    assert [write for write, _, _ in both.ended] == [1, 2]
+    assert both.right
+    await both.close()
+
+
+class AskedEvent(CudaEvent):
+    """One that the loop asks as well, for another session."""
+
+    def query(self) -> bool:
+        return True
+
+
+@on_loop
+async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepared(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card, gate, prepare = FakeCard(), Gate(AskedEvent(1)), FakeLane.prepare
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.write(EVERY[100:109], EVERY[100:109], grant=1, after=Gate(CudaEvent(2)))
+    await waits(card)
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=gate))
+    await waits(card)
+
+    def meanwhile(*given: Any, **more: Any) -> Any:
+        gate.asked(1)
+        return prepare(*given, **more)
+
+    monkeypatch.setattr(FakeLane, "prepare", meanwhile)
+    both.writer.cancel(WRITER, 1)
+    await until(lambda: len(both.ended) == 2)
+    assert both.ended[1] == (2, Outcome.LANDED, "")
+    assert both.right
+    await both.close()
+
+
+@on_loop
 async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_another_took_its_place(
     arena: Arena, directory: Path
 ) -> None:

@@ -131,15 +131,17 @@ class CardLane:
     def wait(self, place: int | None, gates: Sequence[Gate]) -> bool:
         flying = [] if place is None else [self._events[place].cuda_event]
         asked = [(gate, found) for gate in gates if (found := gate.next) is not None]
-        at, failed = lanes.wait_any(self._card, [*flying, *(event for _, (_, event) in asked)], self._called)
+        # Gates first: where launches end as fast as they are made, nobody else would hear of one.
+        at, failed = lanes.wait_any(self._card, [*(event for _, (_, event) in asked), *flying], self._called)
         self._called.value = 0
-        if at < len(flying):
-            if failed:
-                raise WorldError(failed)
-            return at == 0
-        gate, (number, _) = asked[at - len(flying)]
-        _tell(gate, number, failed)
-        return False
+        if 0 <= at < len(asked):
+            gate, (number, _) = asked[at]
+            _tell(gate, number, failed)
+            self.look(gate)
+            return False
+        if failed:
+            raise WorldError(failed)
+        return at >= 0
 
     def look(self, gate: Gate) -> None:
         while (found := gate.next) is not None and not gate.broken:

@@ -106,9 +106,8 @@ class Pusher:
                     return
                 continue
             assert lane is not None
-            if len(flying) == IN_FLIGHT_MAX:
-                gated = []
-            elif gated and not self._prepare_ahead(lane, gated[0], self._place(flying)):
+            there = len(flying) < IN_FLIGHT_MAX
+            if gated and there and not self._prepare_ahead(lane, gated[0], self._place(flying)):
                 continue
             self._wait(lane, flying, gated)
 
@@ -221,6 +220,8 @@ class Pusher:
     def _wait(self, lane: Lane, flying: deque[_Launch], gated: list[Push]) -> None:
         """For the oldest launch, or until one of these may go, or there is something else to do."""
         gates = [gate for job in gated if (gate := job.gate) is not None]
+        if len(gates) < len(gated):
+            return  # one has been opened meanwhile, by another thread
         try:
             if not lane.wait(flying[0].place if flying else None, gates):
                 return

@@ -14,8 +14,9 @@ import pytest
 
 from pdtransfer import memory, sums
 from pdtransfer.checksum import lines_of, runs_of
+from pdtransfer.client import PrefillClient
 from pdtransfer.effects import FenceWriter, Outcome
-from pdtransfer.errors import WorldError
+from pdtransfer.errors import Cause, WorldError
 from pdtransfer.gate import Gate
 from pdtransfer.kernels import registered
 from pdtransfer.kernels.pools import State
@@ -25,6 +26,7 @@ from pdtransfer.offers import Every
 from pdtransfer.timeline import Timeline
 from pdtransfer.transports import pushes
 
+from . import client_pair
 from .client_pair import settings
 from .fake_card import FakeCard, FakeLane
 from .test_shm import LAYERS, ROW, SLOTS, WRITER, Pair, component, on_loop, until
@@ -284,6 +286,31 @@ async def test_an_event_that_fails_fails_its_write_alone_and_nothing_is_waited_f
     assert both.right
     assert not drained
     await both.close()
+
+
+class BrokenEvent:
+    """One that Python asks."""
+
+    def query(self) -> bool:
+        raise RuntimeError("card 5: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+@pytest.mark.parametrize("event", [BrokenEvent(), CudaEvent(9)])
+def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: pytest.MonkeyPatch, event: Any) -> None:
+    card = FakeCard()
+    card.broken_events[9] = "card 5: CUDA_ERROR_ILLEGAL_ADDRESS"
+    monkeypatch.setattr("pdtransfer.node.prefill.PoolCard", lambda *_: card)
+    monkeypatch.setattr(
+        client_pair, "PrefillClient", lambda *given, **more: PrefillClient(*given, **more | {"card": 5})
+    )
+    with client_pair.client_pair() as pair:
+        pair.expect(1, 64)
+        pair.prefill.open(1, tokens=64)
+        pair.prefill.push(1, pair.pages(1, 64), rows=(0, 64), after=event)
+        failed = pair.failed(1)
+        pair.drained(1)
+    assert failed.cause is Cause.ENGINE
+    assert failed.detail.endswith("its event: card 5: CUDA_ERROR_ILLEGAL_ADDRESS")
 
 
 @on_loop

@@ -182,7 +182,7 @@ class PrefillNode:
             case FenceWriter(session):
                 self._end_writer(session)
 
-    def _broken(self, room: int, error: Exception) -> None:
+    def _broken(self, room: int, error: Exception | str) -> None:
         self.abort(room, Cause.ENGINE, f"its event: {error}")
 
     def _finish(self, room: int, aux: bytes) -> None:
@@ -197,6 +197,8 @@ class PrefillNode:
         started_ns = self._started_ns.pop((order.session, order.write))
         if order.after is not None:
             started_ns = max(started_ns, order.after.opened_ns)
+            if order.after.broken:
+                self._broken(order.room, order.after.broken)
         took_ns = self.stamp_ns - started_ns
         if self._spans is not None:
             self._report(self._spans, order, started_ns, outcome)

@@ -117,7 +117,10 @@ class Card:
 
     def status_of(self, number: int) -> str:
         """The driver's word for what a function of it answers."""
-        return self.driver.CUresult(number).name
+        try:
+            return self.driver.CUresult(number).name
+        except ValueError:  # of a driver that is newer than the bindings
+            return f"CUDA error {number}"
 
     def load(self, kernel: str, function: str, shared_bytes: int = 0) -> Any:
         """The function's handle, compiled and loaded at its first use: some 0.1 s then, unless it is in the cache."""

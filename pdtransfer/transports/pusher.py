@@ -186,11 +186,11 @@ class Pusher:
         """Has the first rows of a write that waits for its gate ready for the card; False where it need not wait."""
         if self._ahead is not None and self._ahead.job is job and self._ahead.place == place:
             return True
-        if (gate := job.gate) is not None:
-            lane.look(gate)
-        if job.gate is None:
-            return False
         try:
+            if (gate := job.gate) is not None:
+                lane.look(gate)
+            if job.gate is None:
+                return False
             queue = self._prepared(lane, job, place)
         except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
             self._refused(lane, job, Outcome.FAILED, _text(error))

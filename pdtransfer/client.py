@@ -250,11 +250,11 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         skip: int = 0,
         after: Event | None = None,
     ) -> None:
-        """Offers rows [first, end) of layers [first, end), by default all, once `after` has fired.
+        """Offers rows [first, end) of layers [first, end), by default all, to be read once `after` has fired.
 
-        Cells of a room go in the order of their pushes. `pages` are page indices of the room's rows from 0 to at least
-        rows[1], row 0 `skip` slots into the first, as a sliding window's may be; they must not change or be freed
-        before Drained. Raises LocalProtocolError where they do not fit.
+        A cell without `after` waits as the one pushed before it. `pages` are page indices of the room's rows from 0 to
+        at least rows[1], row 0 `skip` slots into the first, as a sliding window's may be; they must not change or be
+        freed before Drained. Raises LocalProtocolError where they do not fit.
         """
         held = self._components.get(component)
         if held is None:

@@ -465,6 +465,25 @@ def test_nothing_is_read_before_its_event_fires(pair: Pair) -> None:
     assert expected.holds(pair.arena)
 
 
+def test_a_cell_without_an_event_goes_behind_one_that_waits_for_its_own(pair: Pair) -> None:
+    """One event may stand for all cells that are pushed behind it, whichever decode rank they are for."""
+    pages, late = pair.pages(1, 50), Late()
+    pair.source.memory[:] = 0x11
+    pair.expect(1, 50)
+    pair.prefill.open(1, tokens=50)
+    pair.until(lambda: pair.prefill.state(1) is KVPoll.WAITING_FOR_INPUT)
+    pair.prefill.push(1, pages, rows=(0, 20), after=late)
+    pair.prefill.push(1, pages, rows=(20, 50))
+    pair.prefill.finish(1)
+    pair.until(lambda: late.asked > 20)
+    assert Expected(pair.target).holds(pair.arena)
+    pair.source.fill(np.arange(pair.source.slots))
+    late.fired = True
+    expected = Expected(pair.target)
+    landed(pair, expected, 1, pages, 50)
+    assert expected.holds(pair.arena)
+
+
 def test_slots_are_the_engines_until_the_release_event_fires(pair: Pair) -> None:
     pair.expect(1, 256)
     pair.send(1, 256)

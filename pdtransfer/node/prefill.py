@@ -87,6 +87,7 @@ class PrefillNode:
         ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock)
         self._run: Performer[PrefillEffect] = Performer(self._perform, ticker)
         self._events = EventQueue(self._broken)
+        self._gates: dict[int, Gate] = {}  # of each room's latest cell
         self._tasks: set[asyncio.Task[None]] = set()
         self._fencing: set[int] = set()  # sessions
         self._started_ns: dict[tuple[int, int], int] = {}
@@ -114,10 +115,14 @@ class PrefillNode:
     def push(self, room: int, cell: Cell, *, after: Event | None = None) -> None:
         """Offers a cell, whose rows are read from when `after` has fired until it is drained.
 
-        A wrong cell fails the room. A card waits for CUDA events itself, off the loop.
+        Without `after` of its own it waits as the room's cell before it. A wrong cell fails the room. A card waits for
+        CUDA events itself, off the loop.
         """
+        gate = self._gates.get(room) if after is None else Gate(after)
+        if gate is not None and room in self.core.rooms:
+            self._gates[room] = gate
         try:
-            self._run(self.core.push(room, cell if after is None else replace(cell, after=Gate(after))))
+            self._run(self.core.push(room, replace(cell, after=gate)))
         except LocalProtocolError as error:
             self.abort(room, Cause.REFUSED, str(error))
 
@@ -171,6 +176,7 @@ class PrefillNode:
                 self._tell(effect)
             case Drained():
                 self._events.forget(effect.room)
+                self._gates.pop(effect.room, None)
                 self.copy_ns.pop(effect.room, None)
                 self._tell(effect)
             case StopWriting(session, grant):

@@ -269,19 +269,22 @@ def map_received(fd: int, byte_count: int) -> Mapping:
         raise TransportError(f"arena: {byte_count} bytes cannot be mapped ({error.strerror})") from None
 
 
-def enter_backed(received: Mapping, fd: int, first: int, byte_count_max: int) -> int:
+def enter_backed(received: Mapping, fd: int, first: int, byte_count_max: int, backed: int = 0) -> tuple[int, int]:
     """Enters in this process's page table what is behind `first` in a received arena and its owner has backed, up to
-    the first hole and no more than `byte_count_max`; returns where that ends.
+    the first hole and no more than `byte_count_max`.
 
-    Where no more than UNBACKED_BYTES_MAX are missing it backs them itself.
+    Returns where that ends, and where the hole is: `backed` the next time, since looking for it takes 30 ns for each
+    page before it. Where no more than UNBACKED_BYTES_MAX are missing it backs them itself.
     """
     end = received.byte_count
     if end - first > UNBACKED_BYTES_MAX:
-        backed = min(os.lseek(fd, first, os.SEEK_HOLE), os.fstat(fd).st_blocks * 512)
+        if backed < min(end, first + byte_count_max):
+            backed = os.lseek(fd, first, os.SEEK_HOLE)
+        backed = min(backed, os.fstat(fd).st_blocks * 512)
         end = end if end - backed <= UNBACKED_BYTES_MAX else max(first, backed)
     end = min(end, first + byte_count_max)
     received.prefault(first=first, end=end)
-    return end
+    return end, backed
 
 
 def allocate(byte_count: int, *, huge_pages: HugePages = "auto") -> Mapping:

@@ -243,6 +243,45 @@ def test_a_received_arena_of_another_size_is_refused_with_both_values(said: int)
     os.close(fd)
 
 
+def test_an_arena_that_is_entered_by_pieces_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, seek = list[int](), os.lseek
+
+    def counted(fd: int, first: int, how: int) -> int:
+        looked.append(first)
+        return seek(fd, first, how)
+
+    monkeypatch.setattr(memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(os, "lseek", counted)
+    made = Arena.create(8 * MIB, huge_pages="never")
+    made.mapping.prefault(end=5 * MIB)
+    received = map_received(made.fd, 8 * MIB)
+    done, backed = 0, 0
+    for end in (2 * MIB, 4 * MIB, 5 * MIB, 5 * MIB):
+        done, backed = memory.enter_backed(received, made.fd, done, 2 * MIB, backed)
+        assert (done, backed) == (end, 5 * MIB)
+    made.mapping.prefault()
+    for end in (7 * MIB, 8 * MIB):
+        done, backed = memory.enter_backed(received, made.fd, done, 2 * MIB, backed)
+        assert (done, backed) == (end, 8 * MIB)
+    assert looked == [0, 4 * MIB, 5 * MIB, 5 * MIB], "no more for a piece that is known to be there"
+    received.close()
+    made.close()
+
+
+def test_what_an_arenas_owner_takes_back_meanwhile_is_not_backed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "UNBACKED_BYTES_MAX", 0)
+    made = Arena.create(4 * MIB, huge_pages="never")
+    made.mapping.prefault()
+    received = map_received(made.fd, 4 * MIB)
+    done, backed = memory.enter_backed(received, made.fd, 0, MIB, 0)
+    assert (done, backed) == (MIB, 4 * MIB)
+    made.mapping._map.madvise(mmap.MADV_REMOVE, MIB, 3 * MIB)
+    assert memory.enter_backed(received, made.fd, done, MIB, backed) == (MIB, MIB)
+    assert os.fstat(made.fd).st_blocks * 512 == MIB
+    received.close()
+    made.close()
+
+
 @pytest.mark.parametrize("backed", [False, True])
 def test_a_received_arena_that_its_owner_has_not_backed_is_refused(
     backed: bool, monkeypatch: pytest.MonkeyPatch

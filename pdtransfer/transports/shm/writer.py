@@ -75,6 +75,7 @@ class _Session:
     unknown: bool = False  # how one of its writes ended
     leaving: bool = False
     bytes_ready: int = 0
+    bytes_backed: int = 0  # by the arena's owner, as far as was looked
     fd: int = -1  # of the arena, until all of it is ready
     growing: bool = False  # a thread enters more of it in the page table
 
@@ -99,6 +100,7 @@ class _Attached:
     pairings: tuple[Pairing, ...]
     fd: int
     bytes_ready: int
+    bytes_backed: int
 
     def close(self) -> None:
         _unmap(self.reached)
@@ -162,9 +164,8 @@ class ShmWriter:
         except BaseException:
             self._forget(session)
             raise
-        mapped.reached, mapped.pairings, mapped.fd, mapped.bytes_ready = (
-            made.reached, made.pairings, made.fd, made.bytes_ready,
-        )  # fmt: skip
+        mapped.reached, mapped.pairings, mapped.fd = made.reached, made.pairings, made.fd
+        mapped.bytes_ready, mapped.bytes_backed = made.bytes_ready, made.bytes_backed
         self._follow_later(session, mapped, more, mapped.bytes_ready)
         return mapped.bytes_ready
 
@@ -182,15 +183,17 @@ class ShmWriter:
         if mapped.leaving or mapped.reached is None:
             return
         mapped.growing = True
-        grown = self._apart.submit(self._enter, mapped.reached.mapping, mapped.fd, mapped.bytes_ready)
+        grown = self._apart.submit(
+            self._enter, mapped.reached.mapping, mapped.fd, mapped.bytes_ready, mapped.bytes_backed
+        )
         grown.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._grown, session, mapped, more, done))
 
-    def _grown(self, session: int, mapped: _Session, more: Ready, done: Future[int]) -> None:
+    def _grown(self, session: int, mapped: _Session, more: Ready, done: Future[tuple[int, int]]) -> None:
         mapped.growing = False
         if (error := done.exception()) is not None:
             log.error("session %#x: no more of its arena than %d bytes: %s", session, mapped.bytes_ready, error)
         elif not mapped.leaving:
-            before, mapped.bytes_ready = mapped.bytes_ready, done.result()
+            before, (mapped.bytes_ready, mapped.bytes_backed) = mapped.bytes_ready, done.result()
             if mapped.bytes_ready > before:
                 more(mapped.bytes_ready)
             self._follow_later(session, mapped, more, mapped.bytes_ready - before)
@@ -208,10 +211,10 @@ class ShmWriter:
                 kernels.native()
             else:
                 self._card.prepare()
-            bytes_ready = self._enter(mapping, fd, 0)
+            bytes_ready, bytes_backed = self._enter(mapping, fd, 0, 0)
             hbm = self._opened(reach) if any(each.memory == "hbm" for each in components) else None
             undo.pop_all()
-        return _Attached(_Reached(mapping, hbm), pairings, fd, bytes_ready)
+        return _Attached(_Reached(mapping, hbm), pairings, fd, bytes_ready, bytes_backed)
 
     def _opened(self, reach: Reach) -> Exported | None:
         """In a worker thread, under the arena's lock: the memory of HBM components, where our card reaches it. Else
@@ -233,10 +236,10 @@ class ShmWriter:
         mapped = self._sessions.get(session)
         return mapped is not None and mapped.reached is not None and mapped.reached.hbm is not None
 
-    def _enter(self, mapping: Mapping, fd: int, first: int) -> int:
-        """In a worker thread: how much is ready once one more piece is."""
-        entered = enter_backed(mapping, fd, first, _ENTER_BYTES)
-        return entered if self._card is None else mapping.register(self._card, entered)
+    def _enter(self, mapping: Mapping, fd: int, first: int, backed: int) -> tuple[int, int]:
+        """In a worker thread: how much is ready once one more piece is, and how much its owner has backed."""
+        entered, backed = enter_backed(mapping, fd, first, _ENTER_BYTES, backed)
+        return entered if self._card is None else mapping.register(self._card, entered), backed
 
     def unmap(self, session: int) -> None:
         """Lets the mapping go, and with it the lock, once the session's writes have been reported; idempotent."""

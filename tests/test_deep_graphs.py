@@ -16,7 +16,7 @@ from pdtransfer.engine import deep_graphs
 from pdtransfer.engine.attention import Tiles
 from pdtransfer.engine.capture import captured
 from pdtransfer.engine.deep_graphs import Graphs
-from pdtransfer.engine.model import Batch, EveryKey
+from pdtransfer.engine.batch import Batch, EveryKey
 
 
 class Played:

@@ -12,7 +12,8 @@ from pdtransfer.engine.base import Finished
 from pdtransfer.engine.indexer import IndexCache, Queries, pick_top, scores
 from pdtransfer.engine.numerics import single_threaded
 from pdtransfer.engine.reference import create, generate, generate_many
-from pdtransfer.engine.residency import AllResident, Part, _readings
+from pdtransfer.engine.residency import AllResident, Part, reach
+from pdtransfer.engine.steps import _readings
 from pdtransfer.layouts import DSA_INDEX_PARTS, HOST_LAYOUTS, item_layout
 from pdtransfer.wire import Sampling
 from tests.engine_cuts import are_the_same, otherwise
@@ -116,7 +117,8 @@ def test_a_step_reads_the_picks_in_order_then_the_newest_token_and_nothing_else(
     for row, position in enumerate(positions):
         count = min(position, top)
         picked[row, :count] = 1_000 * row + torch.arange(count)
-    part = Part(residency=AllResident(None), rooms=list(range(len(positions))), positions=positions, index=[])
+    rooms = list(range(len(positions)))
+    part = Part(residency=AllResident(None), rooms=rooms, positions=positions, rows=[], index=[])
     where = torch.where(picked < 0, newest.unsqueeze(1), picked)
     seen = []
     for reading in _readings(part, 3, where, newest):

@@ -35,29 +35,14 @@ class Tiles:
 
     @cached_property
     def rows(self) -> Tensor:
-        """Each owner's keys in order, cache rows int64 (owners, whole blocks of the longest), for who does not fold; in
-        place of what is not there is the owner's first row, which is."""
-        blocks = self.depths[-1] + 1
-        if self.ends == [len(self.sources[0])]:
-            return self.sources[0].unsqueeze(0)  # all of it is there
-        if len(self.ends) == 1:
-            rows = torch.cat(self.sources).unsqueeze(0)
-        else:
-            rows = self.sources[0].new_empty(len(self.ends), blocks, KEY_BLOCK)
-            for block, source in enumerate(self.sources):
-                rows[bisect_left(self.depths, block) :, block] = source.view(-1, KEY_BLOCK)
-            rows = rows.flatten(1)
-        for own, end in zip(rows, self.ends, strict=True):
-            own[end:] = own[0]
+        """The one owner's keys in order, cache rows int64 (whole blocks,), for who does not fold; in place of what is
+        not there is the first row, which is."""
+        (end,) = self.ends
+        if end == len(self.sources[0]):
+            return self.sources[0]  # all of it is there
+        rows = torch.cat(self.sources)
+        rows[end:] = rows[0]
         return rows
-
-    @cached_property
-    def absent(self) -> Tensor:
-        """Which of `rows` are not there, bool."""
-        absent = torch.zeros(self.rows.shape, dtype=torch.bool, device=self.rows.device)
-        for own, end in zip(absent, self.ends, strict=True):
-            own[end:] = True
-        return absent
 
 
 ReadKeys = Callable[[Tensor], tuple[Tensor, ...]]

@@ -1,12 +1,15 @@
-"""What is queued on a card, captured in a graph while other threads allocate and copy."""
+"""What is queued on a card, captured in graphs while other threads allocate and copy."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import OrderedDict, deque
+from collections.abc import Generator, Hashable
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+
+Kept = TypeVar("Kept")
 
 
 @contextmanager
@@ -24,3 +27,50 @@ def captured(pool: Any = None) -> Generator[torch.cuda.CUDAGraph]:
             graph.capture_end()
         raise
     graph.capture_end()
+
+
+class Captures(Generic[Kept]):
+    """Graphs, and what they read and write, by shape of the work: the latest `most` of shapes that came a second time.
+    What comes once is not worth it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._leaving: deque[tuple[torch.cuda.Event, Kept]] = deque()  # what may be running until the event fires
+        self._stream: torch.cuda.Stream | None = None
+
+    def get(self, shape: Hashable) -> Kept | None:
+        """What is to be replayed."""
+        if (kept := self._kept.get(shape)) is not None:
+            self._kept.move_to_end(shape)
+        return kept
+
+    def due(self, shape: Hashable) -> bool:
+        """Of a shape that is not kept: whether it has come before, and is to be captured now."""
+        if shape in self._seen:
+            return True
+        self._seen[shape] = None
+        if len(self._seen) > 8 * self._most:
+            self._seen.popitem(last=False)
+        return False
+
+    def keep(self, shape: Hashable, kept: Kept) -> None:
+        """The one that was not used for longest leaves, once the card has passed it; nobody waits for that."""
+        self._kept[shape] = kept
+        while self._leaving and self._leaving[0][0].query():
+            self._leaving.popleft()
+        if len(self._kept) > self._most:
+            event = torch.cuda.Event()
+            event.record()
+            self._leaving.append((event, self._kept.popitem(last=False)[1]))
+
+    @contextmanager
+    def aside(self) -> Generator[None]:
+        """In their own stream, behind what the current one has to do and before what comes next: what libraries keep
+        for a stream is to be made there outside of any graph."""
+        stream = self._stream = self._stream or torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream().wait_stream(stream)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
@@ -17,18 +15,18 @@ from ..errors import CapacityError, ConfigError
 from ..kernels.pools import Pool
 from ..layout import Layout, check_slots
 from .architecture import EngineOptions
-from .attention import KEY_BLOCK, Tiles, causal_bias
+from .attention import KEY_BLOCK
 from .base import Broken, CardMemory, EngineCard, EngineConfig, Finished, HotFigures, Request, Token
 from .cache import Cache, reached
 from .card import COMPONENT, INDEX, build_card, check_request
 from .hot import Hot, capacity_of
 from .indexer import IndexCache
 from .marks import Fetched, Marks, several
-from .model import Batch, EveryKey, Keys, Transformer
-from .numerics import block_up, first_product
-from .residency import ROOMS_TOGETHER, AllResident, Part, PickedKeys
+from .model import Transformer
+from .numerics import first_product
+from .residency import AllResident, Part
 from .sampling import Handoff, chain, pick, tokens_digest
-from .sending import sent
+from .steps import Step
 
 
 @dataclass(slots=True)
@@ -37,7 +35,7 @@ class _Room:
 
     request: Request
     landed: Cache  # where its KV is
-    index: Tensor  # (key blocks, KEY_BLOCK) int64 rows of it, growth included
+    rows: Tensor  # int64 rows of it by position, growth included, whole key blocks
     indexed: Tensor | None  # rows of the index cache, (2, whole key blocks)
     hot: bool  # whether it decodes from the device's hot tokens, when it has a place there
     logits_digest: bytes
@@ -146,15 +144,12 @@ class ReferenceDecode:
         self._check_slots(request, slots)
         hot = self._hot if request.enable_hisparse else None
         landed = self._resident.cache if hot is None else hot.arena
-        index = landed.index(slots[COMPONENT], KEY_BLOCK).view(-1, KEY_BLOCK)
-        if hot is None:
-            self._resident.hold(request.room, index)
-        else:
+        if hot is not None:
             hot.offer(request.room, slots[COMPONENT], tokens=len(request.prompt), growth=request.sampling.max_tokens)
         self._rooms[request.room] = _Room(
             request=request,
             landed=landed,
-            index=index,
+            rows=landed.index(slots[COMPONENT], KEY_BLOCK),
             indexed=self._index.index(slots[INDEX], KEY_BLOCK) if self._index else None,
             hot=hot is not None,
             logits_digest=handoff.logits_digest,
@@ -200,8 +195,6 @@ class ReferenceDecode:
         """Nothing reads or writes the room's slots from here on."""
         if self._rooms.pop(room, None) is None:
             return
-        assert self._resident is not None
-        self._resident.let(room)
         if self._hot is not None:
             self._hot.let(room, drop=drop)
 
@@ -221,45 +214,22 @@ class ReferenceDecode:
 
     def _forward(self, rooms: list[_Room]) -> NDArray[np.float32]:
         """One row a room through all layers: each room's last id at its position. (rooms, vocabulary)."""
-        rows = block_up(len(rooms))
-        ids, positions = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
-        ids[: len(rooms)] = torch.tensor([room.ids[-1] for room in rooms])
-        positions[: len(rooms)] = torch.tensor([room.position for room in rooms])
-        positions = sent(positions, self._model.device)
-        batch = Batch(
-            ids=sent(ids, self._model.device),
-            positions=positions,
-            own=slice(0, len(rooms)),
-            tile_rows=1,
-            tile_count=len(rooms),
-            keys=self._keys(rooms, positions),
-        )
-        hidden = self._model.embed(batch)
-        hidden = self._model.layers(hidden, batch, 0, self._model.architecture.layers)
+        parts = [
+            Part(
+                residency=residency,
+                rooms=[room.request.room for room in own],
+                positions=[room.position for room in own],
+                rows=[room.rows for room in own],
+                index=[room.indexed for room in own if room.indexed is not None],
+            )
+            for residency in (self._resident, self._hot)
+            if residency is not None and (own := [room for room in rooms if room.hot == (residency is self._hot)])
+        ]
+        ids = [room.ids[-1] for room in rooms]
+        logits = self._model.step(Step(ids=ids, parts=parts, index=self._index, marks=self._marks))
         if self._hot is not None:
             self._hot.stepped()
-        return Fetched(self._model.logits(hidden)[: len(rooms)]).get().numpy()
-
-    def _keys(self, rooms: Sequence[_Room], positions: Tensor) -> Keys:
-        assert self._resident is not None
-        if self._index is None or self._model.indexer is None:
-            targets = torch.stack([room.index.view(-1)[room.position] for room in rooms])
-            tiles = [_tiles(rooms, at, positions) for at in range(0, len(rooms), ROOMS_TOGETHER)]
-            return EveryKey(self._resident.cache, targets, tiles)
-        parts: list[Part] = []
-        for residency in (self._resident, self._hot):
-            own = [room for room in rooms if room.hot == (residency is self._hot)]
-            if residency is not None and own:
-                parts.append(
-                    Part(
-                        residency=residency,
-                        rooms=[room.request.room for room in own],
-                        positions=[room.position for room in own],
-                        index=[room.indexed for room in own if room.indexed is not None],
-                    )
-                )
-        top = self._model.architecture.top_k
-        return PickedKeys(parts, positions, top=top, indexer=self._model.indexer, index=self._index)
+        return Fetched(logits).get().numpy()
 
     def _advance(
         self, room: _Room, logits: NDArray[np.float32], made: list[Token | Finished | Broken], *, refused: bool
@@ -297,7 +267,7 @@ class ReferenceDecode:
 
     def _digests(self, room: _Room) -> NDArray[np.uint8]:
         """Of what is kept of the room: by head, then of the index."""
-        heads = room.landed.digests(room.index.view(-1)[: room.position])
+        heads = room.landed.digests(room.rows[: room.position])
         if self._index is None or room.indexed is None:
             return heads
         return np.concatenate((heads, self._index.digest(room.indexed[:, : room.position])[np.newaxis]))
@@ -310,20 +280,3 @@ def _flat(memory: memoryview | CardMemory, byte_count: int, device: torch.device
     if isinstance(memory, CardMemory):
         return reached(memory.address, byte_count, device)
     return torch.frombuffer(memory, dtype=torch.float32, count=byte_count // 4)
-
-
-def _tiles(rooms: Sequence[_Room], at: int, positions: Tensor) -> Tiles:
-    """A tile of one row for each of the rooms from `at` on, which ascend by position."""
-    group = rooms[at : at + ROOMS_TOGETHER]
-    depths = [room.position // KEY_BLOCK for room in group]
-    sources = [
-        torch.cat([room.index[block] for room in group[bisect_left(depths, block) :]])
-        for block in range(depths[-1] + 1)
-    ]
-    return Tiles(
-        first=at,
-        depths=depths,
-        bias=causal_bias(positions[at : at + len(group)].unsqueeze(1)),
-        sources=sources,
-        ends=[room.position + 1 for room in group],
-    )

@@ -25,16 +25,19 @@ from torch.nn import functional as nn
 
 from ..errors import ConfigError
 from .architecture import DIGEST_BYTES, INDEX_DIM, INDEX_HEADS, Architecture, EngineOptions
+from .attention import Tiles
 from .base import DecodeEngine, EngineConfig, Group, PrefillEngine
+from .batch import Batch, Whole
 from .card import check_config, device_of
 from .decode import ReferenceDecode
 from .deep_attention import Attention, GroupedAttention, LatentAttention, turned
 from .deep_graphs import Graphs
+from .deep_steps import DeepSteps
 from .indexer import IndexerMath, Queries
-from .model import Batch
 from .numerics import Rope, single_threaded
 from .prefill import ReferencePrefill
 from .shard import Shard
+from .steps import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +126,9 @@ class DeepModel:
         self._embedding = normal(architecture.vocabulary, width) * architecture.vocabulary**0.5
         self._layers = [self._drawn(normal, number) for number in range(architecture.layers)]
         self._head = normal(width, architecture.vocabulary)
-        captured = options.graphs and self.device.type == "cuda" and config.role == "prefill"
-        self._graphs = Graphs(self._layer, architecture.layers) if captured else None
+        graphs = bool(options.graphs) and self.device.type == "cuda"
+        self._graphs = Graphs(self._layer, architecture.layers) if graphs and config.role == "prefill" else None
+        self._steps = DeepSteps(self._through, self.device, top=architecture.top_k, indexer=self.indexer, graphs=graphs)
 
     def enter(self) -> None:
         if self.device.type == "cuda":
@@ -142,6 +146,9 @@ class DeepModel:
             self._layer(x, batch, number)
         return x
 
+    def _through(self, batch: Batch) -> Tensor:
+        return self.logits(self.layers(self.embed(batch), batch, 0, self.architecture.layers))
+
     def _layer(self, x: Tensor, batch: Batch, number: int) -> None:
         """One layer over (rows, width), in place."""
         weights, width = self._layers[number], (x.shape[1],)
@@ -157,18 +164,24 @@ class DeepModel:
     def logits(self, x: Tensor) -> Tensor:
         return (nn.rms_norm(x, (x.shape[1],)) @ self._head).float()
 
+    def step(self, step: Step) -> Tensor:
+        return self._steps.logits(step)
+
     def whole_digest(self, own: NDArray[np.uint8]) -> bytes:
         return blake2b(own.tobytes(), digest_size=DIGEST_BYTES).digest()
 
     def _attend(self, weights: dict[str, Tensor], query: Tensor, batch: Batch, layer: int) -> Tensor:
         """(rows, heads, key_dim) -> (rows, heads * head_dim), zero for rows after the last tile."""
-        rows, heads, _ = query.shape
-        mixed = query.new_zeros(rows, heads * self.architecture.head_dim)
+        mixed = query.new_zeros(len(query), query.shape[1] * self.architecture.head_dim)
         for reading in batch.keys.readings:
-            first, count = reading.tiles.first * batch.tile_rows, len(reading.tiles.depths) * batch.tile_rows
-            own = query[first : first + count]
-            mix = self._attention.step if batch.tile_rows == 1 else self._attention.prompt
-            mixed[first : first + count] = mix(weights, own, reading, layer).flatten(1)
+            match reading.tiles:
+                case Whole(first=first, rows=rows) as keys:
+                    own = slice(first, first + len(rows))
+                    mix = self._attention.step(weights, query[own], keys, reading.cache, layer)
+                case Tiles(first=first, depths=depths) as tiles:
+                    own = slice(first * batch.tile_rows, (first + len(depths)) * batch.tile_rows)
+                    mix = self._attention.prompt(weights, query[own], tiles, reading.cache, layer)
+            mixed[own] = mix.flatten(1)
         return mixed
 
     def _drawn(self, normal: Callable[[int, int], Tensor], number: int) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .architecture import Architecture
 from .attention import Tiles
-from .model import Reading
+from .batch import Whole
+from .cache import Cache
 from .numerics import block_up
 
 Normal = Callable[[int, int], Tensor]
@@ -39,11 +40,11 @@ class Attention(Protocol):
         """Hidden rows to queries and cache rows."""
         ...
 
-    def prompt(self, weights: dict[str, Tensor], query: Tensor, reading: Reading, layer: int) -> Tensor:
+    def prompt(self, weights: dict[str, Tensor], query: Tensor, tiles: Tiles, cache: Cache, layer: int) -> Tensor:
         """Neighbouring rows of one prompt, in tiles, to (n, heads, head_dim): each attends to itself and all before."""
         ...
 
-    def step(self, weights: dict[str, Tensor], query: Tensor, reading: Reading, layer: int) -> Tensor:
+    def step(self, weights: dict[str, Tensor], query: Tensor, keys: Whole, cache: Cache, layer: int) -> Tensor:
         """The newest row of each of n requests, likewise."""
         ...
 
@@ -87,22 +88,22 @@ class LatentAttention:
         kept = torch.cat((nn.rms_norm(latent, (self._latent,)), rope[:, heads]), dim=-1)
         return query, {"latent": kept.unsqueeze(1)}
 
-    def prompt(self, weights: dict[str, Tensor], query: Tensor, reading: Reading, layer: int) -> Tensor:
-        held = reading.cache.read("latent", layer, _rows_of_prompt(reading.tiles)).squeeze(1)
+    def prompt(self, weights: dict[str, Tensor], query: Tensor, tiles: Tiles, cache: Cache, layer: int) -> Tensor:
+        held = cache.read("latent", layer, _rows_of_prompt(tiles)).squeeze(1)
         latent, rope = held[:, : self._latent], held[:, self._latent :]
         plain = (latent @ weights["key_up"]).view(-1, self._heads, self._dim)
         keys = torch.cat((plain, rope.unsqueeze(1).expand(-1, self._heads, -1)), dim=-1)
         values = (latent @ weights["value_up"]).view(-1, self._heads, self._wide)
         return _causal(query, keys, values)[..., : self._dim]
 
-    def step(self, weights: dict[str, Tensor], query: Tensor, reading: Reading, layer: int) -> Tensor:
+    def step(self, weights: dict[str, Tensor], query: Tensor, keys: Whole, cache: Cache, layer: int) -> Tensor:
         key_up = weights["key_up"].view(self._latent, self._heads, self._dim)
         value_up = weights["value_up"].view(self._latent, self._heads, self._wide)[..., : self._dim]
         plain, rope = query[..., : self._dim], query[..., self._dim :]
         absorbed = torch.bmm(plain.transpose(0, 1), key_up.permute(1, 2, 0)).transpose(0, 1)
         asked = torch.cat((absorbed, rope), dim=-1).unsqueeze(1)
-        held = _held(reading, "latent", layer)
-        mixed = _newest(asked, held, held[..., : self._latent], reading.tiles, self._wide**-0.5).squeeze(1)
+        held = _held(cache, "latent", layer, keys)
+        mixed = _newest(asked, held, held[..., : self._latent], keys.absent, self._wide**-0.5).squeeze(1)
         return torch.bmm(mixed.transpose(0, 1), value_up.transpose(0, 1)).transpose(0, 1)
 
 
@@ -127,14 +128,14 @@ class GroupedAttention:
         both = turned(inner[:, : self._heads + self._kept], cos, sin)
         return both[:, : self._heads], {"k": both[:, self._heads :], "v": inner[:, self._heads + self._kept :]}
 
-    def prompt(self, weights: dict[str, Tensor], query: Tensor, reading: Reading, layer: int) -> Tensor:  # noqa: ARG002
-        rows = _rows_of_prompt(reading.tiles)
-        return _causal(query, reading.cache.read("k", layer, rows), reading.cache.read("v", layer, rows))
+    def prompt(self, weights: dict[str, Tensor], query: Tensor, tiles: Tiles, cache: Cache, layer: int) -> Tensor:  # noqa: ARG002
+        rows = _rows_of_prompt(tiles)
+        return _causal(query, cache.read("k", layer, rows), cache.read("v", layer, rows))
 
-    def step(self, weights: dict[str, Tensor], query: Tensor, reading: Reading, layer: int) -> Tensor:  # noqa: ARG002
+    def step(self, weights: dict[str, Tensor], query: Tensor, keys: Whole, cache: Cache, layer: int) -> Tensor:  # noqa: ARG002
         asked = query.reshape(len(query), self._kept, -1, self._dim)
-        held = _held(reading, "k", layer), _held(reading, "v", layer)
-        return _newest(asked, *held, reading.tiles, self._dim**-0.5).flatten(1, 2)
+        held = _held(cache, "k", layer, keys), _held(cache, "v", layer, keys)
+        return _newest(asked, *held, keys.absent, self._dim**-0.5).flatten(1, 2)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _rows_of_prompt(tiles: Tiles) -> Tensor:
     """As far as the last tile reaches: padding attends to padding."""
-    return tiles.rows[0, : block_up(tiles.ends[0])]
+    return tiles.rows[: block_up(tiles.ends[0])]
 
 
 def _causal(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -167,15 +168,14 @@ def _causal(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return mixed.squeeze(0).transpose(0, 1)
 
 
-def _held(reading: Reading, kind: str, layer: int) -> Tensor:
+def _held(cache: Cache, kind: str, layer: int, keys: Whole) -> Tensor:
     """(requests, keys, kv_heads, dim)."""
-    rows = reading.tiles.rows
-    held = reading.cache.read(kind, layer, rows.view(-1))
-    return held.view(*rows.shape, *held.shape[1:])
+    held = cache.read(kind, layer, keys.rows.view(-1))
+    return held.view(*keys.rows.shape, *held.shape[1:])
 
 
-def _newest(asked: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, scale: float) -> Tensor:
+def _newest(asked: Tensor, keys: Tensor, values: Tensor, absent: Tensor, scale: float) -> Tensor:
     """(requests, kv_heads, group, key_dim) over (requests, keys, kv_heads, dim) to (requests, kv_heads, group, dim)."""
     scores = (asked @ keys.permute(0, 2, 3, 1)).float().mul_(scale)
-    scores.masked_fill_(tiles.absent[:, None, None], -torch.inf)
+    scores.masked_fill_(absent[:, None, None], -torch.inf)
     return scores.softmax(-1).to(values.dtype) @ values.transpose(1, 2)

@@ -6,7 +6,6 @@ graphs read, and each layer is one launch. A layer's event still follows its own
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .attention import Tiles
+from .batch import Batch, EveryKey, Reading
 from .cache import Cache
-from .capture import captured
-from .model import Batch, EveryKey, Reading
+from .capture import Captures, captured
 from .projection import Layer
 
 ROWS_MAX = 2_048  # above, the card is busy for longer than the CPU
@@ -59,7 +58,7 @@ class _Size:
         self.holder = batch
         self.x.copy_(x)
         self.batch.positions.copy_(batch.positions)
-        self.rows.copy_(batch.keys.readings[0].tiles.rows[0, : len(x)])
+        self.rows.copy_(_tiles(batch).rows[: len(x)])
         self.targets[:end] = keys.targets
         self.targets[end:] = keys.targets[-1]
         torch.arange(len(x), out=self.own)
@@ -71,18 +70,15 @@ class Graphs:
 
     def __init__(self, run: Run, layers: int) -> None:
         self._run, self._layers = run, layers
-        self._sizes: OrderedDict[int, _Size] = OrderedDict()
-        self._seen: OrderedDict[int, None] = OrderedDict()
-        self._leaving: deque[tuple[torch.cuda.Event, _Size]] = deque()  # what may be running until the event fires
-        self._stream: torch.cuda.Stream | None = None
+        self._sizes: Captures[_Size] = Captures(SIZES_MAX)
 
     def layers(self, x: Tensor, batch: Batch, first: int, end: int) -> Tensor | None:
         """As the model's own; None where a batch is to be launched kernel by kernel."""
         size = self._sizes.get(len(x))
         if first == 0 and isinstance(batch.keys, EveryKey) and _fits(x, batch):
-            size = size or self._captured(x, batch, batch.keys)
+            if size is None and self._sizes.due(len(x)):
+                size = self._captured(x, batch, batch.keys)
             if size is not None:
-                self._sizes.move_to_end(len(x))
                 size.load(x, batch, batch.keys)
         if size is None or size.holder is not batch:
             return None
@@ -90,45 +86,35 @@ class Graphs:
             size.graphs[number].replay()
         return size.x.clone()
 
-    def _captured(self, x: Tensor, batch: Batch, keys: EveryKey) -> _Size | None:
-        """None where it is the first prompt of so many rows, which makes the libraries ready for such."""
-        rows = len(x)
-        if rows not in self._seen:
-            self._seen[rows] = None
-            if len(self._seen) > 8 * SIZES_MAX:
-                self._seen.popitem(last=False)
-            return None
+    def _captured(self, x: Tensor, batch: Batch, keys: EveryKey) -> _Size:
         size = _size_of(x, batch, keys.cache)
         size.load(x, batch, keys)
-        stream = self._stream = self._stream or torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._run(size.x, size.batch, 0)  # what libraries keep for a stream is made outside of any graph
+        with self._sizes.aside():
+            self._run(size.x, size.batch, 0)
             pool = torch.cuda.graph_pool_handle()
             for number in range(self._layers):
                 with captured(pool) as graph:
                     self._run(size.x, size.batch, number)
                 size.graphs.append(graph)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._sizes[rows] = size
-        while self._leaving and self._leaving[0][0].query():
-            self._leaving.popleft()
-        if len(self._sizes) > SIZES_MAX:
-            event = torch.cuda.Event()
-            event.record()
-            self._leaving.append((event, self._sizes.popitem(last=False)[1]))
+        self._sizes.keep(len(x), size)
         return size
 
 
 def _fits(x: Tensor, batch: Batch) -> bool:
     """Whether it is a prompt's first chunk, small enough, whose keys are its own rows."""
-    readings = batch.keys.readings
-    prompt = batch.tile_rows > 1 and len(readings) == 1 and len(readings[0].tiles.ends) == 1
-    return prompt and len(x) <= ROWS_MAX and batch.own.start == 0 and readings[0].tiles.ends[0] == batch.own.stop
+    if len(x) > ROWS_MAX or batch.own.start or len(batch.keys.readings) > 1:
+        return False
+    return _tiles(batch).ends == [batch.own.stop]
+
+
+def _tiles(batch: Batch) -> Tiles:
+    tiles = batch.keys.readings[0].tiles
+    assert isinstance(tiles, Tiles)
+    return tiles
 
 
 def _size_of(x: Tensor, batch: Batch, cache: Cache) -> _Size:
-    tiles, count = batch.keys.readings[0].tiles, len(x)
+    tiles, count = _tiles(batch), len(x)
     rows, targets, own = (torch.zeros(count, dtype=torch.int64, device=x.device) for _ in range(3))
     static = Tiles(first=0, depths=tiles.depths, bias=tiles.bias, sources=[rows], ends=[count])
     still = Batch(

@@ -6,7 +6,7 @@ Between two steps `turn` does what the scheduler says: who makes room, and who c
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +26,7 @@ from .cache import Cache
 from .hot_step import HotStep
 from .marks import POLL_S, Fetched, Marks, several
 from .model import Transformer
+from .residency import Begun, Part
 
 _FIGURES_STEPS = 16
 
@@ -126,11 +127,13 @@ class Hot:
         if not self._leads:
             self._follow(running)
 
-    def begin(self, rooms: Sequence[int], positions: Sequence[int]) -> Tensor:
-        self._stepping = list(rooms)
-        return self._cache.rows(self._step.begin([self._placed[room].row for room in rooms], positions))
+    def begin(self, part: Part) -> Begun:
+        self._stepping = part.rooms
+        slots = self._step.begin([self._placed[room].row for room in part.rooms], part.positions)
+        newest = self._cache.rows(slots)
+        return Begun(newest, newest.new_empty(len(part.rooms), 0))
 
-    def place(self, layer: int, picks: Tensor) -> Tensor:
+    def place(self, layer: int, picks: Tensor, tables: Tensor) -> Tensor:  # noqa: ARG002 -- the device knows
         name, alone = several(self._stepping)
         with self._marks.span("swap-in", name, room=alone, layer=layer):
             slots = self._step.place(layer // self._share, picks)

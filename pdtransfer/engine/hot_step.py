@@ -1,6 +1,7 @@
 """What a step of hot rooms has the device do, beside the model: each piece is captured in a graph once, and replayed.
 
-The rest of a step has other shapes each time, since rooms grow; this has one, padded up to as many rows as there are.
+Its shapes are the same each time, padded up to as many rows as there are, also where the model's are not. In a capture
+of a whole step the pieces are queued one by one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Replayed(Generic[Result]):
 
     def __call__(self) -> Result:
         """The arrays that the work answers with are the same each time."""
-        if self._graph is None:
+        if self._graph is None or torch.cuda.is_current_stream_capturing():
             return self._work()
         self._graph.replay()
         return self._result

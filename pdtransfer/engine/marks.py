@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,16 @@ UNTOLD_MAX = 1_024  # spans: who is never idle tells those that are over as it g
 
 _Mark: TypeAlias = "torch.cuda.Event | float"
 _Anchor: TypeAlias = "tuple[_Mark, float]"  # and its second of CLOCK_MONOTONIC
+
+
+class Within(NamedTuple):
+    """A span of a graph, at each replay of which the device passes its marks."""
+
+    lane: str
+    layer: int
+    byte_count: int
+    begun: _Mark
+    ended: _Mark
 
 
 def passed(event: Event) -> None:
@@ -66,6 +76,7 @@ class Marks:
         self._spans, self._on_card = spans, device.type == "cuda"
         self._anchor: _Anchor = (0.0, 0.0)
         self._ended: deque[tuple[str, str, int, int, int, _Anchor, _Mark, _Mark]] = deque()
+        self._within: list[Within] | None = None  # of the graph that is being captured
 
     @property
     def pending(self) -> bool:
@@ -89,9 +100,28 @@ class Marks:
             return
         begun = self._mark()
         yield
+        if self._within is not None:
+            self._within.append(Within(lane, layer, byte_count, begun, self._mark()))
+            return
         self._ended.append((lane, name, room, layer, byte_count, self._anchor, begun, self._mark()))
         if len(self._ended) > UNTOLD_MAX:
             self.tell()
+
+    @contextmanager
+    def captured(self) -> Generator[list[Within]]:
+        """The spans of what is captured within: they happen when it is replayed."""
+        self._within = []
+        try:
+            yield self._within
+        finally:
+            self._within = None
+
+    def replayed(self, spans: Sequence[Within], rooms: Sequence[int]) -> None:
+        """A graph was queued once more, for these rooms. They have to be told before it is the next time."""
+        if spans:
+            name, alone = several(rooms)
+            for lane, layer, byte_count, begun, ended in spans:
+                self._ended.append((lane, name, alone, layer, byte_count, self._anchor, begun, ended))
 
     def tell(self) -> None:
         """Tells of all that the device has passed."""
@@ -106,7 +136,7 @@ class Marks:
     def _mark(self) -> _Mark:
         if not self._on_card:
             return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True, external=self._within is not None)
         event.record()
         return event
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
@@ -16,71 +14,17 @@ from ..wire import Ranks
 from .architecture import DIGEST_BYTES, Architecture, Weights
 from .attention import Tiles, attend
 from .base import Alone, Group
+from .batch import Batch
 from .cache import Cache
 from .indexer import Indexer, IndexerMath
 from .marks import Fetched
 from .numerics import Rope, linear, rms_norm, silu, single_threaded
-from .projection import GroupedProjection, LatentProjection, Layer, Projection
+from .projection import GroupedProjection, LatentProjection, Projection
 from .sending import sent
 from .shard import Shard
+from .steps import Step, folded_keys
 
 _INDEX = -1  # among heads: what every rank has of the index
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """Tiles and the cache that their sources are rows of."""
-
-    tiles: Tiles
-    cache: Cache
-
-
-class Keys(Protocol):
-    """Where a batch's own rows leave their keys, and which keys they attend to."""
-
-    @property
-    def readings(self) -> Sequence[Reading]:
-        """All tiles of the batch, as they are for the layer that was entered."""
-        ...
-
-    def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
-        """Called once a layer, in order, before it writes or reads; (rows, width) is what its projections take."""
-        ...
-
-    def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
-        """By kind (own rows, kv_heads, dim)."""
-        ...
-
-
-class EveryKey:
-    """The Keys of a batch that attends to all that it may, in one cache: `targets` are its own rows there."""
-
-    def __init__(self, cache: Cache, targets: Tensor, tiles: Sequence[Tiles]) -> None:
-        self.cache, self.targets = cache, targets
-        self.readings: Sequence[Reading] = [Reading(tiles=each, cache=cache) for each in tiles]
-
-    def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
-        pass
-
-    def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
-        for kind, rows in kept.items():
-            self.cache.write(kind, layer, self.targets, rows)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Rows that go through the layers together, padded to a multiple of BLOCK_ROWS.
-
-    `own` are the rows that are somebody's; the rest is padding, computed and dropped. The first `tile_rows` rows are
-    tile 0 and so on; rows after the last tile are padding that attends to nothing.
-    """
-
-    ids: Tensor  # (rows,) int64
-    positions: Tensor  # (rows,) int64, absolute
-    own: slice
-    tile_rows: int
-    tile_count: int
-    keys: Keys
 
 
 class Transformer(Protocol):
@@ -112,6 +56,10 @@ class Transformer(Protocol):
 
     def logits(self, x: Tensor) -> Tensor:
         """(rows, width) -> float32 (rows, vocabulary)."""
+        ...
+
+    def step(self, step: Step) -> Tensor:
+        """Decode's: float32 (requests, vocabulary), good until the next call."""
         ...
 
     def whole_digest(self, own: NDArray[np.uint8]) -> bytes:
@@ -171,6 +119,13 @@ class Model:
         """(rows, width) -> (rows, vocabulary); rows is a multiple of BLOCK_ROWS."""
         return linear(rms_norm(x), self.weights.head)
 
+    def step(self, step: Step) -> Tensor:
+        rows = step.rows(self.device)
+        keys = folded_keys(step, rows[1], top=self.architecture.top_k, indexer=self.indexer)
+        batch = step.batch(rows, keys)
+        hidden = self.layers(self.embed(batch), batch, 0, self.architecture.layers)
+        return self.logits(hidden)[: len(step.ids)]
+
     def whole_digest(self, own: NDArray[np.uint8]) -> bytes:
         """Replicas that differ spoil it."""
         held: dict[int, set[bytes]] = {}
@@ -201,6 +156,7 @@ class Model:
 
         for reading in batch.keys.readings:
             tiles, cache = reading.tiles, reading.cache
+            assert isinstance(tiles, Tiles)
 
             def read(index: Tensor, cache: Cache = cache) -> tuple[Tensor, ...]:
                 return tuple(cache.read(kind, layer, index) for kind in self.architecture.kinds)

@@ -26,11 +26,12 @@ from ..wire import Ranks
 from .architecture import EngineOptions
 from .attention import KEY_BLOCK, Tiles, causal_bias
 from .base import Broken, CardMemory, Computed, EngineCard, EngineConfig, Event, Prefilled, Request, SharedMemory
+from .batch import Batch, EveryKey, Keys
 from .cache import Cache, Pages
 from .card import COMPONENT, INDEX, build_card, check_request
 from .indexer import IndexCache
 from .marks import Fetched, Marks, passed
-from .model import Batch, EveryKey, Keys, Transformer
+from .model import Transformer
 from .numerics import BLOCK_ROWS, block_up, first_product
 from .projection import Layer
 from .sampling import Handoff, chain

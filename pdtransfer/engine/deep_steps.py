@@ -1,0 +1,222 @@
+"""Decode steps of the deep model: each request's row attends to all of its keys at once.
+
+On a card a step is hundreds of kernels, which are the CPU's time to launch. So all that differs between two steps of a
+shape, whose requests and positions they are, is in tensors; of a shape that comes again everything is captured, swap-in
+and attention and logits alike, and a step is one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attention import KEY_BLOCK
+from .batch import Batch, Keys, Reading, Whole
+from .capture import Captures, captured
+from .indexer import IndexCache, IndexerMath, Queries, pick_top
+from .marks import Within
+from .projection import Layer
+from .residency import Part, Residency, Tables, reach
+from .steps import Step
+
+SHAPES_MAX = 16  # the latest ones
+KEYS_TOGETHER = 1 << 18  # gathered or scored at once: beyond, memory is what it costs
+
+
+class _Own(NamedTuple):
+    """One residency's rows of a step, on the device."""
+
+    residency: Residency
+    first: int
+    newest: Tensor  # as Begun has them
+    tables: Tensor
+    positions: Tensor  # (requests,)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + len(self.newest))
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What a step is told by, beside its shape."""
+
+    rows: Tensor  # Step.rows
+    begun: list[Tensor]  # newest and tables of each part
+    index: list[Tensor]  # one (requests, 2, n) of the index cache, where there is any
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.rows, *self.begun, *self.index))
+
+    def copy(self) -> _Inputs:
+        return _Inputs(self.rows.clone(), [each.clone() for each in self.begun], [each.clone() for each in self.index])
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: _Inputs
+    logits: Tensor
+    spans: list[Within]
+
+
+class DeepSteps:
+    """`run` takes a batch through the model, to logits of all its rows."""
+
+    def __init__(
+        self,
+        run: Callable[[Batch], Tensor],
+        device: torch.device,
+        *,
+        top: int,
+        indexer: IndexerMath | None,
+        graphs: bool,
+    ) -> None:
+        self._run, self._device, self._top, self._indexer = run, device, top, indexer
+        self._tables = Tables()  # of the index
+        self._captures: Captures[_Captured] | None = Captures(SHAPES_MAX) if graphs else None
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+
+    def logits(self, step: Step) -> Tensor:
+        """As Transformer.step."""
+        inputs = self._inputs(step)
+        if self._captures is None:
+            return self._made(step, inputs)
+        shape = _shape(step, inputs)
+        if (known := self._captures.get(shape)) is not None:
+            for own, given in zip(known.inputs, inputs, strict=True):
+                own.copy_(given)
+            known.graph.replay()
+            step.marks.replayed(known.spans, step.parts[-1].rooms)  # hot ones come last, of others nothing is told
+            return known.logits
+        if not self._captures.due(shape):
+            return self._made(step, inputs)
+        with self._captures.aside():
+            logits = self._made(step, inputs)
+            own = inputs.copy()
+            with step.marks.captured() as spans, captured(self._pool) as graph:
+                made = self._made(step, own)
+        self._captures.keep(shape, _Captured(graph, own, made, spans))
+        return logits
+
+    def _inputs(self, step: Step) -> _Inputs:
+        begun = [tensor for part in step.parts for tensor in part.residency.begin(part)]
+        rows, index = [rows for part in step.parts for rows in part.index], list[Tensor]()
+        if step.index is not None:
+            index.append(self._tables.of(rows, max(step.positions) + 1))
+        return _Inputs(step.rows(self._device), begun, index)
+
+    def _made(self, step: Step, inputs: _Inputs) -> Tensor:
+        """Queues the step, for whichever requests and positions the inputs say."""
+        parts, first = list[_Own](), 0
+        for part, newest, tables in zip(step.parts, inputs.begun[::2], inputs.begun[1::2], strict=True):
+            positions = inputs.rows[1, first : first + len(newest)]
+            parts.append(_Own(part.residency, first, newest, tables, positions))
+            first += len(newest)
+        if step.index is None or self._indexer is None:
+            keys: Keys = _Every(parts, [run for part in step.parts for run in _runs(part)])
+        else:
+            positions = inputs.rows[1]
+            keys = _Picked(parts, positions, inputs.index[0], step.index, self._indexer, self._top)
+        return self._run(step.batch(inputs.rows, keys))[:first]
+
+
+def _shape(step: Step, inputs: _Inputs) -> Hashable:
+    """Steps for which it is equal are the same work."""
+    runs = () if step.index is not None else tuple(run for part in step.parts for run in _runs(part))
+    return tuple(part.residency for part in step.parts), tuple(each.shape for each in inputs), runs
+
+
+def _runs(part: Part) -> list[tuple[slice, int]]:
+    """Neighbouring rows whose keys are gathered together, and how many of each."""
+    runs: list[tuple[slice, int]] = []
+    at = 0
+    for width, group in groupby(reach(position + 1) for position in part.positions):
+        end = at + len(list(group))
+        together = max(1, KEYS_TOGETHER // width)
+        runs += [(slice(first, min(first + together, end)), width) for first in range(at, end, together)]
+        at = end
+    return runs
+
+
+class _Every:
+    """The batch.Keys of a step that attends to all that it may, of which one residency has everything."""
+
+    def __init__(self, parts: Sequence[_Own], runs: Sequence[tuple[slice, int]]) -> None:
+        (self._part,) = parts
+        self.readings: Sequence[Reading] = [self._reading(own, width) for own, width in runs]
+
+    def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
+        pass
+
+    def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
+        _write([self._part], layer, kept)
+
+    def _reading(self, own: slice, width: int) -> Reading:
+        tables, positions = self._part.tables[own, :width], self._part.positions[own]
+        absent = torch.arange(width, device=tables.device) > positions.unsqueeze(1)
+        # What is not there may be anything, also NaN, which no mask undoes.
+        rows = torch.where(absent, tables[:, :1], tables)
+        return Reading(tiles=Whole(first=own.start, rows=rows, absent=absent), cache=self._part.residency.cache)
+
+
+class _Picked:
+    """The batch.Keys of a step that attends to what its indexer picks, and to the newest token."""
+
+    def __init__(
+        self, parts: Sequence[_Own], positions: Tensor, tables: Tensor, index: IndexCache, indexer: IndexerMath,
+        top: int,
+    ) -> None:  # fmt: skip
+        """`positions` of all rows, padding too; `tables` (requests, 2, n) int64 rows of the index cache."""
+        self._parts, self._index, self._indexer, self._top = parts, index, indexer, top
+        self._row_positions, self._positions, self._tables = positions, positions[: len(tables)], tables
+        at = self._positions[:, None, None].expand(-1, 2, 1)
+        self._targets = tables.gather(2, at).squeeze(2).T
+        self.readings: Sequence[Reading] = ()
+
+    def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
+        if layer not in self._index.layers:
+            return
+        count = len(self._positions)
+        self._index.write(layer, self._targets, self._indexer.keys(weights, hidden, self._row_positions)[:count])
+        asked = self._indexer.queries(weights, hidden, self._row_positions)
+        picks = pick_top(self._scores(layer, asked), self._top)
+        self.readings = [self._reading(part, layer, picks[part.rows]) for part in self._parts]
+
+    def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
+        _write(self._parts, layer, kept)
+
+    def _scores(self, layer: int, asked: Queries) -> Tensor:
+        """(requests, n) as indexer.scores, whose bits may depend on what is scored together."""
+        count, _, width = self._tables.shape
+        found = asked.heads.new_empty(count, width)
+        together = max(1, KEYS_TOGETHER // width)
+        for first in range(0, count, together):
+            tables = self._tables[first : first + together]
+            own = slice(first, first + len(tables))
+            keys, scales = self._index.read(layer, tables.transpose(0, 1).reshape(2, -1))
+            each = asked.heads[own] @ keys.view(len(tables), width, -1).transpose(1, 2)
+            summed = each.relu_().mul_(asked.shares[own].unsqueeze(-1)).sum(1)
+            torch.mul(summed, scales.view(len(tables), width), out=found[own])
+        places = torch.arange(width, device=found.device)
+        return found.masked_fill_(places >= self._positions.unsqueeze(1), -torch.inf)
+
+    def _reading(self, part: _Own, layer: int, picks: Tensor) -> Reading:
+        """Each request's picks in order, and its newest row; that again in whole blocks."""
+        top = picks.shape[1]
+        rows = part.newest.unsqueeze(1).repeat(1, (top // KEY_BLOCK + 1) * KEY_BLOCK)
+        rows[:, :top] = torch.where(picks < 0, rows[:, :top], part.residency.place(layer, picks, part.tables))
+        places = torch.arange(rows.shape[1], device=rows.device)
+        absent = places > part.positions.clamp(max=top).unsqueeze(1)
+        return Reading(tiles=Whole(first=part.first, rows=rows, absent=absent), cache=part.residency.cache)
+
+
+def _write(parts: Sequence[_Own], layer: int, kept: Mapping[str, Tensor]) -> None:
+    for part in parts:
+        for kind, rows in kept.items():
+            part.residency.cache.write(kind, layer, part.newest, rows[part.rows])

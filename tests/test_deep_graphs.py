@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pdtransfer.engine import deep_graphs
 from pdtransfer.engine.attention import Tiles
+from pdtransfer.engine.batch import Batch, EveryKey
 from pdtransfer.engine.capture import captured
 from pdtransfer.engine.deep_graphs import Graphs
-from pdtransfer.engine.batch import Batch, EveryKey
 
 
 class Played:

@@ -12,7 +12,7 @@ from pdtransfer.engine.base import Finished
 from pdtransfer.engine.indexer import IndexCache, Queries, pick_top, scores
 from pdtransfer.engine.numerics import single_threaded
 from pdtransfer.engine.reference import create, generate, generate_many
-from pdtransfer.engine.residency import AllResident, Part, reach
+from pdtransfer.engine.residency import AllResident, Part
 from pdtransfer.engine.steps import _readings
 from pdtransfer.layouts import DSA_INDEX_PARTS, HOST_LAYOUTS, item_layout
 from pdtransfer.wire import Sampling

@@ -132,14 +132,21 @@ def _shape(step: Step, inputs: _Inputs) -> Hashable:
     return tuple(part.residency for part in step.parts), tuple(each.shape for each in inputs), runs
 
 
-def _runs(part: Part) -> list[tuple[slice, int]]:
-    """Neighbouring rows whose keys are gathered together, and how many of each."""
-    runs: list[tuple[slice, int]] = []
+class _Run(NamedTuple):
+    """Neighbouring rows of a part whose keys are gathered together."""
+
+    first: int
+    end: int
+    width: int  # keys of each
+
+
+def _runs(part: Part) -> list[_Run]:
+    runs: list[_Run] = []
     at = 0
     for width, group in groupby(reach(position + 1) for position in part.positions):
         end = at + len(list(group))
         together = max(1, KEYS_TOGETHER // width)
-        runs += [(slice(first, min(first + together, end)), width) for first in range(at, end, together)]
+        runs += [_Run(first, min(first + together, end), width) for first in range(at, end, together)]
         at = end
     return runs
 
@@ -147,9 +154,9 @@ def _runs(part: Part) -> list[tuple[slice, int]]:
 class _Every:
     """The batch.Keys of a step that attends to all that it may, of which one residency has everything."""
 
-    def __init__(self, parts: Sequence[_Own], runs: Sequence[tuple[slice, int]]) -> None:
+    def __init__(self, parts: Sequence[_Own], runs: Sequence[_Run]) -> None:
         (self._part,) = parts
-        self.readings: Sequence[Reading] = [self._reading(own, width) for own, width in runs]
+        self.readings: Sequence[Reading] = [self._reading(run) for run in runs]
 
     def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
         pass
@@ -157,12 +164,13 @@ class _Every:
     def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
         _write([self._part], layer, kept)
 
-    def _reading(self, own: slice, width: int) -> Reading:
-        tables, positions = self._part.tables[own, :width], self._part.positions[own]
-        absent = torch.arange(width, device=tables.device) > positions.unsqueeze(1)
+    def _reading(self, run: _Run) -> Reading:
+        own = slice(run.first, run.end)
+        tables, positions = self._part.tables[own, : run.width], self._part.positions[own]
+        absent = torch.arange(run.width, device=tables.device) > positions.unsqueeze(1)
         # What is not there may be anything, also NaN, which no mask undoes.
         rows = torch.where(absent, tables[:, :1], tables)
-        return Reading(tiles=Whole(first=own.start, rows=rows, absent=absent), cache=self._part.residency.cache)
+        return Reading(tiles=Whole(first=run.first, rows=rows, absent=absent), cache=self._part.residency.cache)
 
 
 class _Picked:

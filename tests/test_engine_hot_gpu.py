@@ -1,4 +1,4 @@
-"""HiSparse in the engine on a card: what a step queues beside the model is a graph's replay, and changes no bit."""
+"""Decode steps on a card: what is replayed changes no bit, be it what HiSparse queues beside the model or all of it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer.engine import hot_step
+from pdtransfer.engine import deep, hot_step
 from pdtransfer.engine.base import CardMemory
 from pdtransfer.engine.decode import ReferenceDecode
 from pdtransfer.engine.reference import create
 from pdtransfer.kernels import card as cards
 from pdtransfer.memory import Arena
+from pdtransfer.timeline import Timeline
 
-from .engine_pair import Decode, Prefill, config
+from .engine_pair import Decode, Prefill, config, prompts, request
+from .test_deep_steps import TOP
+from .test_engine_deep import OPTIONS
 from .test_engine_hot import SPARSE, hisparse, sparse_requests
 
 if cards.count() == 0:
@@ -28,10 +31,12 @@ LENGTHS = (1, 30, 47, 100, 300)
 
 
 @contextmanager
-def decode_of(attention: str, rooms: list, source: Prefill, **more: object) -> Iterator[Decode]:
+def decode_of(
+    attention: str, rooms: list, source: Prefill, *, factory: Any = create, options: Any = SPARSE, **more: object
+) -> Iterator[Decode]:
     """An engine on card 0, in whose memory these rooms have landed, and are admitted."""
     with ExitStack() as held:
-        engine = create(config("decode", attention=attention, device="cuda", slots=2048, options=SPARSE, **more))
+        engine = factory(config("decode", attention=attention, device="cuda", slots=2048, options=options, **more))
         arena = Arena.create(engine.card.memory_bytes)
         held.callback(arena.close)
         arena.prefault()
@@ -54,7 +59,8 @@ def decode_of(attention: str, rooms: list, source: Prefill, **more: object) -> I
             engine.admit(one, decode.held(one.room), source.aux[one.room])
         yield decode
         torch.cuda.synchronize()
-        engine._hot._pool.close()
+        if engine._hot is not None:
+            engine._hot._pool.close()
         decode.memory = memory = engine = decode = None  # views of what is about to be unmapped
 
 
@@ -91,9 +97,54 @@ def test_steps_that_are_replayed_are_bitwise_those_that_are_queued_one_by_one(
 
 
 @pytest.mark.parametrize("attention", ["mla", "gqa"])
-def test_a_step_is_queued_without_a_wait_inside_the_driver(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["dense", "hot", "mixed"])
+def test_whole_steps_of_the_deep_model_are_one_launch_and_bitwise_those_that_are_queued(
+    attention: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse = {"dense": {}, "hot": TOP, "mixed": TOP}[case]
+    rooms = [
+        request(at, prompt, max_tokens=12, sparse=case == "hot" or (case == "mixed" and at % 2 == 0))
+        for at, prompt in enumerate(prompts(0, (1, 30, 47, 100, 250, 511)))
+    ]
+    made = OPTIONS[attention] | sparse
+    source = Prefill.of(factory=deep.create, attention=attention, slots=4096, options=made).run(*rooms)
+    replays, replay = 0, torch.cuda.CUDAGraph.replay
+
+    def counted(self: torch.cuda.CUDAGraph) -> None:
+        nonlocal replays
+        replays += 1
+        replay(self)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+
+    def outcomes(graphs: int) -> tuple[list, list, int]:
+        nonlocal replays
+        replays, timeline = 0, Timeline("decode")
+        hot = hisparse(slots=150) if sparse else None
+        more = {"factory": deep.create, "options": made | {"graphs": str(graphs)}, "hisparse": hot, "spans": timeline}
+        with decode_of(attention, rooms, source, batch_max=4, **more) as decode:
+            decode.run()
+            found = [decode.outcome(one.room) for one in rooms]
+        return found, [(span.lane, span.room, span.layer) for span in timeline.take()], replays
+
+    queued, told, pieces = outcomes(0)
+    captured, again, launches = outcomes(1)
+    assert captured == queued
+    assert sorted(again) == sorted(told)
+    if case == "dense":
+        assert (pieces, launches > 8) == (0, True)
+    else:
+        assert launches < pieces
+
+
+@pytest.mark.parametrize("factory", [create, deep.create])
+@pytest.mark.parametrize("attention", ["mla", "gqa"])
+def test_a_step_is_queued_without_a_wait_inside_the_driver(
+    attention: str, factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SPARSE if factory is create else OPTIONS[attention] | TOP
     rooms = sparse_requests(LENGTHS, tokens=12)
-    source = Prefill.of(attention=attention, slots=4096, options=SPARSE).run(*rooms)
+    source = Prefill.of(factory=factory, attention=attention, slots=4096, options=options).run(*rooms)
     forward, steps = ReferenceDecode._forward, 0
 
     def watched(self: ReferenceDecode, running: list[Any]) -> Any:
@@ -106,6 +157,7 @@ def test_a_step_is_queued_without_a_wait_inside_the_driver(attention: str, monke
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(ReferenceDecode, "_forward", watched)
-    with decode_of(attention, rooms, source, hisparse=hisparse(slots=150), batch_max=4) as decode:
+    hot = hisparse(slots=150)
+    with decode_of(attention, rooms, source, factory=factory, options=options, hisparse=hot, batch_max=4) as decode:
         decode.run()
     assert steps > 12

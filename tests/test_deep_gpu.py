@@ -35,7 +35,7 @@ def test_prompts_of_one_length_go_by_graphs_and_each_has_its_own_rows(attention:
                 if hasattr(said, "pages"):
                     pages[said.room] = said.pages
     model, memory = model_of(engine), engine.flat.cpu().numpy()
-    assert list(model._graphs._sizes) == [256]
+    assert list(model._graphs._sizes._kept) == [256]
     for one in rooms:
         wanted, _ = textbook(model, one.prompt)
         slots = slots_of_pages(pages[one.room], 16, len(one.prompt))

@@ -48,12 +48,13 @@ def decode_of(
         for one in rooms:
             decode.land(one, source)
         there = torch.from_numpy(hbm).cuda()
+        on_card = CardMemory(card=0, address=there.data_ptr(), byte_count=hbm.nbytes) if len(hbm) else None
         registered = arena.mapping.registered
         assert registered is not None
         engine.attach(
             arena.mapping.view[: engine.card.memory_bytes],
             device_address=registered.device_address,
-            hbm=CardMemory(card=0, address=there.data_ptr(), byte_count=hbm.nbytes),
+            hbm=on_card,
         )
         for one in rooms:
             engine.admit(one, decode.held(one.room), source.aux[one.room])

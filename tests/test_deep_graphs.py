@@ -118,6 +118,23 @@ def test_a_capture_in_which_something_is_raised_ends_and_says_what(cuda: Played,
     assert not cuda.capturing
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_within_a_capture(cuda: Played, *, enabled: bool) -> None:
+    """A graph that went with it would break the capture."""
+    if not enabled:
+        gc.disable()
+    try:
+        with captured():
+            assert cuda.capturing
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+        with pytest.raises(ValueError, match="no"), captured():
+            raise ValueError("no")
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
 def test_a_capture_that_the_card_has_given_up_says_so(cuda: Played) -> None:
     cuda.breaks = True
     with pytest.raises(RuntimeError, match="invalid"), captured():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict, deque
 from collections.abc import Generator, Hashable
 from contextlib import contextmanager, suppress
@@ -16,17 +17,23 @@ Kept = TypeVar("Kept")
 def captured(pool: Any = None) -> Generator[torch.cuda.CUDAGraph]:
     """What is queued within, on a stream that is not torch's default; the graph may be replayed afterwards.
 
-    `pool` is shared with graphs that never run at once. A stream whose capture nobody ends takes no other work.
+    `pool` is shared with graphs that never run at once. A stream whose capture nobody ends takes no other work. No
+    garbage is collected meanwhile: a graph that went with it would break the capture.
     """
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.disable()
     try:
-        yield graph
-    except BaseException:
-        with suppress(RuntimeError):  # what was raised first says why
-            graph.capture_end()
-        raise
-    graph.capture_end()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield graph
+        except BaseException:
+            with suppress(RuntimeError):  # what was raised first says why
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Captures(Generic[Kept]):

@@ -58,7 +58,15 @@ class Fail:
     retry_ms: int
 
 
-RoutingEffect: TypeAlias = Send | Emit | Finish | Fail
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """A worker is there from now on, or is not, for the reason in `why`; said as often as that changes."""
+
+    peer: str
+    why: str
+
+
+RoutingEffect: TypeAlias = Send | Emit | Finish | Fail | Noticed
 
 
 @dataclass(frozen=True, slots=True)

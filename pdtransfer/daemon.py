@@ -76,6 +76,8 @@ def create_engine(path: str, config: EngineConfig) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
+        if not callable(factory):
+            raise ConfigError(f"engine = {path!r}: it is a {type(factory).__name__}, no factory")
         return factory(config)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"engine = {path!r}: {error}") from error

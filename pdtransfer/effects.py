@@ -117,6 +117,13 @@ class HangUp(Struct, frozen=True):
     peer: str
 
 
+class SessionLost(Struct, frozen=True):
+    """Nothing more is granted on the session, unless its silent peer is heard again; `detail` says why."""
+
+    session: int
+    detail: str
+
+
 class PeerRefused(Struct, frozen=True):
     """The peer and this node can't work together; the text names each field with both values."""
 
@@ -206,7 +213,7 @@ class Drained(Struct, frozen=True):
 
 DecodeEffect: TypeAlias = (
     Send | Offer | Fence | Forget | Leased | Verify | StopVerifying | Lift | StopLifting | Ready | RoomFailed | HangUp
-    | PeerRefused
+    | SessionLost | PeerRefused
 )  # fmt: skip
 PrefillEffect: TypeAlias = (
     Send | Map | Unmap | Write | StopWriting | FenceWriter | Leased | Landed | RoomFailed | Drained

@@ -15,7 +15,7 @@ import uvloop
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from .answers import Emit, Fail, Finish, Refusal, RoutingEffect
+from .answers import Emit, Fail, Finish, Noticed, Refusal, RoutingEffect
 from .bus import Bus
 from .completions import Answer, BadRequestError, Completion, Text, error, models, parse
 from .config import RouterConfig
@@ -171,6 +171,12 @@ class Router:
                 self.metrics.generated_tokens.inc(len(ids))
             case Finish() | Fail():
                 self._replies[effect.request].close(effect)
+            case Noticed(peer, ""):
+                worker = self.routing.workers.by_peer[peer]
+                assert worker.identity is not None
+                log.info("%s %s is there, at %s", worker.role, worker.identity.node, peer)
+            case Noticed(_, why):
+                log.warning("%s", why)
 
     def _health(self) -> Health:
         workers = [

@@ -10,7 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from .answers import FINAL_CAUSES, MUTUAL_CAUSES, STATUSES, Accepted, Emit, Fail, Finish, Refusal, RoutingEffect
+from .answers import (
+    FINAL_CAUSES,
+    MUTUAL_CAUSES,
+    STATUSES,
+    Accepted,
+    Emit,
+    Fail,
+    Finish,
+    Noticed,
+    Refusal,
+    RoutingEffect,
+)
 from .effects import Send
 from .ends import SUCCESSES, cause_of
 from .errors import Cause, RemoteProtocolError
@@ -346,7 +357,7 @@ class Routing:
         self._timers.set((leg.worker.role, room.id), now + leg.repeat_ms / 1e3)
         self._effects.append(Send(leg.worker.peer, message))
 
-    def _effects_append(self, effect: Send) -> None:
+    def _effects_append(self, effect: Send | Noticed) -> None:
         self._effects.append(effect)
 
     def _take(self) -> list[RoutingEffect]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .answers import Noticed
 from .effects import Send
 from .ends import cause_of
 from .errors import Cause
@@ -164,7 +165,7 @@ def _mismatch(prefills: Collection[Model], decodes: Collection[Model], model: st
 
 
 class Workers:
-    """All of a router's workers. Messages go to `out`; `lost` is called for each that was there and is no longer."""
+    """All of a router's workers. Effects go to `out`; `lost` is called for each that was there and is no longer."""
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class Workers:
         prefill: Iterable[str],
         decode: Iterable[str],
         limits: Limits,
-        out: Callable[[Send], None],
+        out: Callable[[Send | Noticed], None],
         lost: Callable[[Worker, Cause, str, float], None],
     ) -> None:
         self._identity, self._limits, self._out, self._lost = identity, limits, out, lost
@@ -322,6 +323,8 @@ class Workers:
             if worker.state is Presence.THERE:
                 self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
             worker.lives.end(known.incarnation, now)
+        if worker.state is Presence.SOUGHT:
+            self._out(Noticed(worker.peer, ""))
         worker.state = step(PRESENCE, worker.state, PresenceEvent.WELCOME)
         worker.identity, worker.heard, worker.repeat_ms, worker.why = theirs, now, 0, ""
         self._ping(worker, now)
@@ -340,6 +343,8 @@ class Workers:
         """Ends with a worker. It may be replaced by one that fits: it is asked again, at the slowest pace."""
         if worker.state is Presence.THERE:
             self._lose(worker, cause, text, now)
+        elif worker.why != text:
+            self._out(Noticed(worker.peer, text))
         worker.why = text
         worker.repeat_ms = self._limits.resend_ms_max
         self.timers.set(worker.peer, now + worker.repeat_ms / 1e3)
@@ -347,6 +352,7 @@ class Workers:
     def _lose(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
         worker.state = step(PRESENCE, worker.state, PresenceEvent.LOSE)
         worker.why, worker.load, worker.repeat_ms = text, None, 0
+        self._out(Noticed(worker.peer, text))
         worker.full_until = worker.sparse_full_until = 0.0
         worker.known.clear()
         self._lost(worker, cause, text, now)

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdtransfer.effects import Fence, Forget, HangUp, Offer, PeerRefused, Ready, RoomFailed, Send
+from pdtransfer.effects import Fence, Forget, HangUp, Offer, PeerRefused, Ready, RoomFailed, Send, SessionLost
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.limits import AHEAD_MAX
 from pdtransfer.session import coverage
@@ -628,6 +628,8 @@ def test_a_silent_peer_loses_its_rooms_and_another_keeps_its_own() -> None:
     other = end.granted(2, 8, P2)
     effects = end.live(2.6, P2)
     assert failure(effects) == (1, Cause.PEER_LOST)
+    (lost,) = of(effects, SessionLost)
+    assert f"{P} has been silent for" in lost.detail
     assert failure(end.expect(3)) == (3, Cause.PEER_LOST)
     assert of(end.land(other, P2), Ready)
 

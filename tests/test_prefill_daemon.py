@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
 from pdtransfer.config import PrefillConfig
 from pdtransfer.daemon import create_engine
 from pdtransfer.engine_thread import Compute, Free, Order
-from pdtransfer.errors import Cause
+from pdtransfer.errors import Cause, ConfigError
 from pdtransfer.group.frames import Drained
 from pdtransfer.group.lead import Follower, Lead
 from pdtransfer.node import NodeSettings
@@ -52,3 +53,9 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
             port.close()
 
     uvloop.run(case())
+
+
+@pytest.mark.parametrize(("path", "text"), [("os:path", "it is a module, no factory"), ("os:nothing", "no attribute")])
+def test_an_engine_that_is_none_is_one_clear_error(path: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine = '{path}': .*{text}"):
+        create_engine(path, PrefillConfig(engine=path).engine_config)

@@ -526,9 +526,13 @@ def test_metrics_have_our_prefix_and_total_on_counters_only() -> None:
     run(case)
 
 
-def test_a_worker_that_breaks_the_protocol_is_given_up_and_counted() -> None:
+def test_a_worker_that_breaks_the_protocol_is_given_up_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
     async def case() -> None:
         async with site() as it:
+            for worker in it.router.routing.workers.by_peer.values():
+                assert f"{worker.role} {worker.identity.node} is there, at {worker.peer}" in caplog.messages
             it.decode[0].gate.clear()
             task = asyncio.create_task(it.post(prompt="abc", max_tokens=3))
             await until(lambda: it.decode[0].begun)
@@ -540,6 +544,7 @@ def test_a_worker_that_breaks_the_protocol_is_given_up_and_counted() -> None:
             assert "Tokens.ids" in answer["error"]["message"]
             await until(lambda: it.decode[0].stopped)
             assert "pdtransfer_breaches_total 1.0" in (await it.get("/metrics"))[1]
+            assert it.router.routing.workers.by_peer[it.router._config.decode[0]].why in caplog.messages
 
     run(case)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from pdtransfer.answers import Accepted, Emit, Fail, Finish, Refusal
+from pdtransfer.answers import Accepted, Emit, Fail, Finish, Noticed, Refusal
 from pdtransfer.effects import Send
 from pdtransfer.errors import Cause, RemoteProtocolError
 from pdtransfer.limits import AHEAD_PING, Limits
@@ -252,6 +252,27 @@ def test_a_decode_is_told_of_the_prefills_that_its_rooms_may_name_and_a_prefill_
     bench.effects = []
     assert introduced(bench, D) == [(P, P2)]
     assert introduced(bench, P) == introduced(bench, D2) == [()]
+
+
+def test_who_comes_or_goes_is_told_each_time_and_who_is_refused_once_for_each_reason() -> None:
+    bench, told = Bench(decode=(D, D2)), list[Noticed]()
+
+    def hear(peer: str, *messages: Message) -> None:
+        bench.hear(peer, *messages)
+        told.extend(bench.of(Noticed))
+
+    no = f"{P} refuses (refused): model"
+    hear(P, Pong(1), Reject(0, "refused", ("model",)), Reject(0, "refused", ("model",)), Reject(0, "full", ()))
+    assert told == [Noticed(P, no), Noticed(P, f"{P} refuses (full): ")]
+    told.clear()
+    who = Welcome(1, identity("p0", "prefill", 2))
+    hear(P, who, who)
+    assert told == [Noticed(P, "")]
+    hear(D, Goodbye(1, "shutdown"))
+    assert told[1:] == [Noticed(D, f"{D} says goodbye (shutdown)")]
+    bench.silence(LIMITS.silence_ms / 1e3 + 1)
+    assert {each.peer for each in bench.of(Noticed)} == {P, D2}
+    assert all("has been silent for" in each.why for each in bench.of(Noticed))
 
 
 def test_a_decode_is_told_of_every_rank_of_a_prefill_where_there_is_one() -> None:

@@ -22,6 +22,7 @@ from ..effects import (
     Ready,
     RoomFailed,
     Send,
+    SessionLost,
     StopLifting,
     StopVerifying,
     Verify,
@@ -201,6 +202,8 @@ class DecodeNode:
                 self.transport.forget(session)
             case HangUp(peer):
                 self.bus.hang_up(peer)
+            case SessionLost(session, detail):
+                log.warning("session %#x: %s", session, detail)
             case PeerRefused(_, detail):
                 log.warning("%s", detail)
             case _:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ..admission import Admission
 from ..arena import Arena
-from ..effects import DecodeEffect, Leased, PeerRefused, Ready, RoomFailed, Send
+from ..effects import DecodeEffect, Leased, PeerRefused, Ready, RoomFailed, Send, SessionLost
 from ..errors import Cause, LocalProtocolError, RemoteProtocolError
 from ..layout import Component
 from ..lease import Lease
@@ -367,6 +367,7 @@ class DecodeSessions:
     # What links report
 
     def _session_lost(self, session: Session, cause: Cause, detail: str, now: float) -> None:
+        self._out.append(SessionLost(session.id, detail))
         for room in [room for room in self.rooms.values() if room.uses(session)]:
             self._fail(room, cause, detail, now)
         self.leases.quarantine(session)

@@ -218,6 +218,7 @@ class WriterChoice:
     def unmap(self, session: int) -> None:
         """As WriterTransport says."""
         if (name := self._of.pop(session, None)) is not None:
+            log.info("session %#x: over", session)
             self._made[name].unmap(session)
 
     def write(self, order: Write, done: WriteDone) -> None:

@@ -190,7 +190,7 @@ class DecodeNode(Process):
             case fx.RoomFailed():
                 world.log(f"{self.name} room {effect.room} failed {effect.cause} {effect.detail}")
                 self.rooms[effect.room].on_failed(effect)
-            case fx.PeerRefused() | fx.HangUp():
+            case fx.SessionLost() | fx.PeerRefused() | fx.HangUp():
                 self._check_parting(effect)
             case _:
                 self.lifter.perform(effect)
@@ -219,8 +219,11 @@ class DecodeNode(Process):
         if isinstance(message, Register):
             self._die_registering(peer)
 
-    def _check_parting(self, effect: fx.PeerRefused | fx.HangUp) -> None:
+    def _check_parting(self, effect: fx.SessionLost | fx.PeerRefused | fx.HangUp) -> None:
         """None parts from an honest peer; but a new process cannot map what the dead one had, without saying so."""
+        if isinstance(effect, fx.SessionLost):  # it was silent, or is another process
+            self.world.log(f"{self.name} session {effect.session:#x} lost {effect.detail}")
+            return
         refused = isinstance(effect, fx.PeerRefused) and "(transfer)" in effect.detail
         if not refused or not self.world.prefills[effect.peer].deaths:
             self.world.fail(f"{self.name}: {effect}")

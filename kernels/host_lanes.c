@@ -190,13 +190,21 @@ struct Await {
     void **events;
     const uint32_t *called; /* whoever sets it wants its caller back; null: it only looks */
     int64_t count;
+    int64_t until; /* ns of CLOCK_MONOTONIC, when it comes back anyway */
     /* answers */
-    int64_t passed; /* the first event that is; -1 where it was called */
+    int64_t passed; /* the first event that is; -1 where it was called, or its time was over */
     int32_t status; /* of the query that failed: 0 if none did */
     int32_t unused;
 };
 
-/* Sleeps until the card has passed one of the events, or somebody calls. The system would add 50 us to each nap. */
+static int64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
+}
+
+/* Sleeps until the card has passed one of the events, or somebody calls, or until then. The system would add 50 us to
+ * each nap. */
 EXTERN void pdtransfer_await(struct Await *await) {
     prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL);
     const struct timespec pause = {0, POLL_NANOSECONDS};
@@ -208,8 +216,8 @@ EXTERN void pdtransfer_await(struct Await *await) {
             await->passed = at, await->status = status;
             return;
         }
-        if (!await->called || *(const volatile uint32_t *)await->called) return;
+        if (!await->called || *(const volatile uint32_t *)await->called || now() >= await->until) return;
     }
 }
 
-EXTERN uint32_t pdtransfer_abi(void) { return 5; }
+EXTERN uint32_t pdtransfer_abi(void) { return 6; }

@@ -25,6 +25,11 @@ class Gate:
         at = self._passed
         return (at, self._handles[at]) if at < len(self._handles) else None
 
+    @property
+    def nearly(self) -> bool:
+        """Whether the last of its CUDA events is all that it waits for, or it is open."""
+        return self._passed >= len(self._handles) - 1
+
     def fired(self, number: int, now_ns: int) -> None:
         """A card has passed the CUDA event of this number; said twice it is as good."""
         self._passed = number + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -92,8 +93,8 @@ class FakeLane:
 
         return queue
 
-    def wait(self, place: int | None, gates: Sequence[Gate]) -> bool:
-        while not self.called.is_set():
+    def wait(self, place: int | None, gates: Sequence[Gate], until_ns: int) -> bool:
+        while not self.called.is_set() and time.monotonic_ns() < until_ns:
             for gate in gates:
                 assert gate.next is not None
                 number, event = gate.next

@@ -35,6 +35,7 @@ def test_cuda_events_are_waited_for_one_by_one_and_the_last_opens_it(events: Seq
     gate = Gate(Every(events) if len(events) > 1 else events[0])
     for number, event in enumerate(events):
         assert gate.next == (number, event.cuda_event)
+        assert gate.nearly is (number == len(events) - 1)
         assert not gate.opened_ns
         gate.fired(number, 10 + number)
         gate.fired(number, 20 + number)  # a second thread has seen the same

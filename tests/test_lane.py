@@ -64,7 +64,7 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
         made.prepare(place, *pools, ours[place], theirs[place], 128, made.word(), spare=place in spared)()
     made.drain()
     assert not here.step(), "something is queued still"
-    assert all(made.wait(place, []) for place in range(2))
+    assert all(made.wait(place, [], lanes.NEVER_NS) for place in range(2))
     assert [made.ended(place) for place in range(2)] == [(State.COMPLETE, 0)] * 2
     assert np.array_equal(target.memory, right)
     planes = [3 if place in spared else 1 for place in range(2) if place in spared or place not in scattered]
@@ -74,9 +74,9 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
 def test_of_a_gate_and_a_launch_that_are_both_passed_the_gate_is_heard_of_first(here: Any) -> None:
     here._random.random = lambda: 1.0  # C's asking says what is so
     made, gate = lane.CardLane(here), Gate(Mock(spec=["cuda_event"], cuda_event=here.event()))
-    assert not made.wait(0, [gate])
+    assert not made.wait(0, [gate], lanes.NEVER_NS)
     assert gate.opened_ns
-    assert made.wait(0, [])
+    assert made.wait(0, [], lanes.NEVER_NS)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -496,3 +497,5 @@ def test_whoever_waits_for_several_events_hears_of_the_first_that_fires_or_is_ca
     here.synchronise(streams[1])
     at, failed = lanes.wait_any(here, [events[1]], called)
     assert (at, failed) == (0, "")
+    here.passed, here._random.random = Mock(return_value=False), lambda: 0.0
+    assert lanes.wait_any(here, events, called, time.monotonic_ns() + 1_000) == (-1, ""), "its time is over"

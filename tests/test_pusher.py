@@ -15,7 +15,7 @@ import pytest
 from pdtransfer import memory, sums
 from pdtransfer.checksum import lines_of, runs_of
 from pdtransfer.client import PrefillClient
-from pdtransfer.effects import FenceWriter, Outcome
+from pdtransfer.effects import FenceWriter, Outcome, Send
 from pdtransfer.errors import Cause, WorldError
 from pdtransfer.gate import Gate
 from pdtransfer.kernels import registered
@@ -24,7 +24,8 @@ from pdtransfer.memory import Arena
 from pdtransfer.node import PrefillNode
 from pdtransfer.offers import Every
 from pdtransfer.timeline import Timeline
-from pdtransfer.transports import pushes
+from pdtransfer.transports import pusher, pushes
+from pdtransfer.wire import Granted
 
 from . import client_pair
 from .client_pair import settings
@@ -243,6 +244,59 @@ async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_
     card.fired.clear()
     assert await spared({"after": Gate(CudaEvent(1))}, {"after": Gate(CudaEvent(1))}) == [True, False], "it was late"
     assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it_has_landed(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pusher, "NEAR_NS", 1)
+    card, held = FakeCard(), Held()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=Gate(CudaEvent(1))))  # nobody waits for it
+    both.want(both.write(EVERY[20:29], EVERY[20:29], grant=1, urgent=True))  # nor did it for its rows
+    await waits(card)
+    card.fired.add(1)
+    await until(lambda: len(both.ended) == 2)
+    gate = Gate(Every([CudaEvent(2), CudaEvent(3)]))
+    both.want(both.write(EVERY[40:49], EVERY[40:49], grant=2, after=gate, urgent=True))
+    await waits(card)
+    assert both.near == []
+    card.fired.add(2)
+    await until(lambda: len(both.near) > 1)
+    card.waiting = held
+    card.fired.add(3)
+    await until(held.reached.is_set)
+    held.open.set()
+    await until(lambda: len(both.ended) == 3)
+    said = list(both.near)
+    assert set(said) == {3}
+    assert len(said) <= pusher.NEAR_MAX
+    await until(lambda: not both.writer._soon._told)
+    assert both.near == said, "it has landed"
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_a_write_whose_event_never_fires_says_so_often_and_no_more_that_it_is_near(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pusher, "NEAR_NS", 1)
+    monkeypatch.setattr(pusher, "NEAR_MAX", 3)
+    card = FakeCard()
+    both = Pair(arena, directory, card=card)
+    await both.map()
+    both.write(EVERY[:9], EVERY[:9], grant=1, after=Gate(CudaEvent(1)), urgent=True)
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=2))
+    await until(lambda: len(both.near) == 3)
+    for _ in range(5):
+        await waits(card)
+    assert both.near == [1, 1, 1]
+    both.writer.cancel(WRITER, 1)
+    await until(lambda: len(both.ended) == 2)
     await both.close()
 
 
@@ -518,6 +572,22 @@ async def test_a_launch_that_never_said_its_end_is_unknown(
     await until(lambda: bool(both.ended))
     assert both.ended == [(1, Outcome.UNKNOWN, "the card has passed a launch that never said its end")]
     await both.close()
+
+
+@on_loop
+async def test_a_node_does_what_its_core_wants_done_about_a_write_that_is_near(
+    monkeypatch: pytest.MonkeyPatch, arena: Arena, directory: Path
+) -> None:
+    node, sent = PrefillNode(settings("p"), (), lambda _: None), list[object]()
+    monkeypatch.setattr(node.core, "near", lambda *of: [Send("d", Granted(*of))])
+    monkeypatch.setattr(node.bus, "send", lambda *given: sent.append(given))
+    both, writer = Pair(arena, directory), node.transport._make["shm"]()
+    writer._near(both.write(EVERY[:9], EVERY[:9], grant=1))
+    assert sent == [("d", Granted(WRITER, 1))]
+    await until(lambda: bool(both.ended))
+    await writer.close()
+    await both.close()
+    await node.close()
 
 
 @on_loop

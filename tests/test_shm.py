@@ -715,9 +715,11 @@ class Pair:
     ) -> None:
         self.pool, self.arena = Pool(), arena
         self.owner = ShmArena(arena, directory=directory)
+        self.near: list[int] = []  # writes
         self.writer = ShmWriter(
-            (self.pool.component,), pool_address=address or self.pool.address, copy_threads=threads, card=card
-        )
+            (self.pool.component,), pool_address=address or self.pool.address, copy_threads=threads, card=card,
+            near=lambda order: self.near.append(order.write),
+        )  # fmt: skip
         self.target = page_first()
         self.wanted = np.zeros(arena.byte_count, np.uint8)
         self.ended: list[tuple[int, Outcome, str]] = []

@@ -34,7 +34,8 @@ EVENTS = 9  # works that are pending: 2 ms of the engine's, for who queues may h
 _STAGINGS = 8  # lists of slots that are pending
 _STAGING_BYTES_MIN = 64 << 10
 _PIECE_BYTES = 2_048  # of a list, for a warp: what kv_copy takes at once
-_ABI = 5  # of kernels/host_lanes.c
+_ABI = 6  # of kernels/host_lanes.c
+NEVER_NS = (1 << 63) - 1
 
 ARGUMENT = np.dtype(CopyArgument)
 
@@ -273,19 +274,21 @@ class _AwaitArgument(ctypes.Structure):
 
     _fields_ = (
         ("calls", ctypes.c_uint64), ("context", ctypes.c_uint64), ("events", ctypes.c_uint64),
-        ("called", ctypes.c_uint64), ("count", ctypes.c_int64), ("passed", ctypes.c_int64), ("status", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("called", ctypes.c_uint64), ("count", ctypes.c_int64), ("until", ctypes.c_int64), ("passed", ctypes.c_int64),
+        ("status", ctypes.c_int32), ("unused", ctypes.c_int32),
     )  # fmt: skip
 
 
-def wait_any(here: Card, events: Sequence[int], called: ctypes.c_uint32 | None) -> tuple[int, str]:
-    """Sleeps, without the GIL, until the card has passed one of these CUDA events, or `called` is no longer 0. Without
-    `called` it only looks.
+def wait_any(
+    here: Card, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int = NEVER_NS
+) -> tuple[int, str]:
+    """Sleeps, without the GIL, until the card has passed one of these CUDA events, or `called` is no longer 0, or it is
+    `until_ns` by CLOCK_MONOTONIC. Without `called` it only looks.
 
     Returns which, or -1, and with it the driver's word where what was before that event has failed.
     """
     if (wait := native().wait) is None:
-        return _waited(here, events, called)
+        return _waited(here, events, called, until_ns)
     handles, calls = (ctypes.c_uint64 * len(events))(*events), here.calls()
     argument = _AwaitArgument(
         calls=ctypes.addressof(calls),
@@ -293,13 +296,14 @@ def wait_any(here: Card, events: Sequence[int], called: ctypes.c_uint32 | None) 
         events=ctypes.addressof(handles),
         called=0 if called is None else ctypes.addressof(called),
         count=len(events),
+        until=until_ns,
     )
     wait(ctypes.byref(argument))
     failed = f"card {here.ordinal}: cuEventQuery: {here.status_of(argument.status)}" if argument.status else ""
     return argument.passed, failed
 
 
-def _waited(here: Card, events: Sequence[int], called: ctypes.c_uint32 | None) -> tuple[int, str]:
+def _waited(here: Card, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int) -> tuple[int, str]:
     while called is None or not called.value:
         for at, event in enumerate(events):
             try:
@@ -307,7 +311,7 @@ def _waited(here: Card, events: Sequence[int], called: ctypes.c_uint32 | None) -
                     return at, ""
             except WorldError as error:
                 return at, str(error)
-        if called is None:
+        if called is None or time.monotonic_ns() >= until_ns:
             break
         time.sleep(POLL_SECONDS)
     return -1, ""

@@ -77,6 +77,7 @@ class PrefillNode:
             card=None if card is None else PoolCard(card, spans),
             lost=self._end_writer,
             broken=self._broken,
+            near=self._nears,
         )
         holds = holds_of(components, settings.ranks, replicas or {})
         identity = settings.identity("prefill", holds, self.transport.taken)
@@ -197,6 +198,9 @@ class PrefillNode:
             self._run(self.core.finish(room, aux=aux, now=self._clock.now()))
         except LocalProtocolError as error:
             self.abort(room, Cause.REFUSED, str(error))
+
+    def _nears(self, order: Write) -> None:
+        self._run(self.core.near(order.session, order.write))
 
     def _wrote(self, order: Write, outcome: Outcome, detail: str, checksum: int) -> None:
         self.stamp_ns = time.monotonic_ns()

@@ -147,6 +147,16 @@ class PrefillSessions:
         self.writers.unmappable(session_id, text, now)
         return self._effects()
 
+    def near(self, session_id: int, write: int) -> list[PrefillEffect]:
+        """A write that the end of its grant may wait for is about to end. Decode hears of the grant once more: all who
+        carry messages have slept while the prompt was computed, and are awake when its end is said."""
+        session = self.sessions.get(session_id)
+        if session is not None and session.open and write in session.writes:
+            duty = session.writes[write][0]
+            if duty.state is Duty.ACTIVE:
+                self._out.append(Send(session.peer, Granted(session.id, duty.number)))
+        return self._effects()
+
     def wrote(
         self, session_id: int, write: int, outcome: Outcome, detail: str, now: float, *, checksum: int = 0
     ) -> list[PrefillEffect]:

@@ -19,6 +19,10 @@ WriteDone = Callable[[Write, Outcome, str, int], None]
 and where it did and the order says verify, with the checksum of its rows as they were read."""
 
 
+Near = Callable[[Write], None]
+"""Called on the loop's thread, again and again, while an urgent write that waited for its rows waits for the last of
+them, or is in flight."""
+
 Ready = Callable[[int], None]
 
 

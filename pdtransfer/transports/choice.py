@@ -22,7 +22,7 @@ from ..keys import Address
 from ..layout import Component
 from ..memory import Arena
 from ..wire import Identity, Reach, split_key
-from .base import ArenaTransport, Ready, WriteDone, WriterTransport
+from .base import ArenaTransport, Near, Ready, WriteDone, WriterTransport
 from .copier import CANCELLED
 from .lane import WriterCard
 from .mooncake import MooncakeArena, MooncakeWriter, why_not
@@ -163,9 +163,10 @@ class WriterChoice:
         card: WriterCard | None = None,
         lost: Callable[[int], None] = lambda _: None,
         broken: Callable[[int, Exception], None] = lambda _, __: None,
+        near: Near = lambda _: None,
     ) -> None:
         """`lost` hears of a session that can write no more, and is to be fenced; `broken` of a room whose event can be
-        asked no more: its writes are held back until they are cancelled."""
+        asked no more: its writes are held back until they are cancelled; `near` as Near says, over shared memory."""
         self.taken = taken(transport)
         self._loop, self._closing = asyncio.get_running_loop(), False
         self._of: dict[int, str] = {}
@@ -174,7 +175,9 @@ class WriterChoice:
         self._held: dict[tuple[int, int], list[tuple[Write, WriteDone]]] = {}  # by session and grant, in order
         self._broken = broken
         self._make: dict[str, Callable[[], WriterTransport]] = {  # when first wanted: each has threads
-            "shm": lambda: ShmWriter(components, pool_address=pool_address, copy_threads=copy_threads, card=card),
+            "shm": lambda: ShmWriter(
+                components, pool_address=pool_address, copy_threads=copy_threads, card=card, near=near
+            ),
             "mooncake": lambda: MooncakeWriter(
                 components,
                 network,

@@ -50,9 +50,10 @@ class Lane(Protocol):
         the model needs the card more."""
         ...
 
-    def wait(self, place: int | None, gates: Sequence[Gate]) -> bool:
+    def wait(self, place: int | None, gates: Sequence[Gate], until_ns: int) -> bool:
         """Sleeps until launch `place` has ended: True; or before that one of `gates`, which wait for CUDA events, has
-        got on, or `wake` was called since the last time. WorldError where none can say of the launch."""
+        got on, or `wake` was called since the last time, or it is `until_ns` by CLOCK_MONOTONIC. WorldError where none
+        can say of the launch."""
         ...
 
     def look(self, gate: Gate) -> None:
@@ -128,11 +129,11 @@ class CardLane:
 
         return go
 
-    def wait(self, place: int | None, gates: Sequence[Gate]) -> bool:
+    def wait(self, place: int | None, gates: Sequence[Gate], until_ns: int) -> bool:
         flying = [] if place is None else [self._events[place].cuda_event]
         asked = [(gate, found) for gate in gates if (found := gate.next) is not None]
         # Gates first: where launches end as fast as they are made, nobody else would hear of one.
-        at, failed = lanes.wait_any(self._card, [*(event for _, (_, event) in asked), *flying], self._called)
+        at, failed = lanes.wait_any(self._card, [*(event for _, (_, event) in asked), *flying], self._called, until_ns)
         self._called.value = 0
         if 0 <= at < len(asked):
             gate, (number, _) = asked[at]

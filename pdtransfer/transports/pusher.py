@@ -24,10 +24,14 @@ from ..effects import Outcome
 from ..engine.base import Spans
 from ..errors import PDTransferError, WorldError
 from ..geometry import Int64s
+from ..kernels.lanes import NEVER_NS
 from ..kernels.pools import State
 from .copier import CANCELLED
 from .lane import IN_FLIGHT_MAX, Lane
 from .pushes import Push, Turns
+
+NEAR_NS = 500_000  # between two words of a write that is near: who has slept for a millisecond is slow to wake again
+NEAR_MAX = 128  # words of one write: an engine may have a single event for all that it computes
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +55,18 @@ class _Ahead(NamedTuple):
 
 class Pusher:
     """One thread that launches and waits; `ended` is called in it, and `lane` makes what it needs of the card there.
-    `spans` hears of each launch."""
+    `spans` hears of each launch, `near` of an urgent write that waited for its rows, again and again: while it waits
+    for nothing but the last of them, and while it is in flight."""
 
-    def __init__(self, lane: Callable[[], Lane], ended: Callable[[Push], None], spans: Spans | None = None) -> None:
-        self._make, self._ended, self._spans = lane, ended, spans
+    def __init__(
+        self,
+        lane: Callable[[], Lane],
+        ended: Callable[[Push], None],
+        spans: Spans | None = None,
+        near: Callable[[Push], None] = lambda _: None,
+    ) -> None:
+        self._make, self._ended, self._spans, self._near = lane, ended, spans, near
+        self._near_ns = 0  # when that is to hear again
         self._landed_s = 0.0  # when the latest launch had ended
         self._changed = threading.Condition()
         self._turns = Turns()
@@ -223,7 +235,7 @@ class Pusher:
         if len(gates) < len(gated):
             return  # one has been opened meanwhile, by another thread
         try:
-            if not lane.wait(flying[0].place if flying else None, gates):
+            if not lane.wait(flying[0].place if flying else None, gates, self._told_near(flying, gated)):
                 return
         except Exception as error:  # noqa: BLE001 (whatever it is, nobody can say what has ended)
             text = str(error) or type(error).__name__
@@ -236,6 +248,17 @@ class Pusher:
         if self._spans is not None:
             self._report(self._spans, launch)
         self._landed(lane, launch, *self._ending(lane, launch))
+
+    def _told_near(self, flying: deque[_Launch], gated: list[Push]) -> int:
+        """Tells of a write that is near, if there is one and it is time to; when that will be so again."""
+        for job in (*(launch.job for launch in flying), *gated[:1]):
+            gate = job.order.after
+            if job.order.urgent and gate is not None and gate.nearly and job.nears < NEAR_MAX:
+                if (now_ns := time.monotonic_ns()) >= self._near_ns:
+                    self._near_ns, job.nears = now_ns + NEAR_NS, job.nears + 1
+                    self._near(job)
+                return self._near_ns
+        return NEVER_NS
 
     def _ending(self, lane: Lane, launch: _Launch) -> tuple[Outcome, str]:
         """How a launch has ended, that the card has passed."""

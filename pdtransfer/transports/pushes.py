@@ -57,6 +57,7 @@ class Push:
     rows_taken: int = 0
     running: int = 0
     spare: bool = False
+    nears: int = 0  # times that it was said to be near
     woken: Callable[[], None] = lambda: None
     lock: threading.Lock = field(default_factory=threading.Lock)  # of these two:
     stopped: bool = False

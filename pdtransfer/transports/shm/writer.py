@@ -22,7 +22,7 @@ from ...memory import Mapping, enter_backed, map_received
 from ...pairing import Pairing
 from ...sharing import facing
 from ...wire import Reach
-from ..base import Ready, WriteDone
+from ..base import Near, Ready, WriteDone
 from ..copier import Copier, Job
 from ..lane import Exported, WriterCard
 from ..meeting import Planes, lines_for, paired
@@ -123,13 +123,16 @@ class ShmWriter:
         copy_threads: int = 2,
         card: WriterCard | None = None,
         uids: frozenset[int] | None = None,
+        near: Near = lambda _: None,
     ) -> None:
         self._components = {component.name: component for component in components}
         self._pool_address, self._uids = pool_address, uids
         self._loop = asyncio.get_running_loop()
         self._reports: Reports[Job | Push] = Reports(self._ended)
         self._card = card
-        self._pusher = None if card is None else Pusher(card.lane, self._reports.tell, card.spans)
+        self._soon: Reports[Push] = Reports(self._is_near)
+        self._near = near
+        self._pusher = None if card is None else Pusher(card.lane, self._reports.tell, card.spans, self._soon.tell)
         self._copier: Copier[Job] = Copier(0 if card else copy_threads, self._reports.tell)
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
         self._sessions: dict[int, _Session] = {}
@@ -343,6 +346,11 @@ class ShmWriter:
             job.done(job.order, job.outcome, job.text, job.checksum)
         finally:
             self._leave(job.order.session, mapped)
+
+    def _is_near(self, push: Push) -> None:
+        """On the loop, where it may have ended meanwhile."""
+        if push in self._jobs.get(push.turn, ()):
+            self._near(push.order)
 
     def cancel(self, session: int, grant: int) -> None:
         """Stops this grant's writes at their next rows; each still reports, FAILED unless it was through."""

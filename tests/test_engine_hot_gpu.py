@@ -126,7 +126,11 @@ def test_whole_steps_of_the_deep_model_are_one_launch_and_bitwise_those_that_are
         with decode_of(attention, rooms, source, batch_max=4, **more) as decode:
             decode.run()
             found = [decode.outcome(one.room) for one in rooms]
-        return found, [(span.lane, span.room, span.layer) for span in timeline.take()], replays
+        spans = timeline.take()
+        steps = [span for span in spans if span.lane == "step"]
+        for each in (span for span in spans if span.lane == "swap-in" and span.layer >= 0):
+            assert any(step.begin_s - 1e-5 < each.begin_s <= each.end_s < step.end_s + 1e-5 for step in steps), each
+        return found, [(span.lane, span.room, span.layer) for span in spans], replays
 
     queued, told, pieces = outcomes(0)
     captured, again, launches = outcomes(1)

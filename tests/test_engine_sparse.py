@@ -13,7 +13,7 @@ from pdtransfer.engine.indexer import IndexCache, Queries, pick_top, scores
 from pdtransfer.engine.numerics import single_threaded
 from pdtransfer.engine.reference import create, generate, generate_many
 from pdtransfer.engine.residency import AllResident, Part
-from pdtransfer.engine.steps import _readings
+from pdtransfer.engine.steps import Own, _readings
 from pdtransfer.layouts import DSA_INDEX_PARTS, HOST_LAYOUTS, item_layout
 from pdtransfer.wire import Sampling
 from tests.engine_cuts import are_the_same, otherwise
@@ -121,7 +121,7 @@ def test_a_step_reads_the_picks_in_order_then_the_newest_token_and_nothing_else(
     part = Part(residency=AllResident(None), rooms=rooms, positions=positions, rows=[], index=[])
     where = torch.where(picked < 0, newest.unsqueeze(1), picked)
     seen = []
-    for reading in _readings(part, 3, where, newest):
+    for reading in _readings(Own(part, 3, newest, newest[:, None]), where):
         tiles = reading.tiles
         assert tiles.first == 3 + len(seen)
         for at, (depth, end) in enumerate(zip(tiles.depths, tiles.ends, strict=True)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,28 +19,14 @@ from torch import Tensor
 from .attention import KEY_BLOCK
 from .batch import Batch, Keys, Reading, Whole
 from .capture import Captures, captured
-from .indexer import IndexCache, IndexerMath, Queries, pick_top
+from .indexer import IndexCache, IndexerMath, Queries
 from .marks import Within
 from .projection import Layer
-from .residency import Part, Residency, Tables, reach
-from .steps import Step
+from .residency import Part, Tables, reach
+from .steps import Own, PickedKeys, Step
 
 SHAPES_MAX = 16  # the latest ones
 KEYS_TOGETHER = 1 << 18  # gathered or scored at once: beyond, memory is what it costs
-
-
-class _Own(NamedTuple):
-    """One residency's rows of a step, on the device."""
-
-    residency: Residency
-    first: int
-    newest: Tensor  # as Begun has them
-    tables: Tensor
-    positions: Tensor  # (requests,)
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.first, self.first + len(self.newest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +100,21 @@ class DeepSteps:
 
     def _made(self, step: Step, inputs: _Inputs) -> Tensor:
         """Queues the step, for whichever requests and positions the inputs say."""
-        parts, first = list[_Own](), 0
+        owns, first = list[Own](), 0
         for part, newest, tables in zip(step.parts, inputs.begun[::2], inputs.begun[1::2], strict=True):
-            positions = inputs.rows[1, first : first + len(newest)]
-            parts.append(_Own(part.residency, first, newest, tables, positions))
+            owns.append(Own(part, first, newest, tables))
             first += len(newest)
+        positions = inputs.rows[1]
         if step.index is None or self._indexer is None:
-            keys: Keys = _Every(parts, [run for part in step.parts for run in _runs(part)])
+            keys: Keys = _Every(owns[0], positions)
         else:
-            positions = inputs.rows[1]
-            keys = _Picked(parts, positions, inputs.index[0], step.index, self._indexer, self._top)
+            (tables,) = inputs.index
+            ends = positions[:first]
+            keys = PickedKeys(
+                owns, positions, tables.gather(2, ends[:, None, None].expand(-1, 2, 1)).squeeze(2).T,
+                top=self._top, indexer=self._indexer, index=step.index,
+                scores=partial(_scores, step.index, tables, ends), readings=partial(_readings, ends),
+            )  # fmt: skip
         return self._run(step.batch(inputs.rows, keys))[:first]
 
 
@@ -154,77 +146,48 @@ def _runs(part: Part) -> list[_Run]:
 class _Every:
     """The batch.Keys of a step that attends to all that it may, of which one residency has everything."""
 
-    def __init__(self, parts: Sequence[_Own], runs: Sequence[_Run]) -> None:
-        (self._part,) = parts
-        self.readings: Sequence[Reading] = [self._reading(run) for run in runs]
+    def __init__(self, own: Own, positions: Tensor) -> None:
+        self._own, self._positions = own, positions
+        self.readings: Sequence[Reading] = [self._reading(run) for run in _runs(own.part)]
 
     def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
         pass
 
     def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
-        _write([self._part], layer, kept)
+        self._own.write(layer, kept)
 
     def _reading(self, run: _Run) -> Reading:
-        own = slice(run.first, run.end)
-        tables, positions = self._part.tables[own, : run.width], self._part.positions[own]
-        absent = torch.arange(run.width, device=tables.device) > positions.unsqueeze(1)
+        some = slice(run.first, run.end)
+        tables = self._own.tables[some, : run.width]
+        absent = _after(self._positions[some], run.width)
         # What is not there may be anything, also NaN, which no mask undoes.
         rows = torch.where(absent, tables[:, :1], tables)
-        return Reading(tiles=Whole(first=run.first, rows=rows, absent=absent), cache=self._part.residency.cache)
+        return Reading(tiles=Whole(first=run.first, rows=rows, absent=absent), cache=self._own.part.residency.cache)
 
 
-class _Picked:
-    """The batch.Keys of a step that attends to what its indexer picks, and to the newest token."""
-
-    def __init__(
-        self, parts: Sequence[_Own], positions: Tensor, tables: Tensor, index: IndexCache, indexer: IndexerMath,
-        top: int,
-    ) -> None:  # fmt: skip
-        """`positions` of all rows, padding too; `tables` (requests, 2, n) int64 rows of the index cache."""
-        self._parts, self._index, self._indexer, self._top = parts, index, indexer, top
-        self._row_positions, self._positions, self._tables = positions, positions[: len(tables)], tables
-        at = self._positions[:, None, None].expand(-1, 2, 1)
-        self._targets = tables.gather(2, at).squeeze(2).T
-        self.readings: Sequence[Reading] = ()
-
-    def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
-        if layer not in self._index.layers:
-            return
-        count = len(self._positions)
-        self._index.write(layer, self._targets, self._indexer.keys(weights, hidden, self._row_positions)[:count])
-        asked = self._indexer.queries(weights, hidden, self._row_positions)
-        picks = pick_top(self._scores(layer, asked), self._top)
-        self.readings = [self._reading(part, layer, picks[part.rows]) for part in self._parts]
-
-    def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
-        _write(self._parts, layer, kept)
-
-    def _scores(self, layer: int, asked: Queries) -> Tensor:
-        """(requests, n) as indexer.scores, whose bits may depend on what is scored together."""
-        count, _, width = self._tables.shape
-        found = asked.heads.new_empty(count, width)
-        together = max(1, KEYS_TOGETHER // width)
-        for first in range(0, count, together):
-            tables = self._tables[first : first + together]
-            own = slice(first, first + len(tables))
-            keys, scales = self._index.read(layer, tables.transpose(0, 1).reshape(2, -1))
-            each = asked.heads[own] @ keys.view(len(tables), width, -1).transpose(1, 2)
-            summed = each.relu_().mul_(asked.shares[own].unsqueeze(-1)).sum(1)
-            torch.mul(summed, scales.view(len(tables), width), out=found[own])
-        places = torch.arange(width, device=found.device)
-        return found.masked_fill_(places >= self._positions.unsqueeze(1), -torch.inf)
-
-    def _reading(self, part: _Own, layer: int, picks: Tensor) -> Reading:
-        """Each request's picks in order, and its newest row; that again in whole blocks."""
-        top = picks.shape[1]
-        rows = part.newest.unsqueeze(1).repeat(1, (top // KEY_BLOCK + 1) * KEY_BLOCK)
-        rows[:, :top] = torch.where(picks < 0, rows[:, :top], part.residency.place(layer, picks, part.tables))
-        places = torch.arange(rows.shape[1], device=rows.device)
-        absent = places > part.positions.clamp(max=top).unsqueeze(1)
-        return Reading(tiles=Whole(first=part.first, rows=rows, absent=absent), cache=part.residency.cache)
+def _scores(index: IndexCache, tables: Tensor, ends: Tensor, layer: int, asked: Queries) -> Tensor:
+    """As indexer.scores, of rows in `tables` (requests, 2, n); bits may depend on what is scored together."""
+    count, _, width = tables.shape
+    found = asked.heads.new_empty(count, width)
+    together = max(1, KEYS_TOGETHER // width)
+    for first in range(0, count, together):
+        some = slice(first, min(first + together, count))
+        keys, scales = index.read(layer, tables[some].transpose(0, 1).reshape(2, -1))
+        each = asked.heads[some] @ keys.view(-1, width, keys.shape[1]).transpose(1, 2)
+        summed = each.relu_().mul_(asked.shares[some].unsqueeze(-1)).sum(1)
+        torch.mul(summed, scales.view(-1, width), out=found[some])
+    return found.masked_fill_(_after(ends - 1, width), -torch.inf)
 
 
-def _write(parts: Sequence[_Own], layer: int, kept: Mapping[str, Tensor]) -> None:
-    for part in parts:
-        for kind, rows in kept.items():
-            part.residency.cache.write(kind, layer, part.newest, rows[part.rows])
+def _readings(ends: Tensor, own: Own, picked: Tensor) -> list[Reading]:
+    """Each request's picks in order, and its newest row; that again in whole blocks."""
+    top = picked.shape[1]
+    rows = own.newest.unsqueeze(1).repeat(1, (top // KEY_BLOCK + 1) * KEY_BLOCK)
+    rows[:, :top] = picked
+    absent = _after(ends[own.rows].clamp(max=top), rows.shape[1])
+    return [Reading(tiles=Whole(first=own.first, rows=rows, absent=absent), cache=own.part.residency.cache)]
+
+
+def _after(places: Tensor, width: int) -> Tensor:
+    """Of `width` places those behind each of these, bool (places, width)."""
+    return torch.arange(width, device=places.device) > places.unsqueeze(1)

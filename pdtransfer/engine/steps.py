@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,53 +47,80 @@ class Step:
         return Batch(ids=rows[0], positions=rows[1], own=slice(0, count), tile_rows=1, tile_count=count, keys=keys)
 
 
-def folded_keys(step: Step, positions: Tensor, *, top: int, indexer: IndexerMath | None) -> Keys:
-    """Of a step whose rows are at `positions`: all that it may attend to, or what the indexer picks."""
-    if step.index is not None and indexer is not None:
-        return PickedKeys(step.parts, positions, top=top, indexer=indexer, index=step.index)
-    (part,) = step.parts
-    targets = torch.stack([rows[at] for rows, at in zip(part.rows, part.positions, strict=True)])
-    tiles = [_tiles(part, at, positions) for at in range(0, len(part.rooms), ROOMS_TOGETHER)]
-    return EveryKey(part.residency.cache, targets, tiles)
+class Own(NamedTuple):
+    """The rows of a step that are of one part."""
+
+    part: Part
+    first: int
+    newest: Tensor  # as Begun has them
+    tables: Tensor
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + len(self.newest))
+
+    def place(self, layer: int, picks: Tensor) -> Tensor:
+        """Picks (requests, top) -> cache rows of that shape, the newest one's for none."""
+        return torch.where(picks < 0, self.newest.unsqueeze(1), self.part.residency.place(layer, picks, self.tables))
+
+    def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
+        """What Keys.write is given of the whole step."""
+        for kind, rows in kept.items():
+            self.part.residency.cache.write(kind, layer, self.newest, rows[self.rows])
 
 
 class PickedKeys:
-    """The batch.Keys of a decode step that attends to what its indexer picks, and to the newest token."""
+    """The batch.Keys of a decode step that attends to what its indexer picks, and to the newest token.
+
+    How the index is looked through, and how rows are read, is the model's: `scores` of a layer's queries (requests, n),
+    -inf for no position; `readings` of the cache rows (requests, top) that were picked.
+    """
 
     def __init__(
-        self, parts: Sequence[Part], positions: Tensor, *, top: int, indexer: IndexerMath, index: IndexCache
-    ) -> None:
-        self._parts, self._row_positions, self._top = parts, positions, top
-        self._indexer, self._index = indexer, index
-        self._begun = [part.residency.begin(part) for part in parts]
-        self._positions = [position for part in parts for position in part.positions]
-        self._indices = [rows for part in parts for rows in part.index]
-        self._targets = torch.stack([rows[:, at] for rows, at in zip(self._indices, self._positions, strict=True)], 1)
+        self, owns: Sequence[Own], positions: Tensor, targets: Tensor, *, top: int, indexer: IndexerMath,
+        index: IndexCache, scores: Callable[[int, Queries], Tensor],
+        readings: Callable[[Own, Tensor], Sequence[Reading]],
+    ) -> None:  # fmt: skip
+        """`positions` of all rows, padding too; `targets` (2, requests) rows of the index cache."""
+        self._owns, self._positions, self._targets, self._top = owns, positions, targets, top
+        self._indexer, self._index, self._scores, self._readings = indexer, index, scores, readings
         self.readings: Sequence[Reading] = ()
 
     def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
         if layer not in self._index.layers:
             return
-        count = len(self._positions)
-        self._index.write(layer, self._targets, self._indexer.keys(weights, hidden, self._row_positions)[:count])
-        asked = self._indexer.queries(weights, hidden, self._row_positions)
+        count = self._targets.shape[1]
+        self._index.write(layer, self._targets, self._indexer.keys(weights, hidden, self._positions)[:count])
+        asked = self._indexer.queries(weights, hidden, self._positions)
         asked = Queries(heads=asked.heads[:count], shares=asked.shares[:count])
-        picks = pick_top(scores(asked, self._index, layer, self._indices, self._positions), self._top)
-        readings: list[Reading] = []
-        first = 0
-        for part, (newest, tables) in zip(self._parts, self._begun, strict=True):
-            own = picks[first : first + len(part.rooms)]
-            rows = part.residency.place(layer, own, tables)
-            readings += _readings(part, first, torch.where(own < 0, newest.unsqueeze(1), rows), newest)
-            first += len(part.rooms)
-        self.readings = readings
+        picks = pick_top(self._scores(layer, asked), self._top)
+        self.readings = [
+            reading for own in self._owns for reading in self._readings(own, own.place(layer, picks[own.rows]))
+        ]
 
     def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
-        first = 0
-        for part, (newest, _) in zip(self._parts, self._begun, strict=True):
-            for kind, rows in kept.items():
-                part.residency.cache.write(kind, layer, newest, rows[first : first + len(part.rooms)])
-            first += len(part.rooms)
+        for own in self._owns:
+            own.write(layer, kept)
+
+
+def folded_keys(step: Step, positions: Tensor, *, top: int, indexer: IndexerMath | None) -> Keys:
+    """Of a step whose rows are at `positions`: all that it may attend to, or what the indexer picks."""
+    index = step.index
+    if index is None or indexer is None:
+        (part,) = step.parts
+        targets = torch.stack([rows[at] for rows, at in zip(part.rows, part.positions, strict=True)])
+        tiles = [_tiles(part, at, positions) for at in range(0, len(part.rooms), ROOMS_TOGETHER)]
+        return EveryKey(part.residency.cache, targets, tiles)
+    owns, first = list[Own](), 0
+    for part in step.parts:
+        owns.append(Own(part, first, *part.residency.begin(part)))
+        first += len(part.rooms)
+    indices, ends = [rows for part in step.parts for rows in part.index], step.positions
+    return PickedKeys(
+        owns, positions, torch.stack([rows[:, at] for rows, at in zip(indices, ends, strict=True)], 1),
+        top=top, indexer=indexer, index=index,
+        scores=lambda layer, asked: scores(asked, index, layer, indices, ends), readings=_readings,
+    )  # fmt: skip
 
 
 def _tiles(part: Part, at: int, positions: Tensor) -> Tiles:
@@ -108,26 +136,26 @@ def _tiles(part: Part, at: int, positions: Tensor) -> Tiles:
     return Tiles(first=at, depths=depths, bias=bias, sources=sources, ends=ends)
 
 
-def _readings(part: Part, first: int, picked: Tensor, newest: Tensor) -> list[Reading]:
+def _readings(own: Own, picked: Tensor) -> list[Reading]:
     """A tile of one row a request: its picks in order, then its newest row, then that again until the block ends."""
     requests, top = picked.shape
-    counts = [min(position, top) for position in part.positions]
+    counts = [min(position, top) for position in own.part.positions]
     blocks = counts[-1] // KEY_BLOCK + 1
-    rows = newest.unsqueeze(1).repeat(1, max(blocks * KEY_BLOCK, top))
+    rows = own.newest.unsqueeze(1).repeat(1, max(blocks * KEY_BLOCK, top))
     rows[:, :top] = picked
     rows = rows[:, : blocks * KEY_BLOCK].view(requests, blocks, KEY_BLOCK)
     bias = causal_bias(sent(torch.tensor(counts), picked.device).unsqueeze(1))
     depths = [count // KEY_BLOCK for count in counts]
     readings: list[Reading] = []
     for at in range(0, requests, ROOMS_TOGETHER):
-        own = slice(at, at + ROOMS_TOGETHER)
-        deep = depths[own]
+        some = slice(at, at + ROOMS_TOGETHER)
+        deep = depths[some]
         tiles = Tiles(
-            first=first + at,
+            first=own.first + at,
             depths=deep,
-            bias=bias[own],
-            sources=[rows[own][bisect_left(deep, block) :, block].reshape(-1) for block in range(deep[-1] + 1)],
-            ends=[count + 1 for count in counts[own]],
+            bias=bias[some],
+            sources=[rows[some][bisect_left(deep, block) :, block].reshape(-1) for block in range(deep[-1] + 1)],
+            ends=[count + 1 for count in counts[some]],
         )
-        readings.append(Reading(tiles=tiles, cache=part.residency.cache))
+        readings.append(Reading(tiles=tiles, cache=own.part.residency.cache))
     return readings

@@ -11,15 +11,15 @@ import sys
 from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env
-from cyclopts.validators import Number
 
 from . import __version__, logs
+from .benches import Json, bench, counted
 from .bounds import port_range
-from .config import PREFIX, Attention, BenchModel, DecodeConfig, PrefillConfig, RouterConfig
+from .config import PREFIX, DecodeConfig, PrefillConfig, RouterConfig
 from .config_sources import sources
 from .demo_config import DemoConfig
 from .errors import ConfigError, PDTransferError
@@ -27,11 +27,6 @@ from .errors import ConfigError, PDTransferError
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
 _FLAT = Parameter(name="*")
-Json = Annotated[bool, Parameter(help="Print one JSON object.")]
-
-
-def _count(text: str) -> Parameter:
-    return Parameter(help=text, validator=Number(gte=1, lte=1 << 30))
 
 
 app = App(
@@ -45,7 +40,6 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.meta.suppress_keyboard_interrupt = False
-bench = App(name="bench", help="Measures one part on this host.")
 app.command(bench)
 kernels = App(name="kernels", help="The kernels that run on a card.")
 app.command(kernels)
@@ -132,8 +126,10 @@ def keygen(
     name: Annotated[str, Parameter(help="The node's name, after a directory if need be.")],
     /,
     *,
-    tp_size: Annotated[int, _count("Ranks of a worker that share the heads: a key for each, beside its leader's.")] = 1,
-    pp_size: Annotated[int, _count("Stages of a worker that share the layers: the same.")] = 1,
+    tp_size: Annotated[
+        int, counted("Ranks of a worker that share the heads: a key for each, beside its leader's.")
+    ] = 1,
+    pp_size: Annotated[int, counted("Stages of a worker that share the layers: the same.")] = 1,
     json: Json = False,
 ) -> int:
     """Makes NAME.key, which stays secret, and NAME.pub, whose line goes into the allow-list of every peer."""
@@ -147,109 +143,6 @@ def keygen(
     return 0
 
 
-@bench.command(name="transfer")
-def bench_transfer(
-    *,
-    tokens: Annotated[int | None, _count("Tokens of one room; by default 4,096, over Mooncake 8,192.")] = None,
-    rooms: Annotated[int | None, _count("Rooms to move; by default 32, over Mooncake 8 in each arena.")] = None,
-    model: Annotated[BenchModel, Parameter(help="Whose KV: DeepSeek V3's, or the reference model's.")] = "deepseek",
-    transport: Annotated[Literal["shm", "mooncake"], Parameter(help="How it gets there.")] = "shm",
-    json: Json = False,
-) -> int:
-    """Whole rooms from one process's pool into another's arena, without an engine: GB/s, beside memcpy, or beside one
-    synchronous write and a raw socket."""
-    from .bench import run_transfer
-
-    return run_transfer(tokens=tokens, rooms=rooms, model=model, transport=transport, json=json)
-
-
-@bench.command(name="handoff")
-def bench_handoff(
-    *,
-    tokens: Annotated[int, _count("Tokens of one room.")] = 16,
-    rooms: Annotated[int, _count("Rooms to move.")] = 2_000,
-    concurrency: Annotated[int, _count("Rooms under way at once.")] = 64,
-    json: Json = False,
-) -> int:
-    """Small rooms between two processes: latency beside a raw ZMQ round trip, and hand-offs a second."""
-    from .bench import run_handoff
-
-    return run_handoff(tokens=tokens, rooms=rooms, concurrency=concurrency, json=json)
-
-
-@bench.command(name="copy")
-def bench_copy(*, tokens: Annotated[int, _count("Tokens of one room.")] = 4_096, json: Json = False) -> int:
-    """The CPU copy against one memcpy of the same bytes, pages in a row and rows scattered, on one thread and two."""
-    from .bench import run_copy
-
-    return run_copy(tokens=tokens, json=json)
-
-
-@bench.command(name="kernels")
-def bench_kernels(*, json: Json = False) -> int:
-    """The kernels on card 0, as shares of what its copy engine does with the same bytes."""
-    from .bench import run_kernels
-
-    return run_kernels(json=json)
-
-
-@bench.command(name="hisparse")
-def bench_hisparse(*, json: Json = False) -> int:
-    """Decode steps whose KV lies in host memory: hits, bytes, time by part, and how many requests that carries."""
-    from .bench import run_hisparse
-
-    return run_hisparse(json=json)
-
-
-@bench.command(name="stall")
-def bench_stall(
-    *,
-    tokens: Annotated[int, _count("Tokens of one room.")] = 4_096,
-    rooms: Annotated[int, _count("Rooms to move.")] = 96,
-    json: Json = False,
-) -> int:
-    """What an embedded client takes of its scheduler's thread while large rooms move."""
-    from .bench import run_stall
-
-    return run_stall(tokens=tokens, rooms=rooms, json=json)
-
-
-@bench.command(name="pages")
-def bench_pages(
-    *, gib: Annotated[float, Parameter(help="GiB of each of two arenas.")] = 1.0, json: Json = False
-) -> int:
-    """An arena in pages of 4 KiB against one in what `--huge-pages auto` finds: backing, registering, copies."""
-    from .bench import run_pages
-
-    return run_pages(gib=gib, json=json)
-
-
-@bench.command(name="pd")
-def bench_pd(
-    *,
-    tokens: Annotated[tuple[int, ...], _count("Of a prompt; may be repeated. By default 128 to 32,768.")] = (),
-    attention: Annotated[tuple[Attention, ...], Parameter(help="Whose KV; may be repeated.")] = ("mla", "gqa"),
-    rounds: Annotated[int, _count("Prompts of each size and way that are counted.")] = 3,
-    chunk_tokens: Annotated[int, _count("Tokens that prefill computes at a time.")] = 8_192,
-    engine_option: Annotated[tuple[str, ...], Parameter(help="name=value for both engines; may be repeated.")] = (),
-    hisparse: Annotated[bool, Parameter(help="Decode from the arena, with the hot tokens on the card.")] = False,
-    prefill_device: Annotated[str, Parameter(help="Where prefill computes; by default the first card, if any.")] = "",
-    decode_device: Annotated[str, Parameter(help="Where decode does; by default the second card, if any.")] = "",
-    report: Annotated[Path | None, Parameter(help="Writes report.html and its pictures into this directory.")] = None,
-    json: Json = False,
-) -> int:
-    """Prompts from a prefill on one card to a decode on another, a model of real dimensions: what the time to the first
-    token goes into, how much of the transfer is hidden behind the computing, and whether the aims are met. Without a
-    card both compute a tiny model on the CPU, which shows that all of it works, and nothing about speed."""
-    from .bench import run_pd
-
-    devices = prefill_device, decode_device
-    return run_pd(
-        tokens=tokens, attentions=attention, rounds=rounds, chunk_tokens=chunk_tokens, engine_option=engine_option,
-        hisparse=hisparse, devices=devices, report=report, json=json,
-    )  # fmt: skip
-
-
 @kernels.command(name="build")
 def kernels_build(
     *,
@@ -260,104 +153,6 @@ def kernels_build(
     from .kernels.build import run
 
     return run(arch, json=json)
-
-
-@bench.command(name="plan")
-def bench_plan(
-    *,
-    tokens: Annotated[int, _count("Tokens of one room.")] = 131_072,
-    planes: Annotated[int, _count("Planes that each token has.")] = 61,
-    json: Json = False,
-) -> int:
-    """The planner: slots and two layouts to slot runs, pages in a row and rows scattered."""
-    from .bench import run_plan
-
-    return run_plan(tokens=tokens, planes=planes, json=json)
-
-
-@bench.command(name="verify")
-def bench_verify(
-    *,
-    tokens: Annotated[int, _count("Tokens of one large room.")] = 4_096,
-    rooms: Annotated[int, _count("Small rooms to move, each way.")] = 1_000,
-    json: Json = False,
-) -> int:
-    """What --verify costs: the checksum beside a memcpy, and hand-offs and rooms with and without it."""
-    from .bench import run_verify
-
-    return run_verify(tokens=tokens, rooms=rooms, json=json)
-
-
-@bench.command(name="prefix")
-def bench_prefix(
-    *,
-    tokens: Annotated[int, _count("Tokens of one room.")] = 80,
-    rooms: Annotated[int, _count("Rooms to move, each way.")] = 500,
-    json: Json = False,
-) -> int:
-    """What the prefix cache costs rooms that share nothing, and what it spares those that do."""
-    from .bench import run_prefix
-
-    return run_prefix(tokens=tokens, rooms=rooms, json=json)
-
-
-@bench.command(name="bus")
-def bench_bus(*, rounds: Annotated[int, _count("Messages to send.")] = 20_000, json: Json = False) -> int:
-    """Messages between two processes: round trip, and echoes a second."""
-    from .bench import run_bus
-
-    return run_bus(rounds=rounds, json=json)
-
-
-@bench.command(name="idle")
-def bench_idle(*, seconds: Annotated[int, _count("How long to watch.")] = 10, json: Json = False) -> int:
-    """What an idle daemon costs in CPU and memory."""
-    from .bench import run_idle
-
-    return run_idle(seconds=seconds, json=json)
-
-
-@bench.command(name="load")
-def bench_load(
-    *,
-    rooms: Annotated[int, _count("Rooms against each number of peers.")] = 6_000,
-    memory_rooms: Annotated[int, _count("Rooms over which memory is watched.")] = 200_000,
-    seconds: Annotated[int, _count("How long to watch idle peers.")] = 20,
-    concurrency: Annotated[int, _count("Rooms under way at once.")] = 64,
-    json: Json = False,
-) -> int:
-    """Hand-offs against 1, 10 and 100 peers, what 100 idle ones cost, and memory over very many rooms."""
-    from .bench import run_load
-
-    return run_load(rooms=rooms, memory_rooms=memory_rooms, seconds=seconds, concurrency=concurrency, json=json)
-
-
-@bench.command(name="siege")
-def bench_siege(
-    *,
-    rooms: Annotated[int, _count("Rooms in quiet, and as many under each attack.")] = 500,
-    rounds: Annotated[int, _count("How often that is done.")] = 5,
-    connections: Annotated[int, _count("Junk connections to hold open.")] = 10_000,
-    json: Json = False,
-) -> int:
-    """Healthy hand-offs while strangers and hostile peers attack: p99 over p99 in quiet, for each attack."""
-    from .bench import run_siege
-
-    return run_siege(rooms=rooms, rounds=rounds, connections=connections, json=json)
-
-
-@bench.command(name="faults")
-def bench_faults(
-    *,
-    rooms: Annotated[int, _count("Rooms in quiet.")] = 1_000,
-    aborts: Annotated[int, _count("Rooms to abort.")] = 1_000,
-    rounds: Annotated[int, _count("How often a peer is frozen.")] = 5,
-    json: Json = False,
-) -> int:
-    """How soon aborted slots are free, and healthy hand-offs beside a peer that is frozen."""
-    from .bench import run_faults
-
-    return run_faults(rooms=rooms, aborts=aborts, rounds=rounds, json=json)
 
 
 @app.meta.default

@@ -28,7 +28,7 @@ from .demo_config import DemoConfig
 from .demo_report import Answer, good, hot_report, report_of, show
 from .errors import PDTransferError, WorldError
 from .fleet import Fleet, Standing
-from .kernels import card
+from .kernels import driver
 from .limits import Limits
 from .signals import end_with_parent
 
@@ -70,7 +70,7 @@ def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) ->
     """
     for number in config.cards:
         if number is not None:
-            card.check(number)
+            driver.check(number)
     return uvloop.run(_until_stopped(config, Standing(router, metrics) if router else None))
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from pdtransfer.errors import WorldError
-from pdtransfer.kernels.card import Calls, Card, words
+from pdtransfer.kernels.card import Card, words
+from pdtransfer.kernels.driver import Calls
 from pdtransfer.kernels.kv_copy import CopyArgument
 from pdtransfer.kernels.tables import Tables
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer.kernels import card as cards
+from pdtransfer.kernels import driver
 from pdtransfer.timeline import Timeline
 from tests.client_pair import Expected, client_pair, slots_of_pages
 from tests.engine_pair import config, heads_of, places, prompts, request
@@ -14,7 +14,7 @@ from tests.late_producer import STALE, layer_bytes
 from tests.layout_tensors import mla
 from tests.test_engine_deep import OPTIONS, create, kv_of, model_of, near, textbook
 
-if cards.count() == 0:
+if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdtransfer.kernels import card as cards
+from pdtransfer.kernels import driver
 from pdtransfer.memory import Arena
 from pdtransfer.transports.shm import ShmArena
 
 from .card_process import CardProcess
 from .test_shm import WRITER, on_loop, until
 
-if cards.count() == 0:
+if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
@@ -139,7 +139,7 @@ async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena:
     await owner.close()
 
 
-@pytest.mark.skipif(cards.count() < 2, reason="one card here")
+@pytest.mark.skipif(driver.count() < 2, reason="one card here")
 @on_loop
 async def test_two_processes_write_one_arena_each_by_its_own_card(arena: Arena, tmp_path: Path) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")

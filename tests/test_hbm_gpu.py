@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pdtransfer.hbm import Hbm
-from pdtransfer.kernels import card as cards
+from pdtransfer.kernels import driver
 from pdtransfer.memory import Arena
 from pdtransfer.transports.shm import ShmArena
 
@@ -22,7 +22,7 @@ from .layout_tensors import CANARY
 from .test_shm import WRITER, on_loop, until
 from .two_gpu.clients import tensor_of
 
-if cards.count() == 0:
+if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 

@@ -12,12 +12,12 @@ import torch
 
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.hisparse.hot import HotPool
-from pdtransfer.kernels import card as cards
+from pdtransfer.kernels import driver
 
 from . import test_hot as on_cpu
 from .hot_world import World
 
-if cards.count() == 0:
+if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pdtransfer import cli
 from pdtransfer.cancel import Cancel
 from pdtransfer.errors import LayoutMismatchError, LocalProtocolError, WorldError
-from pdtransfer.kernels import UnusableError, card, compiled, native, source_directory
+from pdtransfer.kernels import UnusableError, card, compiled, driver, native, source_directory
 from pdtransfer.kernels.kv_copy import CopyArgument, SlotsArgument, kv_copy
 from pdtransfer.kernels.pairs import lanes_of
 from pdtransfer.kernels.pools import Pages, PinnedCancel, Pool, Progress, State
@@ -360,7 +360,7 @@ def _none() -> compiled.Compiler:
 # Hosts without a card
 
 
-@pytest.mark.skipif(card.count() > 0, reason="this host has a card")
+@pytest.mark.skipif(driver.count() > 0, reason="this host has a card")
 def test_without_a_card_there_is_a_clear_line_and_no_crash() -> None:
     source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
     for ask in (lambda: Progress(0), lambda: PinnedCancel(0), lambda: card.card(0)):
@@ -402,7 +402,7 @@ def test_build_leaves_nothing_to_compile_at_the_first_request(compiler: compiled
     assert all(str(tmp_path) in text for text in json.loads(done.stdout)["host"])
 
 
-@pytest.mark.skipif(card.count() > 0, reason="this host has a card")
+@pytest.mark.skipif(driver.count() > 0, reason="this host has a card")
 def test_commands_for_a_card_fail_in_one_line_without_one(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["kernels", "build"], ["bench", "kernels"]):
         assert cli.main(command) == 1

@@ -19,14 +19,14 @@ from pdtransfer.checksum import lines_of, runs_of
 from pdtransfer.effects import Outcome
 from pdtransfer.engine.base import EngineConfig
 from pdtransfer.engine.reference import generate_many
-from pdtransfer.kernels import card as cards
+from pdtransfer.kernels import driver
 from pdtransfer.memory import Arena
 from pdtransfer.transports.lane import PoolCard
 from pdtransfer.wire import Sampling
 
 from .test_shm import LAYERS, ROW, SLOTS, WRITER, Pair, on_loop, until
 
-if cards.count() == 0:
+if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 

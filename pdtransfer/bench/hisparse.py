@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from ..kernels.card import card, count
+from ..kernels.card import card
+from ..kernels.driver import count
 from .hot_batch import Batch, Size
 from .report import Figures, Line
 

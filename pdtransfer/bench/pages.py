@@ -15,7 +15,8 @@ import numpy as np
 
 from .. import kernels
 from ..geometry import Int64s
-from ..kernels.card import Card, card, count
+from ..kernels.card import Card, card
+from ..kernels.driver import count
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import Pool
 from ..layout import Layout, Plane

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..config import Attention, DecodeConfig, PrefillConfig
 from ..errors import WorldError
 from ..first_token import Split
-from ..kernels import card
+from ..kernels import driver
 from ..limits import Limits
 from . import pd_both
 from .pd_pair import Pair, Run
@@ -100,7 +100,7 @@ class Result:
 
 def devices() -> tuple[str, str]:
     """Prefill's and decode's: two cards, or one for both, or the CPU."""
-    match card.count():
+    match driver.count():
         case 0:
             return "cpu", "cpu"
         case 1:

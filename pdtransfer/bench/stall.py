@@ -17,7 +17,8 @@ import numpy as np
 from ..client import DecodeClient, PrefillClient
 from ..effects import Drained, Leased, RoomFailed
 from ..errors import PDTransferError, WorldError
-from ..kernels.card import card, count
+from ..kernels.card import card
+from ..kernels.driver import count
 from ..layout import Component
 from ..memory import Arena, allocate
 from ..node import NodeSettings

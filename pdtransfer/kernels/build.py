@@ -9,8 +9,9 @@ from time import perf_counter
 from .. import sums
 from ..errors import WorldError
 from . import UnusableError, lanes, native, private_directory
-from .card import card, count
+from .card import card
 from .compiled import KERNELS, compiler, machine_code
+from .driver import count
 
 
 def run(architectures: Sequence[str], *, json: bool) -> int:

@@ -1,13 +1,8 @@
-"""A card of this host: its context, the kernels that are loaded into it, launches, and the host memory it may touch.
-
-The driver is looked for when the first card is asked for: importing this needs neither a driver nor a card. The context
-is the primary one, torch's own.
-"""
+"""A card of this host: its primary context, torch's own, kernels loaded there, launches, and the memory it may touch."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import threading
 import time
 from functools import cache, cached_property
@@ -21,6 +16,7 @@ from ..errors import WorldError
 from ..geometry import Int64s
 from . import UnusableError
 from .compiled import machine_code
+from .driver import Calls, calls, driver
 from .registered import Registered
 from .tables import Tables
 
@@ -37,14 +33,13 @@ class Card:
     def __init__(self, ordinal: int, cache: Path | None = None) -> None:
         """Raises WorldError, naming what is missing, where there is no such card."""
         self.ordinal = ordinal
-        self.driver = _driver()
+        self.driver = driver()
         self._cache = cache
         self._lock, self._lock_words = threading.Lock(), threading.Lock()
         self._words: list[tuple[int, int]] = []  # pinned, and nobody's yet
         self._aside: int | None = None
         self._kernels: dict[str, Any] = {}
         self.tables = Tables(self)
-        self._calls: Calls | None = None
         self._registrations: dict[int, int] = {}  # address here: address there
         self.borders: Int64s = np.empty(0, np.int64)
         device = self._device = self.call("cuDeviceGet", ordinal)
@@ -110,10 +105,7 @@ class Card:
 
     def calls(self) -> Calls:
         """The driver's functions for those who call them without Python."""
-        if self._calls is None:
-            found = (self.driver.cuGetProcAddress(name.encode(), since, 0) for name, since in _CALLS)
-            self._calls = Calls(*(0 if int(status) else int(address) for status, address, _ in found))
-        return self._calls
+        return calls()
 
     def status_of(self, number: int) -> str:
         """The driver's word for what a function of it answers."""
@@ -396,67 +388,10 @@ class Card:
             raise WorldError(f"card {self.ordinal}: {name}: {status.name}")
 
 
-_CALLS = (  # and the release of CUDA whose arguments are meant
-    ("cuCtxSetCurrent", 4_000), ("cuLaunchKernel", 4_000), ("cuMemcpyAsync", 4_000), ("cuMemcpyBatchAsync", 12_080),
-    ("cuEventRecord", 2_000), ("cuStreamWaitEvent", 3_020), ("cuEventQuery", 2_000),
-    ("cuMemcpy2DAsync", 3_020),
-)  # fmt: skip
-
-
-class Calls(ctypes.Structure):
-    """Calls of kernels/host_lanes.c; 0 for what this driver has not."""
-
-    _fields_ = tuple((name, ctypes.c_uint64) for name, _ in _CALLS)
-
-
-def count() -> int:
-    """Cards that this process sees: 0 without a driver, too."""
-    try:
-        driver = _driver()
-    except WorldError:
-        return 0
-    status, number = driver.cuDeviceGetCount()
-    return 0 if int(status) else int(number)
-
-
-def ordinal_of(uuid: bytes) -> int | None:
-    """The card's number here, None for one that is not seen. Makes no context there, which takes some hundred MiB."""
-    for number in range(count()):
-        driver = _driver()
-        status, device = driver.cuDeviceGet(number)
-        if int(status):
-            continue  # it is there no more
-        status, found = driver.cuDeviceGetUuid(device)
-        if not int(status) and bytes(found.bytes) == uuid:
-            return number
-    return None
-
-
-def check(ordinal: int) -> None:
-    """WorldError, naming what is missing, unless there is such a card; touches none."""
-    _driver()
-    if (found := count()) <= ordinal:
-        raise WorldError(f"card {ordinal}: this process sees {found} cards")
-
-
 @cache
 def card(ordinal: int) -> Card:
     """The one Card of this number in this process; WorldError where there is none."""
     return Card(ordinal)
-
-
-@cache
-def _driver() -> Any:
-    try:
-        driver: Any = importlib.import_module("cuda.bindings.driver")
-        (status,) = driver.cuInit(0)
-    except ImportError as error:
-        raise WorldError(f"no CUDA bindings ({error}): pip install cuda-bindings") from None
-    except RuntimeError as error:  # the bindings are there, and find no driver
-        raise WorldError(f"no CUDA driver: {str(error).partition(chr(10))[0][:200]}") from None
-    if int(status):
-        raise WorldError(f"cuInit: {status.name}")
-    return driver
 
 
 def words(address: int, count: int) -> NDArray[np.uint32]:

@@ -17,6 +17,7 @@ from ..engine.base import CardMemory
 from ..errors import TransportError, WorldError
 from ..memory import Arena, Mapping, map_received
 from . import card as cards
+from . import driver
 
 _UUID_BYTES = 16
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -84,7 +85,7 @@ class Opened:
             mapping = _mapped(handle)
             self.card, self.address, self._close = None, mapping.address, mapping.close
             return
-        ordinal = cards.ordinal_of(handle.card)
+        ordinal = driver.ordinal_of(handle.card)
         if ordinal is None:
             raise TransportError(f"exported memory is on card {handle.card.hex()}, which this process does not see")
         here = self.card = ordinal if on is None else on

@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 
 from ..kernels import UnusableError
-from ..kernels.card import card, count
+from ..kernels.card import card
 from ..kernels.compiled import KERNELS, compiler, kept
+from ..kernels.driver import count
 from .seen import Seen, missing, names, ok, read, warn, within
 
 _PCI = "/sys/bus/pci/devices"

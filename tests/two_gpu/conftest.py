@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdtransfer.bounds import card_of
-from pdtransfer.kernels import card as cards
+from pdtransfer.kernels import driver
 
 from .matrix import Case
 
@@ -18,10 +18,10 @@ def marks(devices: Devices) -> list[pytest.MarkDecorator]:
     if devices == CPU:
         return []
     needed = 1 + max(card_of(each) or 0 for each in devices)
-    why = f"needs {needed} cards, {cards.count()} are here"
+    why = f"needs {needed} cards, {driver.count()} are here"
     return [
         pytest.mark.gpu if needed == 1 else pytest.mark.two_gpu,
-        pytest.mark.skipif(cards.count() < needed, reason=why),
+        pytest.mark.skipif(driver.count() < needed, reason=why),
     ]
 
 

@@ -1,4 +1,4 @@
-"""A card of this host: its primary context, torch's own, kernels loaded there, launches, and the memory it may touch."""
+"""A card of this host: its primary context, torch's own, kernels loaded there, launches, and memory it may touch."""
 
 from __future__ import annotations
 

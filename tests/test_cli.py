@@ -287,6 +287,16 @@ def test_interrupted_process_ends_with_130_and_no_traceback(tmp_path: Path) -> N
     assert (process.returncode, errors) == (130, "")
 
 
+def test_who_interrupts_the_imports_is_shown_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "cyclopts.py").write_text("import os, time\nos.kill(os.getpid(), 2)\ntime.sleep(60)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pdtransfer", "router"], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_module_runs_as_the_command() -> None:
     done = run_in_process("--version")
     assert (done.returncode, done.stdout.strip()) == (0, pdtransfer.__version__)

@@ -62,7 +62,7 @@ def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path)
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "pdtransfer").rglob("*.py")} <= names
     assert all(name.startswith(("pdtransfer/", f"pdtransfer-{pdtransfer.__version__}.dist-info/")) for name in names)
     assert not any("__pycache__" in name for name in names)
-    assert "pdtransfer = pdtransfer.cli:main" in entry_points
+    assert "pdtransfer = pdtransfer.__main__:main" in entry_points
 
 
 def test_version_is_said_once_by_all() -> None:

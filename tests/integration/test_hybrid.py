@@ -43,7 +43,8 @@ def test_daemons_of_a_hybrid_model_serve_from_every_host_layout(
 def test_a_host_layout_that_a_component_does_not_have_is_one_line_with_both_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["decode", f"--engine={hybrid.__name__}:create", "--host-layout=page_head", "--page-size=256"]) == 1
+    flags = ["--bind=tcp://127.0.0.1:0", "--http=127.0.0.1:0", "--host-layout=page_head", "--page-size=256"]
+    assert main(["decode", f"--engine={hybrid.__name__}:create", *flags]) == 1
     said = capsys.readouterr().err
     assert "component 'c4'" in said
     assert "'page_head' is none of " + ", ".join(ITEM_LAYOUTS) in said

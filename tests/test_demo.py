@@ -443,7 +443,7 @@ def test_the_demo_says_identical_and_nothing_else_on_standard_output_and_what_pr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("attention", "ranks"), [("mla", 1), ("gqa", 1), ("mla", 2), ("gqa", 2)])
+@pytest.mark.parametrize(("attention", "ranks"), [("mla", 1), ("gqa", 2)])  # integration/test_hisparse has all four
 def test_a_demo_that_decodes_from_hot_tokens_is_identical_and_stages_nothing(attention: str, ranks: int) -> None:
     demo = start(
         "--hisparse", "--json", "--requests", "6", "--prompt-bytes-max", "600", "--max-tokens", "6",

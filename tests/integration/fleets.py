@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import numpy as np
@@ -25,11 +25,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdtransfer.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.engine.base import EngineConfig
-from pdtransfer.engine.reference import Generation, generate_many
 from pdtransfer.fleet import Daemon, Fleet
 from pdtransfer.limits import Limits
 from pdtransfer.transports.network import Network
 from pdtransfer.wire import Sampling
+
+if TYPE_CHECKING:
+    from pdtransfer.engine.reference import Generation
 
 REPO = Path(__file__).resolve().parents[2]
 ENGINE = "tests.integration.engines:create"
@@ -82,6 +84,8 @@ def equal(answer: Answer, expected: Generation) -> bool:
 @cache
 def generated(attention: str, prompt: str, max_tokens: int = TOKENS) -> Generation:
     """What a single process makes of the prompt."""
+    from pdtransfer.engine.reference import generate_many
+
     config = EngineConfig(
         role="decode",
         attention=attention,

@@ -14,7 +14,6 @@ from pdtransfer.errors import WorldError
 from pdtransfer.fleet import Daemon
 from tests.integration.fleets import (
     ENGINE,
-    LAYERS,
     PATIENCE_S,
     REPO,
     Gates,
@@ -24,6 +23,9 @@ from tests.integration.fleets import (
     until,
 )
 
+# There is nothing to warm up in it, so nothing else takes long.
+PLAIN = {"engine": ENGINE, "page_size": 1}
+
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_daemon_is_not_ready_before_its_engine_has_warmed_up(
@@ -32,7 +34,7 @@ def test_a_daemon_is_not_ready_before_its_engine_has_warmed_up(
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", str(REPO)))
     gates, http = Gates(tmp_path / "gates"), free_address()
     gates.directory.mkdir()
-    more = {"http": http, "engine": ENGINE, "engine_option": (LAYERS, f"gates={gates.directory}")}
+    more = PLAIN | {"http": http, "engine_option": ("model=plain", f"gates={gates.directory}")}
     sockets = tempfile.TemporaryDirectory(prefix="pdt-")  # a Unix socket's path is short
     config = prefill_config(**more) if role == "prefill" else decode_config(Path(sockets.name) / "s", **more)
 
@@ -74,7 +76,7 @@ def test_a_daemon_whose_engine_dies_at_its_warm_up_is_never_ready_and_ends_with_
     role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", str(REPO)))
-    more = {"engine": ENGINE, "engine_option": (LAYERS, "fault=cold")}
+    more = PLAIN | {"engine_option": ("model=plain", "fault=cold")}
     with tempfile.TemporaryDirectory(prefix="pdt-") as sockets:
         config = prefill_config(**more) if role == "prefill" else decode_config(Path(sockets) / "s", **more)
 

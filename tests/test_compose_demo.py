@@ -34,14 +34,14 @@ def tried(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def demo(tried: Path, **commands: str) -> tuple[int, str]:
+def demo(tried: Path, variables: dict[str, str] | None = None, **commands: str) -> tuple[int, str]:
     """Its status and what it said, where `commands` do what is said here, and no other can be had."""
     for name, does in commands.items():
         path = tried / "bin" / name.replace("_", "-")
         path.write_text(f"#!/usr/bin/env bash\n{does}\n")
         path.chmod(0o755)
     ran = subprocess.run(
-        [tried / "tools" / "compose-demo"], env={"PATH": str(tried / "bin"), "HOME": str(tried)},
+        [tried / "tools" / "compose-demo"], env={"PATH": str(tried / "bin"), "HOME": str(tried)} | (variables or {}),
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     return ran.returncode, ran.stderr
@@ -97,18 +97,54 @@ def test_a_fleet_that_does_not_start_is_wrong(tried: Path) -> None:
     assert (status, "does not start" in said) == (1, True), said
 
 
+def test_a_fleet_does_not_start_before_it_may(tried: Path) -> None:
+    after, early = tried / "after", tried / "early"
+    (tried / "bin" / "sleep").unlink()
+    status, said = demo(
+        tried, {"AFTER": str(after)}, docker=DOCKER.format(build="exit 0"), sleep=f": >{after}",
+        docker_compose=f"[ -e {after} ] || [[ $* != *up* ]] || : >{early}; exit 1",
+    )  # fmt: skip
+    assert (status, "does not start" in said, after.exists(), early.exists()) == (1, True, True, False), said
+
+
+def integrate(tried: Path, *, test: str, containers: str) -> subprocess.CompletedProcess[str]:
+    """.ci/run, where `make test` and tools/compose-demo do what is said here."""
+    (tried / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tried / ".ci" / "run")
+    (tried / "tools" / "compose-demo").write_text(f"#!/usr/bin/env bash\n{containers}\n")
+    (tried / "bin" / "make").write_text(f"#!/usr/bin/env bash\n[ $1 = test ] || exit 0\n{test}\n")
+    (tried / "bin" / "make").chmod(0o755)
+    environment = {"PATH": str(tried / "bin")}
+    return subprocess.run(
+        [tried / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
 @pytest.mark.parametrize(("status", "ends"), [(0, 0), (1, 1), (3, 0), (124, 0)])
 def test_continuous_integration_fails_with_the_containers_and_not_for_want_of_them(
     tried: Path, status: int, ends: int
 ) -> None:
-    (tried / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci" / "run", tried / ".ci" / "run")
-    (tried / "tools" / "compose-demo").write_text(f"#!/usr/bin/env bash\nexit {status}\n")
-    (tried / "bin" / "make").write_text("#!/usr/bin/env bash\n")
-    (tried / "bin" / "make").chmod(0o755)
-    environment = {"PATH": str(tried / "bin")}
-    ran = subprocess.run(
-        [tried / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    ran = integrate(tried, test="", containers=f"echo so it is; exit {status}")
     assert ran.returncode == ends, ran.stderr
+    assert "so it is\n" in ran.stdout
     assert ("compose-demo:" in ran.stdout) == (ends == 0)
+
+
+def test_an_image_is_built_beside_the_tests_and_its_fleet_starts_after_them(tried: Path) -> None:
+    building, order = tried / "building", tried / "order"
+    ran = integrate(
+        tried,
+        test=f"until [ -s {building} ]; do sleep 0.01; done; [ -e $(cat {building}) ] || echo tested >>{order}",
+        containers=f"echo $AFTER >{building}; until [ -e $AFTER ]; do sleep 0.01; done; echo fleet >>{order}",
+    )
+    assert (ran.returncode, order.read_text().split()) == (0, ["tested", "fleet"]), ran.stderr
+
+
+def test_tests_that_fail_end_what_is_built_beside_them(tried: Path) -> None:
+    building, ended = tried / "building", tried / "ended"
+    ran = integrate(
+        tried,
+        test=f"until [ -e {building} ]; do sleep 0.01; done; exit 7",
+        containers=f"trap ': >{ended}; exit 143' TERM; : >{building}; while :; do sleep 0.01; done",
+    )
+    assert (ran.returncode, ended.exists()) == (7, True), ran.stderr

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from .engine.base import Event
+from .errors import WorldError
 
 POLL_S = 0.0002  # how often an event that has not fired is asked again
 
@@ -81,19 +82,17 @@ class _Timer:
     half of one it calls at once, again and again, and the loop takes a whole core."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-        self._loop, self._call = loop, call
-        self._fd, self._started = -1, False
+        self._loop, self._call, self._started = loop, call, False
+        # Now, and not when there is something to wait for: then there may be no descriptor, and nobody would be asked.
+        self._fd = int(_libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        if self._fd < 0:
+            raise WorldError(f"timerfd_create: {os.strerror(ctypes.get_errno())}")
+        loop.add_reader(self._fd, self._due)
 
     def start(self) -> None:
-        """Idempotent."""
-        if self._started:
-            return
-        if self._fd < 0:
-            self._fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
-            if self._fd < 0:
-                raise OSError(ctypes.get_errno(), f"timerfd_create: {os.strerror(ctypes.get_errno())}")
-            self._loop.add_reader(self._fd, self._due)
-        self._set(POLL_S)
+        """Idempotent; ignored once it is closed."""
+        if not self._started and self._fd >= 0:
+            self._set(POLL_S)
 
     def stop(self) -> None:
         """Idempotent."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
+import resource
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import uvloop
@@ -36,6 +39,19 @@ def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 - what is waited for happens in other threads
         await asyncio.sleep(0.001)
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing more, for so long."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def pair() -> KeyPair:

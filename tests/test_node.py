@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -44,7 +45,7 @@ from pdtransfer.wire import (
     encode,
     pack_ids,
 )
-from tests.bus_peers import on_loop
+from tests.bus_peers import no_descriptors, on_loop
 from tests.client_pair import LIMITS, Late, component, settings
 from tests.layout_tensors import CANARY, Pool, mla
 
@@ -240,6 +241,24 @@ async def test_an_event_is_asked_no_more_often_than_it_is_said_to_be() -> None:
     await until(lambda: late.asked > 20)
     assert late.asked <= 2 + (time.monotonic() - begun_s) / POLL_S
     queued.queue.stop()
+
+
+@on_loop
+async def test_a_late_event_is_asked_where_there_is_no_descriptor_left_and_none_is_kept_in_the_end() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    queued, late = Queued(), Late()
+    with no_descriptors():
+        queued.call(1, late, "late")
+        await until(lambda: late.asked > 2)
+    late.fired = True
+    await until(lambda: queued.called)
+    late.fired = False
+    queued.queue.stop()
+    queued.call(2, late, "too late")
+    asked = late.asked
+    await asyncio.sleep(0.01)
+    assert late.asked == asked
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @on_loop

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import resource
 import secrets
 import signal
 import socket
@@ -14,7 +13,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,7 @@ from pdtransfer.transports.shm import arena as shm_arena
 from pdtransfer.transports.shm import writer as shm_writer
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import Reach
-from tests.bus_peers import on_loop
+from tests.bus_peers import no_descriptors, on_loop
 
 REPO = Path(__file__).resolve().parent.parent
 LAYERS, ROW, PAGE, SLOTS = 4, 1_152, 64, 8_192
@@ -423,19 +421,6 @@ async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_
     await until(lambda: decode.quiet(WRITER) and open_files() < held)
     await prefill.close()
     await decode.close()
-
-
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    """This process can open nothing more, for so long."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @on_loop

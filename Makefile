@@ -2,6 +2,8 @@
 PYTHON ?= python3
 ARGS ?=
 RUN := .venv/bin/python
+# Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo compose-demo test test-gpu test-two-gpu sanitize check bench venv clean
 
@@ -12,9 +14,10 @@ demo: .venv/.stamp
 compose-demo: .venv/.stamp
 	@tools/compose-demo
 
-# Some tests start processes of their own, so more workers than this do not make it faster.
+# Two cores have three workers, since a third of the time a test waits for processes, timers and peers. More than four make
+# it no faster: some tests start processes of their own.
 test: .venv/.stamp
-	@$(RUN) -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+	@$(RUN) -m pytest -n $$([ "$$(nproc)" -gt 3 ] && echo 4 || echo 3) --dist worksteal $(ARGS)
 
 # On a host with a card; elsewhere each test says why it is skipped, and the figures say what is missing.
 test-gpu: .venv/.stamp

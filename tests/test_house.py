@@ -65,6 +65,13 @@ def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path)
     assert "pdtransfer = pdtransfer.__main__:main" in entry_points
 
 
+def test_what_make_starts_keeps_its_bytecode() -> None:
+    asked = ["make", "--silent", "--no-print-directory", '--eval=told:; @echo "<$$PYTHONDONTWRITEBYTECODE>"', "told"]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    told = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout == "<>\n"
+
+
 def test_version_is_said_once_by_all() -> None:
     assert PYPROJECT["project"]["version"] == pdtransfer.__version__
     assert pdtransfer.__version__ in (ROOT / "CHANGELOG.md").read_text()

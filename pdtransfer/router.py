@@ -333,7 +333,10 @@ async def _as_objects(request: web.Request, handler: Handler) -> web.StreamRespo
     except web.HTTPException as refusal:
         if not request.path.startswith("/v1/"):
             raise
-        return _error(refusal.status, refusal.text or refusal.reason)
+        text = refusal.text or refusal.reason
+        if refusal.status in (404, 405):
+            text += "; POST /v1/completions and GET /v1/models are what this router has"
+        return _error(refusal.status, text)
 
 
 async def serve(config: RouterConfig) -> None:

@@ -312,8 +312,10 @@ def test_http_errors_come_as_openais_objects() -> None:
             assert (status, answer["error"]["code"]) == (404, "model_not_found")
             status, answer, _ = await it.post(prompt="a", user="x" * HTTP_BODY_BYTES_MAX)
             assert (status, "error" in answer) == (413, True)
-            status, text = await it.get("/v1/completions")
-            assert (status, "error" in json.loads(text)) == (405, True)
+            for path, expected in (("/v1/completions", 405), ("/v1/chat/completions", 404)):
+                status, text = await it.get(path)
+                assert status == expected
+                assert "POST /v1/completions" in json.loads(text)["error"]["message"]
             assert not it.decode[0].begun
             status, text = await it.get("/v1/models")
             assert (status, [each["id"] for each in json.loads(text)["data"]]) == (200, ["m"])

@@ -423,6 +423,21 @@ async def test_of_the_sources_that_a_node_is_told_of_it_dials_those_that_it_may(
 
 
 @on_loop
+async def test_a_room_whose_source_is_one_too_many_to_dial_is_no_fault_of_its_request() -> None:
+    """Its router tries another prefill then, and says 503 where there is none."""
+    async with nodes() as it:
+        limits, too_many = it.decode.bus._limits, "tcp://127.0.0.1:1"
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        it.decode.bus._limits = replace(limits, dials_max=1)
+        it.decode.expect(2, tokens=1, sources=[too_many], time_left_s=60)
+        (failed,) = [each for each in it.told_d if isinstance(each, RoomFailed)]
+        assert (failed.room, failed.cause) == (2, Cause.PEER_LOST)
+        assert too_many in failed.detail
+
+
+@on_loop
 async def test_a_room_lands_in_the_first_piece_of_an_arena_while_the_next_is_entered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -115,7 +115,7 @@ class DecodeNode:
         keys: tuple[bytes, ...] = (),
         enable_hisparse: bool = False,
     ) -> None:
-        """As DecodeSessions.expect; what makes no sense, and a source that may not be dialled, fail the room."""
+        """As DecodeSessions.expect; what makes no sense, and a source that may or can not be dialled, fail the room."""
         now = self._clock.now()
         try:
             for source in sources:
@@ -124,8 +124,9 @@ class DecodeNode:
                 room, tokens=tokens, sources=sources, now=now, deadline=now + time_left_s, growth=growth, prefix=prefix,
                 keys=keys, enable_hisparse=enable_hisparse,
             )  # fmt: skip
-        except (LocalProtocolError, WorldError) as error:
-            self._tell(RoomFailed(room, Cause.REFUSED, str(error)))
+        except (LocalProtocolError, WorldError) as error:  # of the world is that no more can be dialled: others can
+            cause = Cause.PEER_LOST if isinstance(error, WorldError) else Cause.REFUSED
+            self._tell(RoomFailed(room, cause, str(error)))
             return
         self._run(effects)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from statistics import median
 from typing import Any
 
@@ -55,7 +56,7 @@ def report_of(config: DemoConfig, answers: Sequence[Answer], seconds: float, lea
         "requests_per_s": round(len(done) / seconds, 2),
         "tokens_per_s": round(tokens / seconds, 1),
         "handoff_ms_p50": round(median(handoffs_ms), 3) if handoffs_ms else None,
-        "handoff_ms_p99": round(handoffs_ms[int(0.99 * (len(handoffs_ms) - 1))], 3) if handoffs_ms else None,
+        "handoff_ms_p99": round(handoffs_ms[ceil(0.99 * (len(handoffs_ms) - 1))], 3) if handoffs_ms else None,
         "copy_gb_s": round(sum(b for b, _ in copied) / copy_us / 1e3, 3) if copy_us else None,
         "slots_leaked": leaked,
     }

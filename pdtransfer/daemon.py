@@ -57,17 +57,26 @@ Daemon = PrefillDaemon | DecodeDaemon | PrefillFollower | DecodeFollower
 
 
 def _settings(config: Config, card: EngineCard, group: tuple[Member, ...] = ()) -> NodeSettings:
-    """The node's part of a daemon's config. Raises ConfigError for keys that can't be read."""
+    """The node's part of a daemon's config. Raises as `_keys`."""
+    keys, allowed = _keys(config)
     return NodeSettings(
         node=config.node,
         model=card.model,
         weights=card.weights,
-        keys=KeyPair.read(config.key) if config.key is not None else None,
-        allowed=AllowList.read(config.allowed) if config.allowed is not None else None,
+        keys=keys,
+        allowed=allowed,
         insecure=config.insecure,
         ranks=config.ranks,
         group=group,
         limits=config.limits,
+    )
+
+
+def _keys(config: Config) -> tuple[KeyPair | None, AllowList | None]:
+    """Ours and our peers', as they are in their files now. Raises ConfigError for what can't be read."""
+    return (
+        KeyPair.read(config.key) if config.key is not None else None,
+        AllowList.read(config.allowed) if config.allowed is not None else None,
     )
 
 
@@ -178,6 +187,7 @@ async def _serve(config: Config) -> int:
 
 
 async def _served(config: Config, journeys: Journeys) -> int:
+    _keys(config)  # what is wrong with them is said before the engine and the arena are made, which takes a while
     shared = Shared(Stop(), CollectorRegistry(), journeys=journeys)
     listener = Listener(application(lambda: _health(config, shared), shared.registry))
     try:

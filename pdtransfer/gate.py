@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .engine.base import Event
+from .offers import Every
 
 
 class Gate:
@@ -14,7 +15,8 @@ class Gate:
         self.event = event
         self.opened_ns = 0  # CLOCK_MONOTONIC of when somebody has seen it open
         self.broken = ""  # why it never opens
-        self._events = tuple(getattr(event, "events", (event,)))  # a handle is good as long as its event is there
+        # A handle is good as long as its event is there.
+        self._events = tuple(event.events) if isinstance(event, Every) else (event,)
         handles = [int(getattr(each, "cuda_event", 0)) for each in self._events]
         self._handles = handles if all(handles) else []
         self._passed = 0
@@ -32,9 +34,9 @@ class Gate:
 
     def fired(self, number: int, now_ns: int) -> None:
         """A card has passed the CUDA event of this number; said twice it is as good."""
-        self._passed = number + 1
-        if self._passed == len(self._handles):
+        if number + 1 == len(self._handles):  # before `next` has no more: whoever finds it so may go
             self.opened_ns = self.opened_ns or now_ns
+        self._passed = number + 1
 
     def asked(self, now_ns: int) -> bool:
         """Asks the event, on the loop; it may raise whatever library it is of. Whether it is open."""

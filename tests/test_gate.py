@@ -54,6 +54,15 @@ def test_where_one_of_several_is_no_cuda_event_python_asks_all() -> None:
     assert gate.asked(2)
 
 
+def test_what_another_library_calls_events_is_its_own() -> None:
+    class Foreign(Late):
+        events = (Handle(3),)
+
+    gate = Gate(Foreign())
+    assert gate.next is None
+    assert not gate.asked(1)
+
+
 def test_a_cuda_event_that_was_never_recorded_has_no_handle_to_wait_for() -> None:
     assert Gate(Handle(0)).next is None
 

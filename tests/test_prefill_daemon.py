@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from pdtransfer import daemon
 from pdtransfer.config import PrefillConfig
 from pdtransfer.daemon import create_engine
 from pdtransfer.engine_thread import Compute, Free, Order
 from pdtransfer.errors import Cause, ConfigError
 from pdtransfer.group.frames import Drained
 from pdtransfer.group.lead import Follower, Lead
+from pdtransfer.keys import generate
 from pdtransfer.node import NodeSettings
 from pdtransfer.port import Port
 from pdtransfer.prefill_daemon import PrefillDaemon
@@ -25,31 +29,31 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
         engine = create_engine(config.engine, config.engine_config)
         settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
         port, said = Port[Order](), list[tuple[str, Message]]()
-        daemon = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), Lead(Ranks(0, 2)))
-        daemon.desk._send = lambda peer, message: bool(said.append((peer, message))) or True
+        made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), Lead(Ranks(0, 2)))
+        made.desk._send = lambda peer, message: bool(said.append((peer, message))) or True
         follower = Follower(Ranks(1, 2), "p0-tp1", link=None)  # type: ignore[arg-type]
         begin = Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000)
         try:
             for node in ("a", "b"):
-                daemon.desk.receive(f"node:{node}", Hello(1, 1, identity(node, "router", 1)))
+                made.desk.receive(f"node:{node}", Hello(1, 1, identity(node, "router", 1)))
             for message in (begin, Cancel(7, Cause.ABORTED.value), Ended(7)):
-                daemon.desk.receive("node:a", message)
-            assert daemon.load().slots_free == 1_024 - 3, "ended here, and its pages are not free"
-            daemon.desk.receive("node:b", begin)
+                made.desk.receive("node:a", message)
+            assert made.load().slots_free == 1_024 - 3, "ended here, and its pages are not free"
+            made.desk.receive("node:b", begin)
             (end,) = [message for peer, message in said if peer == "node:b" and isinstance(message, End)]
             assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0x7 is in use")
             assert not [order for order in port.poll() if isinstance(order, Free)], (
                 "the follower may still read its pages"
             )
-            daemon.group.heard(follower, Drained(1))
+            made.group.heard(follower, Drained(1))
             assert port.poll() == [Free(1)]
-            assert daemon.load().slots_free == 1_024
-            daemon.desk.receive("node:b", Ended(7))
-            daemon.desk.receive("node:a", Begin(8, begin.prompt, begin.sampling, begin.peers, 60_000))
+            assert made.load().slots_free == 1_024
+            made.desk.receive("node:b", Ended(7))
+            made.desk.receive("node:a", Begin(8, begin.prompt, begin.sampling, begin.peers, 60_000))
             assert [type(order) for order in port.poll()] == [Compute]
         finally:
-            daemon.desk.ticker.stop()
-            await daemon.node.close()
+            made.desk.ticker.stop()
+            await made.node.close()
             port.close()
 
     uvloop.run(case())
@@ -59,3 +63,18 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
 def test_an_engine_that_is_none_is_one_clear_error(path: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"engine = '{path}': .*{text}"):
         create_engine(path, PrefillConfig(engine=path).engine_config)
+
+
+@pytest.mark.parametrize("name", ["key", "allow"])
+def test_keys_that_cannot_be_read_are_said_before_the_engine_is_made(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an arena of hundreds of gigabytes that is minutes before."""
+    monkeypatch.setattr(daemon, "create_engine", lambda *_: pytest.fail("the engine was made"))
+    key, peers = tmp_path / "p0.key", tmp_path / "peers.txt"
+    line = generate(key)
+    if name == "key":
+        peers.write_text(line)
+        key.unlink()
+    with pytest.raises(ConfigError, match=str(key if name == "key" else peers)):
+        daemon.run_prefill(PrefillConfig(http="", bind="tcp://127.0.0.1:0", key=key, allow=peers))

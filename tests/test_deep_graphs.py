@@ -15,7 +15,7 @@ from torch import Tensor
 from pdtransfer.engine import deep_graphs
 from pdtransfer.engine.attention import Tiles
 from pdtransfer.engine.batch import Batch, EveryKey
-from pdtransfer.engine.capture import captured
+from pdtransfer.engine.capture import Captures, captured
 from pdtransfer.engine.deep_graphs import Graphs
 
 
@@ -104,6 +104,19 @@ def test_what_makes_place_for_another_row_count_stays_until_the_card_has_passed_
     cuda.fired = True
     assert twice(graphs, 6) is not None
     assert alive() == [False] * 4 + [True] * 6
+
+
+def test_a_shape_is_captured_when_it_has_come_often_enough_and_no_sooner_once_it_has_left(cuda: Played) -> None:
+    """More shapes in turn than are kept: each would be captured at each turn, which takes longer than to queue it."""
+    captures: Captures[int] = Captures(2, worth=3)
+    made = []
+    for turn in range(12):
+        for shape in "abc":
+            if captures.get(shape) is None and captures.due(shape):
+                captures.keep(shape, turn)
+                made.append((turn, shape))
+    assert made == [(2, "a"), (2, "b"), (2, "c"), (5, "a"), (7, "b"), (9, "c")]
+    assert [captures.get(shape) for shape in "abc"] == [None, 7, 9]
 
 
 @pytest.mark.parametrize("breaks", [False, True])

@@ -65,6 +65,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
     monkeypatch.setattr(DeepSteps, "_made", noted)
     monkeypatch.setattr(Captures, "aside", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(deep_steps, "WORTH", 2)  # for more replays of fewer steps
     return graphs
 
 

@@ -37,13 +37,13 @@ def captured(pool: Any = None) -> Generator[torch.cuda.CUDAGraph]:
 
 
 class Captures(Generic[Kept]):
-    """Graphs, and what they read and write, by shape of the work: the latest `most` of shapes that came a second time.
-    What comes once is not worth it."""
+    """Graphs, and what they read and write, by shape of the work: the latest `most`, each captured when its shape comes
+    for the `worth`th time. Where there are more shapes than that, in turn, few are captured again and again."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, worth: int) -> None:
+        self._most, self._worth = most, worth
         self._kept: OrderedDict[Hashable, Kept] = OrderedDict()
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._seen: OrderedDict[Hashable, int] = OrderedDict()  # how often, of those that are not kept
         self._leaving: deque[tuple[torch.cuda.Event, Kept]] = deque()  # what may be running until the event fires
         self._stream: torch.cuda.Stream | None = None
 
@@ -54,16 +54,15 @@ class Captures(Generic[Kept]):
         return kept
 
     def due(self, shape: Hashable) -> bool:
-        """Of a shape that is not kept: whether it has come before, and is to be captured now."""
-        if shape in self._seen:
-            return True
-        self._seen[shape] = None
+        """Of a shape that is not kept, and comes once more: whether it is to be captured now."""
+        self._seen[shape] = self._seen.pop(shape, 0) + 1
         if len(self._seen) > 8 * self._most:
             self._seen.popitem(last=False)
-        return False
+        return self._seen[shape] >= self._worth
 
     def keep(self, shape: Hashable, kept: Kept) -> None:
         """The one that was not used for longest leaves, once the card has passed it; nobody waits for that."""
+        del self._seen[shape]
         self._kept[shape] = kept
         while self._leaving and self._leaving[0][0].query():
             self._leaving.popleft()

@@ -20,6 +20,7 @@ from .projection import Layer
 
 ROWS_MAX = 2_048  # above, the card is busy for longer than the CPU
 SIZES_MAX = 16  # row counts, the latest ones
+WORTH = 2  # prompts of a row count
 
 Run = Callable[[Tensor, Batch, int], None]
 """One layer over (rows, width), in place."""
@@ -70,7 +71,7 @@ class Graphs:
 
     def __init__(self, run: Run, layers: int) -> None:
         self._run, self._layers = run, layers
-        self._sizes: Captures[_Size] = Captures(SIZES_MAX)
+        self._sizes: Captures[_Size] = Captures(SIZES_MAX, WORTH)
 
     def layers(self, x: Tensor, batch: Batch, first: int, end: int) -> Tensor | None:
         """As the model's own; None where a batch is to be launched kernel by kernel."""

@@ -1,7 +1,7 @@
 """Decode steps of the deep model: each request's row attends to all of its keys at once.
 
 On a card a step is hundreds of kernels, which are the CPU's time to launch. So all that differs between two steps of a
-shape, whose requests and positions they are, is in tensors; of a shape that comes again everything is captured, swap-in
+shape, whose requests and positions they are, is in tensors; of a shape that comes often everything is captured, swap-in
 and attention and logits alike, and a step is one launch.
 """
 
@@ -25,7 +25,8 @@ from .projection import Layer
 from .residency import Part, Tables, reach
 from .steps import Own, PickedKeys, Step
 
-SHAPES_MAX = 16  # the latest ones
+SHAPES_MAX = 32  # the latest ones
+WORTH = 3  # steps of a shape: a capture takes as long as one or two of them
 KEYS_TOGETHER = 1 << 18  # gathered or scored at once: beyond, memory is what it costs
 
 
@@ -66,7 +67,7 @@ class DeepSteps:
     ) -> None:
         self._run, self._device, self._top, self._indexer = run, device, top, indexer
         self._tables = Tables()  # of the index
-        self._captures: Captures[_Captured] | None = Captures(SHAPES_MAX) if graphs else None
+        self._captures: Captures[_Captured] | None = Captures(SHAPES_MAX, WORTH) if graphs else None
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
     def logits(self, step: Step) -> Tensor:

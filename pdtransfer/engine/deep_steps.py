@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from .capture import Captures, captured
 from .indexer import IndexCache, IndexerMath, Queries
 from .marks import Within
 from .projection import Layer
-from .residency import Part, Tables, reach
+from .residency import Begun, Part, Tables, reach
 from .steps import Own, PickedKeys, Step
 
 SHAPES_MAX = 32  # the latest ones
@@ -35,14 +35,15 @@ class _Inputs:
     """What a step is told by, beside its shape."""
 
     rows: Tensor  # Step.rows
-    begun: list[Tensor]  # newest and tables of each part
+    begun: list[Begun]  # of each part
     index: list[Tensor]  # one (requests, 2, n) of the index cache, where there is any
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.rows, *self.begun, *self.index))
+        return chain((self.rows,), *self.begun, self.index)
 
     def copy(self) -> _Inputs:
-        return _Inputs(self.rows.clone(), [each.clone() for each in self.begun], [each.clone() for each in self.index])
+        begun = [Begun(newest.clone(), tables.clone()) for newest, tables in self.begun]
+        return _Inputs(self.rows.clone(), begun, [each.clone() for each in self.index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +94,23 @@ class DeepSteps:
         return logits
 
     def _inputs(self, step: Step) -> _Inputs:
-        begun = [tensor for part in step.parts for tensor in part.residency.begin(part)]
-        rows, index = [rows for part in step.parts for rows in part.index], list[Tensor]()
-        if step.index is not None:
-            index.append(self._tables.of(rows, max(step.positions) + 1))
-        return _Inputs(step.rows(self._device), begun, index)
+        index = [] if step.index is None else [self._tables.of(step.index_rows, max(step.positions) + 1)]
+        return _Inputs(step.rows(self._device), step.begin(), index)
 
     def _made(self, step: Step, inputs: _Inputs) -> Tensor:
         """Queues the step, for whichever requests and positions the inputs say."""
-        owns, first = list[Own](), 0
-        for part, newest, tables in zip(step.parts, inputs.begun[::2], inputs.begun[1::2], strict=True):
-            owns.append(Own(part, first, newest, tables))
-            first += len(newest)
-        positions = inputs.rows[1]
+        owns, count, positions = step.owns(inputs.begun), len(step.ids), inputs.rows[1]
         if step.index is None or self._indexer is None:
             keys: Keys = _Every(owns[0], positions)
         else:
             (tables,) = inputs.index
-            ends = positions[:first]
+            ends = positions[:count]
             keys = PickedKeys(
                 owns, positions, tables.gather(2, ends[:, None, None].expand(-1, 2, 1)).squeeze(2).T,
                 top=self._top, indexer=self._indexer, index=step.index,
                 scores=partial(_scores, step.index, tables, ends), readings=partial(_readings, ends),
             )  # fmt: skip
-        return self._run(step.batch(inputs.rows, keys))[:first]
+        return self._run(step.batch(inputs.rows, keys))[:count]
 
 
 def _shape(step: Step, inputs: _Inputs) -> Hashable:

@@ -23,6 +23,11 @@ class Part:
     rows: list[Tensor]  # of each room, its cache rows by position where it has landed, growth included
     index: list[Tensor]  # of each room, its rows of the index cache, (2, whole key blocks); none without an index
 
+    @property
+    def newest(self) -> Tensor:
+        """Of `rows` each room's at its position, int64 (requests,)."""
+        return torch.stack([rows[at] for rows, at in zip(self.rows, self.positions, strict=True)])
+
 
 class Begun(NamedTuple):
     """Where a step's requests are, for all of its layers."""
@@ -58,8 +63,7 @@ class AllResident:
         return self._cache
 
     def begin(self, part: Part) -> Begun:
-        newest = torch.stack([rows[at] for rows, at in zip(part.rows, part.positions, strict=True)])
-        return Begun(newest, self._tables.of(part.rows, max(part.positions) + 1))
+        return Begun(part.newest, self._tables.of(part.rows, max(part.positions) + 1))
 
     def place(self, layer: int, picks: Tensor, tables: Tensor) -> Tensor:  # noqa: ARG002 -- all groups find them in one place
         return tables.gather(1, picks.clamp(min=0))

@@ -16,7 +16,7 @@ from .indexer import IndexCache, IndexerMath, Queries, pick_top, scores
 from .marks import Marks
 from .numerics import block_up
 from .projection import Layer
-from .residency import Part
+from .residency import Begun, Part
 from .sending import sent
 
 ROOMS_TOGETHER = 4  # folded together: their key blocks stay in the core's cache between two products
@@ -34,6 +34,23 @@ class Step:
     @property
     def positions(self) -> list[int]:
         return [position for part in self.parts for position in part.positions]
+
+    @property
+    def index_rows(self) -> list[Tensor]:
+        """Each request's rows of the index cache."""
+        return [rows for part in self.parts for rows in part.index]
+
+    def begin(self) -> list[Begun]:
+        """Tells each part's residency, which answers where its rows are."""
+        return [part.residency.begin(part) for part in self.parts]
+
+    def owns(self, begun: Sequence[Begun]) -> list[Own]:
+        """The parts, each with its rows in the step and in its cache."""
+        owns, first = list[Own](), 0
+        for part, each in zip(self.parts, begun, strict=True):
+            owns.append(Own(part, first, *each))
+            first += len(part.rooms)
+        return owns
 
     def rows(self, device: torch.device) -> Tensor:
         """Ids and positions int64 (2, rows), padded with zeros to a multiple of BLOCK_ROWS."""
@@ -108,16 +125,12 @@ def folded_keys(step: Step, positions: Tensor, *, top: int, indexer: IndexerMath
     index = step.index
     if index is None or indexer is None:
         (part,) = step.parts
-        targets = torch.stack([rows[at] for rows, at in zip(part.rows, part.positions, strict=True)])
         tiles = [_tiles(part, at, positions) for at in range(0, len(part.rooms), ROOMS_TOGETHER)]
-        return EveryKey(part.residency.cache, targets, tiles)
-    owns, first = list[Own](), 0
-    for part in step.parts:
-        owns.append(Own(part, first, *part.residency.begin(part)))
-        first += len(part.rooms)
-    indices, ends = [rows for part in step.parts for rows in part.index], step.positions
+        return EveryKey(part.residency.cache, part.newest, tiles)
+    indices, ends = step.index_rows, step.positions
+    targets = torch.stack([rows[:, at] for rows, at in zip(indices, ends, strict=True)], 1)
     return PickedKeys(
-        owns, positions, torch.stack([rows[:, at] for rows, at in zip(indices, ends, strict=True)], 1),
+        step.owns(step.begin()), positions, targets,
         top=top, indexer=indexer, index=index,
         scores=lambda layer, asked: scores(asked, index, layer, indices, ends), readings=_readings,
     )  # fmt: skip

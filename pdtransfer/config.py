@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Literal
 from cyclopts import Group, Parameter
 
 from .bounds import bound, card_of, check_limits, match, port_range, power_of_two
-from .engine.base import EngineConfig, HiSparse
+from .engine_api import EngineConfig, HiSparse
 from .errors import ConfigError
 from .keys import Address, Endpoint, check_exposure, is_loopback
 from .limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from . import engine_thread, process
 from .config import DecodeConfig, PrefillConfig
 from .decode_daemon import DecodeDaemon
-from .engine.base import DecodeEngine, EngineCard, EngineConfig
+from .engine_api import DecodeEngine, EngineCard, EngineConfig
 from .engine_thread import Order, Quit
 from .errors import Cause, ConfigError, WorldError
 from .follower import DecodeFollower, PrefillFollower

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from .bus import Bus
-from .engine.base import HotFigures
+from .engine_api import HotFigures
 from .node import DecodeNode, PrefillNode
 from .prefix import PrefixCache
 from .session.links import SessionState

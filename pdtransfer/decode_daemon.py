@@ -20,7 +20,7 @@ from .config import DecodeConfig
 from .daemon_metrics import DecodeMetrics
 from .desk import Desk, failure, request_of
 from .effects import DecodeEvent, Ready, RoomFailed
-from .engine.base import Broken, DecodeEngine, Finished, Request, Token
+from .engine_api import Broken, DecodeEngine, Finished, Request, Token
 from .engine_thread import Cancel, DecodeOutcome, Dropped, Generate, Order
 from .errors import Cause, LocalProtocolError, RemoteProtocolError
 from .group import frames

@@ -351,8 +351,8 @@ def _generate(demo: DemoConfig, texts: list[str]) -> list[dict[str, str]]:
     """The digests that each answer has to have."""
     import numpy as np
 
-    from .engine.base import EngineConfig
     from .engine.reference import generate_many
+    from .engine_api import EngineConfig
     from .ranks import device_of
     from .wire import Ranks, Sampling
 

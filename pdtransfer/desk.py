@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from .effects import Send
-from .engine.base import Request
+from .engine_api import Request
 from .errors import Cause, RemoteProtocolError
 from .limits import TEXT_LENGTH_MAX
 from .service import Introduce, Service, ServiceEffect, Start, Stop

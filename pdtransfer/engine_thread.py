@@ -16,17 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .engine.base import (
-    Broken,
-    Computed,
-    DecodeEngine,
-    Event,
-    Finished,
-    Prefilled,
-    PrefillEngine,
-    Request,
-    Token,
-)
+from .engine_api import Broken, Computed, DecodeEngine, Event, Finished, Prefilled, PrefillEngine, Request, Token
 from .errors import LocalProtocolError, WorldError
 from .layout import slots_of_rows
 from .offers import Offers, Push

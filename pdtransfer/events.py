@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from .engine.base import Event
+from .engine_api import Event
 from .errors import WorldError
 
 POLL_S = 0.0002  # how often an event that has not fired is asked again

@@ -16,7 +16,7 @@ from .config import DecodeConfig, PrefillConfig
 from .daemon_metrics import DecodeMetrics, PrefillMetrics
 from .desk import request_of
 from .effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
-from .engine.base import Broken, DecodeEngine, Finished, Prefilled, PrefillEngine, Request, Token
+from .engine_api import Broken, DecodeEngine, Finished, Prefilled, PrefillEngine, Request, Token
 from .engine_thread import (
     Cancel,
     Compute,

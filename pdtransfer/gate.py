@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .engine.base import Event
+from .engine_api import Event
 from .offers import Every
 
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 
 from . import memory
-from .engine.base import CardMemory
+from .engine_api import CardMemory
 from .errors import PDTransferError, WorldError
 from .kernels import ipc
 from .kernels.card import card as card_of

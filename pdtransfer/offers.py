@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from .engine.base import Broken, Computed, Event, Prefilled
+from .engine_api import Broken, Computed, Event, Prefilled
 from .layout import Component, Layout
 
 Push: TypeAlias = Literal["auto", "layers", "end"]

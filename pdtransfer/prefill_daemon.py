@@ -19,7 +19,7 @@ from .config import PrefillConfig
 from .daemon_metrics import PrefillMetrics
 from .desk import Desk, failure, request_of
 from .effects import Drained, Landed, Leased, PrefillEvent, RoomFailed
-from .engine.base import Broken, CardMemory, Prefilled, PrefillEngine, SharedMemory, Spans
+from .engine_api import Broken, CardMemory, Prefilled, PrefillEngine, SharedMemory, Spans
 from .engine_thread import Cancel, Compute, Free, Offered, Order, PrefillOutcome, Refused
 from .errors import Cause, RemoteProtocolError
 from .group import frames

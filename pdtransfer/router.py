@@ -20,7 +20,7 @@ from .bus import Bus
 from .completions import Answer, BadRequestError, Completion, Text, error, models, parse
 from .config import RouterConfig
 from .effects import Send
-from .engine.base import Spans
+from .engine_api import Spans
 from .errors import ArenaFullError, Cause, ConfigError, RemoteProtocolError
 from .http import Health, Listener, application
 from .keys import AllowList, KeyPair

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdtransfer.engine.base import Broken, Computed, EngineConfig, Finished, Prefilled, Request, Token
 from pdtransfer.engine.reference import Generation, create
+from pdtransfer.engine_api import Broken, Computed, EngineConfig, Finished, Prefilled, Request, Token
 from pdtransfer.layout import Layout, expand_pages
 from pdtransfer.wire import Sampling
 

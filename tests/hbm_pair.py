@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from pdtransfer.client import DecodeClient, PrefillClient
-from pdtransfer.engine.base import HBM_ALIGNMENT
+from pdtransfer.engine_api import HBM_ALIGNMENT
 from pdtransfer.hbm import Hbm
 from pdtransfer.layout import Component
 from pdtransfer.memory import Arena

@@ -9,7 +9,7 @@ import pytest
 
 from pdtransfer import daemon
 from pdtransfer.config import DecodeConfig
-from pdtransfer.engine.base import HBM_ALIGNMENT, CardMemory, EngineCard
+from pdtransfer.engine_api import HBM_ALIGNMENT, CardMemory, EngineCard
 from pdtransfer.errors import WorldError
 from pdtransfer.layout import Component, Span
 from pdtransfer.layouts import host_layout

@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from pdtransfer.daemon_metrics import DecodeMetrics
-from pdtransfer.engine.base import HotFigures
+from pdtransfer.engine_api import HotFigures
 from pdtransfer.errors import Cause
 from pdtransfer.limits import Limits
 from pdtransfer.wire import Begin, Sampling, pack_ids

@@ -14,11 +14,11 @@ import torch
 
 from pdtransfer.engine import deep_steps
 from pdtransfer.engine.attention import KEY_BLOCK
-from pdtransfer.engine.base import HiSparse
 from pdtransfer.engine.capture import Captures
 from pdtransfer.engine.deep import create
 from pdtransfer.engine.deep_steps import DeepSteps
 from pdtransfer.engine.residency import Tables, reach
+from pdtransfer.engine_api import HiSparse
 from pdtransfer.limits import Limits
 
 from .engine_pair import Decode, Prefill, prompts, request

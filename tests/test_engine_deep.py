@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as nn
 
 from pdtransfer.engine import deep
-from pdtransfer.engine.base import Computed, HiSparse, Prefilled
 from pdtransfer.engine.deep import create
 from pdtransfer.engine.prefill import _Pick
+from pdtransfer.engine_api import Computed, HiSparse, Prefilled
 from pdtransfer.errors import ConfigError
 from pdtransfer.layout import expand_pages
 from pdtransfer.wire import Ranks

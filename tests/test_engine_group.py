@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdtransfer.engine.base import Computed
 from pdtransfer.engine.reference import create, generate_many
+from pdtransfer.engine_api import Computed
 from pdtransfer.errors import ConfigError
 from pdtransfer.wire import Ranks, Sampling
 from tests.engine_group import Threads, decodes, generate, prefills, together

@@ -5,8 +5,8 @@ from itertools import count
 import numpy as np
 import pytest
 
-from pdtransfer.engine.base import Broken, Finished, HiSparse
 from pdtransfer.engine.reference import create, generate_many
+from pdtransfer.engine_api import Broken, Finished, HiSparse
 from pdtransfer.errors import ConfigError, LocalProtocolError
 from pdtransfer.layouts import HOST_LAYOUTS
 from pdtransfer.limits import Limits

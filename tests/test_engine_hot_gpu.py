@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from pdtransfer.engine import deep, deep_steps, hot_step
-from pdtransfer.engine.base import CardMemory
 from pdtransfer.engine.decode import ReferenceDecode
 from pdtransfer.engine.reference import create
+from pdtransfer.engine_api import CardMemory
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
 from pdtransfer.memory import Arena

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pdtransfer.engine.base import Broken, Finished
 from pdtransfer.engine.reference import create, generate_many
+from pdtransfer.engine_api import Broken, Finished
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.wire import Ranks
 from tests.engine_group import Threads, carry, prefills, together

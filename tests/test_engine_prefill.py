@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from pdtransfer.engine import prefill
-from pdtransfer.engine.base import Computed
 from pdtransfer.engine.prefill import ReferencePrefill
 from pdtransfer.engine.reference import create
 from pdtransfer.engine.sampling import Handoff
+from pdtransfer.engine_api import Computed
 from pdtransfer.errors import WorldError
 from pdtransfer.headroom import Headroom
 from pdtransfer.layout import expand_pages

@@ -71,5 +71,5 @@ def test_ids_out_of_the_vocabulary_are_named(ids):
 
 
 def test_the_tokeniser_and_the_contract_import_no_torch():
-    code = "import sys, pdtransfer.engine.base, pdtransfer.engine.tokens; sys.exit('torch' in sys.modules)"
+    code = "import sys, pdtransfer.engine_api, pdtransfer.engine.tokens; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

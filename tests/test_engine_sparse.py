@@ -8,12 +8,12 @@ import torch
 
 from pdtransfer.engine.architecture import INDEX_DIM, INDEX_HEADS
 from pdtransfer.engine.attention import KEY_BLOCK
-from pdtransfer.engine.base import Finished
 from pdtransfer.engine.indexer import IndexCache, Queries, pick_top, scores
 from pdtransfer.engine.numerics import single_threaded
 from pdtransfer.engine.reference import create, generate, generate_many
 from pdtransfer.engine.residency import AllResident, Part
 from pdtransfer.engine.steps import Own, _readings
+from pdtransfer.engine_api import Finished
 from pdtransfer.layouts import DSA_INDEX_PARTS, HOST_LAYOUTS, item_layout
 from pdtransfer.wire import Sampling
 from tests.engine_cuts import are_the_same, otherwise

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pdtransfer import engine_thread
-from pdtransfer.engine.base import Broken, Computed, EngineCard, Finished, Prefilled, Request, Token
+from pdtransfer.engine_api import Broken, Computed, EngineCard, Finished, Prefilled, Request, Token
 from pdtransfer.engine_thread import (
     Cancel,
     Compute,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pdtransfer import offers
-from pdtransfer.engine.base import Broken, Computed, Prefilled
+from pdtransfer.engine_api import Broken, Computed, Prefilled
 from pdtransfer.layout import Component, Span
 from pdtransfer.layouts import DSA_INDEX_PARTS, host_layout, item_layout
 from pdtransfer.offers import Every, Offers

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer.engine.base import CardMemory
+from pdtransfer.engine_api import CardMemory
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver, ipc
 from pdtransfer.kernels.hooks import backup_from_device_all_layer, load_to_device_per_layer

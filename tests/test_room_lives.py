@@ -13,7 +13,7 @@ from typing import Any
 import uvloop
 
 from pdtransfer import engine_thread
-from pdtransfer.engine.base import Finished
+from pdtransfer.engine_api import Finished
 from pdtransfer.engine_thread import Cancel, Dropped, Free, Generate, Offered, Quit
 from pdtransfer.errors import Cause
 from pdtransfer.group import frames

@@ -21,7 +21,7 @@ from .. import engine_thread
 from ..config import DecodeConfig, PrefillConfig
 from ..daemon import attach, create_engine
 from ..effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
-from ..engine.base import Broken, CardMemory, Finished, Prefilled, Request, SharedMemory
+from ..engine_api import Broken, CardMemory, Finished, Prefilled, Request, SharedMemory
 from ..engine_thread import Compute, DecodeOutcome, Free, Generate, Offered, PrefillOutcome, Quit, Refused
 from ..errors import PDTransferError
 from ..hbm import Hbm

@@ -8,11 +8,11 @@ from typing import Literal
 import numpy as np
 import torch
 
+from ..engine_api import EngineCard, EngineConfig, Request
 from ..errors import ConfigError, LocalProtocolError
 from ..layout import Component, Layout, Span
 from ..layouts import DSA_INDEX_PARTS, host_layout, item_layout
 from .architecture import Architecture, EngineOptions, Options
-from .base import EngineCard, EngineConfig, Request
 from .model import Model, Transformer
 from .numerics import VECTOR, exp2
 from .tokens import VOCABULARY

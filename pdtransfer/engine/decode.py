@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..engine_api import Broken, CardMemory, EngineCard, EngineConfig, Finished, HotFigures, Request, Token
 from ..errors import CapacityError, ConfigError
 from ..kernels.pools import Pool
 from ..layout import Layout, check_slots
 from .architecture import EngineOptions
 from .attention import KEY_BLOCK
-from .base import Broken, CardMemory, EngineCard, EngineConfig, Finished, HotFigures, Request, Token
 from .cache import Cache, reached
 from .card import COMPONENT, INDEX, build_card, check_request
 from .hot import Hot, capacity_of

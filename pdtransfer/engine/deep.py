@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as nn
 
+from ..engine_api import DecodeEngine, EngineConfig, Group, PrefillEngine
 from ..errors import ConfigError
 from .architecture import DIGEST_BYTES, INDEX_DIM, INDEX_HEADS, Architecture, EngineOptions
 from .attention import Tiles
-from .base import DecodeEngine, EngineConfig, Group, PrefillEngine
 from .batch import Batch, Whole
 from .card import check_config, device_of
 from .decode import ReferenceDecode

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..engine_api import EngineConfig, HiSparse, HotFigures
 from ..errors import CapacityError, ConfigError, WorldError
 from ..hisparse.coordinator import Capacity, Coordinator, Placement
 from ..hisparse.hot import HotPool
@@ -21,7 +22,6 @@ from ..hisparse.scheduler import Scheduler, Turn
 from ..kernels.pools import Pool
 from ..layout import Layout
 from ..layouts import host_layout
-from .base import EngineConfig, HiSparse, HotFigures
 from .cache import Cache
 from .hot_step import HotStep
 from .marks import POLL_S, Fetched, Marks, several

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..engine_api import Event
 from ..hisparse.hot import HotPool
-from .base import Event
 from .capture import captured
 from .sending import sent
 

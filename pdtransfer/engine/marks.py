@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .base import Event, Spans
+from ..engine_api import Event, Spans
 
 POLL_S = 0.00005
 UNTOLD_MAX = 1_024  # spans: who is never idle tells those that are over as it goes

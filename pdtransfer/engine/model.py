@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..engine_api import Alone, Group
 from ..wire import Ranks
 from .architecture import DIGEST_BYTES, Architecture, Weights
 from .attention import Tiles, attend
-from .base import Alone, Group
 from .batch import Batch
 from .cache import Cache
 from .indexer import Indexer, IndexerMath

@@ -19,13 +19,13 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..engine_api import Broken, CardMemory, Computed, EngineCard, EngineConfig, Event, Prefilled, Request, SharedMemory
 from ..errors import WorldError
 from ..headroom import headroom
 from ..layout import expand_pages
 from ..wire import Ranks
 from .architecture import EngineOptions
 from .attention import KEY_BLOCK, Tiles, causal_bias
-from .base import Broken, CardMemory, Computed, EngineCard, EngineConfig, Event, Prefilled, Request, SharedMemory
 from .batch import Batch, EveryKey, Keys
 from .cache import Cache, Pages
 from .card import COMPONENT, INDEX, build_card, check_request

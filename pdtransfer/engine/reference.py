@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ..engine_api import Broken, DecodeEngine, EngineConfig, Finished, Prefilled, PrefillEngine, Request, Token
 from ..wire import Sampling
 from .architecture import Options
-from .base import Broken, DecodeEngine, EngineConfig, Finished, Prefilled, PrefillEngine, Request, Token
 from .card import build_model
 from .decode import ReferenceDecode
 from .prefill import ReferencePrefill

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..config import DecodeConfig, PrefillConfig, child_environment
-from ..engine.base import EngineCard
+from ..engine_api import EngineCard
 from ..errors import ConfigError, WorldError
 from ..flags import arguments
 from ..ranks import group_address, key_of, label, ranks_of

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arena import Extents, FreeExtents, slot_count, slots_of
-from ..engine.base import Event
+from ..engine_api import Event
 from ..errors import CapacityError, LocalProtocolError
 from ..states import step
 from .states import SPARSE_REQUEST, SPARSE_REQUEST_ENDS, SparseRequest, SparseRequestEvent

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..admission import Pace
-from ..engine.base import Event
+from ..engine_api import Event
 from ..errors import CapacityError, LocalProtocolError, WorldError
 from ..limits import Limits
 from .coordinator import Coordinator, Int64s, Placement

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from ..engine.base import CardMemory
+from ..engine_api import CardMemory
 from ..errors import TransportError, WorldError
 from ..memory import Arena, Mapping, map_received
 from . import card as cards

@@ -23,7 +23,7 @@ from ..effects import (
     Unmap,
     Write,
 )
-from ..engine.base import Spans
+from ..engine_api import Spans
 from ..errors import Cause, LocalProtocolError, PDTransferError, TransportError
 from ..events import Event, EventQueue
 from ..gate import Gate

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from ..cancel import Cancel
-from ..engine.base import Spans
+from ..engine_api import Spans
 from ..errors import WorldError
 from ..gate import Gate
 from ..geometry import Int64s

@@ -21,7 +21,7 @@ import numpy as np
 from .. import sums
 from ..checksum import MASK, runs_of
 from ..effects import Outcome
-from ..engine.base import Spans
+from ..engine_api import Spans
 from ..errors import PDTransferError, WorldError
 from ..geometry import Int64s
 from ..kernels.lanes import NEVER_NS

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pdtransfer.engine.base import EngineConfig
+from pdtransfer.engine_api import EngineConfig
 from pdtransfer.memory import Arena
 from tests.integration import plain
 from tests.integration.plain import HELD_S

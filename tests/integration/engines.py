@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pdtransfer.engine.base import Broken, EngineConfig, Finished, Request, Token
+from pdtransfer.engine_api import Broken, EngineConfig, Finished, Request, Token
 from tests.integration import plain
 
 HELD_S = 2e-3  # between two looks at a gate

@@ -24,7 +24,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdtransfer.config import DecodeConfig, PrefillConfig, RouterConfig
-from pdtransfer.engine.base import EngineConfig
+from pdtransfer.engine_api import EngineConfig
 from pdtransfer.fleet import Daemon, Fleet
 from pdtransfer.limits import Limits
 from pdtransfer.transports.network import Network

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtransfer.engine.base import Broken, Computed, EngineCard, EngineConfig, Finished, Prefilled, Request, Token
+from pdtransfer.engine_api import Broken, Computed, EngineCard, EngineConfig, Finished, Prefilled, Request, Token
 from pdtransfer.hybrid import deepseek_v4
 from pdtransfer.layout import Component
 from tests.integration.plain import WRONG, stamps, token, told

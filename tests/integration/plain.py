@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtransfer.engine.base import (
+from pdtransfer.engine_api import (
     Broken,
     Computed,
     EngineCard,

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer.engine.base import EngineConfig
 from pdtransfer.engine.reference import Generation, generate_many
+from pdtransfer.engine_api import EngineConfig
 from pdtransfer.fleet import Daemon
 from pdtransfer.wire import Sampling
 from tests.integration.fleets import (

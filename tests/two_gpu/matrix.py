@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pdtransfer.engine.base import EngineConfig
 from pdtransfer.engine.reference import Generation, generate_many
+from pdtransfer.engine_api import EngineConfig
 from pdtransfer.errors import TransportError
 from pdtransfer.ranks import device_of
 from pdtransfer.transports.choice import taken

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdtransfer.engine.base import Event
+from pdtransfer.engine_api import Event
 from pdtransfer.hisparse.coordinator import Capacity, Coordinator, Placement, _Entry
 from pdtransfer.hisparse.scheduler import Scheduler, Turn
 from pdtransfer.hisparse.states import SPARSE_REQUEST_ENDS, SparseRequest

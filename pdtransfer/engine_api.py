@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import Component
-from ..limits import Limits
-from ..wire import Ranks, Sampling
+from .layout import Component
+from .limits import Limits
+from .wire import Ranks, Sampling
 
 
 class Group(Protocol):

@@ -7,7 +7,7 @@
 
 #include "rows.h"
 
-/* One plane's rows on either side, as pdtransfer.pairing.Pairing has them, with bases that are addresses. */
+/* One plane's rows on either side, as pdtransfer.layout.pairing.Pairing has them, with bases that are addresses. */
 struct Pair {
     int64_t source_base, source_page_stride, source_row_stride;
     int64_t target_base, target_page_stride, target_row_stride;

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import LocalProtocolError
-from .layout import Component, Layout
+from .layout.layout import Component, Layout
 from .twins import repeated
 
 Extents = NDArray[np.int64]

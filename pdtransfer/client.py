@@ -25,7 +25,7 @@ from .effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, 
 from .errors import LocalProtocolError, PDTransferError
 from .events import Event
 from .keys import AllowList
-from .layout import Component, slots_of_rows
+from .layout.layout import Component, slots_of_rows
 from .limits import TOKENS_MAX
 from .memory import Arena
 from .node import DecodeNode, NodeSettings, PrefillNode

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .arena import Extents
 from .errors import Cause
 from .gate import Gate
-from .layout import Component
+from .layout.layout import Component
 from .wire import Message, Reach
 
 

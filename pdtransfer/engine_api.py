@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .layout import Component
+from .layout.layout import Component
 from .limits import Limits
 from .wire import Ranks, Sampling
 

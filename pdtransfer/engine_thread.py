@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .engine_api import Broken, Computed, DecodeEngine, Event, Finished, Prefilled, PrefillEngine, Request, Token
 from .errors import LocalProtocolError, WorldError
-from .layout import slots_of_rows
+from .layout.layout import slots_of_rows
 from .offers import Offers, Push
 from .port import Port
 from .session.prefill import Cell

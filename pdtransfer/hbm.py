@@ -14,7 +14,7 @@ from .errors import PDTransferError, WorldError
 from .kernels import ipc
 from .kernels.card import card as card_of
 from .kernels.pools import Pool
-from .layout import Layout
+from .layout.layout import Layout
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from .engine_api import Broken, Computed, Event, Prefilled
-from .layout import Component, Layout
+from .layout.layout import Component, Layout
 
 Push: TypeAlias = Literal["auto", "layers", "end"]
 

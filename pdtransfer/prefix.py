@@ -16,7 +16,7 @@ from math import lcm
 import numpy as np
 
 from .arena import Arena, Block, Extents, Holding, cut
-from .layout import Component
+from .layout.layout import Component
 from .limits import TOKENS_MAX, Limits
 from .twins import leased
 

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cancel import Cancel
-from .geometry import Int64s
-from .plan import Plan
+from .layout.geometry import Int64s
+from .layout.plan import Plan
 
 _PIECE_BYTES = 4 << 20  # between two looks at the cancel word
 _LONG_RUN_ROWS = 8  # on average: from here on a slice a run is faster than an index a row

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from . import geometry
 from .errors import LocalProtocolError
-from .layout import Component, Layout, Plane, head_keys
-from .mismatch import Range, joined, text_of
-from .pairing import Pairing, pair
+from .layout import geometry
+from .layout.layout import Component, Layout, Plane, head_keys
+from .layout.mismatch import Range, joined, text_of
+from .layout.pairing import Pairing, pair
 from .wire import Holds, Identity, Ranks
 
 _HEADS, _KIND_BIT = 1 << 17, 33  # head_keys: a layer's heads, more than any plane can name; where kinds begin

@@ -11,9 +11,9 @@ import numpy as np
 
 from . import kernels, rows
 from .cancel import Cancel
-from .checksum import MASK, Lines, hashes, pieces_of, row_seeds, runs_of
-from .geometry import Int64s
-from .plan import Plan
+from .layout.checksum import MASK, Lines, hashes, pieces_of, row_seeds, runs_of
+from .layout.geometry import Int64s
+from .layout.plan import Plan
 
 _ABI = 2  # of kernels/host_checksum.c
 _SLICE_BYTES = 256 << 10  # summed, then copied out of the cache

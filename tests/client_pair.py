@@ -18,7 +18,7 @@ import torch
 
 from pdtransfer.client import DecodeClient, PrefillClient
 from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
-from pdtransfer.layout import Component, Span
+from pdtransfer.layout.layout import Component, Span
 from pdtransfer.limits import Limits
 from pdtransfer.memory import Arena
 from pdtransfer.node import NodeSettings

@@ -16,7 +16,7 @@ from pdtransfer.errors import TransportError, WorldError
 from pdtransfer.gate import Gate
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool, Progress, Slots, State
-from pdtransfer.layout import Layout
+from pdtransfer.layout.layout import Layout
 from pdtransfer.timeline import Timeline
 
 _libc = ctypes.CDLL(None)

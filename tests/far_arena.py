@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from pdtransfer import sums
-from pdtransfer.checksum import lines_of, runs_of
 from pdtransfer.client import DecodeClient
 from pdtransfer.effects import Ready, RoomFailed
+from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.limits import Limits
 from pdtransfer.memory import Arena
 from tests.bus_peers import pair

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from pdtransfer import sums
-from pdtransfer.checksum import lines_of, runs_of
 from pdtransfer.effects import Outcome, Write
+from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory import Arena
 from pdtransfer.transports.lane import WriterCard
 from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter

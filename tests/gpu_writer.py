@@ -17,7 +17,7 @@ from pdtransfer.kernels import card as cards
 from pdtransfer.kernels.ipc import Handle, Opened
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool
-from pdtransfer.layout import Layout, Plane
+from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.memory import map_received
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import Reach

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pdtransfer.hybrid import deepseek_v4
-from pdtransfer.layout import Component
-from pdtransfer.layouts import C4_PARTS, DSA_INDEX_PARTS
+from pdtransfer.layout.deepseek_v4 import deepseek_v4
+from pdtransfer.layout.layout import Component
+from pdtransfer.layout.layout_builders import C4_PARTS, DSA_INDEX_PARTS
 from tests.layout_tensors import CANARY, Bytes, Model, Pool, Slots, content
 
 RATIOS = (0, 4, 128, 4, 4, 128)  # some layers keep their window alone, none keeps all

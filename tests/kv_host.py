@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from pdtransfer.client import DecodeClient, PrefillClient
 from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.keys import AllowList, KeyPair
-from pdtransfer.layout import Component, Span
-from pdtransfer.layouts import host_layout
+from pdtransfer.layout.layout import Component, Span
+from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import Limits
 from pdtransfer.memory import Arena, allocate
 from pdtransfer.node import NodeSettings

@@ -16,8 +16,8 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdtransfer.layout import Layout, Plane
-from pdtransfer.layouts import C4_PARTS, DSA_INDEX_PARTS, PagePart, host_layout, item_layout
+from pdtransfer.layout.layout import Layout, Plane
+from pdtransfer.layout.layout_builders import C4_PARTS, DSA_INDEX_PARTS, PagePart, host_layout, item_layout
 
 Bytes = NDArray[np.uint8]
 Slots = NDArray[np.int64]

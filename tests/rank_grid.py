@@ -17,9 +17,9 @@ import numpy as np
 from pdtransfer import effects as fx
 from pdtransfer import rows
 from pdtransfer.cancel import Cancel
-from pdtransfer.layout import Component, Span
+from pdtransfer.layout.layout import Component, Span
+from pdtransfer.layout.plan import plan
 from pdtransfer.limits import Limits
-from pdtransfer.plan import plan
 from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.parts import prefix_rows
 from pdtransfer.session.prefill import Cell, PrefillSessions

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdtransfer.arena import Arena, Extents, ExtentSet, FreeExtents, cut, slots_below, slots_of
-from pdtransfer.layout import Component, Layout, Plane, Span
-from pdtransfer.layouts import HOST_LAYOUTS, host_layout
+from pdtransfer.layout.layout import Component, Layout, Plane, Span
+from pdtransfer.layout.layout_builders import HOST_LAYOUTS, host_layout
 
 GRANULE, SLOTS = 4, 160
 

@@ -19,7 +19,7 @@ from pdtransfer.bench.pd_rank import Prompt, Way
 from pdtransfer.bench.pd_sums import host_sums
 from pdtransfer.errors import WorldError
 from pdtransfer.first_token import Split
-from pdtransfer.layouts import host_layout
+from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.timeline import Span
 from pdtransfer.trace import read
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from pdtransfer import kernels, sums
 from pdtransfer.cancel import Cancel
-from pdtransfer.checksum import MASK, Lines, hash_of, hashes, lines_of, pieces_of, runs_of
-from pdtransfer.layout import Layout, Plane
-from pdtransfer.pairing import pair
-from pdtransfer.plan import plan
+from pdtransfer.layout.checksum import MASK, Lines, hash_of, hashes, lines_of, pieces_of, runs_of
+from pdtransfer.layout.layout import Layout, Plane
+from pdtransfer.layout.pairing import pair
+from pdtransfer.layout.plan import plan
 from pdtransfer.sums import Native, checksum
 from tests import stranger
 from tests.layout_tensors import CANARY, Pool, mha, mla, models, pools

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdtransfer.layout import Buffer, Layout
-from pdtransfer.layouts import HOST_LAYOUTS, ITEM_LAYOUTS
+from pdtransfer.layout.layout import Buffer, Layout
+from pdtransfer.layout.layout_builders import HOST_LAYOUTS, ITEM_LAYOUTS
 from tests.layout_tensors import Model, Pool, c4, dsa_index, mha, mla, models, plane, pools
 
 bounded = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

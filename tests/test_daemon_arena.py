@@ -11,8 +11,8 @@ from pdtransfer import daemon
 from pdtransfer.config import DecodeConfig
 from pdtransfer.engine_api import HBM_ALIGNMENT, CardMemory, EngineCard
 from pdtransfer.errors import WorldError
-from pdtransfer.layout import Component, Span
-from pdtransfer.layouts import host_layout
+from pdtransfer.layout.layout import Component, Span
+from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.memory import Arena
 
 from .fake_card import FakeRegistrar

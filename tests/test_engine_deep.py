@@ -12,7 +12,7 @@ from pdtransfer.engine.deep import create
 from pdtransfer.engine.prefill import _Pick
 from pdtransfer.engine_api import Computed, HiSparse, Prefilled
 from pdtransfer.errors import ConfigError
-from pdtransfer.layout import expand_pages
+from pdtransfer.layout.layout import expand_pages
 from pdtransfer.wire import Ranks
 from tests.engine_pair import Decode, Prefill, config, copy_rows, heads_of, places, prompts, request
 

@@ -8,7 +8,7 @@ import pytest
 from pdtransfer.engine.reference import create, generate_many
 from pdtransfer.engine_api import Broken, Finished, HiSparse
 from pdtransfer.errors import ConfigError, LocalProtocolError
-from pdtransfer.layouts import HOST_LAYOUTS
+from pdtransfer.layout.layout_builders import HOST_LAYOUTS
 from pdtransfer.limits import Limits
 from pdtransfer.timeline import Timeline
 from tests.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request

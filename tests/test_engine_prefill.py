@@ -13,7 +13,7 @@ from pdtransfer.engine.sampling import Handoff
 from pdtransfer.engine_api import Computed
 from pdtransfer.errors import WorldError
 from pdtransfer.headroom import Headroom
-from pdtransfer.layout import expand_pages
+from pdtransfer.layout.layout import expand_pages
 from tests.engine_pair import SMALL, Prefill, config, heads_of, places, prompts, request
 
 

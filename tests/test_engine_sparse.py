@@ -14,7 +14,7 @@ from pdtransfer.engine.reference import create, generate, generate_many
 from pdtransfer.engine.residency import AllResident, Part
 from pdtransfer.engine.steps import Own, _readings
 from pdtransfer.engine_api import Finished
-from pdtransfer.layouts import DSA_INDEX_PARTS, HOST_LAYOUTS, item_layout
+from pdtransfer.layout.layout_builders import DSA_INDEX_PARTS, HOST_LAYOUTS, item_layout
 from pdtransfer.wire import Sampling
 from tests.engine_cuts import are_the_same, otherwise
 from tests.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request

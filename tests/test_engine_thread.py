@@ -29,8 +29,8 @@ from pdtransfer.engine_thread import (
 from pdtransfer.errors import WorldError
 from pdtransfer.group import frames
 from pdtransfer.group.lead import Follower, Lead
-from pdtransfer.layout import Component, Span
-from pdtransfer.layouts import host_layout
+from pdtransfer.layout.layout import Component, Span
+from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import AUX_BYTES_MAX
 from pdtransfer.offers import Push
 from pdtransfer.port import Port

@@ -16,7 +16,7 @@ import pytest
 from pdtransfer.client import DecodeClient, PrefillClient
 from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.errors import Cause, LocalProtocolError
-from pdtransfer.layout import Component
+from pdtransfer.layout.layout import Component
 from pdtransfer.memory import Arena
 from tests.client_pair import PATIENCE_S, Expected, Late, settings, slots_of_pages
 from tests.layout_tensors import CANARY, Pool, mha, mla

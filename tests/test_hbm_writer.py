@@ -14,7 +14,7 @@ from pdtransfer.effects import Outcome
 from pdtransfer.errors import TransportError
 from pdtransfer.hbm import Hbm
 from pdtransfer.kernels import registered
-from pdtransfer.layout import Component
+from pdtransfer.layout.layout import Component
 from pdtransfer.memory import Arena
 from pdtransfer.transports.shm import ShmArena
 from pdtransfer.transports.shm import writer as shm_writer

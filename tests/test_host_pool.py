@@ -11,7 +11,7 @@ import pytest
 
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool
-from pdtransfer.layouts import HOST_LAYOUTS, ITEM_LAYOUTS
+from pdtransfer.layout.layout_builders import HOST_LAYOUTS, ITEM_LAYOUTS
 from tests.client_pair import Expected, client_pair, slots_of_pages
 from tests.layout_tensors import Model, c4, dsa_index, mha, mla
 from tests.layout_tensors import Pool as Tensors

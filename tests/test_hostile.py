@@ -13,7 +13,7 @@ import pytest
 
 from pdtransfer import effects as fx
 from pdtransfer.errors import Cause, RemoteProtocolError
-from pdtransfer.layout import Component, Layout, Span
+from pdtransfer.layout.layout import Component, Layout, Span
 from pdtransfer.wire import (
     MESSAGES,
     Abort,

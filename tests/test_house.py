@@ -109,7 +109,7 @@ def linted_as_it_is() -> str:
     [
         ("arena.py", "import time", "pdtransfer.arena is not allowed to import time"),
         ("session/links.py", "import zmq", "pdtransfer.session is not allowed to import zmq"),
-        ("layout.py", "from .wire import Message", "pdtransfer.layout is not allowed to import pdtransfer.wire"),
+        ("layout/layout.py", "from ..wire import Message", "pdtransfer.layout.layout is not allowed to import pdtransfer.wire"),
         ("errors.py", "from . import config", "pdtransfer.errors is not allowed to import pdtransfer.config"),
         ("hisparse/coordinator.py", "import torch", "pdtransfer.hisparse.coordinator is not allowed to import torch"),
         ("engine/tokens.py", "from ..bus import Bus", "pdtransfer.engine is not allowed to import pdtransfer.bus"),

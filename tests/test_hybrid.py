@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import LocalProtocolError
-from pdtransfer.hybrid import deepseek_v4
-from pdtransfer.layout import Component, Span
-from pdtransfer.layouts import ITEM_LAYOUTS
+from pdtransfer.layout.deepseek_v4 import deepseek_v4
+from pdtransfer.layout.layout import Component, Span
+from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
 from tests.hybrid_pools import RATIOS, layers_of, pools_of
 from tests.layout_tensors import CANARY, content
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
-from pdtransfer.layout import Component
-from pdtransfer.layouts import ITEM_LAYOUTS
+from pdtransfer.layout.layout import Component
+from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
 from pdtransfer.memory import Arena
 from pdtransfer.node import DecodeNode, PrefillNode
 from pdtransfer.session.prefill import Cell

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from pdtransfer import kernels
 from pdtransfer.cancel import Cancel
 from pdtransfer.kernels import Native
-from pdtransfer.layout import Layout, Plane
-from pdtransfer.pairing import pair
-from pdtransfer.plan import Plan, plan
+from pdtransfer.layout.layout import Layout, Plane
+from pdtransfer.layout.pairing import pair
+from pdtransfer.layout.plan import Plan, plan
 
 NUMPY = Native(path=None, text="numpy")
 MARGIN = 256

@@ -17,7 +17,7 @@ from pdtransfer.kernels import driver
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pages, PinnedCancel, Pool, Progress, State
 from pdtransfer.kernels.tables import Tables
-from pdtransfer.layout import Layout, Plane
+from pdtransfer.layout.layout import Layout, Plane
 
 from .layout_tensors import CANARY, Model, c4, dsa_index, mla
 from .layout_tensors import Pool as Tensors

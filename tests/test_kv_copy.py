@@ -25,7 +25,7 @@ from pdtransfer.kernels import UnusableError, card, compiled, driver, native, so
 from pdtransfer.kernels.kv_copy import CopyArgument, SlotsArgument, kv_copy
 from pdtransfer.kernels.pairs import lanes_of
 from pdtransfer.kernels.pools import Pages, PinnedCancel, Pool, Progress, State
-from pdtransfer.layouts import ITEM_LAYOUTS
+from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
 
 from . import kernels_host
 from .layout_tensors import CANARY, Model, c4, dsa_index, mha, mla, models, pools

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LocalProtocolError
-from pdtransfer.layout import Component, Layout, Plane, Span, check_slots, expand_pages, slots_of_rows
-from pdtransfer.layouts import C4_PARTS, HOST_LAYOUTS, host_layout, item_layout
+from pdtransfer.layout.layout import Component, Layout, Plane, Span, check_slots, expand_pages, slots_of_rows
+from pdtransfer.layout.layout_builders import C4_PARTS, HOST_LAYOUTS, host_layout, item_layout
 from pdtransfer.limits import PLANES_MAX
 from tests.layout_tensors import CANARY, Model, Pool, c4, content, dsa_index, mha, mla, models, plane, planes_of, pools
 

@@ -14,7 +14,7 @@ from pdtransfer.effects import Lift, Rows
 from pdtransfer.errors import WorldError
 from pdtransfer.hbm import Hbm
 from pdtransfer.kernels import kv_copy
-from pdtransfer.layout import Component, Span
+from pdtransfer.layout.layout import Component, Span
 from pdtransfer.transports import lifter
 
 from . import kernels_host

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdtransfer.checksum import CHECKSUM_BYTES
 from pdtransfer.effects import Lift, Offer, Ready, RoomFailed, StopLifting, Verify
 from pdtransfer.errors import Cause
+from pdtransfer.layout.checksum import CHECKSUM_BYTES
 from pdtransfer.limits import Limits
 from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.wire import Drained, Grant, Registered, Reject

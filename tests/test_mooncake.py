@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pdtransfer.config import DecodeConfig
 from pdtransfer.effects import Drained, Landed, Leased, Outcome, Ready, RoomFailed, Write
 from pdtransfer.errors import ConfigError, TransportError
-from pdtransfer.layout import Component
+from pdtransfer.layout.layout import Component
 from pdtransfer.limits import ENGINES_MAX
 from pdtransfer.memory import Arena
 from pdtransfer.node import DecodeNode, PrefillNode

@@ -10,8 +10,8 @@ import pytest
 
 from pdtransfer import offers
 from pdtransfer.engine_api import Broken, Computed, Prefilled
-from pdtransfer.layout import Component, Span
-from pdtransfer.layouts import DSA_INDEX_PARTS, host_layout, item_layout
+from pdtransfer.layout.layout import Component, Span
+from pdtransfer.layout.layout_builders import DSA_INDEX_PARTS, host_layout, item_layout
 from pdtransfer.offers import Every, Offers
 from tests.client_pair import Late
 

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LayoutMismatchError
-from pdtransfer.layout import Layout
-from pdtransfer.layouts import HOST_LAYOUTS
+from pdtransfer.layout.layout import Layout
+from pdtransfer.layout.layout_builders import HOST_LAYOUTS
+from pdtransfer.layout.pairing import Pairing, pair
 from pdtransfer.limits import FIELDS_MAX, PLANES_MAX
-from pdtransfer.pairing import Pairing, pair
 from tests.layout_tensors import Model, Pool, dsa_index, mha, mla, models, plane, pools
 
 bounded = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -218,9 +218,9 @@ def test_the_largest_layouts_pair(name: str) -> None:
 
 FIRST = """
 import sys
-from pdtransfer.layout import Component, Span
-from pdtransfer.layouts import host_layout
-from pdtransfer.pairing import pair
+from pdtransfer.layout.layout import Component, Span
+from pdtransfer.layout.layout_builders import host_layout
+from pdtransfer.layout.pairing import pair
 from pdtransfer.sharing import uncovered
 
 def made(name):

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdtransfer import plan as plan_module
 from pdtransfer.errors import LocalProtocolError
-from pdtransfer.layout import expand_pages
-from pdtransfer.layouts import HOST_LAYOUTS
-from pdtransfer.pairing import Pairing, pair
-from pdtransfer.plan import Plan, plan
+from pdtransfer.layout import plan as plan_module
+from pdtransfer.layout.layout import expand_pages
+from pdtransfer.layout.layout_builders import HOST_LAYOUTS
+from pdtransfer.layout.pairing import Pairing, pair
+from pdtransfer.layout.plan import Plan, plan
 from tests.layout_tensors import CANARY, Model, Pool, c4, content, dsa_index, mha, mla, models, pools
 
 bounded = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdtransfer.arena import Arena, Holding, slots_of
-from pdtransfer.layout import Component, Layout, Plane, Span
+from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.limits import Limits
 from pdtransfer.prefix import KnownPrefixes, PrefixCache, block_keys, block_tokens_of, root_key
 

@@ -17,7 +17,7 @@ from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver, stretches
 from pdtransfer.kernels.pools import PinnedCancel, Pool, Progress, State
 from pdtransfer.kernels.push import Backend, push
-from pdtransfer.layout import Layout, Plane
+from pdtransfer.layout.layout import Layout, Plane
 
 from .layout_tensors import CANARY, Model, c4, dsa_index, mla
 from .layout_tensors import Pool as Tensors

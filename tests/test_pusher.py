@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from pdtransfer import memory, sums
-from pdtransfer.checksum import lines_of, runs_of
 from pdtransfer.client import PrefillClient
 from pdtransfer.effects import FenceWriter, Outcome, Send
 from pdtransfer.errors import Cause, WorldError
 from pdtransfer.gate import Gate
 from pdtransfer.kernels import registered
 from pdtransfer.kernels.pools import State
+from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory import Arena
 from pdtransfer.node import PrefillNode
 from pdtransfer.offers import Every

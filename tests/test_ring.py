@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from pdtransfer import rows
 from pdtransfer.cancel import Cancel
-from pdtransfer.geometry import Int64s
 from pdtransfer.kernels import pools
 from pdtransfer.kernels.kv_copy import kv_copy
-from pdtransfer.pairing import pair
-from pdtransfer.plan import plan
+from pdtransfer.layout.geometry import Int64s
+from pdtransfer.layout.pairing import pair
+from pdtransfer.layout.plan import plan
 from pdtransfer.transports.mooncake import ring
 from tests.layout_tensors import CANARY, Model, Pool, c4, dsa_index, mha, mla
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdtransfer.pairing import pair
+from pdtransfer.layout.pairing import pair
 from pdtransfer.transports.mooncake.ring import OPERATIONS_MAX, PIECE_BYTES, SLOT_BYTES, Cut, cut
 from tests.layout_tensors import Pool, mla
 

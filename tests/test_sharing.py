@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from pdtransfer.effects import Drained, Landed, Ready, RoomFailed
 from pdtransfer.errors import Cause, LayoutMismatchError, LocalProtocolError
-from pdtransfer.layout import Component, Span
-from pdtransfer.pairing import pair
+from pdtransfer.layout.layout import Component, Span
+from pdtransfer.layout.pairing import pair
 from pdtransfer.session.parts import prefix_rows
 from pdtransfer.sharing import holds_of, pair_share, share_of, uncovered, wrong_fields
 from pdtransfer.wire import Holds, Identity, Ranks

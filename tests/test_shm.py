@@ -23,12 +23,12 @@ import pytest
 from numpy.typing import NDArray
 
 from pdtransfer import kernels, memory
-from pdtransfer.checksum import lines_of
 from pdtransfer.effects import Outcome, Write
 from pdtransfer.errors import LayoutMismatchError, RemoteProtocolError, TransportError
-from pdtransfer.layout import Component, Layout, Plane, Span, expand_pages
+from pdtransfer.layout.checksum import lines_of
+from pdtransfer.layout.layout import Component, Layout, Plane, Span, expand_pages
+from pdtransfer.layout.pairing import pair
 from pdtransfer.memory import Arena
-from pdtransfer.pairing import pair
 from pdtransfer.transports import copier
 from pdtransfer.transports.copier import Copier, Job
 from pdtransfer.transports.lane import WriterCard

@@ -15,7 +15,7 @@ from pdtransfer.kernels.pools import Pool
 from pdtransfer.kernels.set_mla import argument_of, launch, set_mla_kv_buffer
 from pdtransfer.kernels.standing import StandingCopy
 from pdtransfer.kernels.swap import HotBuffers, SwapPlan, swap_plan
-from pdtransfer.layout import Layout, Plane
+from pdtransfer.layout.layout import Layout, Plane
 
 from . import test_set_mla as on_cpu
 

@@ -17,7 +17,7 @@ from pdtransfer.kernels.newest import NewestArgument, newest_slots
 from pdtransfer.kernels.newest import argument_of as newest_argument_of
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.kernels.swap import HotBuffers, SwapArgument, SwapPlan, Told, argument_of, shape_of, swap_plan
-from pdtransfer.layout import Layout, Plane
+from pdtransfer.layout.layout import Layout, Plane
 
 from . import kernels_host
 from .layout_tensors import Pool as Tensors

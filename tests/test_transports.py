@@ -15,10 +15,10 @@ import uvloop
 from numpy.typing import NDArray
 
 from pdtransfer import sums
-from pdtransfer.checksum import lines_of, runs_of
 from pdtransfer.effects import Outcome, Write
 from pdtransfer.errors import TransportError
-from pdtransfer.layout import Component, Layout, Plane, Span
+from pdtransfer.layout.checksum import lines_of, runs_of
+from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.memory import Arena
 from pdtransfer.transports.base import ArenaTransport, WriterTransport
 from pdtransfer.transports.fake import FakeArena, FakeWriter

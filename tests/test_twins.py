@@ -11,7 +11,7 @@ import pytest
 
 from pdtransfer.effects import Map, Offer, Outcome, Ready, RoomFailed, Write
 from pdtransfer.errors import Cause, LocalProtocolError
-from pdtransfer.layout import Component, Layout
+from pdtransfer.layout.layout import Component, Layout
 from pdtransfer.limits import Limits
 from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.prefill import Cell

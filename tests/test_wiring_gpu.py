@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from pdtransfer import sums
-from pdtransfer.checksum import lines_of, runs_of
 from pdtransfer.effects import Outcome
 from pdtransfer.engine.reference import generate_many
 from pdtransfer.engine_api import EngineConfig
 from pdtransfer.kernels import driver
+from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory import Arena
 from pdtransfer.transports.lane import PoolCard
 from pdtransfer.wire import Sampling

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 import zmq
 
 from ..keys import Endpoint, KeyPair, generate_pair
-from ..layout import Component
+from ..layout.layout import Component
 from ..limits import FRAME_BYTES_MAX
 from ..process import prepare
 from ..wire import (

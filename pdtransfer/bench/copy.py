@@ -10,12 +10,12 @@ from time import perf_counter
 import numpy as np
 
 from .. import kernels
-from ..geometry import Int64s
 from ..kernels import Native
-from ..layout import expand_pages
+from ..layout.geometry import Int64s
+from ..layout.layout import expand_pages
+from ..layout.pairing import pair
+from ..layout.plan import Plan, plan
 from ..memory import Arena, Mapping, allocate
-from ..pairing import pair
-from ..plan import Plan, plan
 from .models import PAGE_SIZE, latent_layout
 from .report import Figures, Line
 

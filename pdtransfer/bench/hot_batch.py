@@ -19,8 +19,8 @@ from ..hisparse.coordinator import Capacity, Coordinator
 from ..hisparse.hot import HotPool
 from ..kernels.card import Card
 from ..kernels.pools import Pool
-from ..layout import Layout, Plane
-from ..layouts import HOST_LAYOUTS, host_layout
+from ..layout.layout import Layout, Plane
+from ..layout.layout_builders import HOST_LAYOUTS, host_layout
 from ..memory import Arena
 from .report import Figures
 

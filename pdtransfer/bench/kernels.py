@@ -12,7 +12,7 @@ import numpy as np
 from ..kernels.card import Card, card
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import Pool
-from ..layout import Layout, Plane
+from ..layout.layout import Layout, Plane
 from .models import PAGE_SIZE, latent_layout
 from .replays import Replays, Seconds, filled, registered
 from .report import Figures, Line

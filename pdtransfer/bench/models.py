@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import BenchModel, DecodeConfig, HostLayout, PrefillConfig
-from ..layout import Component, Layout, Span
-from ..layouts import host_layout
+from ..layout.layout import Component, Layout, Span
+from ..layout.layout_builders import host_layout
 
 PAGE_SIZE = 64
 

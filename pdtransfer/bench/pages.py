@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from .. import kernels
-from ..geometry import Int64s
 from ..kernels.card import Card, card
 from ..kernels.driver import count
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import Pool
-from ..layout import Layout, Plane
+from ..layout.geometry import Int64s
+from ..layout.layout import Layout, Plane
+from ..layout.pairing import pair
+from ..layout.plan import plan
 from ..memory import Arena, HugePages, Mapping, allocate, map_received
-from ..pairing import pair
-from ..plan import plan
 from .models import PAGE_SIZE, latent_layout
 from .replays import Replays
 from .report import Figures, Line

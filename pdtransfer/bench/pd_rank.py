@@ -26,7 +26,7 @@ from ..engine_thread import Compute, DecodeOutcome, Free, Generate, Offered, Pre
 from ..errors import PDTransferError
 from ..hbm import Hbm
 from ..kernels.card import card
-from ..layout import expand_pages
+from ..layout.layout import expand_pages
 from ..memory import Arena
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..offers import Push

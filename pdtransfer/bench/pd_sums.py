@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..geometry import Int64s
-from ..layout import Layout
+from ..layout.geometry import Int64s
+from ..layout.layout import Layout
 
 Sums: TypeAlias = dict[tuple[str, int, str, int], int]
 """By component, layer, kind and first head: sum over rows r and words w of word * odd(r) * odd(w), mod 2**64."""

@@ -8,9 +8,9 @@ from time import perf_counter
 
 import numpy as np
 
-from ..layout import expand_pages
-from ..pairing import pair
-from ..plan import plan
+from ..layout.layout import expand_pages
+from ..layout.pairing import pair
+from ..layout.plan import plan
 from .models import latent_layout
 from .report import Figures, Line
 

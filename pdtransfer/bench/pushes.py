@@ -13,7 +13,7 @@ import numpy as np
 from ..kernels.card import Card, card
 from ..kernels.pools import Pool, Progress, State
 from ..kernels.push import Backend, push
-from ..layout import Layout, Plane
+from ..layout.layout import Layout, Plane
 from .models import PAGE_SIZE, latent_layout
 from .replays import filled, registered
 from .report import Figures, Line

@@ -23,7 +23,7 @@ from ..bus import BusLimits
 from ..bus.sockets import NOBLOCK, NOBLOCK_MORE, Drain
 from ..effects import Drained, Landed, Leased, Ready, RoomFailed
 from ..errors import PDTransferError
-from ..layout import Component, expand_pages
+from ..layout.layout import Component, expand_pages
 from ..memory import Arena, allocate
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..process import prepare

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..keys import AllowList, KeyPair, generate_pair
-from ..layout import Component
+from ..layout.layout import Component
 from ..node import NodeSettings
 from ..transports.network import Transport
 from .orders import Batch, Echoes, Fragment, GiveUp, Memcpy, Stall, answer, begun

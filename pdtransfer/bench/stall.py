@@ -19,7 +19,7 @@ from ..effects import Drained, Leased, RoomFailed
 from ..errors import PDTransferError, WorldError
 from ..kernels.card import card
 from ..kernels.driver import count
-from ..layout import Component
+from ..layout.layout import Component
 from ..memory import Arena, allocate
 from ..node import NodeSettings
 from .models import PAGE_SIZE, components

@@ -12,7 +12,7 @@ from ..kernels.pools import Pool
 from ..kernels.set_mla import argument_of, launch
 from ..kernels.standing import StandingCopy
 from ..kernels.swap import HotBuffers, SwapPlan, swap_plan
-from ..layout import Layout, Plane
+from ..layout.layout import Layout, Plane
 from .replays import Replays, registered
 from .report import Figures, Line
 

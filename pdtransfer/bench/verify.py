@@ -12,11 +12,11 @@ from time import perf_counter
 import numpy as np
 
 from .. import sums
-from ..checksum import Lines, lines_of, pieces_of, runs_of
-from ..geometry import Int64s
+from ..layout.checksum import Lines, lines_of, pieces_of, runs_of
+from ..layout.geometry import Int64s
+from ..layout.pairing import pair
+from ..layout.plan import plan
 from ..memory import Arena, Mapping, allocate
-from ..pairing import pair
-from ..plan import plan
 from ..transports.copier import PIECE_BYTES
 from .models import PAGE_SIZE, components, latent_layout
 from .ranks import Ranks

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..layout import Layout, Plane
+from ..layout.layout import Layout, Plane
 from .architecture import DIGEST_BYTES, Architecture
 from .sending import sent
 

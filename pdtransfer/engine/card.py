@@ -10,8 +10,8 @@ import torch
 
 from ..engine_api import EngineCard, EngineConfig, Request
 from ..errors import ConfigError, LocalProtocolError
-from ..layout import Component, Layout, Span
-from ..layouts import DSA_INDEX_PARTS, host_layout, item_layout
+from ..layout.layout import Component, Layout, Span
+from ..layout.layout_builders import DSA_INDEX_PARTS, host_layout, item_layout
 from .architecture import Architecture, EngineOptions, Options
 from .model import Model, Transformer
 from .numerics import VECTOR, exp2

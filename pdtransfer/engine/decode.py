@@ -14,7 +14,7 @@ from torch import Tensor
 from ..engine_api import Broken, CardMemory, EngineCard, EngineConfig, Finished, HotFigures, Request, Token
 from ..errors import CapacityError, ConfigError
 from ..kernels.pools import Pool
-from ..layout import Layout, check_slots
+from ..layout.layout import Layout, check_slots
 from .architecture import EngineOptions
 from .attention import KEY_BLOCK
 from .cache import Cache, reached

@@ -20,8 +20,8 @@ from ..hisparse.coordinator import Capacity, Coordinator, Placement
 from ..hisparse.hot import HotPool
 from ..hisparse.scheduler import Scheduler, Turn
 from ..kernels.pools import Pool
-from ..layout import Layout
-from ..layouts import host_layout
+from ..layout.layout import Layout
+from ..layout.layout_builders import host_layout
 from .cache import Cache
 from .hot_step import HotStep
 from .marks import POLL_S, Fetched, Marks, several

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..layout import Layout, Plane
+from ..layout.layout import Layout, Plane
 from .architecture import DIGEST_BYTES, INDEX_DIM, INDEX_HEADS
 from .attention import KEY_BLOCK
 from .numerics import Rope, linear, products, rms_norm

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..engine_api import Broken, CardMemory, Computed, EngineCard, EngineConfig, Event, Prefilled, Request, SharedMemory
 from ..errors import WorldError
 from ..headroom import headroom
-from ..layout import expand_pages
+from ..layout.layout import expand_pages
 from ..wire import Ranks
 from .architecture import EngineOptions
 from .attention import KEY_BLOCK, Tiles, causal_bias

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import LocalProtocolError
-from ..geometry import Int64s, bounds_of
 from ..kernels.card import card
 from ..kernels.event import Event
 from ..kernels.hooks import Fence, Fired
@@ -22,6 +21,7 @@ from ..kernels.newest import newest_slots
 from ..kernels.pools import Pool
 from ..kernels.standing import StandingCopy
 from ..kernels.swap import HotBuffers, SwapPlan, Told, check_sizes, swap_plan
+from ..layout.geometry import Int64s, bounds_of
 from .tables import Tables, seen
 
 

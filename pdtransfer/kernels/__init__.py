@@ -24,8 +24,8 @@ import numpy as np
 
 from .. import rows
 from ..cancel import Cancel
-from ..geometry import read_only
-from ..plan import Plan
+from ..layout.geometry import read_only
+from ..layout.plan import Plan
 
 _ABI = 1  # of kernels/host_copy.c
 _FLAGS = ("-O3", "-fPIC", "-shared", "-fvisibility=hidden")

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import WorldError
-from ..geometry import Int64s
+from ..layout.geometry import Int64s
 from . import UnusableError
 from .compiled import machine_code
 from .driver import Calls, calls, driver

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..geometry import Int64s
+from ..layout.geometry import Int64s
 from .card import Card
 
 

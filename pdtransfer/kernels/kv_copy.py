@@ -11,10 +11,10 @@ import numpy as np
 
 from ..cancel import Cancel
 from ..errors import LocalProtocolError
-from ..geometry import Int64s
-from ..layout import Layout, check_slots, expand_pages
-from ..pairing import Pairing, pair
-from ..plan import plan
+from ..layout.geometry import Int64s
+from ..layout.layout import Layout, check_slots, expand_pages
+from ..layout.pairing import Pairing, pair
+from ..layout.plan import plan
 from . import copy as host_copy
 from .card import Card, card
 from .pairs import device_pairs, granule_of, lanes_of, pair_major

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..cancel import Cancel
 from ..errors import WorldError
-from ..geometry import Int64s
+from ..layout.geometry import Int64s
 from . import UnusableError, loaded
 from .card import POLL_SECONDS, Card
 from .dma import Attributes, copy_runs, cut, cut_rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..geometry import Int64s, read_only
-from ..pairing import Pairing
+from ..layout.geometry import Int64s, read_only
+from ..layout.pairing import Pairing
 
 _PIECE_BYTES = 2_048  # 32 lanes with 64 bytes each
 _LINE_BYTES = 128

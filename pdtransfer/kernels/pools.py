@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cancel import Cancel
-from ..layout import Layout
+from ..layout.layout import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

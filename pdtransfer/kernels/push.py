@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 from ..cancel import Cancel
 from ..errors import LocalProtocolError
-from ..pairing import Pairing
-from ..plan import Plan, plan
+from ..layout.pairing import Pairing
+from ..layout.plan import Plan, plan
 from .card import card
 from .kv_copy import Asked, Lists, checked, listed
 from .kv_copy import prepared as launched

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cancel import Cancel
-from ..geometry import Int64s, read_only
-from ..plan import Plan, plan
+from ..layout.geometry import Int64s, read_only
+from ..layout.plan import Plan, plan
 from . import copy as host_copy
 from .card import Card
 from .kv_copy import BLOCKS_FETCH, BLOCKS_PUSH, CopyArgument, Side, SlotsArgument, kv_copy, launch_of

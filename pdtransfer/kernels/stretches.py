@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..geometry import Int64s, read_only
-from ..pairing import Pairing
+from ..layout.geometry import Int64s, read_only
+from ..layout.pairing import Pairing
 
 RUN_BYTES_MIN = 64 << 10  # shorter ones the kernel carries as fast: the engine loses 0.3 us a run
 _SHAPES_MAX = 64

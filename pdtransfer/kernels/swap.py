@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import LocalProtocolError
-from ..geometry import Int64s
+from ..layout.geometry import Int64s
 from .card import Card, card
 from .kv_copy import CopyArgument
 from .standing import StandingCopy

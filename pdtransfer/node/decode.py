@@ -30,7 +30,7 @@ from ..effects import (
 from ..errors import Cause, ConfigError, LocalProtocolError, TransportError, WorldError
 from ..events import Event, EventQueue
 from ..keys import AllowList
-from ..layout import Component
+from ..layout.layout import Component
 from ..memory import Arena
 from ..session.decode import DecodeSessions
 from ..session.ledger import SessionState

@@ -28,7 +28,7 @@ from ..errors import Cause, LocalProtocolError, PDTransferError, TransportError
 from ..events import Event, EventQueue
 from ..gate import Gate
 from ..keys import AllowList
-from ..layout import Component
+from ..layout.layout import Component
 from ..session.prefill import Cell, PrefillSessions
 from ..sharing import Replicas, holds_of
 from ..transports.choice import WriterChoice

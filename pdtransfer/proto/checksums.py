@@ -6,8 +6,8 @@ import hashlib
 
 import numpy as np
 
-from ..checksum import CHECKSUM_BYTES, MASK, hashes, lines_of, row_seeds
-from ..layout import Layout, Plane
+from ..layout.checksum import CHECKSUM_BYTES, MASK, hashes, lines_of, row_seeds
+from ..layout.layout import Layout, Plane
 from .schema import Json
 
 _CASES: tuple[tuple[str, str, tuple[tuple[str, int, int, int, int], ...]], ...] = (

@@ -11,8 +11,9 @@ from typing import Any, cast
 
 from msgspec import inspect
 
-from .. import layout, limits
-from ..layout import DTYPE_BYTES
+from .. import limits
+from ..layout import layout
+from ..layout.layout import DTYPE_BYTES
 from ..wire import MESSAGES, VERSION, messages
 
 Json = dict[str, Any]

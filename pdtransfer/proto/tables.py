@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import lease, room, routed, served
 from ..errors import Cause
-from ..layout import DTYPE_BYTES
+from ..layout.layout import DTYPE_BYTES
 from ..session import links
 from ..states import diagram
 from .schema import Json, choices, constants

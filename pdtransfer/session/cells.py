@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from ..arena import ExtentSet
 from ..errors import Cause, LocalProtocolError
 from ..gate import Gate
-from ..geometry import bounds_of
-from ..layout import Component
+from ..layout.geometry import bounds_of
+from ..layout.layout import Component
 from ..room import PrefillRoom
 from .duties import DutyEntry
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..layout import Component
+from ..layout.layout import Component
 from ..sharing import uncovered
 from .ledger import Session
 

@@ -12,7 +12,7 @@ from ..admission import Admission
 from ..arena import Arena
 from ..effects import DecodeEffect, Leased, PeerRefused, Ready, RoomFailed, Send, SessionLost
 from ..errors import Cause, LocalProtocolError, RemoteProtocolError
-from ..layout import Component
+from ..layout.layout import Component
 from ..lease import Lease
 from ..limits import AHEAD_MAX, TEXT_LENGTH_MAX, Limits
 from ..prefix import PrefixCache

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arena import Extents, ExtentSet, end_of, slot_count, slots_below, slots_of
-from ..checksum import CHECKSUM_BYTES, MASK
 from ..errors import Cause, RemoteProtocolError
-from ..layout import Component
+from ..layout.checksum import CHECKSUM_BYTES, MASK
+from ..layout.layout import Component
 from ..lease import DUTY, DUTY_ENDS, Duty, DutyEvent
 from ..limits import TEXT_LENGTH_MAX
 from ..states import Word, step

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..admission import Demand
 from ..arena import Extents, Holding, end_of, slots_below, slots_of
 from ..errors import Cause, RemoteProtocolError
-from ..layout import Component
+from ..layout.layout import Component
 from ..lease import Lease
 from ..room import DecodeRoom
 from ..states import Word

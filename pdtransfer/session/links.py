@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, PeerRefused, Send
 from ..errors import Cause, RemoteProtocolError
-from ..layout import Component
+from ..layout.layout import Component
 from ..limits import TEXT_LENGTH_MAX, Limits
 from ..sharing import share_of, wrong_fields
 from ..states import step

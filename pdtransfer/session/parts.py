@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..admission import Demand
 from ..arena import Extents, cut
-from ..layout import Component
+from ..layout.layout import Component
 from ..limits import PART_EXTENTS_MAX
 from ..twins import leased, shares_prefixes
 from ..wire import Part, pack_extents

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from ..effects import Drained, FenceWriter, Landed, Leased, Outcome, PrefillEffect, RoomFailed, Send
 from ..errors import Cause, LocalProtocolError, RemoteProtocolError
-from ..layout import Component
+from ..layout.layout import Component
 from ..lease import DUTY_ENDS, Duty, DutyEvent
 from ..limits import AUX_BYTES_MAX, TEXT_LENGTH_MAX, Limits
 from ..room import PREFILL_ROOM, PrefillRoom, PrefillRoomEvent

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..checksum import CHECKSUM_BYTES
 from ..effects import DecodeEffect, Rows, StopVerifying, Verify
+from ..layout.checksum import CHECKSUM_BYTES
 from ..prefix import PrefixCache
 from ..wire import unpack_extents
 from .ledger import LeaseEntry, Room

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from ..effects import Map, PrefillEffect, Send, Unmap
 from ..errors import Cause, LayoutMismatchError, RemoteProtocolError
-from ..layout import Component
+from ..layout.layout import Component
 from ..limits import FIELDS_MAX, LIVES_MAX, TEXT_LENGTH_MAX, Limits
 from ..sharing import pair_share
 from ..states import step

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..effects import Outcome, Write
 from ..gate import Gate
-from ..layout import Component
+from ..layout.layout import Component
 from ..wire import Reach
 
 WriteDone = Callable[[Write, Outcome, str, int], None]

@@ -19,7 +19,7 @@ from ..errors import TransportError
 from ..events import EventQueue
 from ..gate import Gate
 from ..keys import Address
-from ..layout import Component
+from ..layout.layout import Component
 from ..memory import Arena
 from ..wire import Identity, Reach, split_key
 from .base import ArenaTransport, Near, Ready, WriteDone, WriterTransport

@@ -13,11 +13,11 @@ from typing import Generic, Protocol, TypeVar
 
 from .. import kernels, sums
 from ..cancel import Cancel
-from ..checksum import MASK, Lines
 from ..effects import Outcome, Write
 from ..errors import TransportError
-from ..pairing import Pairing
-from ..plan import Plan, plan
+from ..layout.checksum import MASK, Lines
+from ..layout.pairing import Pairing
+from ..layout.plan import Plan, plan
 from .base import WriteDone
 
 PIECE_BYTES = 4 << 20  # copied between two turns: some 0.5 ms

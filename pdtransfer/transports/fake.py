@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from .. import rows, sums
 from ..cancel import Cancel
-from ..checksum import lines_of, runs_of
 from ..effects import Outcome, Write
 from ..errors import TransportError
 from ..gate import Gate
-from ..layout import Component
-from ..pairing import Pairing
-from ..plan import plan
+from ..layout.checksum import lines_of, runs_of
+from ..layout.layout import Component
+from ..layout.pairing import Pairing
+from ..layout.plan import plan
 from ..sharing import pair_share
 from ..wire import Reach
 from .base import Ready, WriteDone

@@ -13,7 +13,6 @@ from ..cancel import Cancel
 from ..engine_api import Spans
 from ..errors import WorldError
 from ..gate import Gate
-from ..geometry import Int64s
 from ..kernels import lanes
 from ..kernels import push as pushing
 from ..kernels.card import Card, card
@@ -23,7 +22,8 @@ from ..kernels.kv_copy import checked, kv_copy, prepared
 from ..kernels.lanes import Staging
 from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
 from ..kernels.registered import Registrar
-from ..layout import Layout
+from ..layout.geometry import Int64s
+from ..layout.layout import Layout
 
 RUN_BYTES_MIN = 1 << 20  # of target slots, on average: where they are shorter nothing is planned
 PEER_BLOCKS = 16  # of a copy between cards, or within one

@@ -12,13 +12,13 @@ from ..arena import slots_of
 from ..cancel import Cancel
 from ..effects import Lift
 from ..errors import TransportError
-from ..geometry import Int64s
 from ..hbm import Hbm
 from ..kernels.card import card
 from ..kernels.event import Event
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import Pool
-from ..layout import Layout
+from ..layout.geometry import Int64s
+from ..layout.layout import Layout
 from ..memory import Arena
 from .copier import CANCELLED, PIECE_BYTES, Copier, Piece
 from .reports import Reports

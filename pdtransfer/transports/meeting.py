@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from ..checksum import Lines, lines_of
 from ..effects import Write
 from ..errors import LayoutMismatchError, RemoteProtocolError
-from ..layout import Component
-from ..pairing import Pairing
+from ..layout.checksum import Lines, lines_of
+from ..layout.layout import Component
+from ..layout.pairing import Pairing
 from ..sharing import pair_share
 
 Planes: TypeAlias = tuple[int, tuple[int, int]]  # a component of Register, and layers of it

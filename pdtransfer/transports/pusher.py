@@ -19,13 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import sums
-from ..checksum import MASK, runs_of
 from ..effects import Outcome
 from ..engine_api import Spans
 from ..errors import PDTransferError, WorldError
-from ..geometry import Int64s
 from ..kernels.lanes import NEVER_NS
 from ..kernels.pools import State
+from ..layout.checksum import MASK, runs_of
+from ..layout.geometry import Int64s
 from .copier import CANCELLED
 from .lane import IN_FLIGHT_MAX, Lane
 from .pushes import Push, Turns

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..cancel import Cancel
-from ..checksum import Lines, lines_of
 from ..effects import Outcome, Write
 from ..gate import Gate
 from ..kernels.pools import Pool
-from ..layout import Layout, Plane
+from ..layout.checksum import Lines, lines_of
+from ..layout.layout import Layout, Plane
 from .base import WriteDone
 from .copier import CANCELLED
 

@@ -9,11 +9,11 @@ from functools import partial
 
 from .. import sums
 from ..cancel import Cancel
-from ..checksum import MASK, Lines, lines_of, pieces_of, runs_of
 from ..effects import Rows, Verify
 from ..errors import TransportError
-from ..geometry import Int64s
-from ..layout import Component
+from ..layout.checksum import MASK, Lines, lines_of, pieces_of, runs_of
+from ..layout.geometry import Int64s
+from ..layout.layout import Component
 from .copier import CANCELLED, PIECE_BYTES, Copier, Piece, attempt
 from .reports import Reports
 

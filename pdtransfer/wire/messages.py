@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 from msgspec import Meta, Struct
 
-from ..layout import Components, Count16, Count32
+from ..layout.layout import Components, Count16, Count32
 from ..limits import (
     ADDRESS_LENGTH_MAX,
     AUX_BYTES_MAX,

@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from pdtransfer.fleet import Daemon
-from pdtransfer.layout import Component
+from pdtransfer.layout.layout import Component
 from pdtransfer.memory import Arena
 from pdtransfer.transports.shm import ShmArena
 from pdtransfer.wire import (

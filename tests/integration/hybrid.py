@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtransfer.engine_api import Broken, Computed, EngineCard, EngineConfig, Finished, Prefilled, Request, Token
-from pdtransfer.hybrid import deepseek_v4
-from pdtransfer.layout import Component
+from pdtransfer.layout.deepseek_v4 import deepseek_v4
+from pdtransfer.layout.layout import Component
 from tests.integration.plain import WRONG, stamps, token, told
 
 RATIOS = (0, 4, 128, 4)

@@ -35,8 +35,8 @@ from pdtransfer.engine_api import (
     Request,
     Token,
 )
-from pdtransfer.layout import Component, Layout, Span
-from pdtransfer.layouts import host_layout
+from pdtransfer.layout.layout import Component, Layout, Span
+from pdtransfer.layout.layout_builders import host_layout
 
 LAYERS = 2
 ROW_BYTES = 64

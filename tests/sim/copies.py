@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from pdtransfer import effects as fx
 from pdtransfer.arena import FreeExtents
-from pdtransfer.checksum import MASK
-from pdtransfer.layout import Component
+from pdtransfer.layout.checksum import MASK
+from pdtransfer.layout.layout import Component
 from pdtransfer.lease import Lease
 from pdtransfer.prefix import PrefixCache
 from pdtransfer.session.decode import DecodeSessions

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from pdtransfer import effects as fx
 from pdtransfer.arena import slots_of
-from pdtransfer.checksum import MASK
-from pdtransfer.layout import Component
+from pdtransfer.layout.checksum import MASK
+from pdtransfer.layout.layout import Component
 from pdtransfer.lease import Lease
 from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.session.ledger import SessionState

@@ -8,9 +8,9 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtransfer.checksum import Words, lines_of
-from pdtransfer.checksum import _of_words as hash_words
-from pdtransfer.layout import Component, Layout, Plane, Span
+from pdtransfer.layout.checksum import Words, lines_of
+from pdtransfer.layout.checksum import _of_words as hash_words
+from pdtransfer.layout.layout import Component, Layout, Plane, Span
 
 Int64s = NDArray[np.int64]
 

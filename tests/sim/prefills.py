@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdtransfer import effects as fx
-from pdtransfer.layout import Component
+from pdtransfer.layout.layout import Component
 from pdtransfer.lease import DUTY_ENDS
 from pdtransfer.session.prefill import PrefillSessions
 from pdtransfer.sharing import holds_of

@@ -11,7 +11,7 @@ import numpy as np
 
 from pdtransfer import effects as fx
 from pdtransfer.errors import Cause
-from pdtransfer.layout import Component, expand_pages
+from pdtransfer.layout.layout import Component, expand_pages
 from pdtransfer.session.prefill import Cell
 
 from .pools import BLOCK, LAYERS, ROW, Int64s, Shape, holds, places, words

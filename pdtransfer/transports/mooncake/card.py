@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from ... import sums
 from ...effects import Outcome, Write
 from ...kernels.pools import Pool
-from ...layout import Component
-from ...pairing import Pairing
+from ...layout.layout import Component
+from ...layout.pairing import Pairing
 from ...sharing import facing
 from ..copier import attempt
 from ..lane import WriterCard

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Protocol
 
 from ... import kernels, sums
-from ...checksum import runs_of
 from ...errors import TransportError
-from ...pairing import Pairing
+from ...layout.checksum import runs_of
+from ...layout.pairing import Pairing
 from ..copier import CANCELLED, Copier
 from ..copier import Piece as Step
 from .jobs import Gather

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...cancel import Cancel
-from ...checksum import Lines
 from ...effects import Outcome, Write
-from ...geometry import Int64s
-from ...layout import Component
+from ...layout.checksum import Lines
+from ...layout.geometry import Int64s
+from ...layout.layout import Component
 from ..base import WriteDone
 from .ring import Cut, Piece, Ring
 

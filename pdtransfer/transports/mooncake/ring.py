@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from ...errors import TransportError
-from ...geometry import Int64s, read_only
 from ...kernels.registered import Registrar
-from ...layout import Layout, Plane
+from ...layout.geometry import Int64s, read_only
+from ...layout.layout import Layout, Plane
+from ...layout.pairing import Pairing
+from ...layout.plan import Plan, plan
 from ...memory import Arena
-from ...pairing import Pairing
-from ...plan import Plan, plan
 from .child import OPERATION
 
 SLOTS = 16

@@ -6,9 +6,9 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
-from ...checksum import Lines
-from ...layout import Component
-from ...pairing import Pairing
+from ...layout.checksum import Lines
+from ...layout.layout import Component
+from ...layout.pairing import Pairing
 from ...wire import Reach
 from ..meeting import Planes
 from .gather import Gatherer

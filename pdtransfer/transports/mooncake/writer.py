@@ -13,11 +13,11 @@ import re
 from collections import deque
 from collections.abc import Callable
 
-from ...checksum import MASK
 from ...effects import Outcome, Write
 from ...errors import TransportError, WorldError
 from ...gate import Gate
-from ...layout import Component
+from ...layout.checksum import MASK
+from ...layout.layout import Component
 from ...wire import Reach
 from ..base import Ready, WriteDone
 from ..copier import CANCELLED

@@ -11,15 +11,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ... import kernels, sums
-from ...checksum import Lines
 from ...effects import Outcome, Write
 from ...errors import TransportError, WorldError
 from ...gate import Gate
 from ...kernels.pools import Pool
 from ...kernels.registered import CHUNK_BYTES
-from ...layout import Component
+from ...layout.checksum import Lines
+from ...layout.layout import Component
+from ...layout.pairing import Pairing
 from ...memory import Mapping, enter_backed, map_received
-from ...pairing import Pairing
 from ...sharing import facing
 from ...wire import Reach
 from ..base import Near, Ready, WriteDone

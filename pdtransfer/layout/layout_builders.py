@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from .errors import LocalProtocolError
+from ..errors import LocalProtocolError
 from .layout import Layout, Plane
 
 _AXES = {  # of one kind's tensor, outermost first; a row's bytes of one head are innermost

@@ -15,10 +15,10 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import ArrayLike
 
+from ..errors import LocalProtocolError
+from ..limits import COMPONENTS_MAX, NAME_LENGTH_MAX, PLANES_MAX
 from . import geometry
-from .errors import LocalProtocolError
 from .geometry import BYTES_MAX, COLUMNS, ROW_BYTES_MAX, Int64s, bounds_of, first_true
-from .limits import COMPONENTS_MAX, NAME_LENGTH_MAX, PLANES_MAX
 
 Count16 = Annotated[int, Meta(ge=0, le=0xFFFF)]
 Count32 = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from .errors import LocalProtocolError
+from ..errors import LocalProtocolError
 from .layout import Component, Span
-from .layouts import C4_PARTS, DSA_INDEX_PARTS, PagePart, item_layout
+from .layout_builders import C4_PARTS, DSA_INDEX_PARTS, PagePart, item_layout
 
 C4, C128 = 4, 128  # tokens to a compressed row
 PAGE_TOKENS = 256  # a page of C4 then has C4_PAGE_SIZE rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import LocalProtocolError
+from ..errors import LocalProtocolError
 from .geometry import FEW, Int64s, read_only
 from .pairing import Pairing
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from .limits import FIELDS_MAX
+from ..limits import FIELDS_MAX
 
 _LINE_LENGTH_MAX = 500  # below limits.TEXT_LENGTH_MAX: a Reject carries every line whole
 _VALUE_LENGTH_MAX = 200  # two fit a line

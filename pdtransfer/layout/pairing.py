@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
+from ..errors import LayoutMismatchError
 from . import geometry
-from .errors import LayoutMismatchError
 from .geometry import Int64s, read_only
 from .layout import Layout, head_keys
 from .mismatch import Held, differences

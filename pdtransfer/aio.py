@@ -9,9 +9,9 @@ from typing import Generic, Protocol, Self, TypeVar
 from numpy.typing import ArrayLike
 
 from .client import DecodeClient, PrefillClient
-from .effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from .errors import RoomFailedError
 from .events import Event
+from .handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 
 Said = TypeVar("Said")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .effects import Send
 from .errors import Cause
+from .handoff.effects import Send
 from .wire import End
 
 STATUSES = {

@@ -21,17 +21,17 @@ import numpy as np
 import uvloop
 from numpy.typing import ArrayLike
 
-from .effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from .errors import LocalProtocolError, PDTransferError
 from .events import Event
+from .handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
+from .handoff.prefill.sessions import Cell
+from .handoff.sharing import Replicas
 from .keys import AllowList
 from .layout.layout import Component, slots_of_rows
 from .limits import TOKENS_MAX
 from .memory import Arena
 from .node import DecodeNode, NodeSettings, PrefillNode
 from .port import Port, share_the_interpreter
-from .session.prefill import Cell
-from .sharing import Replicas
 from .transports.network import NETWORK, Network, Transport
 from .wire import pack_ids
 

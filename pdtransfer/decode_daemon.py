@@ -19,12 +19,12 @@ from . import engine_thread
 from .config import DecodeConfig
 from .daemon_metrics import DecodeMetrics
 from .desk import Desk, failure, request_of
-from .effects import DecodeEvent, Ready, RoomFailed
 from .engine_api import Broken, DecodeEngine, Finished, Request, Token
 from .engine_thread import Cancel, DecodeOutcome, Dropped, Generate, Order
 from .errors import Cause, LocalProtocolError, RemoteProtocolError
 from .group import frames
 from .group.lead import Follower, Lead
+from .handoff.effects import DecodeEvent, Ready, RoomFailed
 from .limits import TEXT_LENGTH_MAX, TOKENS_MAX
 from .memory import Arena
 from .node import DecodeNode, NodeSettings, Others

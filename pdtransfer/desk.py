@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from .effects import Send
 from .engine_api import Request
 from .errors import Cause, RemoteProtocolError
+from .handoff.effects import Send
 from .limits import TEXT_LENGTH_MAX
 from .service import Introduce, Service, ServiceEffect, Start, Stop
 from .turn import Clock, Ticker

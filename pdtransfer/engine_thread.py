@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from .engine_api import Broken, Computed, DecodeEngine, Event, Finished, Prefilled, PrefillEngine, Request, Token
 from .errors import LocalProtocolError, WorldError
+from .handoff.prefill.sessions import Cell
 from .layout.layout import slots_of_rows
 from .offers import Offers, Push
 from .port import Port
-from .session.prefill import Cell
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from . import decode_daemon, engine_thread, prefill_daemon
 from .config import DecodeConfig, PrefillConfig
 from .daemon_metrics import DecodeMetrics, PrefillMetrics
 from .desk import request_of
-from .effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from .engine_api import Broken, DecodeEngine, Finished, Prefilled, PrefillEngine, Request, Token
 from .engine_thread import (
     Cancel,
@@ -32,6 +31,7 @@ from .engine_thread import (
 from .errors import Cause
 from .group import frames
 from .group.link import Link
+from .handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from .memory import Arena
 from .node import NodeSettings
 from .port import Port

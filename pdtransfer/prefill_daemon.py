@@ -18,12 +18,12 @@ from . import engine_thread
 from .config import PrefillConfig
 from .daemon_metrics import PrefillMetrics
 from .desk import Desk, failure, request_of
-from .effects import Drained, Landed, Leased, PrefillEvent, RoomFailed
 from .engine_api import Broken, CardMemory, Prefilled, PrefillEngine, SharedMemory, Spans
 from .engine_thread import Cancel, Compute, Free, Offered, Order, PrefillOutcome, Refused
 from .errors import Cause, RemoteProtocolError
 from .group import frames
 from .group.lead import Follower, Lead
+from .handoff.effects import Drained, Landed, Leased, PrefillEvent, RoomFailed
 from .node import NodeSettings, Others, PrefillNode
 from .port import Port
 from .service import Service

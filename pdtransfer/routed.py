@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from .errors import Cause
-from .states import Word
+from .handoff.states import Word
 from .wire import Begin, End, Sampling
 from .workers import Worker
 

@@ -22,13 +22,13 @@ from .answers import (
     Refusal,
     RoutingEffect,
 )
-from .effects import Send
 from .ends import SUCCESSES, cause_of
 from .errors import Cause, RemoteProtocolError
+from .handoff.effects import Send
+from .handoff.states import step
+from .handoff.timers import Timers
 from .limits import TEXT_LENGTH_MAX, Limits
 from .routed import LEG, ROUTER_ROOM, Leg, LegEvent, Request, RoomLeg, RoutedRoom, RouterEvent, RouterRoom, dense
-from .states import step
-from .timers import Timers
 from .wire import Begin, Begun, Cancel, End, Ended, Identity, Message, Reject, Tokens, TokensAcked, unpack_ids
 from .workers import NoPair, Pair, Prompt, Worker, Workers
 

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from .errors import Cause
-from .session.lives import Lives
-from .states import Word
+from .handoff.liveness import Lives
+from .handoff.states import Word
 from .wire import End
 
 

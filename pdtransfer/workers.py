@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .answers import Noticed
-from .effects import Send
 from .ends import cause_of
 from .errors import Cause
+from .handoff.effects import Send
+from .handoff.liveness import Lives
+from .handoff.prefix import KnownPrefixes, block_keys, root_key
+from .handoff.states import Word, step
+from .handoff.timers import Timers
 from .limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, Limits
-from .prefix import KnownPrefixes, block_keys, root_key
-from .session.lives import Lives
-from .states import Word, step
-from .timers import Timers
 from .wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 
 Model = tuple[str, bytes]  # its name, and the digest of its weights

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pdtransfer.client import DecodeClient, PrefillClient
-from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
+from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.limits import Limits
 from pdtransfer.memory import Arena

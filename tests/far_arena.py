@@ -20,7 +20,7 @@ import numpy as np
 
 from pdtransfer import sums
 from pdtransfer.client import DecodeClient
-from pdtransfer.effects import Ready, RoomFailed
+from pdtransfer.handoff.effects import Ready, RoomFailed
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.limits import Limits
 from pdtransfer.memory import Arena

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from pdtransfer import sums
-from pdtransfer.effects import Outcome, Write
+from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory import Arena
 from pdtransfer.transports.lane import WriterCard

@@ -12,7 +12,7 @@ import torch
 
 from pdtransfer.bounds import card_of
 from pdtransfer.client import PrefillClient
-from pdtransfer.effects import Drained, Leased
+from pdtransfer.handoff.effects import Drained, Leased
 from pdtransfer.layout.layout import Component
 from tests.client_pair import component, settings
 from tests.layout_tensors import Model, Pool, mla

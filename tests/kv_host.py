@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtransfer.client import DecodeClient, PrefillClient
-from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
+from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.keys import AllowList, KeyPair
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pdtransfer.effects import Outcome
+from pdtransfer.handoff.effects import Outcome
 from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter
 from pdtransfer.transports.mooncake.jobs import Job
 from pdtransfer.transports.mooncake.session import Session

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from pdtransfer import effects as fx
 from pdtransfer import rows
 from pdtransfer.cancel import Cancel
+from pdtransfer.handoff import effects as fx
+from pdtransfer.handoff.decode.parts import prefix_rows
+from pdtransfer.handoff.decode.sessions import DecodeSessions
+from pdtransfer.handoff.prefill.sessions import Cell, PrefillSessions
+from pdtransfer.handoff.sharing import holds_of, pair_share
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.plan import plan
 from pdtransfer.limits import Limits
-from pdtransfer.session.decode import DecodeSessions
-from pdtransfer.session.parts import prefix_rows
-from pdtransfer.session.prefill import Cell, PrefillSessions
-from pdtransfer.sharing import holds_of, pair_share
 from pdtransfer.wire import Identity, Ranks, Reach
 from tests.client_pair import Expected
 from tests.layout_tensors import Model, Pool

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pdtransfer.answers import Accepted, Emit, Fail, Finish, Refusal
-from pdtransfer.effects import Send
+from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import Limits
 from pdtransfer.routed import Request
 from pdtransfer.routing import Routing

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pdtransfer import effects as fx
 from pdtransfer.errors import RemoteProtocolError
-from pdtransfer.session.decode import DecodeSessions
-from pdtransfer.session.prefill import Cell, PrefillSessions
+from pdtransfer.handoff import effects as fx
+from pdtransfer.handoff.decode.sessions import DecodeSessions
+from pdtransfer.handoff.prefill.sessions import Cell, PrefillSessions
 from pdtransfer.wire import (
     Abort,
     Drained,

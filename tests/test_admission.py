@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pdtransfer.admission import Admission, Demand
-from pdtransfer.arena import Arena
 from pdtransfer.errors import ArenaFullError
+from pdtransfer.handoff.admission import Admission, Demand
+from pdtransfer.handoff.prefix import PrefixCache
+from pdtransfer.handoff.slot_allocator import Arena
 from pdtransfer.limits import Limits
-from pdtransfer.prefix import PrefixCache
 from tests.sim.pools import components
 
 KV, C4 = 64, 64  # slots

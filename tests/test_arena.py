@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdtransfer.arena import Arena, Extents, ExtentSet, FreeExtents, cut, slots_below, slots_of
+from pdtransfer.handoff.slot_allocator import Arena, Extents, ExtentSet, FreeExtents, cut, slots_below, slots_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS, host_layout
 

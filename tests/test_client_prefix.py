@@ -11,8 +11,8 @@ import uvloop
 
 from pdtransfer.aio import AsyncDecode
 from pdtransfer.client import DecodeClient
-from pdtransfer.effects import Ready
 from pdtransfer.errors import LocalProtocolError
+from pdtransfer.handoff.effects import Ready
 from tests.client_pair import Expected, Pair, client_pair, slots_of_pages
 
 BLOCK = 64

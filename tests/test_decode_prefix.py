@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdtransfer.effects import Ready, RoomFailed
 from pdtransfer.errors import Cause, LocalProtocolError
+from pdtransfer.handoff.effects import Ready, RoomFailed
 from pdtransfer.wire import Abort, Drained, Grant, Released, unpack_extents
 from tests.session_ends import LIMITS, SLOTS, DecodeEnd, P, kv_bytes, of, sent
 

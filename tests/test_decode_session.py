@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdtransfer.effects import Fence, Forget, HangUp, Offer, PeerRefused, Ready, RoomFailed, Send, SessionLost
 from pdtransfer.errors import Cause, LocalProtocolError
+from pdtransfer.handoff.decode import coverage
+from pdtransfer.handoff.decode.records import SessionState
+from pdtransfer.handoff.effects import Fence, Forget, HangUp, Offer, PeerRefused, Ready, RoomFailed, Send, SessionLost
 from pdtransfer.limits import AHEAD_MAX
-from pdtransfer.session import coverage
-from pdtransfer.session.ledger import SessionState
 from pdtransfer.wire import (
     Abort,
     Drained,

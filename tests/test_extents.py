@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdtransfer import arena
-from pdtransfer.arena import Extents, FreeExtents
+from pdtransfer.handoff import slot_allocator
+from pdtransfer.handoff.slot_allocator import Extents, FreeExtents
 
 bounded = settings(max_examples=80, deadline=None)
 SLOTS = 128
@@ -49,7 +49,7 @@ def test_leases_are_best_fit_and_freed_runs_join(few: int, data: Any) -> None:
     granule = data.draw(st.sampled_from((1, 4)))
     free, extents, held = set(range(SLOTS)), FreeExtents(SLOTS, granule), list[Extents]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena, "_FEW", few)
+        patch.setattr(slot_allocator, "_FEW", few)
         for _ in range(data.draw(st.integers(1, 30))):
             if held and data.draw(st.booleans()):
                 back = held.pop(data.draw(st.integers(0, len(held) - 1)))
@@ -77,7 +77,7 @@ def test_leases_are_best_fit_and_freed_runs_join(few: int, data: Any) -> None:
 def test_freeing_what_is_free_or_nowhere_is_our_bug(
     few: int, back: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena, "_FEW", few)
+    monkeypatch.setattr(slot_allocator, "_FEW", few)
     extents = FreeExtents(16)
     held = extents.allocate(16)
     assert held is not None
@@ -88,7 +88,7 @@ def test_freeing_what_is_free_or_nowhere_is_our_bug(
 
 @pytest.mark.parametrize("few", FEW)
 def test_runs_used_up_together_come_back_one_by_one(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "_FEW", few)
+    monkeypatch.setattr(slot_allocator, "_FEW", few)
     extents = FreeExtents(16)
     singles = [extents.allocate(1) for _ in range(16)]
     extents.free(np.concatenate([single for single in singles[::2] if single is not None]))

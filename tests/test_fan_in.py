@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from pdtransfer.client import DecodeClient, PrefillClient
-from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.errors import Cause, LocalProtocolError
+from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.layout.layout import Component
 from pdtransfer.memory import Arena
 from tests.client_pair import PATIENCE_S, Expected, Late, settings, slots_of_pages

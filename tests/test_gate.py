@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pdtransfer.gate import Gate
+from pdtransfer.handoff.ready_gate import Gate
 from pdtransfer.offers import Every
 
 from .client_pair import Late

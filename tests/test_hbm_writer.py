@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from pdtransfer.effects import Outcome
 from pdtransfer.errors import TransportError
+from pdtransfer.handoff.effects import Outcome
 from pdtransfer.hbm import Hbm
 from pdtransfer.kernels import registered
 from pdtransfer.layout.layout import Component

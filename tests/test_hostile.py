@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdtransfer import effects as fx
 from pdtransfer.errors import Cause, RemoteProtocolError
+from pdtransfer.handoff import effects as fx
 from pdtransfer.layout.layout import Component, Layout, Span
 from pdtransfer.wire import (
     MESSAGES,

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer.effects import Drained, Landed, Leased, Ready, RoomFailed
+from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
+from pdtransfer.handoff.prefill.sessions import Cell
 from pdtransfer.layout.layout import Component
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
 from pdtransfer.memory import Arena
 from pdtransfer.node import DecodeNode, PrefillNode
-from pdtransfer.session.prefill import Cell
 from pdtransfer.transports.mooncake import why_not
 from pdtransfer.wire import pack_ids
 from tests.client_pair import settings

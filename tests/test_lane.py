@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from pdtransfer.gate import Gate
+from pdtransfer.handoff.ready_gate import Gate
 from pdtransfer.kernels import kv_copy, lanes, stretches
 from pdtransfer.kernels import push as pushing
 from pdtransfer.kernels.pools import State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdtransfer.effects import Ready
+from pdtransfer.handoff.effects import Ready
 from tests.client_pair import CANARY, Expected, Late, client_pair, slots_of_pages
 from tests.late_producer import STALE, landed, layer_bytes
 from tests.layout_tensors import mla

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from pdtransfer.effects import Lift, Rows
 from pdtransfer.errors import WorldError
+from pdtransfer.handoff.effects import Lift, Rows
 from pdtransfer.hbm import Hbm
 from pdtransfer.kernels import kv_copy
 from pdtransfer.layout.layout import Component, Span

@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdtransfer.effects import Lift, Offer, Ready, RoomFailed, StopLifting, Verify
 from pdtransfer.errors import Cause
+from pdtransfer.handoff.decode.sessions import DecodeSessions
+from pdtransfer.handoff.effects import Lift, Offer, Ready, RoomFailed, StopLifting, Verify
 from pdtransfer.layout.checksum import CHECKSUM_BYTES
 from pdtransfer.limits import Limits
-from pdtransfer.session.decode import DecodeSessions
 from pdtransfer.wire import Drained, Grant, Registered, Reject
 from tests.client_pair import slots_of_pages
 from tests.hbm_pair import expected, hbm_pair

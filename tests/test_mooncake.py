@@ -26,13 +26,13 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pdtransfer.config import DecodeConfig
-from pdtransfer.effects import Drained, Landed, Leased, Outcome, Ready, RoomFailed, Write
 from pdtransfer.errors import ConfigError, TransportError
+from pdtransfer.handoff.effects import Drained, Landed, Leased, Outcome, Ready, RoomFailed, Write
+from pdtransfer.handoff.prefill.sessions import Cell
 from pdtransfer.layout.layout import Component
 from pdtransfer.limits import ENGINES_MAX
 from pdtransfer.memory import Arena
 from pdtransfer.node import DecodeNode, PrefillNode
-from pdtransfer.session.prefill import Cell
 from pdtransfer.transports import choice, network
 from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, arena, child, process, why_not, writer
 from pdtransfer.transports.mooncake.gather import CopyGatherer

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from pdtransfer.effects import Outcome
 from pdtransfer.errors import TransportError, WorldError
+from pdtransfer.handoff.effects import Outcome
 from pdtransfer.transports.mooncake import ring, why_not, writer
 
 from .fake_card import FakeCard

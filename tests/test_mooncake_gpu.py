@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer.effects import Outcome
+from pdtransfer.handoff.effects import Outcome
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
 from pdtransfer.transports.lane import PoolCard

@@ -221,7 +221,7 @@ import sys
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.layout.pairing import pair
-from pdtransfer.sharing import uncovered
+from pdtransfer.handoff.sharing import uncovered
 
 def made(name):
     return host_layout(name, kinds=("k", "v"), layers=4, heads=2, head_bytes=64, dtype="uint8", slots=64, page_size=16)

@@ -8,26 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdtransfer.effects import (
-    Drained as RoomDrained,
-)
-from pdtransfer.effects import (
-    FenceWriter,
-    Leased,
-    Map,
-    Outcome,
-    RoomFailed,
-    Send,
-    StopWriting,
-    Unmap,
-    Write,
-)
-from pdtransfer.effects import (
-    Landed as RoomLanded,
-)
 from pdtransfer.errors import Cause, LocalProtocolError
+from pdtransfer.handoff.effects import Drained as RoomDrained
+from pdtransfer.handoff.effects import FenceWriter, Leased, Map, Outcome, RoomFailed, Send, StopWriting, Unmap, Write
+from pdtransfer.handoff.effects import Landed as RoomLanded
+from pdtransfer.handoff.prefill.sessions import Cell
 from pdtransfer.limits import AUX_BYTES_MAX
-from pdtransfer.session.prefill import Cell
 from pdtransfer.wire import (
     Abort,
     Drained,

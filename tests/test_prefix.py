@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdtransfer.arena import Arena, Holding, slots_of
+from pdtransfer.handoff.prefix import KnownPrefixes, PrefixCache, block_keys, block_tokens_of, root_key
+from pdtransfer.handoff.slot_allocator import Arena, Holding, slots_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.limits import Limits
-from pdtransfer.prefix import KnownPrefixes, PrefixCache, block_keys, block_tokens_of, root_key
 
 BLOCK, BLOCKS_MAX = 8, 7
 SALTS = (b"", b"salt")

@@ -14,9 +14,9 @@ import pytest
 
 from pdtransfer import memory, sums
 from pdtransfer.client import PrefillClient
-from pdtransfer.effects import FenceWriter, Outcome, Send
 from pdtransfer.errors import Cause, WorldError
-from pdtransfer.gate import Gate
+from pdtransfer.handoff.effects import FenceWriter, Outcome, Send
+from pdtransfer.handoff.ready_gate import Gate
 from pdtransfer.kernels import registered
 from pdtransfer.kernels.pools import State
 from pdtransfer.layout.checksum import lines_of, runs_of

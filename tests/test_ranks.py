@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from pdtransfer.answers import Accepted
 from pdtransfer.config import DecodeConfig, PrefillConfig
-from pdtransfer.effects import Send
 from pdtransfer.errors import ConfigError
 from pdtransfer.group import frames
 from pdtransfer.group.meeting import common, rank_configs
+from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import ADDRESS_LENGTH_MAX
 from pdtransfer.ranks import advertised
 from pdtransfer.routing import Routing

@@ -22,8 +22,8 @@ import uvloop
 from pdtransfer.bus import Bus
 from pdtransfer.completions import BadRequestError, Text, parse
 from pdtransfer.config import RouterConfig
-from pdtransfer.effects import Send
 from pdtransfer.errors import ConfigError, WorldError
+from pdtransfer.handoff.effects import Send
 from pdtransfer.keys import AllowList, KeyPair, generate, generate_pair
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX, Limits
 from pdtransfer.router import Router

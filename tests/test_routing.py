@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from pdtransfer.answers import Accepted, Emit, Fail, Finish, Noticed, Refusal
-from pdtransfer.effects import Send
 from pdtransfer.errors import Cause, RemoteProtocolError
+from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import AHEAD_PING, Limits
 from pdtransfer.routing import Routing
 from pdtransfer.wire import (

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pdtransfer.effects import Send
 from pdtransfer.errors import Cause, LocalProtocolError, RemoteProtocolError
+from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX
 from pdtransfer.service import Introduce, Service, Start, Stop
 from pdtransfer.wire import (

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdtransfer.effects import Drained, Landed, Ready, RoomFailed
 from pdtransfer.errors import Cause, LayoutMismatchError, LocalProtocolError
+from pdtransfer.handoff.decode.parts import prefix_rows
+from pdtransfer.handoff.effects import Drained, Landed, Ready, RoomFailed
+from pdtransfer.handoff.sharing import holds_of, pair_share, share_of, uncovered, wrong_fields
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.pairing import pair
-from pdtransfer.session.parts import prefix_rows
-from pdtransfer.sharing import holds_of, pair_share, share_of, uncovered, wrong_fields
 from pdtransfer.wire import Holds, Identity, Ranks
 from tests.layout_tensors import Model, Pool, mha, mla
 from tests.rank_grid import Grid, Part

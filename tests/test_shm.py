@@ -23,8 +23,8 @@ import pytest
 from numpy.typing import NDArray
 
 from pdtransfer import kernels, memory
-from pdtransfer.effects import Outcome, Write
 from pdtransfer.errors import LayoutMismatchError, RemoteProtocolError, TransportError
+from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.layout.checksum import lines_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span, expand_pages
 from pdtransfer.layout.pairing import pair

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from pdtransfer.handoff.decode.records import SESSION, SessionState
+from pdtransfer.handoff.lease import DUTY, DUTY_ENDS, LEASE, Duty, Lease, LeaseEvent
+from pdtransfer.handoff.prefill.writer_grants import WRITER, WriterState
+from pdtransfer.handoff.room import DECODE_ROOM, PREFILL_ROOM, DecodeRoom, PrefillRoom
+from pdtransfer.handoff.states import diagram, step
 from pdtransfer.hisparse.states import SPARSE_REQUEST, SPARSE_REQUEST_ENDS, SparseRequest
-from pdtransfer.lease import DUTY, DUTY_ENDS, LEASE, Duty, Lease, LeaseEvent
-from pdtransfer.room import DECODE_ROOM, PREFILL_ROOM, DecodeRoom, PrefillRoom
-from pdtransfer.session.duties import WRITER, WriterState
-from pdtransfer.session.ledger import SESSION, SessionState
-from pdtransfer.states import diagram, step
 
 TABLES: dict[str, tuple[dict, Enum, set[Enum]]] = {
     "decode's room": (DECODE_ROOM, DecodeRoom.CONNECTING, {DecodeRoom.RELEASED, DecodeRoom.FAILED}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdtransfer.timers import Timers
+from pdtransfer.handoff.timers import Timers
 
 steps = st.lists(
     st.one_of(

@@ -15,8 +15,8 @@ import uvloop
 from numpy.typing import NDArray
 
 from pdtransfer import sums
-from pdtransfer.effects import Outcome, Write
 from pdtransfer.errors import TransportError
+from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.memory import Arena

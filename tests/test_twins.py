@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdtransfer.effects import Map, Offer, Outcome, Ready, RoomFailed, Write
 from pdtransfer.errors import Cause, LocalProtocolError
+from pdtransfer.handoff.component_variants import labels, leased, repeated, shares_prefixes
+from pdtransfer.handoff.decode.sessions import DecodeSessions
+from pdtransfer.handoff.effects import Map, Offer, Outcome, Ready, RoomFailed, Write
+from pdtransfer.handoff.prefill.sessions import Cell
 from pdtransfer.layout.layout import Component, Layout
 from pdtransfer.limits import Limits
-from pdtransfer.session.decode import DecodeSessions
-from pdtransfer.session.prefill import Cell
-from pdtransfer.twins import labels, leased, repeated, shares_prefixes
 from pdtransfer.wire import Grant, Landed, Register, Registered, Reject, unpack_extents
 from tests.session_ends import LIMITS, REACH, SLOTS, DecodeEnd, P, PrefillEnd, identity, kv_bytes, of, sent
 from tests.sim.pools import BLOCK, LAYERS, ROW, components

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from pdtransfer import sums
-from pdtransfer.effects import Ready, RoomFailed, StopVerifying, Verify
 from pdtransfer.errors import Cause
+from pdtransfer.handoff.decode.records import SessionState
+from pdtransfer.handoff.decode.sessions import DecodeSessions
+from pdtransfer.handoff.effects import Ready, RoomFailed, StopVerifying, Verify
+from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.kernels import Native
-from pdtransfer.session.decode import DecodeSessions
-from pdtransfer.session.ledger import SessionState
-from pdtransfer.session.prefill import PrefillSessions
 from pdtransfer.transports import verifier
 from pdtransfer.transports.shm import writer
 from pdtransfer.wire import Abort, Failed, Goodbye, Grant, Landed, Released, unpack_extents

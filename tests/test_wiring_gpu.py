@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from pdtransfer import sums
-from pdtransfer.effects import Outcome
 from pdtransfer.engine.reference import generate_many
 from pdtransfer.engine_api import EngineConfig
+from pdtransfer.handoff.effects import Outcome
 from pdtransfer.kernels import driver
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory import Arena

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtransfer.client import DecodeClient, PrefillClient
-from pdtransfer.effects import Ready, RoomFailed
+from pdtransfer.handoff.effects import Ready, RoomFailed
 from pdtransfer.keys import AllowList, KeyPair
 from pdtransfer.limits import Limits
 from pdtransfer.memory import Arena

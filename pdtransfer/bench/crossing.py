@@ -12,8 +12,8 @@ import numpy as np
 import uvloop
 
 from ..config import BenchModel, HostLayout
-from ..effects import Outcome, Write
 from ..errors import WorldError
+from ..handoff.effects import Outcome, Write
 from ..memory import Arena, allocate
 from ..port import share_the_interpreter
 from ..transports.mooncake import MooncakeArena, MooncakeWriter, why_not

@@ -12,8 +12,8 @@ from statistics import median
 
 import numpy as np
 
-from ..effects import Outcome, Write
 from ..errors import PDTransferError, WorldError
+from ..handoff.effects import Outcome, Write
 from ..kernels.card import card
 from ..kernels.pools import Pool
 from ..memory import Arena

@@ -20,10 +20,11 @@ import uvloop
 from .. import engine_thread
 from ..config import DecodeConfig, PrefillConfig
 from ..daemon import attach, create_engine
-from ..effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from ..engine_api import Broken, CardMemory, Finished, Prefilled, Request, SharedMemory
 from ..engine_thread import Compute, DecodeOutcome, Free, Generate, Offered, PrefillOutcome, Quit, Refused
 from ..errors import PDTransferError
+from ..handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
+from ..handoff.prefill.sessions import Cell
 from ..hbm import Hbm
 from ..kernels.card import card
 from ..layout.layout import expand_pages
@@ -32,7 +33,6 @@ from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..offers import Push
 from ..port import Port
 from ..process import prepare
-from ..session.prefill import Cell
 from ..timeline import Span, Timeline
 from ..wire import Sampling
 from .orders import Failure

@@ -18,17 +18,17 @@ import numpy as np
 import uvloop
 import zmq
 
-from ..arena import Holding
 from ..bus import BusLimits
 from ..bus.sockets import NOBLOCK, NOBLOCK_MORE, Drain
-from ..effects import Drained, Landed, Leased, Ready, RoomFailed
 from ..errors import PDTransferError
+from ..handoff.decode.records import SessionState
+from ..handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
+from ..handoff.prefill.sessions import Cell
+from ..handoff.slot_allocator import Holding
 from ..layout.layout import Component, expand_pages
 from ..memory import Arena, allocate
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..process import prepare
-from ..session.ledger import SessionState
-from ..session.prefill import Cell
 from ..transports.network import Transport
 from ..wire import Grant, Message, Part, encode
 from .orders import Batch, Echoes, Failure, Fragment, GiveUp, Memcpy, Stall

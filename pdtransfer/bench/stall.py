@@ -15,8 +15,8 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from ..client import DecodeClient, PrefillClient
-from ..effects import Drained, Leased, RoomFailed
 from ..errors import PDTransferError, WorldError
+from ..handoff.effects import Drained, Leased, RoomFailed
 from ..kernels.card import card
 from ..kernels.driver import count
 from ..layout.layout import Component

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..states import Word
+from ..handoff.states import Word
 
 
 class SparseRequest(Word):

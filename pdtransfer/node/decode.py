@@ -9,7 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..effects import (
+from ..errors import Cause, ConfigError, LocalProtocolError, TransportError, WorldError
+from ..events import Event, EventQueue
+from ..handoff.decode.records import SessionState
+from ..handoff.decode.sessions import DecodeSessions
+from ..handoff.effects import (
     DecodeEffect,
     DecodeEvent,
     Fence,
@@ -27,13 +31,9 @@ from ..effects import (
     StopVerifying,
     Verify,
 )
-from ..errors import Cause, ConfigError, LocalProtocolError, TransportError, WorldError
-from ..events import Event, EventQueue
 from ..keys import AllowList
 from ..layout.layout import Component
 from ..memory import Arena
-from ..session.decode import DecodeSessions
-from ..session.ledger import SessionState
 from ..transports.choice import ArenaChoice
 from ..transports.lifter import Lifter
 from ..transports.network import NETWORK, Network, Transport

@@ -8,7 +8,10 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 
-from ..effects import (
+from ..engine_api import Spans
+from ..errors import Cause, LocalProtocolError, PDTransferError, TransportError
+from ..events import Event, EventQueue
+from ..handoff.effects import (
     Drained,
     FenceWriter,
     Landed,
@@ -23,14 +26,11 @@ from ..effects import (
     Unmap,
     Write,
 )
-from ..engine_api import Spans
-from ..errors import Cause, LocalProtocolError, PDTransferError, TransportError
-from ..events import Event, EventQueue
-from ..gate import Gate
+from ..handoff.prefill.sessions import Cell, PrefillSessions
+from ..handoff.ready_gate import Gate
+from ..handoff.sharing import Replicas, holds_of
 from ..keys import AllowList
 from ..layout.layout import Component
-from ..session.prefill import Cell, PrefillSessions
-from ..sharing import Replicas, holds_of
 from ..transports.choice import WriterChoice
 from ..transports.lane import PoolCard
 from ..transports.network import NETWORK, Network, Transport

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ..effects import Outcome, Write
-from ..gate import Gate
+from ..handoff.effects import Outcome, Write
+from ..handoff.ready_gate import Gate
 from ..layout.layout import Component
 from ..wire import Reach
 

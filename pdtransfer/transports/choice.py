@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ..effects import Outcome, Write
 from ..errors import TransportError
 from ..events import EventQueue
-from ..gate import Gate
+from ..handoff.effects import Outcome, Write
+from ..handoff.ready_gate import Gate
 from ..keys import Address
 from ..layout.layout import Component
 from ..memory import Arena

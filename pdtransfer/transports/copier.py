@@ -13,8 +13,8 @@ from typing import Generic, Protocol, TypeVar
 
 from .. import kernels, sums
 from ..cancel import Cancel
-from ..effects import Outcome, Write
 from ..errors import TransportError
+from ..handoff.effects import Outcome, Write
 from ..layout.checksum import MASK, Lines
 from ..layout.pairing import Pairing
 from ..layout.plan import Plan, plan

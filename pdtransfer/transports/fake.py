@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from .. import rows, sums
 from ..cancel import Cancel
-from ..effects import Outcome, Write
 from ..errors import TransportError
-from ..gate import Gate
+from ..handoff.effects import Outcome, Write
+from ..handoff.ready_gate import Gate
+from ..handoff.sharing import pair_share
 from ..layout.checksum import lines_of, runs_of
 from ..layout.layout import Component
 from ..layout.pairing import Pairing
 from ..layout.plan import plan
-from ..sharing import pair_share
 from ..wire import Reach
 from .base import Ready, WriteDone
 

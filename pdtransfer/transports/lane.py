@@ -12,7 +12,7 @@ import numpy as np
 from ..cancel import Cancel
 from ..engine_api import Spans
 from ..errors import WorldError
-from ..gate import Gate
+from ..handoff.ready_gate import Gate
 from ..kernels import lanes
 from ..kernels import push as pushing
 from ..kernels.card import Card, card

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..arena import slots_of
 from ..cancel import Cancel
-from ..effects import Lift
 from ..errors import TransportError
+from ..handoff.effects import Lift
+from ..handoff.slot_allocator import slots_of
 from ..hbm import Hbm
 from ..kernels.card import card
 from ..kernels.event import Event

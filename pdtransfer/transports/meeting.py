@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from ..effects import Write
 from ..errors import LayoutMismatchError, RemoteProtocolError
+from ..handoff.effects import Write
+from ..handoff.sharing import pair_share
 from ..layout.checksum import Lines, lines_of
 from ..layout.layout import Component
 from ..layout.pairing import Pairing
-from ..sharing import pair_share
 
 Planes: TypeAlias = tuple[int, tuple[int, int]]  # a component of Register, and layers of it
 

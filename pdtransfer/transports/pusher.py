@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import sums
-from ..effects import Outcome
 from ..engine_api import Spans
 from ..errors import PDTransferError, WorldError
+from ..handoff.effects import Outcome
 from ..kernels.lanes import NEVER_NS
 from ..kernels.pools import State
 from ..layout.checksum import MASK, runs_of

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..cancel import Cancel
-from ..effects import Outcome, Write
-from ..gate import Gate
+from ..handoff.effects import Outcome, Write
+from ..handoff.ready_gate import Gate
 from ..kernels.pools import Pool
 from ..layout.checksum import Lines, lines_of
 from ..layout.layout import Layout, Plane

@@ -9,8 +9,8 @@ from functools import partial
 
 from .. import sums
 from ..cancel import Cancel
-from ..effects import Rows, Verify
 from ..errors import TransportError
+from ..handoff.effects import Rows, Verify
 from ..layout.checksum import MASK, Lines, lines_of, pieces_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Component

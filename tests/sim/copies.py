@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pdtransfer import effects as fx
-from pdtransfer.arena import FreeExtents
+from pdtransfer.handoff import effects as fx
+from pdtransfer.handoff.decode.sessions import DecodeSessions
+from pdtransfer.handoff.lease import Lease
+from pdtransfer.handoff.prefix import PrefixCache
+from pdtransfer.handoff.slot_allocator import FreeExtents
 from pdtransfer.layout.checksum import MASK
 from pdtransfer.layout.layout import Component
-from pdtransfer.lease import Lease
-from pdtransfer.prefix import PrefixCache
-from pdtransfer.session.decode import DecodeSessions
 
 from .pools import ROW, Int64s, checksum, holds, places
 

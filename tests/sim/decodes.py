@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from pdtransfer import effects as fx
-from pdtransfer.arena import slots_of
+from pdtransfer.handoff import effects as fx
+from pdtransfer.handoff.decode.records import SessionState
+from pdtransfer.handoff.decode.sessions import DecodeSessions
+from pdtransfer.handoff.lease import Lease
+from pdtransfer.handoff.slot_allocator import slots_of
 from pdtransfer.layout.checksum import MASK
 from pdtransfer.layout.layout import Component
-from pdtransfer.lease import Lease
-from pdtransfer.session.decode import DecodeSessions
-from pdtransfer.session.ledger import SessionState
 from pdtransfer.wire import Abort, Failed, Grant, Identity, Landed, Load, Message, Ranks, Reach, Register, Registered
 
 from .copies import Backing, Mapping, is_free

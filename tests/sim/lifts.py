@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pdtransfer import effects as fx
-from pdtransfer.arena import slots_of
+from pdtransfer.handoff import effects as fx
+from pdtransfer.handoff.slot_allocator import slots_of
 
 from .copies import is_free, is_shared
 from .pools import ROW, Int64s, holds, places

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdtransfer import effects as fx
+from pdtransfer.handoff import effects as fx
+from pdtransfer.handoff.lease import DUTY_ENDS
+from pdtransfer.handoff.prefill.sessions import PrefillSessions
+from pdtransfer.handoff.sharing import holds_of
 from pdtransfer.layout.layout import Component
-from pdtransfer.lease import DUTY_ENDS
-from pdtransfer.session.prefill import PrefillSessions
-from pdtransfer.sharing import holds_of
 from pdtransfer.wire import Abort, Grant, Identity, Load, Message, Ranks, Reach
 
 from .copies import Copy, Mapping

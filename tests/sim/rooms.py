@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pdtransfer import effects as fx
 from pdtransfer.errors import Cause
+from pdtransfer.handoff import effects as fx
+from pdtransfer.handoff.prefill.sessions import Cell
 from pdtransfer.layout.layout import Component, expand_pages
-from pdtransfer.session.prefill import Cell
 
 from .pools import BLOCK, LAYERS, ROW, Int64s, Shape, holds, places, words
 

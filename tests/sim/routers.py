@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdtransfer.answers import Accepted, Emit, Fail, Finish, Refusal, RoutingEffect
-from pdtransfer.effects import Send
 from pdtransfer.errors import Cause
+from pdtransfer.handoff.effects import Send
 from pdtransfer.routed import Request
 from pdtransfer.routing import Routing
 from pdtransfer.wire import Begin, Identity, Message, Ranks, Sampling, pack_ids, unpack_ids

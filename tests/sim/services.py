@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pdtransfer.effects import Send
 from pdtransfer.errors import Cause
+from pdtransfer.handoff.effects import Send
 from pdtransfer.served import ServiceRoom
 from pdtransfer.service import Service, ServiceEffect, Start, Stop
 from pdtransfer.wire import Begin, End, Message

@@ -22,8 +22,8 @@ import torch
 
 from pdtransfer.bounds import card_of
 from pdtransfer.client import DecodeClient
-from pdtransfer.effects import Ready, RoomFailed
 from pdtransfer.engine_api import HBM_ALIGNMENT
+from pdtransfer.handoff.effects import Ready, RoomFailed
 from pdtransfer.hbm import Hbm
 from pdtransfer.kernels import card as cards
 from pdtransfer.memory import Arena

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pdtransfer.bounds import card_of
-from pdtransfer.effects import Ready, RoomFailed
+from pdtransfer.handoff.effects import Ready, RoomFailed
 
 from .clients import Landed, Two, holds, two
 

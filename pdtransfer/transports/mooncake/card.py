@@ -9,11 +9,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from ... import sums
-from ...effects import Outcome, Write
+from ...handoff.effects import Outcome, Write
+from ...handoff.sharing import facing
 from ...kernels.pools import Pool
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
-from ...sharing import facing
 from ..copier import attempt
 from ..lane import WriterCard
 from ..pusher import Pusher

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...cancel import Cancel
-from ...effects import Outcome, Write
+from ...handoff.effects import Outcome, Write
 from ...layout.checksum import Lines
 from ...layout.geometry import Int64s
 from ...layout.layout import Component

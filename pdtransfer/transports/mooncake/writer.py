@@ -13,9 +13,9 @@ import re
 from collections import deque
 from collections.abc import Callable
 
-from ...effects import Outcome, Write
 from ...errors import TransportError, WorldError
-from ...gate import Gate
+from ...handoff.effects import Outcome, Write
+from ...handoff.ready_gate import Gate
 from ...layout.checksum import MASK
 from ...layout.layout import Component
 from ...wire import Reach

@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ... import kernels, sums
-from ...effects import Outcome, Write
 from ...errors import TransportError, WorldError
-from ...gate import Gate
+from ...handoff.effects import Outcome, Write
+from ...handoff.ready_gate import Gate
+from ...handoff.sharing import facing
 from ...kernels.pools import Pool
 from ...kernels.registered import CHUNK_BYTES
 from ...layout.checksum import Lines
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
 from ...memory import Mapping, enter_backed, map_received
-from ...sharing import facing
 from ...wire import Reach
 from ..base import Near, Ready, WriteDone
 from ..copier import Copier, Job

@@ -7,15 +7,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from pdtransfer.errors import Cause
-from pdtransfer.lease import Lease, LeaseEvent
-from pdtransfer.room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
-from pdtransfer.session import links
-from pdtransfer.session.coverage import Coverage
-from pdtransfer.session.decode import DecodeSessions
-from pdtransfer.session.leases import Leases
-from pdtransfer.session.ledger import LeaseEntry, Session, SessionState
-from pdtransfer.session.links import Links
-from pdtransfer.session.lives import Lives
+from pdtransfer.handoff.decode import prefill_peers
+from pdtransfer.handoff.decode.coverage import Coverage
+from pdtransfer.handoff.decode.leases import Leases
+from pdtransfer.handoff.decode.prefill_peers import Links
+from pdtransfer.handoff.decode.records import LeaseEntry, Session, SessionState
+from pdtransfer.handoff.decode.sessions import DecodeSessions
+from pdtransfer.handoff.lease import Lease, LeaseEvent
+from pdtransfer.handoff.liveness import Lives
+from pdtransfer.handoff.room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
 from pdtransfer.wire import Failed, Landed
 
 from . import Patch
@@ -231,12 +231,12 @@ def coverage_unchecked(patch: Patch) -> None:
 
 def equal_rows_sent_by_all(patch: Patch) -> None:
     """Every rank that holds a row sends it."""
-    share = links.share_of
+    share = prefill_peers.share_of
 
     def all_of_it(components: Any, holds: Any, tp_rank: int) -> Any:
         return share(components, [replace(each, replica=0, replicas=1) for each in holds], tp_rank)
 
-    patch(links, "share_of", all_of_it)
+    patch(prefill_peers, "share_of", all_of_it)
     patch(Coverage, "gap", lambda self, sessions: "")
 
 

@@ -6,16 +6,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pdtransfer import effects as fx
 from pdtransfer.errors import Cause
-from pdtransfer.lease import Duty, DutyEvent
-from pdtransfer.room import PrefillRoom
-from pdtransfer.session.decode import DecodeSessions
-from pdtransfer.session.duties import DutyEntry, WriterSession, WriterState
-from pdtransfer.session.grants import Grants
-from pdtransfer.session.ledger import LeaseEntry
-from pdtransfer.session.prefill import PrefillSessions
-from pdtransfer.session.writers import Writers
+from pdtransfer.handoff import effects as fx
+from pdtransfer.handoff.decode.records import LeaseEntry
+from pdtransfer.handoff.decode.sessions import DecodeSessions
+from pdtransfer.handoff.lease import Duty, DutyEvent
+from pdtransfer.handoff.prefill.decode_peers import Writers
+from pdtransfer.handoff.prefill.grants import Grants
+from pdtransfer.handoff.prefill.sessions import PrefillSessions
+from pdtransfer.handoff.prefill.writer_grants import DutyEntry, WriterSession, WriterState
+from pdtransfer.handoff.room import PrefillRoom
 from pdtransfer.wire import Drained, Landed
 
 from . import Patch

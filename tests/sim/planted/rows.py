@@ -6,19 +6,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pdtransfer.admission import Admission
-from pdtransfer.arena import Block, Holding
 from pdtransfer.errors import Cause
-from pdtransfer.prefix import PrefixCache
-from pdtransfer.session.decode import DecodeSessions
-from pdtransfer.session.duties import DutyEntry
-from pdtransfer.session.leases import Leases
-from pdtransfer.session.ledger import LeaseEntry, Session
-from pdtransfer.session.lifts import Lifts
-from pdtransfer.session.links import Links
-from pdtransfer.session.settling import Settling
-from pdtransfer.session.verify import Verifications
-from pdtransfer.session.writers import Writers
+from pdtransfer.handoff.admission import Admission
+from pdtransfer.handoff.decode.hbm_copies import Lifts
+from pdtransfer.handoff.decode.leases import Leases
+from pdtransfer.handoff.decode.post_landing import Verifications
+from pdtransfer.handoff.decode.prefill_peers import Links
+from pdtransfer.handoff.decode.records import LeaseEntry, Session
+from pdtransfer.handoff.decode.sessions import DecodeSessions
+from pdtransfer.handoff.decode.settling import Settling
+from pdtransfer.handoff.prefill.decode_peers import Writers
+from pdtransfer.handoff.prefill.writer_grants import DutyEntry
+from pdtransfer.handoff.prefix import PrefixCache
+from pdtransfer.handoff.slot_allocator import Block, Holding
 from pdtransfer.wire import Granted
 
 from . import Patch

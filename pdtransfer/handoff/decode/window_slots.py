@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..errors import Cause
+from ...errors import Cause
 from .coverage import Coverage
-from .ledger import Room, Session
+from .records import Room, Session
 
 
 class Places:

@@ -10,11 +10,11 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from .arena import Extents
-from .errors import Cause
-from .gate import Gate
-from .layout.layout import Component
-from .wire import Message, Reach
+from ..errors import Cause
+from ..layout.layout import Component
+from ..wire import Message, Reach
+from .ready_gate import Gate
+from .slot_allocator import Extents
 
 
 class Send(Struct, frozen=True):

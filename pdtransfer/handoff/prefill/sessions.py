@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from ...errors import Cause, LocalProtocolError, RemoteProtocolError
+from ...layout.layout import Component
+from ...limits import AUX_BYTES_MAX, TEXT_LENGTH_MAX, Limits
+from ...wire import Abort, Grant, Granted, Identity, Message, Released
 from ..effects import Drained, FenceWriter, Landed, Leased, Outcome, PrefillEffect, RoomFailed, Send
-from ..errors import Cause, LocalProtocolError, RemoteProtocolError
-from ..layout.layout import Component
 from ..lease import DUTY_ENDS, Duty, DutyEvent
-from ..limits import AUX_BYTES_MAX, TEXT_LENGTH_MAX, Limits
 from ..room import PREFILL_ROOM, PrefillRoom, PrefillRoomEvent
 from ..states import step
 from ..timers import Timers
-from ..wire import Abort, Grant, Granted, Identity, Message, Released
 from .cells import Cell, Room
-from .duties import DutyEntry, WriterSession
+from .decode_peers import DecodePeer, TimerKey, Writers
 from .grants import Grants
-from .writers import DecodePeer, TimerKey, Writers
+from .writer_grants import DutyEntry, WriterSession
 from .writes import ended, started
 
 

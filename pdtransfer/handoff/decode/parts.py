@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...layout.layout import Component
+from ...limits import PART_EXTENTS_MAX
+from ...wire import Part, pack_extents
 from ..admission import Demand
-from ..arena import Extents, cut
-from ..layout.layout import Component
-from ..limits import PART_EXTENTS_MAX
-from ..twins import leased, shares_prefixes
-from ..wire import Part, pack_extents
+from ..component_variants import leased, shares_prefixes
+from ..slot_allocator import Extents, cut
 
 _GRANT_BYTES = 256  # of a Grant's frame without its parts, and more than it has
 _PART_BYTES = 32  # of a part without its extents, and more than it has

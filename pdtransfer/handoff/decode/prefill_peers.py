@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...errors import Cause, RemoteProtocolError
+from ...layout.layout import Component
+from ...limits import TEXT_LENGTH_MAX, Limits
+from ...wire import VERSION, Goodbye, Hello, Identity, Ping, Pong, Reach, Register, Registered, Reject, Welcome
 from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, PeerRefused, Send
-from ..errors import Cause, RemoteProtocolError
-from ..layout.layout import Component
-from ..limits import TEXT_LENGTH_MAX, Limits
+from ..liveness import Lives
 from ..sharing import share_of, wrong_fields
 from ..states import step
 from ..timers import Timers
-from ..wire import VERSION, Goodbye, Hello, Identity, Ping, Pong, Reach, Register, Registered, Reject, Welcome
-from .ledger import SESSION, Peer, Session, SessionEvent, SessionState, TimerKey
-from .lives import Lives
+from .records import SESSION, Peer, Session, SessionEvent, SessionState, TimerKey
 
 GREETINGS_WANTED = frozenset({"hello_required", "hello_first"})  # a Reject that only wants to know who speaks
 

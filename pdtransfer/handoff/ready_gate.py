@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .engine_api import Event
-from .offers import Every
+from ..engine_api import Event
+from ..offers import Every
 
 
 class Gate:

@@ -10,11 +10,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .arena import Holding
-from .errors import ArenaFullError
-from .limits import Limits
+from ..errors import ArenaFullError
+from ..limits import Limits
+from .component_variants import labels
 from .prefix import PrefixCache
-from .twins import labels
+from .slot_allocator import Holding
 
 
 @dataclass(frozen=True, slots=True)

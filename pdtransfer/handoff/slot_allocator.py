@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import LocalProtocolError
-from .layout.layout import Component, Layout
-from .twins import repeated
+from ..errors import LocalProtocolError
+from ..layout.layout import Component, Layout
+from .component_variants import repeated
 
 Extents = NDArray[np.int64]
 """(n, 2) int64: start, count."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...layout.checksum import CHECKSUM_BYTES
+from ...wire import unpack_extents
 from ..effects import DecodeEffect, Rows, StopVerifying, Verify
-from ..layout.checksum import CHECKSUM_BYTES
 from ..prefix import PrefixCache
-from ..wire import unpack_extents
-from .ledger import LeaseEntry, Room
+from .records import LeaseEntry, Room
 
 
 @dataclass(frozen=True, slots=True, eq=False)

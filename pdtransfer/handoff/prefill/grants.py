@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...errors import Cause, RemoteProtocolError
+from ...limits import TEXT_LENGTH_MAX, Limits
+from ...wire import Failed
 from ..effects import PrefillEffect, Send, StopWriting
-from ..errors import Cause, RemoteProtocolError
 from ..lease import DUTY_ENDS, Duty, DutyEvent
-from ..limits import TEXT_LENGTH_MAX, Limits
 from ..timers import Timers
-from ..wire import Failed
-from .duties import DutyEntry, WriterSession, WriterState, end_message
-from .writers import TimerKey
+from .decode_peers import TimerKey
+from .writer_grants import DutyEntry, WriterSession, WriterState, end_message
 
 
 class Grants:

@@ -9,15 +9,15 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ...errors import Cause, RemoteProtocolError
+from ...layout.layout import Component
+from ...wire import Grant, Identity, Landed, Reach
 from ..admission import Demand
-from ..arena import Extents, Holding, end_of, slots_below, slots_of
-from ..errors import Cause, RemoteProtocolError
-from ..layout.layout import Component
 from ..lease import Lease
+from ..liveness import Lives
 from ..room import DecodeRoom
+from ..slot_allocator import Extents, Holding, end_of, slots_below, slots_of
 from ..states import Word
-from ..wire import Grant, Identity, Landed, Reach
-from .lives import Lives
 
 
 class SessionState(Word):

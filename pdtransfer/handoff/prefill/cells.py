@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena import ExtentSet
-from ..errors import Cause, LocalProtocolError
-from ..gate import Gate
-from ..layout.geometry import bounds_of
-from ..layout.layout import Component
+from ...errors import Cause, LocalProtocolError
+from ...layout.geometry import bounds_of
+from ...layout.layout import Component
+from ..ready_gate import Gate
 from ..room import PrefillRoom
-from .duties import DutyEntry
+from ..slot_allocator import ExtentSet
+from .writer_grants import DutyEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,15 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arena import Extents, ExtentSet, end_of, slot_count, slots_below, slots_of
-from ..errors import Cause, RemoteProtocolError
-from ..layout.checksum import CHECKSUM_BYTES, MASK
-from ..layout.layout import Component
+from ...errors import Cause, RemoteProtocolError
+from ...layout.checksum import CHECKSUM_BYTES, MASK
+from ...layout.layout import Component
+from ...limits import TEXT_LENGTH_MAX
+from ...wire import Drained, Failed, Grant, Landed, Part, Reach, unpack_extents
+from ..decode.parts import prefix_rows
 from ..lease import DUTY, DUTY_ENDS, Duty, DutyEvent
-from ..limits import TEXT_LENGTH_MAX
+from ..slot_allocator import Extents, ExtentSet, end_of, slot_count, slots_below, slots_of
 from ..states import Word, step
-from ..wire import Drained, Failed, Grant, Landed, Part, Reach, unpack_extents
-from .parts import prefix_rows
 
 EndMessage: TypeAlias = Landed | Failed | Drained
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..layout.layout import Component
+from ...layout.layout import Component
 from ..sharing import uncovered
-from .ledger import Session
+from .records import Session
 
 
 class Coverage:

@@ -15,10 +15,10 @@ from math import lcm
 
 import numpy as np
 
-from .arena import Arena, Block, Extents, Holding, cut
-from .layout.layout import Component
-from .limits import TOKENS_MAX, Limits
-from .twins import leased
+from ..layout.layout import Component
+from ..limits import TOKENS_MAX, Limits
+from .component_variants import leased
+from .slot_allocator import Arena, Block, Extents, Holding, cut
 
 KEY_BYTES = 16
 _ID_BYTES = 4  # a token id travels, and is hashed, as little-endian u32

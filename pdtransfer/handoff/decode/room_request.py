@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from ...errors import ArenaFullError, Cause, LocalProtocolError
+from ...limits import TOKENS_MAX
 from ..admission import Admission
 from ..effects import RoomFailed
-from ..errors import ArenaFullError, Cause, LocalProtocolError
-from ..limits import TOKENS_MAX
 from ..prefix import PrefixCache
-from .ledger import Room
 from .parts import demand_of
+from .records import Room
 
 
 def room_of(

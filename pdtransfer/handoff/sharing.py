@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import LocalProtocolError
-from .layout import geometry
-from .layout.layout import Component, Layout, Plane, head_keys
-from .layout.mismatch import Range, joined, text_of
-from .layout.pairing import Pairing, pair
-from .wire import Holds, Identity, Ranks
+from ..errors import LocalProtocolError
+from ..layout import geometry
+from ..layout.layout import Component, Layout, Plane, head_keys
+from ..layout.mismatch import Range, joined, text_of
+from ..layout.pairing import Pairing, pair
+from ..wire import Holds, Identity, Ranks
 
 _HEADS, _KIND_BIT = 1 << 17, 33  # head_keys: a layer's heads, more than any plane can name; where kinds begin
 Replicas = Mapping[str, tuple[int, int]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..effects import Write
 from .cells import Cell
-from .duties import DutyEntry, WriterSession
+from .writer_grants import DutyEntry, WriterSession
 
 
 def started(duty: DutyEntry, cell: Cell) -> list[Write]:

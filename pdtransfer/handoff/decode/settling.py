@@ -7,9 +7,9 @@ from collections.abc import Callable
 from ..effects import DecodeEffect
 from ..prefix import PrefixCache
 from ..room import DecodeRoom
-from .ledger import LeaseEntry, Room
-from .lifts import Lifts
-from .verify import Verifications
+from .hbm_copies import Lifts
+from .post_landing import Verifications
+from .records import LeaseEntry, Room
 
 
 class Settling:

@@ -8,17 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..admission import Admission
-from ..arena import Arena
-from ..effects import DecodeEffect, Leased, PeerRefused, Ready, RoomFailed, Send, SessionLost
-from ..errors import Cause, LocalProtocolError, RemoteProtocolError
-from ..layout.layout import Component
-from ..lease import Lease
-from ..limits import AHEAD_MAX, TEXT_LENGTH_MAX, Limits
-from ..prefix import PrefixCache
-from ..room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
-from ..states import step
-from ..wire import (
+from ...errors import Cause, LocalProtocolError, RemoteProtocolError
+from ...layout.layout import Component
+from ...limits import AHEAD_MAX, TEXT_LENGTH_MAX, Limits
+from ...wire import (
     Drained,
     Failed,
     Goodbye,
@@ -32,15 +25,22 @@ from ..wire import (
     Reject,
     Welcome,
 )
-from .asked import refusal, room_of
+from ..admission import Admission
+from ..effects import DecodeEffect, Leased, PeerRefused, Ready, RoomFailed, Send, SessionLost
+from ..lease import Lease
+from ..prefix import PrefixCache
+from ..room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
+from ..slot_allocator import Arena
+from ..states import step
 from .coverage import Coverage
-from .keeping import Keeping
 from .leases import Leases
-from .ledger import LeaseEntry, Peer, Room, Session
-from .links import Links
 from .parts import fits_a_grant
-from .places import Places
+from .prefill_peers import Links
+from .prefix_publish import Keeping
+from .records import LeaseEntry, Peer, Room, Session
+from .room_request import refusal, room_of
 from .settling import Settling
+from .window_slots import Places
 
 
 class DecodeSessions:

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..arena import Holding
+from ...wire import unpack_extents
 from ..effects import DecodeEffect, Lift, Rows, StopLifting
 from ..prefix import PrefixCache
-from ..wire import unpack_extents
-from .ledger import LeaseEntry, Room
+from ..slot_allocator import Holding
+from .records import LeaseEntry, Room
 
 INDEX_KIND = "index"  # a component with such a plane is an index; what else is in HBM are the rows of dense requests
 

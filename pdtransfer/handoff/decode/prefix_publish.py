@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..prefix import PrefixCache
 from ..timers import Timers
-from .ledger import Room, TimerKey
+from .records import Room, TimerKey
 
 
 class Keeping:

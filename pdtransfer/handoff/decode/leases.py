@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..arena import Holding
+from ...limits import Limits
+from ...wire import Abort, Grant, Released
 from ..effects import DecodeEffect, Send
 from ..lease import LEASE, Lease, LeaseEvent
-from ..limits import Limits
 from ..prefix import PrefixCache
+from ..slot_allocator import Holding
 from ..states import step
-from ..wire import Abort, Grant, Released
-from .ledger import LeaseEntry, Room, Session, SessionState
-from .links import Links
 from .parts import parts_of
+from .prefill_peers import Links
+from .records import LeaseEntry, Room, Session, SessionState
 
 TIME_LEFT_MS_MAX = 0xFFFF_FFFF  # that a Grant can say
 

@@ -10,15 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ..effects import Map, PrefillEffect, Send, Unmap
-from ..errors import Cause, LayoutMismatchError, RemoteProtocolError
-from ..layout.layout import Component
-from ..limits import FIELDS_MAX, LIVES_MAX, TEXT_LENGTH_MAX, Limits
-from ..sharing import pair_share
-from ..states import step
-from ..timers import Timers
-from ..twins import repeated
-from ..wire import (
+from ...errors import Cause, LayoutMismatchError, RemoteProtocolError
+from ...layout.layout import Component
+from ...limits import FIELDS_MAX, LIVES_MAX, TEXT_LENGTH_MAX, Limits
+from ...wire import (
     VERSION,
     Abort,
     Goodbye,
@@ -36,8 +31,13 @@ from ..wire import (
     Welcome,
     negotiate,
 )
-from .duties import WRITER, WriterEvent, WriterSession, WriterState
-from .lives import Lives
+from ..component_variants import repeated
+from ..effects import Map, PrefillEffect, Send, Unmap
+from ..liveness import Lives
+from ..sharing import pair_share
+from ..states import step
+from ..timers import Timers
+from .writer_grants import WRITER, WriterEvent, WriterSession, WriterState
 
 TimerKey: TypeAlias = tuple[str, str | int, int]
 """What is due: alive of a peer, grant (that waits) and end of a session's grant, room."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from .layout.layout import Component
+from ..layout.layout import Component
 
 
 def leased(components: Sequence[Component], *, enable_hisparse: bool) -> tuple[bool, ...]:

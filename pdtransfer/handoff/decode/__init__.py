@@ -1,0 +1,1 @@
+"""Decode's side of a hand-off: rooms are expected, leased, granted, landed and released."""

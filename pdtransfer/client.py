@@ -29,7 +29,7 @@ from .handoff.sharing import Replicas
 from .keys import AllowList
 from .layout.layout import Component, slots_of_rows
 from .limits import TOKENS_MAX
-from .memory import Arena
+from .memory.arena_memory import Arena
 from .node import DecodeNode, NodeSettings, PrefillNode
 from .port import Port, share_the_interpreter
 from .transports.network import NETWORK, Network, Transport

@@ -28,12 +28,12 @@ from .group import frames, meeting
 from .group.frames import Abort, Asked, Bound, Frame, Start, Turn
 from .group.lead import Lead
 from .group.link import Link
-from .hbm import Hbm
 from .http import Health, Listener, application
 from .kernels.card import card
 from .keys import AllowList, KeyPair
 from .limits import LOAD_MS
-from .memory import Arena
+from .memory.arena_memory import Arena
+from .memory.hbm import Hbm
 from .node import NodeSettings
 from .port import Port
 from .prefill_daemon import PrefillDaemon

@@ -26,7 +26,7 @@ from .group import frames
 from .group.lead import Follower, Lead
 from .handoff.effects import DecodeEvent, Ready, RoomFailed
 from .limits import TEXT_LENGTH_MAX, TOKENS_MAX
-from .memory import Arena
+from .memory.arena_memory import Arena
 from .node import DecodeNode, NodeSettings, Others
 from .port import Port
 from .service import Service

@@ -32,7 +32,7 @@ from .errors import Cause
 from .group import frames
 from .group.link import Link
 from .handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
-from .memory import Arena
+from .memory.arena_memory import Arena
 from .node import NodeSettings
 from .port import Port
 from .prefill_daemon import open_room

@@ -20,7 +20,7 @@ from pdtransfer.client import DecodeClient, PrefillClient
 from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.limits import Limits
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.node import NodeSettings
 from tests.layout_tensors import CANARY, Model, Pool, content, mla
 

@@ -22,7 +22,7 @@ from pdtransfer.engine_thread import Order, Quit
 from pdtransfer.follower import DecodeFollower
 from pdtransfer.group import frames
 from pdtransfer.group.lead import Lead
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.node import NodeSettings
 from pdtransfer.port import Port
 from pdtransfer.prefill_daemon import PrefillDaemon

@@ -23,7 +23,7 @@ from pdtransfer.client import DecodeClient
 from pdtransfer.handoff.effects import Ready, RoomFailed
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.limits import Limits
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from tests.bus_peers import pair
 from tests.client_pair import component, settings
 from tests.two_hosts import HERE, THERE, TOKENS, Far, Link, ip, known, pages_of, pool, until

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pdtransfer import sums
 from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.layout.checksum import lines_of, runs_of
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.transports.lane import WriterCard
 from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter
 from pdtransfer.transports.network import Network

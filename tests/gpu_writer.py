@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 
 from pdtransfer.kernels import card as cards
-from pdtransfer.kernels.ipc import Handle, Opened
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.layout.layout import Layout, Plane
-from pdtransfer.memory import map_received
+from pdtransfer.memory.arena_memory import map_received
+from pdtransfer.memory.cuda_ipc import Handle, Opened
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import Reach
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from pdtransfer.client import DecodeClient, PrefillClient
 from pdtransfer.engine_api import HBM_ALIGNMENT
-from pdtransfer.hbm import Hbm
 from pdtransfer.layout.layout import Component
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.hbm import Hbm
 from tests.client_pair import Expected, Pair, component, settings
 from tests.layout_tensors import CANARY, Pool, mla
 

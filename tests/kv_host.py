@@ -27,7 +27,7 @@ from pdtransfer.keys import AllowList, KeyPair
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import Limits
-from pdtransfer.memory import Arena, allocate
+from pdtransfer.memory.arena_memory import Arena, allocate
 from pdtransfer.node import NodeSettings
 from pdtransfer.transports.network import Network
 from tests.networks import DATA_PORTS

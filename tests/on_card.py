@@ -10,7 +10,7 @@ import torch
 
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels.pools import Progress, State
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 
 from .layout_tensors import Model, mha, mla
 from .layout_tensors import Pool as Tensors

@@ -13,7 +13,7 @@ from pdtransfer.engine_api import HBM_ALIGNMENT, CardMemory, EngineCard
 from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 
 from .fake_card import FakeRegistrar
 

@@ -17,10 +17,10 @@ import pytest
 
 from pdtransfer import cli, doctor, probes
 from pdtransfer.config import DecodeConfig, PrefillConfig
-from pdtransfer.headroom import Headroom
 from pdtransfer.kernels import UnusableError, private_directory
 from pdtransfer.kernels.compiled import KERNELS, _stem
 from pdtransfer.keys import Address
+from pdtransfer.memory.available_memory import Headroom
 from pdtransfer.probes import Probe, Seen, builds, cards, host, kernel, network
 
 PLAIN = {"fd": -1, "byte_count": 4_096, "close": lambda: None}

@@ -16,7 +16,7 @@ from pdtransfer.engine.reference import create
 from pdtransfer.engine_api import CardMemory
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.timeline import Timeline
 
 from .engine_pair import Decode, Prefill, config, prompts, request

@@ -12,8 +12,8 @@ from pdtransfer.engine.reference import create
 from pdtransfer.engine.sampling import Handoff
 from pdtransfer.engine_api import Computed
 from pdtransfer.errors import WorldError
-from pdtransfer.headroom import Headroom
 from pdtransfer.layout.layout import expand_pages
+from pdtransfer.memory.available_memory import Headroom
 from tests.engine_pair import SMALL, Prefill, config, heads_of, places, prompts, request
 
 

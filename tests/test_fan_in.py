@@ -17,7 +17,7 @@ from pdtransfer.client import DecodeClient, PrefillClient
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.layout.layout import Component
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from tests.client_pair import PATIENCE_S, Expected, Late, settings, slots_of_pages
 from tests.layout_tensors import CANARY, Pool, mha, mla
 from tests.rank_grid import JUNK, Part, Place

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pdtransfer.kernels import driver
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.transports.shm import ShmArena
 
 from .card_process import CardProcess

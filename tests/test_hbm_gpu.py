@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdtransfer.hbm import Hbm
 from pdtransfer.kernels import driver
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.shm import ShmArena
 
 from .card_process import CardProcess

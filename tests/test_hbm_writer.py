@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from pdtransfer.errors import TransportError
 from pdtransfer.handoff.effects import Outcome
-from pdtransfer.hbm import Hbm
 from pdtransfer.kernels import registered
 from pdtransfer.layout.layout import Component
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.shm import ShmArena
 from pdtransfer.transports.shm import writer as shm_writer
 

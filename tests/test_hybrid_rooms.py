@@ -17,7 +17,7 @@ from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFaile
 from pdtransfer.handoff.prefill.sessions import Cell
 from pdtransfer.layout.layout import Component
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.node import DecodeNode, PrefillNode
 from pdtransfer.transports.mooncake import why_not
 from pdtransfer.wire import pack_ids

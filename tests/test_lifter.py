@@ -12,9 +12,9 @@ import pytest
 
 from pdtransfer.errors import WorldError
 from pdtransfer.handoff.effects import Lift, Rows
-from pdtransfer.hbm import Hbm
 from pdtransfer.kernels import kv_copy
 from pdtransfer.layout.layout import Component, Span
+from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports import lifter
 
 from . import kernels_host

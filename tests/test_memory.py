@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdtransfer import headroom, memory
 from pdtransfer.errors import TransportError, WorldError
-from pdtransfer.memory import Arena, allocate, map_received
+from pdtransfer.memory import arena_memory, available_memory
+from pdtransfer.memory.arena_memory import Arena, allocate, map_received
 
 F_ADD_SEALS, SEAL, SHRINK, GROW, WRITE, FUTURE_WRITE = 1033, 1, 2, 4, 8, 16
 MIB = 1 << 20
@@ -69,9 +69,9 @@ def test_an_arena_is_whole_pages_and_at_least_what_was_asked() -> None:
 def test_prefault_backs_every_byte_and_keeps_what_is_there(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
-    monkeypatch.setattr(memory, "_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", MIB)
     if kernel != "this one":
-        monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9_999)  # EINVAL
+        monkeypatch.setattr(arena_memory, "_MADV_POPULATE_WRITE", 9_999)  # EINVAL
     arena.mapping.view[5] = 77
     ready: list[int] = []
     assert arena.prefault(ready.append)
@@ -83,13 +83,13 @@ def test_prefault_backs_every_byte_and_keeps_what_is_there(
 
 
 def test_prefault_stops_when_told(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", MIB)
     assert not arena.prefault(stop=lambda: arena.bytes_ready >= 2 * MIB)
     assert arena.bytes_ready == 2 * MIB
 
 
 def test_an_arena_beyond_the_hosts_memory_is_refused_with_both_values() -> None:
-    left = headroom.headroom()
+    left = available_memory.headroom()
     with pytest.raises(WorldError, match=rf"{left.bytes * 2} bytes.*is \d+ bytes"):
         Arena.create(left.bytes * 2, huge_pages="never")
     with pytest.raises(WorldError, match=rf"{left.bytes * 2} bytes.*is \d+ bytes"):
@@ -97,9 +97,9 @@ def test_an_arena_beyond_the_hosts_memory_is_refused_with_both_values() -> None:
 
 
 def test_memory_that_runs_out_on_the_way_ends_the_prefault(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", MIB)
     figures = iter([100 * MIB, 100 * MIB, MIB // 2])
-    monkeypatch.setattr(memory, "headroom", lambda: headroom.Headroom("a cgroup", next(figures)))
+    monkeypatch.setattr(arena_memory, "headroom", lambda: available_memory.Headroom("a cgroup", next(figures)))
     with pytest.raises(WorldError, match=f"{2 * MIB} bytes.*a cgroup is {MIB // 2} bytes"):
         arena.prefault()
     assert arena.bytes_ready == 2 * MIB
@@ -114,7 +114,7 @@ def test_a_chunk_that_the_kernel_cannot_back_is_an_error_and_no_signal(
             ctypes.set_errno(errno.ENOMEM)
             return -1
 
-    monkeypatch.setattr(memory, "_libc", Libc)
+    monkeypatch.setattr(arena_memory, "_libc", Libc)
     with pytest.raises(WorldError, match=f"of {4 * MIB}: Cannot allocate memory; .*: \\d+ bytes"):
         arena.prefault()
 
@@ -152,9 +152,9 @@ def test_the_tightest_cgroup_limits_an_arena(
     (tmp_path / "memory").mkdir()
     own = tmp_path / "own"
     own.write_text(world(tmp_path))
-    monkeypatch.setattr(headroom, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(headroom, "_OWN_CGROUPS", own)
-    assert headroom.headroom().bytes == 70 * MIB
+    monkeypatch.setattr(available_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(available_memory, "_OWN_CGROUPS", own)
+    assert available_memory.headroom().bytes == 70 * MIB
     with pytest.raises(WorldError, match=rf"{80 * MIB} bytes: memory\S+ of cgroup {tmp_path}\S* is {70 * MIB} bytes"):
         Arena.create(80 * MIB, huge_pages="never")
 
@@ -162,7 +162,7 @@ def test_the_tightest_cgroup_limits_an_arena(
 def test_huge_pages_that_are_not_there_are_named_with_the_command_that_mends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "huge_pages_free", lambda: 3)
+    monkeypatch.setattr(arena_memory, "huge_pages_free", lambda: 3)
     with pytest.raises(WorldError, match=r"4 pages of 2 MiB, 3 are free; sysctl vm.nr_hugepages=4"):
         Arena.create(7 * MIB, huge_pages="always")
     auto = Arena.create(7 * MIB, huge_pages="auto")
@@ -171,9 +171,9 @@ def test_huge_pages_that_are_not_there_are_named_with_the_command_that_mends_it(
 
 
 def test_huge_pages_that_somebody_else_took_first_fall_back_when_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    if headroom.huge_pages_free():
+    if available_memory.huge_pages_free():
         pytest.skip("this host has huge pages")
-    monkeypatch.setattr(memory, "huge_pages_free", lambda: 100)
+    monkeypatch.setattr(arena_memory, "huge_pages_free", lambda: 100)
     auto = Arena.create(7 * MIB, huge_pages="auto")
     assert not auto.huge
     auto.close()
@@ -182,7 +182,7 @@ def test_huge_pages_that_somebody_else_took_first_fall_back_when_they_may(monkey
 
 
 def test_huge_pages_back_an_arena_where_there_are_some() -> None:
-    if headroom.huge_pages_free() < 4:
+    if available_memory.huge_pages_free() < 4:
         pytest.skip("no huge pages are set aside")
     made = Arena.create(7 * MIB, huge_pages="always")
     assert made.huge
@@ -250,18 +250,18 @@ def test_an_arena_that_is_entered_by_pieces_is_looked_through_once(monkeypatch: 
         looked.append(first)
         return seek(fd, first, how)
 
-    monkeypatch.setattr(memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
     monkeypatch.setattr(os, "lseek", counted)
     made = Arena.create(8 * MIB, huge_pages="never")
     made.mapping.prefault(end=5 * MIB)
     received = map_received(made.fd, 8 * MIB)
     done, backed = 0, 0
     for end in (2 * MIB, 4 * MIB, 5 * MIB, 5 * MIB):
-        done, backed = memory.enter_backed(received, made.fd, done, 2 * MIB, backed)
+        done, backed = arena_memory.enter_backed(received, made.fd, done, 2 * MIB, backed)
         assert (done, backed) == (end, 5 * MIB)
     made.mapping.prefault()
     for end in (7 * MIB, 8 * MIB):
-        done, backed = memory.enter_backed(received, made.fd, done, 2 * MIB, backed)
+        done, backed = arena_memory.enter_backed(received, made.fd, done, 2 * MIB, backed)
         assert (done, backed) == (end, 8 * MIB)
     assert looked == [0, 4 * MIB, 5 * MIB, 5 * MIB], "no more for a piece that is known to be there"
     received.close()
@@ -269,14 +269,14 @@ def test_an_arena_that_is_entered_by_pieces_is_looked_through_once(monkeypatch: 
 
 
 def test_what_an_arenas_owner_takes_back_meanwhile_is_not_backed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
     made = Arena.create(4 * MIB, huge_pages="never")
     made.mapping.prefault()
     received = map_received(made.fd, 4 * MIB)
-    done, backed = memory.enter_backed(received, made.fd, 0, MIB, 0)
+    done, backed = arena_memory.enter_backed(received, made.fd, 0, MIB, 0)
     assert (done, backed) == (MIB, 4 * MIB)
     made.mapping._map.madvise(mmap.MADV_REMOVE, MIB, 3 * MIB)
-    assert memory.enter_backed(received, made.fd, done, MIB, backed) == (MIB, MIB)
+    assert arena_memory.enter_backed(received, made.fd, done, MIB, backed) == (MIB, MIB)
     assert os.fstat(made.fd).st_blocks * 512 == MIB
     received.close()
     made.close()
@@ -286,7 +286,7 @@ def test_what_an_arenas_owner_takes_back_meanwhile_is_not_backed_for_it(monkeypa
 def test_a_received_arena_that_its_owner_has_not_backed_is_refused(
     backed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "UNBACKED_BYTES_MAX", MIB)
+    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", MIB)
     made = Arena.create(2 * MIB, huge_pages="never")
     if backed:
         made.prefault()

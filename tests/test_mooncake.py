@@ -31,7 +31,7 @@ from pdtransfer.handoff.effects import Drained, Landed, Leased, Outcome, Ready, 
 from pdtransfer.handoff.prefill.sessions import Cell
 from pdtransfer.layout.layout import Component
 from pdtransfer.limits import ENGINES_MAX
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.node import DecodeNode, PrefillNode
 from pdtransfer.transports import choice, network
 from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, arena, child, process, why_not, writer
@@ -573,7 +573,7 @@ async def test_an_address_that_no_engine_can_be_reached_by_is_refused_with_the_t
 
 _ORPHAN = """
 import asyncio, os, sys
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.transports.mooncake import MooncakeArena
 from pdtransfer.transports.network import Network
 async def main():

@@ -25,7 +25,7 @@ from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFaile
 from pdtransfer.handoff.prefill.sessions import Cell
 from pdtransfer.handoff.room import DecodeRoom
 from pdtransfer.limits import Limits
-from pdtransfer.memory import Arena, Mapping
+from pdtransfer.memory.arena_memory import Arena, Mapping
 from pdtransfer.node import DecodeNode, PrefillNode
 from pdtransfer.transports.shm import writer as shm_writer
 from pdtransfer.turn import Clock, Performer, Ticker

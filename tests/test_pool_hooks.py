@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import LocalProtocolError, TransportError, WorldError
-from pdtransfer.kernels import hooks, ipc
+from pdtransfer.kernels import hooks
 from pdtransfer.kernels import kv_copy as kv_copies
 from pdtransfer.kernels.hooks import backup_from_device_all_layer, load_to_device_per_layer
 from pdtransfer.kernels.pools import Pool
-from pdtransfer.memory import Arena
+from pdtransfer.memory import cuda_ipc
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.transports.shm import ShmArena
 
 from . import kernels_host
@@ -125,7 +126,7 @@ def test_wrong_slots_are_refused_before_a_layer_is_copied() -> None:
 OTHER = """
 import sys
 import numpy as np
-from pdtransfer.kernels.ipc import Handle, Opened
+from pdtransfer.memory.cuda_ipc import Handle, Opened
 opened = Opened(Handle.unpack(bytes.fromhex(sys.argv[1])))
 assert opened.card is None
 words = np.ctypeslib.as_array((__import__("ctypes").c_uint8 * opened.byte_count).from_address(opened.address))
@@ -140,7 +141,7 @@ def test_another_process_reads_and_writes_what_was_exported() -> None:
     arena = Arena.create(1 << 20, huge_pages="never")
     arena.prefault()
     arena.mapping.array[:100] = 3
-    packed = ipc.export(arena).packed
+    packed = cuda_ipc.export(arena).packed
     said = subprocess.run(
         [sys.executable, "-c", OTHER, packed.hex()], capture_output=True, text=True, check=True, cwd=REPO, timeout=120
     )
@@ -158,44 +159,44 @@ def test_an_arena_that_a_node_serves_is_exported_to_nobody() -> None:
     served, exported = (Arena.create(1 << 20, huge_pages="never") for _ in range(2))
     asyncio.run(serve(served))
     with pytest.raises(LocalProtocolError, match="it is served, so it cannot be exported"):
-        ipc.export(served)
-    ipc.export(exported)
+        cuda_ipc.export(served)
+    cuda_ipc.export(exported)
     with pytest.raises(LocalProtocolError, match="it is exported, so it cannot be served"):
         asyncio.run(serve(exported))
     asyncio.run(serve(served))
-    ipc.export(exported)
+    cuda_ipc.export(exported)
     for arena in (served, exported):
         arena.close()
 
 
 def test_memory_that_is_no_more_is_not_opened() -> None:
     arena = Arena.create(1 << 20, huge_pages="never")
-    handle = ipc.export(arena)
+    handle = cuda_ipc.export(arena)
     with pytest.raises(TransportError, match="is another file by now"):
-        ipc.Opened(msgspec.structs.replace(handle, inode=handle.inode + 1))
+        cuda_ipc.Opened(msgspec.structs.replace(handle, inode=handle.inode + 1))
     with pytest.raises(TransportError, match="exported memory: /proc/"):
-        ipc.Opened(msgspec.structs.replace(handle, descriptor=1 << 20))
+        cuda_ipc.Opened(msgspec.structs.replace(handle, descriptor=1 << 20))
     arena.close()
 
 
 def test_a_handle_that_a_card_is_to_write_through_is_of_a_cards_memory_alone() -> None:
     arena = Arena.create(1 << 20, huge_pages="never")
     with pytest.raises(TransportError, match="memfd, expected a card's"):
-        ipc.Opened(ipc.export(arena), on=0)
+        cuda_ipc.Opened(cuda_ipc.export(arena), on=0)
     arena.close()
 
 
 @pytest.mark.parametrize(
     "packed",
-    [b"", b"\x90", ipc.Handle("card", 8, card=b"x" * 16).packed, ipc.Handle("memfd", 0).packed,
-     ipc.Handle("card", 8, -1, b"x" * 16, b"h" * 64).packed],
+    [b"", b"\x90", cuda_ipc.Handle("card", 8, card=b"x" * 16).packed, cuda_ipc.Handle("memfd", 0).packed,
+     cuda_ipc.Handle("card", 8, -1, b"x" * 16, b"h" * 64).packed],
 )  # fmt: skip
 def test_what_is_no_handle_is_refused(packed: bytes) -> None:
     with pytest.raises(TransportError, match="handle of exported memory"):
-        ipc.Handle.unpack(packed)
+        cuda_ipc.Handle.unpack(packed)
 
 
 def test_a_card_that_is_not_seen_here_is_named() -> None:
-    handle = ipc.Handle("card", 8, 0, b"\xee" * 16, b"h" * 64)
+    handle = cuda_ipc.Handle("card", 8, 0, b"\xee" * 16, b"h" * 64)
     with pytest.raises(TransportError, match="ee" * 16):
-        ipc.Opened(ipc.Handle.unpack(handle.packed))
+        cuda_ipc.Opened(cuda_ipc.Handle.unpack(handle.packed))

@@ -13,9 +13,10 @@ import torch
 
 from pdtransfer.engine_api import CardMemory
 from pdtransfer.kernels import card as cards
-from pdtransfer.kernels import driver, ipc
+from pdtransfer.kernels import driver
 from pdtransfer.kernels.hooks import backup_from_device_all_layer, load_to_device_per_layer
 from pdtransfer.kernels.pools import Pool
+from pdtransfer.memory import cuda_ipc
 
 from .layout_tensors import Pool as Tensors
 from .layout_tensors import mha, mla
@@ -31,7 +32,7 @@ SLOTS = 4_096
 @pytest.mark.parametrize("known", [True, False], ids=["slots of the CPU", "slots of the card"])
 @pytest.mark.parametrize("model", [mla(layers=range(3, 64)), mha(layers=range(4), heads=range(8))], ids=["mla", "mha"])
 def test_rows_go_up_layer_by_layer_and_down_all_at_once(model: Any, known: bool) -> None:
-    from pdtransfer.memory import Arena
+    from pdtransfer.memory.arena_memory import Arena
 
     here, sides = cards.card(0), []
     for name, content in (("page_first", True), ("layer_first", False), ("page_first", False)):
@@ -71,7 +72,7 @@ OTHER = """
 import sys
 import numpy as np
 from pdtransfer.kernels import card as cards
-from pdtransfer.kernels.ipc import Handle, Opened
+from pdtransfer.memory.cuda_ipc import Handle, Opened
 handle = Handle.unpack(bytes.fromhex(sys.argv[1]))
 opened, again = Opened(handle), Opened(handle)
 here = cards.card(opened.card)
@@ -98,7 +99,7 @@ def test_another_process_reads_and_writes_a_cards_memory(by: str) -> None:
         address = here.allocate(4_000)
         here.copy(address, tensor.data_ptr(), 4_000, 0)
         here.synchronise(0)
-    handle = ipc.export(CardMemory(card=0, address=address, byte_count=4_000))
+    handle = cuda_ipc.export(CardMemory(card=0, address=address, byte_count=4_000))
     assert by == "driver" or handle.offset, "a place in what torch has allocated at once"
     said = subprocess.run(
         [sys.executable, "-c", OTHER, handle.packed.hex()], capture_output=True, text=True, check=False, cwd=REPO,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer import memory, sums
+from pdtransfer import sums
 from pdtransfer.client import PrefillClient
 from pdtransfer.errors import Cause, WorldError
 from pdtransfer.handoff.effects import FenceWriter, Outcome, Send
@@ -20,7 +20,8 @@ from pdtransfer.handoff.ready_gate import Gate
 from pdtransfer.kernels import registered
 from pdtransfer.kernels.pools import State
 from pdtransfer.layout.checksum import lines_of, runs_of
-from pdtransfer.memory import Arena
+from pdtransfer.memory import arena_memory
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.node import PrefillNode
 from pdtransfer.offers import Every
 from pdtransfer.timeline import Timeline
@@ -495,8 +496,8 @@ async def test_an_arena_that_cannot_be_registered_is_not_mapped(arena: Arena, di
 async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "UNBACKED_BYTES_MAX", 0)
-    monkeypatch.setattr(memory, "_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", 1 << 20)
     made = Arena.create(SLOTS * LAYERS * ROW, huge_pages="never")
     card, told = FakeCard(), list[int]()
     both = Pair(made, directory, card=card)

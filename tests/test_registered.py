@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdtransfer import memory
 from pdtransfer.errors import WorldError
 from pdtransfer.kernels import registered
-from pdtransfer.memory import Arena, map_received
+from pdtransfer.memory import arena_memory
+from pdtransfer.memory.arena_memory import Arena, map_received
 
 from .fake_card import FakeRegistrar, mapped
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", MIB)
     monkeypatch.setattr(registered, "CHUNK_BYTES", 2 * MIB)
 
 

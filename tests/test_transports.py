@@ -19,7 +19,7 @@ from pdtransfer.errors import TransportError
 from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.transports.base import ArenaTransport, WriterTransport
 from pdtransfer.transports.fake import FakeArena, FakeWriter
 from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, why_not

@@ -20,7 +20,7 @@ from pdtransfer.engine_api import EngineConfig
 from pdtransfer.handoff.effects import Outcome
 from pdtransfer.kernels import driver
 from pdtransfer.layout.checksum import lines_of, runs_of
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.transports.lane import PoolCard
 from pdtransfer.wire import Sampling
 

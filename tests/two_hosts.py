@@ -23,7 +23,7 @@ from pdtransfer.client import DecodeClient, PrefillClient
 from pdtransfer.handoff.effects import Ready, RoomFailed
 from pdtransfer.keys import AllowList, KeyPair
 from pdtransfer.limits import Limits
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from tests.bus_peers import pair
 from tests.client_pair import component, settings
 from tests.layout_tensors import Pool, mla

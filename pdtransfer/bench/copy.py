@@ -15,7 +15,7 @@ from ..layout.geometry import Int64s
 from ..layout.layout import expand_pages
 from ..layout.pairing import pair
 from ..layout.plan import Plan, plan
-from ..memory import Arena, Mapping, allocate
+from ..memory.arena_memory import Arena, Mapping, allocate
 from .models import PAGE_SIZE, latent_layout
 from .report import Figures, Line
 

@@ -14,7 +14,7 @@ import uvloop
 from ..config import BenchModel, HostLayout
 from ..errors import WorldError
 from ..handoff.effects import Outcome, Write
-from ..memory import Arena, allocate
+from ..memory.arena_memory import Arena, allocate
 from ..port import share_the_interpreter
 from ..transports.mooncake import MooncakeArena, MooncakeWriter, why_not
 from ..transports.network import NETWORK

@@ -21,7 +21,7 @@ from ..kernels.card import Card
 from ..kernels.pools import Pool
 from ..layout.layout import Layout, Plane
 from ..layout.layout_builders import HOST_LAYOUTS, host_layout
-from ..memory import Arena
+from ..memory.arena_memory import Arena
 from .report import Figures
 
 ROW_BYTES = 656  # DeepSeek V3.2's: 512 of fp8, four scales, 64 of bfloat16

@@ -22,7 +22,7 @@ from ..layout.geometry import Int64s
 from ..layout.layout import Layout, Plane
 from ..layout.pairing import pair
 from ..layout.plan import plan
-from ..memory import Arena, HugePages, Mapping, allocate, map_received
+from ..memory.arena_memory import Arena, HugePages, Mapping, allocate, map_received
 from .models import PAGE_SIZE, latent_layout
 from .replays import Replays
 from .report import Figures, Line

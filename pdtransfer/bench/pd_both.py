@@ -16,7 +16,7 @@ from ..errors import PDTransferError, WorldError
 from ..handoff.effects import Outcome, Write
 from ..kernels.card import card
 from ..kernels.pools import Pool
-from ..memory import Arena
+from ..memory.arena_memory import Arena
 from ..process import prepare
 from ..transports.lane import PoolCard
 from ..transports.pusher import Pusher

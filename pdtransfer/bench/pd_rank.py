@@ -25,10 +25,10 @@ from ..engine_thread import Compute, DecodeOutcome, Free, Generate, Offered, Pre
 from ..errors import PDTransferError
 from ..handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from ..handoff.prefill.sessions import Cell
-from ..hbm import Hbm
 from ..kernels.card import card
 from ..layout.layout import expand_pages
-from ..memory import Arena
+from ..memory.arena_memory import Arena
+from ..memory.hbm import Hbm
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..offers import Push
 from ..port import Port

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from statistics import median
 
 from ..kernels.card import card
-from ..memory import Arena
+from ..memory.arena_memory import Arena
 from .replays import registered
 
 _DMA_BYTES = 256 << 20  # an arena is registered in such chunks

@@ -26,7 +26,7 @@ from ..handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
 from ..handoff.prefill.sessions import Cell
 from ..handoff.slot_allocator import Holding
 from ..layout.layout import Component, expand_pages
-from ..memory import Arena, allocate
+from ..memory.arena_memory import Arena, allocate
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..process import prepare
 from ..transports.network import Transport

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..kernels.card import Card
-from ..memory import Arena
+from ..memory.arena_memory import Arena
 
 
 class Seconds(NamedTuple):

@@ -20,7 +20,7 @@ from ..handoff.effects import Drained, Leased, RoomFailed
 from ..kernels.card import card
 from ..kernels.driver import count
 from ..layout.layout import Component
-from ..memory import Arena, allocate
+from ..memory.arena_memory import Arena, allocate
 from ..node import NodeSettings
 from .models import PAGE_SIZE, components
 from .orders import Failure, answer, begun

@@ -16,7 +16,7 @@ from ..layout.checksum import Lines, lines_of, pieces_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.pairing import pair
 from ..layout.plan import plan
-from ..memory import Arena, Mapping, allocate
+from ..memory.arena_memory import Arena, Mapping, allocate
 from ..transports.copier import PIECE_BYTES
 from .models import PAGE_SIZE, components, latent_layout
 from .ranks import Ranks

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..engine_api import Broken, CardMemory, Computed, EngineCard, EngineConfig, Event, Prefilled, Request, SharedMemory
 from ..errors import WorldError
-from ..headroom import headroom
 from ..layout.layout import expand_pages
+from ..memory.available_memory import headroom
 from ..wire import Ranks
 from .architecture import EngineOptions
 from .attention import KEY_BLOCK, Tiles, causal_bias

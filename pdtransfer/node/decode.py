@@ -33,7 +33,7 @@ from ..handoff.effects import (
 )
 from ..keys import AllowList
 from ..layout.layout import Component
-from ..memory import Arena
+from ..memory.arena_memory import Arena
 from ..transports.choice import ArenaChoice
 from ..transports.lifter import Lifter
 from ..transports.network import NETWORK, Network, Transport

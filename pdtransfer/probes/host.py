@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import DecodeConfig, PrefillConfig
-from ..headroom import headroom
-from ..memory import Arena
+from ..memory.arena_memory import Arena
+from ..memory.available_memory import headroom
 from .seen import MIB, Seen, names, ok, read, warn, within
 
 DESCRIPTORS_MIN = 4_096  # of one daemon: sockets, and a descriptor and a lock for each session

@@ -10,7 +10,7 @@ import socket
 import struct
 from pathlib import Path
 
-from ..memory import Arena, map_received
+from ..memory.arena_memory import Arena, map_received
 from .seen import KERNEL, Seen, missing, ok, read, within
 
 

@@ -20,7 +20,7 @@ from ..handoff.effects import Outcome, Write
 from ..handoff.ready_gate import Gate
 from ..keys import Address
 from ..layout.layout import Component
-from ..memory import Arena
+from ..memory.arena_memory import Arena
 from ..wire import Identity, Reach, split_key
 from .base import ArenaTransport, Near, Ready, WriteDone, WriterTransport
 from .copier import CANCELLED

@@ -17,13 +17,13 @@ from ..kernels import lanes
 from ..kernels import push as pushing
 from ..kernels.card import Card, card
 from ..kernels.event import Event
-from ..kernels.ipc import Handle, Opened
 from ..kernels.kv_copy import checked, kv_copy, prepared
 from ..kernels.lanes import Staging
 from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
 from ..kernels.registered import Registrar
 from ..layout.geometry import Int64s
 from ..layout.layout import Layout
+from ..memory.cuda_ipc import Handle, Opened
 
 RUN_BYTES_MIN = 1 << 20  # of target slots, on average: where they are shorter nothing is planned
 PEER_BLOCKS = 16  # of a copy between cards, or within one

@@ -12,14 +12,14 @@ from ..cancel import Cancel
 from ..errors import TransportError
 from ..handoff.effects import Lift
 from ..handoff.slot_allocator import slots_of
-from ..hbm import Hbm
 from ..kernels.card import card
 from ..kernels.event import Event
 from ..kernels.kv_copy import kv_copy
 from ..kernels.pools import Pool
 from ..layout.geometry import Int64s
 from ..layout.layout import Layout
-from ..memory import Arena
+from ..memory.arena_memory import Arena
+from ..memory.hbm import Hbm
 from .copier import CANCELLED, PIECE_BYTES, Copier, Piece
 from .reports import Reports
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdtransfer.engine_api import EngineConfig
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from tests.integration import plain
 from tests.integration.plain import HELD_S
 

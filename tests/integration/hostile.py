@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from pdtransfer.fleet import Daemon
 from pdtransfer.layout.layout import Component
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.transports.shm import ShmArena
 from pdtransfer.wire import (
     Begin,

@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from pdtransfer.engine.reference import create
 from pdtransfer.errors import Cause
-from pdtransfer.memory import map_received
+from pdtransfer.memory.arena_memory import map_received
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import (
     Abort,

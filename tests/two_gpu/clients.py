@@ -24,9 +24,9 @@ from pdtransfer.bounds import card_of
 from pdtransfer.client import DecodeClient
 from pdtransfer.engine_api import HBM_ALIGNMENT
 from pdtransfer.handoff.effects import Ready, RoomFailed
-from pdtransfer.hbm import Hbm
 from pdtransfer.kernels import card as cards
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.hbm import Hbm
 from tests.client_pair import Expected, settings, slots_of_pages
 from tests.hbm_prefill import INDEX, KV, PAGE, SLOTS, named, pool_of
 from tests.layout_tensors import CANARY

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from pdtransfer.bounds import card_of
-from pdtransfer.hbm import Hbm
 from pdtransfer.kernels import card as cards
-from pdtransfer.memory import Arena
+from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.shm import ShmArena
 from tests.card_process import CardProcess
 from tests.layout_tensors import CANARY

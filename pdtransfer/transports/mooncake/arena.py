@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import TransportError
-from ...memory import Arena
+from ...memory.arena_memory import Arena
 from ...wire import Reach
 from ..network import Network, engines_left
 from .process import EngineProcess

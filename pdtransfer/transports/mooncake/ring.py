@@ -22,7 +22,7 @@ from ...layout.geometry import Int64s, read_only
 from ...layout.layout import Layout, Plane
 from ...layout.pairing import Pairing
 from ...layout.plan import Plan, plan
-from ...memory import Arena
+from ...memory.arena_memory import Arena
 from .child import OPERATION
 
 SLOTS = 16

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ...memory import Arena
+from ...memory.arena_memory import Arena
 from ...wire import Reach
 from .handover import TOKEN_BYTES, Listener, host
 

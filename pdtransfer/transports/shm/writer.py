@@ -20,7 +20,7 @@ from ...kernels.registered import CHUNK_BYTES
 from ...layout.checksum import Lines
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
-from ...memory import Mapping, enter_backed, map_received
+from ...memory.arena_memory import Mapping, enter_backed, map_received
 from ...wire import Reach
 from ..base import Near, Ready, WriteDone
 from ..copier import Copier, Job

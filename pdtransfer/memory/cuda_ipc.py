@@ -15,9 +15,9 @@ import msgspec
 
 from ..engine_api import CardMemory
 from ..errors import TransportError, WorldError
-from ..memory import Arena, Mapping, map_received
-from . import card as cards
-from . import driver
+from ..kernels import card as cards
+from ..kernels import driver
+from .arena_memory import Arena, Mapping, map_received
 
 _UUID_BYTES = 16
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import LocalProtocolError, TransportError, WorldError
-from .headroom import HUGE_PAGE_BYTES, headroom, huge_pages_free
-from .kernels.registered import Registered, Registrar
+from ..errors import LocalProtocolError, TransportError, WorldError
+from ..kernels.registered import Registered, Registrar
+from .available_memory import HUGE_PAGE_BYTES, headroom, huge_pages_free
 
 if TYPE_CHECKING:
     from .hbm import Hbm

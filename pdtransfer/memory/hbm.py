@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from . import memory
-from .engine_api import CardMemory
-from .errors import PDTransferError, WorldError
-from .kernels import ipc
-from .kernels.card import card as card_of
-from .kernels.pools import Pool
-from .layout.layout import Layout
+from ..engine_api import CardMemory
+from ..errors import PDTransferError, WorldError
+from ..kernels.card import card as card_of
+from ..kernels.pools import Pool
+from ..layout.layout import Layout
+from . import arena_memory, cuda_ipc
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Hbm:
         address = here.allocate(byte_count)
         here.clear(address, byte_count)
         try:
-            handle = ipc.export(CardMemory(card=card, address=address, byte_count=byte_count)).packed
+            handle = cuda_ipc.export(CardMemory(card=card, address=address, byte_count=byte_count)).packed
         except PDTransferError as error:
             log.warning("HBM components: no other process can write them, rows are copied up: %s", error)
             handle = b""
@@ -52,7 +51,7 @@ class Hbm:
     @classmethod
     def of_process(cls, *, base: int, byte_count: int) -> Hbm:
         """Zeroed memory of this process, which no other reaches: what stands for a card's where there is none."""
-        mapped = memory.allocate(byte_count)
+        mapped = arena_memory.allocate(byte_count)
         address = mapped.address
         return cls(base=base, byte_count=byte_count, address=address, card=None, handle=b"", free=mapped.close)
 

@@ -1,0 +1,1 @@
+"""Memory that KV lies in: the arena, HBM components, and what a peer may map of them."""

@@ -19,9 +19,10 @@ from cyclopts.config import Env
 from . import __version__, logs
 from .benches import Json, bench, counted
 from .bounds import port_range
-from .config import PREFIX, DecodeConfig, PrefillConfig, RouterConfig
+from .config import DecodeConfig, PrefillConfig, RouterConfig
 from .config_sources import sources
 from .demo_config import DemoConfig
+from .environment import PREFIX
 from .errors import ConfigError, PDTransferError
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141

@@ -21,6 +21,7 @@ import numpy as np
 import uvloop
 from numpy.typing import ArrayLike
 
+from .environment import share_the_interpreter
 from .errors import LocalProtocolError, PDTransferError
 from .events import Event
 from .handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
@@ -31,7 +32,7 @@ from .layout.layout import Component, slots_of_rows
 from .limits import TOKENS_MAX
 from .memory.arena_memory import Arena
 from .node import DecodeNode, NodeSettings, PrefillNode
-from .port import Port, share_the_interpreter
+from .port import Port
 from .transports.network import NETWORK, Network, Transport
 from .wire import pack_ids
 

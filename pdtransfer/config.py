@@ -1,4 +1,4 @@
-"""What a process is told: TOML < environment PDTRANSFER_* < flags. No other module reads the environment.
+"""What a process is told: TOML < environment PDTRANSFER_* < flags.
 
 The dataclasses are plain values that check themselves, so a program that embeds a node builds them directly; the
 command line binds the same classes to its flags, over the two lower levels that `config_sources` reads. A wrong value
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from cyclopts import Group, Parameter
 
 from .bounds import bound, card_of, check_limits, match, port_range, power_of_two
 from .engine_api import EngineConfig, HiSparse
+from .environment import socket_directory
 from .errors import ConfigError
 from .keys import Address, Endpoint, check_exposure, is_loopback
 from .limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
@@ -27,7 +27,6 @@ from .ranks import FREE, check_advertise, check_device, check_ranks, device_of
 from .transports.network import Network, Protocol, Transport
 from .wire import Ranks
 
-PREFIX = "PDTRANSFER_"
 PAGE_SIZE_MAX = 65_536
 SLOTS_MAX = 1 << 32  # slots travel as u32
 SOCKET_DIRECTORY_LENGTH_MAX = 72  # a Unix socket's whole path ends at 107 bytes
@@ -41,31 +40,6 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 def node_name(role: str) -> str:
     """A name that no other process of this host has."""
     return f"{role}-{socket.gethostname()[:64]}-{os.getpid()}"
-
-
-def socket_directory() -> Path:
-    """Where a user's private sockets live: created with mode 0700 by whoever binds one."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return Path(runtime) / "pdtransfer" if runtime else Path(f"/tmp/pdtransfer-{os.getuid()}")  # noqa: S108 (0700, owner checked)
-
-
-def cache_directory() -> Path:
-    """Where compiled kernels are kept between runs."""
-    if chosen := os.environ.get(PREFIX + "CACHE", ""):
-        return Path(chosen)
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if cache else Path.home() / ".cache") / "pdtransfer"
-
-
-def child_environment() -> dict[str, str]:
-    """The environment for processes that we start and configure by flags alone: ours, less every PDTRANSFER_*
-    but the place of the cache."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k == PREFIX + "CACHE"}
-
-
-def enter_environment(variables: Mapping[str, str]) -> None:
-    """Makes them this process's: for a child that is a library's own, before it is imported."""
-    os.environ.update(variables)
 
 
 def _help(text: str) -> Parameter:

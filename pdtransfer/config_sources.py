@@ -11,8 +11,9 @@ from typing import Any, cast
 
 from cyclopts.config import Dict, Env
 
-from .config import PREFIX, Config, DecodeConfig, PrefillConfig, RouterConfig
+from .config import Config, DecodeConfig, PrefillConfig, RouterConfig
 from .demo_config import DemoConfig
+from .environment import PREFIX
 from .errors import ConfigError
 from .limits import Limits
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from .config import DecodeConfig, PrefillConfig, RouterConfig, child_environment
+from .config import DecodeConfig, PrefillConfig, RouterConfig
+from .environment import child_environment
 from .errors import WorldError
 from .flags import arguments
 from .signals import end_with_parent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import select
-import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -13,15 +12,7 @@ from typing import Generic, TypeVar
 from .errors import WorldError
 
 CALLS_MAX = 65_536  # not yet run on the loop: an engine so far ahead has lost its loop
-SWITCH_INTERVAL_S = 0.0005
 Said = TypeVar("Said")
-
-
-def share_the_interpreter() -> None:
-    """Short turns between this process's threads: a busy one otherwise delays the loop by 5 ms. Shorter ones that
-    somebody has asked for stay."""
-    if sys.getswitchinterval() > SWITCH_INTERVAL_S:
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 class Port(Generic[Said]):

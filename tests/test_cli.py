@@ -18,7 +18,8 @@ import pytest
 
 import pdtransfer
 from pdtransfer import cli
-from pdtransfer.config import PREFIX, DecodeConfig
+from pdtransfer.config import DecodeConfig
+from pdtransfer.environment import PREFIX
 from pdtransfer.errors import TransportError
 from pdtransfer.group.meeting import rank_configs
 from pdtransfer.keys import KeyPair

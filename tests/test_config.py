@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from pdtransfer import cli, config
+from pdtransfer import cli
 from pdtransfer.config import Config, DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.config_sources import COMMANDS
 from pdtransfer.demo_config import DemoConfig
+from pdtransfer.environment import PREFIX, cache_directory, child_environment
 from pdtransfer.errors import ConfigError
 from pdtransfer.flags import arguments
 from pdtransfer.limits import LIMIT_BOUNDS, Limits
@@ -26,7 +27,7 @@ TARGETS = {"prefill": ("daemon", "run_prefill"), "decode": ("daemon", "run_decod
 @pytest.fixture(autouse=True)
 def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
-        if name.startswith(config.PREFIX):
+        if name.startswith(PREFIX):
             monkeypatch.delenv(name)
 
 
@@ -293,7 +294,7 @@ def test_children_do_not_inherit_our_settings(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PDTRANSFER_SLOTS", "64")
     monkeypatch.setenv("PDTRANSFER_CACHE", "/tmp/c")
     monkeypatch.setenv("UNRELATED", "1")
-    child = config.child_environment()
+    child = child_environment()
     assert "PDTRANSFER_SLOTS" not in child
     assert (child["PDTRANSFER_CACHE"], child["UNRELATED"]) == ("/tmp/c", "1")
 
@@ -304,6 +305,6 @@ def test_directories_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert str(os.getuid()) in DecodeConfig().socket_directory.name
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
-    assert config.cache_directory() == Path("/var/cache/pdtransfer")
+    assert cache_directory() == Path("/var/cache/pdtransfer")
     monkeypatch.setenv("PDTRANSFER_CACHE", "/var/kernels")
-    assert config.cache_directory() == Path("/var/kernels")
+    assert cache_directory() == Path("/var/kernels")

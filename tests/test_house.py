@@ -371,7 +371,7 @@ def test_a_wait_for_ones_own_work_is_none_for_a_whole_device(line: str) -> None:
     assert not device_wide(ast.parse(line))
 
 
-def test_only_config_reads_the_environment() -> None:
+def test_only_one_module_reads_the_environment() -> None:
     readers = {
         name
         for name, tree in modules()
@@ -383,7 +383,7 @@ def test_only_config_reads_the_environment() -> None:
             and {"environ", "getenv"} & {a.name for a in node.names}
         )
     }
-    assert readers == {"pdtransfer.config"}
+    assert readers == {"pdtransfer.environment"}
 
 
 def test_core_draws_no_numpy_randomness_and_opens_or_prints_nothing() -> None:

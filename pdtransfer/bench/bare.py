@@ -13,7 +13,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..config import enter_environment
+from ..environment import enter_environment
 from ..errors import WorldError
 from ..process import prepare
 from ..transports.mooncake import environment

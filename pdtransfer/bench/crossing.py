@@ -12,10 +12,10 @@ import numpy as np
 import uvloop
 
 from ..config import BenchModel, HostLayout
+from ..environment import share_the_interpreter
 from ..errors import WorldError
 from ..handoff.effects import Outcome, Write
 from ..memory.arena_memory import Arena, allocate
-from ..port import share_the_interpreter
 from ..transports.mooncake import MooncakeArena, MooncakeWriter, why_not
 from ..transports.network import NETWORK
 from .bare import Bare

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import aiohttp
 import uvloop
 
-from ..config import DecodeConfig, PrefillConfig, RouterConfig, child_environment
+from ..config import DecodeConfig, PrefillConfig, RouterConfig
+from ..environment import child_environment
 from ..errors import WorldError
 from ..fleet import Daemon
 from .report import Figures, Line

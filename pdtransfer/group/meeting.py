@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..config import DecodeConfig, PrefillConfig, child_environment
+from ..config import DecodeConfig, PrefillConfig
 from ..engine_api import EngineCard
+from ..environment import child_environment
 from ..errors import ConfigError, WorldError
 from ..flags import arguments
 from ..ranks import group_address, key_of, label, ranks_of

@@ -123,7 +123,7 @@ def loaded(name: str, cache: Path | None, opened: Callable[[Path], Library]) -> 
 def private_directory(cache: Path | None) -> Path:
     """Where compiled kernels are kept below `cache`, by default config's; UnusableError unless it is ours alone."""
     if cache is None:
-        from ..config import cache_directory  # the only reader of the environment
+        from ..environment import cache_directory  # the only reader of the environment
 
         cache = cache_directory()
     directory = cache / "kernels"

@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..config import cache_directory, child_environment
+from ..environment import cache_directory, child_environment
 from ..kernels import load
 from ..transports.mooncake import why_not
 from .seen import VENV, Seen, missing, ok, warn, within

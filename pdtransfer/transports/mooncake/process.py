@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 
-from ...config import child_environment
+from ...environment import child_environment
 from ...errors import TransportError
 from ..network import Network
 from . import child

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from pdtransfer.cancel import Cancel
 from pdtransfer.errors import TransportError, WorldError
 from pdtransfer.handoff.ready_gate import Gate
+from pdtransfer.kernels.cancel import Cancel
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool, Progress, Slots, State
 from pdtransfer.layout.layout import Layout

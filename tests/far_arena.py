@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from pdtransfer import sums
 from pdtransfer.client import DecodeClient
 from pdtransfer.handoff.effects import Ready, RoomFailed
+from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.limits import Limits
 from pdtransfer.memory.arena_memory import Arena
@@ -127,7 +127,7 @@ def expand(pages: Any, page_size: int) -> Any:
 
 def total(of: Any, slots: Any, address: int) -> int:
     runs = runs_of(np.asarray(slots, np.int64), np.ones(len(slots), np.int64), 0)
-    found = sums.checksum(lines_of("kv", of.layout), runs, address)
+    found = checksum_copy.checksum(lines_of("kv", of.layout), runs, address)
     assert found is not None
     return found
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdtransfer import sums
 from pdtransfer.handoff.effects import Outcome, Write
+from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.transports.lane import WriterCard
@@ -141,7 +141,7 @@ async def lands_exactly(it: FarPair) -> None:
     assert it.right
     for grant, ours in enumerate(cuts[:2], 1):
         lines, runs = lines_of("kv", it.ours.layout, like=it.wanted.layout), runs_of(ours, np.ones_like(ours), grant)
-        assert it.checksums[grant] == sums.checksum(lines, runs, it.ours.memory.ctypes.data)
+        assert it.checksums[grant] == checksum_copy.checksum(lines, runs, it.ours.memory.ctypes.data)
 
 
 async def stops_in_the_middle(it: FarPair, middle: Callable[[], bool]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdtransfer.hisparse.hot import HotPool
+from pdtransfer.kernels.hot_pool import HotPool
 from pdtransfer.kernels.pools import Pool
 
 from .layout_tensors import CANARY, Model, content

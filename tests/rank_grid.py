@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from pdtransfer import rows
-from pdtransfer.cancel import Cancel
 from pdtransfer.handoff import effects as fx
 from pdtransfer.handoff.decode.parts import prefix_rows
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.prefill.sessions import Cell, PrefillSessions
 from pdtransfer.handoff.sharing import holds_of, pair_share
+from pdtransfer.kernels import numpy_copy
+from pdtransfer.kernels.cancel import Cancel
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.plan import plan
 from pdtransfer.limits import Limits
@@ -218,7 +218,7 @@ class Grid:
         )
         self.written[target.name] = self.written.get(target.name, 0) + work.bytes
         self.senders.setdefault(target.name, set()).add(rank.name)
-        assert rows.copy(work, rank.pools[theirs.name].memory.ctypes.data, pool.memory.ctypes.data, Cancel())
+        assert numpy_copy.copy(work, rank.pools[theirs.name].memory.ctypes.data, pool.memory.ctypes.data, Cancel())
 
     def landed_right(self, rank: Rank, ready: fx.Ready, tokens: int, prefix: int = 0) -> bool:
         """Whether a decode rank's pools hold the room's rows behind the prefix, and canaries beside them."""

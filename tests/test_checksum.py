@@ -13,13 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdtransfer import kernels, sums
-from pdtransfer.cancel import Cancel
+from pdtransfer import kernels
+from pdtransfer.kernels import checksum_copy
+from pdtransfer.kernels.cancel import Cancel
+from pdtransfer.kernels.checksum_copy import Native, checksum
 from pdtransfer.layout.checksum import MASK, Lines, hash_of, hashes, lines_of, pieces_of, runs_of
 from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import plan
-from pdtransfer.sums import Native, checksum
 from tests import stranger
 from tests.layout_tensors import CANARY, Pool, mha, mla, models, pools
 
@@ -34,7 +35,7 @@ PROPERTY = settings(
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Native:
     if not any(map(shutil.which, kernels._COMPILERS)):
         pytest.skip("no C or C++ compiler")
-    found = sums.load(tmp_path_factory.mktemp("cache"))
+    found = checksum_copy.load(tmp_path_factory.mktemp("cache"))
     assert found.sum is not None, found.text
     return found
 
@@ -249,10 +250,10 @@ def test_what_is_copied_is_summed_as_it_is_read(compiled: Native, data: st.DataO
     copied, wanted = target.memory.copy(), sum_of(source, source_slots, first_row=first)
     with pytest.MonkeyPatch.context() as patch:
         # Slices of a few rows, so that runs are cut.
-        patch.setattr(sums, "_SLICE_BYTES", data.draw(st.integers(1, 4 * source.layout.row_bytes)))
+        patch.setattr(checksum_copy, "_SLICE_BYTES", data.draw(st.integers(1, 4 * source.layout.row_bytes)))
         for by in ways(compiled):
             target.memory[:] = CANARY
-            found = sums.copy(work, *addresses, lines=lines_of("kv", source.layout), first_row=first, by=by)
+            found = checksum_copy.copy(work, *addresses, lines=lines_of("kv", source.layout), first_row=first, by=by)
             assert found == wanted
             np.testing.assert_array_equal(target.memory, copied)
 
@@ -265,7 +266,9 @@ def test_cancel_stops_a_copy_that_is_summed(compiled: Native) -> None:
         cancel = Cancel()
         cancel.set()
         addresses = source.ctypes.data, target.ctypes.data
-        assert sums.copy(work, *addresses, lines=lines_of("kv", side), first_row=0, cancel=cancel, by=by) is None
+        assert (
+            checksum_copy.copy(work, *addresses, lines=lines_of("kv", side), first_row=0, cancel=cancel, by=by) is None
+        )
         assert (target == CANARY).all()
 
 
@@ -273,7 +276,7 @@ def test_without_a_compiler_numpy_sums_and_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    found = sums.load(tmp_path)
+    found = checksum_copy.load(tmp_path)
     assert found.sum is None
     assert "install gcc" in found.text
 
@@ -300,7 +303,7 @@ def test_the_compiled_sum_has_no_undefined_behaviour(tmp_path: Path, capfd: pyte
     if "cannot find" in built.stderr:
         pytest.skip("no sanitizer")
     assert not built.returncode, built.stderr
-    sanitized = sums._opened(path)
+    sanitized = checksum_copy._opened(path)
     for model in (mha(layers=range(2), heads=range(3), head_bytes=44), mla(layers=range(3), head_bytes=656)):
         made = Pool(name="page_first", model=model, page_size=4, slots=32)
         made.fill(np.arange(32))
@@ -309,7 +312,7 @@ def test_the_compiled_sum_has_no_undefined_behaviour(tmp_path: Path, capfd: pyte
         for by in ways(sanitized):
             assert sum_of(made, np.arange(31), by=by) == wanted
             between, lines = (made.memory.ctypes.data, target.ctypes.data), lines_of("kv", made.layout)
-            assert sums.copy(carried, *between, lines=lines, first_row=0, by=by) == wanted
+            assert checksum_copy.copy(carried, *between, lines=lines, first_row=0, by=by) == wanted
     assert "runtime error" not in capfd.readouterr().err
 
 

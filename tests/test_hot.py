@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LocalProtocolError
-from pdtransfer.hisparse.hot import HotPool
+from pdtransfer.kernels.hot_pool import HotPool
 from pdtransfer.kernels.pools import Pool
 
 from .hot_world import World

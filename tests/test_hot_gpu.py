@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pdtransfer.errors import LocalProtocolError
-from pdtransfer.hisparse.hot import HotPool
 from pdtransfer.kernels import driver
+from pdtransfer.kernels.hot_pool import HotPool
 
 from . import test_hot as on_cpu
 from .hot_world import World

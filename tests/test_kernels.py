@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdtransfer import kernels
-from pdtransfer.cancel import Cancel
 from pdtransfer.kernels import Native
+from pdtransfer.kernels.cancel import Cancel
 from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import Plan, plan

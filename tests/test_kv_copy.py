@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer import cli
-from pdtransfer.cancel import Cancel
 from pdtransfer.errors import LayoutMismatchError, LocalProtocolError, WorldError
 from pdtransfer.kernels import UnusableError, card, compiled, driver, native, source_directory
+from pdtransfer.kernels.cancel import Cancel
 from pdtransfer.kernels.kv_copy import CopyArgument, SlotsArgument, kv_copy
 from pdtransfer.kernels.pairs import lanes_of
 from pdtransfer.kernels.pools import Pages, PinnedCancel, Pool, Progress, State

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pdtransfer.handoff.ready_gate import Gate
-from pdtransfer.kernels import kv_copy, lanes, stretches
+from pdtransfer.kernels import kv_copy, lanes, ring_blocks
 from pdtransfer.kernels import push as pushing
 from pdtransfer.kernels.pools import State
 from pdtransfer.transports import lane
@@ -39,7 +39,7 @@ def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         monkeypatch.setattr(module, "SLOT_BYTES", 6_000)
     for name in ("PLANNED_BYTES_MIN", "RING_BYTES_MIN"):
         monkeypatch.setattr(pushing, name, 0)
-    monkeypatch.setattr(stretches, "RUN_BYTES_MIN", 4 * ROW)
+    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 4 * ROW)
     monkeypatch.setattr(lane, "RUN_BYTES_MIN", 4 * ROW)
     yield made
     lanes._idle.clear()

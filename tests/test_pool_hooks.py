@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import LocalProtocolError, TransportError, WorldError
-from pdtransfer.kernels import hooks
 from pdtransfer.kernels import kv_copy as kv_copies
-from pdtransfer.kernels.hooks import backup_from_device_all_layer, load_to_device_per_layer
+from pdtransfer.kernels import pool_hooks
+from pdtransfer.kernels.pool_hooks import backup_from_device_all_layer, load_to_device_per_layer
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.memory import cuda_ipc
 from pdtransfer.memory.arena_memory import Arena
@@ -57,7 +57,7 @@ def test_layers_are_copied_in_their_order(monkeypatch: pytest.MonkeyPatch) -> No
     def copied(target: Pool, source: Pool, *_: object) -> None:
         seen.append((target.layout.layer_range[0], source.layout.layer_range[0]))
 
-    monkeypatch.setattr(hooks, "kv_copy", copied)
+    monkeypatch.setattr(pool_hooks, "kv_copy", copied)
     layers = list(load_to_device_per_layer(pool_of(device), pool_of(host), range(3), range(3), 3))
     assert seen == [(layer, layer) for layer in layers]
 
@@ -66,9 +66,9 @@ def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_hears_of_it(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = CardOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
-    for module in (hooks, kv_copies):
+    for module in (pool_hooks, kv_copies):
         monkeypatch.setattr(module, "card", lambda _: here)
-    monkeypatch.setattr(hooks, "Event", lambda _: Mock())
+    monkeypatch.setattr(pool_hooks, "Event", lambda _: Mock())
     launch = here.launch
 
     def third_refused(*given: Any, **how: Any) -> None:
@@ -96,9 +96,9 @@ def test_slots_of_any_number_are_queued_behind_what_the_stream_has_to_do(
     rows: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = CardOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
-    for module in (hooks, kv_copies):
+    for module in (pool_hooks, kv_copies):
         monkeypatch.setattr(module, "card", lambda _: here)
-    monkeypatch.setattr(hooks, "Event", lambda _: Mock())
+    monkeypatch.setattr(pool_hooks, "Event", lambda _: Mock())
     model, stream, computed = mla(layers=range(2)), here.stream(), False
     host, device = (Tensors(name="layer_first", model=model, page_size=16, slots=5_008) for _ in range(2))
     host.fill(np.arange(5_008) + 1_000)

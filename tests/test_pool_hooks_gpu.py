@@ -14,7 +14,7 @@ import torch
 from pdtransfer.engine_api import CardMemory
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
-from pdtransfer.kernels.hooks import backup_from_device_all_layer, load_to_device_per_layer
+from pdtransfer.kernels.pool_hooks import backup_from_device_all_layer, load_to_device_per_layer
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.memory import cuda_ipc
 

@@ -18,10 +18,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdtransfer.cancel import Cancel
 from pdtransfer.errors import LocalProtocolError, WorldError
-from pdtransfer.kernels import kv_copy, lanes, stretches
+from pdtransfer.kernels import kv_copy, lanes, ring_blocks
 from pdtransfer.kernels import push as pushing
+from pdtransfer.kernels.cancel import Cancel
 from pdtransfer.kernels.dma import cut, cut_rows
 from pdtransfer.kernels.pools import Progress, State
 from pdtransfer.kernels.push import Load, choose, push
@@ -48,7 +48,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A ring and runs to suit small pools; shapes and lanes are kept, so nobody else's."""
     for module in (lanes, pushing):
         monkeypatch.setattr(module, "SLOT_BYTES", SLOT_BYTES)
-    monkeypatch.setattr(stretches, "RUN_BYTES_MIN", 1)
+    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 1)
     yield
     lanes._idle.clear()
 
@@ -402,7 +402,7 @@ def test_rows_that_only_the_card_knows_are_the_kernels_alone(here: CardOnHost, b
 
 
 def test_a_ring_says_why_it_cannot(here: CardOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stretches, "RUN_BYTES_MIN", 5_000)
+    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 5_000)
     source, target = (filled("page_first", mla(), 4, 8, content=content) for content in (True, False))
     with pytest.raises(LocalProtocolError, match="no rows of the target lie in runs that are long enough"):
         pushed(source, target, np.arange(0, 16, 2), range(8), 8, fetch=False, card=0, backend="ring")
@@ -468,7 +468,7 @@ def test_the_choice_goes_by_bytes_and_runs(load: Load, backend: str) -> None:
 def test_auto_carries_by_what_was_chosen(
     here: CardOnHost, monkeypatch: pytest.MonkeyPatch, source_name: str, slots: Any, chosen: str
 ) -> None:
-    monkeypatch.setattr(stretches, "RUN_BYTES_MIN", 30_000)
+    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 30_000)
     for name, value in (("PLANNED_BYTES_MIN", 0), ("RING_BYTES_MIN", 0), ("DIRECT_RUN_BYTES_MIN", 200_000)):
         monkeypatch.setattr(pushing, name, value)
     source = filled(source_name, mla(), 4, 128, content=True)

@@ -14,7 +14,7 @@ import torch
 
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.kernels import card as cards
-from pdtransfer.kernels import driver, stretches
+from pdtransfer.kernels import driver, ring_blocks
 from pdtransfer.kernels.pools import PinnedCancel, Pool, Progress, State
 from pdtransfer.kernels.push import Backend, push
 from pdtransfer.layout.layout import Layout, Plane
@@ -71,7 +71,7 @@ def test_every_backend_carries_every_layout_into_every_other(
     places: tuple[OnCard, OnCard], model: Model, page_size: int, source_name: str, target_name: str, pages: int,
     backend: Backend, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(stretches, "RUN_BYTES_MIN", 1)  # whatever lies together goes through the ring
+    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 1)  # whatever lies together goes through the ring
     rng, count = np.random.default_rng(pages), page_size * (pages - 2) + 5
     source = tensors(source_name, model, page_size, pages, content=True)
     target = tensors(target_name, model, page_size, pages, content=False)
@@ -188,7 +188,7 @@ def test_a_push_waits_for_what_its_stream_has_and_what_comes_later_waits_for_it(
 
 
 def test_what_a_ring_cannot_carry_it_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stretches, "RUN_BYTES_MIN", 1 << 20)
+    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 1 << 20)
     place = OnCard(host=False), OnCard(host=True)
     try:
         source, target = (

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer import sums
 from pdtransfer.client import PrefillClient
 from pdtransfer.errors import Cause, WorldError
 from pdtransfer.handoff.effects import FenceWriter, Outcome, Send
 from pdtransfer.handoff.ready_gate import Gate
-from pdtransfer.kernels import registered
+from pdtransfer.kernels import checksum_copy, registered
 from pdtransfer.kernels.pools import State
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory import arena_memory
@@ -541,7 +540,9 @@ async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: Arena, directo
     await until(lambda: len(both.ended) == 2)
     lines = [lines_of("latent", both.pool.layout, layers=layers) for layers in ((0, LAYERS), (1, 3))]
     runs = runs_of(source, np.ones_like(source), 77)
-    assert [both.checksums[1], both.checksums[2]] == [sums.checksum(each, runs, both.pool.address) for each in lines]
+    assert [both.checksums[1], both.checksums[2]] == [
+        checksum_copy.checksum(each, runs, both.pool.address) for each in lines
+    ]
     await both.close()
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pdtransfer import rows
-from pdtransfer.cancel import Cancel
-from pdtransfer.kernels import pools
+from pdtransfer.kernels import numpy_copy, pools
+from pdtransfer.kernels.cancel import Cancel
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.layout.geometry import Int64s
 from pdtransfer.layout.pairing import pair
@@ -50,7 +49,7 @@ def by_copy(
 ) -> None:  # fmt: skip
     gathered = cut.gather(piece, source_slots)
     assert gathered.bytes <= ring.SLOT_BYTES
-    rows.copy(gathered, source.memory.ctypes.data, slots[at].ctypes.data, Cancel())
+    numpy_copy.copy(gathered, source.memory.ctypes.data, slots[at].ctypes.data, Cancel())
 
 
 def by_launch(
@@ -84,7 +83,7 @@ def test_what_passes_through_the_ring_lands_where_the_plan_says(
         cut = ring.cut(pairing, paged=fill is by_launch)
         through(cut, fill, source_slots, target_slots, ours, theirs[0])
         whole = plan(pairing, source_slots, target_slots)
-        rows.copy(whole, ours.memory.ctypes.data, theirs[1].memory.ctypes.data, Cancel())
+        numpy_copy.copy(whole, ours.memory.ctypes.data, theirs[1].memory.ctypes.data, Cancel())
         assert np.array_equal(theirs[0].memory, theirs[1].memory)
         assert (theirs[0].memory == CANARY).sum() < theirs[0].memory.size
 
@@ -111,7 +110,7 @@ def test_what_leaves_from_the_pool_itself_lands_where_the_plan_says(
             for here, there, byte_count in runs.tolist():
                 theirs[0].memory[there : there + byte_count] = ours.memory[here : here + byte_count]
         whole = plan(pairing, source_slots, slots)
-        rows.copy(whole, ours.memory.ctypes.data, theirs[1].memory.ctypes.data, Cancel())
+        numpy_copy.copy(whole, ours.memory.ctypes.data, theirs[1].memory.ctypes.data, Cancel())
         assert np.array_equal(theirs[0].memory, theirs[1].memory)
         assert (theirs[0].memory == CANARY).sum() < theirs[0].memory.size
 

@@ -14,9 +14,9 @@ import pytest
 import uvloop
 from numpy.typing import NDArray
 
-from pdtransfer import sums
 from pdtransfer.errors import TransportError
 from pdtransfer.handoff.effects import Outcome, Write
+from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.memory.arena_memory import Arena
@@ -229,5 +229,5 @@ async def test_a_write_that_is_to_be_verified_reports_the_sum_of_what_it_read(wo
     await until(lambda: len(world.ended) == 2)
     lines = lines_of("kv", LAYOUT, layers=(1, 3))
     runs = runs_of(np.array([3, 4, 9]), np.ones(3, np.int64), 7)
-    assert world.checksums[1] == sums.checksum(lines, runs, world.pool.ctypes.data)
+    assert world.checksums[1] == checksum_copy.checksum(lines, runs, world.pool.ctypes.data)
     assert world.checksums[2] not in (0, world.checksums[1]), "rows in another order"

@@ -11,13 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdtransfer import sums
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.decode.records import SessionState
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.effects import Ready, RoomFailed, StopVerifying, Verify
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
-from pdtransfer.kernels import Native
+from pdtransfer.kernels import Native, checksum_copy
 from pdtransfer.transports import verifier
 from pdtransfer.transports.shm import writer
 from pdtransfer.wire import Abort, Failed, Goodbye, Grant, Landed, Released, unpack_extents
@@ -382,7 +381,7 @@ class Held:
         self.begun, self.go = threading.Event(), threading.Event()
         self.words: list[object] = []  # the cancel word of each sum
         monkeypatch.setattr(verifier, "_INLINE_BYTES_MAX", 0)
-        real = sums.checksum
+        real = checksum_copy.checksum
 
         def held(*args: Any, **kwargs: Any) -> int | None:
             if threading.current_thread().name.startswith("pdtransfer-verify"):
@@ -391,7 +390,7 @@ class Held:
                 assert self.go.wait(20)
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(sums, "checksum", held)
+        monkeypatch.setattr(checksum_copy, "checksum", held)
 
 
 def test_abort_of_a_room_that_is_being_read_keeps_its_slots_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,11 +411,11 @@ def test_abort_of_a_room_that_is_being_read_keeps_its_slots_until_it_is(monkeypa
 
 
 def test_a_reading_on_the_loop_that_breaks_fails_its_room_and_claims_no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sums.checksum
+    real = checksum_copy.checksum
 
     def broken(*args: Any, **kwargs: Any) -> int | None:
         if "cancel" in kwargs:
-            monkeypatch.setattr(sums, "checksum", real)
+            monkeypatch.setattr(checksum_copy, "checksum", real)
             raise MemoryError("no room for a table")
         return real(*args, **kwargs)
 
@@ -425,7 +424,7 @@ def test_a_reading_on_the_loop_that_breaks_fails_its_room_and_claims_no_slots(mo
         pair.send(1, 2)
         pair.ready(1)
         pair.decode.release(1)
-        monkeypatch.setattr(sums, "checksum", broken)
+        monkeypatch.setattr(checksum_copy, "checksum", broken)
         pair.expect(2, 2)
         pair.send(2, 2)
         assert "MemoryError: no room for a table" in pair.failed(2).detail

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer import sums
 from pdtransfer.engine.reference import generate_many
 from pdtransfer.engine_api import EngineConfig
 from pdtransfer.handoff.effects import Outcome
-from pdtransfer.kernels import driver
+from pdtransfer.kernels import checksum_copy, driver
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.transports.lane import PoolCard
@@ -99,7 +98,7 @@ async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: Arena, tmp_pat
     both.write(source, EVERY, grant=1, first_row=7, verify=True)
     await until(lambda: bool(both.ended))
     runs = runs_of(source, np.ones_like(source), 7)
-    assert both.checksums[1] == sums.checksum(lines_of("latent", both.pool.layout), runs, both.pool.address)
+    assert both.checksums[1] == checksum_copy.checksum(lines_of("latent", both.pool.layout), runs, both.pool.address)
     await both.close()
 
 

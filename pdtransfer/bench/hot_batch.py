@@ -16,8 +16,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..hisparse.coordinator import Capacity, Coordinator
-from ..hisparse.hot import HotPool
 from ..kernels.card import Card
+from ..kernels.hot_pool import HotPool
 from ..kernels.pools import Pool
 from ..layout.layout import Layout, Plane
 from ..layout.layout_builders import HOST_LAYOUTS, host_layout

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import numpy as np
 
-from .. import sums
+from ..kernels import checksum_copy
 from ..layout.checksum import Lines, lines_of, pieces_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.pairing import pair
@@ -52,7 +52,7 @@ def measure(*, tokens: int = 4_096, rooms: int = 1_000, repeats: int = 7) -> Fig
     of `bench transfer`, two copy threads, a fresh arena. Two pairs of ranks, one of which verifies, take turns.
     """
     tokens = -(-tokens // PAGE_SIZE) * PAGE_SIZE
-    figures: Figures = {"native": sums.native().text}
+    figures: Figures = {"native": checksum_copy.native().text}
     figures |= _rates(tokens, repeats)
     figures |= _hand_offs(rooms, repeats)
     return figures | _rooms(tokens, repeats)
@@ -83,7 +83,7 @@ def _rates(tokens: int, repeats: int) -> Figures:
                 copied = _seconds_of(_copying(name, runs, source, target))
                 figures[f"{name}_{rows}_copied"] = median(memcpy() / copied() for _ in range(repeats))
                 few = next(pieces_of(runs, _NUMPY_ROWS))
-                slow = _seconds_of(partial(sums.checksum, lines, few, source.address, by=sums.NUMPY))
+                slow = _seconds_of(partial(checksum_copy.checksum, lines, few, source.address, by=checksum_copy.NUMPY))
                 figures[f"{name}_{rows}_numpy"] = memcpy() * min(1.0, _NUMPY_ROWS / tokens) / slow()
         return figures
     finally:
@@ -96,12 +96,14 @@ def _summing(lines: Lines, runs: Int64s, memory: Mapping, threads: int) -> Calla
 
     def sum_up() -> None:
         others = [
-            threading.Thread(target=sums.checksum, args=(lines, share, memory.address), name="pdtransfer-verify")
+            threading.Thread(
+                target=checksum_copy.checksum, args=(lines, share, memory.address), name="pdtransfer-verify"
+            )
             for share in shares[1:]
         ]
         for other in others:
             other.start()
-        sums.checksum(lines, shares[0], memory.address)
+        checksum_copy.checksum(lines, shares[0], memory.address)
         for other in others:
             other.join()
 
@@ -118,7 +120,7 @@ def _copying(name: str, runs: Int64s, memory: Mapping, arena: Arena) -> Callable
     def copy() -> None:
         first_row = 0
         for piece in work.pieces(PIECE_BYTES):
-            sums.copy(piece, memory.address, arena.mapping.address, lines=lines, first_row=first_row)
+            checksum_copy.copy(piece, memory.address, arena.mapping.address, lines=lines, first_row=first_row)
             first_row += piece.rows
 
     return copy

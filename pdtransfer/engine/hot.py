@@ -17,8 +17,8 @@ from torch import Tensor
 from ..engine_api import EngineConfig, HiSparse, HotFigures
 from ..errors import CapacityError, ConfigError, WorldError
 from ..hisparse.coordinator import Capacity, Coordinator, Placement
-from ..hisparse.hot import HotPool
 from ..hisparse.scheduler import Scheduler, Turn
+from ..kernels.hot_pool import HotPool
 from ..kernels.pools import Pool
 from ..layout.layout import Layout
 from ..layout.layout_builders import host_layout

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..engine_api import Event
-from ..hisparse.hot import HotPool
+from ..kernels.hot_pool import HotPool
 from .capture import captured
 from .sending import sent
 

@@ -22,10 +22,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from .. import rows
-from ..cancel import Cancel
 from ..layout.geometry import read_only
 from ..layout.plan import Plan
+from . import numpy_copy
+from .cancel import Cancel
 
 _ABI = 1  # of kernels/host_copy.c
 _FLAGS = ("-O3", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -235,7 +235,7 @@ def streams_for(plan: Plan, by: Native) -> int:
 
 def _carry(plan: Plan, source_address: int, target_address: int, cancel: Cancel, by: Native, streams: int) -> bool:
     if by.copy is None:
-        return rows.copy(plan, source_address, target_address, cancel)
+        return numpy_copy.copy(plan, source_address, target_address, cancel)
     table, runs = plan.pairing.table, plan.runs
     assert table.flags.c_contiguous
     assert runs.flags.c_contiguous

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from json import dumps
 from time import perf_counter
 
-from .. import sums
 from ..errors import WorldError
-from . import UnusableError, lanes, native, private_directory
+from . import UnusableError, checksum_copy, lanes, native, private_directory
 from .card import card
 from .compiled import KERNELS, compiler, machine_code
 from .driver import count
@@ -30,7 +29,7 @@ def run(architectures: Sequence[str], *, json: bool) -> int:
                 rows.append({"kernel": kernel, "architecture": architecture, "bytes": size, "seconds": took})
     except UnusableError as error:
         raise WorldError(str(error)) from None
-    host = [native().text, sums.native().text, lanes.native().text]
+    host = [native().text, checksum_copy.native().text, lanes.native().text]
     if json:
         print(dumps({"compiler": version.splitlines()[-1], "directory": str(directory), "built": rows, "host": host}))
     else:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..cancel import Cancel
 from ..errors import LocalProtocolError
 from ..layout.geometry import Int64s
 from ..layout.layout import Layout, check_slots, expand_pages
 from ..layout.pairing import Pairing, pair
 from ..layout.plan import plan
 from . import copy as host_copy
+from .cancel import Cancel
 from .card import Card, card
 from .pairs import device_pairs, granule_of, lanes_of, pair_major
 from .pools import Pages, PinnedCancel, Pool, Progress, Slots, State

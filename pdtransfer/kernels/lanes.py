@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cancel import Cancel
 from ..errors import WorldError
 from ..layout.geometry import Int64s
 from . import UnusableError, loaded
+from .cancel import Cancel
 from .card import POLL_SECONDS, Card
 from .dma import Attributes, copy_runs, cut, cut_rows
 from .kv_copy import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument

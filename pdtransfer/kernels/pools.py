@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cancel import Cancel
 from ..layout.layout import Layout
+from .cancel import Cancel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

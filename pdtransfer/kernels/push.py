@@ -7,17 +7,17 @@ from contextlib import ExitStack
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
-from ..cancel import Cancel
 from ..errors import LocalProtocolError
 from ..layout.pairing import Pairing
 from ..layout.plan import Plan, plan
+from .cancel import Cancel
 from .card import card
 from .kv_copy import Asked, Lists, checked, listed
 from .kv_copy import prepared as launched
 from .lanes import SLOT_BYTES, borrowed
 from .pools import Pool, Progress, Slots
 from .ring import Sides, direct_works, listing, on_cpu, ring_works, strided_works
-from .stretches import Through, through
+from .ring_blocks import Through, through
 
 Backend = Literal["auto", "spare", "kernel", "direct", "strided", "ring"]
 

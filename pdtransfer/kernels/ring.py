@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cancel import Cancel
 from ..layout.geometry import Int64s, read_only
 from ..layout.plan import Plan, plan
 from . import copy as host_copy
+from .cancel import Cancel
 from .card import Card
 from .kv_copy import BLOCKS_FETCH, BLOCKS_PUSH, CopyArgument, Side, SlotsArgument, kv_copy, launch_of
 from .lanes import ARGUMENT, Ring, Staging, Works
 from .pairs import device_pairs, lanes_of, pair_major
 from .pools import Pool, Progress, State
-from .stretches import Carved, Shape, Through
+from .ring_blocks import Carved, Shape, Through
 
 _TABLES_MAX = 64
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from .. import kernels, sums
-from ..cancel import Cancel
+from .. import kernels
 from ..errors import TransportError
 from ..handoff.effects import Outcome, Write
+from ..kernels import checksum_copy
+from ..kernels.cancel import Cancel
 from ..layout.checksum import MASK, Lines
 from ..layout.pairing import Pairing
 from ..layout.plan import Plan, plan
@@ -127,7 +128,7 @@ class Job:
             checksum = 0 if kernels.copy(*between, cancel=self.cancel) else None
         else:
             row = self.order.first_row + first
-            checksum = sums.copy(*between, lines=self.lines, first_row=row, cancel=self.cancel)
+            checksum = checksum_copy.copy(*between, lines=self.lines, first_row=row, cancel=self.cancel)
         if checksum is None:
             raise TransportError(CANCELLED)
         return checksum

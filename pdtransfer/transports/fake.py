@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import rows, sums
-from ..cancel import Cancel
 from ..errors import TransportError
 from ..handoff.effects import Outcome, Write
 from ..handoff.ready_gate import Gate
 from ..handoff.sharing import pair_share
+from ..kernels import checksum_copy, numpy_copy
+from ..kernels.cancel import Cancel
 from ..layout.checksum import lines_of, runs_of
 from ..layout.layout import Component
 from ..layout.pairing import Pairing
@@ -207,9 +207,9 @@ class FakeWriter:
         theirs = self._sessions[order.session].components[order.component]
         lines = lines_of(theirs.name, self._components[theirs.name].layout, layers=order.layers, like=theirs.layout)
         runs = runs_of(order.source_slots, np.ones(len(order.source_slots), np.int64), order.first_row)
-        return sums.checksum(lines, runs, self._pool.ctypes.data, by=sums.NUMPY) or 0
+        return checksum_copy.checksum(lines, runs, self._pool.ctypes.data, by=checksum_copy.NUMPY) or 0
 
     def _copy(self, order: Write) -> None:
         pairing = self._sessions[order.session].pairings[order.component].within_layers(*order.layers)
         work = plan(pairing, order.source_slots, order.target_slots)
-        rows.copy(work, self._pool.ctypes.data, self._arena.memory.ctypes.data, Cancel())
+        numpy_copy.copy(work, self._pool.ctypes.data, self._arena.memory.ctypes.data, Cancel())

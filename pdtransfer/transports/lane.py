@@ -9,12 +9,12 @@ from typing import Protocol
 
 import numpy as np
 
-from ..cancel import Cancel
 from ..engine_api import Spans
 from ..errors import WorldError
 from ..handoff.ready_gate import Gate
 from ..kernels import lanes
 from ..kernels import push as pushing
+from ..kernels.cancel import Cancel
 from ..kernels.card import Card, card
 from ..kernels.event import Event
 from ..kernels.kv_copy import checked, kv_copy, prepared

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..cancel import Cancel
 from ..errors import TransportError
 from ..handoff.effects import Lift
 from ..handoff.slot_allocator import slots_of
+from ..kernels.cancel import Cancel
 from ..kernels.card import card
 from ..kernels.event import Event
 from ..kernels.kv_copy import kv_copy

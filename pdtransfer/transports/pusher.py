@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .. import sums
 from ..engine_api import Spans
 from ..errors import PDTransferError, WorldError
 from ..handoff.effects import Outcome
+from ..kernels import checksum_copy
 from ..kernels.lanes import NEVER_NS
 from ..kernels.pools import State
 from ..layout.checksum import MASK, runs_of
@@ -305,7 +305,7 @@ class Pusher:
                 slots = job.order.source_slots[first : min(first + staged.layout.slots, launch.end)]
                 address = lane.fetch(staged.pool, staged.layout, _slots(slots), len(slots))
                 runs = runs_of(np.array([0]), np.array([len(slots)]), job.order.first_row + first)
-                checksum = sums.checksum(staged.lines, runs, address)
+                checksum = checksum_copy.checksum(staged.lines, runs, address)
                 assert checksum is not None
                 job.checksum = (job.checksum + checksum) & MASK
         except Exception as error:  # noqa: BLE001 (the rows are where they should be, and nothing writes there any more)

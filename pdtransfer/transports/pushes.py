@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..cancel import Cancel
 from ..handoff.effects import Outcome, Write
 from ..handoff.ready_gate import Gate
+from ..kernels.cancel import Cancel
 from ..kernels.pools import Pool
 from ..layout.checksum import Lines, lines_of
 from ..layout.layout import Layout, Plane

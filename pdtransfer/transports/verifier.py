@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from .. import sums
-from ..cancel import Cancel
 from ..errors import TransportError
 from ..handoff.effects import Rows, Verify
+from ..kernels import checksum_copy
+from ..kernels.cancel import Cancel
 from ..layout.checksum import MASK, Lines, lines_of, pieces_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Component
@@ -71,7 +71,7 @@ class _Reading:
                 yield partial(self._sum, lines, piece)
 
     def _sum(self, lines: Lines, runs: Int64s) -> int:
-        found = sums.checksum(lines, runs, self.address, cancel=self.cancel)
+        found = checksum_copy.checksum(lines, runs, self.address, cancel=self.cancel)
         if found is None:
             raise TransportError(CANCELLED)
         return found
@@ -83,7 +83,7 @@ class Verifier:
     def __init__(self, address: int, *, threads: int = 2) -> None:
         self._address = address
         self._loop = asyncio.get_running_loop()
-        self._native = self._loop.run_in_executor(None, sums.native)  # may compile
+        self._native = self._loop.run_in_executor(None, checksum_copy.native)  # may compile
         self._reports: Reports[_Reading] = Reports(self._ended)
         self._copier: Copier[_Reading] = Copier(threads, self._reports.tell, name="verify")
         self._lines: dict[Component, Lines] = {}

@@ -8,9 +8,9 @@ from functools import lru_cache, partial
 import numpy as np
 from msgspec.structs import replace
 
-from ... import sums
 from ...handoff.effects import Outcome, Write
 from ...handoff.sharing import facing
+from ...kernels import checksum_copy
 from ...kernels.pools import Pool
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
@@ -42,7 +42,7 @@ class LaunchGatherer:
 
     def prepare(self, ring: Ring) -> None:
         self._card.prepare()
-        sums.native()
+        checksum_copy.native()
         ring.register(self._card)
 
     def cut(self, pairing: Pairing) -> Cut:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from ... import kernels, sums
+from ... import kernels
 from ...errors import TransportError
+from ...kernels import checksum_copy
 from ...layout.checksum import runs_of
 from ...layout.pairing import Pairing
 from ..copier import CANCELLED, Copier
@@ -51,7 +52,7 @@ class CopyGatherer:
 
     def prepare(self, ring: Ring) -> None:  # noqa: ARG002
         kernels.native()
-        sums.native()
+        checksum_copy.native()
 
     def cut(self, pairing: Pairing) -> Cut:
         return cut(pairing)
@@ -113,11 +114,11 @@ class _Copy:
             checksum = 0 if kernels.copy(*between, cancel=cancel, by=_by()) else None
         elif job.cut.whole(piece):
             first_row = order.first_row + piece.first
-            checksum = sums.copy(*between, lines=job.lines, first_row=first_row, cancel=cancel)
+            checksum = checksum_copy.copy(*between, lines=job.lines, first_row=first_row, cancel=cancel)
         elif kernels.copy(*between, cancel=cancel, by=_by()):
             # The first planes of these rows: it sums for all of them.
             of = runs_of(rows.runs[:, 0], rows.runs[:, 2], order.first_row + piece.first)
-            checksum = sums.checksum(job.lines, of, self.source_address, cancel=cancel)
+            checksum = checksum_copy.checksum(job.lines, of, self.source_address, cancel=cancel)
         if checksum is None:
             raise TransportError(CANCELLED)
         gather.runs = job.cut.runs(piece, order.target_slots)

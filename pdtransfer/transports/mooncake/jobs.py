@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...cancel import Cancel
 from ...handoff.effects import Outcome, Write
+from ...kernels.cancel import Cancel
 from ...layout.checksum import Lines
 from ...layout.geometry import Int64s
 from ...layout.layout import Component

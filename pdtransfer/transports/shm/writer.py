@@ -10,11 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ... import kernels, sums
+from ... import kernels
 from ...errors import TransportError, WorldError
 from ...handoff.effects import Outcome, Write
 from ...handoff.ready_gate import Gate
 from ...handoff.sharing import facing
+from ...kernels import checksum_copy
 from ...kernels.pools import Pool
 from ...kernels.registered import CHUNK_BYTES
 from ...layout.checksum import Lines
@@ -209,7 +210,7 @@ class ShmWriter:
             pairings = paired(self._components, components, reach.arena_bytes)
             mapping = map_received(fd, reach.arena_bytes)
             undo.callback(mapping.close)
-            sums.native()
+            checksum_copy.native()
             if self._card is None:
                 kernels.native()
             else:

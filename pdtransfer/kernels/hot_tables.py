@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import LocalProtocolError
-from ..kernels.card import card, words
-from ..kernels.event import Event
-from ..kernels.hot_row import Rows
-from ..kernels.swap import HotBuffers
 from ..layout.geometry import Int64s
+from .card import card, words
+from .event import Event
+from .hot_row import Rows
+from .swap import HotBuffers
 
 
 class Tables:

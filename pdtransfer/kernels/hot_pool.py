@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from ..errors import LocalProtocolError
-from ..kernels.card import card
-from ..kernels.event import Event
-from ..kernels.hooks import Fence, Fired
-from ..kernels.kv_copy import kv_copy
-from ..kernels.newest import newest_slots
-from ..kernels.pools import Pool
-from ..kernels.standing import StandingCopy
-from ..kernels.swap import HotBuffers, SwapPlan, Told, check_sizes, swap_plan
 from ..layout.geometry import Int64s, bounds_of
-from .tables import Tables, seen
+from .card import card
+from .event import Event
+from .hot_tables import Tables, seen
+from .kv_copy import kv_copy
+from .newest import newest_slots
+from .pool_hooks import Fence, Fired
+from .pools import Pool
+from .standing import StandingCopy
+from .swap import HotBuffers, SwapPlan, Told, check_sizes, swap_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from . import kernels, rows
+from .. import kernels
+from ..layout.checksum import MASK, Lines, hashes, pieces_of, row_seeds, runs_of
+from ..layout.geometry import Int64s
+from ..layout.plan import Plan
+from . import numpy_copy
 from .cancel import Cancel
-from .layout.checksum import MASK, Lines, hashes, pieces_of, row_seeds, runs_of
-from .layout.geometry import Int64s
-from .layout.plan import Plan
 
 _ABI = 2  # of kernels/host_checksum.c
 _SLICE_BYTES = 256 << 10  # summed, then copied out of the cache
@@ -128,6 +129,6 @@ def _with_numpy(lines: Lines, runs: Int64s, address: int, cancel: Cancel) -> int
         for base, page_stride, row_stride, heads, head_bytes, first in lines.table.tolist():
             for head in range(heads):
                 place = [base + head * head_bytes, page_stride, row_stride]
-                found = rows.gather(address, place, slots, size, head_bytes)
+                found = numpy_copy.gather(address, place, slots, size, head_bytes)
                 total += int(hashes(found, row_seeds(seeds[first + head], numbers)).sum())
     return None if cancel.is_set else total & MASK

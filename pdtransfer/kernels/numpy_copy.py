@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ..layout.geometry import Int64s
+from ..layout.plan import Plan
 from .cancel import Cancel
-from .layout.geometry import Int64s
-from .layout.plan import Plan
 
 _PIECE_BYTES = 4 << 20  # between two looks at the cancel word
 _LONG_RUN_ROWS = 8  # on average: from here on a slice a run is faster than an index a row

@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike
 
 from .client import DecodeClient, PrefillClient
 from .errors import RoomFailedError
-from .events import Event
 from .handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
+from .transports.device_events import Event
 
 Said = TypeVar("Said")
 

@@ -23,7 +23,6 @@ from numpy.typing import ArrayLike
 
 from .environment import share_the_interpreter
 from .errors import LocalProtocolError, PDTransferError
-from .events import Event
 from .handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from .handoff.prefill.sessions import Cell
 from .handoff.sharing import Replicas
@@ -33,6 +32,7 @@ from .limits import TOKENS_MAX
 from .memory.arena_memory import Arena
 from .node import DecodeNode, NodeSettings, PrefillNode
 from .port import Port
+from .transports.device_events import Event
 from .transports.network import NETWORK, Network, Transport
 from .wire import pack_ids
 

@@ -17,7 +17,7 @@ from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory.arena_memory import Arena
-from pdtransfer.transports.lane import WriterCard
+from pdtransfer.transports.card_launcher import WriterCard
 from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter
 from pdtransfer.transports.network import Network
 

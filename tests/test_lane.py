@@ -13,7 +13,7 @@ from pdtransfer.handoff.ready_gate import Gate
 from pdtransfer.kernels import kv_copy, lanes, ring_blocks
 from pdtransfer.kernels import push as pushing
 from pdtransfer.kernels.pools import State
-from pdtransfer.transports import lane
+from pdtransfer.transports import card_launcher
 
 from . import kernels_host
 from .card_on_host import CardOnHost
@@ -40,7 +40,7 @@ def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     for name in ("PLANNED_BYTES_MIN", "RING_BYTES_MIN"):
         monkeypatch.setattr(pushing, name, 0)
     monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 4 * ROW)
-    monkeypatch.setattr(lane, "RUN_BYTES_MIN", 4 * ROW)
+    monkeypatch.setattr(card_launcher, "RUN_BYTES_MIN", 4 * ROW)
     yield made
     lanes._idle.clear()
 
@@ -55,7 +55,7 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
         filled(name, mla(), 4, 64, content=name == "layer_first") for name in ("layer_first", "page_first")
     )
     order = np.random.default_rng(0).permutation(128)
-    made = lane.CardLane(here)
+    made = card_launcher.CardLane(here)
     ours = [128 * place + (order if place in scattered else np.arange(128)) for place in range(2)]
     theirs = [128 * place + order[::-1] for place in range(2)]
     right = wanted(source, target, np.concatenate(theirs), np.concatenate(ours))
@@ -73,7 +73,7 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
 
 def test_of_a_gate_and_a_launch_that_are_both_passed_the_gate_is_heard_of_first(here: Any) -> None:
     here._random.random = lambda: 1.0  # C's asking says what is so
-    made, gate = lane.CardLane(here), Gate(Mock(spec=["cuda_event"], cuda_event=here.event()))
+    made, gate = card_launcher.CardLane(here), Gate(Mock(spec=["cuda_event"], cuda_event=here.event()))
     assert not made.wait(0, [gate], lanes.NEVER_NS)
     assert gate.opened_ns
     assert made.wait(0, [], lanes.NEVER_NS)
@@ -90,4 +90,4 @@ def test_of_a_gate_and_a_launch_that_are_both_passed_the_gate_is_heard_of_first(
     ],
 )
 def test_a_ring_is_looked_into_where_target_slots_lie_in_runs(slots: Any, byte_count: int, is_so: bool) -> None:
-    assert lane.in_runs(slots, byte_count) is is_so
+    assert card_launcher.in_runs(slots, byte_count) is is_so

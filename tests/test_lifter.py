@@ -15,7 +15,7 @@ from pdtransfer.handoff.effects import Lift, Rows
 from pdtransfer.kernels import kv_copy
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.memory.hbm import Hbm
-from pdtransfer.transports import lifter
+from pdtransfer.transports import hbm_copier
 
 from . import kernels_host
 from .card_on_host import CardOnHost
@@ -31,7 +31,7 @@ SLOTS = [*range(8, 48), *range(70, 73)]
 def here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = CardOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
     made.driver = Mock()
-    for module in (kv_copy, lifter):
+    for module in (kv_copy, hbm_copier):
         monkeypatch.setattr(module, "card", lambda _: made)
     synchronise = made.synchronise
 
@@ -52,7 +52,7 @@ def lifted(source: Tensors, target: Tensors) -> list[str]:
     said: list[str] = []
 
     async def run() -> None:
-        up = lifter.Lifter(SimpleNamespace(mapping=mapping), memory)  # type: ignore[arg-type]
+        up = hbm_copier.Lifter(SimpleNamespace(mapping=mapping), memory)  # type: ignore[arg-type]
         up.lift(Lift(1, 2, 3, (Rows(component, 0, EXTENTS),)), lambda _, text: said.append(text))
         await asyncio.to_thread(up._copier.close)  # it carries out what is queued
         assert not up._open

@@ -33,7 +33,7 @@ from pdtransfer.layout.layout import Component
 from pdtransfer.limits import ENGINES_MAX
 from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.node import DecodeNode, PrefillNode
-from pdtransfer.transports import choice, network
+from pdtransfer.transports import network, select
 from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, arena, child, process, why_not, writer
 from pdtransfer.transports.mooncake.gather import CopyGatherer
 from pdtransfer.transports.mooncake.ring import SLOT_BYTES, SLOTS, Ring
@@ -741,9 +741,9 @@ async def test_no_engine_is_started_for_a_session_that_ends_while_its_address_is
         known.wait()
         return "127.0.0.1"
 
-    monkeypatch.setattr(choice, "own_address", slow)
+    monkeypatch.setattr(select, "own_address", slow)
     memory = Arena.create(4096, huge_pages="never")
-    owner = choice.ArenaChoice(memory, "mooncake", Network(), directory=None)
+    owner = select.ArenaChoice(memory, "mooncake", Network(), directory=None)
     offered = asyncio.ensure_future(
         owner.offer(1, "tcp://127.0.0.1:1", identity("p", "prefill", 1, transports=("mooncake",)))
     )
@@ -794,7 +794,7 @@ async def test_a_host_without_descriptors_has_no_engine_and_none_is_left_behind(
 @pytest.mark.parametrize("transport", ["shm", "mooncake"])
 @on_loop
 async def test_a_writer_that_closes_maps_nothing_more(transport: Transport) -> None:
-    made = choice.WriterChoice((latent("layer_first", 1),), transport, Network())
+    made = select.WriterChoice((latent("layer_first", 1),), transport, Network())
     await made.close()
     with pytest.raises(TransportError, match="closing"):
         await made.map(1, replace(REACH, transport=transport), (latent("page_first", 1),))
@@ -816,7 +816,7 @@ async def test_an_arena_that_closes_starts_no_engine_for_a_session_that_comes_me
 @on_loop
 async def test_a_fence_of_a_session_that_was_unmapped_meanwhile_condemns_nobody() -> None:
     async with both() as it:
-        made = choice.WriterChoice((latent("page_first", LARGE + SMALL),), "mooncake", Network())
+        made = select.WriterChoice((latent("page_first", LARGE + SMALL),), "mooncake", Network())
         await made.map(SESSION, await it.owner.offer(SESSION), (it.target,))
         made.unmap(SESSION)
         assert await made.fence(SESSION)
@@ -858,20 +858,20 @@ def test_the_transport_is_chosen_by_where_the_peer_is_and_what_both_take(
     peer = identity("p", "prefill", 1, transports=theirs, place=where)
     if chosen is None:
         with pytest.raises(TransportError, match=reason):
-            choice.choose(ours, HERE, peer)
+            select.choose(ours, HERE, peer)
         return
-    name, said = choice.choose(ours, HERE, peer)
+    name, said = select.choose(ours, HERE, peer)
     assert name == chosen
     assert reason in said
 
 
 def test_a_transport_that_cannot_be_had_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "why_not", lambda: "mooncake is not installed")
-    assert choice.taken("auto") == ("shm",)
+    monkeypatch.setattr(select, "why_not", lambda: "mooncake is not installed")
+    assert select.taken("auto") == ("shm",)
     with pytest.raises(TransportError, match="not installed"):
-        choice.taken("mooncake")
-    monkeypatch.setattr(choice, "why_not", lambda: "")
-    assert choice.taken("auto") == ("shm", "mooncake")
+        select.taken("mooncake")
+    monkeypatch.setattr(select, "why_not", lambda: "")
+    assert select.taken("auto") == ("shm", "mooncake")
 
 
 @pytest.mark.parametrize("source", ["", "import a_library_that_is_not_there"])
@@ -887,6 +887,6 @@ def test_a_mooncake_that_is_not_whole_is_said_with_what_to_do(
 
 
 def test_this_hosts_address_is_the_one_on_the_way_to_the_peer() -> None:
-    assert choice.own_address("tcp://127.0.0.1:7101") == "127.0.0.1"
+    assert select.own_address("tcp://127.0.0.1:7101") == "127.0.0.1"
     with pytest.raises(TransportError, match="advertise"):
-        choice.own_address("tcp://[::1]:7101")
+        select.own_address("tcp://[::1]:7101")

@@ -13,7 +13,7 @@ import torch
 from pdtransfer.handoff.effects import Outcome
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
-from pdtransfer.transports.lane import PoolCard
+from pdtransfer.transports.card_launcher import PoolCard
 from pdtransfer.transports.mooncake import why_not
 
 from .far_pair import (

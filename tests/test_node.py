@@ -20,13 +20,13 @@ import zmq
 import zmq.asyncio
 
 from pdtransfer.errors import Cause, LocalProtocolError
-from pdtransfer.events import POLL_S, Event, EventQueue
 from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.handoff.prefill.sessions import Cell
 from pdtransfer.handoff.room import DecodeRoom
 from pdtransfer.limits import Limits
 from pdtransfer.memory.arena_memory import Arena, Mapping
 from pdtransfer.node import DecodeNode, PrefillNode
+from pdtransfer.transports.device_events import POLL_S, Event, EventQueue
 from pdtransfer.transports.shm import writer as shm_writer
 from pdtransfer.turn import Clock, Performer, Ticker
 from pdtransfer.wire import (

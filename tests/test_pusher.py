@@ -24,7 +24,7 @@ from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.node import PrefillNode
 from pdtransfer.offers import Every
 from pdtransfer.timeline import Timeline
-from pdtransfer.transports import pusher, pushes
+from pdtransfer.transports import card_writer, pushes
 from pdtransfer.wire import Granted
 
 from . import client_pair
@@ -251,7 +251,7 @@ async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_
 async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it_has_landed(
     arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pusher, "NEAR_NS", 1)
+    monkeypatch.setattr(card_writer, "NEAR_NS", 1)
     card, held = FakeCard(), Held()
     both = Pair(arena, directory, card=card)
     await both.map()
@@ -273,7 +273,7 @@ async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it
     await until(lambda: len(both.ended) == 3)
     said = list(both.near)
     assert set(said) == {3}
-    assert len(said) <= pusher.NEAR_MAX
+    assert len(said) <= card_writer.NEAR_MAX
     await until(lambda: not both.writer._soon._told)
     assert both.near == said, "it has landed"
     assert both.right
@@ -284,8 +284,8 @@ async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it
 async def test_a_write_whose_event_never_fires_says_so_often_and_no_more_that_it_is_near(
     arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pusher, "NEAR_NS", 1)
-    monkeypatch.setattr(pusher, "NEAR_MAX", 3)
+    monkeypatch.setattr(card_writer, "NEAR_NS", 1)
+    monkeypatch.setattr(card_writer, "NEAR_MAX", 3)
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()

@@ -31,8 +31,8 @@ from pdtransfer.layout.pairing import pair
 from pdtransfer.memory import arena_memory
 from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.transports import copier
+from pdtransfer.transports.card_launcher import WriterCard
 from pdtransfer.transports.copier import Copier, Job
-from pdtransfer.transports.lane import WriterCard
 from pdtransfer.transports.shm import ShmArena, ShmWriter, handover
 from pdtransfer.transports.shm import arena as shm_arena
 from pdtransfer.transports.shm import writer as shm_writer

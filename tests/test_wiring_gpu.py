@@ -20,7 +20,7 @@ from pdtransfer.handoff.effects import Outcome
 from pdtransfer.kernels import checksum_copy, driver
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory.arena_memory import Arena
-from pdtransfer.transports.lane import PoolCard
+from pdtransfer.transports.card_launcher import PoolCard
 from pdtransfer.wire import Sampling
 
 from .test_shm import LAYERS, ROW, SLOTS, WRITER, Pair, on_loop, until

@@ -18,8 +18,8 @@ from ..kernels.card import card
 from ..kernels.pools import Pool
 from ..memory.arena_memory import Arena
 from ..process import prepare
-from ..transports.lane import PoolCard
-from ..transports.pusher import Pusher
+from ..transports.card_launcher import PoolCard
+from ..transports.card_writer import Pusher
 from ..transports.pushes import Push
 from .models import PAGE_SIZE, latent_layout
 from .orders import Failure, answer, begun

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import Cause, ConfigError, LocalProtocolError, TransportError, WorldError
-from ..events import Event, EventQueue
 from ..handoff.decode.records import SessionState
 from ..handoff.decode.sessions import DecodeSessions
 from ..handoff.effects import (
@@ -34,9 +33,10 @@ from ..handoff.effects import (
 from ..keys import AllowList
 from ..layout.layout import Component
 from ..memory.arena_memory import Arena
-from ..transports.choice import ArenaChoice
-from ..transports.lifter import Lifter
+from ..transports.device_events import Event, EventQueue
+from ..transports.hbm_copier import Lifter
 from ..transports.network import NETWORK, Network, Transport
+from ..transports.select import ArenaChoice
 from ..transports.verifier import Verifier
 from ..turn import Clock, Performer, Ticker
 from ..wire import Goodbye, Message

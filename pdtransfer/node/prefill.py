@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from ..engine_api import Spans
 from ..errors import Cause, LocalProtocolError, PDTransferError, TransportError
-from ..events import Event, EventQueue
 from ..handoff.effects import (
     Drained,
     FenceWriter,
@@ -31,9 +30,10 @@ from ..handoff.ready_gate import Gate
 from ..handoff.sharing import Replicas, holds_of
 from ..keys import AllowList
 from ..layout.layout import Component
-from ..transports.choice import WriterChoice
-from ..transports.lane import PoolCard
+from ..transports.card_launcher import PoolCard
+from ..transports.device_events import Event, EventQueue
 from ..transports.network import NETWORK, Network, Transport
+from ..transports.select import WriterChoice
 from ..turn import Clock, Performer, Ticker
 from ..wire import Goodbye, Message
 from .settings import REVOKED, NodeSettings, Others, revoked

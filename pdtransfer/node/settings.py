@@ -12,7 +12,7 @@ from ..bus import Bus
 from ..errors import Cause
 from ..keys import AllowList, KeyPair
 from ..limits import Limits
-from ..transports.choice import place
+from ..transports.select import place
 from ..wire import Holds, Identity, Member, Message, Ranks, Reject
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from ..layout.checksum import MASK, Lines, lines_of, pieces_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Component
 from .copier import CANCELLED, PIECE_BYTES, Copier, Piece, attempt
-from .reports import Reports
+from .loop_mailbox import Reports
 
 VerifyDone = Callable[[Verify, int, str], None]
 """Called once for each Verify, on the loop's thread and never from within verify(): the checksum, or why there is

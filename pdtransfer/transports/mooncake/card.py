@@ -14,9 +14,9 @@ from ...kernels import checksum_copy
 from ...kernels.pools import Pool
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
+from ..card_launcher import WriterCard
+from ..card_writer import Pusher
 from ..copier import attempt
-from ..lane import WriterCard
-from ..pusher import Pusher
 from ..pushes import Push, Staged
 from .jobs import Gather
 from .ring import Cut, Ring, cut

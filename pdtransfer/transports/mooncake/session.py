@@ -10,7 +10,7 @@ from ...layout.checksum import Lines
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
 from ...wire import Reach
-from ..meeting import Planes
+from ..component_match import Planes
 from .gather import Gatherer
 from .jobs import Job
 from .process import EngineProcess

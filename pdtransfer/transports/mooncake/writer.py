@@ -20,11 +20,11 @@ from ...layout.checksum import MASK
 from ...layout.layout import Component
 from ...wire import Reach
 from ..base import Ready, WriteDone
+from ..card_launcher import WriterCard
+from ..component_match import lines_for, paired
 from ..copier import CANCELLED
-from ..lane import WriterCard
-from ..meeting import lines_for, paired
+from ..loop_mailbox import Reports
 from ..network import Network, engines_left
-from ..reports import Reports
 from . import child
 from .card import LaunchGatherer
 from .gather import CopyGatherer, Gatherer

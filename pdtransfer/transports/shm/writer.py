@@ -24,12 +24,12 @@ from ...layout.pairing import Pairing
 from ...memory.arena_memory import Mapping, enter_backed, map_received
 from ...wire import Reach
 from ..base import Near, Ready, WriteDone
+from ..card_launcher import Exported, WriterCard
+from ..card_writer import Pusher
+from ..component_match import Planes, lines_for, paired
 from ..copier import Copier, Job
-from ..lane import Exported, WriterCard
-from ..meeting import Planes, lines_for, paired
-from ..pusher import Pusher
+from ..loop_mailbox import Reports
 from ..pushes import Push, Staged
-from ..reports import Reports
 from .handover import receive
 
 _INLINE_BYTES_MAX = 256 << 10  # copied on the loop: some 30 us, less than waking a thread and being woken

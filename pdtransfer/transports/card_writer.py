@@ -26,8 +26,8 @@ from ..kernels.lanes import NEVER_NS
 from ..kernels.pools import State
 from ..layout.checksum import MASK, runs_of
 from ..layout.geometry import Int64s
+from .card_launcher import IN_FLIGHT_MAX, Lane
 from .copier import CANCELLED
-from .lane import IN_FLIGHT_MAX, Lane
 from .pushes import Push, Turns
 
 NEAR_NS = 500_000  # between two words of a write that is near: who has slept for a millisecond is slow to wake again

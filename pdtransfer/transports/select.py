@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import TransportError
-from ..events import EventQueue
 from ..handoff.effects import Outcome, Write
 from ..handoff.ready_gate import Gate
 from ..keys import Address
@@ -23,8 +22,9 @@ from ..layout.layout import Component
 from ..memory.arena_memory import Arena
 from ..wire import Identity, Reach, split_key
 from .base import ArenaTransport, Near, Ready, WriteDone, WriterTransport
+from .card_launcher import WriterCard
 from .copier import CANCELLED
-from .lane import WriterCard
+from .device_events import EventQueue
 from .mooncake import MooncakeArena, MooncakeWriter, why_not
 from .network import Network, Transport
 from .shm import ShmArena, ShmWriter

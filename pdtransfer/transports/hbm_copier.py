@@ -21,7 +21,7 @@ from ..layout.layout import Layout
 from ..memory.arena_memory import Arena
 from ..memory.hbm import Hbm
 from .copier import CANCELLED, PIECE_BYTES, Copier, Piece
-from .reports import Reports
+from .loop_mailbox import Reports
 
 log = logging.getLogger(__name__)
 

@@ -134,7 +134,7 @@ def keygen(
     json: Json = False,
 ) -> int:
     """Makes NAME.key, which stays secret, and NAME.pub, whose line goes into the allow-list of every peer."""
-    from .keys import generate
+    from .bus.keys import generate
     from .ranks import key_of, ranks_of
 
     others = ranks_of(tp_size, pp_size)[1:]

@@ -21,12 +21,12 @@ import numpy as np
 import uvloop
 from numpy.typing import ArrayLike
 
+from .bus.keys import AllowList
 from .environment import share_the_interpreter
 from .errors import LocalProtocolError, PDTransferError
 from .handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from .handoff.prefill.sessions import Cell
 from .handoff.sharing import Replicas
-from .keys import AllowList
 from .layout.layout import Component, slots_of_rows
 from .limits import TOKENS_MAX
 from .memory.arena_memory import Arena

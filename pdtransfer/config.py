@@ -17,10 +17,10 @@ from typing import Annotated, ClassVar, Literal
 from cyclopts import Group, Parameter
 
 from .bounds import bound, card_of, check_limits, match, port_range, power_of_two
+from .bus.keys import Address, Endpoint, check_exposure, is_loopback
 from .engine_api import EngineConfig, HiSparse
 from .environment import socket_directory
 from .errors import ConfigError
-from .keys import Address, Endpoint, check_exposure, is_loopback
 from .limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
 from .offers import Push
 from .ranks import FREE, check_advertise, check_device, check_ranks, device_of

@@ -18,6 +18,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from . import engine_thread, process
+from .bus.keys import AllowList, KeyPair
 from .config import DecodeConfig, PrefillConfig
 from .decode_daemon import DecodeDaemon
 from .engine_api import DecodeEngine, EngineCard, EngineConfig
@@ -30,7 +31,6 @@ from .group.lead import Lead
 from .group.link import Link
 from .http import Health, Listener, application
 from .kernels.card import card
-from .keys import AllowList, KeyPair
 from .limits import LOAD_MS
 from .memory.arena_memory import Arena
 from .memory.hbm import Hbm

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from .bounds import match
+from .bus.keys import Address, Endpoint, is_literal, is_loopback
 from .errors import ConfigError
-from .keys import Address, Endpoint, is_literal, is_loopback
 from .wire import Ranks
 
 SIZE_MAX = 64  # along one axis: beyond it no model is split

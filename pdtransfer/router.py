@@ -17,13 +17,13 @@ from aiohttp.typedefs import Handler
 
 from .answers import Emit, Fail, Finish, Noticed, Refusal, RoutingEffect
 from .bus import Bus
+from .bus.keys import AllowList, KeyPair
 from .completions import Answer, BadRequestError, Completion, Text, error, models, parse
 from .config import RouterConfig
 from .engine_api import Spans
 from .errors import ArenaFullError, Cause, ConfigError, RemoteProtocolError
 from .handoff.effects import Send
 from .http import Health, Listener, application
-from .keys import AllowList, KeyPair
 from .limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
 from .process import prepare
 from .router_metrics import RouterMetrics

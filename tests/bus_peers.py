@@ -15,8 +15,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pdtransfer.bus import Bus, BusLimits
+from pdtransfer.bus.keys import AllowList, KeyPair
 from pdtransfer.errors import RemoteProtocolError, WorldError
-from pdtransfer.keys import AllowList, KeyPair
 from pdtransfer.wire import Grant, Hello, Identity, Message, Part, Ping, Pong, Ranks, decode, encode
 
 LIMITS = BusLimits(reconnect_ms=20, reconnect_ms_max=50, redial_ms=200, redial_ms_max=400, linger_ms=500)

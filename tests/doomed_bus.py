@@ -20,8 +20,8 @@ from typing import Any
 import zmq
 
 from pdtransfer.bus import Bus, BusLimits, bus, dialled, zap
+from pdtransfer.bus.keys import AllowList, KeyPair
 from pdtransfer.bus.wires import Wire, received_bytes
-from pdtransfer.keys import AllowList, KeyPair
 from pdtransfer.wire import Message, Ping, Pong
 from tests.bus_peers import hello
 

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pdtransfer.bus.keys import AllowList, KeyPair
 from pdtransfer.client import DecodeClient, PrefillClient
 from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
-from pdtransfer.keys import AllowList, KeyPair
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import Limits

@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from pdtransfer.bus.connections import TurnedAwayError
+from pdtransfer.bus.keys import KeyPair
 from pdtransfer.errors import ConfigError, WorldError
-from pdtransfer.keys import KeyPair
 from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Goodbye, Grant, Message, Part, Ping, Pong, Reject, encode
 from tests.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, on_loop, pair, until

@@ -16,8 +16,8 @@ import zmq
 
 from pdtransfer.bus import BusLimits, wires
 from pdtransfer.bus.connections import Connections, TurnedAwayError
+from pdtransfer.bus.keys import AllowList
 from pdtransfer.errors import ConfigError, WorldError
-from pdtransfer.keys import AllowList
 from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Grant, Hello, Message, Part, Ping, Pong, Reject, decode, encode
 from tests.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, on_loop, pair, until

@@ -18,11 +18,11 @@ import pytest
 
 import pdtransfer
 from pdtransfer import cli
+from pdtransfer.bus.keys import KeyPair
 from pdtransfer.config import DecodeConfig
 from pdtransfer.environment import PREFIX
 from pdtransfer.errors import TransportError
 from pdtransfer.group.meeting import rank_configs
-from pdtransfer.keys import KeyPair
 
 BENCHES = {
     "transfer": (

@@ -27,10 +27,10 @@ import pytest
 from pdtransfer import client as client_module
 from pdtransfer import kernels
 from pdtransfer.aio import AsyncDecode, AsyncPrefill, DecodeHand, PrefillHand
+from pdtransfer.bus.keys import AllowList
 from pdtransfer.client import DecodeClient, KVPoll, PrefillClient
 from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
 from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
-from pdtransfer.keys import AllowList
 from pdtransfer.limits import AUX_BYTES_MAX, TOKENS_MAX
 from pdtransfer.transports import copier
 from pdtransfer.transports.shm import writer

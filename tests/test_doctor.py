@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import pytest
 
 from pdtransfer import cli, doctor, probes
+from pdtransfer.bus.keys import Address
 from pdtransfer.config import DecodeConfig, PrefillConfig
 from pdtransfer.kernels import UnusableError, private_directory
 from pdtransfer.kernels.compiled import KERNELS, _stem
-from pdtransfer.keys import Address
 from pdtransfer.memory.available_memory import Headroom
 from pdtransfer.probes import Probe, Seen, builds, cards, host, kernel, network
 

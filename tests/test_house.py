@@ -22,7 +22,7 @@ import pytest
 
 import pdtransfer
 from pdtransfer import cli
-from pdtransfer.keys import Address, AllowList, KeyPair
+from pdtransfer.bus.keys import Address, AllowList, KeyPair
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -10,8 +10,17 @@ from pathlib import Path
 import pytest
 import zmq
 
+from pdtransfer.bus.keys import (
+    Address,
+    AllowList,
+    Endpoint,
+    KeyPair,
+    check_exposure,
+    generate,
+    generate_pair,
+    is_loopback,
+)
 from pdtransfer.errors import ConfigError
-from pdtransfer.keys import Address, AllowList, Endpoint, KeyPair, check_exposure, generate, generate_pair, is_loopback
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 OTHER = "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID"

@@ -9,13 +9,13 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from pdtransfer import daemon
+from pdtransfer.bus.keys import generate
 from pdtransfer.config import PrefillConfig
 from pdtransfer.daemon import create_engine
 from pdtransfer.engine_thread import Compute, Free, Order
 from pdtransfer.errors import Cause, ConfigError
 from pdtransfer.group.frames import Drained
 from pdtransfer.group.lead import Follower, Lead
-from pdtransfer.keys import generate
 from pdtransfer.node import NodeSettings
 from pdtransfer.port import Port
 from pdtransfer.prefill_daemon import PrefillDaemon

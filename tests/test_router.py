@@ -20,11 +20,11 @@ import pytest
 import uvloop
 
 from pdtransfer.bus import Bus
+from pdtransfer.bus.keys import AllowList, KeyPair, generate, generate_pair
 from pdtransfer.completions import BadRequestError, Text, parse
 from pdtransfer.config import RouterConfig
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.handoff.effects import Send
-from pdtransfer.keys import AllowList, KeyPair, generate, generate_pair
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX, Limits
 from pdtransfer.router import Router
 from pdtransfer.service import Service, Start, Stop

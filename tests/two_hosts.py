@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pdtransfer.bus.keys import AllowList, KeyPair
 from pdtransfer.client import DecodeClient, PrefillClient
 from pdtransfer.handoff.effects import Ready, RoomFailed
-from pdtransfer.keys import AllowList, KeyPair
 from pdtransfer.limits import Limits
 from pdtransfer.memory.arena_memory import Arena
 from tests.bus_peers import pair

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import zmq
 
-from ..keys import Endpoint, KeyPair, generate_pair
+from ..bus.keys import Endpoint, KeyPair, generate_pair
 from ..layout.layout import Component
 from ..limits import FRAME_BYTES_MAX
 from ..process import prepare

@@ -12,8 +12,8 @@ import uvloop
 import zmq
 
 from ..bus import Bus
+from ..bus.keys import AllowList, KeyPair, generate_pair
 from ..errors import RemoteProtocolError
-from ..keys import AllowList, KeyPair, generate_pair
 from ..wire import VERSION, Hello, Identity, Message, Ping, Pong, Ranks, encode
 from .orders import begun
 from .report import Figures, Line

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..keys import AllowList, KeyPair, generate_pair
+from ..bus.keys import AllowList, KeyPair, generate_pair
 from ..layout.layout import Component
 from ..node import NodeSettings
 from ..transports.network import Transport

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..bus.keys import generate_pair
 from ..errors import WorldError
-from ..keys import generate_pair
 from .attacks import ATTACKS, Target, run
 from .models import PAGE_SIZE, components
 from .orders import begun

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import zmq
 
 from ..errors import ConfigError, RemoteProtocolError, WorldError
-from ..keys import Address, AllowList, Endpoint, KeyPair, check_exposure
 from ..limits import TEXT_LENGTH_MAX
 from ..wire import Hello, Message, Reject, decode, encode
 from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwayError
 from .dialled import SOCKETS, Dialled
+from .keys import Address, AllowList, Endpoint, KeyPair, check_exposure
 from .limits import BusLimits
 from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, open_socket, resolve
 from .wires import Sweep, Wire

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from ..keys import Address, Endpoint, KeyPair
+from .keys import Address, Endpoint, KeyPair
 from .limits import BusLimits
 from .sockets import NOBLOCK, Drain, Frames, open_socket, resolve
 from .wires import Wire

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import zmq
 
-from ..keys import is_literal
 from ..limits import FRAME_BYTES_MAX
+from .keys import is_literal
 from .limits import BusLimits
 
 ENVELOPE_BYTES = 256  # what CURVE adds to a frame is 33 bytes; `wire` holds the frame itself to FRAME_BYTES_MAX

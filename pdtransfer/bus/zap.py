@@ -17,8 +17,8 @@ import secrets
 import zmq
 from zmq.utils import z85
 
-from ..keys import AllowList
 from .connections import ROUTE_MARK, ROUTE_RANDOM_BYTES
+from .keys import AllowList
 from .limits import BusLimits
 from .sockets import NOBLOCK, Drain, Seldom
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ..bus.keys import AllowList
 from ..errors import Cause, ConfigError, LocalProtocolError, TransportError, WorldError
 from ..handoff.decode.records import SessionState
 from ..handoff.decode.sessions import DecodeSessions
@@ -30,7 +31,6 @@ from ..handoff.effects import (
     StopVerifying,
     Verify,
 )
-from ..keys import AllowList
 from ..layout.layout import Component
 from ..memory.arena_memory import Arena
 from ..transports.device_events import Event, EventQueue

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 
+from ..bus.keys import AllowList
 from ..engine_api import Spans
 from ..errors import Cause, LocalProtocolError, PDTransferError, TransportError
 from ..handoff.effects import (
@@ -28,7 +29,6 @@ from ..handoff.effects import (
 from ..handoff.prefill.sessions import Cell, PrefillSessions
 from ..handoff.ready_gate import Gate
 from ..handoff.sharing import Replicas, holds_of
-from ..keys import AllowList
 from ..layout.layout import Component
 from ..transports.card_launcher import PoolCard
 from ..transports.device_events import Event, EventQueue

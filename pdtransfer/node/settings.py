@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..bus import Bus
+from ..bus.keys import AllowList, KeyPair
 from ..errors import Cause
-from ..keys import AllowList, KeyPair
 from ..limits import Limits
 from ..transports.select import place
 from ..wire import Holds, Identity, Member, Message, Ranks, Reject

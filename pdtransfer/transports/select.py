@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from ..bus.keys import Address
 from ..errors import TransportError
 from ..handoff.effects import Outcome, Write
 from ..handoff.ready_gate import Gate
-from ..keys import Address
 from ..layout.layout import Component
 from ..memory.arena_memory import Arena
 from ..wire import Identity, Reach, split_key

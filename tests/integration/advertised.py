@@ -23,9 +23,9 @@ from typing import IO, Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from pdtransfer.bus.keys import generate
 from pdtransfer.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.flags import arguments
-from pdtransfer.keys import generate
 from pdtransfer.probes.network import _listening
 from tests.integration.fleets import REPO, decode_config, generated, prefill_config, prompts, until
 

@@ -16,9 +16,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from pdtransfer.bus.keys import generate
 from pdtransfer.config import DecodeConfig, PrefillConfig
 from pdtransfer.flags import arguments
-from pdtransfer.keys import generate
 from tests.integration.fleets import REPO, decode_config, equal, fleet, free_address, generated, prefill_config, prompts
 
 HERE, THERE = "10.213.78.1", "10.213.78.2"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.keys import generate
+from pdtransfer.bus.keys import generate
 from tests.integration.fleets import REPO, Running, Site, equal, generated, prompts, running, until
 
 GROUP = {"attention": "gqa", "tp_size": 2}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pdtransfer.keys import generate
+from pdtransfer.bus.keys import generate
 from pdtransfer.wire import Hello, Identity, Ranks, encode
 from tests.integration.fleets import Running, Site, equal, generated, prompts, running, until
 

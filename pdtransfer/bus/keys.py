@@ -19,9 +19,9 @@ from typing import Self
 import zmq
 from zmq.utils import z85
 
-from .errors import ConfigError
-from .limits import ADDRESS_LENGTH_MAX, NAME_LENGTH_MAX
-from .wire import KEY_LENGTH, split_key
+from ..errors import ConfigError
+from ..limits import ADDRESS_LENGTH_MAX, NAME_LENGTH_MAX
+from ..wire import KEY_LENGTH, split_key
 
 ROLES = frozenset({"prefill", "decode", "router"})
 FILE_BYTES_MAX = 1 << 20  # an allow-list of some 10,000 peers

@@ -31,7 +31,7 @@ from .layout.layout import Component, slots_of_rows
 from .limits import TOKENS_MAX
 from .memory.arena_memory import Arena
 from .node import DecodeNode, NodeSettings, PrefillNode
-from .port import Port
+from .node.thread_queues import Port
 from .transports.device_events import Event
 from .transports.network import NETWORK, Network, Transport
 from .wire import pack_ids

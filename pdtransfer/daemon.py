@@ -35,7 +35,7 @@ from .limits import LOAD_MS
 from .memory.arena_memory import Arena
 from .memory.hbm import Hbm
 from .node import NodeSettings
-from .port import Port
+from .node.thread_queues import Port
 from .prefill_daemon import PrefillDaemon
 from .ranks import advertised
 from .signals import Stop, reload, reload_on_hangup

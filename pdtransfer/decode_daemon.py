@@ -28,7 +28,7 @@ from .handoff.effects import DecodeEvent, Ready, RoomFailed
 from .limits import TEXT_LENGTH_MAX, TOKENS_MAX
 from .memory.arena_memory import Arena
 from .node import DecodeNode, NodeSettings, Others
-from .port import Port
+from .node.thread_queues import Port
 from .service import Service
 from .timeline import Journeys
 from .wire import Begin, End, Load, Message

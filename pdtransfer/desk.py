@@ -9,8 +9,8 @@ from .engine_api import Request
 from .errors import Cause, RemoteProtocolError
 from .handoff.effects import Send
 from .limits import TEXT_LENGTH_MAX
+from .node.core_driver import Clock, Ticker
 from .service import Introduce, Service, ServiceEffect, Start, Stop
-from .turn import Clock, Ticker
 from .wire import Begin, End, Load, Message, Reject, unpack_ids
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from .engine_api import Broken, Computed, DecodeEngine, Event, Finished, Prefill
 from .errors import LocalProtocolError, WorldError
 from .handoff.prefill.sessions import Cell
 from .layout.layout import slots_of_rows
+from .node.thread_queues import Port
 from .offers import Offers, Push
-from .port import Port
 
 log = logging.getLogger(__name__)
 

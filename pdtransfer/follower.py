@@ -34,7 +34,7 @@ from .group.link import Link
 from .handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from .memory.arena_memory import Arena
 from .node import NodeSettings
-from .port import Port
+from .node.thread_queues import Port
 from .prefill_daemon import open_room
 from .timeline import Journeys
 from .wire import Begin, Message

@@ -25,7 +25,7 @@ from .group import frames
 from .group.lead import Follower, Lead
 from .handoff.effects import Drained, Landed, Leased, PrefillEvent, RoomFailed
 from .node import NodeSettings, Others, PrefillNode
-from .port import Port
+from .node.thread_queues import Port
 from .service import Service
 from .timeline import Journeys
 from .wire import Begin, End, Hello, Load, Message

@@ -25,12 +25,12 @@ from .errors import ArenaFullError, Cause, ConfigError, RemoteProtocolError
 from .handoff.effects import Send
 from .http import Health, Listener, application
 from .limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
+from .node.core_driver import Clock, Performer, Ticker
 from .process import prepare
 from .router_metrics import RouterMetrics
 from .routing import Routing
 from .signals import Stop, reload, reload_on_hangup
 from .trace import recorded
-from .turn import Clock, Performer, Ticker
 from .wire import Identity, Message, Ranks
 from .workers import named
 

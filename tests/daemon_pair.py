@@ -24,7 +24,7 @@ from pdtransfer.group import frames
 from pdtransfer.group.lead import Lead
 from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.node import NodeSettings
-from pdtransfer.port import Port
+from pdtransfer.node.thread_queues import Port
 from pdtransfer.prefill_daemon import PrefillDaemon
 from pdtransfer.wire import Begin, End, Ended, Hello, Message, Ranks, Sampling, pack_ids
 from tests.routing_world import identity

@@ -32,8 +32,8 @@ from pdtransfer.group.lead import Follower, Lead
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import AUX_BYTES_MAX
+from pdtransfer.node.thread_queues import Port
 from pdtransfer.offers import Push
-from pdtransfer.port import Port
 from pdtransfer.wire import Ranks, Sampling
 
 PAGE = 16

@@ -26,9 +26,9 @@ from pdtransfer.handoff.room import DecodeRoom
 from pdtransfer.limits import Limits
 from pdtransfer.memory.arena_memory import Arena, Mapping
 from pdtransfer.node import DecodeNode, PrefillNode
+from pdtransfer.node.core_driver import Clock, Performer, Ticker
 from pdtransfer.transports.device_events import POLL_S, Event, EventQueue
 from pdtransfer.transports.shm import writer as shm_writer
-from pdtransfer.turn import Clock, Performer, Ticker
 from pdtransfer.wire import (
     Begin,
     Goodbye,

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 import uvloop
 
-from pdtransfer import port as port_module
 from pdtransfer.errors import WorldError
-from pdtransfer.port import Port
+from pdtransfer.node import thread_queues as port_module
+from pdtransfer.node.thread_queues import Port
 
 
 @pytest.fixture

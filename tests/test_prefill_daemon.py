@@ -17,7 +17,7 @@ from pdtransfer.errors import Cause, ConfigError
 from pdtransfer.group.frames import Drained
 from pdtransfer.group.lead import Follower, Lead
 from pdtransfer.node import NodeSettings
-from pdtransfer.port import Port
+from pdtransfer.node.thread_queues import Port
 from pdtransfer.prefill_daemon import PrefillDaemon
 from pdtransfer.wire import Begin, Cancel, End, Ended, Hello, Message, Ranks, Sampling, pack_ids
 from tests.routing_world import identity

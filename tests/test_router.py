@@ -26,9 +26,9 @@ from pdtransfer.config import RouterConfig
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX, Limits
+from pdtransfer.node.core_driver import Clock, Performer, Ticker
 from pdtransfer.router import Router
 from pdtransfer.service import Service, Start, Stop
-from pdtransfer.turn import Clock, Performer, Ticker
 from pdtransfer.wire import Begin, End, Load, Tokens, unpack_ids
 from tests.routing_world import identity
 

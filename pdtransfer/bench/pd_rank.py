@@ -30,8 +30,8 @@ from ..layout.layout import expand_pages
 from ..memory.arena_memory import Arena
 from ..memory.hbm import Hbm
 from ..node import DecodeNode, NodeSettings, PrefillNode
+from ..node.thread_queues import Port
 from ..offers import Push
-from ..port import Port
 from ..process import prepare
 from ..timeline import Span, Timeline
 from ..wire import Sampling

@@ -38,8 +38,8 @@ from ..transports.hbm_copier import Lifter
 from ..transports.network import NETWORK, Network, Transport
 from ..transports.select import ArenaChoice
 from ..transports.verifier import Verifier
-from ..turn import Clock, Performer, Ticker
 from ..wire import Goodbye, Message
+from .core_driver import Clock, Performer, Ticker
 from .settings import NodeSettings, Others, revoked
 
 log = logging.getLogger(__name__)

@@ -34,8 +34,8 @@ from ..transports.card_launcher import PoolCard
 from ..transports.device_events import Event, EventQueue
 from ..transports.network import NETWORK, Network, Transport
 from ..transports.select import WriterChoice
-from ..turn import Clock, Performer, Ticker
 from ..wire import Goodbye, Message
+from .core_driver import Clock, Performer, Ticker
 from .settings import REVOKED, NodeSettings, Others, revoked
 
 log = logging.getLogger(__name__)

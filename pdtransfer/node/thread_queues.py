@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from .errors import WorldError
+from ..errors import WorldError
 
 CALLS_MAX = 65_536  # not yet run on the loop: an engine so far ahead has lost its loop
 Said = TypeVar("Said")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdtransfer.client import DecodeClient, PrefillClient
+from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.limits import Limits

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pdtransfer.client import DecodeClient
+from pdtransfer.client.clients import DecodeClient
 from pdtransfer.handoff.effects import Ready, RoomFailed
 from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of

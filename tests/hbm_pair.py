@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pdtransfer.client import DecodeClient, PrefillClient
+from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.engine_api import HBM_ALIGNMENT
 from pdtransfer.layout.layout import Component
 from pdtransfer.memory.arena_memory import Arena

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pdtransfer.bounds import card_of
-from pdtransfer.client import PrefillClient
+from pdtransfer.client.clients import PrefillClient
 from pdtransfer.handoff.effects import Drained, Leased
 from pdtransfer.layout.layout import Component
 from tests.client_pair import component, settings

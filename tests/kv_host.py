@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtransfer.bus.keys import AllowList, KeyPair
-from pdtransfer.client import DecodeClient, PrefillClient
+from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer import client as client_module
 from pdtransfer import kernels
-from pdtransfer.aio import AsyncDecode, AsyncPrefill, DecodeHand, PrefillHand
 from pdtransfer.bus.keys import AllowList
-from pdtransfer.client import DecodeClient, KVPoll, PrefillClient
+from pdtransfer.client import clients as client_module
+from pdtransfer.client.aio import AsyncDecode, AsyncPrefill, DecodeHand, PrefillHand
+from pdtransfer.client.clients import DecodeClient, KVPoll, PrefillClient
 from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
 from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.limits import AUX_BYTES_MAX, TOKENS_MAX

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import uvloop
 
-from pdtransfer.aio import AsyncDecode
-from pdtransfer.client import DecodeClient
+from pdtransfer.client.aio import AsyncDecode
+from pdtransfer.client.clients import DecodeClient
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.handoff.effects import Ready
 from tests.client_pair import Expected, Pair, client_pair, slots_of_pages

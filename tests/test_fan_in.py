@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer.client import DecodeClient, PrefillClient
+from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
 from pdtransfer.layout.layout import Component

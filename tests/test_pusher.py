@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer.client import PrefillClient
+from pdtransfer.client.clients import PrefillClient
 from pdtransfer.errors import Cause, WorldError
 from pdtransfer.handoff.effects import FenceWriter, Outcome, Send
 from pdtransfer.handoff.ready_gate import Gate

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdtransfer.bus.keys import AllowList, KeyPair
-from pdtransfer.client import DecodeClient, PrefillClient
+from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.handoff.effects import Ready, RoomFailed
 from pdtransfer.limits import Limits
 from pdtransfer.memory.arena_memory import Arena

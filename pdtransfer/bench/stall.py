@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from ..client import DecodeClient, PrefillClient
+from ..client.clients import DecodeClient, PrefillClient
 from ..errors import PDTransferError, WorldError
 from ..handoff.effects import Drained, Leased, RoomFailed
 from ..kernels.card import card

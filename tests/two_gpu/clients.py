@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from pdtransfer.bounds import card_of
-from pdtransfer.client import DecodeClient
+from pdtransfer.client.clients import DecodeClient
 from pdtransfer.engine_api import HBM_ALIGNMENT
 from pdtransfer.handoff.effects import Ready, RoomFailed
 from pdtransfer.kernels import card as cards

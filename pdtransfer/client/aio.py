@@ -8,10 +8,10 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
-from .client import DecodeClient, PrefillClient
-from .errors import RoomFailedError
-from .handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
-from .transports.device_events import Event
+from ..errors import RoomFailedError
+from ..handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
+from ..transports.device_events import Event
+from .clients import DecodeClient, PrefillClient
 
 Said = TypeVar("Said")
 

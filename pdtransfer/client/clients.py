@@ -21,20 +21,20 @@ import numpy as np
 import uvloop
 from numpy.typing import ArrayLike
 
-from .bus.keys import AllowList
-from .environment import share_the_interpreter
-from .errors import LocalProtocolError, PDTransferError
-from .handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
-from .handoff.prefill.sessions import Cell
-from .handoff.sharing import Replicas
-from .layout.layout import Component, slots_of_rows
-from .limits import TOKENS_MAX
-from .memory.arena_memory import Arena
-from .node import DecodeNode, NodeSettings, PrefillNode
-from .node.thread_queues import Port
-from .transports.device_events import Event
-from .transports.network import NETWORK, Network, Transport
-from .wire import pack_ids
+from ..bus.keys import AllowList
+from ..environment import share_the_interpreter
+from ..errors import LocalProtocolError, PDTransferError
+from ..handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
+from ..handoff.prefill.sessions import Cell
+from ..handoff.sharing import Replicas
+from ..layout.layout import Component, slots_of_rows
+from ..limits import TOKENS_MAX
+from ..memory.arena_memory import Arena
+from ..node import DecodeNode, NodeSettings, PrefillNode
+from ..node.thread_queues import Port
+from ..transports.device_events import Event
+from ..transports.network import NETWORK, Network, Transport
+from ..wire import pack_ids
 
 STATES_MAX = 65_536  # of ended rooms, kept for schedulers that ask late
 Node = TypeVar("Node", DecodeNode, PrefillNode)

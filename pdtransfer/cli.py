@@ -49,7 +49,7 @@ app.command(kernels)
 @app.command
 def prefill(config: Annotated[PrefillConfig | None, _FLAT] = None) -> int:
     """Runs a prefill daemon: computes prompts and writes their KV into decode's memory."""
-    from .daemon import run_prefill
+    from .worker.daemon import run_prefill
 
     config = config or PrefillConfig()
     logs.start(node=config.node, level=config.log_level, file=config.log_file)
@@ -59,7 +59,7 @@ def prefill(config: Annotated[PrefillConfig | None, _FLAT] = None) -> int:
 @app.command
 def decode(config: Annotated[DecodeConfig | None, _FLAT] = None) -> int:
     """Runs a decode daemon: owns the arena, and generates from it."""
-    from .daemon import run_decode
+    from .worker.daemon import run_decode
 
     config = config or DecodeConfig()
     logs.start(node=config.node, level=config.log_level, file=config.log_file)

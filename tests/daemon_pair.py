@@ -14,19 +14,19 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from pdtransfer import engine_thread
 from pdtransfer.config import DecodeConfig, PrefillConfig
-from pdtransfer.daemon import attach, create_engine
-from pdtransfer.decode_daemon import DecodeDaemon
-from pdtransfer.engine_thread import Order, Quit
-from pdtransfer.follower import DecodeFollower
-from pdtransfer.group import frames
-from pdtransfer.group.lead import Lead
 from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.node import NodeSettings
 from pdtransfer.node.thread_queues import Port
-from pdtransfer.prefill_daemon import PrefillDaemon
 from pdtransfer.wire import Begin, End, Ended, Hello, Message, Ranks, Sampling, pack_ids
+from pdtransfer.worker import engine_thread
+from pdtransfer.worker.daemon import attach, create_engine
+from pdtransfer.worker.decode_daemon import DecodeDaemon
+from pdtransfer.worker.engine_thread import Order, Quit
+from pdtransfer.worker.follower import DecodeFollower
+from pdtransfer.worker.group import frames
+from pdtransfer.worker.group.leader import Lead
+from pdtransfer.worker.prefill_daemon import PrefillDaemon
 from tests.routing_world import identity
 
 OPTIONS = {"slots": 1_024, "http": "", "engine_option": ("layers=1",)}

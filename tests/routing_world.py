@@ -15,8 +15,8 @@ from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import Limits
 from pdtransfer.routed import Request
 from pdtransfer.routing import Routing
-from pdtransfer.service import Service, Start, Stop
 from pdtransfer.wire import Begin, End, Identity, Load, Message, Ranks, Sampling, decode, encode, pack_ids, unpack_ids
+from pdtransfer.worker.service import Service, Start, Stop
 
 ROUTER = "node:router"
 LIMITS = Limits(resend_ms=50, resend_ms_max=400, ping_ms=200, silence_ms=1_000, room_deadline_ms=8_000)

@@ -22,7 +22,7 @@ from pdtransfer.bus.keys import KeyPair
 from pdtransfer.config import DecodeConfig
 from pdtransfer.environment import PREFIX
 from pdtransfer.errors import TransportError
-from pdtransfer.group.meeting import rank_configs
+from pdtransfer.worker.group.meeting import rank_configs
 
 BENCHES = {
     "transfer": (

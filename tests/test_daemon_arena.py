@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdtransfer import daemon
 from pdtransfer.config import DecodeConfig
 from pdtransfer.engine_api import HBM_ALIGNMENT, CardMemory, EngineCard
 from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.worker import daemon
 
 from .fake_card import FakeRegistrar
 

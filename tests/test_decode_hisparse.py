@@ -7,11 +7,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from pdtransfer.daemon_metrics import DecodeMetrics
 from pdtransfer.engine_api import HotFigures
 from pdtransfer.errors import Cause
 from pdtransfer.limits import Limits
 from pdtransfer.wire import Begin, Sampling, pack_ids
+from pdtransfer.worker.daemon_metrics import DecodeMetrics
 from tests.bus_peers import on_loop
 from tests.daemon_pair import decode, until
 

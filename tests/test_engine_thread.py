@@ -11,9 +11,16 @@ from functools import partial
 import numpy as np
 import pytest
 
-from pdtransfer import engine_thread
 from pdtransfer.engine_api import Broken, Computed, EngineCard, Finished, Prefilled, Request, Token
-from pdtransfer.engine_thread import (
+from pdtransfer.errors import WorldError
+from pdtransfer.layout.layout import Component, Span
+from pdtransfer.layout.layout_builders import host_layout
+from pdtransfer.limits import AUX_BYTES_MAX
+from pdtransfer.node.thread_queues import Port
+from pdtransfer.wire import Ranks, Sampling
+from pdtransfer.worker import engine_thread
+from pdtransfer.worker.cell_batching import Push
+from pdtransfer.worker.engine_thread import (
     Cancel,
     Compute,
     DecodeThread,
@@ -26,15 +33,8 @@ from pdtransfer.engine_thread import (
     Quit,
     Refused,
 )
-from pdtransfer.errors import WorldError
-from pdtransfer.group import frames
-from pdtransfer.group.lead import Follower, Lead
-from pdtransfer.layout.layout import Component, Span
-from pdtransfer.layout.layout_builders import host_layout
-from pdtransfer.limits import AUX_BYTES_MAX
-from pdtransfer.node.thread_queues import Port
-from pdtransfer.offers import Push
-from pdtransfer.wire import Ranks, Sampling
+from pdtransfer.worker.group import frames
+from pdtransfer.worker.group.leader import Follower, Lead
 
 PAGE = 16
 CARD = EngineCard(

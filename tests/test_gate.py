@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdtransfer.handoff.ready_gate import Gate
-from pdtransfer.offers import Every
+from pdtransfer.worker.cell_batching import Every
 
 from .client_pair import Late
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import WorldError
-from pdtransfer.group.gloo import Gloo
 from pdtransfer.wire import Ranks
+from pdtransfer.worker.group.gloo import Gloo
 
 REPO = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 NEXT = """
 import sys
-from pdtransfer.group.gloo import Gloo
+from pdtransfer.worker.group.gloo import Gloo
 from pdtransfer.wire import Ranks
 Gloo(Ranks(pp_rank=1, pp_size=2)).meet(sys.argv[1], int(sys.argv[2]), sys.argv[1])
 sys.stdin.read()

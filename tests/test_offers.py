@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pdtransfer import offers
 from pdtransfer.engine_api import Broken, Computed, Prefilled
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import DSA_INDEX_PARTS, host_layout, item_layout
-from pdtransfer.offers import Every, Offers
+from pdtransfer.worker import cell_batching
+from pdtransfer.worker.cell_batching import Every, Offers
 from tests.client_pair import Late
 
 LAYERS, ROW = 61, 1_152
@@ -79,8 +79,8 @@ def test_a_large_chunk_leaves_in_cells_that_are_worth_it_and_get_smaller_in_the_
     left = tokens * LAYERS * ROW
     for size in sizes:
         left -= size
-        assert size >= min(offers.CELL_BYTES_MIN, left)
-        assert size < max(offers.CELL_BYTES_MIN + layer, 2 * layer)
+        assert size >= min(cell_batching.CELL_BYTES_MIN, left)
+        assert size < max(cell_batching.CELL_BYTES_MIN + layer, 2 * layer)
     assert sizes[-1] == layer, "what decode waits for is one layer's"
 
 

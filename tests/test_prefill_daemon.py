@@ -8,18 +8,18 @@ import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from pdtransfer import daemon
 from pdtransfer.bus.keys import generate
 from pdtransfer.config import PrefillConfig
-from pdtransfer.daemon import create_engine
-from pdtransfer.engine_thread import Compute, Free, Order
 from pdtransfer.errors import Cause, ConfigError
-from pdtransfer.group.frames import Drained
-from pdtransfer.group.lead import Follower, Lead
 from pdtransfer.node import NodeSettings
 from pdtransfer.node.thread_queues import Port
-from pdtransfer.prefill_daemon import PrefillDaemon
 from pdtransfer.wire import Begin, Cancel, End, Ended, Hello, Message, Ranks, Sampling, pack_ids
+from pdtransfer.worker import daemon
+from pdtransfer.worker.daemon import create_engine
+from pdtransfer.worker.engine_thread import Compute, Free, Order
+from pdtransfer.worker.group.frames import Drained
+from pdtransfer.worker.group.leader import Follower, Lead
+from pdtransfer.worker.prefill_daemon import PrefillDaemon
 from tests.routing_world import identity
 
 

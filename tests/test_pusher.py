@@ -22,10 +22,10 @@ from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory import arena_memory
 from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.node import PrefillNode
-from pdtransfer.offers import Every
 from pdtransfer.timeline import Timeline
 from pdtransfer.transports import card_writer, pushes
 from pdtransfer.wire import Granted
+from pdtransfer.worker.cell_batching import Every
 
 from . import client_pair
 from .client_pair import settings

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 from pdtransfer.answers import Accepted
 from pdtransfer.config import DecodeConfig, PrefillConfig
 from pdtransfer.errors import ConfigError
-from pdtransfer.group import frames
-from pdtransfer.group.meeting import common, rank_configs
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import ADDRESS_LENGTH_MAX
 from pdtransfer.ranks import advertised
 from pdtransfer.routing import Routing
 from pdtransfer.wire import Begin, Load, Member, Ranks, Sampling, Welcome
+from pdtransfer.worker.group import frames
+from pdtransfer.worker.group.meeting import common, rank_configs
 from tests.routing_world import LIMITS, identity, request
 
 GROUP = "127.0.0.1:7100"

@@ -12,14 +12,14 @@ from typing import Any
 
 import uvloop
 
-from pdtransfer import engine_thread
 from pdtransfer.engine_api import Finished
-from pdtransfer.engine_thread import Cancel, Dropped, Free, Generate, Offered, Quit
 from pdtransfer.errors import Cause
-from pdtransfer.group import frames
-from pdtransfer.group.lead import Follower
 from pdtransfer.wire import Cancel as CancelRoom
 from pdtransfer.wire import Ranks
+from pdtransfer.worker import engine_thread
+from pdtransfer.worker.engine_thread import Cancel, Dropped, Free, Generate, Offered, Quit
+from pdtransfer.worker.group import frames
+from pdtransfer.worker.group.leader import Follower
 from tests.daemon_pair import TOKENS, decode, follower, prefill, until
 
 ROOM = 7

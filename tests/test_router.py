@@ -28,8 +28,8 @@ from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX, Limits
 from pdtransfer.node.core_driver import Clock, Performer, Ticker
 from pdtransfer.router import Router
-from pdtransfer.service import Service, Start, Stop
 from pdtransfer.wire import Begin, End, Load, Tokens, unpack_ids
+from pdtransfer.worker.service import Service, Start, Stop
 from tests.routing_world import identity
 
 LIMITS = Limits(resend_ms=50, resend_ms_max=200, ping_ms=100, silence_ms=10_000, room_deadline_ms=60_000)

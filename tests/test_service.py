@@ -9,7 +9,6 @@ import pytest
 from pdtransfer.errors import Cause, LocalProtocolError, RemoteProtocolError
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX
-from pdtransfer.service import Introduce, Service, Start, Stop
 from pdtransfer.wire import (
     Begin,
     Begun,
@@ -30,6 +29,7 @@ from pdtransfer.wire import (
     encode,
     pack_ids,
 )
+from pdtransfer.worker.service import Introduce, Service, Start, Stop
 from tests.routing_world import LIMITS, Faults, Net, World, identity, request
 
 A, B = "node:a", "node:b"

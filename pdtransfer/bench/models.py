@@ -46,7 +46,7 @@ def components(
 
 
 def _of_engine(config: PrefillConfig | DecodeConfig) -> Component:
-    from ..daemon import create_engine  # and torch: only where the reference engine is asked for
+    from ..worker.daemon import create_engine  # and torch: only where the reference engine is asked for
 
     engine: Any = create_engine(config.engine, config.engine_config)
     (component,) = engine.card.components

@@ -17,11 +17,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import uvloop
 
-from .. import engine_thread
 from ..config import DecodeConfig, PrefillConfig
-from ..daemon import attach, create_engine
 from ..engine_api import Broken, CardMemory, Finished, Prefilled, Request, SharedMemory
-from ..engine_thread import Compute, DecodeOutcome, Free, Generate, Offered, PrefillOutcome, Quit, Refused
 from ..errors import PDTransferError
 from ..handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
 from ..handoff.prefill.sessions import Cell
@@ -31,10 +28,13 @@ from ..memory.arena_memory import Arena
 from ..memory.hbm import Hbm
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..node.thread_queues import Port
-from ..offers import Push
 from ..process import prepare
 from ..timeline import Span, Timeline
 from ..wire import Sampling
+from ..worker import engine_thread
+from ..worker.cell_batching import Push
+from ..worker.daemon import attach, create_engine
+from ..worker.engine_thread import Compute, DecodeOutcome, Free, Generate, Offered, PrefillOutcome, Quit, Refused
 from .orders import Failure
 from .pd_roof import roof
 from .pd_sums import Sums, card_sums, host_sums

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..engine_api import Event
-from ..offers import Every
+from ..worker.cell_batching import Every
 
 
 class Gate:

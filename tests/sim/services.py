@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.effects import Send
-from pdtransfer.served import ServiceRoom
-from pdtransfer.service import Service, ServiceEffect, Start, Stop
 from pdtransfer.wire import Begin, End, Message
+from pdtransfer.worker.service import Service, ServiceEffect, Start, Stop
+from pdtransfer.worker.service_rooms import ServiceRoom
 
 from .groups import Group
 from .process import Alarm, Process

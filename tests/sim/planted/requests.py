@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from pdtransfer.routed import Leg
 from pdtransfer.routing import Routing
-from pdtransfer.service import Service
 from pdtransfer.wire import Begun, End, Pong, Tokens
+from pdtransfer.worker.service import Service
 from pdtransfer.workers import Worker, Workers
 
 from . import Patch

@@ -14,21 +14,21 @@ from itertools import count
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+from ..config import PrefillConfig
+from ..engine_api import Broken, CardMemory, Prefilled, PrefillEngine, SharedMemory, Spans
+from ..errors import Cause, RemoteProtocolError
+from ..handoff.effects import Drained, Landed, Leased, PrefillEvent, RoomFailed
+from ..node import NodeSettings, Others, PrefillNode
+from ..node.thread_queues import Port
+from ..timeline import Journeys
+from ..wire import Begin, End, Hello, Load, Message
 from . import engine_thread
-from .config import PrefillConfig
 from .daemon_metrics import PrefillMetrics
-from .desk import Desk, failure, request_of
-from .engine_api import Broken, CardMemory, Prefilled, PrefillEngine, SharedMemory, Spans
 from .engine_thread import Cancel, Compute, Free, Offered, Order, PrefillOutcome, Refused
-from .errors import Cause, RemoteProtocolError
 from .group import frames
-from .group.lead import Follower, Lead
-from .handoff.effects import Drained, Landed, Leased, PrefillEvent, RoomFailed
-from .node import NodeSettings, Others, PrefillNode
-from .node.thread_queues import Port
+from .group.leader import Follower, Lead
+from .router_link import Desk, failure, request_of
 from .service import Service
-from .timeline import Journeys
-from .wire import Begin, End, Hello, Load, Message
 
 
 @dataclass(slots=True, eq=False)

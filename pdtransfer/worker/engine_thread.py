@@ -16,12 +16,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .engine_api import Broken, Computed, DecodeEngine, Event, Finished, Prefilled, PrefillEngine, Request, Token
-from .errors import LocalProtocolError, WorldError
-from .handoff.prefill.sessions import Cell
-from .layout.layout import slots_of_rows
-from .node.thread_queues import Port
-from .offers import Offers, Push
+from ..engine_api import Broken, Computed, DecodeEngine, Event, Finished, Prefilled, PrefillEngine, Request, Token
+from ..errors import LocalProtocolError, WorldError
+from ..handoff.prefill.sessions import Cell
+from ..layout.layout import slots_of_rows
+from ..node.thread_queues import Port
+from .cell_batching import Offers, Push
 
 log = logging.getLogger(__name__)
 

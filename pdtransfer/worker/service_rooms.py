@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from .errors import Cause
-from .handoff.liveness import Lives
-from .handoff.states import Word
-from .wire import End
+from ..errors import Cause
+from ..handoff.liveness import Lives
+from ..handoff.states import Word
+from ..wire import End
 
 
 class ServiceRoom(Word):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from .engine_api import Request
-from .errors import Cause, RemoteProtocolError
-from .handoff.effects import Send
-from .limits import TEXT_LENGTH_MAX
-from .node.core_driver import Clock, Ticker
+from ..engine_api import Request
+from ..errors import Cause, RemoteProtocolError
+from ..handoff.effects import Send
+from ..limits import TEXT_LENGTH_MAX
+from ..node.core_driver import Clock, Ticker
+from ..wire import Begin, End, Load, Message, Reject, unpack_ids
 from .service import Introduce, Service, ServiceEffect, Start, Stop
-from .wire import Begin, End, Load, Message, Reject, unpack_ids
 
 log = logging.getLogger(__name__)
 

@@ -11,15 +11,14 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from .ends import SUCCESSES, cause_of
-from .errors import Cause, LocalProtocolError, RemoteProtocolError
-from .handoff.effects import Send
-from .handoff.liveness import Lives
-from .handoff.states import step
-from .handoff.timers import Timers
-from .limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX, Limits
-from .served import SERVICE_ROOM, ServedRoom, ServedRouter, ServiceEvent, ServiceRoom
-from .wire import (
+from ..ends import SUCCESSES, cause_of
+from ..errors import Cause, LocalProtocolError, RemoteProtocolError
+from ..handoff.effects import Send
+from ..handoff.liveness import Lives
+from ..handoff.states import step
+from ..handoff.timers import Timers
+from ..limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX, Limits
+from ..wire import (
     VERSION,
     Begin,
     Begun,
@@ -40,6 +39,7 @@ from .wire import (
     negotiate,
     pack_ids,
 )
+from .service_rooms import SERVICE_ROOM, ServedRoom, ServedRouter, ServiceEvent, ServiceRoom
 
 
 @dataclass(frozen=True, slots=True)

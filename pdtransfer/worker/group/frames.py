@@ -12,8 +12,8 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from ..limits import ADDRESS_LENGTH_MAX, AUX_BYTES_MAX, FRAME_BYTES_MAX, NAME_LENGTH_MAX, TEXT_LENGTH_MAX
-from ..wire import Begin, Ranks
+from ...limits import ADDRESS_LENGTH_MAX, AUX_BYTES_MAX, FRAME_BYTES_MAX, NAME_LENGTH_MAX, TEXT_LENGTH_MAX
+from ...wire import Begin, Ranks
 
 LENGTH_BYTES = 4  # little-endian, before each frame
 BYTES_MAX = FRAME_BYTES_MAX  # a Begin with the longest prompt is half of it

@@ -8,11 +8,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .bus import Bus
-from .engine_api import HotFigures
-from .handoff.decode.prefill_peers import SessionState
-from .handoff.prefix import PrefixCache
-from .node import DecodeNode, PrefillNode
+from ..bus import Bus
+from ..engine_api import HotFigures
+from ..handoff.decode.prefill_peers import SessionState
+from ..handoff.prefix import PrefixCache
+from ..node import DecodeNode, PrefillNode
 
 LIFTED = {"index": "Of grants: rows of an index in HBM", "dense": "Of grants: dense requests' rows"}
 COPY_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)

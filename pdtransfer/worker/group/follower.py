@@ -6,7 +6,7 @@ import asyncio
 import logging
 from contextlib import suppress
 
-from ..errors import ConfigError, WorldError
+from ...errors import ConfigError, WorldError
 from .frames import Frame, Join, Joined, Quit, Refuse
 from .link import Link, LinkLostError
 

@@ -11,11 +11,17 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
+from ..config import DecodeConfig, PrefillConfig
+from ..engine_api import Broken, DecodeEngine, Finished, Prefilled, PrefillEngine, Request, Token
+from ..errors import Cause
+from ..handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
+from ..memory.arena_memory import Arena
+from ..node import NodeSettings
+from ..node.thread_queues import Port
+from ..timeline import Journeys
+from ..wire import Begin, Message
 from . import decode_daemon, engine_thread, prefill_daemon
-from .config import DecodeConfig, PrefillConfig
 from .daemon_metrics import DecodeMetrics, PrefillMetrics
-from .desk import request_of
-from .engine_api import Broken, DecodeEngine, Finished, Prefilled, PrefillEngine, Request, Token
 from .engine_thread import (
     Cancel,
     Compute,
@@ -28,16 +34,10 @@ from .engine_thread import (
     PrefillOutcome,
     Refused,
 )
-from .errors import Cause
 from .group import frames
 from .group.link import Link
-from .handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
-from .memory.arena_memory import Arena
-from .node import NodeSettings
-from .node.thread_queues import Port
 from .prefill_daemon import open_room
-from .timeline import Journeys
-from .wire import Begin, Message
+from .router_link import request_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
-from ..errors import WorldError
-from ..wire import Ranks
+from ...errors import WorldError
+from ...wire import Ranks
 
 _torch: Any = torch
 _dist: Any = torch.distributed

@@ -17,31 +17,32 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from . import engine_thread, process
-from .bus.keys import AllowList, KeyPair
-from .config import DecodeConfig, PrefillConfig
+from .. import process
+from ..bus.keys import AllowList, KeyPair
+from ..config import DecodeConfig, PrefillConfig
+from ..engine_api import DecodeEngine, EngineCard, EngineConfig
+from ..errors import Cause, ConfigError, WorldError
+from ..http import Health, Listener, application
+from ..kernels.card import card
+from ..limits import LOAD_MS
+from ..memory.arena_memory import Arena
+from ..memory.hbm import Hbm
+from ..node import NodeSettings
+from ..node.thread_queues import Port
+from ..ranks import advertised
+from ..signals import Stop, reload, reload_on_hangup
+from ..timeline import Journeys
+from ..trace import recorded
+from ..wire import Member
+from . import engine_thread
 from .decode_daemon import DecodeDaemon
-from .engine_api import DecodeEngine, EngineCard, EngineConfig
 from .engine_thread import Order, Quit
-from .errors import Cause, ConfigError, WorldError
 from .follower import DecodeFollower, PrefillFollower
 from .group import frames, meeting
 from .group.frames import Abort, Asked, Bound, Frame, Start, Turn
-from .group.lead import Lead
+from .group.leader import Lead
 from .group.link import Link
-from .http import Health, Listener, application
-from .kernels.card import card
-from .limits import LOAD_MS
-from .memory.arena_memory import Arena
-from .memory.hbm import Hbm
-from .node import NodeSettings
-from .node.thread_queues import Port
 from .prefill_daemon import PrefillDaemon
-from .ranks import advertised
-from .signals import Stop, reload, reload_on_hangup
-from .timeline import Journeys
-from .trace import recorded
-from .wire import Member
 
 if TYPE_CHECKING:
     from .group.gloo import Gloo

@@ -15,23 +15,23 @@ from itertools import count
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from ..config import DecodeConfig
+from ..engine_api import Broken, DecodeEngine, Finished, Request, Token
+from ..errors import Cause, LocalProtocolError, RemoteProtocolError
+from ..handoff.effects import DecodeEvent, Ready, RoomFailed
+from ..limits import TEXT_LENGTH_MAX, TOKENS_MAX
+from ..memory.arena_memory import Arena
+from ..node import DecodeNode, NodeSettings, Others
+from ..node.thread_queues import Port
+from ..timeline import Journeys
+from ..wire import Begin, End, Load, Message
 from . import engine_thread
-from .config import DecodeConfig
 from .daemon_metrics import DecodeMetrics
-from .desk import Desk, failure, request_of
-from .engine_api import Broken, DecodeEngine, Finished, Request, Token
 from .engine_thread import Cancel, DecodeOutcome, Dropped, Generate, Order
-from .errors import Cause, LocalProtocolError, RemoteProtocolError
 from .group import frames
-from .group.lead import Follower, Lead
-from .handoff.effects import DecodeEvent, Ready, RoomFailed
-from .limits import TEXT_LENGTH_MAX, TOKENS_MAX
-from .memory.arena_memory import Arena
-from .node import DecodeNode, NodeSettings, Others
-from .node.thread_queues import Port
+from .group.leader import Follower, Lead
+from .router_link import Desk, failure, request_of
 from .service import Service
-from .timeline import Journeys
-from .wire import Begin, End, Load, Message
 
 log = logging.getLogger(__name__)
 

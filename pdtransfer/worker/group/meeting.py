@@ -13,18 +13,18 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
-from ..config import DecodeConfig, PrefillConfig
-from ..engine_api import EngineCard
-from ..environment import child_environment
-from ..errors import ConfigError, WorldError
-from ..flags import arguments
-from ..ranks import group_address, key_of, label, ranks_of
-from ..signals import end_with_parent
-from ..wire import Ranks
-from .follow import join
+from ... import __version__
+from ...config import DecodeConfig, PrefillConfig
+from ...engine_api import EngineCard
+from ...environment import child_environment
+from ...errors import ConfigError, WorldError
+from ...flags import arguments
+from ...ranks import group_address, key_of, label, ranks_of
+from ...signals import end_with_parent
+from ...wire import Ranks
+from .follower import join
 from .frames import Join
-from .lead import Lead
+from .leader import Lead
 from .link import Link
 
 if TYPE_CHECKING:

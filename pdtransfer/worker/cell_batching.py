@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from .engine_api import Broken, Computed, Event, Prefilled
-from .layout.layout import Component, Layout
+from ..engine_api import Broken, Computed, Event, Prefilled
+from ..layout.layout import Component, Layout
 
 Push: TypeAlias = Literal["auto", "layers", "end"]
 

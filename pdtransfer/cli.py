@@ -69,7 +69,7 @@ def decode(config: Annotated[DecodeConfig | None, _FLAT] = None) -> int:
 @app.command
 def router(config: Annotated[RouterConfig | None, _FLAT] = None) -> int:
     """Runs the router: /v1/completions in front of prefill and decode daemons."""
-    from .router import run
+    from .router.router import run
 
     config = config or RouterConfig()
     logs.start(node=config.node, level=config.log_level, file=config.log_file)

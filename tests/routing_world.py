@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdtransfer.answers import Accepted, Emit, Fail, Finish, Refusal
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import Limits
-from pdtransfer.routed import Request
-from pdtransfer.routing import Routing
+from pdtransfer.router.router_effects import Accepted, Emit, Fail, Finish, Refusal
+from pdtransfer.router.router_rooms import Request
+from pdtransfer.router.routing import Routing
 from pdtransfer.wire import Begin, End, Identity, Load, Message, Ranks, Sampling, decode, encode, pack_ids, unpack_ids
 from pdtransfer.worker.service import Service, Start, Stop
 

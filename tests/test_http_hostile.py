@@ -12,9 +12,10 @@ import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from pdtransfer import door, http, router
+from pdtransfer import door, http
 from pdtransfer.http import Health, Listener, application
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
+from pdtransfer.router import router
 from tests.test_router import PATIENCE_S, run, site, until
 
 GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"

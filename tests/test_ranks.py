@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from pdtransfer.answers import Accepted
 from pdtransfer.config import DecodeConfig, PrefillConfig
 from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import ADDRESS_LENGTH_MAX
 from pdtransfer.ranks import advertised
-from pdtransfer.routing import Routing
+from pdtransfer.router.router_effects import Accepted
+from pdtransfer.router.routing import Routing
 from pdtransfer.wire import Begin, Load, Member, Ranks, Sampling, Welcome
 from pdtransfer.worker.group import frames
 from pdtransfer.worker.group.meeting import common, rank_configs

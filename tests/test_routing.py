@@ -7,11 +7,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from pdtransfer.answers import Accepted, Emit, Fail, Finish, Noticed, Refusal
 from pdtransfer.errors import Cause, RemoteProtocolError
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import AHEAD_PING, Limits
-from pdtransfer.routing import Routing
+from pdtransfer.router.router_effects import Accepted, Emit, Fail, Finish, Noticed, Refusal
+from pdtransfer.router.routing import Routing
 from pdtransfer.wire import (
     Begin,
     Begun,

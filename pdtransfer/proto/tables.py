@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .. import routed
 from ..errors import Cause
 from ..handoff import lease, room
 from ..handoff.decode import prefill_peers
 from ..handoff.states import diagram
 from ..layout.layout import DTYPE_BYTES
+from ..router import router_rooms
 from ..worker import service_rooms
 from .schema import Json, choices, constants
 
@@ -21,7 +21,7 @@ _STATES = {
     "A grant on the prefill side: its duty": diagram(lease.DUTY, lease.Duty.WAITING),
     "A session on the decode side": diagram(prefill_peers.SESSION, prefill_peers.SessionState.OFFERING),
     "A room on a daemon, towards its router": diagram(service_rooms.SERVICE_ROOM, service_rooms.ServiceRoom.RUNNING),
-    "A room on one worker, as its router sees it": diagram(routed.LEG, routed.Leg.BEGINNING),
+    "A room on one worker, as its router sees it": diagram(router_rooms.LEG, router_rooms.Leg.BEGINNING),
 }
 
 

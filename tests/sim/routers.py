@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pdtransfer.answers import Accepted, Emit, Fail, Finish, Refusal, RoutingEffect
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.effects import Send
-from pdtransfer.routed import Request
-from pdtransfer.routing import Routing
+from pdtransfer.router.router_effects import Accepted, Emit, Fail, Finish, Refusal, RoutingEffect
+from pdtransfer.router.router_rooms import Request
+from pdtransfer.router.routing import Routing
 from pdtransfer.wire import Begin, Identity, Message, Ranks, Sampling, pack_ids, unpack_ids
 
 from .process import Alarm, Process

@@ -6,11 +6,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pdtransfer.routed import Leg
-from pdtransfer.routing import Routing
+from pdtransfer.router.router_rooms import Leg
+from pdtransfer.router.routing import Routing
+from pdtransfer.router.worker_pool import Worker, Workers
 from pdtransfer.wire import Begun, End, Pong, Tokens
 from pdtransfer.worker.service import Service
-from pdtransfer.workers import Worker, Workers
 
 from . import Patch
 

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from .answers import (
+from ..ends import SUCCESSES, cause_of
+from ..errors import Cause, RemoteProtocolError
+from ..handoff.effects import Send
+from ..handoff.states import step
+from ..handoff.timers import Timers
+from ..limits import TEXT_LENGTH_MAX, Limits
+from ..wire import Begin, Begun, Cancel, End, Ended, Identity, Message, Reject, Tokens, TokensAcked, unpack_ids
+from .router_effects import (
     FINAL_CAUSES,
     MUTUAL_CAUSES,
     STATUSES,
@@ -22,15 +29,8 @@ from .answers import (
     Refusal,
     RoutingEffect,
 )
-from .ends import SUCCESSES, cause_of
-from .errors import Cause, RemoteProtocolError
-from .handoff.effects import Send
-from .handoff.states import step
-from .handoff.timers import Timers
-from .limits import TEXT_LENGTH_MAX, Limits
-from .routed import LEG, ROUTER_ROOM, Leg, LegEvent, Request, RoomLeg, RoutedRoom, RouterEvent, RouterRoom, dense
-from .wire import Begin, Begun, Cancel, End, Ended, Identity, Message, Reject, Tokens, TokensAcked, unpack_ids
-from .workers import NoPair, Pair, Prompt, Worker, Workers
+from .router_rooms import LEG, ROUTER_ROOM, Leg, LegEvent, Request, RoomLeg, RoutedRoom, RouterEvent, RouterRoom, dense
+from .worker_pool import NoPair, Pair, Prompt, Worker, Workers
 
 
 class Routing:

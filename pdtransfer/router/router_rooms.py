@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .errors import Cause
-from .handoff.states import Word
-from .wire import Begin, End, Sampling
-from .workers import Worker
+from ..errors import Cause
+from ..handoff.states import Word
+from ..wire import Begin, End, Sampling
+from .worker_pool import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .errors import Cause
-from .handoff.effects import Send
-from .wire import End
+from ..errors import Cause
+from ..handoff.effects import Send
+from ..wire import End
 
 STATUSES = {
     Cause.ABORTED: 499,

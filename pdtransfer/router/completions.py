@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from .answers import Finish
-from .errors import LocalProtocolError
-from .limits import NAME_LENGTH_MAX, PROMPT_BYTES_MAX, TOKENS_MAX
-from .routed import Request
-from .wire import Sampling, pack_ids
+from ..errors import LocalProtocolError
+from ..limits import NAME_LENGTH_MAX, PROMPT_BYTES_MAX, TOKENS_MAX
+from ..wire import Sampling, pack_ids
+from .router_effects import Finish
+from .router_rooms import Request
 
 PROMPT_TOKENS_MAX = PROMPT_BYTES_MAX // 4
 MAX_TOKENS_DEFAULT = 16  # OpenAI's

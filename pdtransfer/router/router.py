@@ -15,24 +15,24 @@ import uvloop
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from .answers import Emit, Fail, Finish, Noticed, Refusal, RoutingEffect
-from .bus import Bus
-from .bus.keys import AllowList, KeyPair
+from ..bus import Bus
+from ..bus.keys import AllowList, KeyPair
+from ..config import RouterConfig
+from ..engine_api import Spans
+from ..errors import ArenaFullError, Cause, ConfigError, RemoteProtocolError
+from ..handoff.effects import Send
+from ..http import Health, Listener, application
+from ..limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
+from ..node.core_driver import Clock, Performer, Ticker
+from ..process import prepare
+from ..signals import Stop, reload, reload_on_hangup
+from ..trace import recorded
+from ..wire import Identity, Message, Ranks
 from .completions import Answer, BadRequestError, Completion, Text, error, models, parse
-from .config import RouterConfig
-from .engine_api import Spans
-from .errors import ArenaFullError, Cause, ConfigError, RemoteProtocolError
-from .handoff.effects import Send
-from .http import Health, Listener, application
-from .limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
-from .node.core_driver import Clock, Performer, Ticker
-from .process import prepare
+from .router_effects import Emit, Fail, Finish, Noticed, Refusal, RoutingEffect
 from .router_metrics import RouterMetrics
 from .routing import Routing
-from .signals import Stop, reload, reload_on_hangup
-from .trace import recorded
-from .wire import Identity, Message, Ranks
-from .workers import named
+from .worker_pool import named
 
 log = logging.getLogger(__name__)
 

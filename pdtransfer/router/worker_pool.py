@@ -10,16 +10,16 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .answers import Noticed
-from .ends import cause_of
-from .errors import Cause
-from .handoff.effects import Send
-from .handoff.liveness import Lives
-from .handoff.prefix import KnownPrefixes, block_keys, root_key
-from .handoff.states import Word, step
-from .handoff.timers import Timers
-from .limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, Limits
-from .wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
+from ..ends import cause_of
+from ..errors import Cause
+from ..handoff.effects import Send
+from ..handoff.liveness import Lives
+from ..handoff.prefix import KnownPrefixes, block_keys, root_key
+from ..handoff.states import Word, step
+from ..handoff.timers import Timers
+from ..limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, Limits
+from ..wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
+from .router_effects import Noticed
 
 Model = tuple[str, bytes]  # its name, and the digest of its weights
 GREETINGS_WANTED = frozenset({"hello_first", "hello_required"})  # a Reject that only wants to know who speaks

@@ -16,7 +16,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env
 
-from . import __version__, logs
+from . import __version__
 from .benches import Json, bench, counted
 from .bounds import port_range
 from .config import DecodeConfig, PrefillConfig, RouterConfig
@@ -24,6 +24,7 @@ from .config_sources import sources
 from .demo_config import DemoConfig
 from .environment import PREFIX
 from .errors import ConfigError, PDTransferError
+from .process import logs
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 

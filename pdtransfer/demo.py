@@ -27,10 +27,10 @@ from .config import DecodeConfig, PrefillConfig, RouterConfig
 from .demo_config import DemoConfig
 from .demo_report import Answer, good, hot_report, report_of, show
 from .errors import PDTransferError, WorldError
-from .fleet import Fleet, Standing
 from .kernels import driver
 from .limits import Limits
-from .signals import end_with_parent
+from .process.fleet import Fleet, Standing
+from .process.signals import end_with_parent
 
 TEXT = (
     "the cache of a prefill worker crosses once and lands where decode will read it no copy between them "

@@ -27,7 +27,7 @@ from pdtransfer.demo import prompts, run
 from pdtransfer.demo_config import DemoConfig
 from pdtransfer.demo_report import Answer
 from pdtransfer.errors import WorldError
-from pdtransfer.fleet import Standing
+from pdtransfer.process.fleet import Standing
 
 REPO = Path(__file__).resolve().parent.parent
 GQA_TOKEN_BYTES = 4 * 2 * 4 * 64 * 4  # layers, keys and values, heads, elements, float32

@@ -18,10 +18,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pdtransfer import fleet as fleet_module
 from pdtransfer.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.errors import WorldError
-from pdtransfer.fleet import Daemon, Fleet
+from pdtransfer.process import fleet as fleet_module
+from pdtransfer.process.fleet import Daemon, Fleet
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -216,7 +216,7 @@ def test_daemons_end_when_whoever_started_them_is_killed(fake: Callable[..., Pat
         import asyncio, sys
         from pathlib import Path
         from pdtransfer.config import PrefillConfig, RouterConfig
-        from pdtransfer.fleet import Fleet
+        from pdtransfer.process.fleet import Fleet
 
         sys.executable = {str(here / "python")!r}
 

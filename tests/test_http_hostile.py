@@ -12,9 +12,9 @@ import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from pdtransfer import door, http
-from pdtransfer.http import Health, Listener, application
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
+from pdtransfer.process import connection_limit, http
+from pdtransfer.process.http import Health, Listener, application
 from pdtransfer.router import router
 from tests.test_router import PATIENCE_S, run, site, until
 
@@ -123,7 +123,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 
 @pytest.mark.parametrize("said", [b"", b"GET /li", b"GET /live HTTP/1.1\r\nHost: x\r\nX: 1\r\n"])
 def test_half_a_request_is_not_waited_for(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door.Doors.__init__, "__kwdefaults__", {"wait_s": 0.2})
+    monkeypatch.setattr(connection_limit.Doors.__init__, "__kwdefaults__", {"wait_s": 0.2})
 
     async def case() -> None:
         async with listening() as (listener, connect):

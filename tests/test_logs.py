@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer import logs
+from pdtransfer.process import logs
 
 
 @pytest.fixture

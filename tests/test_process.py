@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import resource
-from pdtransfer.process import prepare
+from pdtransfer.process.setup import prepare
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 prepare()
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -22,7 +22,7 @@ def test_a_process_takes_all_the_descriptors_that_it_may_have() -> None:
 
 NAPS = """
 from pathlib import Path
-from pdtransfer.process import prepare
+from pdtransfer.process.setup import prepare
 prepare()
 print(Path("/proc/self/timerslack_ns").read_text().strip())
 """

@@ -18,7 +18,7 @@ import zmq
 from ..bus.keys import Endpoint, KeyPair, generate_pair
 from ..layout.layout import Component
 from ..limits import FRAME_BYTES_MAX
-from ..process import prepare
+from ..process.setup import prepare
 from ..wire import (
     VERSION,
     Abort,

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..environment import enter_environment
 from ..errors import WorldError
-from ..process import prepare
+from ..process.setup import prepare
 from ..transports.mooncake import environment
 from ..transports.network import Network
 from .orders import begun

@@ -18,7 +18,7 @@ import uvloop
 from ..config import DecodeConfig, PrefillConfig, RouterConfig
 from ..environment import child_environment
 from ..errors import WorldError
-from ..fleet import Daemon
+from ..process.fleet import Daemon
 from .report import Figures, Line
 
 _SLOTS = 1_024  # 9 MiB of the reference model's KV: what stays is the daemon itself

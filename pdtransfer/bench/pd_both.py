@@ -17,7 +17,7 @@ from ..handoff.effects import Outcome, Write
 from ..kernels.card import card
 from ..kernels.pools import Pool
 from ..memory.arena_memory import Arena
-from ..process import prepare
+from ..process.setup import prepare
 from ..transports.card_launcher import PoolCard
 from ..transports.card_writer import Pusher
 from ..transports.pushes import Push

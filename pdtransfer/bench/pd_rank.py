@@ -28,7 +28,7 @@ from ..memory.arena_memory import Arena
 from ..memory.hbm import Hbm
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..node.thread_queues import Port
-from ..process import prepare
+from ..process.setup import prepare
 from ..timeline import Span, Timeline
 from ..wire import Sampling
 from ..worker import engine_thread

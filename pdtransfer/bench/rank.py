@@ -28,7 +28,7 @@ from ..handoff.slot_allocator import Holding
 from ..layout.layout import Component, expand_pages
 from ..memory.arena_memory import Arena, allocate
 from ..node import DecodeNode, NodeSettings, PrefillNode
-from ..process import prepare
+from ..process.setup import prepare
 from ..transports.network import Transport
 from ..wire import Grant, Message, Part, encode
 from .orders import Batch, Echoes, Failure, Fragment, GiveUp, Memcpy, Stall

@@ -21,11 +21,11 @@ from ..config import RouterConfig
 from ..engine_api import Spans
 from ..errors import ArenaFullError, Cause, ConfigError, RemoteProtocolError
 from ..handoff.effects import Send
-from ..http import Health, Listener, application
 from ..limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
 from ..node.core_driver import Clock, Performer, Ticker
-from ..process import prepare
-from ..signals import Stop, reload, reload_on_hangup
+from ..process.http import Health, Listener, application
+from ..process.setup import prepare
+from ..process.signals import Stop, reload, reload_on_hangup
 from ..trace import recorded
 from ..wire import Identity, Message, Ranks
 from .completions import Answer, BadRequestError, Completion, Text, error, models, parse

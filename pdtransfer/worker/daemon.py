@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from .. import process
 from ..bus.keys import AllowList, KeyPair
 from ..config import DecodeConfig, PrefillConfig
 from ..engine_api import DecodeEngine, EngineCard, EngineConfig
 from ..errors import Cause, ConfigError, WorldError
-from ..http import Health, Listener, application
 from ..kernels.card import card
 from ..limits import LOAD_MS
 from ..memory.arena_memory import Arena
 from ..memory.hbm import Hbm
 from ..node import NodeSettings
 from ..node.thread_queues import Port
+from ..process import setup
+from ..process.http import Health, Listener, application
+from ..process.signals import Stop, reload, reload_on_hangup
 from ..ranks import advertised
-from ..signals import Stop, reload, reload_on_hangup
 from ..timeline import Journeys
 from ..trace import recorded
 from ..wire import Member
@@ -182,7 +182,7 @@ class Shared:
 
 async def _serve(config: Config) -> int:
     """From the first line to the last: sockets, engine, node, then whatever peers and signals bring."""
-    process.prepare()
+    setup.prepare()
     with recorded(config.timeline, config.node) as spans:
         return await _served(config, Journeys(spans))
 

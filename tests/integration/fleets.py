@@ -25,8 +25,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdtransfer.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.engine_api import EngineConfig
-from pdtransfer.fleet import Daemon, Fleet
 from pdtransfer.limits import Limits
+from pdtransfer.process.fleet import Daemon, Fleet
 from pdtransfer.transports.network import Network
 from pdtransfer.wire import Sampling
 

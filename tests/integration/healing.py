@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pdtransfer.fleet import Daemon
+from pdtransfer.process.fleet import Daemon
 from tests.integration import plain
 from tests.integration.fleets import LIMITS, TOKENS, Answer, Site, open_files, prompts, until
 

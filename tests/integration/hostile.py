@@ -15,9 +15,9 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from pdtransfer.fleet import Daemon
 from pdtransfer.layout.layout import Component
 from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.process.fleet import Daemon
 from pdtransfer.transports.shm import ShmArena
 from pdtransfer.wire import (
     Begin,

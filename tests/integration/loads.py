@@ -6,7 +6,7 @@ import asyncio
 import signal
 from typing import Any
 
-from pdtransfer.fleet import Daemon
+from pdtransfer.process.fleet import Daemon
 from tests.integration import plain
 from tests.integration.fleets import Answer, Site, prompts, until
 from tests.integration.healing import right, said

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from pdtransfer.config import RouterConfig
-from pdtransfer.fleet import Daemon
+from pdtransfer.process.fleet import Daemon
 from tests.integration import plain
 from tests.integration.fleets import (
     ENGINE,

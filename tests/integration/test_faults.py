@@ -11,7 +11,7 @@ from contextlib import suppress
 import aiohttp
 import pytest
 
-from pdtransfer.fleet import Daemon
+from pdtransfer.process.fleet import Daemon
 from tests.integration.fleets import PATIENCE_S, Gates, Running, Site, prompts, running, until
 from tests.integration.healing import QUICK, Rest, decode, healed, met, prefill, right
 from tests.integration.loads import Load, has, killed, mend, metric, named, streams, strike

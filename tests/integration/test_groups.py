@@ -18,7 +18,7 @@ import pytest
 
 from pdtransfer.engine.reference import Generation, generate_many
 from pdtransfer.engine_api import EngineConfig
-from pdtransfer.fleet import Daemon
+from pdtransfer.process.fleet import Daemon
 from pdtransfer.wire import Sampling
 from tests.integration.fleets import (
     ENGINE,

@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from pdtransfer.fleet import Daemon
+from pdtransfer.process.fleet import Daemon
 from tests.integration import plain
 from tests.integration.fleets import Running, Site, prompts, running, until
 from tests.integration.healing import QUICK, Rest, decode, healed, met, prefill, right, said

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from pdtransfer.errors import WorldError
-from pdtransfer.fleet import Daemon
+from pdtransfer.process.fleet import Daemon
 from tests.integration.fleets import (
     ENGINE,
     PATIENCE_S,

@@ -19,8 +19,8 @@ from ...engine_api import EngineCard
 from ...environment import child_environment
 from ...errors import ConfigError, WorldError
 from ...flags import arguments
+from ...process.signals import end_with_parent
 from ...ranks import group_address, key_of, label, ranks_of
-from ...signals import end_with_parent
 from ...wire import Ranks
 from .follower import join
 from .frames import Join

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import resource
 
-from .environment import share_the_interpreter
+from ..environment import share_the_interpreter
 
 _libc = ctypes.CDLL(None)
 _PR_SET_TIMERSLACK = 29  # of this thread and of those that it starts, in ns: the system adds 50 us to each nap

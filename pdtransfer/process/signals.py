@@ -9,8 +9,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from .bus.keys import AllowList
-from .errors import ConfigError
+from ..bus.keys import AllowList
+from ..errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from .door import Doors
-from .errors import WorldError
-from .limits import HTTP_CONNECTIONS_MAX
+from ..errors import WorldError
+from ..limits import HTTP_CONNECTIONS_MAX
+from .connection_limit import Doors
 
 disable_created_metrics()  # a second series for each counter, which says nothing that the first one does not
 

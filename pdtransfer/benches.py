@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from .config import Attention, BenchModel
+from .config.config import Attention, BenchModel
 
 bench = App(name="bench", help="Measures one part on this host.")
 Json = Annotated[bool, Parameter(help="Print one JSON object.")]

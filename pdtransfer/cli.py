@@ -18,8 +18,8 @@ from cyclopts.config import Env
 
 from . import __version__
 from .benches import Json, bench, counted
-from .bounds import port_range
-from .config import DecodeConfig, PrefillConfig, RouterConfig
+from .config.bounds import port_range
+from .config.config import DecodeConfig, PrefillConfig, RouterConfig
 from .config_sources import sources
 from .demo_config import DemoConfig
 from .environment import PREFIX
@@ -136,7 +136,7 @@ def keygen(
 ) -> int:
     """Makes NAME.key, which stays secret, and NAME.pub, whose line goes into the allow-list of every peer."""
     from .bus.keys import generate
-    from .ranks import key_of, ranks_of
+    from .config.ranks import key_of, ranks_of
 
     others = ranks_of(tp_size, pp_size)[1:]
     for path in (Path(name), *(key_of(Path(name), ranks) for ranks in others)):

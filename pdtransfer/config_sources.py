@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from cyclopts.config import Dict, Env
 
-from .config import Config, DecodeConfig, PrefillConfig, RouterConfig
+from .config.config import Config, DecodeConfig, PrefillConfig, RouterConfig
 from .demo_config import DemoConfig
 from .environment import PREFIX
 from .errors import ConfigError

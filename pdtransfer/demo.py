@@ -23,7 +23,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .config import DecodeConfig, PrefillConfig, RouterConfig
+from .config.config import DecodeConfig, PrefillConfig, RouterConfig
 from .demo_config import DemoConfig
 from .demo_report import Answer, good, hot_report, report_of, show
 from .errors import PDTransferError, WorldError
@@ -351,9 +351,9 @@ def _generate(demo: DemoConfig, texts: list[str]) -> list[dict[str, str]]:
     """The digests that each answer has to have."""
     import numpy as np
 
+    from .config.ranks import device_of
     from .engine.reference import generate_many
     from .engine_api import EngineConfig
-    from .ranks import device_of
     from .wire import Ranks, Sampling
 
     prompts = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from pdtransfer.config import DecodeConfig, PrefillConfig
+from pdtransfer.config.config import DecodeConfig, PrefillConfig
 from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.node import NodeSettings
 from pdtransfer.node.thread_queues import Port

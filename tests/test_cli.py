@@ -19,7 +19,7 @@ import pytest
 import pdtransfer
 from pdtransfer import cli
 from pdtransfer.bus.keys import KeyPair
-from pdtransfer.config import DecodeConfig
+from pdtransfer.config.config import DecodeConfig
 from pdtransfer.environment import PREFIX
 from pdtransfer.errors import TransportError
 from pdtransfer.worker.group.meeting import rank_configs

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from pdtransfer import cli
-from pdtransfer.config import Config, DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.config.config import Config, DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.config.config_to_argv import arguments
 from pdtransfer.config_sources import COMMANDS
 from pdtransfer.demo_config import DemoConfig
 from pdtransfer.environment import PREFIX, cache_directory, child_environment
 from pdtransfer.errors import ConfigError
-from pdtransfer.flags import arguments
 from pdtransfer.limits import LIMIT_BOUNDS, Limits
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdtransfer.config import DecodeConfig
+from pdtransfer.config.config import DecodeConfig
 from pdtransfer.engine_api import HBM_ALIGNMENT, CardMemory, EngineCard
 from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout import Component, Span

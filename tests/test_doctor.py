@@ -17,7 +17,7 @@ import pytest
 
 from pdtransfer import cli, doctor, probes
 from pdtransfer.bus.keys import Address
-from pdtransfer.config import DecodeConfig, PrefillConfig
+from pdtransfer.config.config import DecodeConfig, PrefillConfig
 from pdtransfer.kernels import UnusableError, private_directory
 from pdtransfer.kernels.compiled import KERNELS, _stem
 from pdtransfer.memory.available_memory import Headroom

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pdtransfer.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.errors import WorldError
 from pdtransfer.process import fleet as fleet_module
 from pdtransfer.process.fleet import Daemon, Fleet
@@ -215,7 +215,7 @@ def test_daemons_end_when_whoever_started_them_is_killed(fake: Callable[..., Pat
     program = f"""
         import asyncio, sys
         from pathlib import Path
-        from pdtransfer.config import PrefillConfig, RouterConfig
+        from pdtransfer.config.config import PrefillConfig, RouterConfig
         from pdtransfer.process.fleet import Fleet
 
         sys.executable = {str(here / "python")!r}

@@ -85,7 +85,7 @@ def test_set_up_and_image_fetch_the_torch_that_the_package_asks_for() -> None:
 
 def test_core_contract_names_every_module_below_the_shells() -> None:
     layers = [set(re.findall(r"[\w.]+", layer)) for layer in CONTRACTS["layers"]["layers"]]
-    shells = next(at for at, layer in enumerate(layers) if "config" in layer)
+    shells = next(at for at, layer in enumerate(layers) if "config.config" in layer)
     below = {f"pdtransfer.{name}" for layer in layers[shells + 1 :] for name in layer}
     assert below == set(CONTRACTS["core"]["source_modules"])
 
@@ -114,10 +114,14 @@ def linted_as_it_is() -> str:
             "from ..wire import Message",
             "pdtransfer.layout.layout is not allowed to import pdtransfer.wire",
         ),
-        ("errors.py", "from . import config", "pdtransfer.errors is not allowed to import pdtransfer.config"),
+        ("errors.py", "from . import config", "pdtransfer.errors is not allowed to import pdtransfer.config.config"),
         ("hisparse/coordinator.py", "import torch", "pdtransfer.hisparse.coordinator is not allowed to import torch"),
         ("engine/tokens.py", "from ..bus import Bus", "pdtransfer.engine is not allowed to import pdtransfer.bus"),
-        ("config.py", "from .engine.reference import create", "pdtransfer.config -> pdtransfer.engine.reference"),
+        (
+            "config/config.py",
+            "from .engine.reference import create",
+            "pdtransfer.config.config -> pdtransfer.engine.reference",
+        ),
         ("novelty.py", '"""A module that has no place yet."""', "- pdtransfer.novelty"),
     ],
 )

@@ -25,7 +25,7 @@ import uvloop
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from pdtransfer.config import DecodeConfig
+from pdtransfer.config.config import DecodeConfig
 from pdtransfer.errors import ConfigError, TransportError
 from pdtransfer.handoff.effects import Drained, Landed, Leased, Outcome, Ready, RoomFailed, Write
 from pdtransfer.handoff.prefill.sessions import Cell

@@ -9,7 +9,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from pdtransfer.bus.keys import generate
-from pdtransfer.config import PrefillConfig
+from pdtransfer.config.config import PrefillConfig
 from pdtransfer.errors import Cause, ConfigError
 from pdtransfer.node import NodeSettings
 from pdtransfer.node.thread_queues import Port

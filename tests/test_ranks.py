@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from pdtransfer.config import DecodeConfig, PrefillConfig
+from pdtransfer.config.config import DecodeConfig, PrefillConfig
+from pdtransfer.config.ranks import advertised
 from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import ADDRESS_LENGTH_MAX
-from pdtransfer.ranks import advertised
 from pdtransfer.router.router_effects import Accepted
 from pdtransfer.router.routing import Routing
 from pdtransfer.wire import Begin, Load, Member, Ranks, Sampling, Welcome

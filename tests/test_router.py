@@ -21,7 +21,7 @@ import uvloop
 
 from pdtransfer.bus import Bus
 from pdtransfer.bus.keys import AllowList, KeyPair, generate, generate_pair
-from pdtransfer.config import RouterConfig
+from pdtransfer.config.config import RouterConfig
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX, Limits
@@ -581,7 +581,7 @@ def test_too_many_requests_at_once_are_429() -> None:
 
 def test_the_process_says_where_it_listens_imports_no_torch_and_ends_well_on_sigterm() -> None:
     code = (
-        "import sys; from pdtransfer.router.router import run; from pdtransfer.config import RouterConfig\n"
+        "import sys; from pdtransfer.router.router import run; from pdtransfer.config.config import RouterConfig\n"
         "status = run(RouterConfig(listen='127.0.0.1:0', json=True, node='r'))\n"
         "print('torch' in sys.modules); sys.exit(status)"
     )

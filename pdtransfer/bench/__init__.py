@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ..config import Attention, BenchModel
+from ..config.config import Attention, BenchModel
 from .report import show
 
 

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 import uvloop
 
-from ..config import BenchModel, HostLayout
+from ..config.config import BenchModel, HostLayout
 from ..environment import share_the_interpreter
 from ..errors import WorldError
 from ..handoff.effects import Outcome, Write

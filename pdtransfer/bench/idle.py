@@ -15,7 +15,7 @@ from typing import NamedTuple
 import aiohttp
 import uvloop
 
-from ..config import DecodeConfig, PrefillConfig, RouterConfig
+from ..config.config import DecodeConfig, PrefillConfig, RouterConfig
 from ..environment import child_environment
 from ..errors import WorldError
 from ..process.fleet import Daemon

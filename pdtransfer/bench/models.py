@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import BenchModel, DecodeConfig, HostLayout, PrefillConfig
+from ..config.config import BenchModel, DecodeConfig, HostLayout, PrefillConfig
 from ..layout.layout import Component, Layout, Span
 from ..layout.layout_builders import host_layout
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
-from ..config import Attention, DecodeConfig, PrefillConfig
+from ..config.config import Attention, DecodeConfig, PrefillConfig
 from ..errors import WorldError
 from ..first_token import Split
 from ..kernels import driver

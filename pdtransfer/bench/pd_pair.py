@@ -14,7 +14,7 @@ from typing import Self
 
 import msgspec
 
-from ..config import DecodeConfig, PrefillConfig
+from ..config.config import DecodeConfig, PrefillConfig
 from ..errors import WorldError
 from ..first_token import Split, split_of
 from ..timeline import Span

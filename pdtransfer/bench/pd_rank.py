@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import uvloop
 
-from ..config import DecodeConfig, PrefillConfig
+from ..config.config import DecodeConfig, PrefillConfig
 from ..engine_api import Broken, CardMemory, Finished, Prefilled, Request, SharedMemory
 from ..errors import PDTransferError
 from ..handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed

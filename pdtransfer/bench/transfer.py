@@ -6,7 +6,7 @@ from statistics import median
 
 import numpy as np
 
-from ..config import BenchModel
+from ..config.config import BenchModel
 from .models import components
 from .ranks import Ranks
 from .report import Figures, Line

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import DecodeConfig, PrefillConfig
+from ..config.config import DecodeConfig, PrefillConfig
 from ..memory.arena_memory import Arena
 from ..memory.available_memory import headroom
 from .seen import MIB, Seen, names, ok, read, warn, within

@@ -10,9 +10,9 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ..bounds import PORT_MAX, port_range
 from ..bus.keys import Address
-from ..config import DecodeConfig, PrefillConfig, RouterConfig
+from ..config.bounds import PORT_MAX, port_range
+from ..config.config import DecodeConfig, PrefillConfig, RouterConfig
 from ..limits import ENGINES_A_SESSION, ENGINES_MAX, Limits
 from ..transports.mooncake import why_not
 from .seen import Seen, names, ok, read, warn, within

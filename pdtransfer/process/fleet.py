@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from ..config import DecodeConfig, PrefillConfig, RouterConfig
+from ..config.config import DecodeConfig, PrefillConfig, RouterConfig
+from ..config.config_to_argv import arguments
 from ..environment import child_environment
 from ..errors import WorldError
-from ..flags import arguments
 from .signals import end_with_parent
 
 READY_S = 120.0  # an arena of some GiB is prefaulted within it, on a busy host too

@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler
 
 from ..bus import Bus
 from ..bus.keys import AllowList, KeyPair
-from ..config import RouterConfig
+from ..config.config import RouterConfig
 from ..engine_api import Spans
 from ..errors import ArenaFullError, Cause, ConfigError, RemoteProtocolError
 from ..handoff.effects import Send

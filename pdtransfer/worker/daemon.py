@@ -18,7 +18,8 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from ..bus.keys import AllowList, KeyPair
-from ..config import DecodeConfig, PrefillConfig
+from ..config.config import DecodeConfig, PrefillConfig
+from ..config.ranks import advertised
 from ..engine_api import DecodeEngine, EngineCard, EngineConfig
 from ..errors import Cause, ConfigError, WorldError
 from ..kernels.card import card
@@ -30,7 +31,6 @@ from ..node.thread_queues import Port
 from ..process import setup
 from ..process.http import Health, Listener, application
 from ..process.signals import Stop, reload, reload_on_hangup
-from ..ranks import advertised
 from ..timeline import Journeys
 from ..trace import recorded
 from ..wire import Member

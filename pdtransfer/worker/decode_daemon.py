@@ -15,7 +15,7 @@ from itertools import count
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from ..config import DecodeConfig
+from ..config.config import DecodeConfig
 from ..engine_api import Broken, DecodeEngine, Finished, Request, Token
 from ..errors import Cause, LocalProtocolError, RemoteProtocolError
 from ..handoff.effects import DecodeEvent, Ready, RoomFailed

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
-from ..config import DecodeConfig, PrefillConfig
+from ..config.config import DecodeConfig, PrefillConfig
 from ..engine_api import Broken, DecodeEngine, Finished, Prefilled, PrefillEngine, Request, Token
 from ..errors import Cause
 from ..handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed

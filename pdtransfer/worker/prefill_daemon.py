@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from ..config import PrefillConfig
+from ..config.config import PrefillConfig
 from ..engine_api import Broken, CardMemory, Prefilled, PrefillEngine, SharedMemory, Spans
 from ..errors import Cause, RemoteProtocolError
 from ..handoff.effects import Drained, Landed, Leased, PrefillEvent, RoomFailed

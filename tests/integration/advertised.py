@@ -24,8 +24,8 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdtransfer.bus.keys import generate
-from pdtransfer.config import DecodeConfig, PrefillConfig, RouterConfig
-from pdtransfer.flags import arguments
+from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.config.config_to_argv import arguments
 from pdtransfer.probes.network import _listening
 from tests.integration.fleets import REPO, decode_config, generated, prefill_config, prompts, until
 

@@ -23,7 +23,7 @@ import aiohttp
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdtransfer.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.engine_api import EngineConfig
 from pdtransfer.limits import Limits
 from pdtransfer.process.fleet import Daemon, Fleet

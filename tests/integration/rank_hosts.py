@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pdtransfer.bus.keys import generate
-from pdtransfer.config import DecodeConfig, PrefillConfig
-from pdtransfer.flags import arguments
+from pdtransfer.config.config import DecodeConfig, PrefillConfig
+from pdtransfer.config.config_to_argv import arguments
 from tests.integration.fleets import REPO, decode_config, equal, fleet, free_address, generated, prefill_config, prompts
 
 HERE, THERE = "10.213.78.1", "10.213.78.2"

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from pdtransfer.config import RouterConfig
+from pdtransfer.config.config import RouterConfig
 from pdtransfer.process.fleet import Daemon
 from tests.integration import plain
 from tests.integration.fleets import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdtransfer.bounds import card_of
+from pdtransfer.config.bounds import card_of
 from pdtransfer.kernels import driver
 
 from .matrix import Case

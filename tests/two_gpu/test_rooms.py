@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer.bounds import card_of
+from pdtransfer.config.bounds import card_of
 from pdtransfer.handoff.effects import Ready, RoomFailed
 
 from .clients import Landed, Two, holds, two

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...config.ranks import label, place_of
 from ...errors import Cause, WorldError
 from ...limits import TEXT_LENGTH_MAX
-from ...ranks import label, place_of
 from ...wire import Begin, Member, Ranks
 from ..engine_thread import Cancel, Compute, Free, Generate, Order
 from .frames import Abort, Asked, Bound, Frame, Introduce, Join, Joined, Op, Quit, Refuse, Reload, Report, Start, Turn

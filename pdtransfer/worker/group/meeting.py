@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ... import __version__
-from ...config import DecodeConfig, PrefillConfig
+from ...config.config import DecodeConfig, PrefillConfig
+from ...config.config_to_argv import arguments
+from ...config.ranks import group_address, key_of, label, ranks_of
 from ...engine_api import EngineCard
 from ...environment import child_environment
 from ...errors import ConfigError, WorldError
-from ...flags import arguments
 from ...process.signals import end_with_parent
-from ...ranks import group_address, key_of, label, ranks_of
 from ...wire import Ranks
 from .follower import join
 from .frames import Join

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..bus.keys import Address, Endpoint, is_literal, is_loopback
+from ..errors import ConfigError
+from ..wire import Ranks
 from .bounds import match
-from .bus.keys import Address, Endpoint, is_literal, is_loopback
-from .errors import ConfigError
-from .wire import Ranks
 
 SIZE_MAX = 64  # along one axis: beyond it no model is split
 FREE = {"bind": "tcp://127.0.0.1:0", "http": ""}  # what a rank that does not lead listens on by default

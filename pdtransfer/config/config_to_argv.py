@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import MISSING, Field, fields
 from typing import Any, cast
 
+from ..demo_config import DemoConfig
+from ..limits import Limits
 from .config import Config
-from .demo_config import DemoConfig
-from .limits import Limits
 
 
 def arguments(config: Config | DemoConfig) -> list[str]:

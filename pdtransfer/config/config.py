@@ -16,16 +16,16 @@ from typing import Annotated, ClassVar, Literal
 
 from cyclopts import Group, Parameter
 
+from ..bus.keys import Address, Endpoint, check_exposure, is_loopback
+from ..engine_api import EngineConfig, HiSparse
+from ..environment import socket_directory
+from ..errors import ConfigError
+from ..limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
+from ..transports.network import Network, Protocol, Transport
+from ..wire import Ranks
+from ..worker.cell_batching import Push
 from .bounds import bound, card_of, check_limits, match, port_range, power_of_two
-from .bus.keys import Address, Endpoint, check_exposure, is_loopback
-from .engine_api import EngineConfig, HiSparse
-from .environment import socket_directory
-from .errors import ConfigError
-from .limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
 from .ranks import FREE, check_advertise, check_device, check_ranks, device_of
-from .transports.network import Network, Protocol, Transport
-from .wire import Ranks
-from .worker.cell_batching import Push
 
 PAGE_SIZE_MAX = 65_536
 SLOTS_MAX = 1 << 32  # slots travel as u32

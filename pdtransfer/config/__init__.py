@@ -1,0 +1,1 @@
+"""Settings and flags: their bounds, and how a child process gets them."""

@@ -102,7 +102,7 @@ def timeline(
     json: Json = False,
 ) -> int:
     """Says what the time to each room's first token went into, by what prefill, decode and router have written."""
-    from .timelines import run
+    from .tracing.merge_traces import run
 
     return run(files, output=output, json=json)
 

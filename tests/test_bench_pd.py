@@ -18,10 +18,10 @@ from pdtransfer.bench.pd_pair import Pair, Run
 from pdtransfer.bench.pd_rank import Prompt, Way
 from pdtransfer.bench.pd_sums import host_sums
 from pdtransfer.errors import WorldError
-from pdtransfer.first_token import Split
 from pdtransfer.layout.layout_builders import host_layout
-from pdtransfer.timeline import Span
-from pdtransfer.trace import read
+from pdtransfer.tracing.timeline import Span
+from pdtransfer.tracing.trace import read
+from pdtransfer.tracing.ttft import Split
 
 LAYERS, CHUNK = 3, 16
 OPTIONS = (f"layers={LAYERS}", "width=64", "mlp_width=64", "heads=2", "kv_heads=2")

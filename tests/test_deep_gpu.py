@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pdtransfer.kernels import driver
-from pdtransfer.timeline import Timeline
+from pdtransfer.tracing.timeline import Timeline
 from tests.client_pair import Expected, client_pair, slots_of_pages
 from tests.engine_pair import config, heads_of, places, prompts, request
 from tests.late_producer import STALE, layer_bytes

@@ -10,7 +10,7 @@ from pdtransfer.engine_api import Broken, Finished, HiSparse
 from pdtransfer.errors import ConfigError, LocalProtocolError
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS
 from pdtransfer.limits import Limits
-from pdtransfer.timeline import Timeline
+from pdtransfer.tracing.timeline import Timeline
 from tests.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request
 
 TOP, HOT = 16, 48

@@ -17,7 +17,7 @@ from pdtransfer.engine_api import CardMemory
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
 from pdtransfer.memory.arena_memory import Arena
-from pdtransfer.timeline import Timeline
+from pdtransfer.tracing.timeline import Timeline
 
 from .engine_pair import Decode, Prefill, config, prompts, request
 from .test_deep_steps import TOP

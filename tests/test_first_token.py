@@ -10,9 +10,9 @@ import pytest
 
 from pdtransfer import cli
 from pdtransfer.errors import ConfigError
-from pdtransfer.timeline import Span
-from pdtransfer.timelines import drawn, merge, rooms_of, run
-from pdtransfer.trace import Clock, Traced, read, write
+from pdtransfer.tracing.merge_traces import drawn, merge, rooms_of, run
+from pdtransfer.tracing.timeline import Span
+from pdtransfer.tracing.trace import Clock, Traced, read, write
 
 ROOM = 0xABCDEF0123456789
 

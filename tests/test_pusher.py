@@ -22,7 +22,7 @@ from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory import arena_memory
 from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.node import PrefillNode
-from pdtransfer.timeline import Timeline
+from pdtransfer.tracing.timeline import Timeline
 from pdtransfer.transports import card_writer, pushes
 from pdtransfer.wire import Granted
 from pdtransfer.worker.cell_batching import Every

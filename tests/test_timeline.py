@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import pdtransfer.timeline
+import pdtransfer.tracing.timeline
 from pdtransfer.engine.marks import UNTOLD_MAX, Marks
-from pdtransfer.timeline import Journeys, Timeline
+from pdtransfer.tracing.timeline import Journeys, Timeline
 
 
 def test_the_latest_spans_are_kept_and_taken_once() -> None:
@@ -51,7 +51,7 @@ def test_a_journey_is_told_from_each_thing_to_the_next_under_the_rooms_label() -
 
 
 def test_labels_of_the_latest_rooms_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdtransfer.timeline, "ROOMS_MAX", 3)
+    monkeypatch.setattr(pdtransfer.tracing.timeline, "ROOMS_MAX", 3)
     timeline = Timeline("decode")
     journeys = Journeys(timeline)
     for serial in range(1, 6):
@@ -65,7 +65,7 @@ def test_labels_of_the_latest_rooms_are_known(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_where_nobody_asks_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdtransfer.timeline.time, "monotonic", None)
+    monkeypatch.setattr(pdtransfer.tracing.timeline.time, "monotonic", None)
     journeys = Journeys(None)
     journeys.begin(7, 1)
     journeys.reached(7, "landing", "READY")

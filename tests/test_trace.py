@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from pdtransfer import trace
 from pdtransfer.errors import ConfigError
-from pdtransfer.timeline import Span
-from pdtransfer.trace import Clock, Recorder, read, write
+from pdtransfer.tracing import trace
+from pdtransfer.tracing.timeline import Span
+from pdtransfer.tracing.trace import Clock, Recorder, read, write
 
 
 def span(begin_s: float, end_s: float, *, lane: str = "push", process: str = "prefill", **more: Any) -> Span:
@@ -78,7 +78,7 @@ def test_no_two_spans_of_a_track_overlap_but_one_within_the_other(tmp_path: Path
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from pdtransfer.trace import Recorder
+from pdtransfer.tracing.trace import Recorder
 recorder = Recorder(Path(sys.argv[1]), "decode-0")
 at = 0
 while True:

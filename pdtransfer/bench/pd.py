@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from ..config.config import Attention, DecodeConfig, PrefillConfig
 from ..errors import WorldError
-from ..first_token import Split
 from ..kernels import driver
 from ..limits import Limits
+from ..tracing.ttft import Split
 from . import pd_both
 from .pd_pair import Pair, Run
 from .pd_rank import Way

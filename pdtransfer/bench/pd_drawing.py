@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import ceil, floor, log10
 from typing import ClassVar
 
-from ..first_token import Split
-from ..timeline import Span
+from ..tracing.timeline import Span
+from ..tracing.ttft import Split
 from .pd import Pushed
 from .pd_pair import Run
 from .svg import Picture

@@ -16,8 +16,8 @@ import msgspec
 
 from ..config.config import DecodeConfig, PrefillConfig
 from ..errors import WorldError
-from ..first_token import Split, split_of
-from ..timeline import Span
+from ..tracing.timeline import Span
+from ..tracing.ttft import Split, split_of
 from .orders import answer, begun
 from .pd_rank import Prompt, Roof, Told, Way, run_decode, run_prefill
 

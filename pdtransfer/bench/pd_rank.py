@@ -29,7 +29,7 @@ from ..memory.hbm import Hbm
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..node.thread_queues import Port
 from ..process.setup import prepare
-from ..timeline import Span, Timeline
+from ..tracing.timeline import Span, Timeline
 from ..wire import Sampling
 from ..worker import engine_thread
 from ..worker.cell_batching import Push

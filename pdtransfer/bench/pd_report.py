@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ..trace import write
+from ..tracing.trace import write
 from .pd import Goal, Point, Result, Series, goals
 from .pd_drawing import throughput, timeline
 from .pd_rank import Way

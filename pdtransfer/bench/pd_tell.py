@@ -9,7 +9,7 @@ from json import dumps
 from rich.console import Console
 from rich.table import Table
 
-from ..first_token import Split
+from ..tracing.ttft import Split
 from .pd import Goal, Point, Result, goals
 
 TIMES = tuple(each.name for each in fields(Split) if each.name.endswith("_s"))

@@ -26,7 +26,7 @@ from ..node.core_driver import Clock, Performer, Ticker
 from ..process.http import Health, Listener, application
 from ..process.setup import prepare
 from ..process.signals import Stop, reload, reload_on_hangup
-from ..trace import recorded
+from ..tracing.trace import recorded
 from ..wire import Identity, Message, Ranks
 from .completions import Answer, BadRequestError, Completion, Text, error, models, parse
 from .router_effects import Emit, Fail, Finish, Noticed, Refusal, RoutingEffect

@@ -31,8 +31,8 @@ from ..node.thread_queues import Port
 from ..process import setup
 from ..process.http import Health, Listener, application
 from ..process.signals import Stop, reload, reload_on_hangup
-from ..timeline import Journeys
-from ..trace import recorded
+from ..tracing.timeline import Journeys
+from ..tracing.trace import recorded
 from ..wire import Member
 from . import engine_thread
 from .decode_daemon import DecodeDaemon

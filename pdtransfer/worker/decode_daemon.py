@@ -23,7 +23,7 @@ from ..limits import TEXT_LENGTH_MAX, TOKENS_MAX
 from ..memory.arena_memory import Arena
 from ..node import DecodeNode, NodeSettings, Others
 from ..node.thread_queues import Port
-from ..timeline import Journeys
+from ..tracing.timeline import Journeys
 from ..wire import Begin, End, Load, Message
 from . import engine_thread
 from .daemon_metrics import DecodeMetrics

@@ -18,7 +18,7 @@ from ..handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent
 from ..memory.arena_memory import Arena
 from ..node import NodeSettings
 from ..node.thread_queues import Port
-from ..timeline import Journeys
+from ..tracing.timeline import Journeys
 from ..wire import Begin, Message
 from . import decode_daemon, engine_thread, prefill_daemon
 from .daemon_metrics import DecodeMetrics, PrefillMetrics

@@ -20,7 +20,7 @@ from ..errors import Cause, RemoteProtocolError
 from ..handoff.effects import Drained, Landed, Leased, PrefillEvent, RoomFailed
 from ..node import NodeSettings, Others, PrefillNode
 from ..node.thread_queues import Port
-from ..timeline import Journeys
+from ..tracing.timeline import Journeys
 from ..wire import Begin, End, Hello, Load, Message
 from . import engine_thread
 from .daemon_metrics import PrefillMetrics

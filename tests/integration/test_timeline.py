@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer import trace
-from pdtransfer.timelines import files, merge, rooms_of
+from pdtransfer.tracing import trace
+from pdtransfer.tracing.merge_traces import files, merge, rooms_of
 from tests.integration.fleets import Site, prompts, running, until
 
 LANES = {  # of a request, by the process that writes each in its own time

@@ -17,10 +17,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from .errors import ConfigError
-from .first_token import Split, split_of
+from ..errors import ConfigError
 from .timeline import Span
 from .trace import Traced, read, write
+from .ttft import Split, split_of
 
 SHOWN_MAX = 10  # rooms in the table, the slowest
 DRAWN_MAX = 256  # rooms with a track of their own

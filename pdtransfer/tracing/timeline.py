@@ -10,7 +10,7 @@ from collections import deque
 
 import msgspec
 
-from .engine_api import Spans
+from ..engine_api import Spans
 
 SPANS_MAX = 1 << 18  # that a process keeps, the latest: some 60 MiB
 ROOMS_MAX = 1 << 16  # whose labels are known: those of the latest

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from .errors import ConfigError
+from ..errors import ConfigError
 from .timeline import Span, Timeline
 
 FILE_BYTES_MAX = 64 << 20  # of one of the two files that a process keeps

@@ -1,0 +1,1 @@
+"""Spans of what processes do, on disk and merged over processes."""

@@ -10,7 +10,7 @@ INTERRUPTED = 130
 def main() -> int:
     """Runs one command line. Who interrupts it is shown no traceback, while it still imports what it needs either."""
     try:
-        from .cli import main
+        from .commands.cli import main
     except KeyboardInterrupt:
         return INTERRUPTED
     return main()

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdtransfer import cli
 from pdtransfer.bench import pd, pd_pair, pd_report, pd_tell, svg
 from pdtransfer.bench.pd_pair import Pair, Run
 from pdtransfer.bench.pd_rank import Prompt, Way
 from pdtransfer.bench.pd_sums import host_sums
+from pdtransfer.commands import cli
 from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.tracing.timeline import Span

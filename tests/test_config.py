@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from pdtransfer import cli
+from pdtransfer.commands import cli
+from pdtransfer.commands.config_sources import COMMANDS
+from pdtransfer.commands.demo_config import DemoConfig
 from pdtransfer.config.config import Config, DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.config.config_to_argv import arguments
-from pdtransfer.config_sources import COMMANDS
-from pdtransfer.demo_config import DemoConfig
 from pdtransfer.environment import PREFIX, cache_directory, child_environment
 from pdtransfer.errors import ConfigError
 from pdtransfer.limits import LIMIT_BOUNDS, Limits

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer import demo
-from pdtransfer.demo import prompts, run
-from pdtransfer.demo_config import DemoConfig
-from pdtransfer.demo_report import Answer
+from pdtransfer.commands import demo
+from pdtransfer.commands.demo import prompts, run
+from pdtransfer.commands.demo_config import DemoConfig
+from pdtransfer.commands.demo_report import Answer
 from pdtransfer.errors import WorldError
 from pdtransfer.process.fleet import Standing
 

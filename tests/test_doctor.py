@@ -15,13 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from pdtransfer import cli, doctor, probes
 from pdtransfer.bus.keys import Address
+from pdtransfer.commands import cli, doctor, probes
+from pdtransfer.commands.probes import Probe, Seen, builds, cards, host, kernel, network
 from pdtransfer.config.config import DecodeConfig, PrefillConfig
 from pdtransfer.kernels import UnusableError, private_directory
 from pdtransfer.kernels.compiled import KERNELS, _stem
 from pdtransfer.memory.available_memory import Headroom
-from pdtransfer.probes import Probe, Seen, builds, cards, host, kernel, network
 
 PLAIN = {"fd": -1, "byte_count": 4_096, "close": lambda: None}
 
@@ -199,7 +199,7 @@ def test_taken_port_is_named_with_the_flag_that_wants_it() -> None:
 def test_low_limit_of_open_files_is_a_warning() -> None:
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 2048)); "
-        "from pdtransfer.probes import host; print(host.descriptors(None))"
+        "from pdtransfer.commands.probes import host; print(host.descriptors(None))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
     assert "state='warn', found='1,024, may be raised to 2,048'" in done.stdout
@@ -296,7 +296,7 @@ def test_rdma_devices_are_said_and_what_keeps_them_from_us(tmp_path: Path) -> No
 def test_a_low_limit_of_locked_memory_matters_where_a_device_pins_it(capable: str, state: str, tmp_path: Path) -> None:
     script = (
         "import resource, sys; from pathlib import Path; resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536)); "
-        "from pdtransfer.probes import host; print(host.memlock(Path(sys.argv[1])).state)"
+        "from pdtransfer.commands.probes import host; print(host.memlock(Path(sys.argv[1])).state)"
     )
     status = {"proc__self__status": f"Name:\tx\nCapEff:\t{capable}\n"}
     for root, expected in (

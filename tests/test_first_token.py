@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdtransfer import cli
+from pdtransfer.commands import cli
 from pdtransfer.errors import ConfigError
 from pdtransfer.tracing.merge_traces import drawn, merge, rooms_of, run
 from pdtransfer.tracing.timeline import Span

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 import pdtransfer
-from pdtransfer import cli
 from pdtransfer.bus.keys import Address, AllowList, KeyPair
+from pdtransfer.commands import cli
 
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

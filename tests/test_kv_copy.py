@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdtransfer import cli
+from pdtransfer.commands import cli
 from pdtransfer.errors import LayoutMismatchError, LocalProtocolError, WorldError
 from pdtransfer.kernels import UnusableError, card, compiled, driver, native, source_directory
 from pdtransfer.kernels.cancel import Cancel

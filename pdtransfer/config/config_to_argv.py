@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, Field, fields
 from typing import Any, cast
 
-from ..demo_config import DemoConfig
+from ..commands.demo_config import DemoConfig
 from ..limits import Limits
 from .config import Config
 

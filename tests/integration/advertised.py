@@ -24,9 +24,9 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdtransfer.bus.keys import generate
+from pdtransfer.commands.probes.network import _listening
 from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.config.config_to_argv import arguments
-from pdtransfer.probes.network import _listening
 from tests.integration.fleets import REPO, decode_config, generated, prefill_config, prompts, until
 
 FIRST, SECOND = "10.213.79", "10.213.80"  # this host is .1 on both, the other one .2, a stranger here .7

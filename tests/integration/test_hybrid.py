@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pdtransfer.cli import main
+from pdtransfer.commands.cli import main
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
 from tests.integration import hybrid, plain
 from tests.integration.fleets import Site, prompts, running

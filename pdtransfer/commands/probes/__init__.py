@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from ...probe import KERNEL, VENV, Probe
+from ...probe import Seen as Seen
+from ...probe import State as State
+from ...probe import missing as missing
+from ...probe import ok as ok
+from ...probe import warn as warn
 from . import builds, cards, host, kernel, network
-from .seen import KERNEL, VENV, Probe
-from .seen import Seen as Seen
-from .seen import State as State
-from .seen import missing as missing
-from .seen import ok as ok
-from .seen import warn as warn
 
 PROBES = (
     Probe("python", builds.python, required=True),

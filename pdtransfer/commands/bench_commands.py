@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from .config.config import Attention, BenchModel
+from ..config.config import Attention, BenchModel
 
 bench = App(name="bench", help="Measures one part on this host.")
 Json = Annotated[bool, Parameter(help="Print one JSON object.")]
@@ -30,7 +30,7 @@ def bench_transfer(
 ) -> int:
     """Whole rooms from one process's pool into another's arena, without an engine: GB/s, beside memcpy, or beside one
     synchronous write and a raw socket."""
-    from .bench import run_transfer
+    from ..bench import run_transfer
 
     return run_transfer(tokens=tokens, rooms=rooms, model=model, transport=transport, json=json)
 
@@ -44,7 +44,7 @@ def bench_handoff(
     json: Json = False,
 ) -> int:
     """Small rooms between two processes: latency beside a raw ZMQ round trip, and hand-offs a second."""
-    from .bench import run_handoff
+    from ..bench import run_handoff
 
     return run_handoff(tokens=tokens, rooms=rooms, concurrency=concurrency, json=json)
 
@@ -52,7 +52,7 @@ def bench_handoff(
 @bench.command(name="copy")
 def bench_copy(*, tokens: Annotated[int, counted("Tokens of one room.")] = 4_096, json: Json = False) -> int:
     """The CPU copy against one memcpy of the same bytes, pages in a row and rows scattered, on one thread and two."""
-    from .bench import run_copy
+    from ..bench import run_copy
 
     return run_copy(tokens=tokens, json=json)
 
@@ -60,7 +60,7 @@ def bench_copy(*, tokens: Annotated[int, counted("Tokens of one room.")] = 4_096
 @bench.command(name="kernels")
 def bench_kernels(*, json: Json = False) -> int:
     """The kernels on card 0, as shares of what its copy engine does with the same bytes."""
-    from .bench import run_kernels
+    from ..bench import run_kernels
 
     return run_kernels(json=json)
 
@@ -68,7 +68,7 @@ def bench_kernels(*, json: Json = False) -> int:
 @bench.command(name="hisparse")
 def bench_hisparse(*, json: Json = False) -> int:
     """Decode steps whose KV lies in host memory: hits, bytes, time by part, and how many requests that carries."""
-    from .bench import run_hisparse
+    from ..bench import run_hisparse
 
     return run_hisparse(json=json)
 
@@ -81,7 +81,7 @@ def bench_stall(
     json: Json = False,
 ) -> int:
     """What an embedded client takes of its scheduler's thread while large rooms move."""
-    from .bench import run_stall
+    from ..bench import run_stall
 
     return run_stall(tokens=tokens, rooms=rooms, json=json)
 
@@ -91,7 +91,7 @@ def bench_pages(
     *, gib: Annotated[float, Parameter(help="GiB of each of two arenas.")] = 1.0, json: Json = False
 ) -> int:
     """An arena in pages of 4 KiB against one in what `--huge-pages auto` finds: backing, registering, copies."""
-    from .bench import run_pages
+    from ..bench import run_pages
 
     return run_pages(gib=gib, json=json)
 
@@ -113,7 +113,7 @@ def bench_pd(
     """Prompts from a prefill on one card to a decode on another, a model of real dimensions: what the time to the first
     token goes into, how much of the transfer is hidden behind the computing, and whether the aims are met. Without a
     card both compute a tiny model on the CPU, which shows that all of it works, and nothing about speed."""
-    from .bench import run_pd
+    from ..bench import run_pd
 
     devices = prefill_device, decode_device
     return run_pd(
@@ -130,7 +130,7 @@ def bench_plan(
     json: Json = False,
 ) -> int:
     """The planner: slots and two layouts to slot runs, pages in a row and rows scattered."""
-    from .bench import run_plan
+    from ..bench import run_plan
 
     return run_plan(tokens=tokens, planes=planes, json=json)
 
@@ -143,7 +143,7 @@ def bench_verify(
     json: Json = False,
 ) -> int:
     """What --verify costs: the checksum beside a memcpy, and hand-offs and rooms with and without it."""
-    from .bench import run_verify
+    from ..bench import run_verify
 
     return run_verify(tokens=tokens, rooms=rooms, json=json)
 
@@ -156,7 +156,7 @@ def bench_prefix(
     json: Json = False,
 ) -> int:
     """What the prefix cache costs rooms that share nothing, and what it spares those that do."""
-    from .bench import run_prefix
+    from ..bench import run_prefix
 
     return run_prefix(tokens=tokens, rooms=rooms, json=json)
 
@@ -164,7 +164,7 @@ def bench_prefix(
 @bench.command(name="bus")
 def bench_bus(*, rounds: Annotated[int, counted("Messages to send.")] = 20_000, json: Json = False) -> int:
     """Messages between two processes: round trip, and echoes a second."""
-    from .bench import run_bus
+    from ..bench import run_bus
 
     return run_bus(rounds=rounds, json=json)
 
@@ -172,7 +172,7 @@ def bench_bus(*, rounds: Annotated[int, counted("Messages to send.")] = 20_000, 
 @bench.command(name="idle")
 def bench_idle(*, seconds: Annotated[int, counted("How long to watch.")] = 10, json: Json = False) -> int:
     """What an idle daemon costs in CPU and memory."""
-    from .bench import run_idle
+    from ..bench import run_idle
 
     return run_idle(seconds=seconds, json=json)
 
@@ -187,7 +187,7 @@ def bench_load(
     json: Json = False,
 ) -> int:
     """Hand-offs against 1, 10 and 100 peers, what 100 idle ones cost, and memory over very many rooms."""
-    from .bench import run_load
+    from ..bench import run_load
 
     return run_load(rooms=rooms, memory_rooms=memory_rooms, seconds=seconds, concurrency=concurrency, json=json)
 
@@ -201,7 +201,7 @@ def bench_siege(
     json: Json = False,
 ) -> int:
     """Healthy hand-offs while strangers and hostile peers attack: p99 over p99 in quiet, for each attack."""
-    from .bench import run_siege
+    from ..bench import run_siege
 
     return run_siege(rooms=rooms, rounds=rounds, connections=connections, json=json)
 
@@ -215,6 +215,6 @@ def bench_faults(
     json: Json = False,
 ) -> int:
     """How soon aborted slots are free, and healthy hand-offs beside a peer that is frozen."""
-    from .bench import run_faults
+    from ..bench import run_faults
 
     return run_faults(rooms=rooms, aborts=aborts, rounds=rounds, json=json)

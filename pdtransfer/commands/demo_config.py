@@ -8,12 +8,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from .config.bounds import bound, card_of, match, power_of_two
-from .config.config import PAGE_SIZE_MAX, Attention, HostLayout
-from .config.ranks import SIZE_MAX, check_device, device_of, ranks_of
-from .errors import ConfigError
-from .transports.network import Transport
-from .wire import Ranks
+from ..config.bounds import bound, card_of, match, power_of_two
+from ..config.config import PAGE_SIZE_MAX, Attention, HostLayout
+from ..config.ranks import SIZE_MAX, check_device, device_of, ranks_of
+from ..errors import ConfigError
+from ..transports.network import Transport
+from ..wire import Ranks
 
 
 def _help(text: str) -> Parameter:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ..kernels import UnusableError
-from ..kernels.card import card
-from ..kernels.compiled import KERNELS, compiler, kept
-from ..kernels.driver import count
-from .seen import Seen, missing, names, ok, read, warn, within
+from ...kernels import UnusableError
+from ...kernels.card import card
+from ...kernels.compiled import KERNELS, compiler, kept
+from ...kernels.driver import count
+from ...probe import Seen, missing, names, ok, read, warn, within
 
 _PCI = "/sys/bus/pci/devices"
 _NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")  # a VGA or a 3D controller

@@ -10,10 +10,10 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..environment import cache_directory, child_environment
-from ..kernels import load
-from ..transports.mooncake import why_not
-from .seen import VENV, Seen, missing, ok, warn, within
+from ...environment import cache_directory, child_environment
+from ...kernels import load
+from ...probe import VENV, Seen, missing, ok, warn, within
+from ...transports.mooncake import why_not
 
 _WHEELS = {  # of one module, `mooncake`; what each is for
     "mooncake-transfer-engine-non-cuda": "TCP and RDMA",

@@ -10,12 +10,12 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ..bus.keys import Address
-from ..config.bounds import PORT_MAX, port_range
-from ..config.config import DecodeConfig, PrefillConfig, RouterConfig
-from ..limits import ENGINES_A_SESSION, ENGINES_MAX, Limits
-from ..transports.mooncake import why_not
-from .seen import Seen, names, ok, read, warn, within
+from ...bus.keys import Address
+from ...config.bounds import PORT_MAX, port_range
+from ...config.config import DecodeConfig, PrefillConfig, RouterConfig
+from ...limits import ENGINES_A_SESSION, ENGINES_MAX, Limits
+from ...probe import Seen, names, ok, read, warn, within
+from ...transports.mooncake import why_not
 
 _SIOCGIFADDR = 0x8915
 _LISTEN = "0A"

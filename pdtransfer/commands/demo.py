@@ -23,14 +23,14 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .config.config import DecodeConfig, PrefillConfig, RouterConfig
+from ..config.config import DecodeConfig, PrefillConfig, RouterConfig
+from ..errors import PDTransferError, WorldError
+from ..kernels import driver
+from ..limits import Limits
+from ..process.fleet import Fleet, Standing
+from ..process.signals import end_with_parent
 from .demo_config import DemoConfig
 from .demo_report import Answer, good, hot_report, report_of, show
-from .errors import PDTransferError, WorldError
-from .kernels import driver
-from .limits import Limits
-from .process.fleet import Fleet, Standing
-from .process.signals import end_with_parent
 
 TEXT = (
     "the cache of a prefill worker crosses once and lands where decode will read it no copy between them "
@@ -351,10 +351,10 @@ def _generate(demo: DemoConfig, texts: list[str]) -> list[dict[str, str]]:
     """The digests that each answer has to have."""
     import numpy as np
 
-    from .config.ranks import device_of
-    from .engine.reference import generate_many
-    from .engine_api import EngineConfig
-    from .wire import Ranks, Sampling
+    from ..config.ranks import device_of
+    from ..engine.reference import generate_many
+    from ..engine_api import EngineConfig
+    from ..wire import Ranks, Sampling
 
     prompts = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
     longest = max(len(prompt) for prompt in prompts) + demo.max_tokens

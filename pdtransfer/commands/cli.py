@@ -16,15 +16,15 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env
 
-from . import __version__
-from .benches import Json, bench, counted
-from .config.bounds import port_range
-from .config.config import DecodeConfig, PrefillConfig, RouterConfig
+from .. import __version__
+from ..config.bounds import port_range
+from ..config.config import DecodeConfig, PrefillConfig, RouterConfig
+from ..environment import PREFIX
+from ..errors import ConfigError, PDTransferError
+from ..process import logs
+from .bench_commands import Json, bench, counted
 from .config_sources import sources
 from .demo_config import DemoConfig
-from .environment import PREFIX
-from .errors import ConfigError, PDTransferError
-from .process import logs
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
@@ -50,7 +50,7 @@ app.command(kernels)
 @app.command
 def prefill(config: Annotated[PrefillConfig | None, _FLAT] = None) -> int:
     """Runs a prefill daemon: computes prompts and writes their KV into decode's memory."""
-    from .worker.daemon import run_prefill
+    from ..worker.daemon import run_prefill
 
     config = config or PrefillConfig()
     logs.start(node=config.node, level=config.log_level, file=config.log_file)
@@ -60,7 +60,7 @@ def prefill(config: Annotated[PrefillConfig | None, _FLAT] = None) -> int:
 @app.command
 def decode(config: Annotated[DecodeConfig | None, _FLAT] = None) -> int:
     """Runs a decode daemon: owns the arena, and generates from it."""
-    from .worker.daemon import run_decode
+    from ..worker.daemon import run_decode
 
     config = config or DecodeConfig()
     logs.start(node=config.node, level=config.log_level, file=config.log_file)
@@ -70,7 +70,7 @@ def decode(config: Annotated[DecodeConfig | None, _FLAT] = None) -> int:
 @app.command
 def router(config: Annotated[RouterConfig | None, _FLAT] = None) -> int:
     """Runs the router: /v1/completions in front of prefill and decode daemons."""
-    from .router.router import run
+    from ..router.router import run
 
     config = config or RouterConfig()
     logs.start(node=config.node, level=config.log_level, file=config.log_file)
@@ -102,7 +102,7 @@ def timeline(
     json: Json = False,
 ) -> int:
     """Says what the time to each room's first token went into, by what prefill, decode and router have written."""
-    from .tracing.merge_traces import run
+    from ..tracing.merge_traces import run
 
     return run(files, output=output, json=json)
 
@@ -135,8 +135,8 @@ def keygen(
     json: Json = False,
 ) -> int:
     """Makes NAME.key, which stays secret, and NAME.pub, whose line goes into the allow-list of every peer."""
-    from .bus.keys import generate
-    from .config.ranks import key_of, ranks_of
+    from ..bus.keys import generate
+    from ..config.ranks import key_of, ranks_of
 
     others = ranks_of(tp_size, pp_size)[1:]
     for path in (Path(name), *(key_of(Path(name), ranks) for ranks in others)):
@@ -152,7 +152,7 @@ def kernels_build(
     json: Json = False,
 ) -> int:
     """Compiles every kernel into the cache ahead of time; with --arch on a host without a card, too."""
-    from .kernels.build import run
+    from ..kernels.build import run
 
     return run(arch, json=json)
 

@@ -11,10 +11,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ..config.config import DecodeConfig, PrefillConfig
-from ..memory.arena_memory import Arena
-from ..memory.available_memory import headroom
-from .seen import MIB, Seen, names, ok, read, warn, within
+from ...config.config import DecodeConfig, PrefillConfig
+from ...memory.arena_memory import Arena
+from ...memory.available_memory import headroom
+from ...probe import MIB, Seen, names, ok, read, warn, within
 
 DESCRIPTORS_MIN = 4_096  # of one daemon: sockets, and a descriptor and a lock for each session
 MEMLOCK_BYTES_MIN = 1 << 30  # a small arena; Docker's default is 8 MiB

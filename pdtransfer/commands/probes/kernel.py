@@ -10,8 +10,8 @@ import socket
 import struct
 from pathlib import Path
 
-from ..memory.arena_memory import Arena, map_received
-from .seen import KERNEL, Seen, missing, ok, read, within
+from ...memory.arena_memory import Arena, map_received
+from ...probe import KERNEL, Seen, missing, ok, read, within
 
 
 def memfd(_root: Path) -> Seen:

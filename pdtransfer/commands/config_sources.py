@@ -11,11 +11,11 @@ from typing import Any, cast
 
 from cyclopts.config import Dict, Env
 
-from .config.config import Config, DecodeConfig, PrefillConfig, RouterConfig
+from ..config.config import Config, DecodeConfig, PrefillConfig, RouterConfig
+from ..environment import PREFIX
+from ..errors import ConfigError
+from ..limits import Limits
 from .demo_config import DemoConfig
-from .environment import PREFIX
-from .errors import ConfigError
-from .limits import Limits
 
 COMMANDS: dict[str, type[Config | DemoConfig]] = {
     "prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig, "demo": DemoConfig,

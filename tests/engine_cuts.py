@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pdtransfer.engine.reference import Generation, generate_many
+from pdtransfer.reference.factory import Generation, generate_many
 from pdtransfer.wire import Sampling
 from tests.engine_pair import config
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdtransfer.engine.reference import Generation, create
 from pdtransfer.engine_api import Broken, Computed, EngineConfig, Finished, Prefilled, Request, Token
 from pdtransfer.layout.layout import Layout, expand_pages
+from pdtransfer.reference.factory import Generation, create
 from pdtransfer.wire import Sampling
 
 SMALL = {"layers": "2"}  # every mechanism is there with two layers

@@ -238,7 +238,8 @@ def test_daemon_logs_where_and_how_much_it_is_told(tmp_path: Path, monkeypatch: 
 
 def test_help_and_config_do_not_import_torch() -> None:
     script = (
-        "import sys; from pdtransfer.commands import cli; cli.main(['prefill', '--help']); cli.main(['router', '--slotz']); "
+        "import sys; from pdtransfer.commands import cli; cli.main(['prefill', '--help']); "
+        "cli.main(['router', '--slotz']); "
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
@@ -254,7 +255,8 @@ def test_router_does_not_import_torch() -> None:
 def test_reader_that_leaves_early_is_no_error() -> None:
     script = (
         "import sys, types; from pdtransfer.commands import cli; fake = types.SimpleNamespace("
-        "run=lambda _: [print('x' * 99) for _ in range(10_000)] and 0); sys.modules['pdtransfer.commands.demo'] = fake; "
+        "run=lambda _: [print('x' * 99) for _ in range(10_000)] and 0); "
+        "sys.modules['pdtransfer.commands.demo'] = fake; "
         "sys.exit(cli.main(['demo']))"
     )
     command = [f"'{sys.executable}' -c \"$SCRIPT\" | head -n 1; echo ${{PIPESTATUS[0]}}"]

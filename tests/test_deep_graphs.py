@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdtransfer.engine import deep_graphs
-from pdtransfer.engine.attention import Tiles
-from pdtransfer.engine.batch import Batch, EveryKey
-from pdtransfer.engine.capture import Captures, captured
-from pdtransfer.engine.deep_graphs import Graphs
+from pdtransfer.reference import deep_graphs
+from pdtransfer.reference.attention import Tiles
+from pdtransfer.reference.batch import Batch, EveryKey
+from pdtransfer.reference.capture import Captures, captured
+from pdtransfer.reference.deep_graphs import Graphs
 
 
 class Played:

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from pdtransfer.engine import deep_steps
-from pdtransfer.engine.attention import KEY_BLOCK
-from pdtransfer.engine.capture import Captures
-from pdtransfer.engine.deep import create
-from pdtransfer.engine.deep_steps import DeepSteps
-from pdtransfer.engine.residency import Tables, reach
 from pdtransfer.engine_api import HiSparse
 from pdtransfer.limits import Limits
+from pdtransfer.reference import deep_steps
+from pdtransfer.reference.attention import KEY_BLOCK
+from pdtransfer.reference.capture import Captures
+from pdtransfer.reference.deep import create
+from pdtransfer.reference.deep_steps import DeepSteps
+from pdtransfer.reference.residency import Tables, reach
 
 from .engine_pair import Decode, Prefill, prompts, request
 from .test_engine_deep import OPTIONS, model_of

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdtransfer.engine.reference import create, generate
-from pdtransfer.engine.sampling import Handoff
 from pdtransfer.engine_api import Broken, Finished, Token
+from pdtransfer.reference.factory import create, generate
+from pdtransfer.reference.sampling import Handoff
 from tests.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn import functional as nn
 
-from pdtransfer.engine import deep
-from pdtransfer.engine.deep import create
-from pdtransfer.engine.prefill import _Pick
 from pdtransfer.engine_api import Computed, HiSparse, Prefilled
 from pdtransfer.errors import ConfigError
 from pdtransfer.layout.layout import expand_pages
+from pdtransfer.reference import deep
+from pdtransfer.reference.deep import create
+from pdtransfer.reference.prefill import _Pick
 from pdtransfer.wire import Ranks
 from tests.engine_pair import Decode, Prefill, config, copy_rows, heads_of, places, prompts, request
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdtransfer.engine.reference import create, generate_many
 from pdtransfer.engine_api import Computed
 from pdtransfer.errors import ConfigError
+from pdtransfer.reference.factory import create, generate_many
 from pdtransfer.wire import Ranks, Sampling
 from tests.engine_group import Threads, decodes, generate, prefills, together
 from tests.engine_pair import config, prompts, request

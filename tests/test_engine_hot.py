@@ -5,11 +5,11 @@ from itertools import count
 import numpy as np
 import pytest
 
-from pdtransfer.engine.reference import create, generate_many
 from pdtransfer.engine_api import Broken, Finished, HiSparse
 from pdtransfer.errors import ConfigError, LocalProtocolError
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS
 from pdtransfer.limits import Limits
+from pdtransfer.reference.factory import create, generate_many
 from pdtransfer.tracing.timeline import Timeline
 from tests.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer.engine import deep, deep_steps, hot_step
-from pdtransfer.engine.decode import ReferenceDecode
-from pdtransfer.engine.reference import create
 from pdtransfer.engine_api import CardMemory
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
 from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.reference import deep, deep_steps, hot_step
+from pdtransfer.reference.decode import ReferenceDecode
+from pdtransfer.reference.factory import create
 from pdtransfer.tracing.timeline import Timeline
 
 from .engine_pair import Decode, Prefill, config, prompts, request

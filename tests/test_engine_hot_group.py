@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from pdtransfer.engine.reference import create, generate_many
 from pdtransfer.engine_api import Broken, Finished
 from pdtransfer.errors import ConfigError, WorldError
+from pdtransfer.reference.factory import create, generate_many
 from pdtransfer.wire import Ranks
 from tests.engine_group import Threads, carry, prefills, together
 from tests.engine_pair import Decode, config, prompts, request

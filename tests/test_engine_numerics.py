@@ -4,17 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer.engine.attention import KEY_BLOCK, Tiles, attend, causal_bias
-from pdtransfer.engine.numerics import (
-    BLOCK_ROWS,
-    Rope,
-    block_up,
-    exp2,
-    linear,
-    rms_norm,
-    silu,
-    single_threaded,
-)
+from pdtransfer.reference.attention import KEY_BLOCK, Tiles, attend, causal_bias
+from pdtransfer.reference.numerics import BLOCK_ROWS, Rope, block_up, exp2, linear, rms_norm, silu, single_threaded
 
 
 @pytest.fixture(autouse=True)

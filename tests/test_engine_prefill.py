@@ -6,14 +6,14 @@ import os
 import numpy as np
 import pytest
 
-from pdtransfer.engine import prefill
-from pdtransfer.engine.prefill import ReferencePrefill
-from pdtransfer.engine.reference import create
-from pdtransfer.engine.sampling import Handoff
 from pdtransfer.engine_api import Computed
 from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout import expand_pages
 from pdtransfer.memory.available_memory import Headroom
+from pdtransfer.reference import prefill
+from pdtransfer.reference.factory import create
+from pdtransfer.reference.prefill import ReferencePrefill
+from pdtransfer.reference.sampling import Handoff
 from tests.engine_pair import SMALL, Prefill, config, heads_of, places, prompts, request
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer.engine import architecture
-from pdtransfer.engine.architecture import Architecture, Weights
-from pdtransfer.engine.reference import create, generate, generate_many
 from pdtransfer.errors import ConfigError
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS
+from pdtransfer.reference import architecture
+from pdtransfer.reference.architecture import Architecture, Weights
+from pdtransfer.reference.factory import create, generate, generate_many
 from pdtransfer.wire import Sampling
 from tests.engine_cuts import are_the_same, otherwise
 from tests.engine_pair import SMALL, Decode, Prefill, config, copy_rows, heads_of, places, prompts, request

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from pdtransfer.engine import tokens
-from pdtransfer.engine.sampling import chain, pick, tokens_digest
+from pdtransfer.reference import tokens
+from pdtransfer.reference.sampling import chain, pick, tokens_digest
 from pdtransfer.wire import Sampling
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.25, 0.3], np.float32))
@@ -71,5 +71,5 @@ def test_ids_out_of_the_vocabulary_are_named(ids):
 
 
 def test_the_tokeniser_and_the_contract_import_no_torch():
-    code = "import sys, pdtransfer.engine_api, pdtransfer.engine.tokens; sys.exit('torch' in sys.modules)"
+    code = "import sys, pdtransfer.engine_api, pdtransfer.reference.tokens; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

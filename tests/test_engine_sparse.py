@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer.engine.architecture import INDEX_DIM, INDEX_HEADS
-from pdtransfer.engine.attention import KEY_BLOCK
-from pdtransfer.engine.indexer import IndexCache, Queries, pick_top, scores
-from pdtransfer.engine.numerics import single_threaded
-from pdtransfer.engine.reference import create, generate, generate_many
-from pdtransfer.engine.residency import AllResident, Part
-from pdtransfer.engine.steps import Own, _readings
 from pdtransfer.engine_api import Finished
 from pdtransfer.layout.layout_builders import DSA_INDEX_PARTS, HOST_LAYOUTS, item_layout
+from pdtransfer.reference.architecture import INDEX_DIM, INDEX_HEADS
+from pdtransfer.reference.attention import KEY_BLOCK
+from pdtransfer.reference.factory import create, generate, generate_many
+from pdtransfer.reference.indexer import IndexCache, Queries, pick_top, scores
+from pdtransfer.reference.numerics import single_threaded
+from pdtransfer.reference.residency import AllResident, Part
+from pdtransfer.reference.steps import Own, _readings
 from pdtransfer.wire import Sampling
 from tests.engine_cuts import are_the_same, otherwise
 from tests.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request

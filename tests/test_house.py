@@ -114,13 +114,21 @@ def linted_as_it_is() -> str:
             "from ..wire import Message",
             "pdtransfer.layout.layout is not allowed to import pdtransfer.wire",
         ),
-        ("errors.py", "from . import config", "pdtransfer.errors is not allowed to import pdtransfer.config.config"),
+        (
+            "errors.py",
+            "from .config import config",
+            "pdtransfer.errors is not allowed to import pdtransfer.config.config",
+        ),
         ("hisparse/coordinator.py", "import torch", "pdtransfer.hisparse.coordinator is not allowed to import torch"),
-        ("engine/tokens.py", "from ..bus import Bus", "pdtransfer.engine is not allowed to import pdtransfer.bus"),
+        (
+            "reference/tokens.py",
+            "from ..bus import Bus",
+            "pdtransfer.reference is not allowed to import pdtransfer.bus",
+        ),
         (
             "config/config.py",
-            "from .engine.reference import create",
-            "pdtransfer.config.config -> pdtransfer.engine.reference",
+            "from ..reference.factory import create",
+            "pdtransfer.config.config -> pdtransfer.reference.factory",
         ),
         ("novelty.py", '"""A module that has no place yet."""', "- pdtransfer.novelty"),
     ],
@@ -320,7 +328,7 @@ def test_an_engine_waits_for_its_card_by_asking_it() -> None:
     waits = {
         (name.removeprefix("pdtransfer.") + where, how)
         for name, tree in modules()
-        if name.startswith(("pdtransfer.engine.", "pdtransfer.hisparse."))
+        if name.startswith(("pdtransfer.reference.", "pdtransfer.hisparse."))
         for where, how in pageable(tree)
     }
     assert waits == set(WAITS_INSIDE_THE_DRIVER)

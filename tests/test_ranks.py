@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_lead_takes_free_ports_unless_it_is_told_others() -
 
 
 def test_what_must_be_the_same_on_all_ranks_names_the_weights_and_the_sizes() -> None:
-    from pdtransfer.engine.reference import create
+    from pdtransfer.reference.factory import create
 
     config = PrefillConfig(engine_option=("layers=1",), slots=256)
     said = common(config, create(config.engine_config).card)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pdtransfer.tracing.timeline
-from pdtransfer.engine.marks import UNTOLD_MAX, Marks
+from pdtransfer.reference.stream import UNTOLD_MAX, Marks
 from pdtransfer.tracing.timeline import Journeys, Timeline
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer.engine.reference import generate_many
 from pdtransfer.engine_api import EngineConfig
 from pdtransfer.handoff.effects import Outcome
 from pdtransfer.kernels import checksum_copy, driver
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.reference.factory import generate_many
 from pdtransfer.transports.card_launcher import PoolCard
 from pdtransfer.wire import Sampling
 

@@ -19,7 +19,7 @@ from . import pd_both
 from .pd_pair import Pair, Run
 from .pd_rank import Way
 
-ENGINE = "pdtransfer.engine.deep:create"
+ENGINE = "pdtransfer.reference.deep:create"
 TOKENS = (128, 1_024, 8_192, 32_768)
 SMALL = (16, 64, 256)  # tokens, where engines compute on the CPU
 SMALL_OPTIONS = ("layers=6", "width=128", "mlp_width=256", "heads=4", "kv_heads=2")

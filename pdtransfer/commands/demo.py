@@ -352,8 +352,8 @@ def _generate(demo: DemoConfig, texts: list[str]) -> list[dict[str, str]]:
     import numpy as np
 
     from ..config.ranks import device_of
-    from ..engine.reference import generate_many
     from ..engine_api import EngineConfig
+    from ..reference.factory import generate_many
     from ..wire import Ranks, Sampling
 
     prompts = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]

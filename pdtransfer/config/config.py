@@ -102,7 +102,7 @@ class WorkerConfig(NodeConfig):
         "tcp"
     )
     http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for nowhere.")] = ""
-    engine: Annotated[str, _help("The engine's factory, module:attribute.")] = "pdtransfer.engine.reference:create"
+    engine: Annotated[str, _help("The engine's factory, module:attribute.")] = "pdtransfer.reference.factory:create"
     engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
     attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
     slots: Annotated[int, _help("Tokens that the pool or the arena holds.")] = 65_536

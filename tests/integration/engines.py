@@ -99,5 +99,5 @@ def create(config: EngineConfig) -> Any:
         del options["model"]
         make = plain.create
     else:
-        from pdtransfer.engine.reference import create as make
+        from pdtransfer.reference.factory import create as make
     return Slow(make(replace(config, options=options)), config, **own)

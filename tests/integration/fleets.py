@@ -31,7 +31,7 @@ from pdtransfer.transports.network import Network
 from pdtransfer.wire import Sampling
 
 if TYPE_CHECKING:
-    from pdtransfer.engine.reference import Generation
+    from pdtransfer.reference.factory import Generation
 
 REPO = Path(__file__).resolve().parents[2]
 ENGINE = "tests.integration.engines:create"
@@ -84,7 +84,7 @@ def equal(answer: Answer, expected: Generation) -> bool:
 @cache
 def generated(attention: str, prompt: str, max_tokens: int = TOKENS) -> Generation:
     """What a single process makes of the prompt."""
-    from pdtransfer.engine.reference import generate_many
+    from pdtransfer.reference.factory import generate_many
 
     config = EngineConfig(
         role="decode",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pdtransfer.engine.reference import Generation
+from pdtransfer.reference.factory import Generation
 from tests.integration import healing
 from tests.integration.fleets import (
     ENGINE,

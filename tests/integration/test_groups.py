@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer.engine.reference import Generation, generate_many
 from pdtransfer.engine_api import EngineConfig
 from pdtransfer.process.fleet import Daemon
+from pdtransfer.reference.factory import Generation, generate_many
 from pdtransfer.wire import Sampling
 from tests.integration.fleets import (
     ENGINE,

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdtransfer.engine.reference import Generation, generate_many
 from pdtransfer.engine_api import EngineConfig
+from pdtransfer.reference.factory import Generation, generate_many
 from pdtransfer.wire import Sampling
 from tests.integration.fleets import (
     ENGINE,

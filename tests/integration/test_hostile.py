@@ -15,9 +15,9 @@ import msgspec
 import pytest
 import zmq.asyncio
 
-from pdtransfer.engine.reference import create
 from pdtransfer.errors import Cause
 from pdtransfer.memory.arena_memory import map_received
+from pdtransfer.reference.factory import create
 from pdtransfer.transports.shm.handover import receive
 from pdtransfer.wire import (
     Abort,

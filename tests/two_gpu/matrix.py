@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from pdtransfer.config.ranks import device_of
-from pdtransfer.engine.reference import Generation, generate_many
 from pdtransfer.engine_api import EngineConfig
 from pdtransfer.errors import TransportError
+from pdtransfer.reference.factory import Generation, generate_many
 from pdtransfer.transports.select import taken
 from pdtransfer.wire import Ranks, Sampling
 from tests.integration.fleets import LIMITS, SLOTS, TOKENS, Site, equal, prompts

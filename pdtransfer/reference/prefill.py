@@ -28,9 +28,8 @@ from .architecture import EngineOptions
 from .attention import KEY_BLOCK, Tiles, causal_bias
 from .batch import Batch, EveryKey, Keys
 from .cache import Cache, Pages
-from .card import COMPONENT, INDEX, build_card, check_request
+from .description import COMPONENT, INDEX, build_card, check_request
 from .indexer import IndexCache
-from .marks import Fetched, Marks, passed
 from .model import Transformer
 from .numerics import BLOCK_ROWS, block_up, first_product
 from .projection import Layer
@@ -38,6 +37,7 @@ from .sampling import Handoff, chain
 from .sampling import pick as picked
 from .sending import sent
 from .shard import Shard
+from .stream import Fetched, Marks, passed
 
 # fcntl's own names for these come with Python 3.13.
 _F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4 | 0x10  # seals, shrinking, growing, writing by mappings yet to come

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ..engine_api import Broken, DecodeEngine, EngineConfig, Finished, Prefilled, PrefillEngine, Request, Token
 from ..wire import Sampling
 from .architecture import Options
-from .card import build_model
 from .decode import ReferenceDecode
+from .description import build_model
 from .prefill import ReferencePrefill
 
 

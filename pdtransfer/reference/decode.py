@@ -18,15 +18,15 @@ from ..layout.layout import Layout, check_slots
 from .architecture import EngineOptions
 from .attention import KEY_BLOCK
 from .cache import Cache, reached
-from .card import COMPONENT, INDEX, build_card, check_request
+from .description import COMPONENT, INDEX, build_card, check_request
 from .hot import Hot, capacity_of
 from .indexer import IndexCache
-from .marks import Fetched, Marks, several
 from .model import Transformer
 from .numerics import first_product
 from .residency import AllResident, Part
 from .sampling import Handoff, chain, pick, tokens_digest
 from .steps import Step
+from .stream import Fetched, Marks, several
 
 
 @dataclass(slots=True)

@@ -20,10 +20,10 @@ from .attention import KEY_BLOCK
 from .batch import Batch, Keys, Reading, Whole
 from .capture import Captures, captured
 from .indexer import IndexCache, IndexerMath, Queries
-from .marks import Within
 from .projection import Layer
 from .residency import Begun, Part, Tables, reach
 from .steps import Own, PickedKeys, Step
+from .stream import Within
 
 SHAPES_MAX = 32  # the latest ones
 WORTH = 3  # steps of a shape: a capture takes as long as one or two of them

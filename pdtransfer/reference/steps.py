@@ -13,11 +13,11 @@ from torch import Tensor
 from .attention import KEY_BLOCK, Tiles, causal_bias
 from .batch import Batch, EveryKey, Keys, Reading
 from .indexer import IndexCache, IndexerMath, Queries, pick_top, scores
-from .marks import Marks
 from .numerics import block_up
 from .projection import Layer
 from .residency import Begun, Part
 from .sending import sent
+from .stream import Marks
 
 ROOMS_TOGETHER = 4  # folded together: their key blocks stay in the core's cache between two products
 

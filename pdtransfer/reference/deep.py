@@ -1,6 +1,6 @@
 """The reference engine at real dimensions, with the arithmetic that a card does fast: bfloat16, whole products, SDPA.
 
-`--engine pdtransfer.engine.deep:create`. Rooms, pages, cells, steps and HiSparse are the reference engine's own; the
+`--engine pdtransfer.reference.deep:create`. Rooms, pages, cells, steps and HiSparse are the reference engine's own; the
 forward pass alone is another, whose bits depend on chunks and batches. Weights are random, drawn where they are used.
 
 | attention | layers | a token's KV in a layer | width | query heads | FFN | vocabulary | parameters |
@@ -28,11 +28,11 @@ from ..errors import ConfigError
 from .architecture import DIGEST_BYTES, INDEX_DIM, INDEX_HEADS, Architecture, EngineOptions
 from .attention import Tiles
 from .batch import Batch, Whole
-from .card import check_config, device_of
 from .decode import ReferenceDecode
 from .deep_attention import Attention, GroupedAttention, LatentAttention, turned
 from .deep_graphs import Graphs
 from .deep_steps import DeepSteps
+from .description import check_config, device_of
 from .indexer import IndexerMath, Queries
 from .numerics import Rope, single_threaded
 from .prefill import ReferencePrefill

@@ -24,9 +24,9 @@ from ..layout.layout import Layout
 from ..layout.layout_builders import host_layout
 from .cache import Cache
 from .hot_step import HotStep
-from .marks import POLL_S, Fetched, Marks, several
 from .model import Transformer
 from .residency import Begun, Part
+from .stream import POLL_S, Fetched, Marks, several
 
 _FIGURES_STEPS = 16
 

@@ -17,12 +17,12 @@ from .attention import Tiles, attend
 from .batch import Batch
 from .cache import Cache
 from .indexer import Indexer, IndexerMath
-from .marks import Fetched
 from .numerics import Rope, linear, rms_norm, silu, single_threaded
 from .projection import GroupedProjection, LatentProjection, Projection
 from .sending import sent
 from .shard import Shard
 from .steps import Step, folded_keys
+from .stream import Fetched
 
 _INDEX = -1  # among heads: what every rank has of the index
 

@@ -39,7 +39,7 @@ check: .venv/.stamp
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m pyright
 	@.venv/bin/lint-imports --no-logo
-	@$(RUN) -m pdtransfer.proto --check
+	@$(RUN) -m tools.proto_generator --check
 
 bench: .venv/.stamp
 	@for part in plan copy verify prefix bus transfer handoff hisparse idle load siege faults; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from pdtransfer.errors import RemoteProtocolError
-from pdtransfer.proto import vectors
-from pdtransfer.proto.__main__ import main
-from pdtransfer.proto.schema import type_of
 from pdtransfer.wire import MESSAGES, Begin, Grant, Tokens, decode, unpack_extents, unpack_ids
 from tests import stranger
 from tests.stranger import ROOT, SCHEMA, STRUCTS, unhex
+from tools.proto_generator import vectors
+from tools.proto_generator.__main__ import main
+from tools.proto_generator.schema import type_of
 
 
 def _expected(plain):
@@ -155,7 +155,7 @@ def test_a_float_keeps_its_bounds_where_an_equal_annotation_has_integers():
 
 
 def test_nothing_generated_is_stale():
-    assert main(["--check"]) == 0, "run python -m pdtransfer.proto, and look at what it changed"
+    assert main(["--check"]) == 0, "run python -m tools.proto_generator, and look at what it changed"
 
 
 def test_check_notices_a_stale_file_and_writes_nothing(tmp_path):

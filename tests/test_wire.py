@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.limits import FRAME_BYTES_MAX, PLANES_MAX, TEXT_LENGTH_MAX
-from pdtransfer.proto.specimens import SPECIMENS
 from pdtransfer.wire import (
     MESSAGES,
     VERSION,
@@ -33,6 +32,7 @@ from pdtransfer.wire import (
 )
 from pdtransfer.wire.blame import blame
 from tests import fuzz_wire
+from tools.proto_generator.specimens import SPECIMENS
 
 GRANT = [1, 7, 5, 1000, 0, [[0, 0, 1000, bytes(7) + b"\1"]], True, 60000, True]
 

@@ -32,7 +32,7 @@ def generated(root: Path) -> dict[Path, str]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pdtransfer.proto", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.proto_generator", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 when a file is stale")
     parser.add_argument("--root", type=Path, default=_ROOT, help="the proto/v1 to write (default: this repository's)")
     options = parser.parse_args(argv)

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..wire import VERSION
+from pdtransfer.wire import VERSION
+
 from . import hostile
 from .hostile import pack
 from .schema import Json, schema

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import msgpack
 
-from ..limits import ARRAYS_MAX, FRAME_BYTES_MAX, PEERS_MAX, PLANES_MAX, VALUES_MAX
+from pdtransfer.limits import ARRAYS_MAX, FRAME_BYTES_MAX, PEERS_MAX, PLANES_MAX, VALUES_MAX
+
 from .specimens import component, plane, register
 
 _RELEASED = b"\x01\x09\x01\x01"  # version, kind, session, grant: what any four-field array may open with

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from msgspec import inspect
 
-from .. import limits
-from ..layout import layout
-from ..layout.layout import DTYPE_BYTES
-from ..wire import MESSAGES, VERSION, messages
+from pdtransfer import limits
+from pdtransfer.layout import layout
+from pdtransfer.layout.layout import DTYPE_BYTES
+from pdtransfer.wire import MESSAGES, VERSION, messages
 
 Json = dict[str, Any]
 

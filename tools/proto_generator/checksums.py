@@ -6,8 +6,9 @@ import hashlib
 
 import numpy as np
 
-from ..layout.checksum import CHECKSUM_BYTES, MASK, hashes, lines_of, row_seeds
-from ..layout.layout import Layout, Plane
+from pdtransfer.layout.checksum import CHECKSUM_BYTES, MASK, hashes, lines_of, row_seeds
+from pdtransfer.layout.layout import Layout, Plane
+
 from .schema import Json
 
 _CASES: tuple[tuple[str, str, tuple[tuple[str, int, int, int, int], ...]], ...] = (

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..errors import Cause
-from ..handoff import lease, room
-from ..handoff.decode import prefill_peers
-from ..handoff.states import diagram
-from ..layout.layout import DTYPE_BYTES
-from ..router import router_rooms
-from ..worker import service_rooms
+from pdtransfer.errors import Cause
+from pdtransfer.handoff import lease, room
+from pdtransfer.handoff.decode import prefill_peers
+from pdtransfer.handoff.states import diagram
+from pdtransfer.layout.layout import DTYPE_BYTES
+from pdtransfer.router import router_rooms
+from pdtransfer.worker import service_rooms
+
 from .schema import Json, choices, constants
 
 _STATES = {

@@ -9,27 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pdtransfer.bench import (
-    attacks,
-    bus,
-    copy,
-    crossing,
-    faults,
-    handoff,
-    hisparse,
-    idle,
-    load,
-    models,
-    pages,
-    plan,
-    prefix,
-    report,
-    run_plan,
-    siege,
-    stall,
-    transfer,
-    verify,
-)
+from benchmarks import attacks, bus, crossing, faults, idle, load, pages, plan, prefix, siege, stall, verify
+from pdtransfer.bench import copy, handoff, hisparse, models, report, run_plan, transfer
 from pdtransfer.bench.hot_batch import Size
 from pdtransfer.bench.ranks import Ranks
 from pdtransfer.errors import WorldError

@@ -15,7 +15,9 @@ from .report import show
 
 def run_transfer(*, tokens: int | None, rooms: int | None, model: BenchModel, transport: str, json: bool) -> int:
     """Whole rooms from one process's pool into another's arena."""
-    from . import crossing, transfer
+    from benchmarks import crossing
+
+    from . import transfer
 
     if transport == "mooncake":
         figures = crossing.measure(tokens=tokens or 8_192, rooms=rooms or 8, model=model)
@@ -56,14 +58,14 @@ def run_hisparse(*, json: bool) -> int:
 
 def run_stall(*, tokens: int, rooms: int, json: bool) -> int:
     """The embedded client beside a scheduler."""
-    from . import stall
+    from benchmarks import stall
 
     return show(stall.measure(tokens=tokens, rooms=rooms), stall.LINES, json=json)
 
 
 def run_pages(*, gib: float, json: bool) -> int:
     """Small pages against large ones."""
-    from . import pages
+    from benchmarks import pages
 
     figures = pages.measure(gib=gib)
     return show(figures, pages.lines(figures), json=json)
@@ -97,42 +99,42 @@ def run_pd(
 
 def run_plan(*, tokens: int, planes: int, json: bool) -> int:
     """The planner."""
-    from . import plan
+    from benchmarks import plan
 
     return show(plan.measure(tokens=tokens, layers=planes), plan.LINES, json=json)
 
 
 def run_verify(*, tokens: int, rooms: int, json: bool) -> int:
     """Checksums."""
-    from . import verify
+    from benchmarks import verify
 
     return show(verify.measure(tokens=tokens, rooms=rooms), verify.LINES, json=json)
 
 
 def run_prefix(*, tokens: int, rooms: int, json: bool) -> int:
     """Prompts that decode remembers."""
-    from . import prefix
+    from benchmarks import prefix
 
     return show(prefix.measure(tokens=tokens, rooms=rooms), prefix.LINES, json=json)
 
 
 def run_bus(*, rounds: int, json: bool) -> int:
     """Messages between two processes."""
-    from . import bus
+    from benchmarks import bus
 
     return show(bus.measure(messages=max(1, rounds // 5), rounds=5), bus.LINES, json=json)
 
 
 def run_idle(*, seconds: int, json: bool) -> int:
     """Daemons that have nothing to do."""
-    from . import idle
+    from benchmarks import idle
 
     return show(idle.measure(seconds=seconds), idle.LINES, json=json)
 
 
 def run_load(*, rooms: int, memory_rooms: int, seconds: int, concurrency: int, json: bool) -> int:
     """Many peers, and very many rooms."""
-    from . import load
+    from benchmarks import load
 
     figures = load.measure(rooms=rooms, memory_rooms=memory_rooms, idle_seconds=seconds, concurrency=concurrency)
     return show(figures, load.LINES, json=json)
@@ -140,13 +142,13 @@ def run_load(*, rooms: int, memory_rooms: int, seconds: int, concurrency: int, j
 
 def run_siege(*, rooms: int, rounds: int, connections: int, json: bool) -> int:
     """Hand-offs beside attackers."""
-    from . import siege
+    from benchmarks import siege
 
     return show(siege.measure(rooms=rooms, rounds=rounds, connections=connections), siege.LINES, json=json)
 
 
 def run_faults(*, rooms: int, aborts: int, rounds: int, json: bool) -> int:
     """Aborts, and a frozen peer beside a healthy one."""
-    from . import faults
+    from benchmarks import faults
 
     return show(faults.measure(rooms=rooms, aborts=aborts, rounds=rounds), faults.LINES, json=json)

@@ -10,12 +10,13 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
+from benchmarks import both_cards
+
 from ..config.config import Attention, DecodeConfig, PrefillConfig
 from ..errors import WorldError
 from ..kernels import driver
 from ..limits import Limits
 from ..tracing.ttft import Split
-from . import pd_both
 from .pd_pair import Pair, Run
 from .pd_rank import Way
 
@@ -152,7 +153,7 @@ def measure(
                 _push_alone(pair, series, sorted({*(each for each in SWEPT if each <= max(sizes)), *sizes}), rounds)
     if len(set(on)) == len(CARDS) and not small:
         say("both cards at once")
-        result.both = pd_both.measure(CARDS)
+        result.both = both_cards.measure(CARDS)
     return result
 
 

@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection
 
 import zmq
 
-from ..bus.keys import Endpoint, KeyPair, generate_pair
-from ..layout.layout import Component
-from ..limits import FRAME_BYTES_MAX
-from ..process.setup import prepare
-from ..wire import (
+from pdtransfer.bus.keys import Endpoint, KeyPair, generate_pair
+from pdtransfer.layout.layout import Component
+from pdtransfer.limits import FRAME_BYTES_MAX
+from pdtransfer.process.setup import prepare
+from pdtransfer.wire import (
     VERSION,
     Abort,
     Grant,

@@ -9,9 +9,9 @@ from statistics import median
 
 import numpy as np
 
-from .models import PAGE_SIZE, components
-from .ranks import Ranks
-from .report import Figures, Line
+from pdtransfer.bench.models import PAGE_SIZE, components
+from pdtransfer.bench.ranks import Ranks
+from pdtransfer.bench.report import Figures, Line
 
 _ABORT_TOKENS = 4_096  # some tens of milliseconds of copying: there is time to interfere
 _TOKENS = 16

@@ -13,12 +13,12 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ..environment import enter_environment
-from ..errors import WorldError
-from ..process.setup import prepare
-from ..transports.mooncake import environment
-from ..transports.network import Network
-from .orders import begun
+from pdtransfer.bench.orders import begun
+from pdtransfer.environment import enter_environment
+from pdtransfer.errors import WorldError
+from pdtransfer.process.setup import prepare
+from pdtransfer.transports.mooncake import environment
+from pdtransfer.transports.network import Network
 
 BYTES = 128 << 20
 _HOST = "127.0.0.1"

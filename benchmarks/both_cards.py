@@ -12,17 +12,17 @@ from statistics import median
 
 import numpy as np
 
-from ..errors import PDTransferError, WorldError
-from ..handoff.effects import Outcome, Write
-from ..kernels.card import card
-from ..kernels.pools import Pool
-from ..memory.arena_memory import Arena
-from ..process.setup import prepare
-from ..transports.card_launcher import PoolCard
-from ..transports.card_writer import Pusher
-from ..transports.pushes import Push
-from .models import PAGE_SIZE, latent_layout
-from .orders import Failure, answer, begun
+from pdtransfer.bench.models import PAGE_SIZE, latent_layout
+from pdtransfer.bench.orders import Failure, answer, begun
+from pdtransfer.errors import PDTransferError, WorldError
+from pdtransfer.handoff.effects import Outcome, Write
+from pdtransfer.kernels.card import card
+from pdtransfer.kernels.pools import Pool
+from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.process.setup import prepare
+from pdtransfer.transports.card_launcher import PoolCard
+from pdtransfer.transports.card_writer import Pusher
+from pdtransfer.transports.pushes import Push
 
 _SLOTS, _TOKENS, _WRITES = 8_192, 4_096, 64  # 288 MB a write; some 0.35 s in all
 _ROUNDS = 3

@@ -11,17 +11,18 @@ from statistics import median
 import numpy as np
 import uvloop
 
-from ..config.config import BenchModel, HostLayout
-from ..environment import share_the_interpreter
-from ..errors import WorldError
-from ..handoff.effects import Outcome, Write
-from ..memory.arena_memory import Arena, allocate
-from ..transports.mooncake import MooncakeArena, MooncakeWriter, why_not
-from ..transports.network import NETWORK
+from pdtransfer.bench.models import components
+from pdtransfer.bench.ranks import Ranks
+from pdtransfer.bench.report import Figures, Line
+from pdtransfer.config.config import BenchModel, HostLayout
+from pdtransfer.environment import share_the_interpreter
+from pdtransfer.errors import WorldError
+from pdtransfer.handoff.effects import Outcome, Write
+from pdtransfer.memory.arena_memory import Arena, allocate
+from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, why_not
+from pdtransfer.transports.network import NETWORK
+
 from .bare import Bare
-from .models import components
-from .ranks import Ranks
-from .report import Figures, Line
 
 ROW_BYTES = 1_152
 _ROWS = 2_000

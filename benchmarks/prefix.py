@@ -6,10 +6,10 @@ from statistics import median
 
 import numpy as np
 
-from ..limits import Limits
-from .models import components
-from .ranks import Ranks
-from .report import Figures, Line
+from pdtransfer.bench.models import components
+from pdtransfer.bench.ranks import Ranks
+from pdtransfer.bench.report import Figures, Line
+from pdtransfer.limits import Limits
 
 # One room's arena: each new prompt has to evict the one before, and rooms write the same slots with the cache and
 # without. In an arena that is full of prompts a copy takes a tenth longer, for its target is in no core's cache.

@@ -8,11 +8,11 @@ from time import perf_counter
 
 import numpy as np
 
-from ..layout.layout import expand_pages
-from ..layout.pairing import pair
-from ..layout.plan import plan
-from .models import latent_layout
-from .report import Figures, Line
+from pdtransfer.bench.models import latent_layout
+from pdtransfer.bench.report import Figures, Line
+from pdtransfer.layout.layout import expand_pages
+from pdtransfer.layout.pairing import pair
+from pdtransfer.layout.plan import plan
 
 _PIECE_BYTES = 4 << 20  # about what a ring takes at a time
 

@@ -7,11 +7,12 @@ from statistics import median
 
 import numpy as np
 
-from .handoff import ROOM_BYTES_MAX
+from pdtransfer.bench.handoff import ROOM_BYTES_MAX
+from pdtransfer.bench.models import PAGE_SIZE, components
+from pdtransfer.bench.ranks import Ranks
+from pdtransfer.bench.report import Figures, Line
+
 from .idle import cpu_seconds, memory_of
-from .models import PAGE_SIZE, components
-from .ranks import Ranks
-from .report import Figures, Line
 
 CROWD = (1, 10, 100)
 _SIDES = ("decode", "prefill")  # which of the two is many

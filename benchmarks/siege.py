@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..bus.keys import generate_pair
-from ..errors import WorldError
+from pdtransfer.bench.models import PAGE_SIZE, components
+from pdtransfer.bench.orders import begun
+from pdtransfer.bench.ranks import Ranks
+from pdtransfer.bench.report import Figures, Line
+from pdtransfer.bus.keys import generate_pair
+from pdtransfer.errors import WorldError
+
 from .attacks import ATTACKS, Target, run
-from .models import PAGE_SIZE, components
-from .orders import begun
-from .ranks import Ranks
-from .report import Figures, Line
 
 _WHAT = {
     "no_key": "handshakes without a key",

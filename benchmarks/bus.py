@@ -11,12 +11,12 @@ from statistics import median
 import uvloop
 import zmq
 
-from ..bus import Bus
-from ..bus.keys import AllowList, KeyPair, generate_pair
-from ..errors import RemoteProtocolError
-from ..wire import VERSION, Hello, Identity, Message, Ping, Pong, Ranks, encode
-from .orders import begun
-from .report import Figures, Line
+from pdtransfer.bench.orders import begun
+from pdtransfer.bench.report import Figures, Line
+from pdtransfer.bus import Bus
+from pdtransfer.bus.keys import AllowList, KeyPair, generate_pair
+from pdtransfer.errors import RemoteProtocolError
+from pdtransfer.wire import VERSION, Hello, Identity, Message, Ping, Pong, Ranks, encode
 
 LINES = tuple(
     Line(what, f"{{{name}_us_p50:.0f}} us", f"p99 {{{name}_us_p99:.0f}} us; {{{name}_echoes_s:,.0f}} echoes a second")

@@ -14,17 +14,17 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
-from ..client.clients import DecodeClient, PrefillClient
-from ..errors import PDTransferError, WorldError
-from ..handoff.effects import Drained, Leased, RoomFailed
-from ..kernels.card import card
-from ..kernels.driver import count
-from ..layout.layout import Component
-from ..memory.arena_memory import Arena, allocate
-from ..node import NodeSettings
-from .models import PAGE_SIZE, components
-from .orders import Failure, answer, begun
-from .report import Figures, Line
+from pdtransfer.bench.models import PAGE_SIZE, components
+from pdtransfer.bench.orders import Failure, answer, begun
+from pdtransfer.bench.report import Figures, Line
+from pdtransfer.client.clients import DecodeClient, PrefillClient
+from pdtransfer.errors import PDTransferError, WorldError
+from pdtransfer.handoff.effects import Drained, Leased, RoomFailed
+from pdtransfer.kernels.card import card
+from pdtransfer.kernels.driver import count
+from pdtransfer.layout.layout import Component
+from pdtransfer.memory.arena_memory import Arena, allocate
+from pdtransfer.node import NodeSettings
 
 _STEP_S = 1e-3  # a scheduler waits so long for its card in each turn, without the interpreter's lock
 _CHUNK_TOKENS = 512  # prefill offers a room in as many

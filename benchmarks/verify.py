@@ -11,16 +11,16 @@ from time import perf_counter
 
 import numpy as np
 
-from ..kernels import checksum_copy
-from ..layout.checksum import Lines, lines_of, pieces_of, runs_of
-from ..layout.geometry import Int64s
-from ..layout.pairing import pair
-from ..layout.plan import plan
-from ..memory.arena_memory import Arena, Mapping, allocate
-from ..transports.copier import PIECE_BYTES
-from .models import PAGE_SIZE, components, latent_layout
-from .ranks import Ranks
-from .report import Figures, Line
+from pdtransfer.bench.models import PAGE_SIZE, components, latent_layout
+from pdtransfer.bench.ranks import Ranks
+from pdtransfer.bench.report import Figures, Line
+from pdtransfer.kernels import checksum_copy
+from pdtransfer.layout.checksum import Lines, lines_of, pieces_of, runs_of
+from pdtransfer.layout.geometry import Int64s
+from pdtransfer.layout.pairing import pair
+from pdtransfer.layout.plan import plan
+from pdtransfer.memory.arena_memory import Arena, Mapping, allocate
+from pdtransfer.transports.copier import PIECE_BYTES
 
 _LAYOUTS = ("layer_first", "page_first")
 _NUMPY_ROWS = 64  # it is slow: so many tell its rate

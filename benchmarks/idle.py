@@ -15,11 +15,11 @@ from typing import NamedTuple
 import aiohttp
 import uvloop
 
-from ..config.config import DecodeConfig, PrefillConfig, RouterConfig
-from ..environment import child_environment
-from ..errors import WorldError
-from ..process.fleet import Daemon
-from .report import Figures, Line
+from pdtransfer.bench.report import Figures, Line
+from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.environment import child_environment
+from pdtransfer.errors import WorldError
+from pdtransfer.process.fleet import Daemon
 
 _SLOTS = 1_024  # 9 MiB of the reference model's KV: what stays is the daemon itself
 _SETTLE_SECONDS = 1.0  # what starting leaves behind is over by then

@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from .. import kernels
-from ..kernels.card import Card, card
-from ..kernels.driver import count
-from ..kernels.kv_copy import kv_copy
-from ..kernels.pools import Pool
-from ..layout.geometry import Int64s
-from ..layout.layout import Layout, Plane
-from ..layout.pairing import pair
-from ..layout.plan import plan
-from ..memory.arena_memory import Arena, HugePages, Mapping, allocate, map_received
-from .models import PAGE_SIZE, latent_layout
-from .replays import Replays
-from .report import Figures, Line
+from pdtransfer import kernels
+from pdtransfer.bench.models import PAGE_SIZE, latent_layout
+from pdtransfer.bench.replays import Replays
+from pdtransfer.bench.report import Figures, Line
+from pdtransfer.kernels.card import Card, card
+from pdtransfer.kernels.driver import count
+from pdtransfer.kernels.kv_copy import kv_copy
+from pdtransfer.kernels.pools import Pool
+from pdtransfer.layout.geometry import Int64s
+from pdtransfer.layout.layout import Layout, Plane
+from pdtransfer.layout.pairing import pair
+from pdtransfer.layout.plan import plan
+from pdtransfer.memory.arena_memory import Arena, HugePages, Mapping, allocate, map_received
 
 KINDS: dict[str, HugePages] = {"small": "never", "auto": "auto"}
 _GATHER_ROW, _GATHER_ROWS, _GATHERS = 656, 16_384, 48

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pdtransfer.transports.mooncake import why_not
-from tests.integration.advertised import NAT, firewall
-from tests.integration.fleets import REPO
+from tests.support.advertised import NAT, firewall
+from tests.support.fleets import REPO
 
 _APART = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
 
@@ -33,7 +33,7 @@ def test_decodes_bound_to_every_interface_are_reached_at_what_they_advertise_thr
     if why := _why_not():
         pytest.skip(why)
     with tempfile.TemporaryDirectory(prefix="pdt-") as files:  # short, for the sockets in it
-        command = [*_APART, sys.executable, "-m", "tests.integration.advertised", files]
+        command = [*_APART, sys.executable, "-m", "tests.support.advertised", files]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=REPO)
         logs = "".join(f"{log.name}:\n{log.read_text()[-2_000:]}" for log in sorted(Path(files).glob("*.log")))
     assert ran.returncode == 0, ran.stderr + logs

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.integration.fleets import LIMITS, Answer, Gates, Site, prompts, running, until
+from tests.support.fleets import LIMITS, Answer, Gates, Site, prompts, running, until
 
-PLAIN = {"engine": "tests.integration.plain:create", "engine_option": ()}
+PLAIN = {"engine": "tests.support.engines.plain:create", "engine_option": ()}
 
 
 async def up(site: Site, count: int, rank: int = 0) -> None:

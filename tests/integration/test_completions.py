@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from pdtransfer.reference.factory import Generation
-from tests.integration import healing
-from tests.integration.fleets import (
+from tests.support import healing
+from tests.support.fleets import (
     ENGINE,
     LIMITS,
     SLOTS,

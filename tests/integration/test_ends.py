@@ -14,19 +14,9 @@ import pytest
 
 from pdtransfer.config.config import RouterConfig
 from pdtransfer.process.fleet import Daemon
-from tests.integration import plain
-from tests.integration.fleets import (
-    ENGINE,
-    LIMITS,
-    PATIENCE_S,
-    Gates,
-    Running,
-    Site,
-    prompts,
-    running,
-    until,
-)
-from tests.integration.healing import decode, prefill, right, said
+from tests.support.engines import plain
+from tests.support.fleets import ENGINE, LIMITS, PATIENCE_S, Gates, Running, Site, prompts, running, until
+from tests.support.healing import decode, prefill, right, said
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 
 from pdtransfer.process.fleet import Daemon
-from tests.integration.fleets import PATIENCE_S, Gates, Running, Site, prompts, running, until
-from tests.integration.healing import QUICK, Rest, decode, healed, met, prefill, right
-from tests.integration.loads import Load, has, killed, mend, metric, named, streams, strike
-from tests.kv_fleet import children
+from tests.support.fleets import PATIENCE_S, Gates, Running, Site, prompts, running, until
+from tests.support.healing import QUICK, Rest, decode, healed, met, prefill, right
+from tests.support.kv_fleet import children
+from tests.support.loads import Load, has, killed, mend, metric, named, streams, strike
 
 STEP_MS = 10
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pdtransfer.bus.keys import generate
-from tests.integration.fleets import REPO, Running, Site, equal, generated, prompts, running, until
+from tests.support.fleets import REPO, Running, Site, equal, generated, prompts, running, until
 
 GROUP = {"attention": "gqa", "tp_size": 2}
 STRANGERS = "pdtransfer_bus_strangers_total"

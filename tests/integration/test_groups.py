@@ -20,7 +20,7 @@ from pdtransfer.engine_api import EngineConfig
 from pdtransfer.process.fleet import Daemon
 from pdtransfer.reference.factory import Generation, generate_many
 from pdtransfer.wire import Sampling
-from tests.integration.fleets import (
+from tests.support.fleets import (
     ENGINE,
     PATIENCE_S,
     REPO,
@@ -35,7 +35,7 @@ from tests.integration.fleets import (
     running,
     until,
 )
-from tests.kv_fleet import children
+from tests.support.kv_fleet import children
 
 OPTIONS = ("layers=2", "kv_heads=1")
 GQA = {"attention": "gqa", "engine_option": OPTIONS}

@@ -13,7 +13,7 @@ import pytest
 from pdtransfer.engine_api import EngineConfig
 from pdtransfer.reference.factory import Generation, generate_many
 from pdtransfer.wire import Sampling
-from tests.integration.fleets import (
+from tests.support.fleets import (
     ENGINE,
     LIMITS,
     PATIENCE_S,

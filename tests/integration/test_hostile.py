@@ -41,7 +41,7 @@ from pdtransfer.wire import (
     Welcome,
     encode,
 )
-from tests.integration.fleets import (
+from tests.support.fleets import (
     LIMITS,
     PATIENCE_S,
     SERVED,
@@ -54,7 +54,7 @@ from tests.integration.fleets import (
     running,
     until,
 )
-from tests.integration.hostile import (
+from tests.support.hostile_peers import (
     JUNK,
     Canaries,
     FakeDecode,

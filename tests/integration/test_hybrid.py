@@ -8,10 +8,10 @@ import pytest
 
 from pdtransfer.commands.cli import main
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
-from tests.integration import hybrid, plain
-from tests.integration.fleets import Site, prompts, running
+from tests.support.engines import hybrid, plain
+from tests.support.fleets import Site, prompts, running
 
-ENGINE = {"engine": "tests.integration.hybrid:create", "engine_option": ()}
+ENGINE = {"engine": "tests.support.engines.hybrid:create", "engine_option": ()}
 DECODES = [("layer_first", 256, "dram"), ("page_first", 1, "dram"), ("page_first_direct", 256, "hbm")]
 
 

@@ -12,7 +12,7 @@ import zmq
 
 from pdtransfer.bus.keys import generate
 from pdtransfer.wire import Hello, Identity, Ranks, encode
-from tests.integration.fleets import Running, Site, equal, generated, prompts, running, until
+from tests.support.fleets import Running, Site, equal, generated, prompts, running, until
 
 NODES = ("router", "prefill-0", "decode-0", "decode-1")
 

@@ -6,8 +6,8 @@ import asyncio
 import signal
 from pathlib import Path
 
-from tests.integration.fleets import Gates, Site, prompts, running, until
-from tests.integration.healing import decode, healed, met, prefill, right
+from tests.support.fleets import Gates, Site, prompts, running, until
+from tests.support.healing import decode, healed, met, prefill, right
 
 ROW_BYTES = 64 << 10  # of one layer: 128 KiB a token
 SLOTS = 2_048  # 256 MiB
@@ -16,7 +16,7 @@ CHUNK_SLOTS = 512  # 64 MiB are ready at first
 
 def test_a_restarted_decode_serves_from_the_first_chunk_of_its_arena_on(tmp_path: Path) -> None:
     gates = Gates(tmp_path)
-    slowly = {"engine": "tests.integration.backing:create"}
+    slowly = {"engine": "tests.support.engines.backing:create"}
 
     async def case(site: Site) -> None:
         async def slots() -> float:

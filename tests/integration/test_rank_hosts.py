@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.fleets import REPO
-from tests.integration.rank_hosts import served
+from tests.support.fleets import REPO
+from tests.support.rank_hosts import served
 
 _APART = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
 _TRIAL = "ip link set lo up && ip link add near type veth peer name far"
@@ -36,7 +36,7 @@ def test_ranks_at_another_address_find_their_leaders_and_write_to_their_own_deco
 def test_ranks_in_another_network_namespace_serve_with_keys_of_their_own(tmp_path: Path) -> None:
     if why := _why_not():
         pytest.skip(why)
-    command = [*_APART, sys.executable, "-m", "tests.integration.rank_hosts", str(tmp_path)]
+    command = [*_APART, sys.executable, "-m", "tests.support.rank_hosts", str(tmp_path)]
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=240, check=False,
         cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)},

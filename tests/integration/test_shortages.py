@@ -19,9 +19,9 @@ import aiohttp
 import pytest
 
 from pdtransfer.process.fleet import Daemon
-from tests.integration import plain
-from tests.integration.fleets import Running, Site, prompts, running, until
-from tests.integration.healing import QUICK, Rest, decode, healed, met, prefill, right, said
+from tests.support.engines import plain
+from tests.support.fleets import Running, Site, prompts, running, until
+from tests.support.healing import QUICK, Rest, decode, healed, met, prefill, right, said
 
 DAY_S = 86_400
 FOUNDING = 10  # descriptors that a daemon opens first, for its loop, and keeps
@@ -142,7 +142,7 @@ def stepped_clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Processes started while this is in force read a wall clock that is ahead by the seconds in this file."""
     directory = tmp_path_factory.mktemp("clock")
     library, step = directory / "stepped_clock.so", directory / "step"
-    source = Path(__file__).with_name("stepped_clock.c")
+    source = Path(__file__).parents[1] / "support" / "stepped_clock.c"
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     step.write_bytes(struct.pack("q", 0))
     with pytest.MonkeyPatch.context() as patch:

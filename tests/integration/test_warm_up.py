@@ -12,16 +12,7 @@ import pytest
 
 from pdtransfer.errors import WorldError
 from pdtransfer.process.fleet import Daemon
-from tests.integration.fleets import (
-    ENGINE,
-    PATIENCE_S,
-    REPO,
-    Gates,
-    decode_config,
-    free_address,
-    prefill_config,
-    until,
-)
+from tests.support.fleets import ENGINE, PATIENCE_S, REPO, Gates, decode_config, free_address, prefill_config, until
 
 # There is nothing to warm up in it, so nothing else takes long.
 PLAIN = {"engine": ENGINE, "page_size": 1}

@@ -27,9 +27,9 @@ from pdtransfer.handoff.effects import Ready, RoomFailed
 from pdtransfer.kernels import card as cards
 from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.memory.hbm import Hbm
-from tests.client_pair import Expected, settings, slots_of_pages
-from tests.hbm_prefill import INDEX, KV, PAGE, SLOTS, named, pool_of
-from tests.layout_tensors import CANARY
+from tests.support.client_pair import Expected, settings, slots_of_pages
+from tests.support.hbm_prefill import INDEX, KV, PAGE, SLOTS, named, pool_of
+from tests.support.layout_tensors import CANARY
 
 REPO = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -122,7 +122,7 @@ def two(devices: tuple[str, str], **options: Any) -> Iterator[Two]:
     fill(hbm)
     own = [named(kv, "kv"), named(index, "index", memory="hbm", base=base)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.hbm_prefill", devices[0]], cwd=REPO,
+        [sys.executable, "-m", "tests.support.hbm_prefill", devices[0]], cwd=REPO,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},
     )  # fmt: skip

@@ -19,7 +19,7 @@ from pdtransfer.errors import TransportError
 from pdtransfer.reference.factory import Generation, generate_many
 from pdtransfer.transports.select import taken
 from pdtransfer.wire import Ranks, Sampling
-from tests.integration.fleets import LIMITS, SLOTS, TOKENS, Site, equal, prompts
+from tests.support.fleets import LIMITS, SLOTS, TOKENS, Site, equal, prompts
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 PAGES = (1, 16, 64)

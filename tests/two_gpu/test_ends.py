@@ -8,9 +8,9 @@ import os
 import signal
 from pathlib import Path
 
-from tests.integration.fleets import ENGINE, Answer, Gates, Site, equal, prompts, running, until
-from tests.integration.loads import LOST
 from tests.integration.test_groups import followers
+from tests.support.fleets import ENGINE, Answer, Gates, Site, equal, prompts, running, until
+from tests.support.loads import LOST
 
 from .matrix import TEXTS, Case, expected, fleet_of, single
 

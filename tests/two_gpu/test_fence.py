@@ -17,9 +17,9 @@ from pdtransfer.kernels import card as cards
 from pdtransfer.memory.arena_memory import Arena
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports.shm import ShmArena
-from tests.card_process import CardProcess
-from tests.layout_tensors import CANARY
-from tests.test_shm import WRITER, on_loop, until
+from tests.support.card_process import CardProcess
+from tests.support.layout_tensors import CANARY
+from tests.transports.test_shm import WRITER, on_loop, until
 
 from .clients import fill, holds, tensor_of
 

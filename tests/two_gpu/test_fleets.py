@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.fleets import Site, running
+from tests.support.fleets import Site, running
 
 from .matrix import MATRIX, TEXTS, Case, answered, fleet_of, missing
 

@@ -1,0 +1,153 @@
+"""What makes libzmq 4.3.5 abort the process that uses it, and that the bus keeps peers from bringing that about.
+
+Each runs against a process of its own; the same with what the bus does against it taken away has to die.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket as tcp
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+
+from pdtransfer.wire import Ping, Pong, decode, encode
+from tests.support.bus_peers import Raw, context, hello, pair
+from tests.support.zmtp import PING, Zmtp, frame
+
+__all__ = ["context"]  # a fixture
+BEFORE = {"RCVHWM": 256, "HEARTBEAT_IVL": 200, "HEARTBEAT_TIMEOUT": 60_000}  # as the bus' sockets once were
+WITH_THE_BUG = pytest.mark.skipif(zmq.zmq_version_info() > (4, 3, 5), reason="this libzmq may have it mended")
+
+
+class Doomed:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def hear(self, step: str, **fields: Any) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            said = json.loads(line)
+            if said["step"] == step and fields.items() <= said.items():
+                return said
+        raise AssertionError(f"it has died, status {self.process.wait(30)}, and not said {step}")
+
+    def say(self, **what: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    @property
+    def has_aborted(self) -> bool:
+        return self.process.wait(30) == -signal.SIGABRT
+
+
+@contextmanager
+def doomed(**settings: Any) -> Iterator[Doomed]:
+    given = {"options": {}, "named": [], "dials": "", "stands_still": True} | settings
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.doomed_bus", json.dumps(given)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield Doomed(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class Attack:
+    """Fills a queue of 256, with ZMTP's own PING behind it if so wished, and resets the connection."""
+
+    def __init__(self, way: str, *, pings: bool = True, **options: int) -> None:
+        self.way, self.options = way, options
+        self.text = frame(encode(Ping(1))) * 400 + (PING if pings else b"") + frame(encode(Ping(2))) * 10
+
+    def __enter__(self) -> Doomed:
+        self.listener = tcp.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(30)
+        dials = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}" if self.way == "dials" else ""
+        self.running = doomed(options=self.options, dials=dials)
+        process = self.running.__enter__()
+        self.port = 0 if dials else int(process.hear("bound")["endpoint"].rpartition(":")[2])
+        peer = self.connect()
+        opening = frame(encode(hello("peer")))
+        peer.say(opening)
+        process.hear("standing still")
+        peer.say(self.text)
+        process.say(bytes=len(opening + self.text))
+        process.hear("read")
+        peer.reset()
+        if "HEARTBEAT_IVL" not in self.options:  # then it may have died already
+            process.hear("ended")
+        return process
+
+    def connect(self) -> Zmtp:
+        return Zmtp(self.port) if self.port else Zmtp(made=self.listener.accept()[0])
+
+    def __exit__(self, *error: Any) -> None:
+        self.running.__exit__(*error)
+        self.listener.close()
+
+
+@pytest.mark.parametrize("way", ["binds", "dials"])
+def test_a_connection_that_ends_with_much_unread_and_a_ping_among_it_aborts_nobody(way: str) -> None:
+    """libzmq#3937: a full queue, the connection's end, and then something to write on it."""
+    attack = Attack(way)
+    with attack as process:
+        process.say(step="go on")
+        process.hear("heard", number=1)
+        with attack.connect() as again:
+            again.say(frame(encode(hello("peer"))) + frame(encode(Ping(3))))
+            process.hear("heard", number=3)
+
+
+@WITH_THE_BUG
+@pytest.mark.parametrize("way", ["binds", "dials"])
+def test_with_a_bounded_queue_a_ping_of_the_peers_aborts_the_process(way: str) -> None:
+    with Attack(way, RCVHWM=256) as process:
+        process.say(step="go on")
+        assert process.has_aborted
+
+
+@WITH_THE_BUG
+@pytest.mark.parametrize("way", ["binds", "dials"])
+def test_with_a_bounded_queue_our_own_heartbeats_abort_the_process_without_a_word_of_the_peer(way: str) -> None:
+    """A prefill that was stopped for 4 s and continued died so in each of 7 runs."""
+    with Attack(way, pings=False, **BEFORE) as process:
+        assert process.has_aborted
+
+
+@pytest.mark.parametrize("named", [pytest.param(True), pytest.param(False, marks=WITH_THE_BUG)])
+def test_who_takes_the_routing_id_that_comes_next_aborts_nobody_since_it_does_not_get_it(
+    named: bool, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    own, listed = pair(), [pair() for _ in range(3)]
+    keys = {
+        "own": {"public": own.public, "secret": own.secret},
+        "allowed": {each.public: f"peer-{number}" for number, each in enumerate(listed)},
+    }
+    # The first and the last have ids of the ROUTER's own, as they would have if our answer came too late.
+    with doomed(stands_still=False, named=[False, named, False], keys=keys) as process:
+        bound = process.hear("bound")["endpoint"]
+        first = Raw(context, bound, keys=listed[0], server=own.public)
+        first.say(hello("first"))
+        count = int.from_bytes(bytes.fromhex(process.hear("heard")["route"])[1:], "big")
+        following = b"\0" + ((count + 1) % (1 << 32)).to_bytes(4, "big")
+        squatter = Raw(context, bound, keys=listed[1], server=own.public, routing_id=following)
+        squatter.say(hello("squatter"))
+        process.hear("heard")
+        newcomer = Raw(context, bound, keys=listed[2], server=own.public)
+        newcomer.say(hello("newcomer"), Ping(1))
+        if named:
+            process.hear("heard", number=1)
+            assert newcomer.socket.poll(30_000)
+            assert decode(newcomer.socket.recv()) == Pong(1)
+        else:
+            assert process.has_aborted

@@ -1,0 +1,325 @@
+"""The bus between peers that mean well, over real sockets on loopback: order, names, keys, binding."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket as tcp
+from dataclasses import replace
+
+import pytest
+import zmq
+
+from pdtransfer.bus.connections import TurnedAwayError
+from pdtransfer.bus.keys import KeyPair
+from pdtransfer.errors import ConfigError, WorldError
+from pdtransfer.limits import FRAME_BYTES_MAX
+from pdtransfer.wire import Goodbye, Grant, Message, Part, Ping, Pong, Reject, encode
+from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, on_loop, pair, until
+
+__all__ = ["context"]  # a fixture
+
+
+@on_loop
+async def test_messages_pass_both_ways_in_order_under_the_nodes_name() -> None:
+    async with Node("prefill") as prefill, Node("decode") as decode_node:
+        peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d0")
+        for number in range(1, 501):
+            assert decode_node.bus.send(peer, Ping(number))
+        await until(lambda: len(decode_node.heard) == 500)
+        assert prefill.heard == [("node:d0", hello("d0")), *(("node:d0", Ping(n)) for n in range(1, 501))]
+        assert decode_node.heard == [(peer, Pong(n)) for n in range(1, 501)]
+        assert (prefill.bus.received, prefill.bus.sent) == (501, 500)
+        assert (decode_node.bus.received, decode_node.bus.sent) == (500, 500)
+
+
+@on_loop
+async def test_with_keys_a_peer_is_the_allow_lists_name_whatever_its_hello_says() -> None:
+    p, d = pair(), pair()
+    async with Node("p", p, {"decode-7": d}) as prefill, Node("d", d, {"prefill-1": p}) as decode_node:
+        peer = await decode_node.meet(f"{p.public}@{await prefill.bus.bind(ANY_PORT)}", "somebody-else")
+        await decode_node.ping(peer, 1)
+        assert {name for name, _ in prefill.heard} == {"key:decode-7"}
+        assert peer.startswith(p.public)
+
+
+@on_loop
+async def test_the_largest_frame_of_the_protocol_passes_encrypted() -> None:
+    p, d = pair(), pair()
+    part = Part(0, 0, 1, b"\1" * (1 << 20))
+    grant = Grant(1, 1, 1, 1, 0, (part, part, part, with_extents(part, 0)), True, 1)
+    last = with_extents(part, FRAME_BYTES_MAX - len(encode(grant)) - 3)  # its length takes 3 bytes more
+    grant = Grant(1, 1, 1, 1, 0, (part, part, part, last), True, 1)
+    assert len(encode(grant)) == FRAME_BYTES_MAX
+    async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p}) as decode_node:
+        peer = await decode_node.meet(f"{p.public}@{await prefill.bus.bind(ANY_PORT)}", "d")
+        assert decode_node.bus.send(peer, grant)
+        await until(lambda: len(prefill.heard) == 2)
+        assert prefill.heard[1] == ("key:d", grant)
+
+
+def with_extents(part: Part, size: int) -> Part:
+    return Part(part.component, part.first_row, part.rows, b"\1" * size)
+
+
+@on_loop
+async def test_last_words_arrive_when_the_bus_closes_right_after() -> None:
+    # Megabytes stand before the Goodbye, so that it is still here when the bus closes.
+    limits = replace(LIMITS, linger_ms=10_000, unread_frames_max=1 << 20)
+    async with Node("p", limits=limits) as prefill:
+        decode_node = Node("d", limits=limits)
+        peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
+        for _ in range(20):
+            assert decode_node.bus.send(peer, LARGE)
+        assert decode_node.bus.send(peer, Goodbye(7, "shutdown"))
+        await decode_node.bus.close()
+        await until(lambda: prefill.heard[-1:] == [("node:d", Goodbye(7, "shutdown"))])
+
+        listener = Node("l", limits=limits)
+        peer = await prefill.meet(await listener.bus.bind(ANY_PORT), "p")
+        await until(lambda: len(listener.heard) == 1)
+        for _ in range(20):
+            assert listener.bus.send("node:p", LARGE)
+        assert listener.bus.send("node:p", Goodbye(8, "shutdown"))
+        await listener.bus.close()
+        await until(lambda: prefill.heard[-1:] == [(peer, Goodbye(8, "shutdown"))])
+
+
+@on_loop
+async def test_a_message_is_heard_though_a_send_has_swallowed_its_signal(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    async with Node("p") as prefill, Node("d") as decode_node:
+        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+        raw.say(hello("d"))
+        peer = await decode_node.meet(f"tcp://127.0.0.1:{port}", "d")
+        await until(lambda: len(prefill.heard) == 1 and router.poll(0) != 0)
+        route = router.recv_multipart()[0]
+        raw.say(Pong(1))
+        router.send_multipart([route, encode(Pong(2))])
+        raw.socket.poll(100)  # blocking: both are in by then, and the loop has not looked yet
+        assert prefill.bus.send("node:d", Ping(3))
+        assert decode_node.bus.send(peer, Ping(4))
+        await until(lambda: prefill.heard[-1] == ("node:d", Pong(1)))
+        await until(lambda: decode_node.heard == [(peer, Pong(2))])
+
+
+@on_loop
+async def test_an_exception_of_the_node_stops_nothing() -> None:
+    async with Node("p") as prefill, Node("d") as decode_node:
+        failures: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
+        take = prefill.receive
+
+        def fail_on_odd(peer: str, message: Message) -> None:
+            take(peer, message)
+            if type(message) is Ping and message.incarnation % 2:
+                raise ZeroDivisionError
+
+        prefill.bus._receive = fail_on_odd
+        peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
+        for number in range(1, 101):
+            decode_node.bus.send(peer, Ping(number))
+        await until(lambda: len(decode_node.heard) == 100)
+        assert [type(failure) for failure in failures] == [ZeroDivisionError] * 50
+
+
+@on_loop
+async def test_strangers_are_refused_at_the_handshake_and_the_listed_go_on(
+    context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d, stranger = pair(), pair(), pair()
+    async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p}) as decode_node:
+        bound = await prefill.bus.bind(ANY_PORT)
+        with caplog.at_level(logging.WARNING):
+            crowd = [
+                Raw(context, bound),  # no keys at all
+                Raw(context, bound, keys=stranger, server=p.public),  # a key that is not listed
+                Raw(context, bound, keys=d, server=stranger.public),  # a listed key, for another server
+                Raw(context, bound, keys=KeyPair(d.public, stranger.secret), server=p.public),  # another's public key
+            ]
+            for raw in crowd:
+                raw.say(hello("d"), Ping(666))
+            bare = tcp.create_connection(("127.0.0.1", int(bound.rpartition(":")[2])))
+            bare.sendall(b"\x01\x00" + b"GET / HTTP/1.0\r\n\r\n" + os.urandom(4_096))
+            peer = await decode_node.meet(f"{p.public}@{bound}", "d")
+            await until(lambda: prefill.bus.strangers >= 1)
+            await decode_node.ping(peer, 1)
+            bare.close()
+        assert {name for name, _ in prefill.heard} == {"key:d"}
+        assert ("key:d", Ping(666)) not in prefill.heard
+        assert all(raw.quiet for raw in crowd)
+        assert stranger.public in caplog.text
+
+
+@on_loop
+async def test_a_crowd_of_strangers_is_counted_but_logged_seldom(
+    context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    p = pair()
+    async with Node("p", p, {}, replace(LIMITS, log_ms=60_000)) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        crowd = [Raw(context, bound, keys=pair(), server=p.public) for _ in range(20)]
+        await until(lambda: prefill.bus.strangers >= len(crowd))
+        assert len([record for record in caplog.records if "allow-list" in record.message]) == 1
+
+
+@on_loop
+async def test_a_listener_whose_key_is_not_the_pinned_one_is_not_spoken_to() -> None:
+    p, d, other = pair(), pair(), pair()
+    async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p, "o": other}) as decode_node:
+        bound = await prefill.bus.bind(ANY_PORT)
+        wrong, right = decode_node.bus.dial(f"{other.public}@{bound}"), f"{p.public}@{bound}"
+        await decode_node.ping(await decode_node.meet(right, "d"), 1)
+        assert not decode_node.bus.send(wrong, hello("d"))
+
+
+@on_loop
+async def test_only_endpoints_that_the_keys_allow_are_dialled() -> None:
+    p, d, stranger = pair(), pair(), pair()
+    async with Node("d", d, {"p": p}, replace(LIMITS, dials_max=1)) as keyed, Node("n") as keyless:
+        with pytest.raises(ConfigError, match="key: missing"):
+            keyed.bus.dial("tcp://127.0.0.1:9")
+        with pytest.raises(ConfigError, match="not on the allow-list"):
+            keyed.bus.dial(f"{stranger.public}@tcp://127.0.0.1:9")
+        with pytest.raises(ConfigError, match="no keys of its own"):
+            keyless.bus.dial(f"{p.public}@tcp://127.0.0.1:9")
+        with pytest.raises(ConfigError, match="is not tcp"):
+            keyless.bus.dial("inproc://zeromq.zap.01")
+        endpoint = f"{p.public}@tcp://127.0.0.1:9"
+        assert keyed.bus.dial(endpoint) == keyed.bus.dial(endpoint) == endpoint
+        with pytest.raises(WorldError, match="limit"):
+            keyed.bus.dial(f"{p.public}@tcp://127.0.0.1:10")
+        keyed.bus.hang_up(endpoint)
+        keyed.bus.dial(f"{p.public}@tcp://127.0.0.1:10")
+
+
+@on_loop
+async def test_bind_takes_the_first_free_port_of_a_range_and_says_what_it_bound() -> None:
+    async with Node("a") as a, Node("b") as b, Node("c") as c:
+        first = int((await a.bus.bind(ANY_PORT)).rpartition(":")[2])
+        last = min(first + 20, 65_535)
+        bound = await b.bus.bind(f"tcp://localhost:{first}-{last}")
+        assert bound.startswith("tcp://127.0.0.1:")
+        assert first < int(bound.rpartition(":")[2]) <= last
+        with pytest.raises(WorldError, match=f"cannot bind tcp://127.0.0.1:{first}: the port is in use"):
+            await c.bus.bind(f"tcp://127.0.0.1:{first}")
+        assert await c.bus.bind(ANY_PORT)
+
+
+@on_loop
+async def test_bind_speaks_ipv6() -> None:
+    probe = tcp.socket(tcp.AF_INET6)
+    try:
+        probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    finally:
+        probe.close()
+    async with Node("p") as prefill, Node("d") as decode_node:
+        bound = await prefill.bus.bind("tcp://[::1]:0")
+        assert bound.startswith("tcp://[::1]:")
+        await decode_node.ping(await decode_node.meet(bound, "d"), 1)
+
+
+@on_loop
+async def test_what_can_never_be_bound_is_a_config_error() -> None:
+    async with Node("p") as node:
+        for endpoint, named in (
+            ("tcp://0.0.0.0:0", "say insecure"),
+            ("tcp://*:0", "say insecure"),
+            ("tcp://host.invalid:0", "does not resolve"),
+            ("ipc:///tmp/x", "is not tcp"),
+        ):
+            with pytest.raises(ConfigError, match=named):
+                await node.bus.bind(endpoint)
+    p = pair()
+    async with Node("p", p, {}) as node:
+        with pytest.raises(ConfigError, match=r"no interface of this host has 192\.0\.2\.1"):
+            await node.bus.bind("tcp://192.0.2.1:0")
+        assert await node.bus.bind("tcp://0.0.0.0:0")
+
+
+@on_loop
+async def test_a_connection_must_open_with_hello(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p") as prefill:
+        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+        raw.say(Ping(1), Ping(2))
+        answer = await raw.hear()
+        assert isinstance(answer, Reject)
+        assert (answer.session, answer.reason) == (0, "hello_first")
+        raw.say(hello("d"), Ping(3))
+        assert await raw.hear() == Pong(3)
+        assert prefill.heard == [("node:d", hello("d")), ("node:d", Ping(3))]
+        assert [(name, type(error)) for name, error in prefill.refusals] == [("unknown:127.0.0.1", TurnedAwayError)]
+        assert prefill.bus.refused == 2
+
+
+@on_loop
+async def test_a_connections_name_is_fixed_by_its_first_hello(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p") as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        victim, thief = Raw(context, bound), Raw(context, bound)
+        victim.say(hello("victim"), Ping(1))
+        assert await victim.hear() == Pong(1)
+        thief.say(hello("thief"), hello("victim"), Ping(2))
+        answer = await thief.hear()
+        assert isinstance(answer, Reject)
+        assert answer.fields == ("Hello.identity.node: node:victim, this connection is node:thief's",)
+        assert [name for name, _ in prefill.refusals] == ["node:thief"]
+        prefill.bus.send("node:victim", Ping(9))
+        assert await victim.hear() == Ping(9)
+        assert thief.quiet
+
+
+@on_loop
+async def test_a_name_that_cannot_be_printed_is_refused(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with Node("p") as prefill:
+        raw = Raw(context, await prefill.bus.bind(ANY_PORT))
+        raw.say(hello("d\nforged log line"))
+        answer = await raw.hear()
+        assert isinstance(answer, Reject)
+        assert answer.fields[0].startswith("Hello.identity.node")
+        assert prefill.heard == []
+
+
+@on_loop
+async def test_a_newer_connection_supersedes_the_older_one_of_its_name(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    async with Node("p") as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        old, new = Raw(context, bound), Raw(context, bound)
+        old.say(hello("d"), Ping(1))
+        assert await old.hear() == Pong(1)
+        new.say(hello("d"), Ping(2))
+        assert await new.hear() == Pong(2)
+        old.say(Ping(3), hello("d"), Ping(4))
+        answer = await old.hear()
+        assert isinstance(answer, Reject)
+        assert answer.reason == "superseded"
+        assert [name for name, _ in prefill.refusals] == ["unknown:127.0.0.1"]
+        prefill.bus.send("node:d", Ping(5))
+        assert await new.hear() == Ping(5)
+        await asyncio.sleep(0.05)
+        assert old.quiet
+        assert [message for _, message in prefill.heard] == [hello("d"), Ping(1), hello("d"), Ping(2)]
+
+
+@on_loop
+async def test_a_restarted_process_with_the_same_key_gets_the_replies(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    p, d = pair(), pair()
+    async with Node("p", p, {"d": d}) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        old = Raw(context, bound, keys=d, server=p.public)
+        old.say(hello("a"), Ping(1))
+        assert await old.hear() == Pong(1)
+        new = Raw(context, bound, keys=d, server=p.public)
+        new.say(hello("b"), Ping(2))
+        assert await new.hear() == Pong(2)
+        assert prefill.bus.send("key:d", Ping(3))
+        assert await new.hear() == Ping(3)
+        assert old.quiet

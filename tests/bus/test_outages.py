@@ -1,0 +1,216 @@
+"""How the bus comes back from what is down, refuses or moved, says why, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket as tcp
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import zmq
+
+from pdtransfer.bus.sockets import resolve
+from pdtransfer.wire import Goodbye, Ping, Reject
+from tests.support.bus_peers import ANY_PORT, LIMITS, Node, Raw, context, hello, on_loop, pair, rebind, until
+
+__all__ = ["context"]  # a fixture
+
+
+@on_loop
+async def test_a_restarted_listener_hears_hello_first_and_nothing_stale() -> None:
+    async with Node("d") as decode_node:
+        first = Node("p")
+        bound = await first.bus.bind(ANY_PORT)
+        peer = await decode_node.meet(bound, "d")
+        await decode_node.ping(peer, 1)
+        await first.bus.close()
+        await until(lambda: not decode_node.bus.send(peer, Ping(2)))
+        async with Node("p") as second:
+            assert await second.bus.bind(bound) == bound
+            await until(lambda: bool(second.heard))
+            await decode_node.ping(peer, 3)
+            assert second.heard[:2] == [("node:d", hello("d")), ("node:d", Ping(3))]
+
+
+@on_loop
+async def test_a_listener_that_forgot_us_is_told_our_hello_again() -> None:
+    async with Node("p") as prefill, Node("d") as decode_node:
+        peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
+        await decode_node.ping(peer, 1)
+        prefill.bus.hang_up("node:d")
+        assert not prefill.bus.send("node:d", Ping(9))
+        prefill.heard.clear()
+        await decode_node.ping(peer, 2)
+        assert prefill.heard[0] == ("node:d", hello("d"))
+        assert not [message for _, message in decode_node.heard if isinstance(message, Reject)]
+
+
+@on_loop
+async def test_what_a_peer_said_before_it_went_is_dropped_without_a_word_once_we_know_that_it_went(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    async with Node("p") as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        raw = Raw(context, bound)
+        raw.say(hello("d"))
+        await until(lambda: prefill.heard == [("node:d", hello("d"))])
+        raw.say(*(Ping(number) for number in range(100)))
+        raw.socket.close(linger=10_000)
+        while prefill.bus.send("node:d", Goodbye(7, "shutdown")):
+            time.sleep(0.001)  # noqa: ASYNC251 - so that the loop reads none of them before
+        await until(lambda: prefill.bus.dropped >= 101)
+        assert len(prefill.heard) == 1
+        assert (prefill.refusals, prefill.bus.refused) == ([], 0)
+        again = Raw(context, bound)
+        again.say(Ping(1))
+        assert isinstance(await again.hear(), Reject)  # a newcomer is still told that Hello comes first
+        again.say(hello("d"))
+        await until(lambda: len(prefill.heard) == 2)
+
+
+@pytest.mark.parametrize("at_first", ["does not list us", "has no keys"])
+@on_loop
+async def test_an_endpoint_that_refused_us_is_dialled_until_it_lets_us_in(
+    at_first: str, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    p, d = pair(), pair()
+    router = context.socket(zmq.ROUTER)
+    if at_first == "does not list us":
+        unlisted = Node("p", p, {})
+        bound = await unlisted.bus.bind(ANY_PORT)
+    else:
+        bound = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+    async with Node("d", d, {"p": p}) as decode_node:
+        peer = decode_node.bus.dial(f"{p.public}@{bound}")
+        assert not decode_node.bus.send(peer, hello("d"))
+        if at_first == "does not list us":
+            await until(lambda: unlisted.bus.strangers > 0)
+            await unlisted.bus.close()
+        else:
+            await until(lambda: decode_node.bus._dialled[peer]._attempt > 0)
+        router.close()
+        async with Node("p", p, {"d": d}) as prefill:
+            await rebind(prefill, bound)
+            await decode_node.ping(peer, 1)
+            assert prefill.heard[0] == ("key:d", hello("d"))
+
+
+@pytest.mark.parametrize(
+    ("listener", "text"),
+    [
+        ("nobody", "nobody listens there"),
+        ("does not list us", "it refused our key; is it on its allow-list?"),
+        ("has another key", "it hung up on our handshake; is its key the one given?"),
+        ("has no keys", "has one side keys, the other none?"),
+    ],
+)
+@on_loop
+async def test_the_log_says_why_there_is_no_connection(
+    listener: str, text: str, context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d, other = pair(), pair(), pair()
+    limits = replace(LIMITS, redial_ms_max=60_000)
+    own = p if listener == "does not list us" else other
+    async with Node("p", own, {}) as prefill, Node("d", d, {"p": p}, limits) as node:
+        bound = await prefill.bus.bind(ANY_PORT)
+        if listener == "nobody":
+            await prefill.bus.close()
+        elif listener == "has no keys":
+            keyless = context.socket(zmq.ROUTER)
+            bound = f"tcp://127.0.0.1:{keyless.bind_to_random_port('tcp://127.0.0.1')}"
+        node.bus.dial(f"{p.public}@{bound}")
+        # A first attempt may be over before its handshake is.
+        await until(lambda: text in caplog.text)
+        assert f"no connection to {p.public}@{bound}: " in caplog.text
+
+
+@on_loop
+async def test_an_outage_is_logged_at_first_and_then_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    async with Node("d", limits=replace(LIMITS, redial_ms=10, redial_ms_max=40)) as decode_node:
+        listener = Node("p")
+        bound = await listener.bus.bind(ANY_PORT)
+        await listener.bus.close()
+        dialled = decode_node.bus._dialled[decode_node.bus.dial(bound)]
+        await until(lambda: dialled._attempt > 5)
+        assert caplog.text.count("no connection") == 2  # after 10 and 20 ms
+        async with Node("p") as listener:
+            await rebind(listener, bound)
+            await decode_node.ping(await decode_node.meet(bound, "d") if not dialled.connected else bound, 1)
+        await until(lambda: dialled._attempt > 10)
+        assert caplog.text.count("no connection") == 4
+
+
+@on_loop
+async def test_nothing_is_dialled_after_hanging_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with Node("d", limits=replace(LIMITS, redial_ms=20, redial_ms_max=40)) as decode_node:
+        peer = decode_node.bus.dial("tcp://127.0.0.1:9")
+        dialled = decode_node.bus._dialled[peer]
+        await asyncio.sleep(0.01)
+        decode_node.bus.hang_up(peer)
+        before = dialled._attempt, caplog.text  # none by now, unless these 10 ms took twice as long
+        await asyncio.sleep(0.1)
+        assert (dialled._attempt, caplog.text) == before
+        assert not dialled.connected
+
+
+@on_loop
+async def test_names_resolve_to_ipv4_first() -> None:
+    async def answer(*_: object, **__: object) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+        return [(0, 0, 0, "", (address, 0)) for address in ("::1", "127.0.0.1", "::1", "127.0.0.2")]
+
+    loop = SimpleNamespace(getaddrinfo=answer)
+    assert await resolve(loop, "prefill-0.kv") == ["127.0.0.1", "127.0.0.2", "::1"]
+
+
+@on_loop
+async def test_a_name_is_dialled_address_by_address_and_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def answer(_: object, host: str) -> list[str]:
+        asked.append(host)
+        if len(asked) == 1:
+            raise tcp.gaierror(tcp.EAI_NONAME, "not yet")
+        return ["127.0.0.2", "127.0.0.1"]
+
+    monkeypatch.setattr("pdtransfer.bus.dialled.resolve", answer)
+    async with Node("p") as prefill, Node("d") as decode_node:
+        port = (await prefill.bus.bind(ANY_PORT)).rpartition(":")[2]
+        peer = await decode_node.meet(f"tcp://prefill-0.kv:{port}", "d")
+        await decode_node.ping(peer, 1)
+        assert set(asked) == {"prefill-0.kv"}
+        assert len(asked) >= 2
+
+
+@on_loop
+async def test_descriptors_and_threads_return_after_close() -> None:
+    p, d = pair(), pair()
+
+    async def life() -> None:
+        async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p}) as decode_node:
+            peer = await decode_node.meet(f"{p.public}@{await prefill.bus.bind(ANY_PORT)}", "d")
+            decode_node.bus.dial(f"{p.public}@tcp://127.0.0.1:9")
+            decode_node.bus.dial(f"{p.public}@tcp://localhost:9")
+            await decode_node.ping(peer, 1)
+            await asyncio.sleep(0.25)  # the unreachable ones are dialled again
+            decode_node.bus.hang_up(peer)
+            decode_node.bus.hang_up(peer)
+        await prefill.bus.close()
+
+    await life()
+    await until(lambda: threads_of("ZMQ") == 0)  # one that was joined is to be seen for a moment still
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        await life()
+    await until(lambda: (len(os.listdir("/proc/self/fd")), threads_of("ZMQ")) == (before, 0))
+
+
+def threads_of(prefix: str) -> int:
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/comm") as file:
+            names.append(file.read())
+    return sum(name.startswith(prefix) for name in names)

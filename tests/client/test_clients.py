@@ -1,0 +1,1066 @@
+"""The clients as an engine's scheduler drives them: from one thread that never waits, every byte accounted for.
+
+Real clients over shared memory in one process. DESIGN 8's contract: total count at open, prefix length at expect, abort
+that says when memory is safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import itertools
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdtransfer import kernels
+from pdtransfer.bus.keys import AllowList
+from pdtransfer.client import clients as client_module
+from pdtransfer.client.aio import AsyncDecode, AsyncPrefill, DecodeHand, PrefillHand
+from pdtransfer.client.clients import DecodeClient, KVPoll, PrefillClient
+from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
+from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
+from pdtransfer.limits import AUX_BYTES_MAX, TOKENS_MAX
+from pdtransfer.transports import copier
+from pdtransfer.transports.shm import writer
+from tests.support.bus_peers import on_loop
+from tests.support.bus_peers import pair as keys
+from tests.support.client_pair import LIMITS, Expected, Late, Pair, client_pair, component, settings, slots_of_pages
+from tests.support.layout_tensors import Pool, mha, mla
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with client_pair() as made:
+        yield made
+
+
+def landed(pair: Pair, expected: Expected, room: int, pages: np.ndarray, tokens: int) -> None:
+    """Waits for READY and notes where the room's bytes have to be."""
+    slots = pair.ready(room).slots["kv"][:tokens]
+    expected.land(slots_of_pages(pages, pair.source.page_size, tokens), slots)
+
+
+def test_a_client_that_starts_has_threads_take_short_turns_and_never_longer_ones() -> None:
+    before = sys.getswitchinterval()
+    try:
+        for own, after in ((0.005, 0.0005), (0.0001, 0.0001)):
+            sys.setswitchinterval(own)
+            with client_pair():
+                assert sys.getswitchinterval() == pytest.approx(after, abs=2e-6)
+    finally:
+        sys.setswitchinterval(before)
+
+
+# The scheduler's loop
+
+
+@dataclass
+class Request:
+    """What a scheduler knows of one request; `states` are those that its polls have seen, each once."""
+
+    room: int
+    tokens: int
+    chunk: int
+    sent: int = 0
+    pages: list[int] = field(default_factory=list)
+    states: list[KVPoll] = field(default_factory=list)
+
+    def see(self, state: KVPoll) -> None:
+        if not self.states or self.states[-1] is not state:
+            self.states.append(state)
+
+
+class PrefillScheduler:
+    """Bootstrap queue, chunked batches, inflight queue: pages are taken as chunks need them, freed once drained."""
+
+    def __init__(self, pair: Pair, requests: list[Request]) -> None:
+        self.client, self.page_size = pair.prefill, pair.source.page_size
+        self.bootstrapping, self.running, self.inflight = list(requests), [], []
+        self.free_pages = list(np.random.default_rng(5).permutation(pair.source.slots // self.page_size))
+        self.pages_at_most = 0
+        for request in requests:
+            self.client.open(request.room, tokens=request.tokens)
+
+    def step(self) -> None:
+        drained = {said.room for said in self.client.poll() if isinstance(said, Drained)}
+        for request in list(self.bootstrapping):
+            request.see(self.client.state(request.room))
+            if self.client.state(request.room) is KVPoll.WAITING_FOR_INPUT:
+                self.bootstrapping.remove(request)
+                self.running.append(request)
+        for request in list(self.running):
+            end = min(request.sent + request.chunk, request.tokens)
+            while len(request.pages) * self.page_size < end:
+                request.pages.append(self.free_pages.pop())
+            self.client.push(request.room, request.pages, rows=(request.sent, end))
+            request.sent = end
+            if end == request.tokens:
+                self.client.finish(request.room, aux=b"aux of %d" % request.room)
+                request.see(self.client.state(request.room))
+                self.running.remove(request)
+                self.inflight.append(request)
+        for request in list(self.inflight):
+            request.see(self.client.state(request.room))
+            if request.room in drained:
+                self.inflight.remove(request)
+                self.free_pages += request.pages
+
+    @property
+    def idle(self) -> bool:
+        return not (self.bootstrapping or self.running or self.inflight)
+
+
+class DecodeScheduler:
+    """Prealloc and transfer queue in one; a room that has landed is read, and released some batches later."""
+
+    def __init__(self, pair: Pair, requests: list[Request], read: Callable[[Request, Ready], None]) -> None:
+        self.client, self._read = pair.decode, read
+        self.waiting = {request.room: request for request in requests}
+        self.running: list[tuple[int, int]] = []
+        self.steps = 0
+        for request in requests:
+            self.client.expect(request.room, tokens=request.tokens, sources=[pair.prefill.endpoint])
+
+    def step(self) -> None:
+        self.steps += 1
+        ready = {said.room: said for said in self.client.poll() if isinstance(said, Ready)}
+        for room, request in list(self.waiting.items()):
+            request.see(self.client.state(room))
+            if self.client.state(room) is KVPoll.SUCCESS:
+                self._read(self.waiting.pop(room), ready[room])
+                self.running.append((self.steps + 3, room))
+        while self.running and self.running[0][0] <= self.steps:
+            self.client.release(self.running.pop(0)[1])
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.running)
+
+
+def test_two_schedulers_that_never_wait_move_rooms_chunk_by_chunk() -> None:
+    """Twelve rooms through an arena that holds four or so of them at a time, and a pool that holds all but one."""
+    with client_pair(source=("layer_first", 16, 640), target=("page_first", 1, 256)) as pair:
+        sizes = [1, 15, 16, 17, 60, 63, 64, 65, 33, 90, 128, 48]
+        senders = [Request(100 + at, tokens, chunk=24) for at, tokens in enumerate(sizes)]
+        receivers = [Request(each.room, each.tokens, chunk=0) for each in senders]
+        source = {each.room: each for each in senders}
+
+        def read(request: Request, ready: Ready) -> None:
+            assert ready.aux == b"aux of %d" % request.room
+            assert ready.kv_bytes == request.tokens * pair.source.layout.row_bytes
+            pages = np.array(source[request.room].pages)
+            of, at = slots_of_pages(pages, 16, request.tokens), ready.slots["kv"]
+            for kind, layer, head in pair.source.model.rows():
+                rows = pair.source.read(kind, layer, head, of), pair.target.read(kind, layer, head, at)
+                assert (rows[0] == rows[1]).all()
+
+        prefill, decode = PrefillScheduler(pair, senders), DecodeScheduler(pair, receivers, read)
+        deadline = time.monotonic() + 120
+        while not (prefill.idle and decode.idle):
+            assert time.monotonic() < deadline
+            prefill.step()
+            decode.step()
+            time.sleep(0.0005)  # the batch that a scheduler runs between two polls
+        stations = [KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING, KVPoll.SUCCESS]
+        for request in senders:
+            assert request.states[-1] is KVPoll.SUCCESS
+            assert request.states == [state for state in stations if state in request.states]  # never back
+            assert KVPoll.TRANSFERRING in request.states
+        assert all(request.states[-1] is KVPoll.SUCCESS for request in receivers)
+        assert all(set(request.states) <= {KVPoll.BOOTSTRAPPING, KVPoll.SUCCESS} for request in receivers)
+        assert len(prefill.free_pages) == 640 // 16
+        pair.whole_arena_is_free(1)
+
+
+def test_min_over_ranks_is_the_rooms_state() -> None:
+    order = [KVPoll.FAILED, KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT, KVPoll.TRANSFERRING, KVPoll.SUCCESS]
+    assert sorted(KVPoll) == order
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (("layer_first", 64, 512), ("page_first", 1, 512)),
+        (("layer_first", 16, 512), ("page_first", 1, 512)),
+        (("layer_first", 16, 512), ("layer_first", 64, 512)),
+        (("layer_first", 64, 512), ("page_first", 16, 512)),
+        (("layer_first", 16, 512), ("page_first_direct", 64, 512)),
+        (("layer_first", 64, 512), ("page_head", 16, 512)),
+        (("page_head", 16, 512), ("layer_first", 1, 512)),
+        (("page_first_direct", 32, 512), ("page_head", 64, 512)),
+    ],
+)
+@pytest.mark.parametrize("model", [mla(layers=range(2)), mha(layers=range(2), heads=range(4))], ids=["mla", "mha"])
+def test_every_pair_of_pools_lands_token_for_token_and_no_other_byte_changes(
+    model: object, source: tuple[str, int, int], target: tuple[str, int, int]
+) -> None:
+    with client_pair(model=model, source=source, target=target) as pair:
+        expected = Expected(pair.target)
+        for room, tokens in ((1, 1), (2, 63), (3, 65), (4, 40)):
+            pair.expect(room, tokens)
+            pages = pair.send(room, tokens)
+            landed(pair, expected, room, pages, tokens)
+        assert expected.holds(pair.arena)
+
+
+def test_cells_of_some_layers_land_in_any_order() -> None:
+    with client_pair(model=mla(layers=range(4))) as pair:
+        expected, pages = Expected(pair.target), pair.pages(1, 50)
+        pair.expect(1, 50)
+        pair.prefill.open(1, tokens=50)
+        for rows in ((32, 50), (0, 32)):
+            for layers in ((2, 3), (0, 2), (3, 4)):
+                pair.prefill.push(1, pages[: -(-rows[1] // 16)], rows=rows, layers=layers)
+        pair.prefill.finish(1)
+        landed(pair, expected, 1, pages, 50)
+        assert expected.holds(pair.arena)
+
+
+def test_a_page_list_may_be_longer_than_the_rows_so_far() -> None:
+    with client_pair() as pair:
+        expected, pages = Expected(pair.target), pair.pages(1, 50)
+        pair.expect(1, 50)
+        pair.prefill.open(1, tokens=50)
+        for rows in ((0, 10), (10, 33), (33, 50)):
+            pair.prefill.push(1, pages.tolist(), rows=rows)
+        pair.prefill.finish(1)
+        landed(pair, expected, 1, pages, 50)
+        assert expected.holds(pair.arena)
+
+
+def test_rows_may_begin_within_a_page(pair: Pair) -> None:
+    expected, pages = Expected(pair.target), pair.pages(1, 62)
+    pair.expect(1, 50)
+    pair.prefill.open(1, tokens=50)
+    for rows in ((0, 3), (3, 30), (30, 50)):
+        pair.prefill.push(1, pages, rows=rows, skip=12)
+    pair.prefill.finish(1)
+    slots = pair.ready(1).slots["kv"]
+    expected.land(slots_of_pages(pages, 16, 62)[12:], slots)
+    assert expected.holds(pair.arena)
+
+
+# Counts
+
+
+@pytest.mark.parametrize("first_row", [0, 20], ids=["every row pushed", "only what decode lacks pushed"])
+def test_rows_of_a_prefix_do_not_cross(pair: Pair, first_row: int) -> None:
+    pages = pair.pages(1, 50)
+    pair.expect(1, 50, prefix=20)
+    pair.prefill.open(1, tokens=50)
+    pair.prefill.push(1, pages, rows=(first_row, 50))
+    pair.prefill.finish(1)
+    ready = pair.ready(1)
+    assert ready.kv_bytes == 30 * pair.source.layout.row_bytes
+    assert len(ready.slots["kv"]) == 50
+    expected = Expected(pair.target)
+    expected.land(slots_of_pages(pages, 16, 50)[20:], ready.slots["kv"][20:])
+    assert expected.holds(pair.arena)
+
+
+def test_a_room_that_decode_holds_altogether_lands_with_no_byte(pair: Pair) -> None:
+    pair.expect(1, 50, prefix=50)
+    pair.prefill.open(1, tokens=50)
+    pair.prefill.finish(1, aux=b"first")
+    assert (pair.ready(1).kv_bytes, pair.ready(1).aux) == (0, b"first")
+    assert Expected(pair.target).holds(pair.arena)
+    pair.drained(1)
+
+
+def test_growth_is_leased_and_not_written(pair: Pair) -> None:
+    expected = Expected(pair.target)
+    pair.expect(1, 40, growth=24)
+    pages = pair.send(1, 40)
+    landed(pair, expected, 1, pages, 40)
+    slots = pair.ready(1).slots["kv"]
+    assert slots.dtype == np.int64
+    assert len(set(slots.tolist())) == 64
+    assert expected.holds(pair.arena)
+
+
+def test_totals_that_differ_fail_the_room_on_both_sides_with_both_values(pair: Pair) -> None:
+    pair.expect(1, 40)
+    pair.send(1, 41)
+    for failed in (pair.failed(1), pair.until(lambda: pair.prefill_said(1, RoomFailed))):
+        detail = (failed or pair.prefill_said(1, RoomFailed)).detail
+        assert "40" in detail
+        assert "41" in detail
+    pair.drained(1)
+    pair.whole_arena_is_free(2)
+
+
+def test_either_side_may_come_first(pair: Pair) -> None:
+    pair.send(1, 30)
+    pair.expect(2, 30)
+    pair.prefill.poll()
+    assert pair.prefill.state(1) is not KVPoll.SUCCESS
+    pair.expect(1, 30)
+    pair.ready(1)
+    pair.send(2, 30)
+    pair.ready(2)
+
+
+def test_rooms_wait_for_slots_in_order_and_one_that_never_fits_is_refused_at_once(pair: Pair) -> None:
+    for room in (1, 2, 3):
+        pair.expect(room, 200)
+        pair.send(room, 200)
+    pair.expect(4, 257)
+    assert pair.failed(4).cause is Cause.REFUSED
+    assert "257" in pair.failed(4).detail
+    assert "256" in pair.failed(4).detail
+    for room in (1, 2, 3):
+        pair.ready(room)
+        assert {said.room for said in pair.said_d if isinstance(said, Ready)} == set(range(1, room + 1))
+        pair.decode.release(room)
+
+
+# Giving up
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Holds every copy, in the copy threads, until it is opened."""
+    made = Gate()
+    monkeypatch.setattr(writer, "_INLINE_BYTES_MAX", 0)
+    monkeypatch.setattr(copier.kernels, "copy", made)
+    yield made
+    made.opened.set()
+
+
+class Gate:
+    def __init__(self) -> None:
+        self.opened, self.entered, self._copy = threading.Event(), threading.Event(), kernels.copy
+        self.copies = 0
+
+    def __call__(self, *arguments: object, **named: object) -> bool:
+        self.copies += 1
+        self.entered.set()
+        assert self.opened.wait(60)
+        return self._copy(*arguments, **named)
+
+
+def is_leasable(pair: Pair, room: int) -> bool:
+    """Whether the whole arena can be leased at this moment: the loop has had its say about a room of that size."""
+    leased = threading.Event()
+    pair.decode._port.submit(leased.set)
+    assert leased.wait(60)
+    return pair.decode._node.core.arena.free[0].free_slots == pair.target.slots
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_who_gives_up_hears_at_once_and_memory_is_safe_when_the_write_has_ended(gate: Gate, side: str) -> None:
+    with client_pair() as pair:
+        pair.expect(1, 40)
+        pair.send(1, 40)
+        assert gate.entered.wait(60)
+        getattr(pair, side).abort(1)
+        pair.until(lambda: pair.prefill_said(1, RoomFailed) and pair.decode_said(1, RoomFailed))
+        assert pair.prefill.state(1) is pair.decode.state(1) is KVPoll.FAILED
+        assert pair.prefill_said(1, RoomFailed).cause is Cause.ABORTED
+        assert pair.decode_said(1, RoomFailed).cause is Cause.ABORTED
+        # Several repetitions later the write is still under way: pages and slots are still its own.
+        deadline = time.monotonic() + 0.3
+        while time.monotonic() < deadline:
+            pair.poll()
+            assert pair.prefill_said(1, Drained) is None
+            assert not is_leasable(pair, 1)
+            time.sleep(0.01)
+        gate.opened.set()
+        pair.drained(1)
+        pair.until(lambda: is_leasable(pair, 1))
+        pair.whole_arena_is_free(2)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_room_given_up_before_the_other_side_knows_it_leaves_nothing_behind(pair: Pair, side: str) -> None:
+    pair.expect(1, 40)
+    pair.prefill.open(1, tokens=40)
+    getattr(pair, side).abort(1)
+    pair.failed(1)
+    pair.prefill.abort(1)  # Was decode too early to grant it, prefill waits for its deadline, or for the router's word.
+    pair.drained(1)
+    pair.whole_arena_is_free(2)
+
+
+def test_decode_that_gives_up_a_room_which_prefill_never_opens_has_its_slots_back(pair: Pair) -> None:
+    pair.expect(1, 40)
+    pair.until(lambda: not is_leasable(pair, 1))
+    pair.decode.abort(1)
+    pair.failed(1)
+    pair.until(lambda: is_leasable(pair, 1))
+    pair.prefill.open(1, tokens=40)  # too late: its Grant was refused for ever
+    pair.prefill.abort(1)
+    pair.drained(1)
+    pair.whole_arena_is_free(2)
+
+
+def test_an_abort_that_crosses_ready_leaves_the_room_to_be_released(pair: Pair) -> None:
+    pair.expect(1, 40)
+    pair.send(1, 40)
+    while not select.select([pair.decode], [], [], 10)[0]:
+        pass
+    pair.decode.abort(1)  # Ready is said, and not polled yet.
+    pair.ready(1)
+    assert pair.decode.state(1) is KVPoll.SUCCESS
+    assert pair.decode_said(1, RoomFailed) is None
+    assert not is_leasable(pair, 1)
+    pair.decode.release(1)
+    pair.decode.release(1)
+    pair.whole_arena_is_free(2)
+
+
+def test_a_room_that_prefill_never_opens_fails_at_its_deadline(pair: Pair) -> None:
+    pair.expect(1, 40, time_left_s=0.3)
+    assert pair.failed(1).cause is Cause.DEADLINE
+    pair.until(lambda: is_leasable(pair, 1))
+
+
+def test_a_room_that_nobody_grants_fails_at_its_deadline_and_its_pages_are_safe(pair: Pair) -> None:
+    pair.prefill.open(1, tokens=40, time_left_s=0.3)
+    pair.prefill.push(1, pair.pages(1, 40), rows=(0, 40))
+    pair.prefill.finish(1)
+    pair.drained(1)
+    assert pair.prefill_said(1, RoomFailed).cause is Cause.DEADLINE
+    assert pair.prefill.state(1) is KVPoll.FAILED
+
+
+# Events
+
+
+def test_nothing_is_read_before_its_event_fires(pair: Pair) -> None:
+    """The pages hold garbage until the event fires, and what follows may not overtake it."""
+    pages, first, second = pair.pages(1, 50), Late(), Late()
+    pair.source.memory[:] = 0x11
+    pair.expect(1, 50)
+    pair.prefill.open(1, tokens=50)
+    pair.until(lambda: pair.prefill.state(1) is KVPoll.WAITING_FOR_INPUT)
+    pair.prefill.push(1, pages, rows=(0, 20), after=first)
+    pair.prefill.push(1, pages, rows=(20, 50), after=second)
+    pair.prefill.finish(1, after=second)
+    pair.until(lambda: first.asked > 20)
+    assert Expected(pair.target).holds(pair.arena)
+    pair.source.fill(np.arange(pair.source.slots))
+    first.fired = True
+    expected, slots = Expected(pair.target), slots_of_pages(pages, 16, 50)
+    arena_slots = pair.decode._node.core.rooms[1].holding.extents[0]
+    assert len(arena_slots) == 1
+    start = int(arena_slots[0, 0])
+    expected.land(slots[:20], np.arange(start, start + 20))
+    pair.until(lambda: expected.holds(pair.arena))
+    assert pair.decode_said(1, Ready) is None
+    second.fired = True
+    landed(pair, expected, 1, pages, 50)
+    assert expected.holds(pair.arena)
+
+
+def test_a_cell_without_an_event_goes_behind_one_that_waits_for_its_own(pair: Pair) -> None:
+    """One event may stand for all cells that are pushed behind it, whichever decode rank they are for."""
+    pages, late = pair.pages(1, 50), Late()
+    pair.source.memory[:] = 0x11
+    pair.expect(1, 50)
+    pair.prefill.open(1, tokens=50)
+    pair.until(lambda: pair.prefill.state(1) is KVPoll.WAITING_FOR_INPUT)
+    pair.prefill.push(1, pages, rows=(0, 20), after=late)
+    pair.prefill.push(1, pages, rows=(20, 50))
+    pair.prefill.finish(1)
+    pair.until(lambda: late.asked > 20)
+    assert Expected(pair.target).holds(pair.arena)
+    pair.source.fill(np.arange(pair.source.slots))
+    late.fired = True
+    expected = Expected(pair.target)
+    landed(pair, expected, 1, pages, 50)
+    assert expected.holds(pair.arena)
+
+
+def test_slots_are_the_engines_until_the_release_event_fires(pair: Pair) -> None:
+    pair.expect(1, 256)
+    pair.send(1, 256)
+    pair.ready(1)
+    swap_in = Late()
+    pair.decode.release(1, after=swap_in)
+    pair.expect(2, 10)
+    pair.send(2, 10)
+    pair.until(lambda: swap_in.asked > 20)
+    assert pair.decode_said(2, Ready) is None
+    swap_in.fired = True
+    pair.ready(2)
+
+
+def test_an_event_that_fires_after_the_abort_writes_nothing(pair: Pair) -> None:
+    late = Late()
+    pair.expect(1, 40)
+    pair.prefill.open(1, tokens=40)
+    pair.prefill.push(1, pair.pages(1, 40), rows=(0, 40), after=late)
+    pair.prefill.abort(1)
+    pair.drained(1)
+    pair.failed(1)
+    asked = late.asked
+    late.fired = True
+    pair.whole_arena_is_free(2)  # the loop turns often meanwhile
+    assert late.asked == asked
+    pages = pair.all_pages()
+    expected = Expected(pair.target)
+    expected.land(slots_of_pages(pages, 16, 256), pair.ready(2).slots["kv"])
+    assert expected.holds(pair.arena)
+
+
+def test_an_event_that_breaks_fails_its_room(pair: Pair) -> None:
+    class Broken:
+        def query(self) -> bool:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    pair.expect(1, 40)
+    pair.prefill.open(1, tokens=40)
+    pair.prefill.push(1, pair.pages(1, 40), rows=(0, 40), after=Broken())
+    assert "illegal memory access" in pair.failed(1).detail
+    assert pair.failed(1).cause is Cause.ENGINE
+    pair.drained(1)
+
+
+# Never blocking
+
+
+def test_no_call_of_a_scheduler_waits_for_the_loop(pair: Pair) -> None:
+    """Both loops stand still while every call of the interface is made."""
+    held = threading.Event()
+    for each in (pair.prefill, pair.decode):
+        each._port.submit(lambda: held.wait(60))
+    over = threading.Event()
+
+    def calls() -> None:
+        pair.expect(1, 40)
+        pair.send(1, 40)
+        pair.expect(2, 40)
+        pair.prefill.open(2, tokens=40)
+        pair.poll()
+        assert pair.prefill.state(1) is KVPoll.TRANSFERRING
+        assert pair.decode.state(1) is KVPoll.BOOTSTRAPPING
+        pair.prefill.abort(2)
+        pair.decode.abort(2)
+        pair.decode.dial("tcp://127.0.0.1:1")
+        over.set()
+
+    thread = threading.Thread(target=calls)
+    thread.start()
+    try:
+        assert over.wait(60)
+    finally:
+        held.set()
+        thread.join()
+    pair.ready(1)
+    pair.failed(2)
+    pair.drained(2)
+
+
+def test_fileno_is_readable_from_news_until_poll(pair: Pair) -> None:
+    def readable(client: PrefillClient | DecodeClient, seconds: float) -> bool:
+        polling = select.epoll()
+        polling.register(client, select.EPOLLIN)
+        return bool(polling.poll(seconds))
+
+    assert not readable(pair.prefill, 0.05)
+    pair.expect(1, 10)
+    assert not readable(pair.decode, 0.05)
+    pair.send(1, 10)
+    assert readable(pair.decode, 60)
+    assert [type(said) for said in pair.decode.poll()] == [Ready]
+    assert not readable(pair.decode, 0)
+    assert pair.decode.poll() == []
+    said = []
+    while len(said) < 3:
+        assert readable(pair.prefill, 60)
+        said += [type(each) for each in pair.prefill.poll()]
+    assert said == [Leased, Landed, Drained]
+
+
+def test_calls_of_many_threads_all_arrive(pair: Pair) -> None:
+    def some(first: int) -> None:
+        for room in range(first, first + 10):
+            pair.expect(room, 5)
+            pair.send(room, 5)
+
+    threads = [threading.Thread(target=some, args=(100 * at,)) for at in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for room in (100 * at + more for at in range(1, 5) for more in range(10)):
+        pair.ready(room)
+        pair.decode.release(room)
+        pair.drained(room)
+    pair.whole_arena_is_free(1)
+
+
+# Misuse
+
+
+@pytest.mark.parametrize(
+    ("misuse", "words"),
+    [
+        (lambda pair: pair.prefill.push(1, [0, 1], rows=(0, 33)), ["33", "2 pages of 16"]),
+        (lambda pair: pair.prefill.push(1, [0, 1, 2], rows=(20, 20)), ["[20, 20)"]),
+        (lambda pair: pair.prefill.push(1, [0], rows=(-1, 5)), ["[-1, 5)"]),
+        (lambda pair: pair.prefill.push(1, [-1], rows=(0, 5)), ["pages[0]", "-1"]),
+        (lambda pair: pair.prefill.push(1, [0.5], rows=(0, 5)), ["float64"]),
+        (lambda pair: pair.prefill.push(1, [0], rows=(0, 5), component="index"), ["index", "kv"]),
+        (lambda pair: pair.prefill.open(1, tokens=40), ["0x1", "used already"]),
+        (lambda pair: pair.decode.expect(1, tokens=40, sources=["tcp://127.0.0.1:1"]), ["0x1", "used already"]),
+        (lambda pair: pair.prefill.open(2, tokens=0), ["tokens", "0"]),
+        (lambda pair: pair.decode.expect(2, tokens=TOKENS_MAX + 1, sources=["x"]), ["tokens", str(TOKENS_MAX + 1)]),
+    ],
+)
+def test_misuse_that_shows_at_once_raises_and_harms_no_room(
+    pair: Pair, misuse: Callable[[Pair], None], words: list[str]
+) -> None:
+    pair.expect(1, 40)
+    pair.prefill.open(1, tokens=40)
+    with pytest.raises(LocalProtocolError) as caught:
+        misuse(pair)
+    assert all(word in str(caught.value) for word in words), caught.value
+    pair.prefill.push(1, pair.pages(1, 40), rows=(0, 40))
+    pair.prefill.finish(1)
+    pair.ready(1)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "words"),
+    [
+        (lambda prefill, pages: prefill.push(1, pages, rows=(10, 40)), ["[10, 40)", "offered already"]),
+        (lambda prefill, pages: prefill.push(1, [*pages, 9], rows=(16, 49)), ["[16, 49)", "40"]),
+        (lambda prefill, pages: prefill.push(1, [32, 33, 34], rows=(16, 40)), ["slots", "512"]),
+        (lambda prefill, pages: prefill.push(1, pages, rows=(16, 40), layers=(1, 3)), ["layers", "[1, 3]"]),
+        (lambda prefill, pages: prefill.finish(1, aux=bytes(AUX_BYTES_MAX + 1)), ["aux", str(AUX_BYTES_MAX + 1)]),
+        (lambda prefill, pages: (prefill.finish(1), prefill.finish(1)), ["finished already"]),
+        (lambda prefill, pages: (prefill.finish(1), prefill.push(1, pages, rows=(16, 40))), ["too late"]),
+        (lambda prefill, pages: prefill.finish(1, after=None) or prefill.push(1, pages, rows=(16, 40)), ["too late"]),
+    ],
+)
+def test_misuse_that_only_the_node_sees_fails_its_room_with_the_reason_on_both_sides(
+    pair: Pair, misuse: Callable[[PrefillClient, np.ndarray], None], words: list[str]
+) -> None:
+    pages = pair.pages(1, 40)
+    for room in (1, 2):
+        pair.expect(room, 40)
+    pair.prefill.open(1, tokens=40)
+    pair.prefill.push(1, pages, rows=(0, 16))
+    misuse(pair.prefill, pages)
+    pair.drained(1)
+    for failed in (pair.prefill_said(1, RoomFailed), pair.failed(1)):
+        assert failed.cause is Cause.REFUSED
+        assert all(word in failed.detail for word in words), failed
+    pair.send(2, 40)
+    pair.ready(2)
+
+
+def test_finish_waits_for_every_cell_whatever_its_own_event(pair: Pair) -> None:
+    pages, late = pair.pages(1, 40), Late()
+    pair.expect(1, 40)
+    pair.prefill.open(1, tokens=40)
+    pair.prefill.push(1, pages, rows=(0, 40), after=late)
+    pair.prefill.finish(1)
+    pair.until(lambda: late.asked > 20)
+    assert pair.decode_said(1, Ready) is None
+    late.fired = True
+    assert pair.ready(1).slots["kv"].size == 40
+    pair.drained(1)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"growth": -1}, ["growth -1"]),
+        ({"prefix": 41}, ["prefix 41", "40"]),
+        ({"sources": []}, ["sources"]),
+        ({"sources": ["tcp://127.0.0.1:1"] * 2}, ["one twice"]),
+        ({"sources": ["127.0.0.1:1"]}, ["127.0.0.1:1", "tcp://"]),
+        ({"growth": 300}, ["340", "256"]),
+    ],
+)
+def test_a_room_that_makes_no_sense_to_decode_fails_with_the_numbers(
+    pair: Pair, numbers: dict[str, object], words: list[str]
+) -> None:
+    pair.decode.expect(1, **{"tokens": 40, "sources": [pair.prefill.endpoint], **numbers})
+    failed = pair.failed(1)
+    assert failed.cause is Cause.REFUSED
+    assert all(word in failed.detail for word in words), failed
+    pair.whole_arena_is_free(2)
+
+
+def test_a_room_that_makes_no_sense_to_prefill_fails_with_the_numbers(pair: Pair) -> None:
+    pair.prefill.open(1, tokens=40, grants=0)
+    pair.drained(1)
+    assert "0 grants" in pair.prefill_said(1, RoomFailed).detail
+
+
+def test_releasing_a_room_that_is_not_ready_fails_it(pair: Pair) -> None:
+    pair.expect(1, 40)
+    pair.decode.release(1)
+    assert "not ready" in pair.failed(1).detail
+
+
+def test_a_label_names_one_room_only(pair: Pair) -> None:
+    pair.expect(1, 40)
+    pair.send(1, 40)
+    for again in (lambda: pair.expect(1, 40), lambda: pair.prefill.open(1, tokens=40)):
+        with pytest.raises(LocalProtocolError, match="0x1 was used already"):
+            again()
+    pair.ready(1)
+    pair.decode.release(1)
+    pair.drained(1)
+    for again in (lambda: pair.expect(1, 40), lambda: pair.prefill.open(1, tokens=40)):
+        with pytest.raises(LocalProtocolError, match="it is SUCCESS; a retry takes a new label"):
+            again()
+
+
+def test_states_of_ended_rooms_are_kept_up_to_a_bound(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "STATES_MAX", 3)
+    pair.expect(9, 5)
+    pair.prefill.open(9, tokens=5)  # under way all the time, and never forgotten
+    for room in (1, 2, 3, 4, 5):
+        pair.expect(room, 5)
+        pair.send(room, 5)
+        pair.ready(room)
+        pair.decode.release(room)
+        pair.decode.release(room)
+        pair.drained(room)
+    for each in (pair.prefill, pair.decode):
+        assert [each.state(room) for room in (3, 4, 5)] == [KVPoll.SUCCESS] * 3
+        assert each.state(9) in (KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT)
+        for room in (1, 2):
+            with pytest.raises(KeyError):
+                each.state(room)
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ({"model": "n"}, ["model", "'m'", "'n'"]),
+        ({"weights": b"v"}, ["weights", b"w".hex(), b"v".hex()]),
+    ],
+)
+def test_another_model_is_refused_with_both_values(differs: dict[str, object], words: list[str]) -> None:
+    with client_pair(decode_settings=differs) as pair:
+        pair.expect(1, 40)
+        failed = pair.failed(1)
+        assert failed.cause is Cause.REFUSED
+        assert all(word in failed.detail for word in words), failed
+
+
+def test_another_layout_of_the_model_is_refused_with_both_values() -> None:
+    narrow = Pool(name="page_first", model=mla(layers=range(2), head_bytes=1_024), page_size=1, slots=256)
+    with client_pair(components=lambda _: [component(narrow)]) as pair:
+        pair.expect(1, 40)
+        failed = pair.failed(1)
+        assert failed.cause is Cause.REFUSED
+        assert all(word in failed.detail for word in ("1152", "1024")), failed
+
+
+# The end
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_close_ends_rooms_under_way_on_both_sides_and_gives_everything_back() -> None:
+    threads = set(threading.enumerate())
+    with client_pair():
+        pass  # what is opened once in a process's life
+    before = open_files()
+    with client_pair() as pair:
+        pair.expect(1, 40)
+        pair.prefill.open(1, tokens=40)
+        pair.expect(2, 40)
+        pair.send(2, 40)
+        pair.ready(2)
+        pair.until(lambda: pair.prefill.state(1) is KVPoll.WAITING_FOR_INPUT)
+        pair.decode.close()
+        pair.poll()
+        pair.drained(1)
+        assert pair.prefill_said(1, RoomFailed).cause in (Cause.ABORTED, Cause.SHUTDOWN, Cause.PEER_LOST)
+        failed = pair.failed(1)
+        assert (failed.cause, failed.detail) == (Cause.SHUTDOWN, "this node is closed")
+        assert pair.decode.state(2) is KVPoll.SUCCESS  # still the engine's
+        pair.decode.close()
+        pair.decode.release(2)
+        assert pair.decode.poll() == []
+        with pytest.raises(LocalProtocolError, match="closed"):
+            pair.expect(3, 40)
+    assert open_files() == before
+    assert {thread for thread in threading.enumerate() if thread.name.startswith("pdtransfer")} <= threads
+
+
+def test_prefills_close_waits_for_writes_and_decode_hears_of_it(gate: Gate) -> None:
+    with client_pair() as pair:
+        pair.expect(1, 40)
+        pair.send(1, 40)
+        assert gate.entered.wait(60)
+        closing = threading.Thread(target=pair.prefill.close)
+        closing.start()
+        assert pair.failed(1).cause is Cause.SHUTDOWN
+        closing.join(0.2)
+        assert closing.is_alive()  # a page is being read
+        gate.opened.set()
+        closing.join(60)
+        assert not closing.is_alive()
+        pair.poll()
+        assert [type(said) for said in pair.said_p] == [Leased, RoomFailed, Drained]
+        pair.until(lambda: is_leasable(pair, 1))
+
+
+def test_a_client_that_cannot_start_says_why_and_gives_everything_back() -> None:
+    with client_pair():
+        pass
+    before, threads = open_files(), threading.active_count()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        pool = Pool(name="layer_first", model=mla(), page_size=16, slots=64)
+        client = PrefillClient(settings("p"), [component(pool)], bind=f"tcp://127.0.0.1:{port}")
+        with pytest.raises(WorldError, match="in use"):
+            client.start()
+        client.close()
+    assert (open_files(), threading.active_count()) == (before, threads)
+
+
+def test_a_client_that_was_never_started_closes() -> None:
+    before = open_files()
+    client = PrefillClient(settings("p"), [component(Pool(name="layer_first", model=mla(), page_size=16, slots=64))])
+    client.close()
+    client.close()
+    assert open_files() == before
+
+
+def test_what_the_loop_does_not_expect_is_raised_by_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(client_module, "PrefillNode", breaks)
+    client = PrefillClient(settings("p"), [component(Pool(name="layer_first", model=mla(), page_size=16, slots=64))])
+    with ThreadPoolExecutor(1) as apart, pytest.raises(RuntimeError, match="no such thing"):
+        apart.submit(client.start).result(60)
+    client.close()
+
+
+def test_a_prefill_that_comes_back_under_its_endpoint_is_served_again(pair: Pair) -> None:
+    pair.expect(1, 40)
+    pair.send(1, 40)
+    pair.ready(1)
+    pair.decode.release(1)
+    pair.drained(1)
+    pair.expect(2, 40)
+    pair.until(lambda: not is_leasable(pair, 2))
+    endpoint = pair.prefill.endpoint
+    pair.prefill.close()
+    assert pair.failed(2).cause in (Cause.PEER_LOST, Cause.SHUTDOWN)
+    with PrefillClient(
+        settings("p"), [component(pair.source)], bind=endpoint, pool_address=pair.source.memory.ctypes.data
+    ) as again:
+        pair.prefill = again
+        pair.said_p.clear()
+        pair.whole_arena_is_free(3)
+
+
+# asyncio
+
+
+@dataclass
+class Twins:
+    """Clients that were not started, and what they work on."""
+
+    pair: Pair
+
+    @property
+    def prefill(self) -> AsyncPrefill:
+        return AsyncPrefill(self.pair.prefill)
+
+    @property
+    def decode(self) -> AsyncDecode:
+        return AsyncDecode(self.pair.decode)
+
+
+@pytest.fixture
+def twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Twins]:
+    for each in (PrefillClient, DecodeClient):
+        monkeypatch.setattr(each, "__enter__", lambda self: self)
+    with client_pair() as made:
+        yield Twins(made)
+
+
+@on_loop
+async def test_hands_are_ready_landed_and_drained(twins: Twins) -> None:
+    pair, expected = twins.pair, Expected(twins.pair.target)
+    async with twins.prefill as prefill, twins.decode as decode:
+
+        async def move(room: int, tokens: int) -> None:
+            hand = decode.expect(room, tokens=tokens, sources=[prefill.client.endpoint], prefix=2)
+            opened, pages = prefill.open(room, tokens=tokens), pair.pages(room, tokens)
+            opened.push(pages, rows=(0, tokens))
+            said = await opened.finish(aux=b"first")
+            assert said.kv_bytes == (tokens - 2) * pair.source.layout.row_bytes
+            ready = await hand.ready()
+            assert ready is await hand.ready()
+            assert ready.aux == b"first"
+            expected.land(slots_of_pages(pages, 16, tokens)[2:], ready.slots["kv"][2:])
+            hand.release()
+
+        for room in range(1, 4):
+            await move(room, 10 * room)
+        assert expected.holds(pair.arena)
+        await asyncio.gather(*(move(room, 20) for room in range(10, 40)))
+
+
+@on_loop
+async def test_a_failed_room_raises_its_root_cause_on_both_sides(twins: Twins) -> None:
+    async with twins.prefill as prefill, twins.decode as decode:
+        hand = decode.expect(7, tokens=40, sources=[prefill.client.endpoint])
+        opened = prefill.open(7, tokens=40)
+        opened.push([0, 1, 2], rows=(0, 40))
+        opened.push([0, 1, 2], rows=(0, 40))
+        with pytest.raises(RoomFailedError, match="offered already") as caught:
+            await opened.finish()
+        assert (caught.value.room, caught.value.cause) == (7, Cause.REFUSED)
+        with pytest.raises(RoomFailedError, match="offered already") as caught:
+            await hand.ready()
+        assert (caught.value.room, caught.value.cause) == (7, Cause.REFUSED)
+
+
+@on_loop
+async def test_abort_returns_when_the_pages_are_safe(gate: Gate, twins: Twins) -> None:
+    async with twins.prefill as prefill, twins.decode as decode:
+        hand = decode.expect(7, tokens=40, sources=[prefill.client.endpoint])
+        opened = prefill.open(7, tokens=40)
+        opened.push([0, 1, 2], rows=(0, 40))
+        assert await asyncio.to_thread(gate.entered.wait, 60)
+        aborted = asyncio.ensure_future(opened.abort())
+        with pytest.raises(RoomFailedError):
+            await hand.ready()
+        await asyncio.sleep(0.1)
+        assert not aborted.done()
+        gate.opened.set()
+        await aborted
+
+
+@on_loop
+async def test_who_stops_waiting_harms_nobody_else(twins: Twins) -> None:
+    async with twins.prefill as prefill, twins.decode as decode:
+        hands = [decode.expect(room, tokens=40, sources=[prefill.client.endpoint]) for room in (1, 2)]
+        rooms = [prefill.open(room, tokens=40) for room in (1, 2)]
+        rooms[0].landed.cancel()
+        for waits in (hands[0].ready(), asyncio.shield(rooms[0].drained)):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(waits, 0.05)
+        for opened in rooms:
+            opened.push([0, 1, 2], rows=(0, 40))
+            opened._client.finish(opened.room)
+        assert [(await hand.ready()).room for hand in hands] == [1, 2]
+        await rooms[0].drained
+        await rooms[1].drained
+
+
+@on_loop
+async def test_leaving_the_context_ends_every_wait(twins: Twins) -> None:
+    decode, prefill = twins.decode, twins.prefill
+    async with prefill, decode:
+        hand = decode.expect(1, tokens=40, sources=[prefill.client.endpoint])
+        opened = prefill.open(2, tokens=40)
+        finish = asyncio.ensure_future(opened.finish())
+        await asyncio.sleep(0)
+    for waits in (hand.ready(), finish):
+        with pytest.raises(RoomFailedError) as caught:
+            await waits
+        assert caught.value.cause is Cause.SHUTDOWN
+    with pytest.raises(LocalProtocolError, match="closed"):
+        decode.expect(3, tokens=40, sources=["tcp://127.0.0.1:1"])
+
+
+@on_loop
+async def test_a_label_used_already_is_refused_and_its_room_goes_on(twins: Twins) -> None:
+    async with twins.prefill as prefill, twins.decode as decode:
+        hand = decode.expect(1, tokens=40, sources=[prefill.client.endpoint])
+        opened = prefill.open(1, tokens=40)
+        with pytest.raises(LocalProtocolError, match="used already"):
+            decode.expect(1, tokens=40, sources=[prefill.client.endpoint])
+        with pytest.raises(LocalProtocolError, match="used already"):
+            prefill.open(1, tokens=40)
+        opened.push([0, 1, 2], rows=(0, 40))
+        await opened.finish()
+        assert (await hand.ready()).room == 1
+
+
+@pytest.mark.parametrize(
+    ("twin", "original"),
+    [
+        (AsyncDecode.expect, DecodeClient.expect),
+        (AsyncPrefill.open, PrefillClient.open),
+        (PrefillHand.push, PrefillClient.push),
+        (DecodeHand.release, DecodeClient.release),
+    ],
+)
+def test_the_clients_for_asyncio_take_what_the_clients_take(twin: Any, original: Any) -> None:
+    taken, wanted = (
+        {name: (each.default, each.kind) for name, each in inspect.signature(call).parameters.items() if name != "room"}
+        for call in (twin, original)
+    )
+    assert taken == wanted
+
+
+def test_limits_that_hold_fewer_rooms_at_once_only_make_them_wait() -> None:
+    with client_pair(limits=replace(LIMITS, window=2)) as pair:
+        for room in range(1, 13):
+            pair.expect(room, 10)
+            pair.send(room, 10)
+        for room in range(1, 13):
+            pair.ready(room)
+            pair.decode.release(room)
+            pair.drained(room)
+        pair.whole_arena_is_free(99)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_who_is_taken_off_a_clients_allow_list_loses_its_rooms_and_is_met_again_when_it_is_back(side: str) -> None:
+    p, d = keys(), keys()
+    known = {"prefill": AllowList({d.public: "d"}), "decode": AllowList({p.public: "p"})}
+    with client_pair(
+        prefill_settings={"keys": p, "allowed": known["prefill"]},
+        decode_settings={"keys": d, "allowed": known["decode"]},
+    ) as pair:
+        source, client = [f"{p.public}@{pair.prefill.endpoint}"], getattr(pair, side)
+        pair.decode.expect(1, tokens=16, sources=source)
+        pair.prefill.open(1, tokens=16)
+        pair.until(lambda: pair.prefill_said(1, Leased))
+        client.allow(AllowList({}))
+        pair.until(lambda: (pair.prefill_said if side == "prefill" else pair.decode_said)(1, RoomFailed))
+        client.allow(known[side])
+        pair.prefill.abort(1)
+        rooms = itertools.count(2)
+
+        def lands() -> bool:
+            room = next(rooms)
+            pair.decode.expect(room, tokens=16, sources=source)
+            pair.send(room, 16)
+            pair.until(lambda: pair.decode_said(room, Ready) or pair.decode_said(room, RoomFailed))
+            if pair.decode_said(room, Ready) is None:
+                pair.prefill.abort(room)
+                return False
+            return True
+
+        while not lands():  # decode dials again after some seconds
+            time.sleep(0.1)
+
+
+def test_a_client_without_keys_has_no_allow_list_to_change(pair: Pair) -> None:
+    with pytest.raises(LocalProtocolError, match="without keys"):
+        pair.decode.allow(AllowList({}))

@@ -1,0 +1,246 @@
+"""Several prefill and several decode clients over shared memory: a room lands whole on each, or fails for all."""
+
+from __future__ import annotations
+
+import random
+import select
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdtransfer.client.clients import DecodeClient, PrefillClient
+from pdtransfer.errors import Cause, LocalProtocolError
+from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
+from pdtransfer.layout.layout import Component
+from pdtransfer.memory.arena_memory import Arena
+from tests.support.client_pair import PATIENCE_S, Expected, Late, settings, slots_of_pages
+from tests.support.layout_tensors import CANARY, Pool, mha, mla
+from tests.support.rank_grid import JUNK, Part, Place
+
+GQA = Part("kv", mha(layers=range(4), heads=range(2), head_bytes=32))
+MLA = Part("kv", mla(layers=range(4), head_bytes=64))
+SLOTS = 128
+Size = tuple[int, int]  # tensor-parallel ranks, stages
+
+
+@dataclass
+class Node:
+    """One client, its pool, and what it has said."""
+
+    name: str
+    client: Any
+    pool: Pool
+    component: Component
+    said: list[Any] = field(default_factory=list)
+
+    def said_of(self, room: int, kind: type[Any]) -> Any:
+        return next((said for said in self.said if isinstance(said, kind) and said.room == room), None)
+
+
+@dataclass
+class Fleet:
+    """A prefill worker of several ranks, and a decode worker."""
+
+    prefill: list[Node]
+    decode: list[Node]
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        nodes = [*self.prefill, *self.decode]
+        while not condition():
+            assert time.monotonic() < deadline, [(node.name, node.said) for node in nodes]
+            select.select([node.client for node in nodes], [], [], 0.02)
+            for node in nodes:
+                node.said += node.client.poll()
+
+    @property
+    def sources(self) -> list[str]:
+        return [node.client.endpoint for node in self.prefill]
+
+    def begin(self, room: int, tokens: int, **more: Any) -> None:
+        for node in self.prefill:
+            node.client.open(room, tokens=tokens, grants=len(self.decode), **more)
+        for node in self.decode:
+            node.client.expect(room, tokens=tokens, sources=self.sources)
+
+    def fill(self, node: Node, seed: int, tokens: int) -> np.ndarray:
+        """Random pages of the room, whose rows hold what every holder of them has."""
+        pool = node.pool
+        pages = np.random.default_rng(seed).permutation(pool.slots // pool.page_size)[: -(-tokens // pool.page_size)]
+        contents = np.arange(JUNK, JUNK + pool.slots)
+        contents[slots_of_pages(pages, pool.page_size, tokens)] = np.arange(tokens)
+        pool.fill(contents)
+        return pages
+
+    def send(self, room: int, tokens: int, after: list[Late] | None = None) -> None:
+        """Every rank offers its rows chunk by chunk and layer by layer, in an order of its own."""
+        for at, node in enumerate(self.prefill):
+            pages, (first, end) = self.fill(node, room + at, tokens), node.pool.layout.layer_range
+            cuts = [(0, tokens // 3), (tokens // 3, tokens)]
+            cells = [(rows, (layer, layer + 1)) for rows in cuts for layer in range(first, end)]
+            random.Random(room + at).shuffle(cells)
+            for number, (rows, layers) in enumerate(cells):
+                event = None if after is None else after[number % len(after)]
+                node.client.push(room, pages, rows=rows, layers=layers, after=event)
+            node.client.finish(room, aux=b"of " + node.name.encode())
+
+    def failed(self, room: int) -> dict[str, Cause]:
+        """Waits until every node has said that the room failed, and prefill that its pages are safe."""
+        nodes = [*self.prefill, *self.decode]
+        self.until(lambda: all(node.said_of(room, RoomFailed) for node in nodes))
+        self.until(lambda: all(node.said_of(room, Drained) for node in self.prefill))
+        return {node.name: node.said_of(room, RoomFailed).cause for node in nodes}
+
+    def check_landed(self, room: int, tokens: int) -> None:
+        """Bitwise: each arena holds the room's rows of its own planes, and canaries beside them."""
+        self.until(lambda: all(node.said_of(room, Ready) or node.said_of(room, RoomFailed) for node in self.decode))
+        for node in self.decode:
+            ready = node.said_of(room, Ready)
+            assert ready is not None, node.said
+            expected = Expected(node.pool)
+            expected.pool.__dict__["memory"] = np.full_like(node.pool.memory, CANARY)
+            expected.land(np.arange(tokens), ready.slots["kv"][:tokens])
+            assert expected.holds(node.pool.memory)
+            assert ready.kv_bytes == tokens * node.pool.layout.row_bytes
+            assert ready.aux == b"of p0"
+        self.until(lambda: all(node.said_of(room, Drained) for node in self.prefill))
+        sent = sum(node.said_of(room, Landed).kv_bytes for node in self.prefill)
+        assert sent == sum(tokens * node.pool.layout.row_bytes for node in self.decode), "no byte twice"
+
+
+@contextmanager
+def fleet(
+    part: Part,
+    prefill: Size,
+    decode: Size,
+    layouts: tuple[str, str] = ("layer_first", "page_head"),
+    **more: Any,
+) -> Iterator[Fleet]:
+    """`more` is DecodeClient's."""
+    with ExitStack() as stack:
+        made = Fleet([], [])
+        for at, place in enumerate(part.places(*prefill)):
+            pool = part.pool(place, layouts[0], 16, SLOTS)
+            client = PrefillClient(
+                settings(f"p{at}", ranks=place.ranks), [part.component(pool)],
+                pool_address=pool.memory.ctypes.data, replicas={"kv": place.replica},
+            )  # fmt: skip
+            made.prefill.append(Node(f"p{at}", stack.enter_context(client), pool, part.component(pool)))
+        for at, place in enumerate(part.places(*decode)):
+            made.decode.append(decode_node(stack, part, place, f"d{at}", layouts[1], **more))
+        yield made
+
+
+def decode_node(stack: ExitStack, part: Part, place: Place, name: str, layout: str, **more: Any) -> Node:
+    pool = part.pool(place, layout, 1, SLOTS)
+    size = len(pool.memory)
+    arena = Arena.create(size, huge_pages="never")
+
+    def close() -> None:
+        for view in ("memory", "tensor"):
+            pool.__dict__.pop(view, None)
+        with suppress(BufferError):  # a failed test's frames still look at it
+            arena.close()
+
+    stack.callback(close)
+    arena.mapping.array[:] = CANARY
+    pool.__dict__["memory"] = arena.mapping.array[:size]
+    client = DecodeClient(settings(name, ranks=place.ranks), [part.component(pool)], arena, **more)
+    return Node(name, stack.enter_context(client), pool, part.component(pool))
+
+
+@pytest.mark.parametrize(
+    ("part", "prefill", "decode"),
+    [
+        (GQA, (2, 1), (1, 1)), (GQA, (1, 1), (2, 1)), (GQA, (2, 1), (2, 1)), (GQA, (4, 1), (1, 1)),
+        (GQA, (1, 2), (1, 1)), (GQA, (2, 2), (1, 1)), (GQA, (2, 2), (2, 1)),
+        (MLA, (2, 1), (1, 1)), (MLA, (2, 1), (2, 1)), (MLA, (2, 2), (2, 1)),
+    ],
+    ids=lambda of: {id(GQA): "gqa", id(MLA): "mla"}.get(id(of), str(of)),
+)  # fmt: skip
+def test_a_room_of_several_ranks_lands_bit_for_bit_on_each_decode_rank(part: Part, prefill: Size, decode: Size) -> None:
+    with fleet(part, prefill, decode) as it:
+        it.begin(1, 50)
+        it.send(1, 50)
+        it.check_landed(1, 50)
+
+
+@pytest.mark.parametrize(
+    "layouts", [("layer_first", "page_first"), ("page_first", "page_first_direct"), ("page_head", "layer_first")]
+)
+def test_stages_and_slices_land_in_every_layout(layouts: tuple[str, str]) -> None:
+    with fleet(GQA, (2, 2), (2, 1), layouts) as it:
+        it.begin(1, 77)
+        it.send(1, 77)
+        it.check_landed(1, 77)
+
+
+@pytest.mark.parametrize("part", [GQA, MLA], ids=["gqa", "mla"])
+def test_what_each_rank_sent_is_verified_on_each_decode_rank(part: Part) -> None:
+    with fleet(part, (2, 2), (2, 1), verify=True) as it:
+        it.begin(1, 50)
+        it.send(1, 50)
+        it.check_landed(1, 50)
+
+
+def test_cells_wait_for_their_events_on_every_rank() -> None:
+    with fleet(GQA, (2, 1), (1, 1)) as it:
+        events = [Late(), Late(), Late()]
+        it.begin(1, 30)
+        it.send(1, 30, after=events)
+        it.until(lambda: all(node.said_of(1, Leased) for node in it.prefill))
+        it.until(lambda: all(event.asked for event in events[:1]))
+        assert it.decode[0].said_of(1, Ready) is None
+        for event in events:
+            event.fired = True
+        it.check_landed(1, 30)
+
+
+@pytest.mark.parametrize("who", ["p0", "p1", "d0", "d1"])
+def test_whoever_gives_a_room_up_ends_it_for_all_and_the_next_one_lands(who: str) -> None:
+    with fleet(MLA, (2, 1), (2, 1)) as it:
+        it.begin(1, 40)
+        it.until(lambda: all(node.said_of(1, Leased) for node in it.prefill))
+        next(node for node in (*it.prefill, *it.decode) if node.name == who).client.abort(1)
+        assert set(it.failed(1).values()) == {Cause.ABORTED}
+        it.begin(2, SLOTS)  # of all slots: none is left leased
+        it.send(2, SLOTS)
+        it.check_landed(2, SLOTS)
+
+
+def test_a_rank_too_few_is_refused_by_name_and_nothing_is_leased() -> None:
+    with fleet(GQA, (2, 1), (1, 1)) as it:
+        (decode,) = it.decode
+        decode.client.expect(1, tokens=40, sources=it.sources[:1])
+        it.until(lambda: decode.said_of(1, RoomFailed))
+        failed = decode.said_of(1, RoomFailed)
+        text = f"component 'kv' layers 0..3 heads 1: sent by none of {it.sources[0]}"
+        assert (failed.cause, failed.detail) == (Cause.REFUSED, text)
+        it.begin(2, SLOTS)
+        it.send(2, SLOTS)
+        it.check_landed(2, SLOTS)
+
+
+def test_a_room_is_for_the_decode_ranks_that_it_names() -> None:
+    with fleet(GQA, (2, 1), (2, 1)) as it:
+        it.begin(1, 40, peers=["d0", "d1"])
+        it.send(1, 40)
+        it.check_landed(1, 40)
+        it.begin(2, 40, peers=["d0", "somebody"])
+        it.until(lambda: it.decode[1].said_of(2, RoomFailed))
+        failed = it.decode[1].said_of(2, RoomFailed)
+        assert failed.cause is Cause.BREACH
+        assert failed.detail.endswith("is for ['node:d0', 'node:somebody'], not for node:d1")
+
+
+def test_a_rank_that_cannot_be_is_refused_when_it_starts() -> None:
+    pool = MLA.pool(MLA.places(1, 1)[0], "page_first", 1, 8)
+    client = PrefillClient(settings("p"), [MLA.component(pool)], replicas={"kv": (0, 2)})
+    with pytest.raises(LocalProtocolError, match="replicas: 2, of 1 tensor-parallel ranks"):
+        client.start()
+    client.close()

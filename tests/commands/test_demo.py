@@ -1,0 +1,503 @@
+"""The demo: what it asks, what it compares, and that whatever is wrong shows in its exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdtransfer.commands import demo
+from pdtransfer.commands.demo import prompts, run
+from pdtransfer.commands.demo_config import DemoConfig
+from pdtransfer.commands.demo_report import Answer
+from pdtransfer.errors import WorldError
+from pdtransfer.process.fleet import Standing
+
+REPO = Path(__file__).resolve().parent.parent.parent
+GQA_TOKEN_BYTES = 4 * 2 * 4 * 64 * 4  # layers, keys and values, heads, elements, float32
+DIGESTS = {"tokens_digest": "01", "logits_digest": "02", "kv_digest": "03"}
+
+
+# What it asks
+
+
+def test_prompts_are_of_every_size_from_1_byte_on_and_the_same_for_the_same_seed() -> None:
+    config = DemoConfig(requests=20, prompt_bytes_max=5_000)
+    texts = prompts(config)
+    sizes = sorted(len(text.encode()) for text in texts)
+    assert (len(texts), sizes[0], sizes[-1]) == (20, 1, 5_000)
+    assert len(set(sizes)) > 10
+    assert prompts(config) == texts
+    assert prompts(DemoConfig(requests=20, prompt_bytes_max=5_000, seed=1)) != texts
+
+
+def test_a_shared_prefix_comes_before_every_prompt() -> None:
+    plain, shared = (prompts(DemoConfig(requests=5, shared_prefix=size)) for size in (0, 70))
+    assert [text[70:] for text in shared] == plain
+    assert len({text[:70] for text in shared}) == 1
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_few_prompts_are_prompts_too(requests: int) -> None:
+    assert len(prompts(DemoConfig(requests=requests, prompt_bytes_max=1))) == requests
+
+
+# What it makes of the answers
+
+
+class FakeFleet:
+    """Starts nothing; says whether it was ended."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.metrics = ["127.0.0.1:1"]
+
+    async def __aenter__(self) -> FakeFleet:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.ended = True
+
+
+def answered(text: str, **facts: Any) -> Answer:
+    said = DIGESTS | {"kv_bytes": 4_000_000, "copy_us": 2_000, "handoff_us": 1_000.0} | facts
+    return Answer(text, seconds=0.5, tokens=4, facts=said)
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> FakeFleet:
+    fake = FakeFleet()
+    monkeypatch.setattr(demo, "_fleet", lambda *_: fake)
+    return fake
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet) -> Callable[..., None]:
+    """Says what comes back for each of two prompts, and how many slots do not."""
+
+    def say(*made: Answer, leaked: int = 0) -> None:
+        async def ask(*_: object) -> tuple[list[Answer], float]:
+            return list(made), 2.0
+
+        async def leak(*_: object) -> int:
+            return leaked
+
+        async def reference(*_: object) -> list[dict[str, str]]:
+            return [DIGESTS] * len(made)
+
+        monkeypatch.setattr(demo, "_ask", ask)
+        monkeypatch.setattr(demo, "_leaked", leak)
+        monkeypatch.setattr(demo, "_reference", reference)
+
+    return say
+
+
+CONFIG = DemoConfig(requests=2, json=True)
+
+
+def test_equal_digests_and_no_slot_lost_are_status_0_and_one_object(
+    answers: Callable[..., None], fleet: FakeFleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers(answered("a", handoff_us=3_000.0), answered("b"))
+    assert run(CONFIG) == 0
+    assert fleet.ended
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert (said["requests"], said["identical"], said["all_identical"]) == (2, 2, True)
+    assert (said["bytes"], said["tokens"], said["slots_leaked"], said["failed"]) == (8_000_000, 8, 0, 0)
+    assert (said["handoff_ms_p50"], said["handoff_ms_p99"]) == (2.0, 3.0)
+    assert said["copy_gb_s"] == 2.0
+    assert err == ""
+
+
+def test_what_was_there_already_is_said(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    there = answered("a" * 90)
+    there.cached = 64
+    answers(answered("b" * 10), there)
+    run(CONFIG)
+    said = json.loads(capsys.readouterr().out)
+    assert (said["prompt_tokens"], said["cached_tokens"]) == (100, 64)
+    run(DemoConfig(requests=2))
+    assert "64 of 100 prompt tokens were there already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_one_digest_that_differs_is_status_1(
+    answers: Callable[..., None], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    answers(answered("a"), answered("b", **{name: "ff"}))
+    assert run(CONFIG) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["identical"], said["all_identical"], said["differ"]) == (1, False, [name])
+
+
+def test_a_digest_that_is_missing_is_status_1(answers: Callable[..., None]) -> None:
+    facts = {name: value for name, value in answered("a").facts.items() if name != "kv_digest"}
+    answers(answered("a"), Answer("b", facts=facts))
+    assert run(CONFIG) == 1
+
+
+def test_a_request_that_failed_is_status_1_though_its_digests_came(
+    answers: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = answered("b")
+    failed.error = "no luck"
+    answers(answered("a"), failed)
+    assert run(CONFIG) == 1
+    assert json.loads(capsys.readouterr().out)["failed"] == 1
+
+
+def test_nothing_answered_at_all_is_status_1_and_still_one_object(
+    answers: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers(Answer("a", error="no luck"), Answer("b", error="no luck"))
+    assert run(CONFIG) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["identical"], said["handoff_ms_p50"], said["copy_gb_s"]) == (0, None, None)
+
+
+def test_a_lost_slot_is_status_1(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    answers(answered("a"), leaked=3)
+    assert run(CONFIG) == 1
+    assert json.loads(capsys.readouterr().out)["slots_leaked"] == 3
+
+
+def test_the_table_says_what_is_wrong(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = answered("bb", kv_digest="ff")
+    answers(answered("a"), wrong, Answer("ccc", error="the fleet stayed full"), leaked=2)
+    assert run(DemoConfig(requests=3)) == 1
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in out.splitlines() if " B " in line}
+    assert rows["1"].split()[-1] == "yes"
+    assert rows["2"].split()[-1] == "NO"
+    assert "failed: the fleet stayed full" in rows["3"]
+    assert "1 of 3 identical" in out
+    assert "2 slots leaked" in out
+
+
+def test_where_asking_fails_the_fleet_is_ended(
+    monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def ask(*_: object) -> None:
+        raise WorldError("the router finds no pair of workers")
+
+    monkeypatch.setattr(demo, "_ask", ask)
+    with pytest.raises(WorldError, match="no pair"):
+        run(CONFIG)
+    assert fleet.ended
+
+
+# A fleet that somebody else has started
+
+
+class Figures(BaseHTTPRequestHandler):
+    """A decode daemon's /metrics, with three of ten slots taken."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'pdtransfer_slots{component="kv"} 10.0\npdtransfer_slots_free{component="kv"} 7.0\n')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("counted", "leaked", "words"), [(2, 6, "6 slots leaked"), (0, None, "slots not counted")])
+def test_a_router_that_runs_is_asked_and_the_decodes_named_with_it_are_counted(
+    counted: int,
+    leaked: int | None,
+    words: str,
+    answers: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    count_slots, asked = demo._leaked, []
+    answers(answered("a"))
+    answer_all = demo._ask
+
+    async def ask(config: DemoConfig, fleet: Standing, *others: Any) -> Any:
+        asked.append(fleet.url)
+        return await answer_all(config, fleet, *others)
+
+    monkeypatch.setattr(demo, "_ask", ask)
+    monkeypatch.setattr(demo, "_leaked", count_slots)
+    monkeypatch.setattr(demo, "_fleet", lambda *_: pytest.fail("a fleet was started"))
+    monkeypatch.setattr(demo, "SETTLE_S", 0.0)
+    with HTTPServer(("127.0.0.1", 0), Figures) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            metrics = [f"127.0.0.1:{server.server_port}"] * counted
+            assert run(CONFIG, router="http://somewhere:8000", metrics=metrics) == int(bool(leaked))
+            said = json.loads(capsys.readouterr().out)
+            run(DemoConfig(requests=1), router="http://somewhere:8000", metrics=metrics)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert said["slots_leaked"] == leaked
+    assert words in capsys.readouterr().out
+    assert set(asked) == {"http://somewhere:8000"}
+
+
+def test_a_router_that_does_not_answer_is_one_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and never listens
+        with pytest.raises(WorldError, match="no router answers"):
+            run(CONFIG, router=f"http://127.0.0.1:{taken.getsockname()[1]}")
+
+
+def test_what_daemons_complained_of_is_shown_where_it_fails(
+    answers: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    fleet: FakeFleet,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def started(_: object, __: object, logs: Path) -> FakeFleet:
+        (logs / "decode-0.log").write_text("12:00 INFO d ready\n12:01 WARNING d no connection\n")
+        return fleet
+
+    monkeypatch.setattr(demo, "_fleet", started)
+    answers(answered("a"))
+    assert run(CONFIG) == 0
+    assert capsys.readouterr().err == ""
+    answers(answered("a"), leaked=1)
+    assert run(CONFIG) == 1
+    assert capsys.readouterr().err == "12:01 WARNING d no connection\n"
+
+
+USAGE = {"completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 64}}
+
+
+def test_pieces_of_a_stream_are_counted_as_tokens_as_they_come() -> None:
+    answer, heard = Answer("a"), []
+    piece = {"choices": [{"text": "x"}]}
+    for event in (piece, piece, piece | {"pdtransfer": DIGESTS, "usage": USAGE}):
+        demo._event(answer, event, heard.append)
+    assert (heard, answer.tokens, answer.cached, answer.facts) == ([1, 1, 7], 9, 64, DIGESTS)
+    demo._event(answer, {"error": {"message": "decode is gone"}}, heard.append)
+    assert answer.error == "decode is gone"
+
+
+def test_a_prompt_beyond_the_models_context_makes_a_longer_context() -> None:
+    assert demo._engine_options(DemoConfig(prompt_bytes_max=16_384, max_tokens=1)) == {"context_tokens": "16385"}
+    assert demo._engine_options(DemoConfig(shared_prefix=8_192, max_tokens=7)) == {"context_tokens": "16391"}
+    assert demo._engine_options(DemoConfig()) == {}
+
+
+def test_the_single_process_is_one_of_its_own_and_is_killed_when_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn, made = multiprocessing.get_context("spawn"), []
+
+    def process(*arguments: Any, **named: Any) -> Any:
+        made.append(spawn.Process(*arguments, **named))
+        return made[-1]
+
+    context = SimpleNamespace(Pipe=spawn.Pipe, Process=process)
+    monkeypatch.setattr(demo.multiprocessing, "get_context", lambda _: context)
+
+    async def case() -> None:
+        config = DemoConfig(requests=1, max_tokens=2)
+        one, other = await asyncio.gather(
+            demo._reference(config, ["some text", "some text"]), demo._reference(config, ["some texu"])
+        )
+        assert set(one[0]) == set(DIGESTS)
+        assert one[0] == one[1]
+        assert one[0] != other[0]
+        task = asyncio.ensure_future(demo._reference(config, ["x" * 4_000]))
+        while len(made) < 3:  # noqa: ASYNC110 (what it waits for tells nobody)
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(case())
+    assert made[-1].exitcode == -signal.SIGKILL
+
+
+# The real thing
+
+
+def start(*flags: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pdtransfer", "demo", *flags],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPO,
+    )  # fmt: skip
+
+
+def children(pid: int, word: str) -> list[int]:
+    """Processes that this one has started, whose command line holds the word."""
+    found = []
+    for each in Path("/proc").iterdir():
+        if each.name.isdigit():
+            try:
+                parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == pid and word in (each / "cmdline").read_text():
+                    found.append(int(each.name))
+            except (FileNotFoundError, ProcessLookupError):
+                pass
+    return found
+
+
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.parametrize(("verified", "mismatched", "status"), [(2, 0, 0), (1, 0, 1), (3, 1, 1)])
+def test_with_verify_every_room_has_to_be_verified_and_none_mismatched(
+    answers: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    verified: int,
+    mismatched: int,
+    status: int,
+) -> None:
+    async def counted(*_: object) -> tuple[int, int]:
+        return verified, mismatched
+
+    monkeypatch.setattr(demo, "_verified", counted)
+    answers(answered("a"), answered("b"))
+    assert run(replace(CONFIG, verify=True)) == status
+    said = json.loads(capsys.readouterr().out)
+    assert (said["grants_verified"], said["grants_mismatched"]) == (verified, mismatched)
+    assert run(CONFIG) == 0
+    assert "grants_verified" not in json.loads(capsys.readouterr().out)
+
+
+def test_workers_compute_where_they_are_told_and_the_single_process_beside_decode() -> None:
+    assert DemoConfig().cards == {None}
+    config = DemoConfig(prefill_device="cuda:2,cuda:0", decode_device="cuda:1", prefill_tp=2)
+    assert config.cards == {0, 1, 2}
+    prefill, decode = demo._fleet(config, ["a"], Path("/tmp/fleet"))._configs  # only named, never made
+    assert (prefill.device, decode.device) == ("cuda:2,cuda:0", "cuda:1")
+    assert DemoConfig(device="cuda", decode_tp=2).cards == {0, 1}
+
+
+def test_with_hisparse_a_staged_copy_is_status_1_and_hits_are_a_share(
+    answers: Callable[..., None], fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {"pdtransfer_hot_hits": 3, "pdtransfer_hot_misses": 1, "pdtransfer_retracts": 5}
+
+    async def counted(*_: object) -> dict[str, int]:
+        return figures
+
+    monkeypatch.setattr(demo, "_counted", counted)
+    answers(answered("a" * 128), answered("b" * 129))
+    assert run(replace(CONFIG, hisparse=True)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["hit_rate"], said["retracts"], said["longer_than_hot"], said["index_copies"]) == (0.75, 5, 1, 0)
+    assert run(replace(CONFIG, hisparse=True, json=False)) == 0
+    out = capsys.readouterr().out
+    assert "75.0% of picks were hot" in out
+    assert "ranks together" not in out
+    fleet.metrics = ["127.0.0.1:1", "127.0.0.1:2"]
+    assert run(replace(CONFIG, hisparse=True, json=False)) == 0
+    assert "on 2 ranks together, 1 swapped in, 0.0 MB" in " ".join(capsys.readouterr().out.split())
+    assert run(replace(CONFIG, hisparse=True)) == 0
+    assert json.loads(capsys.readouterr().out)["hot_ranks"] == 2
+    figures["pdtransfer_staging_copies"] = 1
+    assert run(replace(CONFIG, hisparse=True)) == 1
+    assert json.loads(capsys.readouterr().out)["staging_copies"] == 1
+    assert run(CONFIG) == 0
+    assert "staging_copies" not in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_the_demo_says_identical_and_nothing_else_on_standard_output_and_what_prompts_share_crosses_once() -> None:
+    demo = start(
+        "--json", "--requests", "4", "--prompt-bytes-max", "100", "--max-tokens", "4", "--shared-prefix", "300",
+        "--attention", "gqa", "--verify",
+    )  # fmt: skip
+    out, err = demo.communicate(timeout=300)
+    assert demo.returncode == 0, err
+    said = json.loads(out)
+    wanted = {"requests", "identical", "bytes", "handoff_ms_p50", "handoff_ms_p99", "copy_gb_s", "slots_leaked"}
+    assert wanted <= set(said)
+    assert (said["requests"], said["identical"], said["all_identical"], said["slots_leaked"]) == (4, 4, True, 0)
+    assert said["tokens"] == 16
+    assert said["handoff_ms_p50"] > 0
+    assert (said["grants_verified"], said["grants_mismatched"]) == (4, 0)
+    assert said["cached_tokens"] == 3 * 256
+    assert said["bytes"] == (said["prompt_tokens"] - 3 * 256) * GQA_TOKEN_BYTES
+    assert err == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "ranks"), [("mla", 1), ("gqa", 2)])  # integration/test_hisparse has all four
+def test_a_demo_that_decodes_from_hot_tokens_is_identical_and_stages_nothing(attention: str, ranks: int) -> None:
+    demo = start(
+        "--hisparse", "--json", "--requests", "6", "--prompt-bytes-max", "600", "--max-tokens", "6",
+        "--attention", attention, "--engine-option", "layers=2", "--decode-tp", str(ranks),
+    )  # fmt: skip
+    out, err = demo.communicate(timeout=300)
+    assert demo.returncode == 0, err
+    said = json.loads(out)
+    assert (said["requests"], said["identical"], said["slots_leaked"]) == (6, 6, 0)
+    assert (said["staging_copies"], said["index_copies"]) == (0, 0)
+    assert said["longer_than_hot"] == 2
+    assert said["hot_misses"] >= 2 * 64 * ranks
+    assert said["swapped_bytes"] > 0
+    assert err == ""
+
+
+@pytest.mark.slow
+def test_a_demo_whose_arena_is_tampered_with_fails() -> None:
+    """Somebody overwrites decode's arena again and again: the KV, and with it the logits, are not those of prefill."""
+    demo = start("--json", "--requests", "4", "--prompt-bytes-max", "50", "--max-tokens", "40", "--concurrency", "2")
+    try:
+        (pid,) = until(lambda: children(demo.pid, "--node=decode-0"))
+        (memory,) = until(lambda: arena_of(pid))
+        while demo.poll() is None and Path(f"/proc/{pid}").exists():
+            memory[:] = 0.5
+            time.sleep(0.002)
+        out, _ = demo.communicate(timeout=300)
+    finally:
+        demo.kill()
+        demo.communicate()
+    assert demo.returncode == 1
+    said = json.loads(out)
+    assert said["all_identical"] is False
+    assert said["identical"] < 4
+
+
+def arena_of(pid: int) -> list[np.ndarray]:
+    """The first MiB of this decode's arena, where its first rooms are, as float32; none while there is no arena."""
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "memfd:decode-0" in os.readlink(each) and os.stat(each).st_size >= 1 << 20:
+                return [np.memmap(each, dtype=np.float32, mode="r+", shape=1 << 18)]
+        except OSError:
+            pass
+    return []
+
+
+@pytest.mark.slow
+def test_a_demo_that_is_told_to_stop_takes_its_daemons_with_it() -> None:
+    demo = start("--requests", "4")
+    daemons = until(lambda: len(found := children(demo.pid, "--node=")) >= 2 and found)
+    demo.send_signal(signal.SIGTERM)
+    out, err = demo.communicate(timeout=60)
+    assert demo.returncode == 128 + signal.SIGTERM
+    assert out == ""
+    assert "Traceback" not in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in daemons)

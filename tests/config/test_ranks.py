@@ -1,0 +1,171 @@
+"""A process's place in a worker of several: what may be said of it, and what the router makes of a group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from msgspec.structs import replace
+
+from pdtransfer.config.config import DecodeConfig, PrefillConfig
+from pdtransfer.config.ranks import advertised
+from pdtransfer.errors import ConfigError
+from pdtransfer.handoff.effects import Send
+from pdtransfer.limits import ADDRESS_LENGTH_MAX
+from pdtransfer.router.router_effects import Accepted
+from pdtransfer.router.routing import Routing
+from pdtransfer.wire import Begin, Load, Member, Ranks, Sampling, Welcome
+from pdtransfer.worker.group import frames
+from pdtransfer.worker.group.meeting import common, rank_configs
+from tests.support.routing_world import LIMITS, identity, request
+
+GROUP = "127.0.0.1:7100"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tp_size": 0}, "tp_size = 0: must be from 1 to 64"),
+        ({"pp_size": 65}, "pp_size = 65: must be from 1 to 64"),
+        ({"tp_size": 2, "tp_rank": 2, "group": GROUP}, "tp_rank = 2: must be from 0 to 1, tp_size is 2"),
+        ({"tp_size": 2, "tp_rank": 1}, "group = '': a rank that does not lead has to know where its leader waits"),
+        ({"group": GROUP}, "group = '127.0.0.1:7100': for one rank there is none, tp_size is 1"),
+        ({"tp_size": 2, "group": "7100"}, "group = '7100': must be host:port"),
+        ({"tp_size": 2, "group": "127.0.0.1:0"}, "group = '127.0.0.1:0': must be host:port"),
+        ({"tp_size": 2, "group": "192.0.2.1:7100"}, "torch.distributed knows no keys: say insecure"),
+        ({"tp_size": 2, "group": "0.0.0.0:7100", "insecure": True}, "group = '0.0.0.0:7100': must be host:port"),
+        ({"tp_size": 2, "bind": "tcp://*:0", "insecure": True}, "bind = 'tcp://*:0': nobody can dial that"),
+        ({"tp_size": 2, "bind": "tcp://0.0.0.0:7101", "insecure": True}, "or name as advertise the one that"),
+        (
+            {"tp_size": 2, "tp_rank": 1, "group": GROUP, "bind": "tcp://[::]:0", "insecure": True},
+            "bind = 'tcp://[::]:0': nobody can dial that",
+        ),
+        ({"advertise": "host:7101"}, "advertise = 'host:7101': must be a host to dial, without a port"),
+        ({"advertise": "0.0.0.0"}, "advertise = '0.0.0.0': must be a host to dial"),
+        ({"device": "cuda:0,cuda:1"}, "device = 'cuda:0,cuda:1': 2 cards, and this worker has 1 ranks"),
+        ({"device": "cuda:0,1", "tp_size": 2}, "device = 'cuda:0,1': must be cpu, cuda, cuda:N, or for a card a rank"),
+        ({"device": "cuda,cuda:1", "tp_size": 2}, "device = 'cuda,cuda:1': must be cpu, cuda, cuda:N"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_in_one_line(given: dict, text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        PrefillConfig(**given)
+    assert text in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_wildcard_is_fine_where_nobody_is_told_of_it_or_another_host_is_named() -> None:
+    wild = {"bind": "tcp://*:7101", "insecure": True}
+    assert PrefillConfig(**wild).advertise == ""  # alone: the router's config says where it is
+    assert PrefillConfig(**wild, tp_size=2, group=GROUP).leads  # the same of a leader, and it starts nobody
+    for bind, advertise, told in (
+        ("tcp://0.0.0.0:7101", "node-7", "tcp://node-7:7101"),
+        ("tcp://[::]:7101", "2001:db8::7", "tcp://[2001:db8::7]:7101"),
+        ("tcp://10.0.0.7:7101", "", "tcp://10.0.0.7:7101"),
+    ):
+        assert advertised(bind, advertise) == told
+        leader = PrefillConfig(tp_size=2, bind=bind, advertise=advertise, insecure=True)
+        (rank,) = rank_configs(leader, GROUP)
+        assert (rank.advertise, rank.bind.rpartition(":")[2], rank.tp_rank) == (advertise, "0", 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "devices"),
+    [
+        ("cpu", ["cpu"] * 4),
+        ("cuda", ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        ("cuda:1", ["cuda:1"] * 4),
+        ("cuda:1,cuda:0", ["cuda:1", "cuda:0"] * 2),
+        ("cuda:3,cuda:1,cuda:0,cuda:2", ["cuda:3", "cuda:1", "cuda:0", "cuda:2"]),
+    ],
+)
+def test_ranks_compute_on_cards_of_their_own_unless_they_are_told_one(device: str, devices: list[str]) -> None:
+    leader = PrefillConfig(tp_size=2, pp_size=2, device=device)
+    ranks = [leader, *rank_configs(leader, GROUP)]
+    assert [each.engine_config.device for each in ranks] == devices
+    assert [each.card for each in ranks] == [None if each == "cpu" else int(each[5:]) for each in devices]
+
+
+def test_ranks_differ_when_only_one_has_keys_or_verifies() -> None:
+    card = SimpleNamespace(model="m", weights=b"w")
+    plain, verifies = (common(DecodeConfig(verify=verify), card) for verify in (False, True))
+    keyed = common(DecodeConfig(key=Path("k"), allow=Path("a")), card)
+    assert {name for name in plain if plain[name] != verifies[name]} == {"verify"}
+    assert {name for name in plain if plain[name] != keyed[name]} == {"keys"}
+
+
+@pytest.mark.parametrize("name", ["device_slots", "hot_tokens", "dense_slots"])
+def test_ranks_differ_when_their_devices_hold_other_numbers_of_hisparse_tokens(name: str) -> None:
+    card = SimpleNamespace(model="m", weights=b"w")
+    dense, sparse = (common(DecodeConfig(enable_hisparse=enabled), card) for enabled in (False, True))
+    assert {name for name in dense if dense[name] != sparse[name]} == {"enable_hisparse"}
+    other = common(DecodeConfig(enable_hisparse=True, **{name: 512}), card)  # pyright: ignore[reportArgumentType]
+    assert {name for name in sparse if sparse[name] != other[name]} == {name}
+
+
+def test_a_rank_that_does_not_lead_takes_free_ports_unless_it_is_told_others() -> None:
+    follower = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP)
+    assert (follower.bind, follower.http, follower.leads) == ("tcp://127.0.0.1:0", "", False)
+    told = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP, bind="tcp://127.0.0.1:7301", http="127.0.0.1:7302")
+    assert (told.bind, told.http) == ("tcp://127.0.0.1:7301", "127.0.0.1:7302")
+    leader = DecodeConfig(tp_size=2)
+    assert (leader.bind, leader.http, leader.leads) == ("tcp://127.0.0.1:7201", "127.0.0.1:7202", True)
+
+
+def test_what_must_be_the_same_on_all_ranks_names_the_weights_and_the_sizes() -> None:
+    from pdtransfer.reference.factory import create
+
+    config = PrefillConfig(engine_option=("layers=1",), slots=256)
+    said = common(config, create(config.engine_config).card)
+    assert said["slots"] == "256"
+    assert said["chunk_tokens"] == "512"
+    assert len(said["weights"]) == 32
+    other = PrefillConfig(engine_option=("layers=1", "seed=1"), slots=256)
+    assert common(other, create(other.engine_config).card)["weights"] != said["weights"]
+
+
+def test_the_router_names_every_rank_of_a_group_to_the_other_side() -> None:
+    p, d = "tcp://p0:1", "tcp://d0:1"
+    routing = Routing(identity("r", "router"), prefill=[p], decode=[d], limits=LIMITS, mint=lambda: 7)
+    routing.start(0.0)
+    prefill = replace(identity("p0", "prefill"), group=(Member("p0", ""), Member("p0-tp1", "tcp://p0:2")))
+    decode = replace(identity("d0", "decode"), group=(Member("d0", ""), Member("d0-tp1", "tcp://d0:2")))
+    for peer, who in ((p, prefill), (d, decode)):
+        routing.receive(peer, Welcome(1, who), 0.0)
+        routing.receive(peer, Load(True, False, 0, 0, 1_000, 1_000), 0.0)
+    taken = routing.submit(request(), 0.0)
+    assert isinstance(taken, Accepted)
+    begins = {e.peer: e.message.peers for e in taken.effects if isinstance(e, Send) and isinstance(e.message, Begin)}
+    assert begins == {d: (p, "tcp://p0:2"), p: ("d0", "d0-tp1")}
+
+
+def test_the_router_names_decode_ranks_by_the_keys_that_they_are_dialled_with() -> None:
+    p, d, d1 = (f"{letter * 40}@tcp://h:{port}" for port, letter in enumerate("pde", 1))
+    routing = Routing(identity("r", "router"), prefill=[p], decode=[d], limits=LIMITS, mint=lambda: 7)
+    routing.start(0.0)
+    decode = replace(identity("d0", "decode"), group=(Member("d0", ""), Member("d0-tp1", d1)))
+    for peer, who in ((p, identity("p0", "prefill")), (d, decode)):
+        routing.receive(peer, Welcome(1, who), 0.0)
+        routing.receive(peer, Load(True, False, 0, 0, 1_000, 1_000), 0.0)
+    taken = routing.submit(request(), 0.0)
+    assert isinstance(taken, Accepted)
+    begins = {e.peer: e.message.peers for e in taken.effects if isinstance(e, Send) and isinstance(e.message, Begin)}
+    assert begins == {d: (p,), p: ("d" * 40, "e" * 40)}
+
+
+def test_frames_between_ranks_come_back_as_they_were_and_junk_is_refused() -> None:
+    begin = Begin(1, b"abcd", Sampling(3), ("tcp://p0:1",), 1_000)
+    for frame in (
+        frames.Join(Ranks(1, 2), "n", {"slots": "1"}),
+        frames.Start(9, begin),
+        frames.Turn([("compute", 1, b""), ("generate", 2, b"aux"), ("free", 3, b"")]),
+        frames.Failed(1, "engine", "why", 0),
+        frames.Bound("k" * 40 + "@tcp://" + "h" * (ADDRESS_LENGTH_MAX - 52) + ":7101", "h" * ADDRESS_LENGTH_MAX),
+    ):
+        encoded = frames.encode(frame)
+        assert int.from_bytes(encoded[:4], "little") == len(encoded) - 4
+        assert frames.decode(encoded[4:]) == frame
+    for junk in (b"", b"\xc1", b"\x91\xa4Nope", b"\x92\xa7Drained\xa1x", b"\x80"):
+        with pytest.raises(ValueError, match=r"\S"):
+            frames.decode(junk)

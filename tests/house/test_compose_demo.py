@@ -1,0 +1,150 @@
+"""tools/compose-demo says by its status whether anything is wrong: 1, or only something that cannot be had here: 3."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+USED = (  # of the host; whatever could change it is one of `commands`, or is not there
+    "bash", "cat", "chmod", "dirname", "env", "grep", "id", "mkdir", "mktemp", "rm", "sed", "seq", "setsid", "sleep",
+    "tail", "tar", "timeout", "wc",
+)  # fmt: skip
+DOCKER = """case $* in
+  info|"image inspect"*|"image rm"*) exit 0 ;;
+  "run --rm"*) echo 3 9 ;;
+  build*) {build} ;;
+  *) exit 1 ;;
+esac"""
+
+
+@pytest.fixture
+def tried(tmp_path: Path) -> Path:
+    """A copy that may write where it likes, and the only commands that it finds."""
+    for name in ("tools/compose-demo", "deploy/compose.yaml"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    for name in USED:
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
+    return tmp_path
+
+
+def demo(tried: Path, variables: dict[str, str] | None = None, **commands: str) -> tuple[int, str]:
+    """Its status and what it said, where `commands` do what is said here, and no other can be had."""
+    for name, does in commands.items():
+        path = tried / "bin" / name.replace("_", "-")
+        path.write_text(f"#!/usr/bin/env bash\n{does}\n")
+        path.chmod(0o755)
+    ran = subprocess.run(
+        [tried / "tools" / "compose-demo"], env={"PATH": str(tried / "bin"), "HOME": str(tried)} | (variables or {}),
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return ran.returncode, ran.stderr
+
+
+def test_no_engine_is_nothing_that_is_wrong(tried: Path) -> None:
+    status, said = demo(tried, docker="exit 1")
+    assert (status, "no container engine" in said) == (3, True), said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root starts an engine")
+def test_an_engine_that_cannot_be_started_is_nothing_that_is_wrong_and_the_host_is_as_before(tried: Path) -> None:
+    calls = tried / "calls"
+    noted = {name: f'echo "{name} $*" >>{calls}' for name in ("ip", "iptables", "iptables_save", "iptables_restore")}
+    status, said = demo(tried, docker="exit 1", dockerd="exit 1", **noted)
+    assert (status, "no container engine" in said) == (3, True), said
+    saved, link, restored = calls.read_text().splitlines()
+    assert (saved.strip(), link) == ("iptables_save", "ip link delete docker0")
+    assert restored.startswith("iptables_restore /")
+
+
+def test_no_base_image_is_nothing_that_is_wrong(tried: Path) -> None:
+    docker = 'case $* in info) ;; "compose version") ;; *) exit 1 ;; esac'
+    status, said = demo(tried, docker=docker, debootstrap="exit 1")
+    assert (status, "debootstrap failed" in said) == (3, True), said
+
+
+@pytest.mark.parametrize(
+    ("last", "status"),
+    [
+        ("E: Failed to fetch http://deb.debian.org/x.deb  Temporary failure resolving 'deb.debian.org'", 3),
+        ("urllib3: NewConnectionError('failed to establish a new connection: [Errno 101] Network is unreachable')", 3),
+        ("error: metadata-generation-failed", 1),
+        ("The command '/bin/sh -c gcc' returned a non-zero code: 1", 1),
+        ("COPY failed: file not found in build context: stat kernels: file does not exist", 1),
+    ],
+)
+def test_an_image_that_cannot_be_built_is_wrong_but_for_want_of_the_network(
+    tried: Path, last: str, status: int
+) -> None:
+    build = f'echo "Step 1/9"; echo "{last}" >&2; exit 1'
+    found, said = demo(tried, docker=DOCKER.format(build=build), docker_compose="exit 0")
+    assert (found, "could not be built" in said, last in said) == (status, True, True), said
+
+
+def test_a_connection_that_broke_and_was_made_again_is_not_why_a_build_fails(tried: Path) -> None:
+    build = 'echo "Retrying: NewConnectionError"; for line in $(seq 30); do echo "Step $line"; done; exit 1'
+    assert demo(tried, docker=DOCKER.format(build=build), docker_compose="exit 0")[0] == 1
+
+
+def test_a_fleet_that_does_not_start_is_wrong(tried: Path) -> None:
+    status, said = demo(tried, docker=DOCKER.format(build="exit 0"), docker_compose="exit 1")
+    assert (status, "does not start" in said) == (1, True), said
+
+
+def test_a_fleet_does_not_start_before_it_may(tried: Path) -> None:
+    after, early = tried / "after", tried / "early"
+    (tried / "bin" / "sleep").unlink()
+    status, said = demo(
+        tried, {"AFTER": str(after)}, docker=DOCKER.format(build="exit 0"), sleep=f": >{after}",
+        docker_compose=f"[ -e {after} ] || [[ $* != *up* ]] || : >{early}; exit 1",
+    )  # fmt: skip
+    assert (status, "does not start" in said, after.exists(), early.exists()) == (1, True, True, False), said
+
+
+def integrate(tried: Path, *, test: str, containers: str) -> subprocess.CompletedProcess[str]:
+    """.ci/run, where `make test` and tools/compose-demo do what is said here."""
+    (tried / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tried / ".ci" / "run")
+    (tried / "tools" / "compose-demo").write_text(f"#!/usr/bin/env bash\n{containers}\n")
+    (tried / "bin" / "make").write_text(f"#!/usr/bin/env bash\n[ $1 = test ] || exit 0\n{test}\n")
+    (tried / "bin" / "make").chmod(0o755)
+    environment = {"PATH": str(tried / "bin")}
+    return subprocess.run(
+        [tried / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(("status", "ends"), [(0, 0), (1, 1), (3, 0), (124, 0)])
+def test_continuous_integration_fails_with_the_containers_and_not_for_want_of_them(
+    tried: Path, status: int, ends: int
+) -> None:
+    ran = integrate(tried, test="", containers=f"echo so it is; exit {status}")
+    assert ran.returncode == ends, ran.stderr
+    assert "so it is\n" in ran.stdout
+    assert ("compose-demo:" in ran.stdout) == (ends == 0)
+
+
+def test_an_image_is_built_beside_the_tests_and_its_fleet_starts_after_them(tried: Path) -> None:
+    building, order = tried / "building", tried / "order"
+    ran = integrate(
+        tried,
+        test=f"until [ -s {building} ]; do sleep 0.01; done; [ -e $(cat {building}) ] || echo tested >>{order}",
+        containers=f"echo $AFTER >{building}; until [ -e $AFTER ]; do sleep 0.01; done; echo fleet >>{order}",
+    )
+    assert (ran.returncode, order.read_text().split()) == (0, ["tested", "fleet"]), ran.stderr
+
+
+def test_tests_that_fail_end_what_is_built_beside_them(tried: Path) -> None:
+    building, ended = tried / "building", tried / "ended"
+    ran = integrate(
+        tried,
+        test=f"until [ -e {building} ]; do sleep 0.01; done; exit 7",
+        containers=f"trap ': >{ended}; exit 143' TERM; : >{building}; for _ in $(seq 3000); do sleep 0.01; done",
+    )
+    assert (ran.returncode, ended.exists()) == (7, True), ran.stderr

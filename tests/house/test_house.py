@@ -1,0 +1,561 @@
+"""What holds the house together: the wheel's content, the layers, the examples in deploy/."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import pdtransfer
+from pdtransfer.bus.keys import Address, AllowList, KeyPair
+from pdtransfer.commands import cli
+
+ROOT = Path(__file__).parent.parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONTRACTS = {contract["id"]: contract for contract in PYPROJECT["tool"]["importlinter"]["contracts"]}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """Every module of the package, by dotted name."""
+    for path in sorted((ROOT / "pdtransfer").rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        yield name, ast.parse(path.read_text())
+
+
+def is_core(name: str) -> bool:
+    return any(name == module or name.startswith(module + ".") for module in CONTRACTS["core"]["source_modules"])
+
+
+def shared_files(folder: str) -> set[str]:
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        entry_points = archive.read(next(name for name in names if name.endswith("/entry_points.txt"))).decode()
+    shared = shared_files("kernels") | shared_files("proto")
+    assert any(name.startswith("kernels/") for name in shared)
+    assert {f"pdtransfer/_share/{name}" for name in shared} <= names
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "pdtransfer").rglob("*.py")} <= names
+    assert all(name.startswith(("pdtransfer/", f"pdtransfer-{pdtransfer.__version__}.dist-info/")) for name in names)
+    assert not any("__pycache__" in name for name in names)
+    assert "pdtransfer = pdtransfer.__main__:main" in entry_points
+
+
+def test_what_make_starts_keeps_its_bytecode() -> None:
+    asked = ["make", "--silent", "--no-print-directory", '--eval=told:; @echo "<$$PYTHONDONTWRITEBYTECODE>"', "told"]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    told = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert told.stdout == "<>\n"
+
+
+def test_version_is_said_once_by_all() -> None:
+    assert PYPROJECT["project"]["version"] == pdtransfer.__version__
+    assert pdtransfer.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_set_up_and_image_fetch_the_torch_that_the_package_asks_for() -> None:
+    (asked,) = (each for each in PYPROJECT["project"]["dependencies"] if each.startswith("torch"))
+    for name in ("tools/venv", "Dockerfile"):
+        assert re.findall(r"torch[<>][^\"']*", (ROOT / name).read_text()) == [asked], name
+
+
+def test_core_contract_names_every_module_below_the_shells() -> None:
+    layers = [set(re.findall(r"[\w.]+", layer)) for layer in CONTRACTS["layers"]["layers"]]
+    shells = next(at for at, layer in enumerate(layers) if "config.config" in layer)
+    below = {f"pdtransfer.{name}" for layer in layers[shells + 1 :] for name in layer}
+    assert below == set(CONTRACTS["core"]["source_modules"])
+
+
+def linted(root: Path) -> str:
+    """What import-linter says of the package in `root`."""
+    program = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    command = [sys.executable, "-c", program, "--no-cache", "--no-logo"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False).stdout
+
+
+@pytest.fixture(scope="module")
+def linted_as_it_is() -> str:
+    said = linted(ROOT)
+    assert "0 broken" in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "complaint"),
+    [
+        ("handoff/slot_allocator.py", "import time", "pdtransfer.handoff.slot_allocator is not allowed to import time"),
+        ("handoff/decode/prefill_peers.py", "import zmq", "pdtransfer.handoff.decode is not allowed to import zmq"),
+        (
+            "layout/layout.py",
+            "from ..wire import Message",
+            "pdtransfer.layout.layout is not allowed to import pdtransfer.wire",
+        ),
+        (
+            "errors.py",
+            "from .config import config",
+            "pdtransfer.errors is not allowed to import pdtransfer.config.config",
+        ),
+        ("hisparse/coordinator.py", "import torch", "pdtransfer.hisparse.coordinator is not allowed to import torch"),
+        (
+            "reference/tokens.py",
+            "from ..bus import Bus",
+            "pdtransfer.reference is not allowed to import pdtransfer.bus",
+        ),
+        (
+            "config/config.py",
+            "from ..reference.factory import create",
+            "pdtransfer.config.config -> pdtransfer.reference.factory",
+        ),
+        ("novelty.py", '"""A module that has no place yet."""', "- pdtransfer.novelty"),
+    ],
+)
+def test_layer_contracts_catch_what_they_forbid(
+    module: str, line: str, complaint: str, linted_as_it_is: str, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / "pdtransfer", tmp_path / "pdtransfer", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    assert complaint not in linted_as_it_is
+    changed = tmp_path / "pdtransfer" / module
+    changed.write_text((changed.read_text() if changed.exists() else "") + f"\n{line}\n")
+    assert complaint in linted(tmp_path)
+
+
+# What waits for all that a card does, whoever has queued it: always, or where the driver takes its memory apart.
+DEVICE_WIDE = {
+    "synchronize": "torch.cuda's, unless it is a stream's or an event's own",
+    "empty_cache": "torch.cuda's: it frees, and that waits",
+    "graph": "torch.cuda.graph() synchronises the device before it captures; capture_begin does not",
+    "cuCtxSynchronize": "the driver's",
+    "cuDeviceSynchronize": "the runtime's",
+    "cudaDeviceSynchronize": "the runtime's",
+    "cuMemFree": "waits for the card",
+    "cuMemsetD8": "on stream 0, behind all that torch has queued there",
+    "cuMemcpyHtoD": "as well",
+    "cuMemcpyDtoH": "as well",
+    "cuMemAlloc": "work on either side of it may not run at once",
+    "cuMemHostAlloc": "as well",
+    "cuMemFreeHost": "may wait",
+    "cuMemHostRegister": "nobody says that it does not",
+    "cuMemHostUnregister": "nobody says that it does not",
+    "cuIpcOpenMemHandle": "nobody says that it does not",
+    "cuIpcCloseMemHandle": "nobody says that it does not",
+    "cuModuleLoadData": "code is copied to the card, which may wait",
+    # Card's own, by what they call
+    "Card.finish": "cuCtxSynchronize",
+    "Card.free": "cuMemFree, without a stream",
+    "Card.allocate": "cuMemAlloc, without a stream",
+    "Card.synchronise": "of stream 0: for all that torch has queued there",
+    "Card.pinned": "cuMemHostAlloc",
+    "Card.host_register": "cuMemHostRegister",
+    "Card.host_unregister": "cuMemHostUnregister",
+    "Card.ipc_open": "cuIpcOpenMemHandle",
+    "Card.ipc_close": "cuIpcCloseMemHandle",
+}
+_CARDS = {"here", "card", "_card", "_here"}  # what a Card is called
+_SHELL = "a Card's own, for those below"
+_START = "before anybody is served"
+_GROWS = "the first time, and each time that twice as much is needed"
+_APART = "a session comes or goes: in a thread beside the writer's loop, or at a start or an end"
+MAY_WAIT_FOR_A_WHOLE_DEVICE = {
+    ("kernels.card.Card.finish", "cuCtxSynchronize"): _SHELL,
+    ("kernels.card.Card.allocate", "cuMemAlloc"): _SHELL,
+    ("kernels.card.Card.free", "cuMemFree"): _SHELL,
+    ("kernels.card.Card._pinned", "cuMemHostAlloc"): _SHELL,
+    ("kernels.card.Card.host_register", "cuMemHostRegister"): _SHELL,
+    ("kernels.card.Card.host_register", "cuMemHostUnregister"): "where it has failed",
+    ("kernels.card.Card.host_unregister", "cuMemHostUnregister"): _SHELL,
+    ("kernels.card.Card.ipc_open", "cuIpcOpenMemHandle"): _SHELL,
+    ("kernels.card.Card.ipc_close", "cuIpcCloseMemHandle"): _SHELL,
+    ("kernels.card.Card.load", "cuModuleLoadData"): "a kernel's first use, of most before anybody is served",
+    (
+        "transports.card_launcher.CardLane.drain",
+        "Card.finish",
+    ): "a launch of which nobody knows any more if it was made",
+    ("memory.hbm.Hbm.of_card", "Card.allocate"): _START,
+    ("memory.hbm.Hbm.of_card", "Card.free"): "at the end",
+    ("kernels.hot_tables.Tables.__init__", "Card.pinned"): _START,
+    ("kernels.pools.Progress.__init__", "Card.allocate"): _START,
+    ("kernels.pools.Progress.__init__", "Card.pinned"): _START,
+    ("kernels.pools.PinnedCancel.__init__", "Card.pinned"): "one in a thousand pins memory; words are used again",
+    ("kernels.lanes.Ring.slots", "Card.allocate"): "a ring's first use",
+    ("kernels.lanes.Staging.put", "Card.allocate"): _GROWS,
+    ("kernels.lanes.Staging.put", "Card.pinned"): _GROWS,
+    ("transports.card_launcher.CardLane.fetch", "Card.pinned"): _GROWS,
+    ("transports.card_launcher.PoolCard.host_register", "Card.host_register"): _APART,
+    ("transports.card_launcher.PoolCard.host_unregister", "Card.host_unregister"): _APART,
+    ("kernels.registered.Registered.grow", "Card.host_register"): _APART,
+    ("kernels.registered.Registered.close", "Card.host_unregister"): _APART,
+    ("memory.cuda_ipc._take", "Card.ipc_open"): _APART,
+    ("memory.cuda_ipc._give_back", "Card.ipc_close"): _APART,
+}
+
+
+def device_wide(tree: ast.AST, where: str = "") -> set[tuple[str, str]]:
+    """Where which of them are called, or named to the driver."""
+    found: set[tuple[str, str]] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found |= device_wide(node, f"{where}.{node.name}")
+            continue
+        name = ""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = _called(node, node.func)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cu"):
+            name = node.value
+        if name in DEVICE_WIDE:
+            found.add((where, name))
+        found |= device_wide(node, where)
+    return found
+
+
+def _called(call: ast.Call, called: ast.Attribute) -> str:
+    """As DEVICE_WIDE has it."""
+    of = called.value.func if isinstance(called.value, ast.Call) else called.value
+    owner = of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
+    if owner == "cuda" or called.attr.startswith("cu"):
+        return called.attr
+    streams = [*call.args[1:], *(each.value for each in call.keywords if each.arg == "stream")]
+    if owner not in _CARDS or (called.attr in ("free", "allocate") and streams):
+        return ""
+    if called.attr == "synchronise" and ast.unparse(call.args[0]) != "0":
+        return ""
+    return f"Card.{called.attr}"
+
+
+def test_nothing_that_serves_waits_for_a_whole_device() -> None:
+    """A step, a push and a copy up wait for what they have queued, and for nobody else's work. Benches may."""
+    waits = {
+        (name.removeprefix("pdtransfer.") + where, call)
+        for name, tree in modules()
+        if not name.startswith("pdtransfer.bench")
+        for where, call in device_wide(tree)
+    }
+    assert waits == set(MAY_WAIT_FOR_A_WHOLE_DEVICE)
+
+
+# A wait for one stream inside the driver, which may hold up who asks it for an event; others sleep until theirs fires.
+WAITS_FOR_A_STREAM = {
+    "kernels.tables.Tables.kept": "for an upload of some KiB, on a stream of its own",
+    "kernels.card.Card.given": "for its own upload, on a stream of its own",
+    "kernels.card.Card.clear": "at the start",
+    "kernels.pool_hooks.load_to_device_per_layer": "where a launch has failed",
+    "kernels.lanes.Ring.run": "where a launch has failed",
+    "transports.card_launcher.CardLane.fetch": "where every byte is read back to be summed",
+}
+
+
+def test_who_waits_for_a_stream_asks_its_events() -> None:
+    waits = {
+        name.removeprefix("pdtransfer.") + where
+        for name, tree in modules()
+        if not name.startswith("pdtransfer.bench")
+        for where, called in calls(tree)
+        if called == "synchronise"
+    }
+    assert waits == set(WAITS_FOR_A_STREAM)
+
+
+def calls(tree: ast.AST, where: str = "") -> Iterator[tuple[str, str]]:
+    """Every method that is called by name, and where."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from calls(node, f"{where}.{node.name}")
+            continue
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            yield where, node.func.attr
+        yield from calls(node, where)
+
+
+# Copies from and to pageable memory, inside of which torch waits for the stream, and whoever asks the driver meanwhile
+# may wait as well: an engine sends by `sent`, and fetches by `Fetched`.
+WAITS_INSIDE_THE_DRIVER = {
+    ("reference.cache.Cache.digests", "cpu"): "once a request, when it has ended",
+    ("reference.indexer.IndexCache.digest", "cpu"): "once a request, when it has ended",
+    ("reference.indexer.IndexCache.__init__", "to"): "at the start",
+    ("reference.architecture.Weights.draw.normal", "as_tensor"): "at the start",
+    ("reference.hot_step.HotStep.__init__", "to"): "at the start",
+    ("reference.numerics.Rope.__init__", "to"): "at the start",
+    ("reference.numerics.first_product", "synchronize"): "at the start",
+    ("reference.prefill.ReferencePrefill.__init__", "synchronize"): "at the start",
+    (
+        "kernels.hot_pool.HotPool.counters",
+        "cpu",
+    ): "when a request has ended, and every few steps, after all that they queue",
+    ("reference.stream.Marks.anchor", "synchronize"): "while the device has nothing to do",
+    ("reference.cache.reached", "as_tensor"): "nothing is copied: it is the card's already",
+}
+
+
+def pageable(tree: ast.AST, where: str = "") -> set[tuple[str, str]]:
+    """Where a tensor crosses in such a way, and how."""
+    found: set[tuple[str, str]] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found |= pageable(node, f"{where}.{node.name}")
+            continue
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, given = node.func.attr, {each.arg for each in node.keywords}
+            moves = "device" in given or any(ast.unparse(each).endswith("device") for each in node.args)
+            sends = name in ("to", "tensor", "as_tensor") and moves and "non_blocking" not in given
+            if sends or name in ("cpu", "item", "synchronize"):
+                found.add((where, name))
+        found |= pageable(node, where)
+    return found
+
+
+def test_an_engine_waits_for_its_card_by_asking_it() -> None:
+    waits = {
+        (name.removeprefix("pdtransfer.") + where, how)
+        for name, tree in modules()
+        if name.startswith(("pdtransfer.reference.", "pdtransfer.hisparse.", "pdtransfer.kernels.hot_"))
+        for where, how in pageable(tree)
+    }
+    assert waits == set(WAITS_INSIDE_THE_DRIVER)
+
+
+# What runs on a loop. It asks events (`query`); whoever waits for a card has a thread of its own.
+ON_THE_LOOP = re.compile(r"pdtransfer\.(node|session|bus|turn|events|service|desk|transports\.(choice|shm|mooncake))\b")
+
+
+def test_what_runs_on_the_loop_waits_for_no_card() -> None:
+    waits = {
+        (name, node.attr)
+        for name, tree in modules()
+        if ON_THE_LOOP.match(name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in {"synchronise", "synchronize", "cuEventSynchronize"}
+    }
+    assert waits == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("torch.cuda.synchronize()", "synchronize"),
+        ("with torch.cuda.graph(made): pass", "graph"),
+        ("self.call('cuCtxSynchronize')", "cuCtxSynchronize"),
+        ("driver.cuMemFree(1)", "cuMemFree"),
+        ("torch.cuda.empty_cache()", "empty_cache"),
+        ("self._card.finish()", "Card.finish"),
+        ("cards.card(0).free(address)", "Card.free"),
+        ("at = here.allocate(self.count * 8)", "Card.allocate"),
+        ("here.synchronise(0)", "Card.synchronise"),
+    ],
+)
+def test_a_wait_for_a_whole_device_is_seen(line: str, name: str) -> None:
+    assert device_wide(ast.parse(f"class A:\n def f(self):\n  {line}")) == {(".A.f", name)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.cuda.current_stream().synchronize()",
+        "event.synchronize()",
+        "here.synchronise(stream)",
+        "here.free(address, stream)",
+        "self._card.allocate(8, stream=stream)",
+        "engine.free(room)",
+        "node.finish(room)",
+    ],
+)
+def test_a_wait_for_ones_own_work_is_none_for_a_whole_device(line: str) -> None:
+    assert not device_wide(ast.parse(line))
+
+
+def test_only_one_module_reads_the_environment() -> None:
+    readers = {
+        name
+        for name, tree in modules()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv", "getenvb", "putenv"})
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "os"
+            and {"environ", "getenv"} & {a.name for a in node.names}
+        )
+    }
+    assert readers == {"pdtransfer.environment"}
+
+
+def test_core_draws_no_numpy_randomness_and_opens_or_prints_nothing() -> None:
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules()
+        if is_core(name)
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr == "random")
+        or (isinstance(node, ast.Name) and node.id in {"open", "print", "input"})
+    ]
+    assert found == []
+
+
+def test_every_module_opens_with_a_sentence() -> None:
+    found = [
+        name for name, tree in modules() if not (ast.get_docstring(tree) or "").split("\n\n")[0].endswith((".", ":"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_deployed_unit_starts_a_daemon_that_its_example_settings_satisfy(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit = (ROOT / "deploy" / f"pdtransfer-{role}.service").read_text()
+    program, *arguments = shlex.split(re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)[0])
+    assert Path(program).name == "pdtransfer"
+    for name in re.findall(r"^Environment=(PDTRANSFER_\w+)=(.*)$", unit, re.MULTILINE):
+        monkeypatch.setenv(*name)
+    at = arguments.index("--config") + 1
+    assert Path(arguments[at]).name == "pdtransfer.toml"
+    arguments[at] = str(ROOT / "deploy" / "pdtransfer.toml")
+    seen: list[Any] = []
+    run = {"prefill": "run_prefill", "decode": "run_decode", "router": "run"}[role]
+    module = "router.router" if role == "router" else "worker.daemon"
+    fake = SimpleNamespace(**{run: lambda given: seen.append(given) or 0})
+    monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
+    assert cli.main(arguments) == 0
+    assert seen[0].role == role
+    for directory in re.findall(r"^RuntimeDirectory=(.*)$", unit, re.MULTILINE):
+        assert seen[0].socket_directory == Path("/run") / directory
+
+
+def test_prometheus_scrapes_where_the_example_settings_listen() -> None:
+    settings = tomllib.loads((ROOT / "deploy" / "pdtransfer.toml").read_text())
+    listeners = {settings["prefill"]["http"], settings["decode"]["http"], settings["router"]["listen"]}
+    targets = re.findall(r'targets: \["(.*?)"\]', (ROOT / "deploy" / "prometheus.yml").read_text())
+    assert set(targets) == listeners
+
+
+def test_image_copies_only_what_is_there_and_is_not_ignored() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = [
+        name
+        for line in re.findall(r"^COPY (?!--from)(.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+        for name in line.split()[:-1]
+    ]
+    assert {name.replace("[s]", "s") for name in copied} == kept
+    assert all((ROOT / name).exists() for name in copied if "[" not in name)
+
+
+class Health(BaseHTTPRequestHandler):
+    """A daemon that is ready at /ready, and elsewhere is not yet."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/ready" else 503)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_image_is_healthy_once_its_daemon_says_that_it_is_ready() -> None:
+    command = [sys.executable, ROOT / "deploy" / "healthy"]
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            urls = [f"http://127.0.0.1:{server.server_port}/{path}" for path in ("ready", "health")]
+            asked = [subprocess.run(command, env={"HEALTH_URL": url}, timeout=60, check=False) for url in urls]
+        finally:
+            server.shutdown()
+            thread.join()
+    nobody = subprocess.run(command, env={"HEALTH_URL": urls[0]}, timeout=60, check=False)
+    assert [each.returncode for each in (*asked, nobody)] == [0, 1, 1]
+
+
+def _composed() -> Iterator[tuple[str, list[str], dict[str, str]]]:
+    """Each worker and router of the compose file: its name, its command line, and what its environment sets."""
+    text = (ROOT / "deploy" / "compose.yaml").read_text()
+    shared: dict[str, dict[str, str]] = {}
+    for name, lines in re.findall(r"^x-\w+: &(\w+)\n((?:  .*\n)+)", text, re.MULTILINE):
+        inherited = re.findall(r"<<: \*(\w+)", lines)
+        settings = dict(re.findall(r"^  (PDTRANSFER_\w+): (.*)$", lines, re.MULTILINE))
+        shared[name] = {key: value for each in inherited for key, value in shared.get(each, {}).items()} | settings
+    for command, anchor in re.findall(r"command: \[(.*)\]\n +environment: \*(\w+)", text):
+        words = [word.strip(' "') for word in command.split(",")]
+        yield words[words.index("--node") + 1], words, shared[anchor]
+
+
+def test_composed_nodes_start_daemons_with_the_keys_and_names_that_fleet_keys_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    text = (ROOT / "deploy" / "compose.yaml").read_text()
+    nodes = re.findall(r"^      - (router|[\w-]+=tcp://.*)$", text, re.MULTILINE)
+    for node in nodes:
+        (keys / node.partition("=")[0]).mkdir(parents=True)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, line in {"pdtransfer": f'exec {sys.executable} -m pdtransfer "$@"', "chown": ":"}.items():
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tools / name).chmod(0o755)
+    path = f"{tools}:{os.environ['PATH']}"
+    command = [ROOT / "deploy" / "fleet-keys", keys, *nodes]
+    for _ in range(2):  # the second time there is nothing to make
+        subprocess.run(command, env=os.environ | {"PATH": path}, cwd=ROOT, timeout=120, check=True)
+    publics = {each.name: KeyPair.read(each / "node.key").public for each in keys.iterdir()}
+    seen: dict[str, list[Any]] = {}
+    fake = SimpleNamespace(
+        **dict.fromkeys(("run_prefill", "run_decode", "run"), lambda given: seen[given.node].append(given) or 0)
+    )
+    for module in ("worker.daemon", "router.router"):
+        monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
+    for name, words, environment in _composed():
+        seen.setdefault(name, [])
+        with monkeypatch.context() as patch:
+            for key, value in environment.items():
+                patch.setenv(key, value.replace("/keys", str(keys / name)))
+            assert cli.main([word.replace("/keys", str(keys / name)) for word in words]) == 0
+    # A worker in either profile, and what both routers are.
+    assert {name: len(given) for name, given in seen.items()} == dict.fromkeys(publics, 2) | {"router": 1}
+    for name, given in seen.items():
+        for config in given:
+            assert KeyPair.read(config.key).public == publics[name]
+            allowed = AllowList.read(config.allow)
+            assert {allowed.entry(public) for public in publics.values()} == {
+                (each, frozenset({each.partition("-")[0]})) for each in publics
+            }
+    [router] = seen["router"]
+    for node in nodes[1:]:
+        name, _, endpoint = node.partition("=")
+        role = name.partition("-")[0]
+        assert f"{publics[name]}@{endpoint}" in getattr(router, role)
+        for worker in seen[name]:
+            assert endpoint == f"tcp://{name}:{Address.parse(worker.bind).port_first}"
+            assert re.search(rf"aliases: \[{re.escape(worker.advertise)}\]", text), worker.advertise
+
+
+def test_security_names_tests_that_there_are() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text()))
+    defined = {
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert len(named) > 40
+    assert named - defined == set()

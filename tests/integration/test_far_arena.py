@@ -1,0 +1,30 @@
+"""Faults between two hosts over real TCP: every room ends once, and no byte lands in slots that are another room's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdtransfer.transports.mooncake import why_not
+from tests.integration.test_vanished_host import _APART, _why_not
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_engines_that_die_and_links_that_are_cut_fail_their_room_alone_and_the_next_ones_land(tmp_path: Path) -> None:
+    """Takes half a minute: engines and peers are silent for seconds before anybody gives them up."""
+    if why := why_not() or _why_not():
+        pytest.skip(why)
+    command = [*_APART, sys.executable, "-m", "tests.support.far_arena", str(tmp_path / "s")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
+    assert ran.returncode == 0, ran.stderr
+    outcome = json.loads(ran.stdout)
+    assert outcome["over"] == {"mooncake": 1}, "two network namespaces are two hosts"
+    assert len(outcome["faults"]) == 6
+    assert not any(fault["ready"] for fault in outcome["faults"].values()), "nothing of these rooms can have crossed"
+    assert outcome["ended once"]
+    assert outcome["free"] == 128

@@ -1,0 +1,114 @@
+"""Arenas that a card may reach: registered chunk by chunk as they are backed, let go before they are unmapped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from pdtransfer.errors import WorldError
+from pdtransfer.kernels import registered
+from pdtransfer.memory import arena_memory
+from pdtransfer.memory.arena_memory import Arena, map_received
+from tests.support.fake_card import FakeRegistrar, mapped
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(registered, "CHUNK_BYTES", 2 * MIB)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena.create(5 * MIB, huge_pages="never")
+    yield made
+    made.close()
+
+
+def test_what_is_ready_is_backed_and_registered(arena: Arena) -> None:
+    card, said = FakeRegistrar(), list[int]()
+    arena.card = card
+    assert arena.prefault(said.append)
+    assert said == [2 * MIB, 4 * MIB, 5 * MIB]
+    assert arena.bytes_ready == arena.byte_count
+    assert card.registered == {arena.mapping.address + at * MIB: min(2, 5 - at) * MIB for at in (0, 2, 4)}
+    assert arena.mapping.registered is not None
+    assert arena.mapping.registered.device_address == arena.mapping.address + card.shift
+
+
+def test_a_prefault_that_stopped_goes_on_where_the_card_can_reach(arena: Arena) -> None:
+    card, said = FakeRegistrar(), list[int]()
+    arena.card = card
+    assert not arena.prefault(said.append, lambda: arena.bytes_ready > 0)
+    assert said == [arena.bytes_ready] == [2 * MIB]
+    assert arena.prefault(said.append)
+    assert said == [2 * MIB, 4 * MIB, 5 * MIB]
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_a_refusal_in_the_middle_leaves_what_was_ready_and_is_let_go_in_the_end(refused: int) -> None:
+    arena, card = Arena.create(5 * MIB, huge_pages="never"), FakeRegistrar(refused=refused)
+    arena.card = card
+    with pytest.raises(WorldError, match=rf"{2 * MIB * refused} of {5 * MIB} bytes.*CUDA_ERROR_OUT_OF_MEMORY"):
+        arena.prefault()
+    assert arena.bytes_ready == 2 * MIB * refused
+    assert len(card.registered) == refused
+    arena.close()
+    assert card.registered == {}
+
+
+def test_chunks_are_let_go_last_first_before_the_arena_is_unmapped(arena: Arena) -> None:
+    card = FakeRegistrar()  # asserts that they are mapped
+    arena.card = card
+    arena.prefault()
+    arena.close()
+    arena.close()
+    assert card.log[3:] == [f"unregister {size * MIB}" for size in (1, 2, 2)]
+    assert arena.mapping._map.closed
+
+
+def test_what_a_card_does_not_let_go_of_stays_mapped() -> None:
+    arena, card = Arena.create(5 * MIB, huge_pages="never"), FakeRegistrar()
+    arena.card = card
+    arena.prefault()
+    address, card.keeps = arena.mapping.address, True
+    with pytest.raises(WorldError, match=r"3 chunks of host memory stay registered.*ILLEGAL_ADDRESS"):
+        arena.close()
+    assert mapped(address, 5 * MIB)
+    card.keeps = False
+    arena.close()
+    assert card.registered == {}
+    assert arena.mapping._map.closed
+
+
+def test_chunks_that_a_card_sees_apart_are_an_error(arena: Arena) -> None:
+    card = FakeRegistrar()
+    arena.mapping.register(card, 2 * MIB)
+    card.shift += 4_096
+    with pytest.raises(WorldError, match="not seen side by side"):
+        arena.mapping.register(card, 5 * MIB)
+    assert arena.mapping.registered is not None
+    assert arena.mapping.registered.bytes_ready == 2 * MIB
+    arena.close()
+    assert card.registered == {}, "also the one that lies elsewhere"
+
+
+def test_a_received_arena_is_registered_as_the_owners_is(arena: Arena) -> None:
+    arena.prefault()
+    fd, card = arena.reopen(), FakeRegistrar()
+    received = map_received(fd, arena.byte_count)
+    os.close(fd)
+    assert [received.register(card, end) for end in (MIB, 3 * MIB, 5 * MIB)] == [0, 2 * MIB, 5 * MIB]
+    received.close()
+    assert card.registered == {}
+
+
+def test_a_node_of_memory_is_preferred_or_nothing_changes(arena: Arena) -> None:
+    arena.mapping.bind(0)  # a container may forbid it
+    assert not arena.mapping.bind(64), "no kernel that we know has it"
+    assert arena.prefault()
+    assert arena.bytes_ready == arena.byte_count

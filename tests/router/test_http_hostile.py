@@ -1,0 +1,246 @@
+"""Hostile HTTP clients: too many, too slow, too large; the others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from pdtransfer.limits import HTTP_BODY_BYTES_MAX
+from pdtransfer.process import connection_limit, http
+from pdtransfer.process.http import Health, Listener, application
+from pdtransfer.router import router
+from tests.router.test_router import PATIENCE_S, run, site, until
+
+GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[[], None]:
+    def bounded() -> None:
+        async def case() -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                await test()
+
+        uvloop.run(case())
+
+    bounded.__name__ = test.__name__
+    return bounded
+
+
+@asynccontextmanager
+async def listening(connections_max: int = 8) -> AsyncIterator[tuple[Listener, Callable[[], Awaitable[Stream]]]]:
+    app = application(lambda: Health(True, {}), CollectorRegistry())
+    listener = Listener(app, connections_max=connections_max)
+    host, _, port = (await listener.open("127.0.0.1:0")).rpartition(":")
+    streams: list[Stream] = []
+
+    async def connect() -> Stream:
+        streams.append(await asyncio.open_connection(host, int(port)))
+        return streams[-1]
+
+    try:
+        yield listener, connect
+    finally:
+        for _, writer in streams:
+            writer.close()
+        await listener.close()
+
+
+async def live(stream: Stream) -> bool:
+    """Whether it is served over this connection."""
+    reader, writer = stream
+    writer.write(GET)
+    try:
+        return b"200 OK" in await reader.readuntil(b'{"live":true}')
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return False
+
+
+@on_loop
+async def test_beyond_the_bound_whoever_has_waited_longest_goes() -> None:
+    async with listening(connections_max=8) as (listener, connect):
+        assert listener.doors is not None
+        crowd = [await connect() for _ in range(8)]
+        await until(lambda: len(listener.doors) == 8)
+        assert await live(crowd[0])  # which makes it the youngest
+        newcomers = [await connect() for _ in range(3)]
+        assert all([await live(each) for each in newcomers])
+        assert [await live(each) for each in crowd] == [True, *[False] * 3, *[True] * 4]
+        assert listener.doors.refused == 3
+        assert len(listener.doors) == 8
+
+
+@on_loop
+async def test_a_flood_of_idle_connections_keeps_nobody_out() -> None:
+    async with listening(connections_max=16) as (listener, connect):
+        for _ in range(400):
+            await connect()
+        assert await live(await connect())
+        assert listener.doors is not None
+        assert len(listener.doors) == 16
+
+
+@on_loop
+async def test_who_is_being_served_is_not_turned_out() -> None:
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    async def slowly(_: object) -> http.web.Response:
+        asked.set()
+        await go.wait()
+        return http.web.Response(text="here")
+
+    app = http.web.Application()
+    app.add_routes([http.web.get("/slow", slowly)])
+    listener = Listener(app, connections_max=1)
+    host, _, port = (await listener.open("127.0.0.1:0")).rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+    await asked.wait()
+    other, its_writer = await asyncio.open_connection(host, int(port))
+    assert await other.read() == b""
+    go.set()
+    assert b"here" in await reader.readuntil(b"here")
+    writer.close()
+    its_writer.close()
+    await listener.close()
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """What comes until it is closed, or reset since more was said to it meanwhile."""
+    said = b""
+    with suppress(ConnectionError):
+        while some := await reader.read(1_000):
+            said += some
+    return said
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /li", b"GET /live HTTP/1.1\r\nHost: x\r\nX: 1\r\n"])
+def test_half_a_request_is_not_waited_for(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limit.Doors.__init__, "__kwdefaults__", {"wait_s": 0.2})
+
+    async def case() -> None:
+        async with listening() as (listener, connect):
+            reader, writer = await connect()
+            writer.write(said)
+            over = asyncio.ensure_future(ended(reader))
+            while not (await asyncio.wait([over], timeout=0.05))[0]:
+                if said and not writer.is_closing():
+                    writer.write(b"x")  # a byte now and then buys no time
+            assert await over == b""
+            assert await live(await connect())
+            assert listener.doors is not None
+            await until(lambda: len(listener.doors) <= 1)
+
+    run(case)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: x\r\n" + b"".join(b"A%d: x\r\n" % n for n in range(100_000)) + b"\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),  # TLS
+        b"GET /live HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc",
+        bytes(1_000),
+    ],
+    ids=["line", "header", "headers", "tls", "smuggled", "zeros"],
+)
+def test_a_request_that_is_none_is_refused_and_ends_its_connection(request_: bytes) -> None:
+    async def case() -> None:
+        async with listening() as (_, connect):
+            reader, writer = await connect()
+            writer.write(request_)
+            with suppress(ConnectionResetError):  # it may not read to the end what is too long
+                assert (await reader.read()).startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
+            assert await live(await connect())
+
+    run(case)
+
+
+# The router's bodies
+
+
+async def posting(url: str, head: bytes) -> Stream:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    stream = await asyncio.open_connection(host, int(port))
+    stream[1].write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" + head)
+    return stream
+
+
+def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "BODY_S", 0.2)
+
+    async def case() -> None:
+        async with site() as it:
+            reader, writer = await posting(it.url, b'Content-Length: 100\r\n\r\n{"prompt"')
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+            assert (await it.post(prompt="a", max_tokens=1))[0] == 200
+            writer.close()
+
+    run(case)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_bodies_on_their_way_are_bounded_together(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "HTTP_BODIES_BYTES_MAX", 250_000)
+
+    async def case() -> None:
+        async with site() as it:
+            head = b"Transfer-Encoding: chunked\r\n\r\n20000\r\n" if chunked else b"Content-Length: 200000\r\n\r\n"
+            streams = [await posting(it.url, head + b" " * 100_000) for _ in range(2)]
+            await until(lambda: it.router._bodies_bytes == 200_000)
+            last, _ = await posting(it.url, head + b" " * 100_000)
+            assert (await last.readline()).startswith(b"HTTP/1.1 429")
+            await until(lambda: it.router._bodies_bytes == 200_000)
+            for _, writer in streams:
+                writer.close()
+            await until(lambda: it.router._bodies_bytes == 0)
+            assert (await it.post(prompt="a", max_tokens=1))[0] == 200
+
+    run(case)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_beyond_the_limit_is_refused(chunked: bool) -> None:
+    async def case() -> None:
+        async with site() as it:
+            head = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" if chunked else b"Content-Length: %d\r\n\r\n"
+            reader, writer = await posting(it.url, head % (HTTP_BODY_BYTES_MAX + 1))
+            writer.write(b" " * (HTTP_BODY_BYTES_MAX + 1) if chunked else b"")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+            assert it.router._bodies_bytes == 0
+            writer.close()
+
+    run(case)
+
+
+def test_nothing_is_inflated() -> None:
+    async def case() -> None:
+        async with site() as it:
+            bomb = gzip.compress(json.dumps({"prompt": "a" * 100_000}).encode())
+            reader, writer = await posting(it.url, b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(bomb))
+            writer.write(bomb)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+            writer.close()
+
+    run(case)
+
+
+def test_prompts_under_way_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case() -> None:
+        async with site() as it:
+            it.router._prompts_bytes = it.router._config.limits.prompts_bytes_max - 8
+            status, body, _ = await it.post(prompt="abc", max_tokens=1)
+            assert (status, body["error"]["code"]) == (429, "full")
+            assert (await it.post(prompt="ab", max_tokens=1))[0] == 200
+            assert it.router._prompts_bytes == it.router._config.limits.prompts_bytes_max - 8
+
+    run(case)

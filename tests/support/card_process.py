@@ -1,0 +1,33 @@
+"""tests/support/gpu_writer.py as a process, for whoever tests a card that writes; imports where there is no card."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from tests.transports.test_shm import WRITER, Process
+
+REPO = Path(__file__).resolve().parent.parent.parent
+
+
+class CardProcess(Process):
+    """tests/support/gpu_writer.py, and what it forked; with no card the CPU writes."""
+
+    def __init__(self, reach: object, session: int = WRITER, card: int | None = 0) -> None:
+        writer = str(REPO / "tests" / "gpu_writer.py")
+        command = [sys.executable, writer, str(session), msgspec.json.encode(reach)]
+        command.append("cpu" if card is None else str(card))
+        self.started = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"},
+        )  # fmt: skip
+        self.forked: list[int] = []
+
+    async def child(self, how: str) -> int:
+        self.say(how)
+        self.forked.append(int(await self.heard()))
+        return self.forked[-1]

@@ -1,0 +1,196 @@
+"""A prefill and a decode client in one process, with small pools whose every byte is known, before and after.
+
+A pool's slot i holds content that is hashed of (kind, layer, head, i), so that what lands in a wrong place shows; the
+arena holds canaries, and is compared whole with what it should hold.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from pdtransfer.client.clients import DecodeClient, PrefillClient
+from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
+from pdtransfer.layout.layout import Component, Span
+from pdtransfer.limits import Limits
+from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.node import NodeSettings
+from tests.support.layout_tensors import CANARY, Model, Pool, content, mla
+
+PATIENCE_S = 60.0
+LIMITS = Limits(resend_ms=50, resend_ms_max=200, ping_ms=200, silence_ms=4_000, fence_poll_ms=20)
+
+
+def settings(node: str, limits: Limits = LIMITS, **more: Any) -> NodeSettings:
+    return NodeSettings(**{"node": node, "model": "m", "weights": b"w", "limits": limits, **more})
+
+
+def component(pool: Pool) -> Component:
+    return Component(name="kv", memory="dram", tokens_per_row=1, span=Span(), layout=pool.layout)
+
+
+class Late:
+    """An event as `after=` takes it, which fires when the test says so."""
+
+    def __init__(self) -> None:
+        self.fired, self.asked = False, 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.fired
+
+
+@dataclass
+class Pair:
+    """Both clients, both pools, and what either client has said."""
+
+    prefill: PrefillClient
+    decode: DecodeClient
+    source: Pool
+    target: Pool
+    said_p: list[Leased | Landed | RoomFailed | Drained] = field(default_factory=list)
+    said_d: list[Ready | RoomFailed] = field(default_factory=list)
+
+    def poll(self) -> None:
+        """What a scheduler does between two batches: asks both, waits for neither."""
+        self.said_p += self.prefill.poll()
+        self.said_d += self.decode.poll()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Polls until the condition holds, asleep while nobody has anything to say."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"prefill said {self.said_p}, decode said {self.said_d}"
+            open_ones = [each for each in (self.prefill, self.decode) if each.fileno() >= 0]
+            select.select(open_ones, [], [], 0.02)
+            self.poll()
+
+    def prefill_said(self, room: int, kind: type[Any]) -> Any:
+        return next((said for said in self.said_p if isinstance(said, kind) and said.room == room), None)
+
+    def decode_said(self, room: int, kind: type[Any]) -> Any:
+        return next((said for said in self.said_d if isinstance(said, kind) and said.room == room), None)
+
+    def ready(self, room: int) -> Ready:
+        self.until(lambda: self.decode_said(room, Ready) or self.decode_said(room, RoomFailed))
+        ready = self.decode_said(room, Ready)
+        assert ready is not None, self.said_d
+        return ready
+
+    def failed(self, room: int) -> RoomFailed:
+        """On decode's side."""
+        self.until(lambda: self.decode_said(room, RoomFailed))
+        return self.decode_said(room, RoomFailed)
+
+    def drained(self, room: int) -> None:
+        """On prefill's side."""
+        self.until(lambda: self.prefill_said(room, Drained))
+
+    def expect(self, room: int, tokens: int, **more: Any) -> None:
+        self.decode.expect(room, tokens=tokens, sources=[self.prefill.endpoint], **more)
+
+    def pages(self, seed: int, tokens: int) -> np.ndarray:
+        """Pages for so many tokens, in no order."""
+        count = self.source.slots // self.source.page_size
+        return np.random.default_rng(seed).permutation(count)[: -(-tokens // self.source.page_size)]
+
+    def send(self, room: int, tokens: int, pages: np.ndarray | None = None) -> np.ndarray:
+        """A whole room, from open to finish."""
+        pages = self.pages(room, tokens) if pages is None else pages
+        self.prefill.open(room, tokens=tokens)
+        self.prefill.push(room, pages, rows=(0, tokens))
+        self.prefill.finish(room, aux=b"aux of %d" % room)
+        return pages
+
+    @property
+    def arena(self) -> np.ndarray:
+        return self.target.memory
+
+    def whole_arena_is_free(self, room: int) -> None:
+        """Every slot can be leased: nothing leaks, and no lease is left."""
+        self.expect(room, self.target.slots)
+        self.send(room, self.target.slots, pages=self.all_pages())
+        self.ready(room)
+        self.decode.release(room)
+
+    def all_pages(self) -> np.ndarray:
+        assert self.source.slots >= self.target.slots
+        return np.arange(-(-self.target.slots // self.source.page_size))
+
+
+def slots_of_pages(pages: np.ndarray, page_size: int, tokens: int) -> np.ndarray:
+    return (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[:tokens]
+
+
+@dataclass
+class Expected:
+    """What the arena must hold: canaries, but for what landed."""
+
+    like: Pool
+
+    def __post_init__(self) -> None:
+        self.pool = replace(self.like)
+
+    def land(self, source_slots: np.ndarray, target_slots: np.ndarray) -> None:
+        pool = self.pool
+        page, row = (torch.from_numpy(at) for at in np.divmod(target_slots, pool.page_size))
+        for kind, layer, head in pool.model.rows():
+            rows = torch.from_numpy(content(kind, layer, head, source_slots, pool.model.head_bytes(kind)))
+            view = pool.view(kind, layer, head)
+            view[page, row] = rows.view(view.dtype)
+
+    def holds(self, arena: np.ndarray) -> bool:
+        return bool((arena == self.pool.memory).all())
+
+
+@contextmanager
+def client_pair(
+    *,
+    model: Model | None = None,
+    source: tuple[str, int, int] = ("layer_first", 16, 512),
+    target: tuple[str, int, int] = ("page_first", 1, 256),
+    limits: Limits = LIMITS,
+    prefill_settings: dict[str, Any] | None = None,
+    decode_settings: dict[str, Any] | None = None,
+    decode_options: dict[str, Any] | None = None,
+    components: Callable[[Component], Sequence[Component]] = lambda one: [one],
+    prefix_cache: bool = True,
+    held: torch.Tensor | None = None,
+) -> Iterator[Pair]:
+    """`source` and `target` are (host layout, page size, slots). With `held`, as many bytes of a card, the pool that
+    prefill sends is there; `Pair.source` says what it is to hold in the end."""
+    model = model or mla(layers=range(2))
+    pools = [Pool(name=name, model=model, page_size=page, slots=slots) for name, page, slots in (source, target)]
+    pools[0].fill(np.arange(pools[0].slots))
+    size = len(pools[1].memory)
+    arena = Arena.create(size, huge_pages="never")
+    arena.mapping.array[:] = CANARY
+    pools[1].__dict__["memory"] = arena.mapping.array[:size]
+    pools[1].__dict__.pop("tensor", None)
+    prefill = PrefillClient(
+        settings("p", limits, **prefill_settings or {}), [component(pools[0])],
+        pool_address=pools[0].memory.ctypes.data if held is None else held.data_ptr(), copy_threads=2,
+        card=None if held is None else held.get_device(),
+    )  # fmt: skip
+    decode = DecodeClient(
+        settings("d", limits, **decode_settings or {}),
+        list(components(component(pools[1]))),
+        arena,
+        prefix_cache=prefix_cache,
+        **decode_options or {},
+    )
+    try:
+        with prefill, decode:
+            yield Pair(prefill, decode, *pools)
+    finally:
+        for name in ("memory", "tensor"):
+            pools[1].__dict__.pop(name, None)
+        with suppress(BufferError):  # a failed test's frames still look at it
+            arena.close()

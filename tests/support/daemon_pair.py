@@ -1,0 +1,157 @@
+"""A prefill daemon, and a decode daemon or a follower of one, on one loop, with the reference engine and no router.
+
+Prefill's engine runs in its thread; what decode's engine says is the test's, unless the test starts that thread, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from pdtransfer.config.config import DecodeConfig, PrefillConfig
+from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.node import NodeSettings
+from pdtransfer.node.thread_queues import Port
+from pdtransfer.wire import Begin, End, Ended, Hello, Message, Ranks, Sampling, pack_ids
+from pdtransfer.worker import engine_thread
+from pdtransfer.worker.daemon import attach, create_engine
+from pdtransfer.worker.decode_daemon import DecodeDaemon
+from pdtransfer.worker.engine_thread import Order, Quit
+from pdtransfer.worker.follower import DecodeFollower
+from pdtransfer.worker.group import frames
+from pdtransfer.worker.group.leader import Lead
+from pdtransfer.worker.prefill_daemon import PrefillDaemon
+from tests.support.routing_world import identity
+
+OPTIONS = {"slots": 1_024, "http": "", "engine_option": ("layers=1",)}
+TOKENS = 130  # two blocks of the prefix cache, and something
+
+
+async def until(condition: Any, what: str = "") -> None:
+    async with asyncio.timeout(120):
+        while not condition():  # noqa: ASYNC110 (what it waits for tells nobody)
+            await asyncio.sleep(0.005)
+
+
+class Heard:
+    """What a daemon's routers have been told."""
+
+    def __init__(self, daemon: PrefillDaemon | DecodeDaemon, *routers: str) -> None:
+        self.daemon, self.said = daemon, list[tuple[str, Message]]()
+        daemon.desk._send = lambda peer, message: bool(self.said.append((peer, message))) or True
+        for router in routers:
+            daemon.desk.receive(f"node:{router}", Hello(1, 1, identity(router, "router", 1)))
+
+    def tell(self, router: str, *messages: Message) -> None:
+        for message in messages:
+            self.daemon.desk.receive(f"node:{router}", message)
+
+    def ends(self, router: str, room: int) -> list[End]:
+        """Without repetitions."""
+        ends = [m for to, m in self.said if to == f"node:{router}" and isinstance(m, End) and m.room == room]
+        return list(dict.fromkeys(ends))
+
+    async def over(self, router: str, room: int) -> End:
+        """The End of the room, which the router then acknowledges."""
+        await until(lambda: self.ends(router, room), f"{room} ends")
+        (end,) = self.ends(router, room)
+        self.tell(router, Ended(room))
+        return end
+
+
+@dataclass
+class Link:
+    """What a follower tells its leader."""
+
+    frames: list[Any] = field(default_factory=list)
+
+    def send(self, frame: frames.Frame) -> None:
+        self.frames.append(frame)
+
+
+class Prefill:
+    """A prefill daemon whose engine runs."""
+
+    def __init__(self) -> None:
+        config = PrefillConfig(**OPTIONS)
+        engine = create_engine(config.engine, config.engine_config)
+        self.daemon = PrefillDaemon(config, _settings("p0", engine), engine, port := Port[Order](), CollectorRegistry())
+        port.attach(asyncio.get_running_loop())
+        self.thread = engine_thread.start(self.daemon.thread, lambda _: None)
+        self.heard, self.endpoint = Heard(self.daemon, "a", "b"), ""
+
+    def begin(self, router: str, room: int, node: str) -> Begin:
+        """Has the room computed for this decode node; returns the other Begin of it, decode's."""
+        prompt = pack_ids([97 + at % 26 for at in range(TOKENS)])
+        self.heard.tell(router, Begin(room, prompt, Sampling(4), (node,), 30_000))
+        return Begin(room, prompt, Sampling(4), (self.endpoint,), 30_000)
+
+    async def drained(self) -> None:
+        """Nothing reads a page of any room."""
+        await until(lambda: not self.daemon._work)
+
+    async def close(self) -> None:
+        self.daemon.port.tell(Quit())
+        self.daemon.desk.ticker.stop()
+        await asyncio.to_thread(self.thread.join, 10)
+        await self.daemon.node.close()
+        self.daemon.port.close()
+
+
+def _settings(node: str, engine: Any) -> NodeSettings:
+    return NodeSettings(node=node, model=engine.card.model, weights=engine.card.weights)
+
+
+@asynccontextmanager
+async def prefill() -> AsyncIterator[Prefill]:
+    made = Prefill()
+    made.endpoint = await made.daemon.node.bus.bind("tcp://127.0.0.1:0")
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@asynccontextmanager
+async def decode(
+    sockets: Path, *, ranks: Ranks | None = None, wrap: Any = lambda engine: engine, **more: Any
+) -> AsyncIterator[Any]:
+    """A daemon with `heard`; its orders stay in its port until somebody runs its thread."""
+    config = DecodeConfig(**OPTIONS | more, socket_directory=sockets)
+    engine = wrap(create_engine(config.engine, config.engine_config))
+    arena, port = Arena.create(engine.card.arena_bytes, huge_pages="never"), Port[Order]()
+    attach(engine, arena)
+    daemon = DecodeDaemon(
+        config, _settings("d0", engine), engine, arena, port, CollectorRegistry(), Lead(ranks or Ranks())
+    )
+    daemon.heard = Heard(daemon, "a", "b")
+    port.attach(asyncio.get_running_loop())
+    try:
+        yield daemon
+    finally:
+        daemon.desk.ticker.stop()
+        await daemon.node.close()
+        port.close()
+        with suppress(BufferError):  # its engine looks at it
+            arena.close()
+
+
+@asynccontextmanager
+async def follower(sockets: Path) -> AsyncIterator[tuple[DecodeFollower, Link]]:
+    config = DecodeConfig(**OPTIONS, socket_directory=sockets)
+    engine, link = create_engine(config.engine, config.engine_config), Link()
+    arena = Arena.create(engine.card.memory_bytes, huge_pages="never")
+    made = DecodeFollower(config, _settings("d0-tp1", engine), engine, arena, link, CollectorRegistry())  # type: ignore[arg-type]
+    made.port.attach(asyncio.get_running_loop())
+    try:
+        yield made, link
+    finally:
+        await made.node.close()
+        made.port.close()
+        arena.close()

@@ -1,0 +1,161 @@
+"""KV that crosses between two hosts, as two network namespaces, over Mooncake's TCP; and every fault that is to be had.
+
+`python -m tests.support.far_arena FILES` is decode's host, run in a namespace of its own; it starts prefill's,
+tests.support.two_hosts, and prints what became of rooms, by fault, as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pdtransfer.client.clients import DecodeClient
+from pdtransfer.handoff.effects import Ready, RoomFailed
+from pdtransfer.kernels import checksum_copy
+from pdtransfer.layout.checksum import lines_of, runs_of
+from pdtransfer.limits import Limits
+from pdtransfer.memory.arena_memory import Arena
+from tests.support.bus_peers import pair
+from tests.support.client_pair import component, settings
+from tests.support.two_hosts import HERE, THERE, TOKENS, Far, Link, ip, known, pages_of, pool, until
+
+
+class Decode:
+    """Decode's host: rooms of half the arena, one of which is held while the next fault happens."""
+
+    def __init__(self, files: Path) -> None:
+        p, d = pair(), pair()
+        self.far = Far()
+        ip("link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(self.far.process.pid))
+        self.link = Link("near", HERE, THERE)
+        bound = self.far.ask({"own": {"public": p.public, "secret": p.secret}, "other": d.public})
+        self.endpoint, self.target = f"{p.public}@{bound}", pool("page_first", 1, 2 * TOKENS)
+        self.source = pool("layer_first", 16, 128)
+        self.source.fill(np.arange(self.source.slots))
+        self.arena = Arena.create(len(self.target.memory), huge_pages="never")
+        self.client = DecodeClient(
+            settings("d", Limits(), keys=d, allowed=known(p=p)), [component(self.target)], self.arena,
+            socket_directory=files, prefix_cache=False,
+        )  # fmt: skip
+        self.said: list[Ready | RoomFailed] = []
+        self.rooms = 0
+        self.held: Ready | None = None
+
+    def ended(self, room: int) -> Ready | RoomFailed:
+        def found() -> list[Ready | RoomFailed]:
+            self.said += self.client.poll()
+            return [each for each in self.said if each.room == room]
+
+        until(found, f"room {room} has not ended")
+        return found()[0]
+
+    def begin(self) -> int:
+        self.rooms += 1
+        self.client.expect(self.rooms, tokens=TOKENS, sources=[self.endpoint])
+        return self.rooms
+
+    def over(self, room: int) -> Ready | RoomFailed:
+        """It has ended on either side."""
+        told = self.ended(room)
+        if isinstance(told, RoomFailed):
+            self.far.ask(["abort", room])
+        self.far.ask(["Drained", room])
+        return told
+
+    def lands(self) -> bool:
+        """Whether one more room lands, which is held from then on."""
+        room = self.begin()
+        self.far.ask(["send", room])
+        told = self.over(room)
+        if isinstance(told, Ready):
+            self.check(told)
+            if self.held is not None:
+                self.check(self.held)  # what earlier rooms had on its way has not come into its slots
+                self.client.release(self.held.room)
+            self.held = told
+        return isinstance(told, Ready)
+
+    def check(self, told: Ready) -> None:
+        """Each row of it is in its place, and this room's."""
+        own = expand(pages_of(told.room), 16)
+        wanted = total(self.source, own, self.source.memory.ctypes.data)
+        found = total(self.target, told.slots["kv"], self.arena.mapping.address)
+        if wanted != found:
+            raise SystemExit(f"room {told.room} has other bytes than were sent")
+
+    def suffers(self, fault: Callable[[], object], heal: Callable[[], object]) -> dict[str, Any]:
+        """A room that has its slots when a fault begins; then the next one that lands."""
+        room = self.begin()
+        self.far.ask(["open", room])
+        self.far.ask(["Leased", room])
+        fault()
+        self.far.ask(["push", room])
+        told = self.ended(room)
+        heal()
+        healed = time.monotonic()
+        self.over(room)
+        if isinstance(told, Ready):
+            self.check(told)
+            self.client.release(room)
+        until(self.lands, "no room lands after it")
+        return {"ready": isinstance(told, Ready), "recovered_s": round(time.monotonic() - healed, 2)}
+
+    def engine(self, number: int) -> None:
+        mooncake = self.client._node.transport._mooncake
+        assert mooncake is not None
+        for offered in list(mooncake._sessions.values()):
+            with suppress(ProcessLookupError):  # its fence was quicker
+                os.kill(offered.process.pid, number)
+
+    def both(self, what: str) -> None:
+        getattr(self.link, what)()
+        self.far.ask([what])
+
+
+def expand(pages: Any, page_size: int) -> Any:
+    return (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
+
+
+def total(of: Any, slots: Any, address: int) -> int:
+    runs = runs_of(np.asarray(slots, np.int64), np.ones(len(slots), np.int64), 0)
+    found = checksum_copy.checksum(lines_of("kv", of.layout), runs, address)
+    assert found is not None
+    return found
+
+
+def faults(files: Path) -> dict[str, Any]:
+    it, outcome = Decode(files), dict[str, Any]()
+    far, link, nothing = it.far, it.link, lambda: None
+    with it.client:
+        until(it.lands, "the first room does not land")
+        counts = it.client._node.transport.counts
+        outcome["over"] = {name: count for name, count in counts.items() if count}
+        outcome["faults"] = {
+            "decode's engine killed": it.suffers(lambda: it.engine(signal.SIGKILL), nothing),
+            "prefill's engine killed": it.suffers(lambda: far.ask(["engine", signal.SIGKILL]), nothing),
+            "decode's engine stopped": it.suffers(lambda: it.engine(signal.SIGSTOP), lambda: it.engine(signal.SIGCONT)),
+            "cut in both directions": it.suffers(lambda: it.both("cut"), lambda: it.both("heal")),
+            "cut from decode to prefill": it.suffers(link.cut, link.heal),
+            "cut from prefill to decode": it.suffers(lambda: far.ask(["cut"]), lambda: far.ask(["heal"])),
+        }
+        it.client.release(it.held.room)  # pyright: ignore
+        until(lambda: it.client.poll() is None or it.client._node.core.idle, "leases are left")
+        said = [each.room for each in it.said]
+        outcome["ended once"] = sorted(said) == list(range(1, it.rooms + 1))
+        outcome["free"] = it.client._node.core.arena.free[0].free_slots
+    far.process.communicate(timeout=30)
+    return outcome
+
+
+if __name__ == "__main__":
+    ip("link", "set", "lo", "up")
+    print(json.dumps(faults(Path(sys.argv[1]))))

@@ -1,0 +1,392 @@
+"""Real processes for tests: a fleet with small engines, its clients, and what must be true of it when nothing runs.
+
+Every wait is for a condition and bounded. Ports are the system's choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import aiohttp
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
+from pdtransfer.engine_api import EngineConfig
+from pdtransfer.limits import Limits
+from pdtransfer.process.fleet import Daemon, Fleet
+from pdtransfer.transports.network import Network
+from pdtransfer.wire import Sampling
+
+if TYPE_CHECKING:
+    from pdtransfer.reference.factory import Generation
+
+REPO = Path(__file__).resolve().parents[2]
+ENGINE = "tests.support.engines.faulty:create"
+LAYERS = "layers=2"
+ROLES = ("prefill", "decode")  # of workers
+SLOTS = 2_048
+SERVED = "does it work"
+TOKENS = 6  # generated for each prompt where a test does not say otherwise
+PATIENCE_S = 60.0
+LIMITS = Limits(ping_ms=250, fence_poll_ms=25, room_deadline_ms=30_000)
+Result = TypeVar("Result")
+Within = Callable[[str], Sequence[str]]
+
+
+async def until(condition: Callable[[], Awaitable[object]], what: str = "", seconds: float = PATIENCE_S) -> None:
+    """Waits for what happens in other processes."""
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline, f"not in {seconds} s: {what or condition}"
+        await asyncio.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client got: a status, and a completion or an error."""
+
+    status: int
+    body: dict[str, Any]
+    retry_after: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.body["choices"][0]["text"]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.body["pdtransfer"]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return self.body["error"]
+
+
+def equal(answer: Answer, expected: Generation) -> bool:
+    """Tokens, logits and KV are those of a single process."""
+    names = ("tokens_digest", "logits_digest", "kv_digest")
+    return answer.status == 200 and all(answer.facts[name] == getattr(expected, name).hex() for name in names)
+
+
+@cache
+def generated(attention: str, prompt: str, max_tokens: int = TOKENS) -> Generation:
+    """What a single process makes of the prompt."""
+    from pdtransfer.reference.factory import generate_many
+
+    config = EngineConfig(
+        role="decode",
+        attention=attention,
+        slots=SLOTS,
+        page_size=64,
+        host_layout="layer_first",
+        options={"layers": "2"},
+    )
+    ids = np.frombuffer(prompt.encode(), np.uint8).astype(np.int64)
+    (outcome,) = generate_many(config, [(ids, Sampling(max_tokens=max_tokens, ignore_eos=True))])
+    return outcome
+
+
+def prompts(seed: int, *sizes: int) -> list[str]:
+    """Lower-case text of so many bytes each."""
+    random = np.random.default_rng(seed)
+    return ["".join(map(chr, random.integers(97, 123, size))) for size in sizes]
+
+
+class Site:
+    """A fleet that runs, and a client in front of it."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        http: aiohttp.ClientSession,
+        configs: dict[str, Any],
+        logs: Path,
+        within: Within = lambda _: (),
+    ) -> None:
+        self.fleet, self.http, self.configs, self.logs, self.within = fleet, http, configs, logs, within
+
+    @property
+    def prefill(self) -> Daemon:
+        return self.fleet.of("prefill")[0]
+
+    @property
+    def decode(self) -> Daemon:
+        return self.fleet.of("decode")[0]
+
+    @property
+    def router(self) -> Daemon:
+        return self.fleet.of("router")[0]
+
+    # The client
+
+    def _body(self, prompt: str | None, more: dict[str, Any]) -> dict[str, Any]:
+        body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **more}
+        return {name: value for name, value in body.items() if value is not None}
+
+    async def complete(self, prompt: str | None, **more: Any) -> Answer:
+        """One completion, whole."""
+        async with self.http.post("/v1/completions", json=self._body(prompt, more)) as response:
+            return Answer(response.status, await response.json(), response.headers.get("Retry-After"))
+
+    async def stream(self, prompt: str, **more: Any) -> list[dict[str, Any]]:
+        """The events of one completion; the last is the one with the usage, or an error."""
+        return [event async for event in self.events(prompt, **more)]
+
+    async def events(self, prompt: str, **more: Any) -> AsyncIterator[dict[str, Any]]:
+        """The events of one completion as they come."""
+        async with self.http.post("/v1/completions", json=self._body(prompt, {"stream": True, **more})) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+                else:
+                    assert line.strip() in (b"", b"data: [DONE]"), line
+
+    async def served(self, attention: str = "mla", prompt: str = SERVED) -> None:
+        """A request is answered as it should be."""
+        answer = await self.complete(prompt)
+        assert equal(answer, generated(attention, prompt)), answer
+
+    # The daemons
+
+    async def get(self, daemon: Daemon, path: str, rank: int = 0) -> tuple[int, str]:
+        where = daemon.ready if rank == 0 else daemon.ready["ranks"][rank]
+        async with self.http.get(f"http://{where['http']}{path}") as response:
+            return response.status, await response.text()
+
+    async def health(self, daemon: Daemon) -> dict[str, Any]:
+        return json.loads((await self.get(daemon, "/health"))[1])
+
+    async def usable(self, *, prefill: int = 1, decode: int = 1) -> None:
+        """The router has so many workers."""
+        want = {"prefill": prefill, "decode": decode}
+
+        async def known() -> bool:
+            workers = (await self.health(self.router))["workers"]
+            return want == {role: sum(w["role"] == role and w["usable"] for w in workers) for role in want}
+
+        await until(known, f"workers {want}")
+
+    async def metrics(self, daemon: Daemon, rank: int = 0) -> dict[str, float]:
+        """Each metric's sum over its labels, by its name; each sample too, by name{label}."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families((await self.get(daemon, "/metrics", rank))[1]):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0) + sample.value
+                for label in sample.labels.values():
+                    found[f"{sample.name}{{{label}}}"] = sample.value
+        return found
+
+    async def holds(self, daemon: Daemon, rank: int = 0) -> dict[str, float]:
+        """What a rank of a daemon still holds; nothing, when all is over."""
+        m = await self.metrics(daemon, rank)
+        if daemon.role == "prefill":
+            names = ("pdtransfer_rooms", "pdtransfer_grants")
+        else:
+            names = (
+                "pdtransfer_rooms",
+                "pdtransfer_rooms_queued",
+                "pdtransfer_leases",
+                "pdtransfer_quarantined_bytes",
+                "pdtransfer_inflight_bytes",
+                "pdtransfer_hisparse_running",
+                "pdtransfer_hisparse_waiting",
+            )
+        held = {name: m[name] for name in names if m.get(name)}
+        if daemon.role == "decode" and (used := m["pdtransfer_slots"] - m["pdtransfer_slots_free"]):
+            held["slots"] = used
+        return held
+
+    async def settled(self) -> None:
+        """Every slot, lease, grant and room of all living daemons is back where it started, on ranks with metrics."""
+        held: dict[str, Any] = {}
+
+        async def nothing() -> bool:
+            living = [each for each in self.fleet.daemons if each.role != "router" and each.process.returncode is None]
+            held.clear()
+            for each in living:
+                for at, rank in enumerate(each.ready["ranks"]):
+                    if rank["http"] and (some := await self.holds(each, at)):
+                        held[rank["node"]] = some
+            return not held
+
+        try:
+            await until(nothing)
+        except AssertionError:
+            raise AssertionError(f"not given back: {held}") from None
+
+    async def restart(self, daemon: Daemon) -> Daemon:
+        """Another process in the place of one that has ended, at the same endpoint."""
+        assert daemon.process.returncode is not None
+        config = self.configs[daemon.ready["node"]]
+        if daemon.role == "router":
+            workers = {role: tuple(each.ready["endpoint"] for each in self.fleet.of(role)) for role in ROLES}
+            config = replace(config, listen=daemon.ready["http"], **workers)
+        else:
+            config = replace(config, bind=daemon.ready["endpoint"].rpartition("@")[2])
+        log = self.logs / f"{daemon.ready['node']}-again.log"
+        again = await Daemon.start(config, log, within=self.within(config.node))
+        self.fleet.daemons[self.fleet.daemons.index(daemon)] = again
+        await again.wait_ready()
+        return again
+
+    def log(self, daemon: Daemon) -> str:
+        return daemon.log.read_text()
+
+
+def open_files(daemon: Daemon) -> int:
+    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+_taken: list[socket.socket] = []  # names of ports, for as long as this process lives
+
+
+def free_address(host: str = "127.0.0.1") -> str:
+    """host:port that a process finds free, and again when it is restarted.
+
+    The kernel gives that port to no connection, engines do not listen there, and no other test of this host gets it.
+    """
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    engines = range(Network().ports[0], Network().ports[1] + 1)
+    while (port := random.randrange(low // 2, low)) in engines or not _take(host, port):
+        pass
+    return f"{host}:{port}"
+
+
+def _take(host: str, port: int) -> bool:
+    """Whether nobody listens there, nor means to."""
+    name = socket.socket(socket.AF_UNIX)
+    with socket.socket() as probe:
+        try:
+            name.bind(f"\0pdtransfer test {port}")
+            probe.bind((host, port))
+        except OSError:
+            name.close()
+            return False
+    _taken.append(name)
+    return True
+
+
+def prefill_config(number: int = 0, **more: Any) -> PrefillConfig:
+    return PrefillConfig(
+        **{
+            "bind": f"tcp://{free_address()}",
+            "http": "127.0.0.1:0",
+            "node": f"prefill-{number}",
+            "slots": SLOTS,
+            "chunk_tokens": 64,
+            "engine_option": (LAYERS,),
+            "limits": LIMITS,
+            **more,
+        }
+    )
+
+
+def decode_config(sockets: Path, number: int = 0, **more: Any) -> DecodeConfig:
+    return DecodeConfig(
+        **{
+            "bind": f"tcp://{free_address()}",
+            "http": "127.0.0.1:0",
+            "node": f"decode-{number}",
+            "slots": SLOTS,
+            "engine_option": (LAYERS,),
+            "limits": LIMITS,
+            "socket_directory": sockets,
+            "huge_pages": "never",
+            **more,
+        }
+    )
+
+
+@asynccontextmanager
+async def fleet(
+    logs: Path,
+    *,
+    prefills: Sequence[dict[str, Any]] = ({},),
+    decodes: Sequence[dict[str, Any]] = ({},),
+    router: dict[str, Any] | None = None,
+    ready: bool = True,
+    within: Within = lambda _: (),
+) -> AsyncIterator[Site]:
+    """Each of `prefills` and `decodes` says what is not as usual of one daemon; `within` where a node runs."""
+    # Not below `logs`: a Unix socket's path has 107 bytes, and pytest's directories grow with the tests' names.
+    sockets = tempfile.TemporaryDirectory(prefix="pdt-")
+    prefill = [prefill_config(number, **more) for number, more in enumerate(prefills)]
+    decode = [decode_config(Path(sockets.name) / "s", number, **more) for number, more in enumerate(decodes)]
+    front = RouterConfig(**{"listen": free_address(), "node": "router", "limits": LIMITS, **(router or {})})
+    async with Fleet(prefill, decode, front, logs, within=within) as running:
+        timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+        # A connection that is kept would be a descriptor of a daemon's.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(running.url, timeout=timeout, connector=connector) as http:
+            configs = {each.node: each for each in (*prefill, *decode, front)}
+            made = Site(running, http, configs, logs, within)
+            if ready:
+                await made.usable(prefill=len(prefill), decode=len(decode))
+            yield made
+    sockets.cleanup()
+
+
+class Gates:
+    """A directory that engines look into at every step: what a test wants to see under way is so until it lets go."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @contextmanager
+    def closed(self, role: str) -> Iterator[None]:
+        """Prefills finish no prompt, or decodes generate no token but the first, for so long."""
+        gate = self.directory / role
+        gate.touch()
+        try:
+            yield
+        finally:
+            gate.unlink()
+
+
+class Running:
+    """A site for the tests of one module, each of which takes turns on its loop."""
+
+    def __init__(self, runner: asyncio.Runner, site: Site) -> None:
+        self._runner, self.site = runner, site
+
+    def __call__(self, case: Callable[[Site], Awaitable[Result]]) -> Result:
+        async def bounded() -> Result:
+            async with asyncio.timeout(2 * PATIENCE_S):
+                return await case(self.site)
+
+        return self._runner.run(bounded())
+
+
+@contextmanager
+def running(logs: Path, ends_as: tuple[int, ...] = (), **more: Any) -> Iterator[Running]:
+    """A fleet outside of any loop, until the context is left. Its processes end as asked then, without a traceback.
+
+    `ends_as` are statuses that are right beside 0, where a test has killed some.
+    """
+    os.environ.setdefault("PYTHONPATH", str(REPO))
+    with asyncio.Runner() as runner:
+        context = fleet(logs, **more)
+        site = runner.run(context.__aenter__())
+        try:
+            yield Running(runner, site)
+        finally:
+            left = list(site.fleet.daemons)
+            runner.run(context.__aexit__(None, None, None))
+        statuses = {daemon.log.name: daemon.process.returncode for daemon in left}
+        assert set(statuses.values()) <= {0, *ends_as}, statuses  # each ended by itself, and in time
+        for log in filter(Path.is_file, logs.glob("*.log")):  # and no device
+            assert "Traceback" not in log.read_text(), log.read_text()

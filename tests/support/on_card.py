@@ -1,0 +1,89 @@
+"""Memory that a card sees, filled and read back from here; pools of every layout, and what indexing makes of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from pdtransfer.kernels import card as cards
+from pdtransfer.kernels.pools import Progress, State
+from pdtransfer.memory.arena_memory import Arena
+from tests.support.layout_tensors import Model, mha, mla
+from tests.support.layout_tensors import Pool as Tensors
+
+ENDED_SECONDS_MAX = 30
+
+
+class OnCard:
+    """The bytes of some memory of this process in the card's, or in an arena that is registered with it."""
+
+    def __init__(self, *, host: bool) -> None:
+        self.host, self.card = host, cards.card(0)
+        self._arena: Arena | None = None
+        self._registered: cards.Registered | None = None
+        self._tensor = torch.empty(0)
+
+    def put(self, content: np.ndarray[Any, Any]) -> int:
+        """Where the card sees it."""
+        if not self.host:
+            self._tensor = torch.from_numpy(content).cuda()
+            return self._tensor.data_ptr()
+        self._arena = Arena.create(len(content), huge_pages="never")
+        self._arena.mapping.array[: len(content)] = content
+        self._registered = self.card.register(self._arena.mapping.address, self._arena.byte_count)
+        return self._registered.device_address
+
+    def get(self, count: int) -> np.ndarray[Any, Any]:
+        """Its bytes now."""
+        self.card.synchronise(0)
+        return self._arena.mapping.array[:count].copy() if self._arena else self._tensor.cpu().numpy()
+
+    def replace(self, content: np.ndarray[Any, Any]) -> None:
+        """Other bytes, at the same place."""
+        self.card.synchronise(0)
+        if self._arena:
+            self._arena.mapping.array[: len(content)] = content
+        else:
+            self._tensor.copy_(torch.from_numpy(content))
+
+    def close(self) -> None:
+        if self._registered is not None and self._arena is not None:
+            self._registered.close()
+            self._arena.close()
+
+
+def by_tensors(source: Tensors, target: Tensors, source_slots: Any, target_slots: Any) -> np.ndarray[Any, Any]:
+    """The same by indexing."""
+    after = Tensors(**{name: getattr(target, name) for name in ("name", "model", "page_size", "slots", "base")})
+    after.memory[:] = target.memory
+    at = torch.from_numpy(np.asarray(target_slots, np.int64))
+    for kind, layer, head in target.model.rows():
+        rows = torch.from_numpy(source.read(kind, layer, head, np.asarray(source_slots, np.int64)))
+        view = after.view(kind, layer, head)
+        view[at // target.page_size, at % target.page_size] = rows.view(view.dtype)
+    return after.memory
+
+
+def tensors(name: str, model: Model, page_size: int, pages: int, *, content: bool, base: int = 0) -> Tensors:
+    made = Tensors(name=name, model=model, page_size=page_size, slots=pages * page_size, base=base)
+    if content:
+        made.fill(np.arange(made.slots) + 1_000)
+    return made
+
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+GRID = [  # what SGLang's own tests copy: MHA rows of so many elements, MLA of 576
+    *((mha(layers=range(4), heads=range(8), head_bytes=row // 4), f"mha{row}") for row in (128, 256, 512, 1024)),
+    (mla(layers=range(5)), "mla576"),
+    (mla(layers=range(5), head_bytes=656), "mla656"),
+]
+
+
+def ended(progress: Progress) -> State:
+    deadline = time.monotonic() + ENDED_SECONDS_MAX
+    while progress.state is State.RUNNING:
+        assert time.monotonic() < deadline
+    return progress.state

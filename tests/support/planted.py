@@ -1,0 +1,53 @@
+"""Mooncake's transport without one of its defences, on a host of tests.support.kv_host: what the checkers there have
+to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdtransfer.handoff.effects import Outcome
+from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter
+from pdtransfer.transports.mooncake.jobs import Job
+from pdtransfer.transports.mooncake.session import Session
+
+
+def fence_without_a_death() -> None:
+    """Decode takes a session for quiet that it has revoked, and lets the engine live."""
+
+    def revoke(self: MooncakeArena, session: int) -> None:
+        if (offered := self._sessions.get(session)) is not None:
+            offered.revoked = True
+
+    def quiet(self: MooncakeArena, session: int) -> bool:
+        offered = self._sessions.get(session)
+        return offered is None or offered.revoked
+
+    MooncakeArena.revoke = revoke
+    MooncakeArena.quiet = quiet
+    MooncakeArena.forget = lambda self, session: None  # its process is still spoken to
+
+
+def unknown_is_failed() -> None:
+    """Prefill says of a write whose end nobody knows that it has failed and is over, and of its dead engine nothing."""
+
+    def died(self: MooncakeWriter, mapped: Session) -> None:
+        self._drop(mapped)
+
+    Job.outcome = property(lambda self: Outcome.FAILED if self.text else Outcome.LANDED)
+    MooncakeWriter._died = died
+
+
+def landed_when_submitted() -> None:
+    """Prefill says that a write has landed once its engine has been told of all of it."""
+    Job.over = lambda self, *, known: self.exhausted and not self.gathering
+    Job.outcome = property(lambda self: Outcome.FAILED if self.text else Outcome.LANDED)
+
+
+DEFENCES: dict[str, Callable[[], None]] = {
+    each.__name__: each for each in (fence_without_a_death, unknown_is_failed, landed_when_submitted)
+}
+
+
+def plant(name: str) -> None:
+    """Takes that defence away, for the rest of this process's life."""
+    DEFENCES[name]()

@@ -1,0 +1,108 @@
+"""Groups whose ranks are on two hosts: the leaders and a router here, the other ranks there.
+
+`python -m tests.support.rank_hosts LOGS` has two hosts that are network namespaces: it runs in one of its own, and
+makes the other; every node has a key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from pdtransfer.bus.keys import generate
+from pdtransfer.config.config import DecodeConfig, PrefillConfig
+from pdtransfer.config.config_to_argv import arguments
+from tests.support.fleets import REPO, decode_config, equal, fleet, free_address, generated, prefill_config, prompts
+
+HERE, THERE = "10.213.78.1", "10.213.78.2"
+KEYS = ("front", "p", "p-tp1", "d", "d-tp1")
+GROUP = {"attention": "gqa", "tp_size": 2}
+
+
+def start(config: PrefillConfig | DecodeConfig, log: Path, prefix: list[str]) -> subprocess.Popen[bytes]:
+    """A rank that does not lead, by its own command line."""
+    with log.open("ab") as stderr:
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-m", "pdtransfer", config.role, *arguments(config)], cwd=REPO,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
+        )  # fmt: skip
+
+
+def arenas(pid: int) -> set[str]:
+    """Names of the arenas that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.rpartition("memfd:")[2].split()[0] for line in lines if "memfd:decode" in line}
+
+
+async def served(
+    logs: Path, here: str, there: str, prefix: list[str], keys: dict[str, dict[str, Any]], **more: Any
+) -> list[set[str]]:
+    """Prompts through two groups of two, answered as by one process; the arenas that either prefill rank has mapped."""
+    meets = {role: {"group": free_address(here), **more} for role in ("prefill", "decode")}
+    with ExitStack() as stack:
+        sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdt-"))) / "s"
+        place = {"tp_rank": 1, "bind": f"tcp://{there}:0", "http": "", **GROUP}
+        ranks = [
+            prefill_config(**{**place, **meets["prefill"], **keys.get("p-tp1", {}), "node": "prefill-0-tp1"}),
+            decode_config(sockets, **{**place, **meets["decode"], **keys.get("d-tp1", {}), "node": "decode-0-tp1"}),
+        ]
+        others: list[subprocess.Popen[bytes]] = []
+        for config in ranks:
+            others.append(start(config, logs / f"{config.node}.log", prefix))
+            stack.callback(others[-1].kill)
+        leads = [
+            {"bind": f"tcp://{free_address(here)}", **GROUP, **meets[role], **keys.get(role[0], {})}
+            for role in ("prefill", "decode")
+        ]
+        texts = prompts(11, 1, 40, 150)
+        async with fleet(logs, prefills=leads[:1], decodes=leads[1:], router=keys.get("front")) as site:
+            for text in texts:
+                answer = await site.complete(text)
+                assert equal(answer, generated("gqa", text)), answer
+            mapped = [arenas(pid) for pid in (site.prefill.process.pid, others[0].pid)]
+            await site.settled()
+        for other in others:
+            assert await asyncio.to_thread(other.wait, 30) == 0, "it ends with its leader"
+    return mapped
+
+
+def _keys(directory: Path) -> dict[str, dict[str, Any]]:
+    allow = directory / "allow"
+    allow.write_text("".join(generate(directory / name) + "\n" for name in KEYS))
+    return {name: {"key": directory / f"{name}.key", "allow": allow} for name in KEYS}
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+def main(logs: Path) -> None:
+    _ip("link", "set", "lo", "up")
+    ours = os.readlink("/proc/self/ns/net")
+    far = subprocess.Popen(["unshare", "--net", "sleep", "600"])
+    try:
+        while os.readlink(f"/proc/{far.pid}/ns/net") == ours:
+            assert far.poll() is None
+            time.sleep(0.01)
+        there = ["nsenter", f"--net=/proc/{far.pid}/ns/net"]
+        _ip("link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(far.pid))
+        for prefix, device, address in (([], "near", HERE), (there, "far", THERE)):
+            for words in (["address", "add", f"{address}/24", "dev", device], ["link", "set", device, "up"]):
+                subprocess.run([*prefix, "ip", *words], check=True)
+        subprocess.run([*there, "ip", "link", "set", "lo", "up"], check=True)
+        mapped = asyncio.run(served(logs, HERE, THERE, there, _keys(logs), insecure=True))
+    finally:
+        far.kill()
+        far.wait()
+    print(mapped == [{"decode-0"}, {"decode-0-tp1"}])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,202 @@
+"""Two hosts as two network namespaces of this kernel, and a link between them that can lose everything.
+
+`python -m tests.support.two_hosts FILES` is decode's host, run in a namespace of its own; it starts prefill's, and
+prints what became of rooms and connections as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdtransfer.bus.keys import AllowList, KeyPair
+from pdtransfer.client.clients import DecodeClient, PrefillClient
+from pdtransfer.handoff.effects import Ready, RoomFailed
+from pdtransfer.limits import Limits
+from pdtransfer.memory.arena_memory import Arena
+from tests.support.bus_peers import pair
+from tests.support.client_pair import component, settings
+from tests.support.layout_tensors import Pool, mla
+
+HERE, THERE = "10.213.77.1", "10.213.77.2"
+NOBODY = "02:00:00:00:00:99"
+PATIENCE_S = 40.0  # TCP alone would notice after a quarter of an hour, keep-alives after a minute
+TOKENS = 64
+
+
+def until(condition: Callable[[], object], what: str) -> float:
+    """Seconds until the condition held."""
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() > start + PATIENCE_S:
+            raise SystemExit(f"not within {PATIENCE_S:.0f} s: {what}")
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+class Link:
+    """This host's end. Cut, its frames go to nobody, as do those of a host whose peer has lost its power."""
+
+    def __init__(self, device: str, here: str, there: str) -> None:
+        self._device, self._there = device, there
+        ip("address", "add", f"{here}/24", "dev", device)
+        ip("link", "set", device, "up")
+
+    def cut(self) -> None:
+        ip("neighbour", "replace", self._there, "lladdr", NOBODY, "dev", self._device, "nud", "permanent")
+
+    def heal(self) -> None:
+        ip("neighbour", "delete", self._there, "dev", self._device)
+
+
+def pool(name: str, page_size: int, slots: int) -> Pool:
+    return Pool(name=name, model=mla(layers=range(2)), page_size=page_size, slots=slots)
+
+
+def pages_of(room: int) -> NDArray[np.int64]:
+    """Rooms that follow each other have other bytes: what lands late in another's slots shows."""
+    return np.arange(TOKENS // 16) + TOKENS // 16 * (room % 2)
+
+
+def known(**keys: KeyPair) -> AllowList:
+    return AllowList({each.public: name for name, each in keys.items()})
+
+
+def prefill_host() -> None:
+    """Does what it is told by lines, and says so."""
+    print(json.dumps("apart"), flush=True)  # in the namespace that the link's end goes to
+    keys = json.loads(sys.stdin.readline())
+    source = pool("layer_first", 16, 128)
+    source.fill(np.arange(source.slots))
+    link = Link("far", THERE, HERE)
+    own, allowed = KeyPair(**keys["own"]), AllowList({keys["other"]: "d"})
+    client = PrefillClient(
+        settings("p", Limits(), keys=own, allowed=allowed), [component(source)], bind=f"tcp://{THERE}:0",
+        pool_address=source.memory.ctypes.data,
+    )  # fmt: skip
+    with client:
+        print(json.dumps(client.endpoint), flush=True)
+        said: set[tuple[str, int]] = set()
+
+        def has_said(kind: str, room: int) -> bool:
+            said.update((type(each).__name__, each.room) for each in client.poll())
+            return (kind, room) in said
+
+        for line in sys.stdin:
+            match json.loads(line):
+                case ["open", room]:
+                    client.open(room, tokens=TOKENS)
+                case ["send" | "push" as what, room]:
+                    if what == "send":
+                        client.open(room, tokens=TOKENS)
+                    client.push(room, pages_of(room), rows=(0, TOKENS))
+                    client.finish(room)
+                case ["engine", number]:
+                    (mapped,) = client._node.transport._made["mooncake"]._sessions.values()
+                    os.kill(mapped.process.pid, number)
+                case ["abort", room]:
+                    client.abort(room)
+                case ["cut" | "heal" as what]:
+                    getattr(link, what)()
+                case ["hung up"]:
+                    [wire] = [each.wire for each in client._node.bus._connections._all()]
+                    assert wire is not None
+                    until(lambda wire=wire: not wire.same, "prefill keeps the connection")
+                case [kind, room]:
+                    until(lambda kind=kind, room=room: has_said(kind, room), f"room {room} is not {kind}")
+            print(json.dumps("done"), flush=True)
+
+
+class Far:
+    """Prefill's host, from here."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            ["unshare", "--net", sys.executable, "-m", "tests.support.two_hosts"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._heard()
+
+    def ask(self, what: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+        return self._heard()
+
+    def _heard(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+
+def decode_host(files: Path) -> dict[str, Any]:
+    p, d = pair(), pair()
+    far = Far()
+    ip("link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(far.process.pid))
+    link = Link("near", HERE, THERE)
+    bound = far.ask({"own": {"public": p.public, "secret": p.secret}, "other": d.public})
+    endpoint, arena = f"{p.public}@{bound}", Arena.create(len(pool("page_first", 1, TOKENS).memory), huge_pages="never")
+    client = DecodeClient(
+        settings("d", Limits(), keys=d, allowed=known(p=p)), [component(pool("page_first", 1, TOKENS))], arena,
+        socket_directory=files, prefix_cache=False,
+    )  # fmt: skip
+    said: dict[int, Ready | RoomFailed] = {}
+
+    def ended(room: int) -> Ready | RoomFailed:
+        def has_ended() -> bool:
+            said.update((each.room, each) for each in client.poll())
+            return room in said
+
+        until(has_ended, f"room {room} has not ended")
+        return said[room]
+
+    def lands(room: int) -> bool:
+        client.expect(room, tokens=TOKENS, sources=[endpoint])
+        far.ask(["send", room])
+        ready = isinstance(ended(room), Ready)
+        if ready:
+            client.release(room)
+        else:
+            far.ask(["abort", room])  # decode holds its peer for lost until it has heard of it
+        far.ask(["Drained", room])
+        return ready
+
+    with client:
+        assert lands(1)
+        client.expect(2, tokens=TOKENS, sources=[endpoint])  # every slot of the arena
+        far.ask(["open", 2])
+        dialled = client._node.bus._dialled[endpoint]
+        far.ask(["Leased", 2])
+        link.cut()
+        far.ask(["cut"])
+        failed = ended(2)
+        until(lambda: not dialled.connected, "decode keeps the connection")
+        far.ask(["hung up"])
+        link.heal()
+        far.ask(["heal"])
+        rooms = itertools.count(3)
+        until(lambda: lands(next(rooms)), "no room lands in the slots of room 2")
+    far.process.communicate(timeout=30)
+    assert isinstance(failed, RoomFailed)
+    return {"cause": failed.cause, "detail": failed.detail}
+
+
+if __name__ == "__main__":
+    ip("link", "set", "lo", "up")
+    if sys.argv[1:]:
+        print(json.dumps(decode_host(Path(sys.argv[1]))))
+    else:
+        prefill_host()

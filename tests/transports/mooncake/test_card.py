@@ -1,0 +1,188 @@
+"""A card's pool over Mooncake: launches that fill the send ring, stopped, refused, lost; with a card that is none."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from pdtransfer.errors import TransportError, WorldError
+from pdtransfer.handoff.effects import Outcome
+from pdtransfer.transports.mooncake import ring, why_not, writer
+from tests.support.fake_card import FakeCard
+from tests.support.far_pair import (
+    CASES,
+    LARGE,
+    SESSION,
+    SLOTS,
+    dies_while_it_sends,
+    far_pair,
+    lands_anew,
+    lands_exactly,
+    stops_in_the_middle,
+)
+from tests.support.layout_tensors import Model
+from tests.transports.mooncake.test_mooncake import on_loop, until
+from tests.transports.test_card_writer import Held
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+EVERY, FEW = np.arange(LARGE), np.arange(64)
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+@on_loop
+async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_has_them(
+    model: Model, layout: str
+) -> None:
+    async with far_pair(FakeCard(), model=model, layout=layout, slots=SLOTS) as it:
+        await lands_exactly(it)
+
+
+@on_loop
+async def test_a_slot_is_sent_once_its_launch_has_ended_while_the_next_one_is_gathered() -> None:
+    card, seen = FakeCard(), list[int]()
+    async with far_pair(card) as it:
+        first, later = Held(), Held()
+        waits = iter((first, lambda: None, later))
+        card.waiting = lambda: next(waits, lambda: None)()
+        await it.map()
+        it.write(1, EVERY, EVERY)
+        await until(first.reached.is_set)
+        seen.append(it.landed())
+        first.open.set()
+        await until(later.reached.is_set)
+        await until(lambda: it.landed() > 0)
+        assert 1 not in it.ended
+        later.open.set()
+        assert await it.ends(1) == (Outcome.LANDED, "")
+        assert seen == [0], "it was sent before it was there"
+        assert max(flying for flying, _ in card.launched) == 2
+        it.want(EVERY, EVERY)
+        assert it.right
+
+
+@on_loop
+async def test_a_write_that_is_cancelled_between_launches_ends_as_failed_and_others_land() -> None:
+    card = FakeCard()
+    async with far_pair(card) as it:
+        gate = Held()
+        card.waiting = lambda: gate() if len(card.launched) > 5 else None
+
+        def middle() -> bool:
+            if not gate.reached.is_set() or not it.landed():
+                return False
+            threading.Timer(0.05, gate.open.set).start()
+            return True
+
+        await stops_in_the_middle(it, middle)
+
+
+@on_loop
+async def test_what_is_queued_of_a_cancelled_write_is_not_launched() -> None:
+    card, gate = FakeCard(), Held()
+    async with far_pair(card) as it:
+        card.waiting = gate
+        await it.map()
+        it.write(1, EVERY, EVERY)
+        await until(gate.reached.is_set)
+        it.writer.cancel(SESSION, 1)
+        gate.open.set()
+        assert await it.ends(1) == (Outcome.FAILED, "cancelled")
+        assert len(card.launched) <= 2, "more than was in flight"
+        assert it.landed() == 0
+
+
+@on_loop
+async def test_a_launch_that_is_refused_fails_its_write_alone() -> None:
+    card = FakeCard()
+    async with far_pair(card) as it:
+        await it.map()
+
+        def refuse() -> None:
+            if len(card.launched) == 4:
+                raise WorldError("card 5: cuLaunchKernel: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+
+        card.launching = refuse
+        it.write(1, EVERY, EVERY)
+        outcome, text = await it.ends(1)
+        assert (outcome, "OUT_OF_RESOURCES" in text) == (Outcome.FAILED, True)
+        it.write(2, FEW, FEW + LARGE)
+        assert await it.ends(2) == (Outcome.LANDED, "")
+        assert len(it.writer._sessions[SESSION].ring.free) == ring.SLOTS
+
+
+@on_loop
+async def test_a_target_that_no_plan_reaches_fails_its_write_alone() -> None:
+    async with far_pair(FakeCard()) as it:
+        await it.map()
+        it.write(1, FEW, FEW + it.wanted.slots)
+        outcome, text = await it.ends(1)
+        assert (outcome, "target_slots" in text) == (Outcome.FAILED, True)
+        it.write(2, FEW, FEW)
+        assert await it.ends(2) == (Outcome.LANDED, "")
+        assert len(it.writer._sessions[SESSION].ring.free) == ring.SLOTS
+
+
+@on_loop
+async def test_a_card_that_fails_leaves_its_write_unknown_the_ring_mapped_and_the_process_condemned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writer, "_lost", kept := list[ring.Ring]())
+    card = FakeCard()
+    async with far_pair(card) as it:
+        await it.map()
+
+        def fail() -> None:
+            raise RuntimeError("card 5: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+        card.waiting = card.draining = fail
+        it.write(1, EVERY, EVERY)
+        outcome, text = await it.ends(1)
+        assert (outcome, "ILLEGAL_ADDRESS" in text) == (Outcome.UNKNOWN, True)
+        assert await it.writer.fence(SESSION) is False, "the card may go on reading the pool"
+        assert len(kept) == 1
+        assert card.registered
+        it.write(2, FEW, FEW)
+        assert (await it.ends(2))[0] is Outcome.FAILED
+
+
+@on_loop
+async def test_an_engine_that_is_killed_in_mid_transfer_leaves_nothing_registered_and_the_next_session_lands() -> None:
+    card = FakeCard()
+    async with far_pair(card) as it:
+        await dies_while_it_sends(it)
+        assert it.lost == [SESSION]
+        assert await it.writer.fence(SESSION) is True
+        assert not card.registered
+        await lands_anew(it)
+    assert not card.registered
+
+
+@on_loop
+async def test_a_ring_that_cannot_be_registered_maps_nothing_and_leaves_no_process() -> None:
+    card = FakeCard()
+    card.refused = 0
+    async with far_pair(card) as it:
+        with pytest.raises(WorldError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+            await it.map()
+        assert SESSION not in it.writer._sessions
+        await until(lambda: not it.writer._ending)
+        assert not card.registered
+
+
+@on_loop
+async def test_a_session_that_ends_while_its_ring_is_registered_has_no_engine() -> None:
+    card, gate = FakeCard(), Held()
+    async with far_pair(card) as it:
+        card.prepare = gate
+        mapping = asyncio.ensure_future(it.map())
+        await until(gate.reached.is_set)
+        it.writer.unmap(SESSION)
+        gate.open.set()
+        with pytest.raises(TransportError, match="unmapped while"):
+            await mapping
+        assert not it.writer._sessions
+    assert not card.registered

@@ -1,0 +1,93 @@
+"""A real card's pool over Mooncake: what lands, what a cancelled write leaves, and engines that die meanwhile."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from pdtransfer.handoff.effects import Outcome
+from pdtransfer.kernels import card as cards
+from pdtransfer.kernels import driver
+from pdtransfer.transports.card_launcher import PoolCard
+from pdtransfer.transports.mooncake import why_not
+from tests.support.far_pair import (
+    CASES,
+    LARGE,
+    SESSION,
+    SLOTS,
+    dies_while_it_sends,
+    far_pair,
+    lands_anew,
+    lands_exactly,
+    stops_in_the_middle,
+)
+from tests.support.layout_tensors import Model, Pool
+from tests.transports.mooncake.test_mooncake import on_loop
+
+if driver.count() == 0:
+    pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
+if why_not():
+    pytest.skip(why_not(), allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+EVERY = np.arange(LARGE)
+
+
+class OnCard:
+    """Where a card has a pool's bytes, for as long as this lives."""
+
+    def __call__(self, pool: Pool) -> int:
+        self.tensor = torch.from_numpy(pool.memory).cuda()
+        torch.cuda.synchronize()
+        return self.tensor.data_ptr()
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+@on_loop
+async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_has_them(
+    model: Model, layout: str
+) -> None:
+    async with far_pair(PoolCard(0), OnCard(), model=model, layout=layout, slots=SLOTS) as it:
+        await lands_exactly(it)
+
+
+@on_loop
+async def test_the_arena_may_be_registered_with_a_card_while_an_engine_writes_there() -> None:
+    async with far_pair(PoolCard(0), OnCard()) as it:
+        it.memory.card = cards.card(0)
+        assert it.memory.prefault()
+        await it.map()
+        it.write(1, EVERY, EVERY)
+        assert await it.ends(1) == (Outcome.LANDED, "")
+        it.want(EVERY, EVERY)
+        assert it.right
+
+
+@on_loop
+async def test_a_cancelled_write_of_a_card_is_still_and_others_land() -> None:
+    async with far_pair(PoolCard(0), OnCard()) as it:
+        await stops_in_the_middle(it, lambda: it.landed() > 0)
+
+
+@on_loop
+async def test_an_engine_that_is_killed_in_mid_transfer_leaves_its_ring_free_and_the_next_session_lands() -> None:
+    async with far_pair(PoolCard(0), OnCard()) as it:
+        await dies_while_it_sends(it)
+        assert await it.writer.fence(SESSION) is True
+        await lands_anew(it)
+
+
+@pytest.mark.parametrize("hisparse", [[], ["--hisparse"]])
+def test_the_demo_over_mooncake_is_identical_on_a_card(hisparse: list[str]) -> None:
+    command = [sys.executable, "-m", "pdtransfer", "demo", "--requests", "4", "--device", "cuda", "--json"]
+    ran = subprocess.run(
+        [*command, "--transport", "mooncake", "--verify", *hisparse], capture_output=True, text=True, timeout=240
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    said = json.loads(ran.stdout)
+    assert said["identical"] == said["requests"] == 4

@@ -1,0 +1,92 @@
+"""What a writer takes of a card, on one that this process plays."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from pdtransfer.handoff.ready_gate import Gate
+from pdtransfer.kernels import kv_copy, lanes, ring_blocks
+from pdtransfer.kernels import push as pushing
+from pdtransfer.kernels.pools import State
+from pdtransfer.transports import card_launcher
+from tests.kernels.test_kv_copy import filled, pool_of, wanted
+from tests.support import kernels_host
+from tests.support.card_on_host import CardOnHost
+from tests.support.layout_tensors import mla
+
+ROW = 3 * 1_152
+
+
+@pytest.fixture(scope="module")
+def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return kernels_host.library(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(params=range(4))
+def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    made: Any = CardOnHost(lib, request.param)
+    made.driver = Mock()
+    for module in (kv_copy, pushing):
+        monkeypatch.setattr(module, "card", lambda _: made)
+        monkeypatch.setattr("pdtransfer.kernels.card.card", lambda _: made)
+    for module in (lanes, pushing):
+        monkeypatch.setattr(module, "SLOT_BYTES", 6_000)
+    for name in ("PLANNED_BYTES_MIN", "RING_BYTES_MIN"):
+        monkeypatch.setattr(pushing, name, 0)
+    monkeypatch.setattr(ring_blocks, "RUN_BYTES_MIN", 4 * ROW)
+    monkeypatch.setattr(card_launcher, "RUN_BYTES_MIN", 4 * ROW)
+    yield made
+    lanes._idle.clear()
+
+
+@pytest.mark.parametrize("spared", [(), (0,), (0, 1)])
+@pytest.mark.parametrize("scattered", [(), (0,), (0, 1)])
+def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained(
+    here: Any, scattered: tuple[int, ...], spared: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pushing, "STRIDED_BYTES_MIN", 0)
+    source, target = (
+        filled(name, mla(), 4, 64, content=name == "layer_first") for name in ("layer_first", "page_first")
+    )
+    order = np.random.default_rng(0).permutation(128)
+    made = card_launcher.CardLane(here)
+    ours = [128 * place + (order if place in scattered else np.arange(128)) for place in range(2)]
+    theirs = [128 * place + order[::-1] for place in range(2)]
+    right = wanted(source, target, np.concatenate(theirs), np.concatenate(ours))
+    pools = pool_of(target, card=0, host=True), pool_of(source, card=0)
+    for place in range(2):
+        made.prepare(place, *pools, ours[place], theirs[place], 128, made.word(), spare=place in spared)()
+    made.drain()
+    assert not here.step(), "something is queued still"
+    assert all(made.wait(place, [], lanes.NEVER_NS) for place in range(2))
+    assert [made.ended(place) for place in range(2)] == [(State.COMPLETE, 0)] * 2
+    assert np.array_equal(target.memory, right)
+    planes = [3 if place in spared else 1 for place in range(2) if place in spared or place not in scattered]
+    assert len(here.copies) == 128 * sum(planes), "the engine drains what lies in runs, row by row"
+
+
+def test_of_a_gate_and_a_launch_that_are_both_passed_the_gate_is_heard_of_first(here: Any) -> None:
+    here._random.random = lambda: 1.0  # C's asking says what is so
+    made, gate = card_launcher.CardLane(here), Gate(Mock(spec=["cuda_event"], cuda_event=here.event()))
+    assert not made.wait(0, [gate], lanes.NEVER_NS)
+    assert gate.opened_ns
+    assert made.wait(0, [], lanes.NEVER_NS)
+
+
+@pytest.mark.parametrize(
+    ("slots", "byte_count", "is_so"),
+    [
+        (range(8), 1 << 20, True),
+        (range(8), (1 << 20) - 1, False),
+        (np.array([4, 5, 9, 10]), 2 << 20, True),
+        (np.array([4, 5, 9, 10]), (2 << 20) - 1, False),
+        (np.array([5, 4, 3, 2]), 3 << 20, False),
+    ],
+)
+def test_a_ring_is_looked_into_where_target_slots_lie_in_runs(slots: Any, byte_count: int, is_so: bool) -> None:
+    assert card_launcher.in_runs(slots, byte_count) is is_so

@@ -1,0 +1,89 @@
+"""Rows copied up to a card's memory, on one that this process plays."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from pdtransfer.errors import WorldError
+from pdtransfer.handoff.effects import Lift, Rows
+from pdtransfer.kernels import kv_copy
+from pdtransfer.layout.layout import Component, Span
+from pdtransfer.memory.hbm import Hbm
+from pdtransfer.transports import hbm_copier
+from tests.kernels.test_kv_copy import filled, wanted
+from tests.support import kernels_host
+from tests.support.card_on_host import CardOnHost
+from tests.support.layout_tensors import Pool as Tensors
+from tests.support.layout_tensors import mla
+
+EXTENTS = np.array([[8, 40], [70, 3]])
+SLOTS = [*range(8, 48), *range(70, 73)]
+
+
+@pytest.fixture
+def here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made: Any = CardOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
+    made.driver = Mock()
+    for module in (kv_copy, hbm_copier):
+        monkeypatch.setattr(module, "card", lambda _: made)
+    synchronise = made.synchronise
+
+    def watched(stream: int) -> None:
+        assert stream == made.aside, "inside the driver it would hold up who asks an event"
+        synchronise(stream)
+
+    monkeypatch.setattr(made, "synchronise", watched)
+    return made
+
+
+def lifted(source: Tensors, target: Tensors) -> list[str]:
+    """What the lifter says of a grant, once it has ended."""
+    at, size = source.memory.ctypes.data, len(target.memory)
+    mapping = SimpleNamespace(address=at, registered=SimpleNamespace(device_address=at))
+    memory = Hbm(base=0, byte_count=size, address=target.memory.ctypes.data, card=0, handle=b"", free=lambda: None)
+    component = Component("kv", "hbm", 1, Span(), source.layout)
+    said: list[str] = []
+
+    async def run() -> None:
+        up = hbm_copier.Lifter(SimpleNamespace(mapping=mapping), memory)  # type: ignore[arg-type]
+        up.lift(Lift(1, 2, 3, (Rows(component, 0, EXTENTS),)), lambda _, text: said.append(text))
+        await asyncio.to_thread(up._copier.close)  # it carries out what is queued
+        assert not up._open
+
+    asyncio.run(run())
+    return said
+
+
+def pools() -> tuple[Tensors, Tensors]:
+    first, second = (filled("page_first", mla(), 4, 64, content=content) for content in (True, False))
+    return first, second
+
+
+def test_rows_are_there_once_it_is_said_and_the_thread_has_asked_for_that(here: CardOnHost) -> None:
+    source, target = pools()
+    right = wanted(source, target, SLOTS, SLOTS)
+    assert lifted(source, target) == [""]
+    assert np.array_equal(target.memory, right)
+
+
+def test_a_copy_that_the_card_refuses_is_said_once_nothing_is_under_way(here: CardOnHost) -> None:
+    here.refuses = "launch"
+    assert [text.endswith("refused") for text in lifted(*pools())] == [True]
+
+
+def test_where_the_card_cannot_say_whether_a_copy_has_ended_nobody_says_that_it_has(
+    here: CardOnHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lost(_: int) -> None:
+        raise WorldError("card 0: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(here, "reach", lost)
+    assert lifted(*pools()) == []
+    assert "keeps its slots" in caplog.text
+    assert "ILLEGAL_ADDRESS" in caplog.text

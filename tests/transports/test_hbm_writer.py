@@ -1,0 +1,181 @@
+"""A writer of HBM components whose card is none: where rows go, and that the lock outlives what a card may write."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from pdtransfer.errors import TransportError
+from pdtransfer.handoff.effects import Outcome
+from pdtransfer.kernels import registered
+from pdtransfer.layout.layout import Component
+from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.hbm import Hbm
+from pdtransfer.transports.shm import ShmArena
+from pdtransfer.transports.shm import writer as shm_writer
+from tests.support.fake_card import FakeCard, FakeExported
+from tests.transports.test_shm import LAYERS, ROW, SLOTS, WRITER, Pair, component, on_loop, page_first, until
+
+SIZE = SLOTS * LAYERS * ROW
+BASE = 1 << 16
+EVERY = np.arange(SLOTS)
+HANDLE = b"handle"
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    """HBM is apart, in memory of this process that the fake card has exported."""
+    made = Arena.create(BASE + SIZE, huge_pages="never")
+    made.hbm = Hbm.of_process(base=BASE, byte_count=SIZE)
+    made.hbm.handle = HANDLE
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registered, "CHUNK_BYTES", 2 << 20)
+    monkeypatch.setattr(shm_writer, "_lost", [])
+
+
+class HbmPair(Pair):
+    """Its one component is in HBM; `hbm` is what the other memory must hold."""
+
+    def __init__(self, arena: Arena, directory: Path, card: FakeCard, *, hbm_direct: bool = True) -> None:
+        super().__init__(arena, directory, card=card)
+        self.owner._hbm_direct = hbm_direct
+        self.target = page_first()
+
+    @property
+    def component(self) -> Component:
+        return replace(component(self.target.rebase(BASE)), memory="hbm")
+
+    async def map(self, session: int = WRITER) -> int:
+        return await self.writer.map(session, await self.owner.offer(session), (self.component,))
+
+    @property
+    def hbm(self) -> np.ndarray:
+        assert self.arena.hbm is not None
+        return np.ctypeslib.as_array((ctypes.c_uint8 * SIZE).from_address(self.arena.hbm.address))
+
+
+def exporting(arena: Arena) -> FakeCard:
+    card = FakeCard()
+    assert arena.hbm is not None
+    card.exported[HANDLE] = FakeExported(card, arena.hbm.address, arena.hbm.byte_count)
+    return card
+
+
+async def wrote(both: HbmPair) -> None:
+    order = both.write(EVERY, EVERY[::-1].copy(), grant=1)
+    await until(lambda: len(both.ended) == both.writes)
+    assert both.ended[-1][1] is Outcome.LANDED
+    both.want(order)
+
+
+@on_loop
+async def test_rows_go_to_the_memory_that_the_card_reaches_and_not_to_the_arena(arena: Arena, directory: Path) -> None:
+    card = exporting(arena)
+    both = HbmPair(arena, directory, card)
+    await both.map()
+    assert both.writer.hbm_direct(WRITER)
+    await wrote(both)
+    assert np.array_equal(both.hbm, both.wanted[:SIZE])
+    assert not arena.mapping.array.any()
+    await both.close()
+
+
+@on_loop
+async def test_rows_land_in_the_arena_where_the_card_cannot_reach_that_memory(arena: Arena, directory: Path) -> None:
+    both = HbmPair(arena, directory, FakeCard())
+    await both.map()
+    assert not both.writer.hbm_direct(WRITER)
+    await wrote(both)
+    assert np.array_equal(arena.mapping.array[BASE : BASE + SIZE], both.wanted[:SIZE])
+    assert not both.hbm.any()
+    await both.close()
+
+
+@on_loop
+async def test_nobody_is_told_of_a_cards_memory_where_rows_are_to_be_read_back(arena: Arena, directory: Path) -> None:
+    card = exporting(arena)
+    both = HbmPair(arena, directory, card, hbm_direct=False)
+    assert (await both.owner.offer(WRITER)).hbm_handle == b""
+    await both.map()
+    assert not both.writer.hbm_direct(WRITER)
+    assert "open exported" not in card.log
+    await both.close()
+
+
+@on_loop
+async def test_a_cards_memory_is_opened_under_the_lock_and_let_go_before_it(arena: Arena, directory: Path) -> None:
+    card = exporting(arena)
+    both = HbmPair(arena, directory, card)
+    await both.map()
+    assert card.log.index("open exported") > 0, "it is mapped, and so the lock held, by then"
+    assert not both.owner.quiet(WRITER)
+    await wrote(both)
+    both.owner.revoke(WRITER)
+    both.writer.unmap(WRITER)
+    await until(lambda: both.owner.quiet(WRITER))
+    closing = card.log.index("close exported")
+    assert all("unregister" in each for each in card.log[closing + 1 :])
+    assert len(card.log) > closing + 1
+    await both.close()
+
+
+@on_loop
+async def test_a_card_that_does_not_let_go_of_it_keeps_the_lock_held(arena: Arena, directory: Path) -> None:
+    card = exporting(arena)
+    card.exported[HANDLE].keeps = True
+    both = HbmPair(arena, directory, card)
+    await both.map()
+    both.owner.revoke(WRITER)
+    both.writer.unmap(WRITER)
+    await both.close()
+    assert not both.owner.quiet(WRITER), "it may write there as long as its process lives"
+    (lost,) = shm_writer._lost
+    hbm, arena.hbm = arena.hbm, None
+    assert hbm is not None
+    freed, hbm._free = list[int](), lambda: freed.append(1)
+    hbm.close()
+    assert freed == [], "and it is not given back"
+    card.exported[HANDLE].keeps = False
+    lost.close()
+
+
+@on_loop
+async def test_memory_is_given_back_once_every_writer_is_gone(arena: Arena, directory: Path) -> None:
+    given = list[int]()
+    assert arena.hbm is not None
+    free = arena.hbm._free
+    arena.hbm._free = lambda: given.append(1)
+    owner = ShmArena(arena, directory=directory)
+    hbm = arena.hbm
+    await owner.offer(WRITER)
+    assert not owner._all_quiet(), "somebody may still be let in"
+    await owner.close()
+    hbm.close()
+    hbm.close()
+    assert given == [1]
+    assert free is not None
+    free()
+    arena.hbm = None
+
+
+@on_loop
+async def test_less_memory_than_was_said_is_refused_and_closed(arena: Arena, directory: Path) -> None:
+    card = exporting(arena)
+    card.exported[HANDLE].byte_count -= 1
+    both = HbmPair(arena, directory, card)
+    with pytest.raises(TransportError, match=f"{SIZE - 1} bytes were found, {SIZE} were said"):
+        await both.map()
+    assert "close exported" in card.log
+    both.owner.revoke(WRITER)
+    assert both.owner.quiet(WRITER)
+    await both.close()

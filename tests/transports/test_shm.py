@@ -1,0 +1,1095 @@
+"""The shared-memory transport: what the fence proves of real processes, whom the hand-over refuses, how writes end."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pdtransfer import kernels
+from pdtransfer.errors import LayoutMismatchError, RemoteProtocolError, TransportError
+from pdtransfer.handoff.effects import Outcome, Write
+from pdtransfer.layout.checksum import lines_of
+from pdtransfer.layout.layout import Component, Layout, Plane, Span, expand_pages
+from pdtransfer.layout.pairing import pair
+from pdtransfer.memory import arena_memory
+from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.transports import copier
+from pdtransfer.transports.card_launcher import WriterCard
+from pdtransfer.transports.copier import Copier, Job
+from pdtransfer.transports.shm import ShmArena, ShmWriter, handover
+from pdtransfer.transports.shm import arena as shm_arena
+from pdtransfer.transports.shm import writer as shm_writer
+from pdtransfer.transports.shm.handover import receive
+from pdtransfer.wire import Reach
+from tests.support.bus_peers import no_descriptors, on_loop
+
+REPO = Path(__file__).resolve().parent.parent.parent
+LAYERS, ROW, PAGE, SLOTS = 4, 1_152, 64, 8_192
+WRITER = 7
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes and threads
+        await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena.create(SLOTS * LAYERS * ROW, huge_pages="never")
+    yield made
+    made.close()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class Process:
+    """tests/support/shm_writer.py, and what it forked."""
+
+    def __init__(self, reach: Reach, session: int = WRITER) -> None:
+        command = [sys.executable, str(REPO / "tests" / "shm_writer.py"), str(session), msgspec.json.encode(reach)]
+        self.started = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(REPO)},
+        )
+        self.forked: list[int] = []
+
+    async def __aenter__(self) -> Process:
+        assert await self.heard() == "mapped"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for pid in self.forked:
+            os.kill(pid, signal.SIGKILL)
+        self.started.kill()
+        self.started.communicate()
+
+    async def heard(self) -> str:
+        assert self.started.stdout is not None
+        return (await asyncio.to_thread(self.started.stdout.readline)).strip()
+
+    def say(self, command: str) -> None:
+        assert self.started.stdin is not None
+        self.started.stdin.write(command + "\n")
+        self.started.stdin.flush()
+
+    async def fork(self) -> int:
+        self.say("fork")
+        self.forked.append(int(await self.heard()))
+        return self.forked[-1]
+
+
+def count_in(arena: Arena) -> int:
+    return int(arena.mapping.array[:8].view(np.uint64)[0])
+
+
+async def counts_on(arena: Arena) -> None:
+    """Returns once the arena has been seen to change."""
+    before = count_in(arena)
+    await until(lambda: count_in(arena) != before)
+
+
+# The fence
+
+
+@pytest.mark.parametrize("way", ["unmap", "exit", "kill"])
+@on_loop
+async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(arena: Arena, directory: Path, way: str) -> None:
+    owner = ShmArena(arena, directory=directory)
+    async with Process(await owner.offer(WRITER)) as process:
+        owner.revoke(WRITER)
+        assert not owner.quiet(WRITER)
+        if way == "kill":
+            process.started.kill()
+        else:
+            process.say(way)
+        await until(lambda: owner.quiet(WRITER))
+        if way == "unmap":
+            assert process.started.poll() is None, "it lives, and cannot write"
+    owner.forget(WRITER)
+    await owner.close()
+
+
+@on_loop
+async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(arena: Arena, directory: Path) -> None:
+    owner = ShmArena(arena, directory=directory)
+    async with Process(await owner.offer(WRITER)) as process:
+        child = await process.fork()
+        owner.revoke(WRITER)
+        process.started.kill()
+        process.started.wait()
+        for _ in range(20):
+            await counts_on(arena)
+            assert not owner.quiet(WRITER), "the arena still changes"
+        os.kill(child, signal.SIGKILL)
+        process.forked.clear()
+        await until(lambda: owner.quiet(WRITER))
+        last = count_in(arena)
+        await asyncio.sleep(0.05)
+        assert count_in(arena) == last
+    await owner.close()
+
+
+@on_loop
+async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: Arena, directory: Path) -> None:
+    owner = ShmArena(arena, directory=directory)
+    async with Process(await owner.offer(WRITER)) as process:
+        process.say("count")
+        await counts_on(arena)
+        owner.revoke(WRITER)
+        process.started.send_signal(signal.SIGSTOP)
+        stopped = Path(f"/proc/{process.started.pid}/stat")
+        await until(lambda: stopped.read_text().rpartition(")")[2].split()[0] == "T")
+        assert not owner.quiet(WRITER)
+        process.started.send_signal(signal.SIGCONT)
+        await counts_on(arena)
+        process.started.send_signal(signal.SIGSTOP)
+        process.started.kill()
+        await until(lambda: owner.quiet(WRITER))
+    await owner.close()
+
+
+@on_loop
+async def test_one_writers_end_says_nothing_of_another(arena: Arena, directory: Path) -> None:
+    owner = ShmArena(arena, directory=directory)
+    async with Process(await owner.offer(1), 1) as first, Process(await owner.offer(2), 2):
+        for session in (1, 2):
+            owner.revoke(session)
+        first.started.kill()
+        await until(lambda: owner.quiet(1))
+        assert not owner.quiet(2)
+    await owner.close()
+
+
+@on_loop
+async def test_a_descriptor_under_way_counts_as_a_writer(arena: Arena, directory: Path) -> None:
+    owner = ShmArena(arena, directory=directory)
+    peer, _ = await asked(owner, await owner.offer(WRITER))
+    await until(lambda: not owner._sessions[WRITER].token)
+    owner.revoke(WRITER)
+    assert not owner.quiet(WRITER), "it lies in the socket's buffer, and can be taken out any time"
+    peer.close()
+    assert owner.quiet(WRITER)
+    await owner.close()
+
+
+@on_loop
+async def test_a_session_whose_token_is_good_is_not_quiet(arena: Arena, directory: Path) -> None:
+    owner = ShmArena(arena, directory=directory)
+    assert owner.quiet(WRITER), "nothing was ever offered"
+    await owner.offer(WRITER)
+    assert not owner.quiet(WRITER)
+    owner.revoke(WRITER)
+    assert owner.quiet(WRITER)
+    await owner.close()
+
+
+# The hand-over
+
+
+async def asked(owner: ShmArena, reach: Reach, session: int = WRITER) -> tuple[socket.socket, bytes]:
+    """A connection that has shown a token, and what it must say to do so."""
+    peer = connected(reach)
+    request = handover._REQUEST.pack(handover._MAGIC, session, reach.token)
+    peer.sendall(request)
+    return peer, request
+
+
+def connected(reach: Reach) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    peer.connect("\0" + reach.address[1:] if reach.address.startswith("@") else reach.address)
+    peer.setblocking(False)
+    return peer
+
+
+async def said(peer: socket.socket) -> bytes:
+    """What came until the other end closed."""
+    got = b""
+    while True:
+        try:
+            part = peer.recv(100)
+        except BlockingIOError:
+            await asyncio.sleep(0.005)
+        except ConnectionResetError:
+            return got
+        else:
+            if not part:
+                return got
+            got += part
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+@on_loop
+async def test_who_shows_the_token_gets_the_arena_once(arena: Arena, directory: Path, abstract: bool) -> None:
+    before = open_files()
+    owner = ShmArena(arena, directory=None if abstract else directory)
+    reach = await owner.offer(WRITER)
+    fd = await receive(reach, WRITER, seconds=60)
+    assert os.fstat(fd).st_ino == os.fstat(arena.fd).st_ino
+    assert not os.get_inheritable(fd)
+    with pytest.raises(TransportError, match="refused the token"):
+        await receive(reach, WRITER, seconds=60)
+    os.close(fd)
+    await owner.close()
+    assert open_files() == before
+    assert abstract or os.listdir(directory) == []
+
+
+@on_loop
+async def test_a_wrong_token_is_refused_and_spoils_nothing(arena: Arena, directory: Path) -> None:
+    owner = ShmArena(arena, directory=directory)
+    reach, other = await owner.offer(WRITER), await owner.offer(8)
+    wrong = msgspec.structs.replace(reach, token=secrets.token_bytes(32))
+    for session, shown in ((WRITER, wrong), (WRITER, other), (99, reach)):
+        with pytest.raises(TransportError, match="refused the token"):
+            await receive(shown, session, seconds=60)
+    for session, shown in ((WRITER, reach), (8, other)):
+        os.close(await receive(shown, session, seconds=60))
+    await owner.close()
+
+
+@on_loop
+async def test_an_old_or_a_revoked_token_is_refused(arena: Arena, directory: Path) -> None:
+    owner = ShmArena(arena, directory=directory)
+    old, new = await owner.offer(WRITER), await owner.offer(WRITER)
+    with pytest.raises(TransportError, match="refused the token"):
+        await receive(old, WRITER, seconds=60)
+    owner.revoke(WRITER)
+    with pytest.raises(TransportError, match="refused the token"):
+        await receive(new, WRITER, seconds=60)
+    await owner.close()
+
+
+@on_loop
+async def test_a_token_that_is_shown_too_late_is_refused(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = ShmArena(arena, directory=directory)
+    owner._listener._seconds = 0.05
+    reach = await owner.offer(WRITER)
+    peer = connected(reach)
+    request = handover._REQUEST.pack(handover._MAGIC, WRITER, reach.token)
+    peer.send(request[:20])
+    assert await said(peer) == b""
+    with pytest.raises(BrokenPipeError):
+        peer.send(request[20:])
+    peer.close()
+    owner._listener._seconds = 5
+    os.close(await receive(reach, WRITER, seconds=60))
+    await owner.close()
+
+
+@pytest.mark.parametrize("junk", [b"\xff" * 48, b"GET / HTTP/1.1\r\n" * 40, b"\0" * 49])
+@on_loop
+async def test_junk_is_closed_and_others_go_on(arena: Arena, directory: Path, junk: bytes) -> None:
+    owner = ShmArena(arena, directory=directory)
+    reach = await owner.offer(WRITER)
+    peer = connected(reach)
+    peer.send(junk)
+    assert await said(peer) == b""
+    peer.close()
+    os.close(await receive(reach, WRITER, seconds=60))
+    await owner.close()
+
+
+@on_loop
+async def test_a_request_with_something_behind_it_is_refused(arena: Arena, directory: Path) -> None:
+    owner = ShmArena(arena, directory=directory)
+    reach = await owner.offer(WRITER)
+    peer = connected(reach)
+    peer.send(handover._REQUEST.pack(handover._MAGIC, WRITER, reach.token) + b"!")
+    assert await said(peer) == b""
+    peer.close()
+    os.close(await receive(reach, WRITER, seconds=60))
+    await owner.close()
+
+
+@on_loop
+async def test_a_flood_of_silent_connections_keeps_no_writer_out(arena: Arena, directory: Path) -> None:
+    before = open_files()
+    owner = ShmArena(arena, directory=directory)
+    reach = await owner.offer(WRITER)
+    crowd: list[socket.socket] = []
+    for _ in range(10):
+        crowd += [connected(reach) for _ in range(30)]
+        await asyncio.sleep(0.01)
+    await until(lambda: len(owner._listener._connections) == 64)
+    os.close(await receive(reach, WRITER, seconds=60))
+    await owner.close()
+    for peer in crowd:
+        peer.close()
+    assert open_files() == before
+
+
+@on_loop
+async def test_a_listener_without_descriptors_recovers(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = ShmArena(arena, directory=directory)
+    reach = await owner.offer(WRITER)
+    reopen, failures = arena.reopen, iter([True])
+
+    def none_left(self: Arena) -> int:
+        if next(failures, False):
+            raise OSError(24, "Too many open files")
+        return reopen()
+
+    monkeypatch.setattr(Arena, "reopen", none_left)
+    with pytest.raises(TransportError, match="refused"):
+        await receive(reach, WRITER, seconds=60)
+    os.close(await receive(reach, WRITER, seconds=60))
+    await owner.close()
+
+
+@on_loop
+async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_for_it(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = arena.byte_count // 2 // 4_096 * 4_096
+    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
+    arena.mapping.prefault(end=half)
+    told: list[int] = []
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
+    reach = await decode.offer(WRITER)
+    assert await prefill.map(WRITER, reach, (), told.append) == half
+    held = open_files()
+    assert os.fstat(arena.fd).st_blocks * 512 == half
+    arena.mapping.prefault(first=half, end=half + 4_096)
+    await until(lambda: told == [half + 4_096])
+    arena.mapping.prefault(first=half + 8_192)  # all but one page: what is behind a hole is not ready
+    await asyncio.sleep(3 * shm_writer._FOLLOW_SECONDS)
+    assert told == [half + 4_096]
+    arena.mapping.prefault()
+    await until(lambda: told == [half + 4_096, arena.byte_count])
+    await until(lambda: open_files() < held)  # the mapping alone keeps the lock
+    decode.revoke(WRITER)
+    assert not decode.quiet(WRITER)
+    prefill.unmap(WRITER)
+    await until(lambda: decode.quiet(WRITER))
+    await prefill.close()
+    await decode.close()
+
+
+@on_loop
+async def test_a_writer_has_the_first_piece_of_an_arena_ready_before_it_enters_the_others(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piece = arena.byte_count // 3 // 4_096 * 4_096
+    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
+    monkeypatch.setattr(shm_writer, "_ENTER_BYTES", piece)
+    arena.mapping.prefault()
+    told: list[int] = []
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
+    assert await prefill.map(WRITER, await decode.offer(WRITER), (), told.append) == piece
+    assert told == []
+    await until(lambda: told[-1:] == [arena.byte_count])
+    assert told == [*range(2 * piece, arena.byte_count, piece), arena.byte_count]
+    await prefill.close()
+    await decode.close()
+
+
+@on_loop
+async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_no_descriptor(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
+    arena.mapping.prefault(end=4_096)
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
+    assert await prefill.map(WRITER, await decode.offer(WRITER), ()) == 4_096
+    held = open_files()
+    prefill.unmap(WRITER)
+    await until(lambda: decode.quiet(WRITER) and open_files() < held)
+    await prefill.close()
+    await decode.close()
+
+
+@on_loop
+async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_the_reason(
+    arena: Arena, directory: Path
+) -> None:
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
+    with no_descriptors():
+        reach = await decode.offer(WRITER)
+        with pytest.raises(TransportError, match="Too many open files"):
+            await prefill.map(WRITER, reach, ())
+    assert await prefill.map(WRITER, reach, ()) == arena.byte_count  # the token is as good as before
+    await prefill.close()
+    await decode.close()
+
+
+@on_loop
+async def test_users_who_are_not_allowed_are_turned_away(arena: Arena, directory: Path) -> None:
+    owner = ShmArena(arena, directory=directory, uids=frozenset({os.geteuid() + 1}))
+    with pytest.raises(TransportError):
+        await receive(await owner.offer(WRITER), WRITER, seconds=60)
+    await owner.close()
+
+
+@on_loop
+async def test_a_writer_shows_its_token_to_nobody_elses_socket(arena: Arena, directory: Path) -> None:
+    owner = ShmArena(arena, directory=directory)
+    reach = await owner.offer(WRITER)
+    with pytest.raises(TransportError, match=rf"is user {os.geteuid()}'s, not one of \[{os.geteuid() + 1}\]"):
+        await receive(reach, WRITER, seconds=5, uids=frozenset({os.geteuid() + 1}))
+    assert owner._sessions[WRITER].token, "it is still good"
+    await owner.close()
+
+
+@on_loop
+async def test_what_cannot_be_reached_is_named(arena: Arena, directory: Path) -> None:
+    owner = ShmArena(arena, directory=directory)
+    reach = await owner.offer(WRITER)
+    boot, _, _ = reach.host.partition(" ")
+    wrong = {
+        f"another host: its boot id is 'elsewhere', here it is '{boot}'": {"host": "elsewhere net:[1]"},
+        r"network namespace 'net:\[1\]'": {"host": f"{boot} net:[1]", "address": f"@pdtransfer-{0:016x}"},
+        "No such file or directory; containers must share": {"address": str(directory / f"arena-{0:016x}")},
+        "longer than 107 bytes": {"address": "/" + "x" * 107 + f"/arena-{0:016x}"},
+        "transport 'mooncake'": {"transport": "mooncake"},
+        "token: 3 bytes, not 32": {"token": b"abc"},
+    }
+    for text, fields in wrong.items():
+        with pytest.raises(TransportError, match=text):
+            await receive(msgspec.structs.replace(reach, **fields), WRITER, seconds=60)
+    await owner.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "relative", "", "@", "@nobody", "@/run/docker.sock", "/run/docker.sock", "/arena-0123456789abcde",
+        "/tmp/../run/docker.sock", "/tmp/arena-0123456789ABCDEF", "/tmp/arena-0123456789abcdef/", "//run/x",
+        "/tmp/arena-0123456789abcdef\n", "/a\0/arena-0123456789abcdef", "@pdtransfer-0123456789abcdef\0",
+        "/proc/self/fd/3", "@/org/freedesktop/systemd1/notify",
+    ],
+)  # fmt: skip
+@on_loop
+async def test_a_writer_knocks_at_no_door_that_is_not_an_arenas(
+    arena: Arena, directory: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knocked: list[str] = []
+
+    async def connect(_: object, address: str) -> None:
+        knocked.append(address)
+
+    monkeypatch.setattr(handover, "_connect", connect)
+    owner = ShmArena(arena, directory=directory)
+    reach = msgspec.structs.replace(await owner.offer(WRITER), address=address)
+    with pytest.raises(TransportError, match=r"is no /\.\.\./arena-NUMBER and no @pdtransfer-NUMBER in hex"):
+        await receive(reach, WRITER, seconds=60)
+    assert knocked == []
+    await owner.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "file", "directory"])
+@on_loop
+async def test_a_writer_is_not_led_by_a_name_to_what_is_no_arenas_socket(directory: Path, kind: str) -> None:
+    os.mkdir(directory, 0o700)
+    path = directory / f"arena-{0:016x}"
+    with socket.socket(socket.AF_UNIX) as other:  # some other daemon of this user
+        other.bind(str(directory / "other"))
+        other.listen(1)
+        other.setblocking(False)
+        match kind:
+            case "link":
+                path.symlink_to(directory / "other")
+            case "fifo":
+                os.mkfifo(path)
+            case "file":
+                path.touch()
+            case _:
+                path.mkdir()
+        reach = Reach("shm", handover.host(), str(path), b"FLUSHALL\r\n".ljust(32), 0, 4_096)
+        before = open_files()
+        with pytest.raises(TransportError, match="is no socket"):
+            await receive(reach, WRITER, seconds=60)
+        assert open_files() == before
+        with pytest.raises(BlockingIOError):
+            other.accept()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@on_loop
+async def test_a_writer_that_locks_bytes_of_others_keeps_them_out_and_breaks_nothing(
+    arena: Arena, directory: Path, whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = ShmArena(arena, directory=directory)
+    hostile = await receive(await owner.offer(1), 1, seconds=60)
+    # Its own byte is 0; the next writer's will be 1.
+    asked = shm_arena._FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0 if whole else 1, 0)
+    fcntl.fcntl(hostile, shm_arena._F_OFD_SETLK, asked)
+    before, reach = open_files(), await owner.offer(WRITER)
+    with pytest.raises(TransportError, match="refused the token"):
+        await receive(reach, WRITER, seconds=60)
+    assert open_files() == before
+    assert "locks that are not its own" in caplog.text
+    if whole:
+        os.close(hostile)
+    os.close(await receive(reach, WRITER, seconds=60))  # the token was not used up
+    if not whole:
+        os.close(hostile)
+    assert owner.quiet(1)
+    await owner.close()
+
+
+@on_loop
+async def test_an_owner_that_never_answers_costs_a_bounded_time(directory: Path, arena: Arena) -> None:
+    os.mkdir(directory, 0o700)
+    with socket.socket(socket.AF_UNIX) as frozen:
+        frozen.bind(str(directory / f"arena-{0:016x}"))
+        frozen.listen(1)
+        reach = Reach("shm", handover.host(), str(directory / f"arena-{0:016x}"), bytes(32), 0, 4_096)
+        crowd = [asyncio.create_task(receive(reach, n, seconds=0.2)) for n in range(6)]  # its backlog is full, too
+        for each in crowd:
+            with pytest.raises(TransportError, match=r"no answer within 0\.2 s"):
+                await each
+
+
+@on_loop
+async def test_a_directory_that_others_may_enter_is_refused(arena: Arena, directory: Path) -> None:
+    os.mkdir(directory)
+    os.chmod(directory, 0o755)
+    with pytest.raises(TransportError, match=r"drwxr-xr-x.*must be drwx------"):
+        ShmArena(arena, directory=directory)
+    os.chmod(directory, 0o700)
+    owner = ShmArena(arena, directory=directory)
+    await owner.close()
+
+
+@on_loop
+async def test_sockets_of_the_dead_are_swept_and_those_of_the_living_are_not(arena: Arena, directory: Path) -> None:
+    living = ShmArena(arena, directory=directory)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(directory / "arena-0123456789abcdef"))
+    other = ShmArena(arena, directory=directory)
+    assert sorted(os.listdir(directory)) == sorted([Path((await o.offer(1)).address).name for o in (living, other)])
+    os.close(await receive(await living.offer(2), 2, seconds=60))
+    await living.close()
+    await other.close()
+
+
+# What a writer takes
+
+
+async def offering(directory: Path, reply: bytes, fds: list[int]) -> tuple[Reach, asyncio.Server]:
+    """An owner that answers whatever it is shown with `reply` and descriptors."""
+    os.mkdir(directory, 0o700)
+    path = str(directory / f"arena-{0xBAD:016x}")
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(48)
+        sock = writer.get_extra_info("socket")
+        raw = socket.socket(fileno=os.dup(sock.fileno()))
+        socket.send_fds(raw, [reply], fds) if fds else raw.send(reply)
+        raw.close()
+        writer.close()
+
+    server = await asyncio.start_unix_server(answer, path)
+    return Reach("shm", handover.host(), path, bytes(32), 0, 1 << 20), server
+
+
+def reply_of(byte_count: int) -> bytes:
+    return handover._REPLY.pack(handover._MAGIC, byte_count)
+
+
+def plain_memfd(byte_count: int) -> int:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, byte_count)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("reply", "files", "text"),
+    [
+        (reply_of(1 << 20), [1 << 20], "without SEAL"),
+        (reply_of(1 << 20), [1 << 19], f"{1 << 19} bytes were received, {1 << 20} were said"),
+        (reply_of(1 << 19), [1 << 20], "an answer of"),
+        (reply_of(1 << 20), [], "with 0 descriptors"),
+        (reply_of(1 << 20), [1 << 20] * 2, "with 2 descriptors"),
+        (reply_of(1 << 20), [1 << 20] * 9, "an answer of"),
+        (b"HTTP/1.1 400 Bad", [], "an answer of"),
+        (b"x", [1 << 20], "an answer of 1 bytes"),
+    ],
+)
+@on_loop
+async def test_what_is_not_a_sealed_arena_is_refused_and_closed(
+    directory: Path, reply: bytes, files: list[int], text: str
+) -> None:
+    fds = [plain_memfd(size) for size in files]
+    reach, server = await offering(directory, reply, fds)
+    pool = Pool()
+    writer = ShmWriter((pool.component,), pool_address=pool.address)
+    before = open_files()
+    with pytest.raises(TransportError, match=text):
+        await writer.map(WRITER, reach, ())
+    await until(lambda: open_files() <= before)
+    await writer.close()
+    server.close()
+    for fd in fds:
+        os.close(fd)
+
+
+def component(layout: Layout, name: str = "latent", **fields: object) -> Component:
+    given = {"memory": "dram", "tokens_per_row": 1, "span": Span()} | fields
+    return Component(name=name, layout=layout, **given)  # type: ignore[arg-type]
+
+
+def layer_first(slots: int = SLOTS, layers: int = LAYERS, base: int = 0) -> Layout:
+    return Layout(
+        tuple(
+            Plane(at, "latent", "uint8", 0, 1, base + at * slots * ROW, PAGE * ROW, ROW, ROW) for at in range(layers)
+        ),
+        PAGE,
+        slots,
+    )
+
+
+def page_first(slots: int = SLOTS, layers: int = LAYERS, first_layer: int = 0) -> Layout:
+    item = layers * ROW
+    return Layout(
+        tuple(Plane(first_layer + at, "latent", "uint8", 0, 1, at * ROW, item, item, ROW) for at in range(layers)),
+        1,
+        slots,
+    )
+
+
+@dataclass
+class Pool:
+    """Prefill's memory: random bytes, no two rows alike."""
+
+    layout: Layout = field(default_factory=layer_first)
+    bytes: NDArray[np.uint8] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bytes = np.random.default_rng(5).integers(0, 256, self.layout.end, np.uint8)
+
+    @property
+    def component(self) -> Component:
+        return component(self.layout)
+
+    @property
+    def address(self) -> int:
+        return self.bytes.ctypes.data
+
+
+class Pair:
+    """An arena's owner and a writer on one loop, and what the arena must hold in the end."""
+
+    def __init__(
+        self, arena: Arena, directory: Path, *, threads: int = 2, card: WriterCard | None = None, address: int = 0
+    ) -> None:
+        self.pool, self.arena = Pool(), arena
+        self.owner = ShmArena(arena, directory=directory)
+        self.near: list[int] = []  # writes
+        self.writer = ShmWriter(
+            (self.pool.component,), pool_address=address or self.pool.address, copy_threads=threads, card=card,
+            near=lambda order: self.near.append(order.write),
+        )  # fmt: skip
+        self.target = page_first()
+        self.wanted = np.zeros(arena.byte_count, np.uint8)
+        self.ended: list[tuple[int, Outcome, str]] = []
+        self.writes = 0
+        self.checksums: dict[int, int] = {}
+
+    async def map(self, session: int = WRITER) -> int:
+        return await self.writer.map(session, await self.owner.offer(session), (component(self.target),))
+
+    def write(
+        self,
+        source: NDArray[np.int64],
+        target: NDArray[np.int64],
+        *,
+        grant: int,
+        layers: tuple[int, int] = (0, LAYERS),
+        **more: Any,
+    ) -> Write:
+        self.writes += 1
+        order = Write(
+            session=WRITER, grant=grant, room=grant, write=self.writes, component=0, layers=layers,
+            source_slots=source, target_slots=target, **more,
+        )  # fmt: skip
+        self.writer.write(order, self._wrote)
+        return order
+
+    def _wrote(self, order: Write, outcome: Outcome, text: str, checksum: int) -> None:
+        self.ended.append((order.write, outcome, text))
+        self.checksums[order.write] = checksum
+
+    def want(self, order: Write) -> None:
+        """The order's rows, by the layouts' own addresses."""
+        for layer in range(*order.layers):
+            ours = self.pool.layout.address(layer, order.source_slots)
+            theirs = self.target.address(layer, order.target_slots)
+            row = np.arange(ROW)
+            self.wanted[theirs[:, None] + row] = self.pool.bytes[ours[:, None] + row]
+
+    @property
+    def right(self) -> bool:
+        return bool(np.array_equal(self.arena.mapping.array, self.wanted))
+
+    async def close(self) -> None:
+        await self.writer.close()
+        await self.owner.close()
+
+
+@on_loop
+async def test_writes_large_and_small_land_where_they_belong_and_nowhere_else(arena: Arena, directory: Path) -> None:
+    both = Pair(arena, directory)
+    assert await both.map() == arena.byte_count
+    rng = np.random.default_rng(2)
+    source, target = rng.permutation(SLOTS), rng.permutation(SLOTS)
+    cuts = np.sort(rng.choice(np.arange(1, 8_000), 60, replace=False))  # rooms of 1 to some 1,000 rows; 192 stay free
+    rooms = list(zip(np.split(source[:8_000], cuts), np.split(target[:8_000], cuts), strict=True))
+    for grant, (ours, theirs) in enumerate(rooms, 1):
+        for layers in ((0, 1), (1, LAYERS)):
+            both.want(both.write(ours, theirs, grant=grant, layers=layers))
+    assert not both.ended, "done is never called from within write"
+    await until(lambda: len(both.ended) == both.writes)
+    assert sorted(number for number, _, _ in both.ended) == list(range(1, both.writes + 1))
+    assert {outcome for _, outcome, _ in both.ended} == {Outcome.LANDED}
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_pages_become_slots(arena: Arena, directory: Path) -> None:
+    both = Pair(arena, directory)
+    await both.map()
+    source = expand_pages([9, 3, 127], PAGE, 2 * PAGE + 5)
+    both.want(both.write(source, np.arange(100, 100 + len(source)), grant=1))
+    await until(lambda: bool(both.ended))
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_a_cancelled_write_fails_and_is_still(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Pair(arena, directory)
+    await both.map()
+    held, go = stall_copies(monkeypatch)
+    every = np.arange(SLOTS)
+    both.write(every, every, grant=1)
+    await until(held.is_set)
+    both.writer.cancel(WRITER, 2)  # another grant
+    both.writer.cancel(WRITER, 1)
+    go.set()
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(1, Outcome.FAILED, "cancelled")]
+    frozen = arena.mapping.array.copy()
+    await asyncio.sleep(0.05)
+    assert np.array_equal(arena.mapping.array, frozen)
+    assert not frozen[-ROW:].any(), "it stopped before its end"
+    await both.close()
+
+
+def stall_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """From now on a copy says that it was begun, and waits until it may go on."""
+    held, go, copy = threading.Event(), threading.Event(), kernels.copy
+
+    def stalled(*args: object, **kwargs: object) -> bool:
+        held.set()
+        assert go.wait(60)
+        return copy(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels, "copy", stalled)
+    return held, go
+
+
+@on_loop
+async def test_a_session_is_unmapped_only_when_its_writes_have_ended(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Pair(arena, directory)
+    await both.map()
+    held, go = stall_copies(monkeypatch)
+    every = np.arange(SLOTS)
+    both.want(both.write(every, every, grant=1))
+    await until(held.is_set)
+    both.writer.unmap(WRITER)
+    both.writer.unmap(WRITER)
+    both.owner.revoke(WRITER)
+    both.write(every[:1], every[:1], grant=2)
+    await until(lambda: bool(both.ended))
+    assert both.ended == [(2, Outcome.FAILED, f"session {WRITER:#x} is not mapped")]
+    assert not both.owner.quiet(WRITER)
+    go.set()
+    await until(lambda: both.owner.quiet(WRITER))
+    assert both.ended[1:] == [(1, Outcome.LANDED, "")]
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_close_waits_for_what_is_in_flight(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = open_files()
+    both = Pair(arena, directory)
+    await both.map()
+    held, go = stall_copies(monkeypatch)
+    every = np.arange(SLOTS)
+    both.want(both.write(every, every, grant=1))
+    await until(held.is_set)
+    closing = asyncio.create_task(both.close())
+    await asyncio.sleep(0.02)
+    assert not closing.done()
+    go.set()
+    await closing
+    assert both.ended == [(1, Outcome.LANDED, "")]
+    assert both.right
+    assert both.owner.quiet(WRITER)
+    assert open_files() == before
+    assert not [each for each in threading.enumerate() if each.name.startswith("pdtransfer")]
+
+
+@on_loop
+async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(arena: Arena, directory: Path) -> None:
+    both = Pair(arena, directory)
+    beyond = component(page_first(slots=SLOTS + 1))
+    with pytest.raises(RemoteProtocolError, match=f"ends at byte {beyond.layout.end}, of {arena.byte_count}"):
+        await both.writer.map(WRITER, await both.owner.offer(WRITER), (beyond,))
+    assert both.owner.quiet(WRITER)
+    await both.close()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "text"),
+    [
+        (component(page_first(), "other"), "component 'other': this pool holds latent"),
+        (component(page_first(), tokens_per_row=4), r"component 'latent'\.tokens_per_row: 4 there, 1 here"),
+        (component(page_first(), span=Span("last", 9)), r"component 'latent'\.span"),
+        (component(page_first(first_layer=1)), "layers: source 0..3, target 1..4"),
+    ],
+)
+@on_loop
+async def test_another_model_is_refused_field_by_field(
+    arena: Arena, directory: Path, theirs: Component, text: str
+) -> None:
+    both = Pair(arena, directory)
+    with pytest.raises(LayoutMismatchError, match=text):
+        await both.writer.map(WRITER, await both.owner.offer(WRITER), (theirs,))
+    await both.close()
+
+
+@pytest.mark.parametrize("way", ["cancel", "unmap"])
+@on_loop
+async def test_a_map_that_nobody_wants_any_more_leaves_no_lock(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    before = open_files()
+    both = Pair(arena, directory)
+    held, go = threading.Event(), threading.Event()
+
+    def slow(*_: object, **__: object) -> None:
+        held.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(shm_writer.Mapping, "prefault", slow)
+    mapping = asyncio.create_task(both.map())
+    await until(held.is_set)
+    both.owner.revoke(WRITER)
+    assert not both.owner.quiet(WRITER)
+    if way == "cancel":
+        mapping.cancel()
+    else:
+        both.writer.unmap(WRITER)
+    await asyncio.sleep(0)
+    go.set()
+    with pytest.raises((TransportError, asyncio.CancelledError)):
+        await mapping
+    await both.writer.close()
+    assert both.owner.quiet(WRITER)
+    await both.close()
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("count", [1, 4_000])
+@on_loop
+async def test_a_slot_outside_its_side_fails_that_write_alone(arena: Arena, directory: Path, count: int) -> None:
+    both = Pair(arena, directory)
+    await both.map()
+    inside, outside = np.arange(count), np.arange(SLOTS - count + 1, SLOTS + 1)
+    both.write(inside, outside, grant=1)
+    both.want(both.write(inside, inside, grant=1))
+    await until(lambda: len(both.ended) == 2)
+    outcomes = {write: (outcome, text) for write, outcome, text in both.ended}
+    assert outcomes[1][0] is Outcome.FAILED
+    assert f"outside 0..{SLOTS - 1}" in outcomes[1][1]
+    assert outcomes[2][0] is Outcome.LANDED
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_a_copy_that_raises_fails_its_write_and_not_its_thread(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Pair(arena, directory, threads=1)
+    await both.map()
+    copy, failures = kernels.copy, iter([True])
+
+    def failing(*args: object, **kwargs: object) -> bool:
+        if next(failures, False):
+            raise MemoryError("none left")
+        return copy(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels, "copy", failing)
+    every = np.arange(SLOTS)
+    both.write(every, every, grant=1)
+    both.want(both.write(every, every, grant=2))
+    await until(lambda: len(both.ended) == 2)
+    assert sorted(both.ended) == [(1, Outcome.FAILED, "MemoryError: none left"), (2, Outcome.LANDED, "")]
+    assert both.right
+    await both.close()
+
+
+@on_loop
+async def test_a_done_that_raises_costs_nobody_else_a_report(arena: Arena, directory: Path) -> None:
+    both = Pair(arena, directory)
+    await both.map()
+    told: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+
+    def broken(*_: object) -> None:
+        raise ValueError("broken")
+
+    row = np.arange(1)
+    order = both.write(row, row, grant=1)
+    both.writer.write(order, broken)
+    both.write(row, row, grant=1)
+    await until(lambda: len(both.ended) == 2)
+    assert told == ["broken"]
+    both.writer.unmap(WRITER)
+    await until(lambda: both.owner.quiet(WRITER))
+    await both.close()
+
+
+@on_loop
+async def test_the_loop_copies_a_bounded_share_of_small_writes_itself(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = Pair(arena, directory)
+    await both.map()
+    loop, here, inline = asyncio.get_running_loop(), threading.get_ident(), Counter[int]()
+    copy, turn = kernels.copy, 0
+
+    def next_turn() -> None:
+        nonlocal turn
+        turn += 1
+        loop.call_soon(next_turn)
+
+    def seen(work: object, *args: object, **kwargs: object) -> bool:
+        assert threading.get_ident() == here
+        inline[turn] += work.bytes  # type: ignore[attr-defined]
+        return copy(work, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels, "copy", seen)
+    rows = np.arange(40)  # 184,320 bytes
+    for at in range(100):
+        both.want(both.write(rows + 40 * at, rows + 40 * at, grant=at + 1))
+    assert inline == {0: 5 * 184_320}
+    next_turn()
+    await until(lambda: len(both.ended) == 100)
+    assert max(inline.values()) == 5 * 184_320
+    assert len(inline) == 20
+    assert both.right
+    await both.close()
+
+
+# Turns
+
+
+def job_of(pool: Pool, target: NDArray[np.uint8], *, grant: int, rows: int, write: int = 1) -> Job:
+    slots = np.arange(rows)
+    order = Write(
+        session=WRITER, grant=grant, room=grant, write=write, component=0, layers=(0, LAYERS), source_slots=slots,
+        target_slots=slots,
+    )  # fmt: skip
+    pairing = pair(pool.layout, page_first())
+    return Job(
+        order=order,
+        done=lambda *_: None,
+        pairing=pairing,
+        source_address=pool.address,
+        target_address=target.ctypes.data,
+    )
+
+
+def carried(jobs: list[Job], *, threads: int) -> list[tuple[int, int]]:
+    """Grant and write of each job, in the order in which they end, when all are queued before any is begun."""
+    ended: list[tuple[int, int]] = []
+    turns = Copier(threads, lambda job: ended.append((job.order.grant, job.order.write)))
+    with turns._changed:  # no thread takes a turn before all jobs are there
+        for job in jobs:
+            turns.add(job)
+    turns.close()
+    return ended
+
+
+def test_a_small_grant_behind_a_large_one_ends_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copier, "PIECE_BYTES", 64 * LAYERS * ROW)
+    pool, target = Pool(), np.zeros(SLOTS * LAYERS * ROW, np.uint8)
+    large = job_of(pool, target, grant=1, rows=SLOTS)  # 128 pieces
+    small = [job_of(pool, target, grant=grant, rows=100) for grant in (2, 3, 4)]
+    assert carried([large, *small], threads=1) == [(2, 1), (3, 1), (4, 1), (1, 1)]
+
+
+def test_within_a_grant_writes_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copier, "PIECE_BYTES", 64 * LAYERS * ROW)
+    pool, target = Pool(), np.zeros(SLOTS * LAYERS * ROW, np.uint8)
+    jobs = [job_of(pool, target, grant=1, rows=rows, write=at) for at, rows in enumerate((1_000, 10, 500))]
+    assert carried(jobs, threads=1) == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_threads_share_one_large_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copier, "PIECE_BYTES", 64 * LAYERS * ROW)
+    pool, target, carriers = Pool(), np.zeros(SLOTS * LAYERS * ROW, np.uint8), set[int]()
+    both, copy = threading.Barrier(2), kernels.copy
+
+    def seen(*args: object, **kwargs: object) -> bool:
+        if threading.get_ident() not in carriers:
+            carriers.add(threading.get_ident())
+            both.wait(60)  # neither goes on before the other has a piece
+        return copy(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels, "copy", seen)
+    assert carried([job_of(pool, target, grant=1, rows=SLOTS)], threads=2) == [(1, 1)]
+    assert len(carriers) == 2
+    assert target.any()
+
+
+def test_the_sum_of_a_write_is_that_of_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, target = Pool(), np.zeros(page_first().end, np.uint8)
+    sums_of: list[int] = []
+    for piece_bytes, threads in ((1 << 30, 1), (64 * LAYERS * ROW, 1), (7 * LAYERS * ROW, 2)):
+        monkeypatch.setattr(copier, "PIECE_BYTES", piece_bytes)
+        job = job_of(pool, target, grant=1, rows=500)
+        job.lines = lines_of("kv", pool.layout)
+        carried([job], threads=threads)
+        assert job.text == ""
+        sums_of.append(job.checksum)
+    assert len(set(sums_of)) == 1
+    assert sums_of[0]

@@ -1,0 +1,42 @@
+"""The collectives of a group over real sockets: what a rank hears of another that has gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdtransfer.errors import WorldError
+from pdtransfer.wire import Ranks
+from pdtransfer.worker.group.gloo import Gloo
+
+REPO = Path(__file__).resolve().parent.parent.parent.parent
+HOST = "127.0.0.1"
+NEXT = """
+import sys
+from pdtransfer.worker.group.gloo import Gloo
+from pdtransfer.wire import Ranks
+Gloo(Ranks(pp_rank=1, pp_size=2)).meet(sys.argv[1], int(sys.argv[2]), sys.argv[1])
+sys.stdin.read()
+"""
+
+
+def test_a_stage_that_hands_on_to_one_that_was_killed_hears_that_it_is_gone() -> None:
+    gloo, listening = Gloo(Ranks(pp_size=2)), Gloo.store_socket(HOST)
+    port = listening.getsockname()[1]
+    command = [sys.executable, "-c", NEXT, HOST, str(port)]
+    with subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE) as other:
+        try:
+            gloo.meet(HOST, port, HOST, listening)
+        finally:
+            other.kill()
+
+    def hand_on() -> None:
+        for _ in range(100):  # what the socket takes before it knows
+            gloo.hand_on(np.zeros((64, 256), np.float32))
+
+    with pytest.raises(WorldError, match="a rank of this worker is gone"):
+        hand_on()

@@ -1,0 +1,80 @@
+"""The prefill daemon between router, node and engine: whose room a label is until nothing reads its pages any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from pdtransfer.bus.keys import generate
+from pdtransfer.config.config import PrefillConfig
+from pdtransfer.errors import Cause, ConfigError
+from pdtransfer.node import NodeSettings
+from pdtransfer.node.thread_queues import Port
+from pdtransfer.wire import Begin, Cancel, End, Ended, Hello, Message, Ranks, Sampling, pack_ids
+from pdtransfer.worker import daemon
+from pdtransfer.worker.daemon import create_engine
+from pdtransfer.worker.engine_thread import Compute, Free, Order
+from pdtransfer.worker.group.frames import Drained
+from pdtransfer.worker.group.leader import Follower, Lead
+from pdtransfer.worker.prefill_daemon import PrefillDaemon
+from tests.support.routing_world import identity
+
+
+def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
+    async def case() -> None:
+        config = PrefillConfig(slots=1_024, http="")
+        engine = create_engine(config.engine, config.engine_config)
+        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        port, said = Port[Order](), list[tuple[str, Message]]()
+        made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), Lead(Ranks(0, 2)))
+        made.desk._send = lambda peer, message: bool(said.append((peer, message))) or True
+        follower = Follower(Ranks(1, 2), "p0-tp1", link=None)  # type: ignore[arg-type]
+        begin = Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000)
+        try:
+            for node in ("a", "b"):
+                made.desk.receive(f"node:{node}", Hello(1, 1, identity(node, "router", 1)))
+            for message in (begin, Cancel(7, Cause.ABORTED.value), Ended(7)):
+                made.desk.receive("node:a", message)
+            assert made.load().slots_free == 1_024 - 3, "ended here, and its pages are not free"
+            made.desk.receive("node:b", begin)
+            (end,) = [message for peer, message in said if peer == "node:b" and isinstance(message, End)]
+            assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0x7 is in use")
+            assert not [order for order in port.poll() if isinstance(order, Free)], (
+                "the follower may still read its pages"
+            )
+            made.group.heard(follower, Drained(1))
+            assert port.poll() == [Free(1)]
+            assert made.load().slots_free == 1_024
+            made.desk.receive("node:b", Ended(7))
+            made.desk.receive("node:a", Begin(8, begin.prompt, begin.sampling, begin.peers, 60_000))
+            assert [type(order) for order in port.poll()] == [Compute]
+        finally:
+            made.desk.ticker.stop()
+            await made.node.close()
+            port.close()
+
+    uvloop.run(case())
+
+
+@pytest.mark.parametrize(("path", "text"), [("os:path", "it is a module, no factory"), ("os:nothing", "no attribute")])
+def test_an_engine_that_is_none_is_one_clear_error(path: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine = '{path}': .*{text}"):
+        create_engine(path, PrefillConfig(engine=path).engine_config)
+
+
+@pytest.mark.parametrize("name", ["key", "allow"])
+def test_keys_that_cannot_be_read_are_said_before_the_engine_is_made(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an arena of hundreds of gigabytes that is minutes before."""
+    monkeypatch.setattr(daemon, "create_engine", lambda *_: pytest.fail("the engine was made"))
+    key, peers = tmp_path / "p0.key", tmp_path / "peers.txt"
+    line = generate(key)
+    if name == "key":
+        peers.write_text(line)
+        key.unlink()
+    with pytest.raises(ConfigError, match=str(key if name == "key" else peers)):
+        daemon.run_prefill(PrefillConfig(http="", bind="tcp://127.0.0.1:0", key=key, allow=peers))

@@ -1,7 +1,7 @@
-"""What a checksum of KV is: XXH64 of every head's bytes in every row, seeded by what they are, added up mod 2**64.
+"""The checksum of KV: XXH64 of every head's bytes in every row, seeded by their identity, summed mod 2**64.
 
-It depends on component, kind, layer, head, row of the room, and the bytes: not on layout, page size or slots, nor on
-how heads, layers and rows are shared out. proto/v1 defines it; what lies in memory is summed by `sums`.
+It depends on component, kind, layer, head, row of the room, and the bytes. It does not depend on layout, page size or
+slots, nor on how heads, layers and rows are split between ranks. proto/v1 defines it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _STRIPE = 32
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lines:
-    """Where some heads of a component lie, and what seeds their hashes.
+    """The places of some heads of a component, and the seeds of their hashes.
 
-    `table` is read-only int64 (n, 6), ascending by base: base, page_stride, row_stride, heads, bytes of a head, and
-    where in `seeds`, uint64 (heads,), those of its heads begin. Where page_size is 1, the strides are equal.
+    `table` is read-only int64 (n, 6), ascending by base: base, page_stride, row_stride, heads, bytes of a head, and the
+    index in `seeds`, uint64 (heads,), at which those of its heads begin. Where page_size is 1, the strides are equal.
     """
 
     table: Int64s
@@ -46,12 +46,12 @@ class Lines:
 
     @cached_property
     def woven(self) -> bool:
-        """Whether the lines of a slot lie together, so that row after row is read as it lies."""
+        """Whether the lines of a slot are adjacent, so that rows are read in one piece."""
         return len(self.table) > 1 and int(self.table[1, 0] - self.table[0, 0]) < int(self.table[0, 2])
 
 
 def lines_of(name: str, layout: Layout, *, layers: tuple[int, int] | None = None, like: Layout | None = None) -> Lines:
-    """The heads that component `name` has in `layout`: of layers [first, end), and of those that `like` has, too."""
+    """The heads of component `name` in `layout` within layers [first, end), and within `like`, if given."""
     counts = layout.table[:, 2]
     plane = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(plane)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -124,17 +124,17 @@ def hashes(rows: NDArray[np.uint8], seeds: Words) -> Words:
 
 
 def hash_of(text: bytes, seed: int = 0) -> int:
-    """XXH64 of some bytes."""
+    """XXH64 of a byte string."""
     return int(hashes(np.frombuffer(text, np.uint8)[None], np.array([seed], np.uint64))[0])
 
 
 def row_seeds(head_seed: int, rows: Int64s) -> Words:
-    """What seeds the hash of a head in each of these rows of the room."""
+    """The seeds of one head's hashes in these rows of the room."""
     return _of_words(rows.astype(np.uint64), np.full(len(rows), head_seed, np.uint64))
 
 
 def _seeds(name: str, kinds: list[str], kind: Int64s, layer: Int64s, head: Int64s) -> Words:
-    """What the rows' seeds come from, one a head: XXH64 of layer and head, under that of the kind, under the name's."""
+    """The head seeds: XXH64 of layer and head, seeded by that of the kind, seeded by that of the name."""
     of_name = hash_of(name.encode())
     of_kinds = np.array([hash_of(each.encode(), of_name) for each in kinds], np.uint64)
     return _of_words(layer.astype(np.uint64) | (head.astype(np.uint64) << np.uint64(32)), of_kinds[kind])

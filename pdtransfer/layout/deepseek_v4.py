@@ -1,4 +1,4 @@
-"""All that a hybrid model keeps of a request, as one list of components: for a card's pool, or for a host's."""
+"""The cache of a hybrid model's requests as one list of components, for a GPU pool or a host pool."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..errors import LocalProtocolError
 from .layout import Component, Span
 from .layout_builders import C4_PARTS, DSA_INDEX_PARTS, PagePart, item_layout
 
-C4, C128 = 4, 128  # tokens to a compressed row
+C4, C128 = 4, 128  # tokens of a compressed row
 PAGE_TOKENS = 256  # a page of C4 then has C4_PAGE_SIZE rows
 WINDOW_TOKENS = 128
-_BASE_ALIGN = 4_096  # bytes: what is registered begins with a page of the host's
+_BASE_ALIGN = 4_096  # bytes: registered memory begins with a host page
 
-# What is not yet a whole compressed row: keys and scores of its tokens in float32, of 512 values, the index's of 128.
-# C4's rows overlap, so that eight tokens are kept, for each of the two rows that they enter.
+# State of an incomplete compressed row: keys and scores of its tokens in float32, of 512 values, the index's of 128.
+# C4's rows overlap, so eight tokens are kept, for each of the two rows that they belong to.
 _C4_STATE = (PagePart("state", "float32", 8 * 2 * 2 * 512 * 4),)
 _INDEX_STATE = (PagePart("state", "float32", 8 * 2 * 2 * 128 * 4),)
 _C128_STATE = (PagePart("state", "float32", 128 * 2 * 512 * 4),)
@@ -83,7 +83,7 @@ def deepseek_v4(
     for pool in pools:
         if pool.layers:
             components.append(_component(pool, host_layout, _up(base, _BASE_ALIGN) if pool.memory == "dram" else 0))
-            base = components[-1].layout.end + pool.page_align  # behind the padding of its last page
+            base = components[-1].layout.end + pool.page_align  # after the padding of its last page
     return tuple(components)
 
 

@@ -1,4 +1,4 @@
-"""Planes as columns of integers: their bounds, and a proof that no two rows overlap. Knows no layout."""
+"""Planes as columns of integers: their bounds, and a proof that no two rows overlap. Independent of Layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Int64s = NDArray[np.int64]
 
 BYTES_MAX = 1 << 62  # every address and every sum of two is within int64
 ROW_BYTES_MAX = 1 << 30
-FEW = 32  # values: for so few, numpy's calls take longer than what they do
+FEW = 32  # values up to which plain Python is faster than numpy
 
 COLUMNS = ("layer", "head_start", "head_count", "base", "page_stride", "row_stride", "row_bytes")
 _LOW = (0, 0, 1, 0, 0, 0, 1)
@@ -20,11 +20,12 @@ _HIGH = (0xFFFF, 0xFFFF, 0xFFFF, BYTES_MAX, BYTES_MAX, BYTES_MAX, ROW_BYTES_MAX)
 
 
 def table_of(rows: list[tuple[int, ...]]) -> Int64s:
-    """COLUMNS of each plane as read-only int64 (planes, 7); ValueError for what is no integer within its bounds."""
+    """COLUMNS of each plane as read-only int64 (planes, 7); ValueError for values that are not integers within their
+    bounds."""
     table = np.array(rows)
     if table.dtype == np.int64:
         inside = (table >= _LOW) & (table <= _HIGH)
-    else:  # something is no integer, or beyond int64
+    else:  # some value is not an integer, or beyond int64
         inside = np.array(
             [[type(v) is int and a <= v <= b for v, a, b in zip(row, _LOW, _HIGH, strict=True)] for row in rows]
         )
@@ -36,7 +37,7 @@ def table_of(rows: list[tuple[int, ...]]) -> Int64s:
 
 
 def distinct(values: Int64s) -> Int64s:
-    """Each value once, ascending. As np.unique, whose first call imports for 10 to 20 ms, which a loop must not."""
+    """Each value once, ascending. np.unique would do, but its first call imports for longer than a loop may block."""
     ordered = np.sort(values)
     return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))]
 
@@ -48,12 +49,12 @@ def ends_of(table: Int64s, page_size: int, slots: int) -> Int64s:
 
 
 def check_strides(table: Int64s, page_size: int, slots: int) -> None:
-    """ValueError unless strides clear what they step over, all bytes lie below 2**62, and no row overlaps another."""
+    """Raises ValueError unless strides clear what they step over, all bytes lie below 2**62, and no rows overlap."""
     page_count = slots // page_size
     _, _, _, base, page_stride, row_stride, row_bytes = table.T
     if page_size > 1 and (at := first_true(row_stride < row_bytes)) is not None:
         raise ValueError(f"planes[{at}].row_stride: {row_stride[at]} is below row_bytes {row_bytes[at]}")
-    # Floats decide what is far beyond, where int64 has wrapped; int64 decides the rest, exactly.
+    # Floats find values far beyond int64, where it has wrapped; int64 decides the rest exactly.
     rough = base + (page_count - 1.0) * page_stride + (page_size - 1.0) * row_stride + row_bytes
     ends = ends_of(table, page_size, slots)
     if (at := first_true((rough > 1.5 * BYTES_MAX) | (ends > BYTES_MAX))) is not None:
@@ -83,7 +84,8 @@ def first_overlap(starts: Int64s, nest: Sequence[tuple[Int64s, Int64s]]) -> tupl
     group = np.zeros(len(starts), dtype=np.int64)
     opens = np.ones(len(starts), dtype=np.bool_)
     for stride, extent in nest:
-        # The first of a group is its origin: what crosses repeats in step, so that only phases within a stride count.
+        # The first of a group is its origin: crossing progressions repeat in step, so only phases within a stride
+        # count.
         origin = np.searchsorted(group, group)
         strides, extents = stride[order], extent[order]
         starts = (starts - starts[origin]) % strides
@@ -91,7 +93,7 @@ def first_overlap(starts: Int64s, nest: Sequence[tuple[Int64s, Int64s]]) -> tupl
             return int(order[origin[at]]), int(order[at])
         sort = np.lexsort((starts, group))
         order, group, starts = order[sort], group[sort], starts[sort]
-        # Neighbours tell all: one that holds another whole still does so at the next level, and is caught at the last.
+        # Neighbours suffice: one that contains another still does at the next level, and is found at the last.
         opens[1:] = (group[1:] != group[:-1]) | (starts[1:] >= (starts + extents[sort])[:-1])
         group = np.cumsum(opens) - 1
         if opens.all():
@@ -101,7 +103,7 @@ def first_overlap(starts: Int64s, nest: Sequence[tuple[Int64s, Int64s]]) -> tupl
 
 
 def holder_of(points: Int64s, starts: Int64s, ends: Int64s) -> Int64s:
-    """The index of the one [start, end) that holds each point; -1 where none does."""
+    """The index of the interval [start, end) that holds each point; -1 if none does."""
     order = np.argsort(starts)
     before = np.searchsorted(starts[order], points, side="right") - 1
     holder = order[before]
@@ -122,6 +124,6 @@ def bounds_of(values: NDArray[np.integer[Any]]) -> tuple[int, int]:
 
 
 def read_only(array: Int64s) -> Int64s:
-    """The array itself, from now on refused to writers."""
+    """The array itself, made read-only."""
     array.setflags(write=False)
     return array

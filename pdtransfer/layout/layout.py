@@ -58,7 +58,7 @@ class Plane(Struct, frozen=True, array_like=True):
         return self.row_bytes // self.head_count
 
     def heads(self, first: int, end: int) -> list[Plane]:
-        """What it holds of heads [first, end), as one plane, or none."""
+        """Its part of heads [first, end), as one plane, or an empty list."""
         start, stop = max(first, self.head_start), min(end, self.head_start + self.head_count)
         if start >= stop or stop - start == self.head_count:
             return [self] if start < stop else []
@@ -71,14 +71,14 @@ _columns = attrgetter(*COLUMNS)
 
 
 class Buffer(NamedTuple):
-    """A stretch of memory as a transport registers it: page i of all that lies in it begins at start + i * item_bytes.
+    """A range of memory as a transport registers it: page i of every plane in it begins at start + i * item_bytes.
 
-    It ends with its last row: behind that there may be padding, and memory may not.
+    It ends with its last row; padding may follow, or memory may end.
     """
 
-    start: int  # as bases are: an offset, or an address after `rebase`
+    start: int  # as bases: an offset, or an address after `rebase`
     byte_count: int
-    item_bytes: int  # from one page to the next; of a single page, all of it
+    item_bytes: int  # from one page to the next; all of it, if there is one page
 
 
 class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
@@ -131,19 +131,20 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
 
     @cached_property
     def _bytes_below(self) -> tuple[list[int], list[int]]:
-        """The planes' layers in order, and the bytes of one slot over the planes before each; the last is all of it."""
+        """The planes' layers in order, and the bytes of one slot over the planes before each; the last entry is the
+        total."""
         order = np.argsort(self.table[:, 0], kind="stable")
         return self.table[order, 0].tolist(), [0, *np.cumsum(self.table[order, 6]).tolist()]
 
     @cached_property
     def layer_range(self) -> tuple[int, int]:
-        """[first, end) of the layers; not every one between need be held."""
+        """[first, end) of the layers; some between may be missing."""
         layers = self.table[:, 0]
         return int(layers.min()), int(layers.max()) + 1
 
     @property
     def granule(self) -> int:
-        """Slots that are handed out together: a page."""
+        """Slots that are allocated together: a page."""
         return self.page_size
 
     @overload
@@ -151,12 +152,12 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
     @overload
     def address(self, plane_index: int, slot: Int64s) -> Int64s: ...
     def address(self, plane_index: int, slot: int | Int64s) -> int | Int64s:
-        """Where a slot's row starts. The slot is the caller's to have checked: 0 <= slot < slots."""
+        """Where a slot's row starts. The caller has checked that 0 <= slot < slots."""
         plane = self.planes[plane_index]
         return plane.base + slot // self.page_size * plane.page_stride + slot % self.page_size * plane.row_stride
 
     def layers(self, first: int, end: int) -> Layout:
-        """The planes of layers [first, end), a pipeline stage; LocalProtocolError where there is none."""
+        """The planes of layers [first, end), a pipeline stage; LocalProtocolError if there are none."""
         return self._of([plane for plane in self.planes if first <= plane.layer < end], f"layers {first}..{end - 1}")
 
     def heads(self, first: int, end: int) -> Layout:
@@ -168,30 +169,29 @@ class Layout(Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
         return self._of(parts, f"heads {first}..{end - 1}")
 
     def rebase(self, delta: int) -> Layout:
-        """The same bytes in another mapping, `delta` bytes further on; ValueError where a base leaves its bounds."""
+        """The same bytes in another mapping, `delta` bytes further on; ValueError if a base leaves its bounds."""
         planes = tuple(msgspec.structs.replace(plane, base=plane.base + delta) for plane in self.planes)
         return Layout(planes, self.page_size, self.slots)
 
     def contiguous_buffers(self) -> tuple[Buffer, ...]:
-        """What holds every row of every plane, in few stretches: ascending, disjoint, none longer than its rows need.
+        """The fewest ranges that hold every row of every plane: ascending, disjoint, none longer than its rows need.
 
-        Planes that interleave are in one, whatever lies between their rows; planes that only touch stay apart, so that
-        each has pages of its own. layer_first: one a layer and kind, page_first and its like: one a kind; where pages
-        keep their kinds apart, one a layer, and one in all.
+        Planes that interleave share a range, with whatever lies between their rows. Planes that only touch stay apart,
+        so that each has its own pages. layer_first has one a layer and kind, page_first and its like one a kind.
+        Layouts whose pages keep their kinds apart have one a layer, or one in all.
         """
         order = np.argsort(self.table[:, 3])
-        starts, ends = (
-            self.table[order, 3],
-            self.ends[order],
-        )  # of those that interleave the last to begin is last to end
+        # Of planes that interleave, the last to begin is the last to end.
+        starts, ends = self.table[order, 3], self.ends[order]
         first = np.flatnonzero(np.concatenate([[True], starts[1:] >= ends[:-1]]))
         starts, ends = starts[first], ends[np.append(first[1:], len(ends)) - 1]
-        # Planes that interleave by pages share the stride, or they would be no layout.
+        # Planes that interleave by pages share the stride, as Layout has checked.
         items = self.table[order[first], 4] if self.slots > self.page_size else ends - starts
         return tuple(map(Buffer, starts.tolist(), (ends - starts).tolist(), items.tolist()))
 
     def check_within(self, byte_count: int, where: str) -> None:
-        """ValueError, named by `where`, with the plane and both values, unless every row lies in [0, byte_count)."""
+        """Raises ValueError, named by `where`, with the plane and both values, unless every row lies in [0,
+        byte_count)."""
         if self.end > byte_count:
             at = int(self.ends.argmax())
             named = f"planes[{at}] (kind {self.planes[at].kind}, layer {self.planes[at].layer})"
@@ -242,7 +242,8 @@ def _check_heads(layout: Layout) -> None:
 
 
 def head_keys(layout: Layout, kinds: dict[str, int]) -> tuple[Int64s, Int64s]:
-    """Each plane as [start, end) on one line where every (kind, layer, head) has its place, and no two layers touch."""
+    """Each plane as an interval [start, end) in one numbering of all (kind, layer, head), in which no two layers
+    touch."""
     kind = np.array([kinds[plane.kind] for plane in layout.planes])
     layer, head_start, head_count = layout.table.T[:3]
     starts = (kind << 33) + (layer << 17) + head_start
@@ -285,7 +286,7 @@ class Component(Struct, frozen=True, array_like=True):
             raise ValueError(f"tokens_per_row: {self.tokens_per_row} is not in 1..65535")
 
     def rows(self, tokens: int) -> int:
-        """Rows, and so slots, that a request of this many tokens owns."""
+        """Rows, and so slots, of a request of this many tokens."""
         match self.span.kind:
             case "all":
                 return -(-tokens // self.tokens_per_row)
@@ -295,7 +296,7 @@ class Component(Struct, frozen=True, array_like=True):
                 return min(tokens, 1)
 
     def bytes_of(self, rows: int) -> int:
-        """Bytes of so many rows over all planes."""
+        """Bytes of this many rows over all planes."""
         return rows * self.layout.row_bytes
 
 
@@ -340,7 +341,8 @@ def slots_of_rows(pages: ArrayLike, page_size: int, rows: tuple[int, int], *, sk
 
 
 def check_slots(slots: Int64s, limit: int, field: str) -> None:
-    """ValueError, named by `field`, where a slot is outside [0, limit) or there twice: whose fault, callers know."""
+    """Raises ValueError, named by `field`, where a slot is outside [0, limit) or repeated; callers know whose fault it
+    is."""
     if (at := first_true((slots < 0) | (slots >= limit))) is not None:
         raise ValueError(f"{field}: slot {slots[at]} is outside 0..{limit - 1}")
     ordered = np.sort(slots)

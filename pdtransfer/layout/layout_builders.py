@@ -1,4 +1,4 @@
-"""Every pool layout of the field as a list of planes: the only code that knows one layout from another."""
+"""Every common pool layout as a list of planes: the only code that distinguishes layouts by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ITEM_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 
 
 class PagePart(NamedTuple):
-    """What a page that keeps its kinds apart holds of one of them: page_size rows of `row_bytes`, one after another."""
+    """One kind in a page that keeps its kinds apart: page_size rows of `row_bytes`, one after another."""
 
     kind: str
     dtype: str
@@ -34,7 +34,7 @@ C4_PARTS = (
     PagePart("scale", "uint8", 8),
 )  # 448 fp8 + 64 bfloat16; 7 scales and a pad
 C4_PAGE_SIZE = 64
-C4_PAGE_BYTES = 37_440  # of which the last 64 are padding, so that a page is a multiple of 576
+C4_PAGE_BYTES = 37_440  # the last 64 are padding, so that a page is a multiple of 576
 
 
 def host_layout(
@@ -49,12 +49,12 @@ def host_layout(
     page_size: int,
     base: int = 0,
 ) -> Layout:
-    """One of HOST_LAYOUTS: a tensor for each kind, one behind the other, from `base` on.
+    """One of HOST_LAYOUTS: a tensor for each kind, one after another, from `base` on.
 
-    `layers` and `heads` are a count, or those that this rank holds, heads as a range; `head_bytes` is one head of one
-    token. MHA and GQA are kinds ("k", "v"); MLA is ("latent",) with one head. Kinds of unequal shape are two calls, the
-    second with the first's `end` as base, and one Layout of both's planes. Raises LocalProtocolError for a name that is
-    none, and ValueError as Layout does.
+    `layers` and `heads` are a count, or those of this rank, heads as a range; `head_bytes` is one head of one token.
+    MHA and GQA are kinds ("k", "v"); MLA is ("latent",) with one head. Kinds of unequal shape take two calls, the
+    second with the first's `end` as base, and one Layout of all planes. Raises LocalProtocolError for an unknown name,
+    and ValueError as Layout does.
     """
     if name not in _AXES:
         raise LocalProtocolError(f"host layout: {name!r} is none of {', '.join(HOST_LAYOUTS)}")
@@ -62,7 +62,7 @@ def host_layout(
     counts = {"layer": len(layers), "page": _page_count(slots, page_size), "row": page_size, "head": len(heads)}
     axes = _AXES[name]
     strides = {axis: head_bytes * prod(counts[inner] for inner in axes[at + 1 :]) for at, axis in enumerate(axes)}
-    wide = axes[-1] == "head"  # the heads of a row lie side by side
+    wide = axes[-1] == "head"  # the heads of a row are adjacent
     planes = tuple(
         Plane(
             layer=layer,

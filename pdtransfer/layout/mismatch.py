@@ -1,4 +1,4 @@
-"""Why two layouts do not pair, for people: a line names a field and both values; layers that differ alike share it."""
+"""The differences of two layouts for people: a line names a field and both values, and layers that share them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _VALUE_LENGTH_MAX = 200  # two fit a line
 
 
 class Held(NamedTuple):
-    """What one plane holds: heads [head_start, head_end) of one kind in one layer."""
+    """The content of one plane: heads [head_start, head_end) of one kind in one layer."""
 
     kind: str
     layer: int
@@ -29,7 +29,7 @@ _Difference = tuple[str, str, str]  # field, source's value, target's value
 
 
 def differences(source: Iterable[Held], target: Iterable[Held]) -> list[str]:
-    """Each field that differs, with both values, in at most FIELDS_MAX lines of 500 characters; none where none does.
+    """Each field that differs, with both values, in at most FIELDS_MAX lines of 500 characters; empty if none does.
 
     On either side no two items hold the same head of one (kind, layer).
     """
@@ -80,7 +80,7 @@ def _plane_lines(source: _Places, target: _Places) -> Iterator[str]:
 
 
 def _differences_at(source: list[Held], target: list[Held]) -> Iterator[_Difference]:
-    """What differs in one (kind, layer), each difference once."""
+    """The differences in one (kind, layer), each once."""
     source_heads, target_heads = (
         joined([(held.head_start, held.head_end) for held in side]) for side in (source, target)
     )
@@ -101,7 +101,7 @@ def _differences_at(source: list[Held], target: list[Held]) -> Iterator[_Differe
 
 
 def joined(ranges: list[Range]) -> list[Range]:
-    """Ascending [first, end) with neighbours made one."""
+    """Ascending ranges [first, end) with neighbours joined."""
     joined = ranges[:1]
     for first, end in ranges[1:]:
         if joined[-1][1] == first:
@@ -112,7 +112,7 @@ def joined(ranges: list[Range]) -> list[Range]:
 
 
 def text_of(ranges: list[Range]) -> str:
-    """What joined() makes, for people: "0..3, 7"."""
+    """The ranges of joined() for people, as in "0..3, 7"."""
     return ", ".join(str(first) if first == end - 1 else f"{first}..{end - 1}" for first, end in ranges)
 
 

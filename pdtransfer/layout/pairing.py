@@ -1,4 +1,4 @@
-"""Where each plane's rows come from and go to, for two layouts of one model: what plans, copies and kernels read."""
+"""Pairs of planes, source and target, for two layouts of one model: the input of plans, copies and kernels."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Pairing:
     target_slots: int
 
     def within_layers(self, first: int, end: int) -> Pairing:
-        """The planes of layers [first, end); there may be none."""
+        """The planes of layers [first, end), possibly none."""
         inside = (self.layers >= first) & (self.layers < end)
         return replace(self, table=read_only(self.table[inside]), layers=read_only(self.layers[inside]))
 
     def fused(self) -> Pairing:
-        """The same bytes with planes made one where they are neighbours in source and target alike.
+        """The same bytes with planes joined that are neighbours in source and target alike.
 
         Pools that are both page_first become one wide plane a kind. `layers` then names the lowest layer of each.
         """

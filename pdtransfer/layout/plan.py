@@ -1,4 +1,4 @@
-"""Which bytes go where: runs of slots, times planes, multiplied out only where a transport needs bytes."""
+"""The bytes to copy: runs of slots, times planes, multiplied out only where a transport needs bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import LocalProtocolError
 from .geometry import FEW, Int64s, read_only
 from .pairing import Pairing
 
-_BLOCK = 16_384  # slots looked at together: what is made on the way stays in the cache, and needs no fresh pages
+_BLOCK = 16_384  # slots a step: intermediate arrays stay in the cache and need no new pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,7 +26,7 @@ class Plan:
 
     pairing: Pairing
     runs: Int64s
-    rows: int  # slots on either side: the counts of all runs together
+    rows: int  # slots on either side: the sum of all counts
 
     @property
     def bytes(self) -> int:
@@ -50,8 +50,9 @@ class Plan:
             yield Plan(pairing=self.pairing, runs=read_only(runs), rows=end - start)
 
     def strided(self) -> tuple[Int64s, Int64s]:
-        """Every byte to copy as rows, run by run and plane by plane: int64 (m, 3), source offset, target offset and
-        bytes of a row; and int64 (m, 3), from one row to the next in the source, in the target, and how many."""
+        """Every byte to copy as rows, run by run and plane by plane, in two int64 (m, 3) arrays. The first has the
+        source offset, target offset and bytes of a row. The second has the stride in the source, the stride in the
+        target, and the number of rows."""
         table, count = self.pairing.table, len(self.runs)
         rows = np.empty((count, len(table), 3), dtype=np.int64)
         rows[:, :, :2] = _offsets(self.runs, self.pairing, table)
@@ -59,7 +60,7 @@ class Plan:
         strides = np.empty_like(rows)
         strides[:, :, :2], strides[:, :, 2] = table[:, [2, 5]], self.runs[:, 2:]
         alone = self.runs[:, 2] == 1
-        strides[alone, :, :2] = table[:, 6:]  # planes that were made one may be wider than a slot's stride
+        strides[alone, :, :2] = table[:, 6:]  # joined planes may be wider than a slot's stride
         return rows.reshape(-1, 3), strides.reshape(-1, 3)
 
     def byte_runs(self) -> Int64s:
@@ -70,7 +71,7 @@ class Plan:
         """
         pairing = self.pairing.fused()
         table, width = pairing.table, pairing.table[:, 6]
-        # A plane whose rows touch on both sides takes a whole run at once, others take it row by row.
+        # A plane whose rows touch on both sides copies a run at once, other planes copy row by row.
         touching = (table[:, 2] == width) & (table[:, 5] == width)
         runs = _times(self.runs, pairing, touching)
         if not touching.all():
@@ -88,8 +89,8 @@ class Plan:
 def plan(pairing: Pairing, source_slots: Int64s, target_slots: Int64s) -> Plan:
     """The maximal runs that carry source_slots[i] to target_slots[i], both int64 (n,), in that order.
 
-    Slots were checked against repetition before (layout.check_slots). Raises LocalProtocolError, naming the values,
-    for a slot outside its side, since what comes of a plan is written without another look.
+    Slots were checked for repetition before (layout.check_slots). Raises LocalProtocolError with the values for a slot
+    outside its side, since a plan is written without further checks.
     """
     assert source_slots.shape == target_slots.shape == (len(source_slots),), (source_slots.shape, target_slots.shape)
     rows = len(source_slots)
@@ -140,14 +141,14 @@ def _runs_of_many(pairing: Pairing, source_slots: Int64s, target_slots: Int64s) 
 
 
 def _check_inside(name: str, slots: Int64s, low: int, high: int, limit: int) -> None:
-    """LocalProtocolError unless the lowest slot and the highest lie in [0, limit)."""
+    """Raises LocalProtocolError unless the lowest slot and the highest lie in [0, limit)."""
     if low < 0 or high >= limit:
         outside = slots[(slots < 0) | (slots >= limit)]
         raise LocalProtocolError(f"{name}: {outside[0]} and {len(outside) - 1} more are outside 0..{limit - 1}")
 
 
 def _rows_of(runs: Int64s) -> Int64s:
-    """The same slots in runs of one."""
+    """The same slots in runs of length one."""
     counts = runs[:, 2]
     if (counts == 1).all():
         return runs
@@ -159,7 +160,7 @@ def _rows_of(runs: Int64s) -> Int64s:
 
 
 def _times(runs: Int64s, pairing: Pairing, planes: NDArray[np.bool_]) -> Int64s:
-    """Runs x planes as byte runs, int64 (runs * planes, 3); in each of `planes` a run must be one stretch of bytes."""
+    """Runs times planes as byte runs, int64 (runs * planes, 3); in each of `planes` a run must be contiguous bytes."""
     table = pairing.table[planes]
     product = np.empty((len(runs), len(table), 3), dtype=np.int64)
     product[:, :, :2] = _offsets(runs, pairing, table)
@@ -168,7 +169,7 @@ def _times(runs: Int64s, pairing: Pairing, planes: NDArray[np.bool_]) -> Int64s:
 
 
 def _offsets(runs: Int64s, pairing: Pairing, table: Int64s) -> Int64s:
-    """Where the first row of each run lies in each of these planes, in source and target: int64 (runs, planes, 2)."""
+    """The offsets of each run's first row in each of these planes, in source and target: int64 (runs, planes, 2)."""
     found = np.empty((len(runs), len(table), 2), dtype=np.int64)
     for side, page_size in enumerate((pairing.source_page_size, pairing.target_page_size)):
         base, page_stride, row_stride = table[:, 3 * side : 3 * side + 3].T

@@ -1,4 +1,4 @@
-"""The tree of exceptions, split by blame: our caller's misuse, the peer's breach, the world's failure."""
+"""Exceptions, split by blame: misuse by the caller, a breach by a peer, or a failure of the world."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from enum import StrEnum
 
 
 class PDTransferError(Exception):
-    """Every exception that this package raises on purpose."""
+    """Base class of every exception that this package raises on purpose."""
 
 
 class LocalProtocolError(PDTransferError):
-    """Our own caller asked for what may not be: a wrong page size, a cell twice, a push after finish."""
+    """The caller asked for something invalid: a wrong page size, a cell twice, a push after finish."""
 
 
 class LayoutMismatchError(LocalProtocolError):
-    """Two layouts do not hold the same model; `differences` names each field with both values."""
+    """Two layouts hold different models; `differences` names each field with both values."""
 
     def __init__(self, differences: list[str]) -> None:
         super().__init__("layouts do not pair: " + "; ".join(differences))
@@ -25,8 +25,20 @@ class ConfigError(LocalProtocolError):
     """A setting is missing, unknown or out of bounds; the text is one line that names it."""
 
 
+_EXTRAS = {"torch": "reference", "cuda": "cuda", "mooncake": "mooncake"}
+
+
+def missing_extra(error: Exception) -> ConfigError | None:
+    """The ConfigError for an import that failed because an optional package is not installed. It names the command
+    that installs the package from a checkout. None for every other error."""
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    name = (error.name or "").partition(".")[0]
+    return ConfigError(f"{name} is not installed: pip install '.[{_EXTRAS[name]}]'") if name in _EXTRAS else None
+
+
 class RemoteProtocolError(PDTransferError):
-    """A peer broke the protocol; `field` names what was wrong with it."""
+    """A peer broke the protocol; `field` names the offending field."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(f"{field}: {text}")
@@ -38,7 +50,7 @@ class WorldError(PDTransferError):
 
 
 class ArenaFullError(WorldError):
-    """No room for the request now; `retry_ms` says when it is worth asking again, None that it never is."""
+    """There is no room for the request now. `retry_ms` is when to try again; None means never."""
 
     def __init__(self, text: str, *, retry_ms: int | None) -> None:
         super().__init__(text)
@@ -46,7 +58,7 @@ class ArenaFullError(WorldError):
 
 
 class CapacityError(WorldError):
-    """A request wants more of one resource of a device than there is; `retry_ms` as of ArenaFullError."""
+    """A request needs more of one resource of a device than exists; `retry_ms` as in ArenaFullError."""
 
     def __init__(self, resource: str, *, wanted: int, available: int, retry_ms: int | None = None) -> None:
         super().__init__(f"{resource}: {wanted} wanted, there are {available}")
@@ -58,7 +70,7 @@ class TransportError(WorldError):
 
 
 class Cause(StrEnum):
-    """Why a room failed: its one root cause, on the wire as this string."""
+    """The root cause of a room's failure; on the wire as this string."""
 
     ABORTED = "aborted"
     DEADLINE = "deadline"
@@ -72,14 +84,18 @@ class Cause(StrEnum):
     SHUTDOWN = "shutdown"
 
     @classmethod
-    def of(cls, word: str) -> Cause:
-        """The cause that a peer names; a newer peer's word that we do not know counts as a failed transfer."""
-        return next((cause for cause in cls if cause.value == word), cls.TRANSFER)
+    def of(cls, word: str, otherwise: Cause | None = None) -> Cause:
+        """Returns the cause that a peer names, or `otherwise` for an unknown word of a newer peer. By default that
+        counts as a failed transfer."""
+        return next((cause for cause in cls if cause.value == word), otherwise or cls.TRANSFER)
 
 
 class RoomFailedError(WorldError):
-    """A room ended without READY; `cause` is its root cause, `detail` says more to a person."""
+    """A room ended before READY; `cause` is its root cause, `detail` is for people."""
 
     def __init__(self, room: int, cause: Cause, detail: str) -> None:
         super().__init__(f"room {room:#x} failed ({cause.value}): {detail}")
         self.room, self.cause, self.detail = room, cause, detail
+
+
+SUCCESSES = frozenset({"stop", "length", "done"})  # reasons of End that are no failure

@@ -1,9 +1,18 @@
-"""The wire: message structs of protocol v1, msgpack in and out, and the choice of a version."""
+"""The message structs of protocol v1, their msgpack encoding, and version negotiation."""
 
 from __future__ import annotations
 
-from .codec import decode, encode, negotiate, pack_extents, pack_ids, unpack_extents, unpack_ids
-from .endpoints import KEY_LENGTH, split_key
+from .codec import (
+    KEY_LENGTH,
+    decode,
+    encode,
+    negotiate,
+    pack_extents,
+    pack_ids,
+    split_key,
+    unpack_extents,
+    unpack_ids,
+)
 from .messages import (
     MESSAGES,
     VERSION,
@@ -29,6 +38,16 @@ from .messages import (
     Part,
     Ping,
     Pong,
+    RankBound,
+    RankDrained,
+    RankFailed,
+    RankJoin,
+    RankLanded,
+    RankMeet,
+    RankPicked,
+    RankReady,
+    RankReload,
+    RankRoom,
     Ranks,
     Reach,
     Register,
@@ -36,6 +55,9 @@ from .messages import (
     Reject,
     Released,
     Sampling,
+    Setting,
+    StepOrder,
+    StepOrders,
     Tokens,
     TokensAcked,
     Welcome,
@@ -67,6 +89,16 @@ __all__ = [
     "Part",
     "Ping",
     "Pong",
+    "RankBound",
+    "RankDrained",
+    "RankFailed",
+    "RankJoin",
+    "RankLanded",
+    "RankMeet",
+    "RankPicked",
+    "RankReady",
+    "RankReload",
+    "RankRoom",
     "Ranks",
     "Reach",
     "Register",
@@ -74,6 +106,9 @@ __all__ = [
     "Reject",
     "Released",
     "Sampling",
+    "Setting",
+    "StepOrder",
+    "StepOrders",
     "Tokens",
     "TokensAcked",
     "Welcome",

@@ -25,6 +25,7 @@ from ..limits import (
     PART_EXTENTS_MAX,
     PEERS_MAX,
     PROMPT_BYTES_MAX,
+    STEP_ORDERS_MAX,
     TEXT_LENGTH_MAX,
     TOKENS_BURST_MAX,
     TOKENS_MAX,
@@ -38,6 +39,7 @@ Bytes64 = Annotated[int, Meta(ge=0, le=1 << 62)]
 Milliseconds = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 TokenCount = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
 GrantNumber = Annotated[int, Meta(ge=1, le=1 << 53)]  # dense from 1; exact in a double for those who log it as JSON
+RankNumber = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 Text = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
 Address = Annotated[str, Meta(max_length=ADDRESS_LENGTH_MAX)]
@@ -72,6 +74,18 @@ class Kind(IntEnum):
     PING = 21
     PONG = 22
     GOODBYE = 23
+    # 24 to 31 are no kinds of version 1. The kinds below are spoken among the ranks of one worker alone.
+    RANK_JOIN = 32
+    RANK_MEET = 33
+    RANK_BOUND = 34
+    RANK_ROOM = 35
+    STEP_ORDERS = 36
+    RANK_FAILED = 37
+    RANK_RELOAD = 38
+    RANK_READY = 39
+    RANK_LANDED = 40
+    RANK_DRAINED = 41
+    RANK_PICKED = 42
 
 
 class _Wire(Struct, array_like=True, frozen=True, gc=False):
@@ -391,9 +405,123 @@ class Goodbye(_Wire, frozen=True):
     reason: Reason  # a cause
 
 
+class Setting(Struct, array_like=True, frozen=True):
+    """Something that must be the same on all ranks of a worker."""
+
+    name: Name  # what it is
+    value: Text  # what it is on this rank
+
+
+class RankJoin(_Wire, frozen=True):
+    """A rank joins the leader of its worker; answered by RankMeet once all have, or by Reject."""
+
+    kind = Kind.RANK_JOIN
+    ranks: Ranks  # its place
+    node: Name  # its name
+    settings: Annotated[tuple[Setting, ...], Meta(max_length=FIELDS_MAX)]  # must equal the leader's, one for one
+
+
+class RankMeet(_Wire, frozen=True):
+    """All ranks have joined: they meet for their collectives."""
+
+    kind = Kind.RANK_MEET
+    port: Count16  # of the leader's host: where they find each other
+
+
+class RankBound(_Wire, frozen=True):
+    """The rank's engine is warm and its node listens."""
+
+    kind = Kind.RANK_BOUND
+    endpoint: Address  # where peers dial this rank
+    http: Address  # where its metrics are; empty: nowhere
+
+
+class RankRoom(_Wire, frozen=True):
+    """Open or expect this room, as the router has begun it."""
+
+    kind = Kind.RANK_ROOM
+    number: RankNumber  # dense from 1 in each direction of a connection between ranks
+    local_id: Id64  # the leader's number of this room, used once; all ranks and engines of the worker go by it
+    begin: Begin  # the router's
+
+
+class StepOrder(Struct, array_like=True, frozen=True):
+    """One order to the engine."""
+
+    order: Literal["compute", "generate", "drop", "free"]  # compute and free: prefill; generate: decode
+    local_id: Id64  # the room
+    aux: Annotated[bytes, Meta(max_length=AUX_BYTES_MAX)] = b""  # generate: Landed's
+
+
+class StepOrders(_Wire, frozen=True):
+    """Give the engine these orders, then step it once."""
+
+    kind = Kind.STEP_ORDERS
+    number: RankNumber  # as RankRoom's
+    orders: Annotated[tuple[StepOrder, ...], Meta(max_length=STEP_ORDERS_MAX)]  # in this order
+
+
+class RankFailed(_Wire, frozen=True):
+    """The room has failed: on this rank, or as the leader says on another, or for good."""
+
+    kind = Kind.RANK_FAILED
+    number: RankNumber  # as RankRoom's
+    local_id: Id64  # the room
+    reason: Reason  # a cause
+    detail: Text  # for a person
+    retry_ms: Milliseconds = 0  # reason "full": when to ask again
+
+
+class RankReload(_Wire, frozen=True):
+    """Read the allow-list anew."""
+
+    kind = Kind.RANK_RELOAD
+    number: RankNumber  # as RankRoom's
+
+
+class RankReady(_Wire, frozen=True):
+    """The room is in this rank's arena."""
+
+    kind = Kind.RANK_READY
+    number: RankNumber  # as RankRoom's
+    local_id: Id64  # the room
+    kv_bytes: Bytes64  # landed
+    prefix: TokenCount  # tokens of the prompt that this rank held already
+
+
+class RankLanded(_Wire, frozen=True):
+    """All that this rank had to write of the room is written."""
+
+    kind = Kind.RANK_LANDED
+    number: RankNumber  # as RankRoom's
+    local_id: Id64  # the room
+    kv_bytes: Bytes64  # written
+    copy_us: Bytes64  # time that its copies took
+    stamp_ns: Bytes64  # CLOCK_MONOTONIC of the last byte written
+
+
+class RankDrained(_Wire, frozen=True):
+    """Nothing reads this rank's pages of the room any more."""
+
+    kind = Kind.RANK_DRAINED
+    number: RankNumber  # as RankRoom's
+    local_id: Id64  # the room
+
+
+class RankPicked(_Wire, frozen=True):
+    """The rank that ends a pipeline has picked the first token."""
+
+    kind = Kind.RANK_PICKED
+    number: RankNumber  # as RankRoom's
+    local_id: Id64  # the room
+    aux: Annotated[bytes, Meta(max_length=AUX_BYTES_MAX)]  # what decode needs to go on
+
+
 Message: TypeAlias = (
     Hello | Welcome | Reject | Register | Registered | Grant | Granted | Landed | Released | Failed | Abort | Drained
     | Begin | Begun | Tokens | TokensAcked | End | Ended | Cancel | Load | Ping | Pong | Goodbye
+    | RankJoin | RankMeet | RankBound | RankRoom | StepOrders | RankFailed | RankReload | RankReady | RankLanded
+    | RankDrained | RankPicked
 )  # fmt: skip
 
 MESSAGES: dict[int, type[Message]] = {int(message.kind): message for message in get_args(Message)}

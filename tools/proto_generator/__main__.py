@@ -1,4 +1,4 @@
-"""Writes what is stale in proto/v1, or with --check says so."""
+"""Writes what is stale in proto/v1, or with --check reports it."""
 
 from __future__ import annotations
 

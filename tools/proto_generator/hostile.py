@@ -41,7 +41,7 @@ def _wide(value: Any, *, signed: bool) -> bytes:
 
 
 def odd_encodings(specimens: dict[str, list[Any]]) -> Iterator[tuple[str, bytes, list[Any]]]:
-    """(name, frame, the array that it says)."""
+    """(name, frame, the array that it encodes)."""
     for name, array in specimens.items():
         yield f"{name}, every value in its widest form", _wide(array, signed=False), array
     yield "Released, integers as int64", _wide(specimens["Released"], signed=True), specimens["Released"]

@@ -18,7 +18,7 @@ from pdtransfer.wire import MESSAGES, VERSION, messages
 
 Json = dict[str, Any]
 
-# Who sends it to whom. Decode dials prefill; the router dials both.
+# Who sends it to whom. Decode dials prefill; the router dials both; a worker's other ranks dial its leader.
 WAYS = {
     "Hello": "dialler to listener",
     "Welcome": "listener to dialler",
@@ -43,6 +43,17 @@ WAYS = {
     "Ping": "either",
     "Pong": "either",
     "Goodbye": "either",
+    "RankJoin": "rank to leader",
+    "RankMeet": "leader to rank",
+    "RankBound": "rank to leader",
+    "RankRoom": "leader to rank",
+    "StepOrders": "leader to rank",
+    "RankFailed": "either rank",
+    "RankReload": "leader to rank",
+    "RankReady": "decode rank to leader",
+    "RankLanded": "prefill rank to leader",
+    "RankDrained": "prefill rank to leader",
+    "RankPicked": "prefill rank to leader",
 }
 
 # The layout module explains its structs as wholes; a table wants a line a field.

@@ -55,6 +55,20 @@ SPECIMENS: dict[str, list[Any]] = {
     "Ping": [1, 21, 0x0123456789ABCDEF, [f"{_KEY}@tcp://10.0.0.7:9310"]],
     "Pong": [1, 22, 0xFFEEDDCCBBAA9988],
     "Goodbye": [1, 23, 0xFFEEDDCCBBAA9988, "shutdown"],
+    "RankJoin": [1, 32, [1, 2, 0, 1, 0, 1], "prefill-0-tp1", [["page_size", "64"]]],
+    "RankMeet": [1, 33, 31007],
+    "RankBound": [1, 34, f"{_KEY}@tcp://10.0.0.7:9312", "10.0.0.7:7104"],
+    "RankRoom": [1, 35, 1, 7, [
+        _ROOM, bytes.fromhex("680000006900000021000000"), [128, 0.7, 0.95, 42, True],
+        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7",
+    ]],
+    "StepOrders": [1, 36, 2, [["generate", 7, b"first token and the like"]]],
+    "RankFailed": [1, 37, 3, 7, "engine", "the model ran out of pages", 1000],
+    "RankReload": [1, 38, 4],
+    "RankReady": [1, 39, 1, 7, 2304000, 3],
+    "RankLanded": [1, 40, 1, 7, 2304000, 412, 81234567890],
+    "RankDrained": [1, 41, 2, 7],
+    "RankPicked": [1, 42, 3, 7, b"first token and the like"],
 }  # fmt: skip
 
 

@@ -6,23 +6,22 @@ import re
 from typing import Any
 
 from pdtransfer.errors import Cause
-from pdtransfer.handoff import lease, room
-from pdtransfer.handoff.decode import prefill_peers
+from pdtransfer.handoff import states
 from pdtransfer.handoff.states import diagram
 from pdtransfer.layout.layout import DTYPE_BYTES
-from pdtransfer.router import router_rooms
-from pdtransfer.worker import service_rooms
+from pdtransfer.router import router_rooms as routed
+from pdtransfer.worker import service_rooms as served
 
 from .schema import Json, choices, constants
 
 _STATES = {
-    "A room on the decode side": diagram(room.DECODE_ROOM, room.DecodeRoom.CONNECTING),
-    "A room on the prefill side": diagram(room.PREFILL_ROOM, room.PrefillRoom.OPEN),
-    "A grant on the decode side: its lease": diagram(lease.LEASE, lease.Lease.GRANTED),
-    "A grant on the prefill side: its duty": diagram(lease.DUTY, lease.Duty.WAITING),
-    "A session on the decode side": diagram(prefill_peers.SESSION, prefill_peers.SessionState.OFFERING),
-    "A room on a daemon, towards its router": diagram(service_rooms.SERVICE_ROOM, service_rooms.ServiceRoom.RUNNING),
-    "A room on one worker, as its router sees it": diagram(router_rooms.LEG, router_rooms.Leg.BEGINNING),
+    "A room on the decode side": diagram(states.DECODE_ROOM, states.DecodeRoom.CONNECTING),
+    "A room on the prefill side": diagram(states.PREFILL_ROOM, states.PrefillRoom.OPEN),
+    "A grant on the decode side: its lease": diagram(states.LEASE, states.Lease.GRANTED),
+    "A grant on the prefill side: its duty": diagram(states.WRITER_GRANT, states.WriterGrantState.WAITING),
+    "A session on the decode side": diagram(states.SESSION, states.SessionState.OFFERING),
+    "A room on a daemon, towards its router": diagram(served.SERVICE_ROOM, served.ServiceRoom.RUNNING),
+    "A room on one worker, as its router sees it": diagram(routed.LEG, routed.Leg.BEGINNING),
 }
 
 

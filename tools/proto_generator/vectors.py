@@ -32,7 +32,7 @@ _EXTRAS: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One value of a specimen: how it is called, where it is in the frame, and what the schema says of it."""
+    """One value of a specimen: its name, its place in the frame, and its type in the schema."""
 
     name: str
     path: tuple[int, ...]
@@ -59,7 +59,7 @@ def hex_of(content: bytes) -> str | list[list[Any]]:
 
 
 def appended(old: list[str], cases: list[Json], *, key: str = "frame") -> list[str]:
-    """The old lines, untouched, and a line for each case that none of them holds: what a case is, `key` says."""
+    """The old lines, untouched, and a line for each case that none of them holds; `key` identifies a case."""
     lines, frames = list(old), {case["name"]: case[key] for case in map(json.loads, old)}
     for case in cases:
         number, name = 1, case["name"]

@@ -1,13 +1,14 @@
-"""What a daemon asks of an inference engine: pure steps on one thread; the daemon does all the talking.
+"""What a daemon needs of an inference engine: plain calls on one thread. The daemon does all the communication.
 
-`--engine module:attribute` names a factory `(EngineConfig) -> PrefillEngine | DecodeEngine`; `config.role` says which.
+`--engine module:attribute` names a factory `(EngineConfig) -> PrefillEngine | DecodeEngine`; `config.role` selects
+which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,34 +18,37 @@ from .layout.layout import Component
 from .limits import Limits
 from .wire import Ranks, Sampling
 
+Push: TypeAlias = Literal["auto", "layers", "end"]  # when rows leave: by size, by layer, or after the whole prompt
+
 
 class Group(Protocol):
-    """The ranks that are one worker, as one of them sees them: each a process with an engine of its own.
+    """The ranks of one worker, as one rank sees them. Each rank is a process with an engine of its own.
 
-    All ranks hear the same calls in the same order, step for step; `admit`, `cancel` and `free` must not communicate,
-    and every rank must make the same calls of `gather` in the same order.
+    All ranks get the same calls in the same order, step by step. `admit`, `cancel` and `free` must not communicate.
+    Every rank must make the same calls of `gather` in the same order.
     """
 
     @property
     def ranks(self) -> Ranks: ...
 
     def gather(self, part: NDArray[Any]) -> list[NDArray[Any]]:
-        """The parts of all tensor-parallel ranks of this stage, by tp_rank, this one's own included. They have one
-        shape and dtype."""
+        """Returns the parts of all tensor-parallel ranks of this stage in the order of tp_rank, this rank's own
+        included. All parts have the same shape and dtype."""
         ...
 
     def hand_on(self, hidden: NDArray[np.float32]) -> None:
-        """To this rank's place in the next stage of the pipeline; copied before this returns."""
+        """Sends to this rank's peer in the next stage of the pipeline; copied before this returns."""
         ...
 
     def take_over(self, hidden: NDArray[np.float32]) -> None:
-        """Waits for what the stage before hands on; C-contiguous, of the same shape there."""
+        """Waits for the result of the stage before and copies it into `hidden`: C-contiguous, of the same shape on both
+        sides."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """The Group of a worker that is one process."""
+    """The Group of a worker with one process."""
 
     ranks: Ranks = field(default_factory=Ranks)
 
@@ -60,77 +64,80 @@ class Alone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiSparse:
-    """What a decode daemon has for requests whose whole KV stays in the arena, and the hot tokens on the device."""
+    """The resources of a decode daemon for HiSparse requests: their whole KV stays in the arena, their hot tokens on
+    the device."""
 
-    device_slots: int  # tokens that the device holds of all of them
-    hot_tokens: int  # of one request, where it has more; at least what a step reads
-    dense_slots: int = 0  # tokens of requests that do not want it, which are there whole
-    policy: Literal["longest", "shortest", "newest"] = "longest"  # who makes room for those that wait
+    device_slots: int  # device slots in tokens, of all HiSparse requests together
+    hot_tokens: int  # of one request at most; at least the tokens that a step reads
+    dense_slots: int = 0  # tokens on the device for requests without HiSparse
+    # Which request is retracted for a waiting one: by its tokens left, or the newest.
+    policy: Literal["longest", "shortest", "newest"] = "longest"
     limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotFigures:
-    """How HiSparse requests fare; counts are since the engine began."""
+    """Figures of HiSparse requests; counts start with the engine."""
 
-    running: int = 0  # requests that have a place on the device
-    waiting: int = 0  # that have landed and have none
-    retry_ms: int = 0  # when it is worth asking again where too many wait
-    hits: int = 0  # tokens that a step read and found on the device, of requests that do not fit there
+    running: int = 0  # requests with a place on the device
+    waiting: int = 0  # landed requests without a place
+    retry_ms: int = 0  # when to try again while too many requests wait
+    hits: int = 0  # tokens that a step read and found on the device, of requests that do not fit there whole
     misses: int = 0
-    swapped_bytes: int = 0  # brought from the arena, for misses
-    preloaded_bytes: int = 0  # for requests that fit
+    swapped_bytes: int = 0  # copied from the arena, for misses
+    preloaded_bytes: int = 0  # copied from the arena at admission, for requests that fit
     retracts: int = 0
-    staging_copies: int = 0  # of prompts, by way of anything
+    staging_copies: int = 0  # copies of prompts by way of other memory
 
 
 class Spans(Protocol):
-    """Hears where the time went; from any thread."""
+    """Receives timed spans, from any thread."""
 
     def __call__(
         self, lane: str, name: str, begin_s: float, end_s: float, *, room: int, layer: int = -1, byte_count: int = 0
     ) -> None:
-        """`lane` did `name` between these seconds of CLOCK_MONOTONIC; `layer` is the first that it is about, if any."""
+        """Reports that `lane` did `name` between these times in seconds of CLOCK_MONOTONIC; `layer` is the first layer
+        of the span."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What a daemon's flags say to its engine; an engine ignores what it has no use for."""
+    """A daemon's flags for its engine; an engine ignores what it does not use."""
 
     role: Literal["prefill", "decode"]
     attention: Literal["mla", "gqa"] = "mla"
-    slots: int  # tokens that the pool (prefill) or the arena (decode) holds
+    slots: int  # tokens in the pool (prefill) or the arena (decode)
     page_size: int  # tokens; a power of two
     host_layout: str = (
         "page_first"  # the pool's or arena's layout: layer_first, page_first, page_first_direct, page_head
     )
-    chunk_tokens: int = 512  # prefill computes, and may offer, this many tokens at a time
+    chunk_tokens: int = 512  # tokens that prefill computes, and may offer, at a time
     batch_max: int = 64  # requests in one decode step
-    hisparse: HiSparse | None = None  # none: requests that want it do not come
+    hisparse: HiSparse | None = None  # None: no HiSparse request comes
     device: str = "cpu"
     options: dict[str, str] = field(default_factory=dict[str, str])  # --engine-option name=value
     group: Group = field(default_factory=Alone)
-    spans: Spans | None = None  # none: no event of the device is timed
+    spans: Spans | None = None  # None: no device event is timed
 
 
-HBM_ALIGNMENT = 64 << 10  # of where HBM components begin in an arena: a page of any host
+HBM_ALIGNMENT = 64 << 10  # alignment of HBM components in an arena: the largest page of any host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCard:
-    """What two engines must agree on, and the tables of what each holds.
+class EngineDescription:
+    """What two engines must agree on, and the layout of each component.
 
-    The bases of `components` are offsets into `PrefillEngine.pool`, whatever their memory; or on the decode side into
-    one of its two memories: the arena's `memory_bytes` for those of "dram", `hbm_bytes` beside it for those of "hbm".
-    A name that is there twice, once in each, has its rows in DRAM for a request that wants HiSparse, in HBM for others.
+    On prefill, the bases of `components` are offsets into `PrefillEngine.pool`. On decode, they are offsets into one of
+    two memories: the arena's `memory_bytes` for "dram" components, `hbm_bytes` beside it for "hbm" ones. A name may
+    stand once in each memory: HiSparse requests have their rows in DRAM, others in HBM.
 
-    In a group each rank's components have its own planes only; where n ranks hold the same rows of a component,
-    `replicas` has it as {name: (which of them this is, n)}.
+    In a group, each rank's components have its own planes only. Where n ranks hold the same rows of a component,
+    `replicas` maps its name to (index of this rank, n).
     """
 
     model: str
-    weights: bytes  # digest; equal weights, equal digest
+    weights: bytes  # digest of the weights: equal weights have an equal digest
     components: tuple[Component, ...]
     memory_bytes: int
     hbm_bytes: int = 0
@@ -139,17 +146,17 @@ class EngineCard:
 
     @property
     def hbm_base(self) -> int:
-        """Where in the arena the bytes of HBM components begin, behind all of DRAM's."""
+        """The arena offset where HBM components begin, after all DRAM components."""
         return -(-self.memory_bytes // HBM_ALIGNMENT) * HBM_ALIGNMENT
 
     @property
     def arena_bytes(self) -> int:
-        """The arena's, of both memories."""
+        """Size of the arena in bytes, both memories included."""
         return self.hbm_base + self.hbm_bytes if self.hbm_bytes else self.memory_bytes
 
     @property
     def arena_components(self) -> tuple[Component, ...]:
-        """`components` as peers hear of them: every base is an offset into the arena."""
+        """`components` as peers get them: every base is an offset into the arena."""
         return tuple(
             msgspec.structs.replace(each, layout=each.layout.rebase(self.hbm_base)) if each.memory == "hbm" else each
             for each in self.components
@@ -158,7 +165,7 @@ class EngineCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardMemory:
-    """A pool in the memory of card `card` of this host, at the card's `address`, as long as its engine lives."""
+    """A pool in the memory of card `card` of this host, at the card's `address`; it lives as long as its engine."""
 
     card: int
     address: int
@@ -167,39 +174,40 @@ class CardMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedMemory:
-    """A pool in memory that other processes may map: `view` is the bytes of the memfd `fd` from its first on, and both
-    stay as long as the engine lives. What sends to other hosts reads it there, with no copy on the way."""
+    """A pool in memory that other processes may map: `view` holds the bytes of the memfd `fd` from its start. Both live
+    as long as the engine. A transport to other hosts reads the pool there without a copy."""
 
     fd: int
     view: memoryview
 
 
 class Event(Protocol):
-    """What `after=` takes: torch.cuda.Event, or anything that can be asked."""
+    """The type of `after=`: torch.cuda.Event, or any object with `query`."""
 
     def query(self) -> bool:
-        """Whether everything before it is done; returns at once."""
+        """Whether all work before the event is done; never waits."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One room's work. `prompt` is int64 token ids."""
+    """The work of one room. `prompt` holds token ids, int64 (n,)."""
 
-    room: int  # a number of this worker's own, the same on all its ranks and never used again; not the router's label
+    room: int  # a local id: the same on all ranks of the worker, never used again, not the room id of the router
     prompt: NDArray[np.int64]
     sampling: Sampling
     enable_hisparse: bool = False
-    salt: bytes = b""  # rooms of different salts may share no prefix that an engine keeps
+    salt: bytes = b""  # rooms with different salts must not share a prefix that an engine keeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """Prefill: rows [rows) of layers [layers) of one component are in the pool, once `after` has fired if there is one.
+    """Prefill: rows [rows) of layers [layers) of one component are in the pool, after the event `after` if one is
+    given.
 
-    `pages` names the pages of rows [0, rows[1]) in order: row r of the room is in slot
-    pages[at // page_size] * page_size + at % page_size, where `at` is skip + r: a sliding window may begin within a
-    page. Its row 0 is the first of the prompt's last tokens.
+    `pages` holds the page indices of rows [0, rows[1]) in order. Row r of the room is in slot pages[at // page_size] *
+    page_size + at % page_size, where `at` is skip + r, since a sliding window may begin inside a page. Row 0 of a
+    window is the first of the prompt's last tokens.
     """
 
     room: int
@@ -213,8 +221,8 @@ class Computed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """Prefill: all cells of the room were computed; `aux` is what decode needs to go on. In a pipeline only the last
-    stage knows it, the others' is empty."""
+    """Prefill: all cells of the room were reported. `aux` is what decode needs to continue; in a pipeline it is empty
+    on all stages but the last."""
 
     room: int
     aux: bytes
@@ -222,7 +230,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """Decode: the token at `index` (0 is the first generated one, which prefill picked)."""
+    """Decode: the token at `index`. Index 0 is the first generated token, which prefill picked."""
 
     room: int
     index: int
@@ -231,7 +239,8 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Decode: the room needs its slots no more. Digests of tokens, of their logits, of the KV by (position, plane)."""
+    """Decode: the room needs its slots no more. Digests cover the tokens, their logits, and the KV by (position,
+    plane)."""
 
     room: int
     reason: Literal["stop", "length"]
@@ -242,39 +251,39 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """Either: this request failed inside the engine; others go on."""
+    """Prefill or decode: this request failed inside the engine; other requests continue."""
 
     room: int
     detail: str
 
 
 class PrefillEngine(Protocol):
-    """Prefill on one thread. Every method is called on the engine thread, `card` and `pool` from anywhere.
+    """Prefill on one thread. Every method is called on the engine thread; `card` and `pool` are read from any thread.
 
-    An engine of either kind may have a method `warm_up()` besides: called first of all on that thread, before the
-    daemon says that it is ready, to have made there what its first request would wait for. It must not communicate.
+    An engine of either kind may have a method `warm_up()`. It is called first on that thread, before the daemon reports
+    ready, so that the first request does not pay for one-time work. It must not communicate.
     """
 
     @property
-    def card(self) -> EngineCard: ...
+    def card(self) -> EngineDescription: ...
 
     @property
     def pool(self) -> memoryview | SharedMemory | CardMemory:
-        """The pool's bytes in this process, in a memfd if others may read it, or where they are on a card; component
-        bases are offsets into it."""
+        """The pool's memory: bytes of this process, a memfd if other processes may map it, or a card's memory.
+        Component bases are offsets into it."""
         ...
 
     def admit(self, request: Request) -> bool:
-        """Takes the request if pages for its whole prompt are free, else returns False: ask again after `free`.
-        Raises ValueError for one that can never fit or makes no sense."""
+        """Takes the request if pages for its whole prompt are free; else returns False, to be tried again after `free`.
+        Raises ValueError for a request that can never fit or is invalid."""
         ...
 
     def step(self) -> list[Computed | Prefilled | Broken]:
-        """Computes one chunk; an empty list when there is nothing to do."""
+        """Computes one chunk; returns an empty list if there is nothing to do."""
         ...
 
     def cancel(self, room: int) -> None:
-        """Stops computing; the pages stay until `free`. Unknown rooms are ignored."""
+        """Stops computing the room; its pages stay taken until `free`. Unknown rooms are ignored."""
         ...
 
     def free(self, room: int) -> None:
@@ -288,43 +297,42 @@ class PrefillEngine(Protocol):
 
 
 class DecodeEngine(Protocol):
-    """Decode on one thread, out of the arena. Same threading as PrefillEngine."""
+    """Decode on one thread, reading KV from the arena. Threads as in PrefillEngine."""
 
     @property
-    def card(self) -> EngineCard: ...
+    def card(self) -> EngineDescription: ...
 
     def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | CardMemory | None = None) -> None:
-        """The arena's bytes in this process, `card.memory_bytes` of them; called once, before the first admit. For an
-        engine whose config names a card, `device_address` is where that card sees them; else it is not given.
+        """Takes the arena: `card.memory_bytes` bytes of this process. Called once, before the first admit. For an
+        engine whose config names a card, `device_address` is the arena's address on that card.
 
-        `hbm` is given where the card has HBM components: `card.hbm_bytes` of that card's memory, or without a card of
-        this process's.
+        `hbm` is given if the description has HBM components: `card.hbm_bytes` of that card's memory, or of this
+        process's memory without a card.
         """
         ...
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that this engine can never serve; cheap, called before slots are leased."""
+        """Raises ValueError for a request that this engine can never serve. Cheap: called before slots are leased."""
         ...
 
     def admit(self, request: Request, slots: dict[str, NDArray[np.int64]], aux: bytes) -> None:
-        """The room has landed: `slots` holds, per component, the int64 slot of each row, growth included
-        (len(prompt) + max_tokens rows for a component with one token a row), in DRAM or in HBM, wherever the request
-        has that component. No copy is made. The prompt's rows may
-        be other rooms' as well: they are not to be written.
-        Raises ValueError where aux is not what this engine's prefill side makes."""
+        """The room has landed. `slots` maps each component to the int64 slot of each row, growth included: len(prompt)
+        + max_tokens rows for a component with one token a row. The rows are in DRAM or HBM, wherever the request has
+        that component; nothing is copied. Rows of the prompt may be shared with other rooms and must not be written.
+        Raises ValueError if `aux` is not what this engine's prefill side makes."""
         ...
 
     def step(self) -> list[Token | Finished | Broken]:
-        """One decode step for up to batch_max rooms; after Finished or Broken it touches no slot of the room."""
+        """Runs one decode step for up to batch_max rooms. After Finished or Broken it touches no slot of the room."""
         ...
 
     def cancel(self, room: int) -> None:
-        """Drops the room at once: when this returns the engine touches no slot of it. Unknown rooms are ignored."""
+        """Drops the room. After the return the engine touches none of its slots. Unknown rooms are ignored."""
         ...
 
     @property
     def figures(self) -> HotFigures:
-        """Of the moment, from any thread. Asked only where `EngineConfig.hisparse` was given."""
+        """The current figures, from any thread; called only if `EngineConfig.hisparse` was given."""
         ...
 
     @property

@@ -1,7 +1,8 @@
-"""One rule for who may have slots: first come, first served; nobody is admitted who could not grow to the end.
+"""One rule of admission: first come, first served, and only requests whose full growth fits.
 
-Rows include growth, so an admitted request never asks again. A request that the empty arena could not hold is refused
-for ever; one that finds the queue full is refused with a hint. The head of the queue waits for slots, never for a peer.
+Rows include growth, so an admitted request never asks again. A request that an empty arena cannot hold is refused for
+ever; one that finds the queue full is refused with a retry hint. The head of the queue waits for slots, never for a
+peer.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .slot_allocator import Holding
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a room needs: rows a component, growth included, and the bytes that will be in flight to it, less what
-    those of its prompt's blocks need that are here already."""
+    """What a room needs: rows of each component, growth included, and the bytes that will be in flight to it. The bytes
+    include blocks of the prompt that the arena may already have."""
 
     rows: tuple[int, ...]
     inflight_bytes: int
@@ -28,42 +29,43 @@ class Demand:
 
 
 class Pace:
-    """How fast a queue moves while somebody waits in it: what a retry hint is made of."""
+    """How fast a queue moves while requests wait in it: the source of retry hints."""
 
     def __init__(self) -> None:
-        self._mean_ms = 0.0  # between two that left it
-        self._left_at: float | None = None  # None while none wait: idle time says nothing of how fast a queue moves
+        self._mean_ms = 0.0  # between two departures
+        self._left_at: float | None = None  # None while the queue is empty: idle time is no measure of its speed
 
     def left(self, now: float, *, waiting: bool) -> None:
-        """One has left the queue; `waiting`: others are still there."""
+        """A request left the queue; `waiting`: others remain."""
         if self._left_at is not None:
             self._mean_ms += 0.1 * ((now - self._left_at) * 1e3 - self._mean_ms)
         self._left_at = now if waiting else None
 
     def rest(self) -> None:
-        """Nobody waits."""
+        """The queue is empty."""
         self._left_at = None
 
     def retry_ms(self, queued: int) -> int:
-        """When to ask again: the time in which the queue should have moved on by a tenth, at least."""
+        """When to retry: at least the time in which the queue should have moved on by a tenth."""
         return int(min(max(100.0, self._mean_ms * max(1, queued // 10)), 60_000.0))
 
 
 class Admission:
-    """The queue before the arena; how fast it moves makes the retry hint."""
+    """The queue for slots of the arena."""
 
     def __init__(self, cache: PrefixCache, limits: Limits) -> None:
         self._arena, self._cache, self._limits = cache.arena, cache, limits
         self._queue: OrderedDict[int, Demand] = OrderedDict()
         self.inflight_bytes = 0
         self._pace = Pace()
-        self._stuck: tuple[object, ...] = ()  # what there was when the head found too little
+        self._stuck: tuple[object, ...] = ()  # the state in which the head did not fit
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def check(self, rows: Sequence[int], *, rooms: int) -> None:
-        """Raises ArenaFullError for a request that may not even wait; `rooms` is how many this node has unended."""
+        """Raises ArenaFullError for a request that may not even wait; `rooms` is the number of rooms that have not
+        ended."""
         if not self._arena.fits(rows):
             names = labels(self._arena.components)
             wanted = {name: count for name, count in zip(names, rows, strict=True) if count}
@@ -78,35 +80,36 @@ class Admission:
 
     @property
     def retry_ms(self) -> int:
-        """When it is worth asking again."""
+        """When to retry."""
         return self._pace.retry_ms(len(self._queue))
 
     def enqueue(self, room: int, demand: Demand) -> None:
-        """Puts a room at the queue's end; each room is in it once."""
+        """Appends a room, which must not be queued already."""
         assert room not in self._queue
         self._queue[room] = demand
 
     def withdraw(self, room: int) -> None:
-        """Takes a room out of the queue; one that is not there is ignored."""
+        """Removes a room from the queue; unknown rooms are ignored."""
         self._queue.pop(room, None)
         if not self._queue:
             self._pace.rest()
 
     def head(self) -> int | None:
-        """The room whose turn it is."""
+        """The first room of the queue; None if the queue is empty."""
         return next(iter(self._queue), None)
 
     def admit(self, now: float) -> Holding | None:
-        """Slots for the head of the queue, which leaves it; None when it has to wait on. Somebody must be queued."""
+        """Leases slots for the head of the queue, which leaves it; None while it must wait. The queue must not be
+        empty."""
         room, demand = next(iter(self._queue.items()))
         if self._stuck and self._stuck == self._found(demand):
-            return None  # A long prompt is not looked up again for every message that comes while it waits.
+            return None  # Spares a new search for a long prompt with every message that arrives while it waits.
         self._stuck = ()
         blocks = self._cache.longest(demand.keys)
         inflight_bytes = demand.inflight_bytes - self._cache.bytes_of(len(blocks) * self._cache.block_tokens)
         over = self.inflight_bytes + inflight_bytes > self._limits.inflight_bytes_max
         holding = None
-        if not over or not self.inflight_bytes:  # alone it may exceed the bound, or it would wait for ever
+        if not over or not self.inflight_bytes:  # a request alone may exceed the bound, or it would wait for ever
             holding = self._cache.allocate(demand.rows, blocks, queried=len(demand.keys))
         if holding is None:
             self._stuck = self._found(demand)
@@ -117,10 +120,10 @@ class Admission:
         return holding
 
     def _found(self, demand: Demand) -> tuple[object, ...]:
-        """What decides whether this demand can be met."""
+        """Everything that decides whether this demand can be met."""
         return demand, self.inflight_bytes, self._cache.changes, *(free.free_slots for free in self._arena.free)
 
     def landed(self, demand: Demand, holding: Holding) -> None:
-        """The room's bytes are no longer in flight, whichever way that ended."""
+        """The room's bytes are no longer in flight, whether they landed or not."""
         self.inflight_bytes -= demand.inflight_bytes - self._cache.bytes_of(holding.prefix)
         assert self.inflight_bytes >= 0

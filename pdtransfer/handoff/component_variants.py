@@ -1,6 +1,6 @@
-"""Components that are registered twice under one name, once in each memory: which of the two a room has rows of.
+"""Components registered under one name in both memories: which of the two a room uses.
 
-A request that wants HiSparse keeps its rows in DRAM, any other has them in HBM. What is registered once serves both.
+A HiSparse request keeps its rows in DRAM, any other in HBM. A component that is registered once serves both.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from ..layout.layout import Component
 
 
 def leased(components: Sequence[Component], *, enable_hisparse: bool) -> tuple[bool, ...]:
-    """Of each, whether a room of either kind has rows of it."""
-    twins = _twins(components)
+    """Whether a room of this kind uses each component."""
+    repeated_names = _repeated_names(components)
     memory = "dram" if enable_hisparse else "hbm"
-    return tuple(each.name not in twins or each.memory == memory for each in components)
+    return tuple(each.name not in repeated_names or each.memory == memory for each in components)
 
 
 def shares_prefixes(components: Sequence[Component], *, enable_hisparse: bool) -> bool:
-    """Whether rooms of this kind share the prompts that others have left: only one kind can, and that is the sparse."""
-    return enable_hisparse or not _twins(components)
+    """Whether rooms of this kind share prompts. Where names are registered twice, only HiSparse rooms do."""
+    return enable_hisparse or not _repeated_names(components)
 
 
 def labels(components: Sequence[Component]) -> tuple[str, ...]:
-    """What people know each by: its name, and where that is not enough its memory."""
-    twins = _twins(components)
-    return tuple(f"{each.name} in {each.memory}" if each.name in twins else each.name for each in components)
+    """Names for people: with the memory, where a name is registered twice."""
+    repeated_names = _repeated_names(components)
+    return tuple(f"{each.name} in {each.memory}" if each.name in repeated_names else each.name for each in components)
 
 
 def repeated(components: Sequence[Component]) -> str:
-    """A name that is there twice in one memory, or empty."""
+    """A name that is registered twice in one memory; empty if there is none."""
     counts = Counter((each.name, each.memory) for each in components)
     return next((name for (name, _), count in counts.items() if count > 1), "")
 
 
-def _twins(components: Sequence[Component]) -> frozenset[str]:
+def _repeated_names(components: Sequence[Component]) -> frozenset[str]:
     memories: dict[str, set[str]] = {}
     for each in components:
         memories.setdefault(each.name, set()).add(each.memory)

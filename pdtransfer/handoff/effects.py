@@ -1,5 +1,4 @@
-"""What sessions ask of the shell around them, and how writes end; the shell performs effects in order, and decides
-nothing."""
+"""Effects that sessions return, and the outcomes of writes. The shell performs effects in order and decides nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +12,13 @@ from numpy.typing import NDArray
 from ..errors import Cause
 from ..layout.layout import Component
 from ..wire import Message, Reach
-from .ready_gate import Gate
+from .ready_gate import ReadyGate
 from .slot_allocator import Extents
 
 
 class Send(Struct, frozen=True):
-    """Hand `message` to `peer`: an endpoint that was dialled, or the authenticated name of who dialled. May be lost."""
+    """Send `message` to `peer`: a dialled endpoint, or the authenticated name of a peer that dialled. It may be
+    lost."""
 
     peer: str
     message: Message
@@ -35,32 +35,32 @@ class Offer(Struct, frozen=True):
 
 
 class Fence(Struct, frozen=True):
-    """Revoke the session's hand-over and watch until it is proven quiet, then call `fenced`. Repeats are harmless."""
+    """Revoke the session's hand-over and poll until it is proven quiet, then call `fenced`. Repeats are harmless."""
 
     session: int
 
 
 class Forget(Struct, frozen=True):
-    """The session is over and was proven quiet: drop what is kept of it."""
+    """The session is over and proven quiet: drop its state."""
 
     session: int
 
 
-class Ready(Struct, frozen=True):
-    """Every byte of the room is in the arena: `slots` holds, per component, one int64 slot a row, growth included.
+class RoomReady(Struct, frozen=True):
+    """Every byte of the room is in the arena. `slots` has, for each component, one int64 slot a row, growth included.
 
-    Other rooms may read the prompt's rows, too: they are not to be written.
+    Other rooms may read the prompt's rows as well: the engine must not write them.
     """
 
     room: int
-    slots: dict[str, NDArray[np.int64]]
-    aux: bytes
-    kv_bytes: int  # that crossed
-    prefix: int = 0  # tokens that did not
+    slots: dict[str, NDArray[np.int64]]  # (rows,) by the component's name
+    aux: bytes  # as the prefill rank gave it to finish()
+    kv_bytes: int  # bytes that were sent
+    prefix: int = 0  # tokens that were not sent: the arena had them
 
 
-class Rows(Struct, frozen=True):
-    """Rows of a room from first_row on, in the order of `extents` of the component, whose bases are arena offsets."""
+class LandedRows(Struct, frozen=True):
+    """Rows of a room from first_row on, in the order of `extents`; the component's bases are arena offsets."""
 
     component: Component
     first_row: int
@@ -68,64 +68,66 @@ class Rows(Struct, frozen=True):
 
 
 class Verify(Struct, frozen=True):
-    """Sum the rows of a landed grant as they lie in the arena, then call `verified`: its slots wait for that."""
+    """Compute the checksum of a landed grant's rows in the arena, then call `verified`; its slots stay claimed until
+    then."""
 
     session: int
     grant: int
     room: int
-    parts: tuple[Rows, ...]
+    parts: tuple[LandedRows, ...]
 
 
 class StopVerifying(Struct, frozen=True):
-    """Nobody wants this grant's sum any more: stop reading soon, and say `verified` when nothing of it is read."""
+    """The checksum is not needed any more: stop reading soon, and call `verified` when nothing is read."""
 
     session: int
     grant: int
 
 
 class Lift(Struct, frozen=True):
-    """Copy the rows of a landed grant from the arena to the same slots in HBM, then call `lifted`: both wait for that.
+    """Copy the rows of a landed grant from the arena to the same slots in HBM, then call `lifted`.
 
-    Say it only once nothing of it is copied any more, whichever way that ended; where nobody can tell, never.
+    Both slots stay claimed until then. Call it only once nothing is copied any more, whether the copy succeeded or
+    failed; where that cannot be known, never.
     """
 
     session: int
     grant: int
     room: int
-    parts: tuple[Rows, ...]
+    parts: tuple[LandedRows, ...]
 
 
 class StopLifting(Struct, frozen=True):
-    """Nobody wants this grant in HBM any more: stop copying soon, and say `lifted` when nothing of it is copied."""
+    """The copy is not needed any more: stop soon, and call `lifted` when nothing is copied."""
 
     session: int
     grant: int
 
 
 class RoomFailed(Struct, frozen=True):
-    """The room ended without READY (decode) or without landing (prefill); said once, with the one root cause."""
+    """The room ended without RoomReady (decode) or without landing (prefill). Reported once, with its root cause."""
 
     room: int
     cause: Cause
-    detail: str
-    retry_ms: int = 0
+    detail: str  # for a person
+    retry_ms: int = 0  # when it is worth asking again; 0 if never, or unknown
 
 
 class HangUp(Struct, frozen=True):
-    """The peer is forgotten: close what was dialled. The next room that needs it dials again."""
+    """The peer is forgotten: close its connection. The next room that needs it dials again."""
 
     peer: str
 
 
 class SessionLost(Struct, frozen=True):
-    """Nothing more is granted on the session, unless its silent peer is heard again; `detail` says why."""
+    """Nothing more is granted on the session, unless its silent peer is seen again; `detail` is the reason."""
 
     session: int
     detail: str
 
 
 class PeerRefused(Struct, frozen=True):
-    """The peer and this node can't work together; the text names each field with both values."""
+    """The peer and this node cannot work together; `detail` names each field with both values."""
 
     peer: str
     detail: str
@@ -135,7 +137,7 @@ class PeerRefused(Struct, frozen=True):
 
 
 class Outcome(Enum):
-    """How a write ended. LANDED and FAILED are quiescent: no byte moves any more. After UNKNOWN bytes still may."""
+    """The end of a write. After LANDED and FAILED no byte moves any more; after UNKNOWN bytes still may."""
 
     LANDED = "landed"
     FAILED = "failed"
@@ -151,76 +153,76 @@ class Map(Struct, frozen=True):
 
 
 class Unmap(Struct, frozen=True):
-    """The session is over and none of its writes is in flight: let its mapping go."""
+    """The session is over and none of its writes is in flight: release its mapping."""
 
     session: int
 
 
 class Write(Struct, frozen=True, kw_only=True):
-    """One cell's rows on their way into one grant's slots; answered by `wrote`.
+    """Write one cell's rows into one grant's slots, then call `wrote`.
 
     `source_slots` and `target_slots` are int64 of equal length, in slots of the component's layout on either side;
-    `layers` is [first, end). The slots were checked against both layouts before this was made. Nothing of it is read
-    before `after` is open, if there is one.
+    `layers` is [first, end). The slots were checked against both layouts. Nothing is read before `after` is open, if
+    there is one.
     """
 
     session: int
     grant: int
     room: int
     write: int  # unique in its session
-    component: int  # place in Register
+    component: int  # index in Register
     layers: tuple[int, int]
     source_slots: NDArray[np.int64]
     target_slots: NDArray[np.int64]
-    first_row: int = 0  # of the room: the first slot's
-    verify: bool = False  # a checksum of the rows as they are read is wanted with the outcome
-    after: Gate | None = None
-    urgent: bool = False  # no more of the grant is computed behind it than it has itself: it may be waited for
+    first_row: int = 0  # in the room, of the first slot
+    verify: bool = False  # the outcome needs a checksum of the rows as read
+    after: ReadyGate | None = None
+    urgent: bool = False  # little of the grant is still to be computed: the room may wait for this write
 
 
 class StopWriting(Struct, frozen=True):
-    """Writes of this grant may stop early; each still reports its own outcome."""
+    """Writes of this grant may stop early; each still reports its outcome."""
 
     session: int
     grant: int
 
 
 class FenceWriter(Struct, frozen=True):
-    """A write's outcome is unknown: kill what writes for this session, then call `fenced`."""
+    """A write's outcome is unknown: kill the process that writes for this session, then call `fenced`."""
 
     session: int
 
 
-class Leased(Struct, frozen=True):
-    """Prefill: every decode rank has leased slots for the room, what is computed now leaves at once. Decode: this one
-    has, and the room waits for nobody's slots any more."""
+class RoomLeased(Struct, frozen=True):
+    """Prefill: every decode rank has leased slots for the room, so what is pushed now leaves at once. Decode: this
+    rank has leased them."""
 
     room: int
 
 
-class Landed(Struct, frozen=True):
-    """Every grant of the room has landed."""
+class RoomLanded(Struct, frozen=True):
+    """Every byte of the room has landed on every decode rank."""
 
     room: int
-    kv_bytes: int
+    kv_bytes: int  # bytes that were sent
 
 
-class Drained(Struct, frozen=True):
-    """The room has ended and nothing reads its pages any more: the engine may reuse them. Said once."""
+class RoomDrained(Struct, frozen=True):
+    """The room has ended and nothing reads its pages any more: the engine may reuse them. Reported once."""
 
     room: int
 
 
 DecodeEffect: TypeAlias = (
-    Send | Offer | Fence | Forget | Leased | Verify | StopVerifying | Lift | StopLifting | Ready | RoomFailed | HangUp
-    | SessionLost | PeerRefused
+    Send | Offer | Fence | Forget | RoomLeased | Verify | StopVerifying | Lift | StopLifting | RoomReady | RoomFailed
+    | HangUp | SessionLost | PeerRefused
 )  # fmt: skip
 PrefillEffect: TypeAlias = (
-    Send | Map | Unmap | Write | StopWriting | FenceWriter | Leased | Landed | RoomFailed | Drained
+    Send | Map | Unmap | Write | StopWriting | FenceWriter | RoomLeased | RoomLanded | RoomFailed | RoomDrained
 )
 
-DecodeEvent: TypeAlias = Ready | RoomFailed
-"""What an engine hears of a room on the decode side."""
+DecodeEvent: TypeAlias = RoomReady | RoomFailed
+"""What DecodeClient.poll returns; each ends its room, RoomReady once the engine has released it."""
 
-PrefillEvent: TypeAlias = Leased | Landed | RoomFailed | Drained
-"""The same on the prefill side; Drained comes last."""
+PrefillEvent: TypeAlias = RoomLeased | RoomLanded | RoomFailed | RoomDrained
+"""What PrefillClient.poll returns; RoomDrained is the last of a room."""

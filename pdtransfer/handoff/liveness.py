@@ -1,27 +1,64 @@
-"""Which process of a peer speaks: the one that is there now, or late, one before it."""
+"""Whether a peer lives: which of its processes is the current one, and when it was last seen."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from ..limits import LIVES_MAX
+from ..limits import EARLIER_INCARNATIONS_MAX, Limits
+from .timers import backoff_ms
+
+HELLO_WANTED = frozenset({"hello_required", "hello_first"})  # reasons of a Reject that only asks for a Hello
 
 
-class Lives:
-    """The latest processes of a peer that were followed by another.
+class Liveness:
+    """One peer, dialled or not. The dialling side repeats Hello until Welcome, then sends Ping and expects Pong.
 
-    Incarnations have no order, and an old one's first word may come after a new one's. So an earlier process is only
-    taken for gone `late_ms` long: whoever still speaks then is the one that is there.
+    Incarnations have no order, and the first message of an earlier process may arrive after one of its successor. So an
+    earlier process counts as gone for `silence_ms` only: one that still sends after that is the current one.
     """
 
-    def __init__(self, late_ms: int) -> None:
-        self._late_ms = late_ms
-        self._ended: deque[tuple[int, float]] = deque(maxlen=LIVES_MAX)
+    __slots__ = ("_earlier", "_limits", "_silence_ms", "hello_ms", "incarnation", "last_seen")
 
-    def end(self, incarnation: int, now: float) -> None:
-        """Another incarnation has been heard of."""
-        self._ended.append((incarnation, now))
+    def __init__(
+        self, limits: Limits, now: float, incarnation: int | None = None, *, silence_ms: int | None = None
+    ) -> None:
+        """`silence_ms`: how much silence makes the peer silent, where that is not the limit of this name."""
+        self.incarnation, self.last_seen = incarnation, now
+        self.hello_ms = 0  # between the latest Hello and the next
+        self._limits, self._silence_ms = limits, limits.silence_ms if silence_ms is None else silence_ms
+        self._earlier: deque[tuple[int, float]] = deque(maxlen=EARLIER_INCARNATIONS_MAX)
 
     def late(self, incarnation: int, now: float) -> bool:
-        """Whether a word of this incarnation is an earlier process's."""
-        return any(ended == incarnation and (now - at) * 1e3 < self._late_ms for ended, at in self._ended)
+        """Whether a message of this incarnation comes from an earlier process."""
+        late_ms = self._limits.silence_ms
+        return any(earlier == incarnation and (now - at) * 1e3 < late_ms for earlier, at in self._earlier)
+
+    def restarted(self, incarnation: int, now: float) -> bool:
+        """Takes this incarnation for the current one; returns whether it replaces another."""
+        before, self.incarnation = self.incarnation, incarnation
+        if before is None or before == incarnation:
+            return False
+        self._earlier.append((before, now))
+        return True
+
+    def silent_ms(self, now: float) -> float:
+        """Milliseconds since the peer was last seen."""
+        return (now - self.last_seen) * 1e3
+
+    def silent(self, now: float) -> bool:
+        """Whether the peer counts as lost."""
+        return now >= self.silent_at
+
+    @property
+    def silent_at(self) -> float:
+        """When the peer counts as lost, unless it is seen before."""
+        return self.last_seen + self._silence_ms / 1e3
+
+    def leave(self, now: float) -> None:
+        """The peer said Goodbye: it is silent from now on."""
+        self.last_seen = min(self.last_seen, now - self._silence_ms / 1e3)
+
+    def next_hello_ms(self) -> int:
+        """Hello is sent now; returns the delay before the next one."""
+        self.hello_ms = backoff_ms(self.hello_ms, self._limits.resend_ms, self._limits.resend_ms_max)
+        return self.hello_ms

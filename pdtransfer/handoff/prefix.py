@@ -1,8 +1,8 @@
-"""Prompts that decode remembers: blocks of rows in the arena, shared and read-only, until their slots are wanted.
+"""The prefix cache: blocks of prompts in the arena, shared and read-only, until their slots are needed.
 
-A block's key is a digest of all the prompt's tokens up to the block's end, so that equal keys mean equal prefixes of
-one model, its weights and a salt. Whoever claims a block claims all before it. So of the blocks that nobody claims
-any more, kept in the order of their last use and the deepest first, the oldest is always a leaf.
+A block's key is a digest of all the prompt's tokens up to the block's end. So equal keys mean equal prefixes of one
+model, its weights and a salt. A claim on a block includes all blocks before it. Idle blocks are kept in the order of
+last use, the deepest first, so that the oldest is always a leaf.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 from ..layout.layout import Component
 from ..limits import TOKENS_MAX, Limits
 from .component_variants import leased
-from .slot_allocator import Arena, Block, Extents, Holding, cut
+from .slot_allocator import Block, Extents, Holding, SlotAllocator, cut
 
 KEY_BYTES = 16
-_ID_BYTES = 4  # a token id travels, and is hashed, as little-endian u32
+_ID_BYTES = 4  # a token id is sent and hashed as little-endian u32
 
 
 def root_key(model: str, weights: bytes, salt: bytes) -> bytes:
@@ -33,9 +33,9 @@ def root_key(model: str, weights: bytes, salt: bytes) -> bytes:
 
 
 def block_keys(root: bytes, prompt: bytes, *, block_tokens: int, blocks_max: int) -> tuple[bytes, ...]:
-    """A key for each full block of `prompt`, little-endian u32 token ids, up to so many."""
+    """A key for each of the first `blocks_max` full blocks of `prompt`, little-endian u32 token ids."""
     size, view = block_tokens * _ID_BYTES, memoryview(prompt)
-    running, keys = sha256(root), list[bytes]()  # one for all: blake2b anew for each block takes twice as long
+    running, keys = sha256(root), list[bytes]()  # one running digest: a new one for each block takes twice as long
     for at in range(0, min(len(prompt) // size, blocks_max) * size, size):
         running.update(view[at : at + size])
         keys.append(running.digest()[:KEY_BYTES])
@@ -43,23 +43,29 @@ def block_keys(root: bytes, prompt: bytes, *, block_tokens: int, blocks_max: int
 
 
 def block_tokens_of(components: Sequence[Component], least: int) -> int:
-    """Tokens a block: as few as make whole pages of every component that has a row for each token, but not below
-    `least`. 0 where no component has, or a block would be longer than any prompt."""
+    """Tokens of a block: the fewest, at least `least`, that fill whole pages of every component with a row for each
+    token. 0 without such a component, or if a block would be longer than any prompt."""
     pages = [c.layout.page_size * c.tokens_per_row for c in components if c.span.kind == "all"]
     page = lcm(*pages)
     block_tokens = -(-least // page) * page
     return block_tokens if pages and block_tokens <= TOKENS_MAX else 0
 
 
+def prefix_rows(component: Component, prefix: int) -> int:
+    """Rows that decode already has: whole rows of components that every token owns; the others cross again."""
+    return prefix // component.tokens_per_row if component.span.kind == "all" else 0
+
+
 class KnownPrefixes:
-    """What a router has sent somewhere of late: so many keys, of a prompt's blocks the deepest forgotten first."""
+    """The keys that a router sent to one worker recently, at most `keys_max`; a prompt's deepest blocks are dropped
+    first."""
 
     def __init__(self, keys_max: int) -> None:
         self._keys_max = keys_max
         self._keys: OrderedDict[bytes, None] = OrderedDict()
 
     def learn(self, keys: Sequence[bytes]) -> None:
-        """These are there from now on."""
+        """Adds keys."""
         for key in reversed(keys):
             self._keys[key] = None
             self._keys.move_to_end(key)
@@ -67,18 +73,20 @@ class KnownPrefixes:
             self._keys.popitem(last=False)
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """How many of these are there, up to the first that is not."""
+        """The number of these keys up to the first unknown one."""
         return sum(1 for _ in takewhile(self._keys.__contains__, keys))
 
     def clear(self) -> None:
-        """Nothing is there any more."""
+        """Forgets all keys."""
         self._keys.clear()
 
 
 class PrefixCache:
-    """Leases slots of an arena, and keeps what rooms have left of their prompts; without `enabled` it keeps nothing."""
+    """Leases slots of an arena and keeps the prompts that rooms leave; without `enabled` it keeps none."""
 
-    def __init__(self, arena: Arena, limits: Limits, *, model: str, weights: bytes, enabled: bool = True) -> None:
+    def __init__(
+        self, arena: SlotAllocator, limits: Limits, *, model: str, weights: bytes, enabled: bool = True
+    ) -> None:
         self.arena = arena
         shared = leased(arena.components, enable_hisparse=True)
         own = [each for each, whole in zip(arena.components, shared, strict=True) if whole]
@@ -89,31 +97,31 @@ class PrefixCache:
         self._blocks_max = limits.prefix_blocks_max
         self._model, self._weights = model, weights
         self._blocks: dict[bytes, Block] = {}
-        self._idle: OrderedDict[bytes, Block] = OrderedDict()  # claimed by nobody, the next to go first
+        self._idle: OrderedDict[bytes, Block] = OrderedDict()  # without claims, the next to be evicted first
         self.queried_tokens = self.hit_tokens = self.evicted_blocks = 0
-        self.changes = 0  # of which blocks there are, and of who claims them
+        self.changes = 0  # of the set of blocks and of their claims
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     @property
     def claimed(self) -> int:
-        """Blocks that are in use."""
+        """Blocks in use."""
         return len(self._blocks) - len(self._idle)
 
     def bytes_of(self, tokens: int) -> int:
-        """What so many tokens, whole blocks of them, spare from crossing."""
+        """The bytes that `tokens` cached tokens, in whole blocks, need not send."""
         return tokens // self.block_tokens * self._block_bytes if self.block_tokens else 0
 
     def keys(self, prompt: bytes, salt: bytes) -> tuple[bytes, ...]:
-        """The keys of a prompt's full blocks; pure, so that any thread may ask."""
+        """The keys of a prompt's full blocks; pure, so that any thread may call it."""
         if not self.block_tokens:
             return ()
         root = root_key(self._model, self._weights, salt)
         return block_keys(root, prompt, block_tokens=self.block_tokens, blocks_max=self._blocks_max)
 
     def longest(self, keys: Sequence[bytes]) -> list[Block]:
-        """The blocks that are here of those named, up to the first that is not."""
+        """The cached blocks of these keys, up to the first that is missing."""
         found: list[Block] = []
         for key in keys:
             if (block := self._blocks.get(key)) is None:
@@ -123,16 +131,16 @@ class PrefixCache:
 
     @property
     def free_slots(self) -> list[int]:
-        """Slots of each component that may be leased: the free ones, and those of blocks that nobody claims."""
+        """Slots of each component that may be leased: free ones, and those of blocks without claims."""
         return [
             free.free_slots + len(self._idle) * rows for free, rows in zip(self.arena.free, self._rows, strict=True)
         ]
 
     def scarcest(self, *, enable_hisparse: bool) -> tuple[int, int]:
-        """Tokens that may be leased to rooms of this kind, and those that all slots hold that there are by now: the
-        first is the part of these that the component has left which such rooms will miss first.
+        """The tokens that may be leased to rooms of this kind, and the tokens that all backed slots hold.
 
-        Where no component has a row for each token they are rooms.
+        The first is the second times the smallest free fraction of a component that such rooms use. Where no component
+        has a row for each token, they are rooms.
         """
         own = leased(self.arena.components, enable_hisparse=enable_hisparse)
         parts = zip(self.arena.components, self.free_slots, self.arena.free, own, strict=True)
@@ -141,15 +149,16 @@ class PrefixCache:
         return min([slots * total // max(1, ready) for _, slots, ready in each]), total
 
     def tokens_of(self, byte_count: int) -> int:
-        """So many bytes of slots as a part of the tokens that all slots hold, those of rooms without HiSparse."""
+        """`byte_count` bytes of slots as tokens of rooms without HiSparse, in proportion to all slots."""
         own = leased(self.arena.components, enable_hisparse=False)
         each = zip(self.arena.components, self.arena.free, own, strict=True)
         of = sum([c.bytes_of(free.ready) for c, free, whole in each if whole])
         return byte_count * self.scarcest(enable_hisparse=False)[1] // max(1, of)
 
     def allocate(self, rows: Sequence[int], blocks: list[Block], *, queried: int = 0) -> Holding | None:
-        """Slots for `rows[i]` rows of component i, of which `blocks` hold the first ones; None, with nothing changed,
-        where one component lacks slots. Blocks that nobody claims make room. `queried` keys had been asked for."""
+        """Leases slots for `rows[i]` rows of component i; `blocks` hold the first of them. None, with nothing changed,
+        if a component lacks slots. Blocks without claims are evicted if needed. `queried` is the number of keys looked
+        up."""
         rest = rows
         if blocks:
             rest = [count - len(blocks) * rows_each for count, rows_each in zip(rows, self._rows, strict=True)]
@@ -173,7 +182,8 @@ class PrefixCache:
         return holding
 
     def _to_evict(self, rest: Sequence[int], blocks: Sequence[Block]) -> int | None:
-        """How many idle blocks, none of `blocks`, make room for `rest` rows a component; None: all are too few."""
+        """The number of idle blocks, none of `blocks`, to evict for `rest` rows of each component; None if all are too
+        few."""
         idle = len(self._idle) - sum(not block.claims for block in blocks)
         needed = 0
         for slots, rows_each in zip(self.arena.lacking(rest), self._rows, strict=True):
@@ -183,11 +193,11 @@ class PrefixCache:
         return needed
 
     def keep(self, holding: Holding, keys: Sequence[bytes]) -> None:
-        """The prompt of this room is all there, and no lease on it is left: its full blocks are shared from here on.
+        """Shares the full blocks of a room's prompt, which has arrived and on which no lease is left.
 
-        Of a block that has come twice, the second stays the room's own.
+        A block that is cached already stays the room's own.
         """
-        assert holding.claims == 1, "somebody may still write there"
+        assert holding.claims == 1, "a writer may still hold a lease on it"
         self.changes += 1
         before, blocks = len(holding.blocks), self.longest(keys)
         shared = len(blocks)
@@ -209,7 +219,8 @@ class PrefixCache:
         )
 
     def drop(self, holding: Holding) -> bool:
-        """Ends one claim; returns whether it was the last, so that its own slots are free and its blocks may go."""
+        """Ends one claim; returns whether it was the last, so that the holding's own slots are free and its blocks
+        idle."""
         if not self.arena.drop(holding):
             return False
         self.changes += 1
@@ -220,7 +231,7 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Gives back all that nobody claims."""
+        """Evicts all blocks without claims."""
         self._evict(len(self._idle))
 
     def _claim(self, blocks: Sequence[Block]) -> None:
@@ -230,7 +241,7 @@ class PrefixCache:
             block.claims += 1
 
     def _evict(self, count: int) -> None:
-        """The `count` blocks that have been out of use for longest."""
+        """Evicts the `count` blocks that have been idle for longest."""
         if not count:
             return
         self.changes += 1
@@ -248,7 +259,7 @@ class PrefixCache:
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> Extents:
-    """The same slots in the same order; runs that lie side by side become one."""
+    """The same slots in the same order, with adjacent runs joined."""
     joined: list[list[int]] = []
     for start, count in runs:
         if joined and sum(joined[-1]) == start:
@@ -259,7 +270,7 @@ def _joined(runs: Iterable[tuple[int, int]]) -> Extents:
 
 
 def _without(extents: Extents, *, twice: tuple[int, int], end: int) -> Extents:
-    """What a room keeps to itself: the slots [first, end) of what has come twice, and all from `end` on."""
+    """The extents that stay a room's own: the slots [first, end) of blocks cached already, and all from `end` on."""
     rest = cut(extents, first=end, count=int(extents[:, 1].sum()) - end)
     if twice[0] == twice[1]:
         return rest
@@ -272,7 +283,7 @@ def _pieces(extents: Extents, *, first: int, size: int, count: int) -> list[tupl
         start = int(extents[0, 0]) + first
         return [((at, size),) for at in range(start, start + count * size, size)]
     pieces: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-    at = 0  # slots handed out
+    at = 0  # slots assigned so far
     for start, length in cut(extents, first=first, count=count * size).tolist():
         used = 0
         while used < length:

@@ -1,7 +1,7 @@
-"""Which rank sends what: prefill ranks say what they hold, decode cuts each one's share from its own components.
+"""The rows that each rank sends: prefill ranks name what they hold, decode cuts each one's share.
 
 A share is what both hold, layers times heads. Where n ranks hold the same, replica r of them sends it to the decode
-ranks whose tp_rank % n is r, so that every row has one sender and all of them have work.
+ranks whose tp_rank % n is r. So every row has one sender, and every rank sends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from ..layout.mismatch import Range, joined, text_of
 from ..layout.pairing import Pairing, pair
 from ..wire import Holds, Identity, Ranks
 
-_HEADS, _KIND_BIT = 1 << 17, 33  # head_keys: a layer's heads, more than any plane can name; where kinds begin
+_HEADS, _KIND_BIT = 1 << 17, 33  # head_keys: more heads a layer than any plane can name; the bit at which kinds begin
 Replicas = Mapping[str, tuple[int, int]]
-"""By component's name: which of the equal holders this rank is, and how many there are."""
+"""By component name: the number of this rank among the equal holders, and how many there are."""
 
 
 def holds_of(components: Sequence[Component], ranks: Ranks, replicas: Replicas) -> tuple[Holds, ...]:
-    """What a prefill rank with these pools says of itself. LocalProtocolError for a group that cannot be."""
+    """What a prefill rank with these pools holds, for its identity. Raises LocalProtocolError for an impossible
+    group."""
     names = [component.name for component in components]
     if stray := sorted(replicas.keys() - set(names)):
         raise LocalProtocolError(f"replicas: {stray} of a rank that holds {names}")
@@ -40,7 +41,8 @@ def holds_of(components: Sequence[Component], ranks: Ranks, replicas: Replicas) 
 
 
 def wrong_fields(theirs: Identity, ours: Identity, components: Sequence[Component]) -> list[tuple[str, str]]:
-    """What a prefill rank's identity claims and cannot be, as (field, text), to a decode rank of `components`."""
+    """The impossible claims of a prefill rank's identity as (field, text), as a decode rank of `components` sees
+    them."""
     wrong = [*_wrong_ranks(theirs.ranks), *_wrong_holds(theirs.holds, theirs.ranks)]
     layouts = {component.name: component.layout for component in components}
     for index, each in enumerate(theirs.holds):
@@ -48,17 +50,17 @@ def wrong_fields(theirs: Identity, ours: Identity, components: Sequence[Componen
         if layout is None:
             continue
         bounds: list[tuple[str, Range, Range]] = []
-        if ours.ranks.pp_size == 1:  # it holds every layer that there is
+        if ours.ranks.pp_size == 1:  # it holds every layer
             bounds.append(("layer", (each.layer_first, each.layer_end), layout.layer_range))
         if ours.ranks.tp_size == 1:
             bounds.append(("head", (each.head_first, each.head_end), _heads(layout)))
         wrong += [
             (
                 f"holds[{index}].{axis}_end",
-                f"{axis}s {text_of([said])} of {each.component!r}, which has {text_of([known])}",
+                f"{axis}s {text_of([claimed])} of {each.component!r}, which has {text_of([known])}",
             )
-            for axis, said, known in bounds
-            if said[0] < known[0] or said[1] > known[1]
+            for axis, claimed, known in bounds
+            if claimed[0] < known[0] or claimed[1] > known[1]
         ]
     return wrong
 
@@ -66,7 +68,7 @@ def wrong_fields(theirs: Identity, ours: Identity, components: Sequence[Componen
 def share_of(components: Sequence[Component], holds: Sequence[Holds], tp_rank: int) -> tuple[Component, ...]:
     """What a source that holds `holds` sends to the decode rank `tp_rank` of `components`, in their order.
 
-    A component of which it sends nothing is left out; one that it sends whole is the very same object.
+    A component of which it sends nothing is left out; one that it sends whole is the same object.
     """
     if not holds:
         return tuple(components)
@@ -83,14 +85,14 @@ def share_of(components: Sequence[Component], holds: Sequence[Holds], tp_rank: i
         try:
             layout = component.layout.layers(*layers).heads(*heads)
         except LocalProtocolError:
-            continue  # It holds none of these planes.
+            continue  # The rank holds none of these planes.
         shares.append(msgspec.structs.replace(component, layout=layout))
     return tuple(shares)
 
 
 def uncovered(components: Sequence[Component], shares: Mapping[str, Sequence[Component]]) -> str:
-    """Empty where the shares, by source, hold every plane of `components` exactly once; else a line that says what
-    of which component is sent by nobody, or by several and by whom."""
+    """Empty if the shares, by source, hold every plane of `components` exactly once; else a line that names the
+    component, what no source or several sources send, and those sources."""
     for component in components:
         layouts = {
             name: share.layout
@@ -116,7 +118,7 @@ def _uncovered(component: Component, layouts: Mapping[str, Layout], names: list[
         return ""
     first = int(wrong.argmax())
     alike = wrong & (sent == sent[:, [first]]).all(axis=0) & (cuts[:-1] >> _KIND_BIT == cuts[first] >> _KIND_BIT)
-    heads: dict[int, list[Range]] = defaultdict(list)  # of one kind, sent as the first wrong one is; by layer
+    heads: dict[int, list[Range]] = defaultdict(list)  # by layer, of one kind that is sent as the first wrong one is
     for start, end in zip(cuts[:-1][alike].tolist(), cuts[1:][alike].tolist(), strict=True):
         heads[start // _HEADS % (1 << 16)].append((start % _HEADS, (end - 1) % _HEADS + 1))
     found = next(iter(heads.values()))
@@ -139,15 +141,15 @@ def _held(cuts: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.i
 def pair_share(source: Layout, target: Layout) -> Pairing:
     """Pairs what `target` holds with the same of `source`, which may hold more layers and heads.
 
-    Raises LayoutMismatchError where the source lacks something of the target, holds it otherwise, or where it holds
-    another kind in one of the target's layers.
+    Raises LayoutMismatchError where the source lacks a part of the target, holds it in another form, or holds another
+    kind in one of the target's layers.
     """
     return pair(facing(source, target), target)
 
 
 def facing(source: Layout, target: Layout) -> Layout:
-    """The planes of `source` cut to the target's layers and, in each (kind, layer), to its heads; all of it where it
-    lacks one of these, so that the difference shows whole."""
+    """The planes of `source` cut to the target's layers and, in each (kind, layer), to its heads. Where it lacks one of
+    these, all of them, so that the error shows the whole difference."""
     layers: set[int] = set()
     heads: dict[tuple[str, int], Range] = {}
     for plane in target.planes:

@@ -21,11 +21,11 @@ from .component_variants import repeated
 Extents = NDArray[np.int64]
 """(n, 2) int64: start, count."""
 
-_FEW = 16  # extents: so many are put in their places one by one, more by one pass over all
+_FEW = 16  # extents that are inserted one by one; more are merged in one pass
 
 
 def slots_below(layout: Layout, byte_count: int) -> int:
-    """How many of a layout's first slots lie wholly below `byte_count`: whole pages of them."""
+    """The number of a layout's first slots, in whole pages, that lie wholly below `byte_count`."""
     base, page_stride, row_stride, row_bytes = layout.table[:, 3:7].T
     left = byte_count - base - (layout.page_size - 1) * row_stride - row_bytes  # behind each plane's first page
     pages = np.where(left < 0, 0, left // np.maximum(page_stride, 1) + 1).min()
@@ -35,7 +35,7 @@ def slots_below(layout: Layout, byte_count: int) -> int:
 class FreeExtents:
     """The free slots of one component, in runs that never touch; sizes are multiples of `granule`, a page.
 
-    Of `slots` the first `ready` may be had; the others are as good as taken until `grow`.
+    Only the first `ready` of `slots` may be allocated, until `grow`.
     """
 
     def __init__(self, slots: int, granule: int = 1, ready: int | None = None) -> None:
@@ -47,7 +47,7 @@ class FreeExtents:
         self.grow(slots if ready is None else ready)
 
     def grow(self, ready: int) -> None:
-        """The first `ready` slots may be had now; never fewer than before."""
+        """The first `ready` slots may be allocated now; never fewer than before."""
         assert self.ready <= ready <= self.slots
         assert ready % self.granule == 0
         before, self.ready = self.ready, ready
@@ -62,19 +62,19 @@ class FreeExtents:
 
     @property
     def fragmentation(self) -> float:
-        """1 - largest run / free slots: 0 when all that is free is one run."""
+        """1 - largest run / free slots: 0 if all free slots are one run."""
         return 1.0 - self.largest / self.free_slots if self.free_slots else 0.0
 
     def in_pages(self, count: int) -> int:
-        """So many slots, rounded up to whole pages."""
+        """`count` rounded up to whole pages."""
         return -(-count // self.granule) * self.granule
 
     def lacking(self, count: int) -> int:
-        """How many would have to come free before `count` could be allocated."""
+        """The number of slots that must become free before `count` could be allocated."""
         return max(0, self.in_pages(count) - self.free_slots)
 
     def allocate(self, count: int) -> Extents | None:
-        """`count` slots, rounded up to whole pages, in as few runs as best fit finds; None if so many are not free."""
+        """`count` slots, rounded up to whole pages, in as few runs as best fit finds; None if too few are free."""
         wanted = self.in_pages(count)
         if wanted > self.free_slots:
             return None
@@ -95,7 +95,7 @@ class FreeExtents:
         return np.array(taken, dtype=np.int64).reshape(-1, 2)
 
     def _forget(self, starts: list[int]) -> None:
-        """Takes runs out that are in `_by_size` no more."""
+        """Removes runs that have left `_by_size`."""
         for start in starts:
             del self._count_at[start]
         if len(starts) <= _FEW:
@@ -105,7 +105,7 @@ class FreeExtents:
             self._starts = [start for start in self._starts if start in self._count_at]
 
     def free(self, extents: Extents) -> None:
-        """Gives runs back; freeing what is free already is our bug."""
+        """Frees runs; to free a free slot is a bug of ours."""
         if len(extents) > _FEW:
             self._join_many(extents)
             return
@@ -115,7 +115,7 @@ class FreeExtents:
             self.free_slots += count
 
     def _join_many(self, extents: Extents) -> None:
-        """As `_join` for each, in one pass over what is free."""
+        """As `_join` for each run, in one pass."""
         low, high = extents[:, 0], extents[:, 0] + extents[:, 1]
         assert ((low >= 0) & (low < high) & (high <= self.slots)).all(), f"{extents} are none of {self.slots} slots"
         here = np.array(list(self._count_at.items()), dtype=np.int64).reshape(-1, 2)
@@ -161,37 +161,37 @@ class FreeExtents:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Rows of a prompt that rooms share and nobody writes: whole pages of every component that has any of them."""
+    """Rows of a prompt that rooms share and none writes: whole pages of every component that has any of them."""
 
     key: bytes
-    runs: tuple[tuple[tuple[int, int], ...], ...]  # (start, count), a component
-    claims: int = 1  # of holdings
+    runs: tuple[tuple[tuple[int, int], ...], ...]  # (start, count) of each component
+    claims: int = 1  # by holdings
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """What one room holds in the arena, one array of extents a component.
+    """The slots of one room, one array of extents a component.
 
-    It is free when the last claim on it has ended: the room's own, and one for each lease.
+    They are free when the last claim has ended: the room's own, and one for each lease.
     """
 
-    extents: tuple[Extents, ...]  # of all its rows in order, those in blocks included
+    extents: tuple[Extents, ...]  # of all its rows in order, including those in blocks
     claims: int = 1
-    bytes: int = field(default=0, kw_only=True)  # of its own
-    own: tuple[Extents, ...] = field(default=(), kw_only=True)  # in no block: free when it is
+    bytes: int = field(default=0, kw_only=True)  # of `own`
+    own: tuple[Extents, ...] = field(default=(), kw_only=True)  # in no block; freed with the holding
     blocks: Sequence[Block] = field(default=(), kw_only=True)  # from the prompt's first row on
-    prefix: int = field(default=0, kw_only=True)  # tokens that others had brought when it was leased
+    prefix: int = field(default=0, kw_only=True)  # tokens that the cache held when it was leased
 
 
-class Arena:
+class SlotAllocator:
     """The slots of every component of one decode node."""
 
     def __init__(
         self, components: Sequence[Component], bytes_ready: int | None = None, *, hbm_apart: bool = False
     ) -> None:
-        """With `hbm_apart` all slots of HBM components may be had from the start: they are in another memory."""
+        """With `hbm_apart` all slots of HBM components may be leased from the start: they are in another memory."""
         if name := repeated(components):
-            raise LocalProtocolError(f"components: {name!r} is there twice in one memory")
+            raise LocalProtocolError(f"components: {name!r} is registered twice in one memory")
         self.components = tuple(components)
         ready = None if bytes_ready is None else 0
         self.free = tuple(
@@ -203,7 +203,7 @@ class Arena:
         self.grow(bytes_ready or 0)
 
     def grow(self, bytes_ready: int) -> None:
-        """So many of its first bytes are backed with memory: what lies below may be leased."""
+        """The arena's first `bytes_ready` bytes are backed with memory: slots in them may be leased."""
         self.bytes_ready = max(self.bytes_ready, bytes_ready)
         for component, free in zip(self.components, self.free, strict=True):
             free.grow(max(free.ready, slots_below(component.layout, bytes_ready)))
@@ -213,7 +213,7 @@ class Arena:
         return all(free.in_pages(count) <= free.slots for free, count in zip(self.free, rows, strict=True))
 
     def allocate(self, rows: Sequence[int]) -> Holding | None:
-        """Extents for `rows[i]` rows of component i, with the room's own claim; None, with nothing taken, where one
+        """Leases extents for `rows[i]` rows of component i, with the room's own claim; None, with nothing taken, if a
         component lacks slots."""
         for free, count in zip(self.free, rows, strict=True):
             if free.lacking(count):
@@ -229,7 +229,7 @@ class Arena:
         return Holding(own, own=own, bytes=byte_count)
 
     def drop(self, holding: Holding) -> bool:
-        """Ends one claim; returns whether it was the last one, so that its own slots are free now."""
+        """Ends one claim; returns whether it was the last, so that the holding's own slots are free."""
         assert holding.claims > 0
         holding.claims -= 1
         if holding.claims:
@@ -239,19 +239,19 @@ class Arena:
         return True
 
     def lacking(self, rows: Sequence[int]) -> list[int]:
-        """How many slots of each component would have to come free before these rows could be leased."""
+        """The number of slots of each component that must become free before these rows could be leased."""
         return [free.lacking(count) for free, count in zip(self.free, rows, strict=True)]
 
 
 def slot_count(extents: Extents) -> int:
-    """How many slots they have."""
-    if len(extents) == 1:  # as of most rooms: numpy would take ten times as long
+    """The number of slots in the extents."""
+    if len(extents) == 1:  # the usual case, in which numpy takes ten times as long
         return extents.item(1)
     return int(extents[:, 1].sum())
 
 
 def end_of(extents: Extents) -> int:
-    """One past their highest slot; 0 of none."""
+    """One past their highest slot; 0 without extents."""
     if len(extents) == 1:
         return extents.item(0) + extents.item(1)
     return int(extents.sum(1).max(initial=0))
@@ -286,19 +286,22 @@ def cut(extents: Extents, *, first: int, count: int) -> Extents:
 
 
 class ExtentSet:
-    """Disjoint extents; says when new ones overlap."""
+    """Disjoint extents, which detect overlaps with new ones."""
 
     def __init__(self) -> None:
-        self._starts, self._ends = array("q"), array("q")  # both ascending: of disjoint extents, they take turns
+        self._starts, self._ends = (
+            array("q"),
+            array("q"),
+        )  # both ascending, and alternating
 
     def overlaps(self, extents: Extents) -> bool:
-        """Whether one of them overlaps another, or what is there."""
+        """Whether the extents overlap one another or the set."""
         if len(extents) == 1:
             return self.overlaps_run(extents.item(0), extents.item(1))
         return self._with(extents) is None
 
     def add(self, extents: Extents) -> bool:
-        """Adds all of them, or none where one overlaps; returns whether they were added."""
+        """Adds all of them, or none if one overlaps; returns whether they were added."""
         if len(extents) == 1:
             return self.add_run(extents.item(0), extents.item(1))
         edges = self._with(extents)
@@ -308,7 +311,7 @@ class ExtentSet:
         return True
 
     def add_run(self, start: int, count: int) -> bool:
-        """As `add` does for a single extent."""
+        """As `add`, for one extent."""
         place = self._gap(start, count)
         if place is None:
             return False
@@ -317,11 +320,11 @@ class ExtentSet:
         return True
 
     def overlaps_run(self, start: int, count: int) -> bool:
-        """As `overlaps` does for a single extent."""
+        """As `overlaps`, for one extent."""
         return self._gap(start, count) is None
 
     def remove(self, extents: Extents) -> None:
-        """Takes out extents that were added."""
+        """Removes extents that were added."""
         if len(extents) == 1:
             start, count = extents.item(0), extents.item(1)
             place = bisect_left(self._starts, start)
@@ -336,7 +339,7 @@ class ExtentSet:
         self._starts, self._ends = (array("q", np.delete(side, places).tobytes()) for side in before)
 
     def clash(self, extents: Extents) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of extents that overlap each other or what is there: two (start, count) that do, for people."""
+        """Two (start, count) that overlap, of these extents and the set; for error messages."""
         starts = np.concatenate([self._starts, extents[:, 0]])
         ends = np.concatenate([self._ends, extents[:, 0] + extents[:, 1]])
         order = np.argsort(starts, kind="stable")
@@ -348,15 +351,15 @@ class ExtentSet:
         return (low, int(ends[first]) - low), (high, int(ends[second]) - high)
 
     def _gap(self, start: int, count: int) -> int | None:
-        """Where an extent goes; None when it overlaps another."""
+        """The index at which an extent goes; None if it overlaps another."""
         place = bisect_right(self._ends, start)
         return None if place < len(self._starts) and self._starts[place] < start + count else place
 
     def _with(self, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-        """Starts and ends with the new ones among them; None when two overlap, so that a start comes out of turn."""
+        """All starts and ends, new ones included; None if two overlap, so that starts and ends do not alternate."""
         starts = np.concatenate([self._starts, extents[:, 0]])
         ends = np.concatenate([self._ends, extents[:, 0] + extents[:, 1]])
-        starts.sort(kind="stable")  # two ascending runs are merged in one pass
+        starts.sort(kind="stable")  # merges two ascending runs in one pass
         ends.sort(kind="stable")
         return None if (starts[1:] < ends[:-1]).any() else (starts, ends)
 

@@ -1,35 +1,37 @@
-"""Decode's leases: what each says until it is answered, and the proof that ends it. They outlive their rooms."""
+"""Decode's leases: the granted side of each Grant. A lease outlives its room and ends by a proof or a fence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ...limits import Limits
-from ...wire import Abort, Grant, Released
+from ...layout.layout import Component
+from ...limits import PART_EXTENTS_MAX, Limits
+from ...wire import Abort, Grant, Part, Released, pack_extents
 from ..effects import DecodeEffect, Send
-from ..lease import LEASE, Lease, LeaseEvent
-from ..prefix import PrefixCache
-from ..slot_allocator import Holding
-from ..states import step
-from .parts import parts_of
-from .prefill_peers import Links
-from .records import LeaseEntry, Room, Session, SessionState
+from ..prefix import PrefixCache, prefix_rows
+from ..slot_allocator import Extents, Holding, cut
+from ..states import LEASE, Lease, LeaseEvent, SessionState, step
+from ..timers import backoff_ms
+from .prefill_peers import PrefillPeers
+from .records import LeaseEntry, RoomRecord, SessionRecord
 
-TIME_LEFT_MS_MAX = 0xFFFF_FFFF  # that a Grant can say
+TIME_LEFT_MS_MAX = 0xFFFF_FFFF  # that a Grant can carry
 
 
 class Leases:
-    """Every unended lease of one decode node."""
+    """Every lease of one decode node that has not ended."""
 
-    def __init__(self, links: Links, cache: PrefixCache, limits: Limits, out: Callable[[DecodeEffect], None]) -> None:
-        self._links, self._cache, self._limits, self._out = links, cache, limits, out
+    def __init__(
+        self, peers: PrefillPeers, cache: PrefixCache, limits: Limits, out: Callable[[DecodeEffect], None]
+    ) -> None:
+        self._peers, self._cache, self._limits, self._out = peers, cache, limits, out
         self.quarantined_bytes = 0
-        self._quarantined: dict[Holding, int] = {}  # how many leases of each are in quarantine
+        self._quarantined: dict[Holding, int] = {}  # the number of quarantined leases of each
 
-    def grant(self, room: Room, session: Session, *, send_aux: bool, verify: bool, now: float) -> None:
-        """Leases the room's slots, once more, to one of its sessions; the lease's own claim on them begins."""
+    def grant(self, room: RoomRecord, session: SessionRecord, *, send_aux: bool, verify: bool, now: float) -> None:
+        """Leases the room's slots to one of its sessions; the lease adds its own claim on them."""
         assert room.holding is not None
         extents = session.extents_of(room.holding)
         parts = parts_of(session.components, extents, tokens=room.tokens, prefix=room.prefix)
@@ -45,56 +47,57 @@ class Leases:
         self.repeat(lease, now)
 
     def repeat(self, lease: LeaseEntry, now: float) -> None:
-        """Says what the lease's state has to say, and again until that is answered."""
+        """Sends what the lease's state requires, and repeats it until it is answered."""
         session, number = lease.session, lease.message.grant
         if lease.state is Lease.GRANTED:
             if lease.granted or not session.covers(lease.holding, self._cache.arena.bytes_ready):
-                return  # Answered, or `ready` will say it.
+                return  # Answered, or sent by `ready` once the slots are backed.
             left_ms = int(min(max(0.0, (lease.deadline - now) * 1e3), TIME_LEFT_MS_MAX))
             self._out(Send(session.peer, msgspec.structs.replace(lease.message, time_left_ms=left_ms)))
         else:
             assert lease.state is not Lease.ENDED
             if session.state is SessionState.FENCING:
-                return  # Its Reject repeats, and says as much.
+                return  # The session's repeated Reject covers it.
             if (now - lease.aborted) * 1e3 >= self._limits.silence_ms:
                 self._condemn(lease)
             self._out(Send(session.peer, Abort(session.id, number)))
-        lease.repeat_ms = self._links.repeat_ms(lease.repeat_ms)
-        self._links.timers.set(("lease", session.id, number), now + lease.repeat_ms / 1e3)
+        lease.repeat_ms = backoff_ms(lease.repeat_ms, self._limits.resend_ms, self._limits.resend_ms_max)
+        self._peers.timers.set(("lease", session.id, number), now + lease.repeat_ms / 1e3)
 
     def grown(self, now: float) -> None:
-        """This node has more of the arena ready."""
-        for session in self._links.sessions.values():
+        """More of the arena is ready on this node."""
+        for session in self._peers.sessions.values():
             if session.state is SessionState.UP:
                 self.ready(session, now)
 
-    def ready(self, session: Session, now: float) -> None:
-        """More of the arena is ready for this writer: grants whose slots were not are said now."""
+    def ready(self, session: SessionRecord, now: float) -> None:
+        """More of the arena is ready for this writer: sends the grants that waited for it."""
         for lease in list(session.leases.values()):
             if lease.state is Lease.GRANTED and not lease.repeat_ms:
                 self.repeat(lease, now)
 
     def abort(self, lease: LeaseEntry, now: float) -> None:
-        """The room needs it no more: Abort repeats until a proof. After silence_ms without one it is quarantined."""
+        """The room does not need the lease: Abort repeats until a proof. After silence_ms without one it is
+        quarantined."""
         if lease.state is Lease.GRANTED:
             lease.state = step(LEASE, lease.state, LeaseEvent.ABORT)
             lease.repeat_ms, lease.aborted = 0, now
             self.repeat(lease, now)
 
-    def proof(self, session: Session, number: int) -> None:
-        """An end of the grant has arrived: writing has ended. Answered whether or not it is news."""
+    def proof(self, session: SessionRecord, number: int) -> None:
+        """The writer reported an end of the grant: it has stopped writing. Every report is acknowledged."""
         self._out(Send(session.peer, Released(session.id, number)))
         lease = session.leases.get(number)
         if lease is not None:
             self._end(lease, LeaseEvent.PROOF)
 
-    def quarantine(self, session: Session) -> None:
-        """The session was condemned or fell silent: its leases wait for a proof or the fence."""
+    def quarantine(self, session: SessionRecord) -> None:
+        """The session was condemned or its peer is silent: its leases wait for a proof or the fence."""
         for lease in session.leases.values():
             self._condemn(lease)
 
-    def quiet(self, session: Session) -> None:
-        """The fence holds: no lease of this session is written any more."""
+    def quiet(self, session: SessionRecord) -> None:
+        """The fence is proven: no lease of this session is written any more."""
         for lease in list(session.leases.values()):
             self._end(lease, LeaseEvent.FENCE)
 
@@ -109,15 +112,45 @@ class Leases:
             self._count(lease, -1)
         lease.state = step(LEASE, lease.state, event)
         del session.leases[number]
-        self._links.timers.clear(("lease", session.id, number))
+        self._peers.timers.clear(("lease", session.id, number))
         self._cache.drop(lease.holding)
 
     def _count(self, lease: LeaseEntry, sign: int) -> None:
-        """Counted by what the room holds, growth included: so much cannot be leased again. In all, a room of several
-        ranks counts once; of each of these peers it counts whole."""
+        """Counts the room's whole holding, growth included: none of it can be leased again. A room of several ranks
+        counts once in the total, and once for each of its peers."""
         count = self._quarantined.pop(lease.holding, 0) + sign
         if count:
             self._quarantined[lease.holding] = count
-        if count == max(sign, 0):  # the first of it came, or the last one went
+        if count == max(sign, 0):  # its first lease came, or its last one went
             self.quarantined_bytes += sign * lease.holding.bytes
-        self._links.peers[lease.session.peer].quarantined_bytes += sign * lease.holding.bytes
+        self._peers.peers[lease.session.peer].quarantined_bytes += sign * lease.holding.bytes
+
+
+_GRANT_BYTES = 256  # upper bound of a Grant's frame without its parts
+
+
+_PART_BYTES = 32  # upper bound of a part without its extents
+
+
+def parts_of(
+    components: Sequence[Component], extents: Sequence[Extents], *, tokens: int, prefix: int
+) -> tuple[Part, ...]:
+    """One Part for each of a session's components that has rows to send, without growth. A component of which the room
+    has no slots gets no Part."""
+    parts: list[Part] = []
+    for index, (component, own) in enumerate(zip(components, extents, strict=True)):
+        first = prefix_rows(component, prefix)
+        rows = component.rows(tokens) - first
+        if rows > 0 and len(own):
+            parts.append(Part(index, first, rows, pack_extents(cut(own, first=first, count=rows))))
+    return tuple(parts)
+
+
+def fits_a_grant(extents: Sequence[Extents], frame_bytes_max: int) -> bool:
+    """Whether one Grant can name these extents: the protocol bounds those of a part, the peer the bytes of a frame."""
+    frame_bytes = _GRANT_BYTES
+    for each in extents:
+        if len(each) > PART_EXTENTS_MAX:
+            return False
+        frame_bytes += _PART_BYTES + 8 * len(each)
+    return frame_bytes <= frame_bytes_max

@@ -1,8 +1,8 @@
-"""Decode's peers and its sessions with them: who was dialled, who answers, which session may be granted on.
+"""Decode's peers and its sessions with them: which are dialled, which answer, which session may be granted on.
 
-A peer that was dialled is greeted until it answers, a session is minted, Register repeats until the arena is mapped
-there. A peer that falls silent keeps its session, quarantined; it comes back by answering, or by its fence.
-Whoever has no session is being greeted: a Hello is due, or on its way.
+A dialled peer is sent Hello until it answers with Welcome. Then a session is opened, and Register repeats until the
+arena is mapped there. A silent peer keeps its session, quarantined, until the peer is seen again or the session is
+fenced. A peer without a session is always being greeted: a Hello is due, or was sent.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ from ...layout.layout import Component
 from ...limits import TEXT_LENGTH_MAX, Limits
 from ...wire import VERSION, Goodbye, Hello, Identity, Ping, Pong, Reach, Register, Registered, Reject, Welcome
 from ..effects import DecodeEffect, Fence, Forget, HangUp, Offer, PeerRefused, Send
-from ..liveness import Lives
+from ..liveness import HELLO_WANTED, Liveness
 from ..sharing import share_of, wrong_fields
-from ..states import step
-from ..timers import Timers
-from .records import SESSION, Peer, Session, SessionEvent, SessionState, TimerKey
-
-GREETINGS_WANTED = frozenset({"hello_required", "hello_first"})  # a Reject that only wants to know who speaks
+from ..states import SESSION, SessionEvent, SessionState, step
+from ..timers import TimerKey, Timers, backoff_ms
+from .records import PeerRecord, SessionRecord
 
 _OPENING = (SessionState.OFFERING, SessionState.REGISTERING)
 
 
-class Links:
-    """Peers and sessions of one decode node. Effects go to `out`; `up`, `lost` and `quiet` tell the rooms' owner."""
+class PrefillPeers:
+    """Peers and sessions of one decode node. Effects go to `out`; the callbacks report to the owner of the rooms."""
 
     def __init__(
         self,
@@ -37,69 +35,70 @@ class Links:
         out: Callable[[DecodeEffect], None],
         *,
         enable_hisparse: bool,
-        up: Callable[[Peer], None],
-        lost: Callable[[Session, Cause, str, float], None],
-        unreachable: Callable[[Peer, Cause, str, float], None],
-        quiet: Callable[[Session], None],
+        up: Callable[[PeerRecord], None],
+        lost: Callable[[SessionRecord, Cause, str, float], None],
+        unreachable: Callable[[PeerRecord, Cause, str, float], None],
+        quiet: Callable[[SessionRecord], None],
     ) -> None:
         self.identity, self._components, self._limits, self._mint, self._out = identity, components, limits, mint, out
         self._enable_hisparse = enable_hisparse
         self._up, self._lost, self._unreachable, self._quiet = up, lost, unreachable, quiet
-        self.peers: dict[str, Peer] = {}
-        self.sessions: dict[int, Session] = {}  # condemned ones too, until they are proven quiet
+        self.peers: dict[str, PeerRecord] = {}
+        self.sessions: dict[int, SessionRecord] = {}  # condemned ones too, until they are proven quiet
         self.timers: Timers[TimerKey] = Timers()
 
-    def dial(self, name: str, now: float) -> Peer | None:
-        """The peer of that name, greeted from now on; None where no more can be known."""
+    def dial(self, name: str, now: float) -> PeerRecord | None:
+        """The peer of that name, greeted from now on; None where the limit of peers is reached."""
         peer = self.peers.get(name)
         if peer is None and len(self.peers) < self._limits.sessions_max:
-            peer = self.peers[name] = Peer(name, now, Lives(self._limits.silence_ms))
+            peer = self.peers[name] = PeerRecord(name, Liveness(self._limits, now))
             self._greet(peer, now)
             self.timers.set(("alive", name, 0), now + self._limits.ping_ms / 1e3)
         return peer
 
     def redial(self, name: str, now: float) -> None:
-        """As `dial`; one that has no session and fell silent is greeted at once, and may take as long as a new one."""
+        """As `dial`. A silent peer without a session is greeted at once and gets as much time as a new one."""
         peer = self.dial(name, now)
-        if peer is not None and peer.session is None and (now - peer.heard) * 1e3 >= self._limits.silence_ms:
-            peer.heard, peer.repeat_ms = now, 0
+        if peer is not None and peer.session is None and peer.liveness.silent(now):
+            peer.liveness.last_seen, peer.liveness.hello_ms = now, 0
             self.timers.clear(("hello", name, 0))
             self._greet(peer, now)
 
     def unfit(self, name: str, now: float, arena_bytes: int) -> tuple[Cause, str] | None:
-        """Why no room may be expected from this peer now, if so; it may keep a share of `arena_bytes` in quarantine."""
+        """Why no room may be expected from this peer now; None if one may. A peer may keep only a share of
+        `arena_bytes` in quarantine."""
         peer, limits = self.peers.get(name), self._limits
         if peer is None:
             return Cause.FULL, f"peers: {len(self.peers)} of sessions_max {limits.sessions_max}"
         if peer.refusal is not None:
             return peer.refusal
-        silent_ms = (now - peer.heard) * 1e3
-        if silent_ms >= limits.silence_ms:
-            return Cause.PEER_LOST, f"{name} has been silent for {silent_ms:.0f} ms"
+        if peer.liveness.silent(now):
+            return Cause.PEER_LOST, f"{name} has been silent for {peer.liveness.silent_ms(now):.0f} ms"
         if peer.quarantined_bytes > limits.quarantine_fraction_max * arena_bytes:
             return Cause.PEER_LOST, f"{name} keeps {peer.quarantined_bytes} bytes of the arena in quarantine"
         return None
 
-    def of(self, name: str, session_id: int) -> Session | None:
-        """The session, if it is this peer's; a session of somebody else's is a breach."""
+    def session_of(self, name: str, session_id: int) -> SessionRecord | None:
+        """The session, None if unknown. Raises RemoteProtocolError if it is another peer's."""
         session = self.sessions.get(session_id)
         if session is not None and session.peer != name:
             raise RemoteProtocolError("session", f"{session_id:#x} is not {name}'s")
         return session
 
-    def heard(self, session: Session, now: float) -> None:
-        """The peer spoke on this session. What an earlier process left on its way says nothing of the one there now."""
+    def mark_seen(self, session: SessionRecord, now: float) -> None:
+        """The peer sent a message on this session. A message on an earlier session proves nothing about the current
+        process."""
         peer = self.peers[session.peer]
         if peer.session is not session:
             return
-        peer.heard = now
+        peer.liveness.last_seen = now
         if session.state is SessionState.SILENT:
             session.state = step(SESSION, session.state, SessionEvent.HEAR)
             session.fence_ms = 0
             self._up(peer)
 
     def receive(self, name: str, message: Welcome | Reject | Pong | Goodbye, now: float) -> None:
-        """What a peer says of itself, or of a session."""
+        """Takes a message about the peer itself or about a session."""
         match message:
             case Welcome():
                 self.welcome(name, message, now)
@@ -111,11 +110,11 @@ class Links:
                 self.goodbye(name, message, now)
 
     def welcome(self, name: str, message: Welcome, now: float) -> None:
-        """Hello was answered: checks whom we found, and opens a session if there is none."""
+        """Answers Hello: checks the peer's identity, and opens a session if there is none."""
         peer = self.peers[name]
-        theirs, ours, known = message.identity, self.identity, peer.identity
-        if ("hello", name, 0) not in self.timers or peer.lives.late(theirs.incarnation, now):
-            return  # Nobody asked, or it is a late word of a process that is gone.
+        theirs, ours = message.identity, self.identity
+        if ("hello", name, 0) not in self.timers or peer.liveness.late(theirs.incarnation, now):
+            return  # Unsolicited, or a late message of a dead process.
         differences = [
             f"{field}: {name} has {there!r}, this node {here!r}"
             for field, there, here in (
@@ -131,32 +130,31 @@ class Links:
         if differences:
             self._refuse(peer, Cause.REFUSED, "; ".join(differences), now)
             return
-        if known is not None and known.incarnation != theirs.incarnation:
-            peer.lives.end(known.incarnation, now)
+        if peer.liveness.restarted(theirs.incarnation, now):
             if peer.session is not None:
                 self.condemn(peer.session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
         elif peer.session is not None and peer.session.state not in _OPENING:
-            # It had asked who we are, so it keeps no session with us.
+            # It asked for Hello, so it keeps no session with this node.
             self.condemn(peer.session, Cause.PEER_LOST, f"{name} had forgotten this node", now)
-        peer.heard, peer.refusal, peer.identity = now, None, theirs
+        peer.liveness.last_seen, peer.refusal, peer.identity = now, None, theirs
         if peer.session is None and not self._may_open(peer):
-            self._unreachable(peer, Cause.FULL, f"{name} has to wait until an ended session is fenced", now)
+            self._unreachable(peer, Cause.FULL, f"{name} must wait until an ended session is fenced", now)
             return
-        peer.repeat_ms, peer.welcomed = 0, now
+        peer.liveness.hello_ms, peer.welcomed = 0, now
         self.timers.clear(("hello", name, 0))
         if peer.session is not None:
-            self.heard(peer.session, now)
+            self.mark_seen(peer.session, now)
             return
         window = min(theirs.window, self._limits.window)
         share = share_of(self._components, theirs.holds, ours.ranks.tp_rank)
         own = [(component.name, component.memory) for component in self._components]
-        places = tuple(own.index((component.name, component.memory)) for component in share)
-        peer.session = Session(self._mint(), name, share, places, window, theirs.frame_bytes_max)
+        indices = tuple(own.index((component.name, component.memory)) for component in share)
+        peer.session = SessionRecord(self._mint(), name, share, indices, window, theirs.frame_bytes_max)
         self.sessions[peer.session.id] = peer.session
         self._out(Offer(name, peer.session.id))
 
     def offered(self, session_id: int, reach: Reach, now: float) -> None:
-        """The hand-over is prepared: registers."""
+        """The hand-over is prepared: registers the session."""
         session = self.sessions.get(session_id)
         if session is not None and session.state is SessionState.OFFERING:
             session.state = step(SESSION, session.state, SessionEvent.OFFER)
@@ -164,81 +162,81 @@ class Links:
             self._register(session, now)
 
     def unoffered(self, session_id: int, text: str, now: float) -> None:
-        """There is no hand-over, or no more: nobody writes through it, which the session's fence will find proven."""
+        """There is no hand-over, or no longer: nothing writes through it, which the session's fence will prove."""
         session = self.sessions.get(session_id)
         if session is None:
             return
         if session.state is SessionState.OFFERING:
             self._refuse(self.peers[session.peer], Cause.TRANSFER, text, now)
         elif session.state is SessionState.FENCING:
-            self._fence(session, now)  # it need not wait for its next look
+            self._fence(session, now)  # ahead of its next poll
         else:
             self.condemn(session, Cause.TRANSFER, text, now)
 
-    def registered(self, session: Session, message: Registered) -> None:
-        """The writer says how much of the arena it has ready."""
+    def registered(self, session: SessionRecord, message: Registered) -> None:
+        """The writer reported how much of the arena it has ready."""
         if session.reach is None:
             raise RemoteProtocolError("Registered.session", f"{session.id:#x} was not registered yet")
         if message.bytes_ready > session.reach.arena_bytes:
             text = f"{message.bytes_ready}, the arena has {session.reach.arena_bytes}"
             raise RemoteProtocolError("Registered.bytes_ready", text)
         if message.hbm_direct and not session.reach.hbm_handle:
-            raise RemoteProtocolError("Registered.hbm_direct", "true, Reach names no card's memory")
+            raise RemoteProtocolError("Registered.hbm_direct", "true, Reach names no HBM")
         if session.bytes_ready and message.hbm_direct != session.hbm_direct:
             raise RemoteProtocolError("Registered.hbm_direct", f"{message.hbm_direct}, it was {session.hbm_direct}")
         session.hbm_direct = message.hbm_direct
         session.bytes_ready = max(session.bytes_ready, message.bytes_ready)
         if session.whole:
-            self.timers.clear(("register", session.id, 0))  # until then it repeats, since Registered may be lost
+            self.timers.clear(("register", session.id, 0))  # until then Register repeats, since Registered may be lost
         if session.state is SessionState.REGISTERING and session.bytes_ready:
             session.state = step(SESSION, session.state, SessionEvent.REGISTER)
             self._up(self.peers[session.peer])
 
     def pong(self, name: str, incarnation: int, now: float) -> None:
-        """The peer lives; under another incarnation it is another process, which has to be greeted anew."""
+        """The peer is alive; another incarnation is another process, which has to be greeted again."""
         peer = self.peers[name]
-        if peer.identity is None or peer.lives.late(incarnation, now):
+        if peer.identity is None or peer.liveness.late(incarnation, now):
             return
-        if peer.identity.incarnation != incarnation:
+        if peer.liveness.incarnation != incarnation:
             if peer.session is not None:
                 self.condemn(peer.session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
         elif peer.session is not None:
-            self.heard(peer.session, now)
+            self.mark_seen(peer.session, now)
         else:
-            peer.heard = now
+            peer.liveness.last_seen = now
 
     def goodbye(self, name: str, message: Goodbye, now: float) -> None:
-        """The process leaves. Whoever comes in its place is greeted, without haste."""
+        """The process leaves; a successor is greeted at the slowest pace."""
         peer = self.peers[name]
-        if peer.identity is not None and peer.identity.incarnation == message.incarnation:
-            text = f"{name} says goodbye: {message.reason}"
+        if peer.liveness.incarnation == message.incarnation:
+            text = f"{name} said goodbye: {message.reason}"
             self._greet_later(peer, now)
             if peer.session is not None:
                 self.condemn(peer.session, Cause.PEER_LOST, text, now)
             self._unreachable(peer, Cause.PEER_LOST, text, now)
 
     def rejected(self, name: str, message: Reject, now: float) -> None:
-        """The peer refuses our Hello, or a session; or it does not know us."""
+        """The peer refuses a Hello or a session, or asks for a Hello."""
         peer = self.peers[name]
-        if message.session == 0 and message.reason in GREETINGS_WANTED:
-            # Soon after its Welcome this is a late answer to what was sent before: the session stands.
+        if message.session == 0 and message.reason in HELLO_WANTED:
+            # Soon after its Welcome this is a late answer to an earlier message: the session stands.
             if peer.session is None or (now - peer.welcomed) * 1e3 >= self._limits.resend_ms:
-                self.timers.clear(("hello", name, 0))  # at the slowest pace, maybe; but somebody is there
-                peer.repeat_ms = 0
+                self.timers.clear(("hello", name, 0))  # it may be due at the slowest pace, but the peer is there
+                peer.liveness.hello_ms = 0
                 self._greet(peer, now)
             return
         text = f"{name} refuses ({message.reason}): " + "; ".join(message.fields)
-        session = self.of(name, message.session)
+        session = self.session_of(name, message.session)
         refused = session is not None and session.state in _OPENING and message.reason != "unknown_session"
         if message.session == 0 or refused:
-            # What could not be mapped is no word on what we are: another prefill may be tried, and this one again.
+            # A failed mapping is no verdict on this node: other prefills may be tried, and this one again.
             cause = Cause.TRANSFER if message.reason == Cause.TRANSFER.value else Cause.REFUSED
             self._refuse(peer, cause, text, now)
         elif session is not None:
             self.condemn(session, Cause.PEER_LOST, text, now)
 
     def breach(self, name: str, session_id: int, text: str, now: float) -> None:
-        """The peer broke the protocol: it is told how, and the session that it was about ends, if it is its own."""
+        """The peer broke the protocol: ends its session if the message was about it, else sends Reject."""
         peer, session = self.peers[name], self.sessions.get(session_id)
         if session is not None and session is peer.session:
             self._greet_later(peer, now)
@@ -246,8 +244,8 @@ class Links:
         else:
             self._out(Send(name, Reject(session_id, Cause.BREACH.value, (text[:TEXT_LENGTH_MAX],))))
 
-    def condemn(self, session: Session, cause: Cause, detail: str, now: float) -> None:
-        """Nothing more is granted on this session, and every lease on it waits for a proof or the fence."""
+    def condemn(self, session: SessionRecord, cause: Cause, detail: str, now: float) -> None:
+        """Grants nothing more on this session; every lease of it waits for a proof or the fence."""
         if session.state is SessionState.FENCING:
             return
         session.state = step(SESSION, session.state, SessionEvent.CONDEMN)
@@ -258,7 +256,7 @@ class Links:
         self._detach(session, now)
 
     def fenced(self, session_id: int, now: float) -> None:
-        """The writer is proven quiet, for ever: its session is over."""
+        """The session's writer is proven quiet for ever: the session is over."""
         session = self.sessions.get(session_id)
         if session is None or session.state not in (SessionState.SILENT, SessionState.FENCING):
             return
@@ -271,7 +269,8 @@ class Links:
         self._detach(session, now)
 
     def tick(self, key: TimerKey, now: float) -> bool:
-        """Acts on a key of its own that is due: repeats what is unanswered, looks for silence. False: not its own."""
+        """Acts on a due key of its own: repeats messages, polls fences, detects silence. Returns False for other
+        keys."""
         match key:
             case ("hello", str(name), _):
                 self._hello(self.peers[name], now)
@@ -285,22 +284,18 @@ class Links:
                 return False
         return True
 
-    def repeat_ms(self, last_ms: int) -> int:
-        """The next interval of a repetition: doubled, within the limits."""
-        return min(max(2 * last_ms, self._limits.resend_ms), self._limits.resend_ms_max)
-
-    def _may_open(self, peer: Peer) -> bool:
+    def _may_open(self, peer: PeerRecord) -> bool:
         of_peer = sum(session.peer == peer.name for session in self.sessions.values())
         return len(self.sessions) < self._limits.sessions_max and of_peer < self._limits.peer_sessions_max
 
-    def _detach(self, session: Session, now: float) -> None:
+    def _detach(self, session: SessionRecord, now: float) -> None:
         peer = self.peers[session.peer]
         if peer.session is session:
             peer.session = None
             self._greet(peer, now)
 
-    def _greet(self, peer: Peer, now: float) -> None:
-        """Hello from now on, until Welcome; whatever provokes it, at most one in resend_ms."""
+    def _greet(self, peer: PeerRecord, now: float) -> None:
+        """Sends Hello until Welcome, at most one in resend_ms."""
         if ("hello", peer.name, 0) in self.timers:
             return
         when = peer.greeted + self._limits.resend_ms / 1e3
@@ -309,45 +304,45 @@ class Links:
         else:
             self.timers.set(("hello", peer.name, 0), when)
 
-    def _greet_later(self, peer: Peer, now: float) -> None:
-        """Hello at the slowest pace."""
-        peer.repeat_ms = self._limits.resend_ms_max
-        self.timers.set(("hello", peer.name, 0), now + peer.repeat_ms / 1e3)
+    def _greet_later(self, peer: PeerRecord, now: float) -> None:
+        """Sends Hello at the slowest pace."""
+        peer.liveness.hello_ms = self._limits.resend_ms_max
+        self.timers.set(("hello", peer.name, 0), now + peer.liveness.hello_ms / 1e3)
 
-    def _hello(self, peer: Peer, now: float) -> None:
-        peer.repeat_ms, peer.greeted = self.repeat_ms(peer.repeat_ms), now
-        self.timers.set(("hello", peer.name, 0), now + peer.repeat_ms / 1e3)
+    def _hello(self, peer: PeerRecord, now: float) -> None:
+        peer.greeted = now
+        self.timers.set(("hello", peer.name, 0), now + peer.liveness.next_hello_ms() / 1e3)
         self._out(Send(peer.name, Hello(VERSION, VERSION, self.identity)))
 
-    def _refuse(self, peer: Peer, cause: Cause, text: str, now: float) -> None:
-        """It may be replaced by one that fits, so it is asked again, without haste."""
+    def _refuse(self, peer: PeerRecord, cause: Cause, text: str, now: float) -> None:
+        """Fails the peer's rooms. A fitting process may replace it, so Hello repeats at the slowest pace."""
         self._greet_later(peer, now)
         if peer.session is not None:
             self.condemn(peer.session, cause, text, now)
-        peer.heard, peer.identity = now, None
+        peer.liveness.last_seen, peer.liveness.incarnation, peer.identity = now, None, None
         if peer.refusal != (cause, text):
             peer.refusal = cause, text
             self._out(PeerRefused(peer.name, text))
         self._unreachable(peer, cause, text, now)
 
-    def _register(self, session: Session, now: float) -> None:
+    def _register(self, session: SessionRecord, now: float) -> None:
         assert session.reach is not None
-        session.repeat_ms = self.repeat_ms(session.repeat_ms)
+        session.repeat_ms = backoff_ms(session.repeat_ms, self._limits.resend_ms, self._limits.resend_ms_max)
         self.timers.set(("register", session.id, 0), now + session.repeat_ms / 1e3)
         register = Register(session.id, session.components, session.reach, self._enable_hisparse)
         self._out(Send(session.peer, register))
 
-    def _alive(self, peer: Peer, now: float) -> None:
-        silent_ms = (now - peer.heard) * 1e3
+    def _alive(self, peer: PeerRecord, now: float) -> None:
+        silent_ms = peer.liveness.silent_ms(now)
         self.timers.set(("alive", peer.name, 0), now + self._limits.ping_ms / 1e3)
         if peer.identity is not None and silent_ms >= self._limits.ping_ms / 2:
             self._out(Send(peer.name, Ping(self.identity.incarnation)))
-        if silent_ms >= self._limits.silence_ms and peer.refusal is None:
+        if peer.liveness.silent(now) and peer.refusal is None:
             self._silence(peer, f"{peer.name} has been silent for {silent_ms:.0f} ms", now)
         if silent_ms >= self._limits.forget_ms and all(s.peer != peer.name for s in self.sessions.values()):
             self._forget(peer)
 
-    def _silence(self, peer: Peer, text: str, now: float) -> None:
+    def _silence(self, peer: PeerRecord, text: str, now: float) -> None:
         session = peer.session
         if session is not None and session.state is SessionState.UP:
             session.state = step(SESSION, session.state, SessionEvent.SILENCE)
@@ -357,16 +352,16 @@ class Links:
             self.condemn(session, Cause.PEER_LOST, text, now)
         self._unreachable(peer, Cause.PEER_LOST, text, now)
 
-    def _forget(self, peer: Peer) -> None:
+    def _forget(self, peer: PeerRecord) -> None:
         del self.peers[peer.name]
         self.timers.clear(("hello", peer.name, 0))
         self.timers.clear(("alive", peer.name, 0))
         self._out(HangUp(peer.name))
 
-    def _fence(self, session: Session, now: float) -> None:
+    def _fence(self, session: SessionRecord, now: float) -> None:
         if session.state not in (SessionState.SILENT, SessionState.FENCING):
             return
-        session.fence_ms = min(max(2 * session.fence_ms, self._limits.fence_poll_ms), self._limits.fence_poll_ms_max)
+        session.fence_ms = backoff_ms(session.fence_ms, self._limits.fence_poll_ms, self._limits.fence_poll_ms_max)
         self.timers.set(("fence", session.id, 0), now + session.fence_ms / 1e3)
         if session.state is SessionState.FENCING:
             cause, detail = session.verdict

@@ -1,19 +1,45 @@
-"""Rooms that wait for a place in the window of each of their sources, oldest first."""
+"""Rooms that wait for a slot in the window of each of their sources, oldest first; and the check of their sources."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from ...errors import Cause
-from .coverage import Coverage
-from .records import Room, Session
+from ...layout.layout import Component
+from ..sharing import uncovered
+from .records import RoomRecord, SessionRecord
 
 
-class Places:
-    """Who waits at which source. Admission, and with it the queue for slots, comes after."""
+class Coverage:
+    """Whether the sources of a room send every plane of it exactly once.
+
+    The answers for the latest `kept_max` sets of sessions of one decode rank are kept.
+    """
+
+    def __init__(self, components: Sequence[Component], kept_max: int) -> None:
+        self._components, self._kept_max = components, kept_max
+        self._known: dict[tuple[int, ...], str] = {}  # by session ids, which are never used again
+
+    def gap(self, sessions: Iterable[SessionRecord]) -> str:
+        """Empty if the sessions cover the room, else a line that names what is missing."""
+        sessions = tuple(sessions)
+        key = tuple([session.id for session in sessions])
+        text = self._known.get(key)
+        if text is None:
+            text = uncovered(self._components, {session.peer: session.components for session in sessions})
+            if len(self._known) >= self._kept_max:
+                del self._known[next(iter(self._known))]
+            self._known[key] = text
+        return text
+
+
+class WindowSlots:
+    """The rooms that wait at each source. They enter the queue for slots of the arena afterwards."""
 
     def __init__(self, coverage: Coverage) -> None:
         self._coverage = coverage
-        self._waiting: dict[str, dict[int, Room]] = {}  # by source; none is empty
-        self._gaps: dict[int, tuple[Room, str]] = {}  # rooms that their sources do not cover
+        self._waiting: dict[str, dict[int, RoomRecord]] = {}  # by source; none is empty
+        self._gaps: dict[int, tuple[RoomRecord, str]] = {}  # rooms that their sources do not cover
 
     def __bool__(self) -> bool:
         return bool(self._waiting or self._gaps)
@@ -21,17 +47,17 @@ class Places:
     def __contains__(self, source: str) -> bool:
         return source in self._waiting
 
-    def at(self, source: str) -> list[Room]:
-        """The rooms that wait for a place at this source."""
+    def waiting_at(self, source: str) -> list[RoomRecord]:
+        """The rooms that wait for a window slot at this source."""
         return list(self._waiting.get(source, {}).values())
 
-    def wait(self, room: Room) -> None:
-        """Waits for a place at each of its sources."""
+    def wait(self, room: RoomRecord) -> None:
+        """Adds a room, which waits at each of its sources."""
         for source in room.sources:
             self._waiting.setdefault(source, {})[room.id] = room
 
-    def leave(self, room: Room) -> None:
-        """Waits no more, and leaves the places that it has got to others."""
+    def leave(self, room: RoomRecord) -> None:
+        """Removes a room and gives its window slots back."""
         for source in room.sources:
             if (waiting := self._waiting.get(source)) is not None:
                 waiting.pop(room.id, None)
@@ -40,20 +66,20 @@ class Places:
         self._gaps.pop(room.id, None)
         room.unreserve()
 
-    def give(self, session: Session) -> list[Room]:
-        """Gives away what is free of this session's window; returns the rooms that have all their places now.
+    def assign(self, session: SessionRecord) -> list[RoomRecord]:
+        """Assigns the free slots of this session's window; returns the rooms that have all their slots now.
 
-        A room of several ranks keeps each place that it has got: since all ranks serve the oldest first, it gets the
-        others, too.
+        A room of several ranks keeps each slot that it got. Every rank serves the oldest room first, so the room gets
+        the others, too.
         """
-        source, complete = session.peer, list[Room]()
+        source, complete = session.peer, list[RoomRecord]()
         waiting = self._waiting.get(source)
-        while waiting and session.has_place:
+        while waiting and session.has_window_slot:
             room = waiting.pop(next(iter(waiting)))
             session.reserved += 1
-            room.places[source] = session
-            if len(room.places) == len(room.sources):
-                gap = self._coverage.gap(room.places[each] for each in room.sources)
+            room.reserved[source] = session
+            if len(room.reserved) == len(room.sources):
+                gap = self._coverage.gap(room.reserved[each] for each in room.sources)
                 if gap:
                     self._gaps[room.id] = room, gap
                 else:
@@ -62,8 +88,9 @@ class Places:
             del self._waiting[source]
         return complete
 
-    def refused(self) -> tuple[Room, Cause, str] | None:
-        """A room that has all its places and whose sources do not cover it: it fails before anything is leased."""
+    def refused(self) -> tuple[RoomRecord, Cause, str] | None:
+        """A room that has all its window slots and whose sources do not cover it; it fails before anything is
+        leased."""
         if not self._gaps:
             return None
         _, (room, gap) = self._gaps.popitem()

@@ -1,4 +1,4 @@
-"""What prefill's engine offers: a room's cells, each checked once, where the engine can still be told."""
+"""The cells that prefill's engine offers for a room: each is checked at once, and split into writes for each grant."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ from numpy.typing import NDArray
 from ...errors import Cause, LocalProtocolError
 from ...layout.geometry import bounds_of
 from ...layout.layout import Component
-from ..ready_gate import Gate
-from ..room import PrefillRoom
+from ..effects import Write
+from ..ready_gate import ReadyGate
 from ..slot_allocator import ExtentSet
-from .writer_grants import DutyEntry
+from ..states import PrefillRoom
+from .writer_grants import WriterGrant, WriterSession
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Rows [first_row, first_row + len(source_slots)) of layers [first, end) of one component, which may be read once
-    `after` is open."""
+    """Rows [first_row, first_row + len(source_slots)) of layers [first, end) of one component; read once `after` is
+    open."""
 
     component: str
     first_row: int
     layers: tuple[int, int]
     source_slots: NDArray[np.int64]
-    after: Gate | None = None
+    after: ReadyGate | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Room:
+class OpenRoom:
     """One request on the prefill side."""
 
     id: int
     tokens: int
-    grants: int  # how many decode ranks will grant
-    peers: frozenset[str] | None  # who they are; None: whoever knows the label
+    grant_count: int  # decode ranks that will grant
+    peers: frozenset[str] | None  # that may grant; None: all that know the label
     deadline: float
     state: PrefillRoom = PrefillRoom.OPEN
     cells: list[Cell] = field(default_factory=list[Cell])
-    duties: list[DutyEntry] = field(default_factory=list[DutyEntry])
+    grants: list[WriterGrant] = field(default_factory=list[WriterGrant])
     aux: bytes = b""
     cause: Cause = Cause.REFUSED
     detail: str = ""
     _offered: dict[tuple[str, int, int], ExtentSet] = field(default_factory=dict[tuple[str, int, int], ExtentSet])
 
     def offer(self, cell: Cell, components: Mapping[str, Component]) -> None:
-        """Keeps a cell. LocalProtocolError where it lies outside the room or the pool, or was offered already."""
+        """Adds a cell. Raises LocalProtocolError if it lies outside the room or the pool, or overlaps an earlier
+        one."""
         component = components.get(cell.component)
         if component is None:
             raise LocalProtocolError(f"component: {cell.component!r} is none of {sorted(components)}")
@@ -69,3 +71,42 @@ class Room:
             offered = self._offered[key] = ExtentSet()
         offered.add_run(cell.first_row, end_row - cell.first_row)
         self.cells.append(cell)
+
+
+def started(grant: WriterGrant, cell: Cell) -> list[Write]:
+    """Starts one write for each part of an active grant that this cell overlaps."""
+    session, orders = grant.session, list[Write]()
+    assert grant.room is not None
+    for share in grant.shares:
+        component = session.components[share.component]
+        if component.name != cell.component:
+            continue
+        low = max(share.first_row, cell.first_row)
+        high = min(share.first_row + share.rows, cell.first_row + len(cell.source_slots))
+        layers = component.layout.layer_range
+        first, end = max(layers[0], cell.layers[0]), min(layers[1], cell.layers[1])
+        slot_bytes = component.layout.row_bytes
+        if (first, end) != layers:
+            slot_bytes = component.layout.row_bytes_of(first, end)
+        if low >= high or not slot_bytes:
+            continue
+        write = session.next_write
+        session.next_write += 1
+        session.writes[write] = grant, (high - low) * slot_bytes
+        grant.in_flight += 1
+        order = Write(
+            session=session.id, grant=grant.number, room=grant.room, write=write,
+            component=share.component, layers=(first, end), first_row=low, verify=grant.verify, after=cell.after,
+            urgent=high == share.first_row + share.rows and layers[1] - end <= end - first,
+            source_slots=cell.source_slots[low - cell.first_row : high - cell.first_row],
+            target_slots=share.target_slots[low - share.first_row : high - share.first_row],
+        )  # fmt: skip
+        orders.append(order)
+    return orders
+
+
+def ended(session: WriterSession, write: int) -> tuple[WriterGrant, int]:
+    """Ends a write; returns its grant and its bytes."""
+    grant, byte_count = session.writes.pop(write)
+    grant.in_flight -= 1
+    return grant, byte_count

@@ -1,6 +1,6 @@
-"""Prefill's peers and its sessions with them: who has said Hello, whose arena may be written, what of it is mapped.
+"""Prefill's peers and its sessions with them: who sent Hello, and how much of each arena is mapped.
 
-A session that is closed takes no message any more. It is over when its last write is, and its mapping goes then.
+A closed session takes no more messages. It is over when its last write has ended, and its mapping is released then.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from ...errors import Cause, LayoutMismatchError, RemoteProtocolError
 from ...layout.layout import Component
-from ...limits import FIELDS_MAX, LIVES_MAX, TEXT_LENGTH_MAX, Limits
+from ...limits import EARLIER_INCARNATIONS_MAX, FIELDS_MAX, TEXT_LENGTH_MAX, Limits
 from ...wire import (
     VERSION,
     Abort,
@@ -33,30 +32,31 @@ from ...wire import (
 )
 from ..component_variants import repeated
 from ..effects import Map, PrefillEffect, Send, Unmap
-from ..liveness import Lives
+from ..liveness import Liveness
 from ..sharing import pair_share
-from ..states import step
-from ..timers import Timers
-from .writer_grants import WRITER, WriterEvent, WriterSession, WriterState
-
-TimerKey: TypeAlias = tuple[str, str | int, int]
-"""What is due: alive of a peer, grant (that waits) and end of a session's grant, room."""
+from ..states import WRITER, WriterEvent, WriterState, step
+from ..timers import TimerKey, Timers
+from .writer_grants import WriterSession
 
 
 @dataclass(slots=True, eq=False)
 class DecodePeer:
-    """One decode node that has said Hello."""
+    """One decode node that sent Hello."""
 
     name: str
-    incarnation: int
     window: int
-    heard: float
-    lives: Lives
-    ended: deque[int] = field(default_factory=lambda: deque[int](maxlen=LIVES_MAX))  # the latest sessions of it
+    liveness: Liveness
+    ended: deque[int] = field(default_factory=lambda: deque[int](maxlen=EARLIER_INCARNATIONS_MAX))  # latest sessions
+
+    @property
+    def incarnation(self) -> int:
+        """Of the process that sent the latest Hello."""
+        assert self.liveness.incarnation is not None
+        return self.liveness.incarnation
 
 
-class Writers:
-    """Peers and sessions of one prefill rank. Effects go to `out`; `told` and `closed` tell the rooms' owner."""
+class DecodePeers:
+    """Peers and sessions of one prefill rank. Effects go to `out`; the callbacks report to the owner of the rooms."""
 
     def __init__(
         self,
@@ -66,16 +66,16 @@ class Writers:
         timers: Timers[TimerKey],
         out: Callable[[PrefillEffect], None],
         *,
-        told: Callable[[WriterSession, Grant | Abort | Released, float], None],
+        on_grant_message: Callable[[WriterSession, Grant | Abort | Released, float], None],
         closed: Callable[[WriterSession, Cause, str, float], None],
     ) -> None:
         self.identity, self._components, self._limits = identity, components, limits
-        self._timers, self._out, self._told, self._closed = timers, out, told, closed
+        self._timers, self._out, self._on_grant_message, self._closed = timers, out, on_grant_message, closed
         self.peers: dict[str, DecodePeer] = {}
         self.sessions: dict[int, WriterSession] = {}  # closed ones too, until they are over
 
     def receive(self, name: str, message: Message, now: float) -> None:
-        """One message of a decode node; RemoteProtocolError where it is a breach."""
+        """Takes one message of a decode node. Raises RemoteProtocolError for a breach."""
         if isinstance(message, Hello):
             self._hello(name, message, now)
             return
@@ -84,7 +84,7 @@ class Writers:
             if not isinstance(message, Reject | Goodbye):
                 self._out(Send(name, Reject(0, "hello_required", ())))
             return
-        peer.heard = now
+        peer.liveness.last_seen = now
         match message:
             case Ping():
                 self._out(Send(name, Pong(self.identity.incarnation)))
@@ -92,21 +92,21 @@ class Writers:
                 self._register(peer, message, now)
             case Goodbye():
                 if message.incarnation == peer.incarnation:
-                    self._depart(peer, Cause.PEER_LOST, f"{name} says goodbye: {message.reason}", now)
+                    self._depart(peer, Cause.PEER_LOST, f"{name} said goodbye: {message.reason}", now)
             case Grant() | Abort() | Released() | Reject():
                 session = self._of(name, message.session)
                 if isinstance(message, Reject):
                     if session is not None:
                         self.close(session, Cause.PEER_LOST, f"{name} ended the session: {message.reason}", now)
                 elif session is not None:
-                    self._hear(session, message, now)
+                    self._on_message(session, message, now)
                 else:
                     self._out(Send(name, Reject(message.session, "unknown_session", ())))
             case _:
-                raise RemoteProtocolError("kind", f"{type(message).__name__} is nothing that decode sends to a prefill")
+                raise RemoteProtocolError("kind", f"{type(message).__name__} is no message from decode to prefill")
 
     def breach(self, name: str, session_id: int, text: str, now: float) -> None:
-        """The peer broke the protocol: it is told how, and the session that it was about ends, if it is its own."""
+        """The peer broke the protocol: ends its session if the message was about it, else sends Reject."""
         session = self.sessions.get(session_id)
         if session is not None and session.peer == name and session.open:
             self.expel(session, Cause.BREACH, text, now)
@@ -114,7 +114,7 @@ class Writers:
             self._reject(name, session_id, Cause.BREACH, text)
 
     def mapped(self, session_id: int, bytes_ready: int, *, hbm_direct: bool = False) -> None:
-        """Map was answered, or more has become ready since: so many of the arena's first bytes."""
+        """Answers Map, or reports more later: the arena's first `bytes_ready` bytes are ready."""
         session = self.sessions.get(session_id)
         if session is None:
             self._out(Unmap(session_id))
@@ -126,7 +126,7 @@ class Writers:
             self._out(Send(session.peer, Registered(session_id, bytes_ready, hbm_direct)))
 
     def unmappable(self, session_id: int, text: str, now: float) -> None:
-        """Map was answered: it cannot be done."""
+        """Answers Map with a failure."""
         session = self.sessions.get(session_id)
         if session is not None and session.open:
             self.expel(session, Cause.TRANSFER, text, now)
@@ -134,12 +134,12 @@ class Writers:
             self._end(session)
 
     def expel(self, session: WriterSession, cause: Cause, text: str, now: float) -> None:
-        """Ends a session of our own accord, and says so: its decode node need not wait for anything on it."""
+        """Ends a session on this side's initiative and sends Reject: decode need not wait for anything on it."""
         self._reject(session.peer, session.id, cause, text)
         self.close(session, cause, text, now)
 
     def close(self, session: WriterSession, cause: Cause, detail: str, now: float) -> None:
-        """Takes no more of this session, which must be open; its grants end."""
+        """Closes an open session; its grants end."""
         session.state = step(WRITER, session.state, WriterEvent.CLOSE)
         peer = self.peers.get(session.peer)
         if peer is not None:
@@ -148,30 +148,28 @@ class Writers:
         self.settle(session)
 
     def settle(self, session: WriterSession) -> None:
-        """Lets the mapping of a closed session go, unless a write is in flight."""
+        """Releases the mapping of a closed session, unless a write is in flight."""
         if session.state is WriterState.CLOSING and not session.writes:
             self._end(session)
 
     def tick(self, key: TimerKey, now: float) -> bool:
-        """Acts on a key of its own that is due, silence; False for others' keys."""
+        """Acts on a due key of its own: detects silence. Returns False for other keys."""
         match key:
             case ("alive", str(name), _):
                 peer = self.peers[name]
-                # One sum for both: (now - heard) rounds otherwise, and what is not yet silent is due for ever.
-                silent_at = peer.heard + self._limits.session_silence_ms / 1e3
-                if now >= silent_at:
-                    text = f"{name} has been silent for {(now - peer.heard) * 1e3:.0f} ms"
+                if peer.liveness.silent(now):
+                    text = f"{name} has been silent for {peer.liveness.silent_ms(now):.0f} ms"
                     self._depart(peer, Cause.PEER_LOST, text, now)
                 else:
-                    self._look_at(name, silent_at, now)
+                    self._watch(peer, now)
             case _:
                 return False
         return True
 
-    def _look_at(self, name: str, silent_at: float, now: float) -> None:
-        """Soon again, though it cannot be silent before `silent_at`: time in which nobody ran is told from silence only
-        by a timer that should have fired meanwhile."""
-        self._timers.set(("alive", name, 0), min(silent_at, now + self._limits.ping_ms / 1e3))
+    def _watch(self, peer: DecodePeer, now: float) -> None:
+        """Checks the peer soon, though it cannot be silent before `silent_at`: only a timer that fires late tells time
+        in which this process did not run from silence."""
+        self._timers.set(("alive", peer.name, 0), min(peer.liveness.silent_at, now + self._limits.ping_ms / 1e3))
 
     def _of(self, name: str, session_id: int) -> WriterSession | None:
         session = self.sessions.get(session_id)
@@ -184,13 +182,12 @@ class Writers:
 
     def _hello(self, name: str, message: Hello, now: float) -> None:
         theirs, ours, peer = message.identity, self.identity, self.peers.get(name)
-        if peer is not None and peer.incarnation != theirs.incarnation:
-            if peer.lives.late(theirs.incarnation, now):
+        if peer is not None:
+            if peer.liveness.late(theirs.incarnation, now):
                 return
-            peer.lives.end(peer.incarnation, now)
-            peer.incarnation = theirs.incarnation
-            for session in self._open_of(name):
-                self.close(session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
+            if peer.liveness.restarted(theirs.incarnation, now):
+                for session in self._open_of(name):
+                    self.close(session, Cause.PEER_RESTARTED, f"{name} is a new process", now)
         version = negotiate(ours=(VERSION, VERSION), theirs=(message.version_min, message.version_max))
         differences = [
             f"{field}: {theirs.node} has {there!r}, {ours.node} {here!r}"
@@ -208,10 +205,11 @@ class Writers:
             if len(self.peers) >= self._limits.sessions_max:
                 self._reject(name, 0, Cause.FULL, f"peers: {len(self.peers)} of {self._limits.sessions_max}")
                 return
-            lives = Lives(self._limits.silence_ms)
-            peer = self.peers[name] = DecodePeer(name, theirs.incarnation, theirs.window, now, lives)
-            self._look_at(name, now + self._limits.session_silence_ms / 1e3, now)
-        peer.heard, peer.window = now, min(theirs.window, self._limits.window)
+            silence_ms = self._limits.session_silence_ms
+            liveness = Liveness(self._limits, now, theirs.incarnation, silence_ms=silence_ms)
+            peer = self.peers[name] = DecodePeer(name, theirs.window, liveness)
+            self._watch(peer, now)
+        peer.liveness.last_seen, peer.window = now, min(theirs.window, self._limits.window)
         self._out(Send(name, Welcome(version, ours)))
 
     def _register(self, peer: DecodePeer, message: Register, now: float) -> None:
@@ -219,7 +217,7 @@ class Writers:
         if message.session == 0 or (known is not None and known.peer != peer.name):
             raise RemoteProtocolError("Register.session", f"{message.session:#x} is no session of {peer.name}'s")
         if message.session in peer.ended or (known is not None and not known.open):
-            self._out(Send(peer.name, Reject(message.session, "unknown_session", ())))  # It comes late.
+            self._out(Send(peer.name, Reject(message.session, "unknown_session", ())))  # The message is late.
         elif known is not None:
             _check_same(known, message)
             if known.state is WriterState.UP:
@@ -242,36 +240,39 @@ class Writers:
         self.sessions[session.id] = session
         if session.components:
             self._out(Map(session.id, message.reach, message.components))
-        else:  # It maps nothing, so nothing tells a dead process's late one apart: that may cost rooms, no bytes.
+        else:  # Nothing is mapped: a late Register of a dead process goes undetected.
             self._supersede(session, now)
             self.mapped(session.id, message.reach.arena_bytes)
 
     def _full(self, name: str) -> str:
-        """Why this peer can have no other session now, if so."""
+        """Why this peer may have no further session now; empty if it may."""
         of_peer = sum(session.peer == name for session in self.sessions.values())
         for limit, count in (("peer_sessions_max", of_peer), ("sessions_max", len(self.sessions))):
             if count >= (most := getattr(self._limits, limit)):
                 return f"sessions: {count} not over, {limit} is {most}"
         return ""
 
-    def _hear(self, session: WriterSession, message: Grant | Abort | Released, now: float) -> None:
-        if not session.spoken_on:
-            session.spoken_on = True
+    def _on_message(self, session: WriterSession, message: Grant | Abort | Released, now: float) -> None:
+        if not session.in_use:
+            session.in_use = True
             self._supersede(session, now)
-        self._told(session, message, now)
+        self._on_grant_message(session, message, now)
 
     def _supersede(self, session: WriterSession, now: float) -> None:
-        """Its owner has another session no more. Register alone does not say so: it may come late from a process that
-        is dead, whose arena nobody can map, and whose next one has a session already."""
+        """Closes earlier sessions of the same peer, which it does not use any more.
+
+        Register alone is no proof: it may come late from a dead process whose arena cannot be mapped, after its
+        successor's session.
+        """
         for other in self._open_of(session.peer):
             if other is session:
                 break
             self.close(other, Cause.PEER_RESTARTED, f"{session.peer} opened another session", now)
 
     def _differences(self, message: Register) -> list[str]:
-        """What is registered and is not what this prefill holds, a line for each field, with both values.
+        """Compares Register with what this prefill holds; returns a line with both values for each field that differs.
 
-        RemoteProtocolError where it is wrong whatever this prefill holds.
+        Raises RemoteProtocolError where it is wrong whatever this prefill holds.
         """
         if name := repeated(message.components):
             raise RemoteProtocolError("Register.components", f"{name!r} twice in one memory")
@@ -316,7 +317,7 @@ class Writers:
 
 
 def _check_hbm(component: Component, reach: Reach) -> None:
-    """ValueError where rows of an HBM component would leave the memory that `reach` names."""
+    """Raises ValueError where rows of an HBM component leave the memory that `reach` names."""
     first = int(component.layout.table[:, 3].min())
     if first < reach.hbm_base:
         raise ValueError(f"Register.reach.hbm_base: a plane begins at byte {first}, HBM at {reach.hbm_base}")
@@ -324,7 +325,7 @@ def _check_hbm(component: Component, reach: Reach) -> None:
 
 
 def _check_same(session: WriterSession, message: Register) -> None:
-    """RemoteProtocolError where a Register of the same session says something else than the first one did."""
+    """Raises RemoteProtocolError where a repeated Register of a session differs from the first."""
     for name in ("transport", "host", "address", "base", "arena_bytes", "hbm_base", "hbm_bytes"):
         was, now = getattr(session.reach, name), getattr(message.reach, name)
         if was != now:

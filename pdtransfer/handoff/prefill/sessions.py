@@ -1,6 +1,6 @@
-"""Prefill's rooms: open, push cells, finish; grants find their room, cells find their grants, bytes are written once.
+"""Prefill's rooms: open, push cells, finish. Grants meet rooms, cells meet grants, and each byte is written once.
 
-The engine may reuse a room's pages when Drained says so: the room has ended and no write of it is in flight.
+The engine may reuse a room's pages after RoomDrained: the room has ended and no write of it is in flight.
 """
 
 from __future__ import annotations
@@ -11,47 +11,51 @@ from ...errors import Cause, LocalProtocolError, RemoteProtocolError
 from ...layout.layout import Component
 from ...limits import AUX_BYTES_MAX, TEXT_LENGTH_MAX, Limits
 from ...wire import Abort, Grant, Granted, Identity, Message, Released
-from ..effects import Drained, FenceWriter, Landed, Leased, Outcome, PrefillEffect, RoomFailed, Send
-from ..lease import DUTY_ENDS, Duty, DutyEvent
-from ..room import PREFILL_ROOM, PrefillRoom, PrefillRoomEvent
-from ..states import step
-from ..timers import Timers
-from .cells import Cell, Room
-from .decode_peers import DecodePeer, TimerKey, Writers
-from .grants import Grants
-from .writer_grants import DutyEntry, WriterSession
-from .writes import ended, started
+from ..effects import FenceWriter, Outcome, PrefillEffect, RoomDrained, RoomFailed, RoomLanded, RoomLeased, Send
+from ..states import (
+    PREFILL_ROOM,
+    WRITER_GRANT_ENDS,
+    PrefillRoom,
+    PrefillRoomEvent,
+    WriterGrantEvent,
+    WriterGrantState,
+    step,
+)
+from ..timers import TimerKey, Timers
+from .cells import Cell, OpenRoom, ended, started
+from .decode_peers import DecodePeer, DecodePeers
+from .writer_grants import GrantEnds, WriterGrant, WriterSession
 
 
 class PrefillSessions:
-    """One prefill rank: who may be written to, which rooms are open, what is in flight."""
+    """One prefill rank: its peers, its open rooms, and the writes in flight."""
 
     def __init__(self, identity: Identity, components: Sequence[Component], limits: Limits) -> None:
         self.identity, self._limits = identity, limits
         self._components = {component.name: component for component in components}
-        self.rooms: dict[int, Room] = {}  # unended, or ended with writes in flight
-        self._waiting: dict[int, dict[DutyEntry, None]] = {}  # by room, which is not open yet
-        self._ended: dict[int, tuple[Cause, str]] = {}  # the latest labels that a late Grant must not wait for
+        self.rooms: dict[int, OpenRoom] = {}  # not ended, or ended with writes in flight
+        self._waiting: dict[int, dict[WriterGrant, None]] = {}  # grants by room, which is not open yet
+        self._ended: dict[int, tuple[Cause, str]] = {}  # of the latest rooms, whose late grants must not wait
         self.draining = False
         self._timers: Timers[TimerKey] = Timers()
         self._out: list[PrefillEffect] = []
-        self.writers = Writers(
+        self.decode_peers = DecodePeers(
             identity, self._components, limits, self._timers, self._out.append,
-            told=self._told, closed=self._session_closed,
+            on_grant_message=self._on_grant_message, closed=self._session_closed,
         )  # fmt: skip
-        self._grants = Grants(limits, self._timers, self._out.append)
+        self._grant_ends = GrantEnds(limits, self._timers, self._out.append)
 
     @property
     def peers(self) -> dict[str, DecodePeer]:
-        """Decode nodes that have said Hello, by name."""
-        return self.writers.peers
+        """Decode nodes that sent Hello, by name."""
+        return self.decode_peers.peers
 
     @property
     def sessions(self) -> dict[int, WriterSession]:
         """Sessions that are not over, by id."""
-        return self.writers.sessions
+        return self.decode_peers.sessions
 
-    # What the engine asks
+    # Calls of the engine
 
     def open(
         self,
@@ -63,25 +67,25 @@ class PrefillSessions:
         grants: int = 1,
         peers: Collection[str] | None = None,
     ) -> list[PrefillEffect]:
-        """Opens a room; grants that came before are waiting for it. `peers`, if given, are the only ones it is for.
+        """Opens a room; grants that came before are waiting for it. Only `peers`, if given, may grant.
 
         Raises LocalProtocolError for a label in use.
         """
         if room_id in self.rooms:
             raise LocalProtocolError(f"room: {room_id:#x} is open already")
         if tokens < 1 or grants < 1:
-            raise LocalProtocolError(f"room: {tokens} tokens for {grants} grants make no sense")
+            raise LocalProtocolError(f"room: {tokens} tokens for {grants} grants are invalid")
         if self.draining:
-            return [RoomFailed(room_id, Cause.SHUTDOWN, "this node is draining"), Drained(room_id)]
+            return [RoomFailed(room_id, Cause.SHUTDOWN, "this node is draining"), RoomDrained(room_id)]
         if len(self.rooms) >= self._limits.rooms_max:
             text = f"rooms: {len(self.rooms)} of rooms_max {self._limits.rooms_max}"
-            return [RoomFailed(room_id, Cause.FULL, text, 1_000), Drained(room_id)]
+            return [RoomFailed(room_id, Cause.FULL, text, 1_000), RoomDrained(room_id)]
         self._ended.pop(room_id, None)
-        room = Room(room_id, tokens, grants, None if peers is None else frozenset(peers), deadline)
+        room = OpenRoom(room_id, tokens, grants, None if peers is None else frozenset(peers), deadline)
         self.rooms[room_id] = room
         self._timers.set(("room", room_id, 0), deadline)
-        for duty in list(self._waiting.get(room_id, ())):
-            self._attach(duty, room, now)
+        for grant in list(self._waiting.get(room_id, ())):
+            self._attach(grant, room, now)
         return self._effects()
 
     def push(self, room_id: int, cell: Cell) -> list[PrefillEffect]:
@@ -93,11 +97,11 @@ class PrefillSessions:
         if room is None or room.state is PrefillRoom.FAILED:
             return []
         if room.state is not PrefillRoom.OPEN:
-            raise LocalProtocolError(f"room: {room_id:#x} is {room.state.value}, a cell comes too late")
+            raise LocalProtocolError(f"room: {room_id:#x} is {room.state.value}; no cell may follow")
         room.offer(cell, self._components)
-        for duty in room.duties:
-            if duty.state is Duty.ACTIVE:
-                self._out += started(duty, cell)
+        for grant in room.grants:
+            if grant.state is WriterGrantState.ACTIVE:
+                self._out += started(grant, cell)
         return self._effects()
 
     def finish(self, room_id: int, *, aux: bytes, now: float) -> list[PrefillEffect]:
@@ -114,265 +118,265 @@ class PrefillSessions:
             raise LocalProtocolError(f"aux: {len(aux)} bytes of at most {AUX_BYTES_MAX}")
         room.state = step(PREFILL_ROOM, room.state, PrefillRoomEvent.FINISH)
         room.aux = aux
-        for duty in list(room.duties):
-            self._complete(duty, room, now)
+        for grant in list(room.grants):
+            self._complete(grant, room, now)
         return self._effects()
 
     def abort(self, room_id: int, now: float, cause: Cause = Cause.ABORTED, detail: str = "") -> list[PrefillEffect]:
-        """Gives a room up; Drained says when its pages are safe. Unknown and ended rooms are ignored."""
+        """Gives a room up; RoomDrained reports when its pages are safe. Unknown and ended rooms are ignored."""
         room = self.rooms.get(room_id)
         if room is not None:
             self._fail(room, cause, detail, now)
         return self._effects()
 
     def drain(self) -> None:
-        """Opens no room from here on; what there is runs to its end."""
+        """Opens no room from now on; present rooms run to their end."""
         self.draining = True
 
     @property
     def idle(self) -> bool:
-        """No room, nothing in flight, every end acknowledged or its session gone."""
-        return not self.rooms and not any(s.writes or (s.open and s.duties) for s in self.sessions.values())
+        """Whether no room is open, no write is in flight, and each end is acknowledged or its session is gone."""
+        return not self.rooms and not any(s.writes or (s.open and s.grants) for s in self.sessions.values())
 
-    # What the shell reports
+    # Reports of the shell
 
     def mapped(self, session_id: int, bytes_ready: int, *, hbm_direct: bool = False) -> list[PrefillEffect]:
-        """Answers Map, and follows it: this many of the arena's first bytes are ready. `hbm_direct`, the same each
-        time: rows of HBM components go to the card's memory that Reach names."""
-        self.writers.mapped(session_id, bytes_ready, hbm_direct=hbm_direct)
+        """Answers Map, and reports more later: the arena's first `bytes_ready` bytes are ready. `hbm_direct` is the
+        same each time: rows of HBM components go to the memory of the card that Reach names."""
+        self.decode_peers.mapped(session_id, bytes_ready, hbm_direct=hbm_direct)
         return self._effects()
 
     def unmappable(self, session_id: int, text: str, now: float) -> list[PrefillEffect]:
-        """Answers Map: it cannot be done."""
-        self.writers.unmappable(session_id, text, now)
+        """Answers Map with a failure."""
+        self.decode_peers.unmappable(session_id, text, now)
         return self._effects()
 
     def near(self, session_id: int, write: int) -> list[PrefillEffect]:
-        """A write that the end of its grant may wait for is about to end. Decode hears of the grant once more: all who
-        carry messages have slept while the prompt was computed, and are awake when its end is said."""
+        """A write that the end of its grant may wait for is about to end: repeats Granted. That wakes the threads and
+        processes that carry messages before the end is sent."""
         session = self.sessions.get(session_id)
         if session is not None and session.open and write in session.writes:
-            duty = session.writes[write][0]
-            if duty.state is Duty.ACTIVE:
-                self._out.append(Send(session.peer, Granted(session.id, duty.number)))
+            grant = session.writes[write][0]
+            if grant.state is WriterGrantState.ACTIVE:
+                self._out.append(Send(session.peer, Granted(session.id, grant.number)))
         return self._effects()
 
     def wrote(
         self, session_id: int, write: int, outcome: Outcome, detail: str, now: float, *, checksum: int = 0
     ) -> list[PrefillEffect]:
-        """Answers Write, with its checksum where it asked for one. A write that a fence has ended is ignored."""
+        """Answers Write, with a checksum where Write wants one. A write that a fence has ended is ignored."""
         session = self.sessions.get(session_id)
         if session is None or write not in session.writes:
             return []
         if outcome is Outcome.UNKNOWN:
             # It stays in flight until the fence: neither its target nor its source may be touched.
             self._out.append(FenceWriter(session_id))
-            self._fail_duty(session.writes[write][0], Cause.TRANSFER, detail, now)
+            self._fail_grant(session.writes[write][0], Cause.TRANSFER, detail, now)
             return self._effects()
-        duty, byte_count = ended(session, write)
+        grant, byte_count = ended(session, write)
         if outcome is Outcome.LANDED:
-            duty.wrote(byte_count, checksum)
+            grant.wrote(byte_count, checksum)
         else:
-            self._fail_duty(duty, Cause.TRANSFER, detail, now)
-        self._settle(duty, now)
+            self._fail_grant(grant, Cause.TRANSFER, detail, now)
+        self._settle(grant, now)
         return self._effects()
 
     def fenced(self, session_id: int, now: float) -> list[PrefillEffect]:
-        """Answers FenceWriter: nothing of this session is sent any more, and no source is read. It is over.
+        """Answers FenceWriter: nothing of this session is sent or read any more, and the session is over.
 
-        That is no proof for decode, where bytes may still be on their way from a socket: it is told that the session is
-        over, and fences it.
+        That is no proof for decode, since a socket may still hold bytes. Decode is informed that the session ended, and
+        fences it.
         """
         session = self.sessions.get(session_id)
         if session is not None:
             if session.open:
-                self.writers.expel(session, Cause.TRANSFER, "its writer was fenced", now)
-            for duty, _ in [ended(session, write) for write in list(session.writes)]:
-                self._settle(duty, now)
+                self.decode_peers.expel(session, Cause.TRANSFER, "its writer was fenced", now)
+            for grant, _ in [ended(session, write) for write in list(session.writes)]:
+                self._settle(grant, now)
         return self._effects()
 
     def next_tick(self) -> float | None:
-        """When `tick` has something to do."""
+        """When `tick` is due; None if nothing is."""
         return self._timers.next()
 
     def tick(self, now: float) -> list[PrefillEffect]:
-        """Repeats ends, drops silent peers, ends what is past its deadline."""
+        """Repeats ends, drops silent peers, and fails what is past its deadline."""
         while (key := self._timers.pop(now)) is not None:
             match key:
                 case ("room", int(room_id), _):
                     room = self.rooms[room_id]
                     self._fail(room, Cause.DEADLINE, f"not landed in time, still {room.state.value}", now)
                 case ("grant", int(session_id), number):
-                    duty = self.sessions[session_id].duties[number]
-                    self._fail_duty(duty, Cause.DEADLINE, "the room was not opened in time", now)
+                    grant = self.sessions[session_id].grants[number]
+                    self._fail_grant(grant, Cause.DEADLINE, "the room was not opened in time", now)
                 case ("end", int(session_id), number):
-                    self._grants.say(self.sessions[session_id].duties[number], now)
+                    self._grant_ends.send_end(self.sessions[session_id].grants[number], now)
                 case _:
-                    assert self.writers.tick(key, now), key
+                    assert self.decode_peers.tick(key, now), key
         return self._effects()
 
     def receive(self, name: str, message: Message, now: float) -> list[PrefillEffect]:
-        """One message of a decode node. A breach ends the session it was about, and nobody else's."""
+        """Takes one message of a decode node. A breach ends only the session that the message was about."""
         try:
-            self.writers.receive(name, message, now)
+            self.decode_peers.receive(name, message, now)
         except RemoteProtocolError as error:
-            self.writers.breach(name, getattr(message, "session", 0), str(error), now)
+            self.decode_peers.breach(name, getattr(message, "session", 0), str(error), now)
         return self._effects()
 
     # Grants
 
-    def _told(self, session: WriterSession, message: Grant | Abort | Released, now: float) -> None:
+    def _on_grant_message(self, session: WriterSession, message: Grant | Abort | Released, now: float) -> None:
         number = message.grant
         if not session.granting:
             raise RemoteProtocolError(f"{type(message).__name__}.session", f"{session.id:#x} is not yet Registered")
         if isinstance(message, Released):
-            self._grants.released(session, number)
+            self._grant_ends.released(session, number)
         elif session.known_end(number) or session.outside(number):
             return
         elif isinstance(message, Grant):
             self._grant(session, message, now)
-        elif number in session.duties:
-            self._abort(session.duties[number], now)
+        elif number in session.grants:
+            self._abort(session.grants[number], now)
         else:
-            self._grants.refuse(session, number, now)
+            self._grant_ends.refuse(session, number, now)
 
     def _grant(self, session: WriterSession, message: Grant, now: float) -> None:
-        duty = session.duties.get(message.grant)
-        if duty is None:
-            duty = session.admit(message, now)
+        grant = session.grants.get(message.grant)
+        if grant is None:
+            grant = session.admit(message, now)
             self._out.append(Send(session.peer, Granted(session.id, message.grant)))
-            self._place(duty, message.room, now)
+            self._find_room(grant, message.room, now)
             return
-        duty.check_same(message)
-        if duty.end is not None:
-            self._grants.say(duty, now)
+        grant.check_same(message)
+        if grant.end is not None:
+            self._grant_ends.send_end(grant, now)
         else:
             self._out.append(Send(session.peer, Granted(session.id, message.grant)))
 
-    def _place(self, duty: DutyEntry, room_id: int, now: float) -> None:
-        """Finds the room of a new grant, which may be over already, or not open yet."""
+    def _find_room(self, grant: WriterGrant, room_id: int, now: float) -> None:
+        """Finds the room of a new grant; it may have ended, or may not be open yet."""
         room = self.rooms.get(room_id)
         if room is not None:
-            self._attach(duty, room, now)
+            self._attach(grant, room, now)
         elif room_id in self._ended:
-            self._fail_duty(duty, *self._ended[room_id], now)
+            self._fail_grant(grant, *self._ended[room_id], now)
         else:
-            self._waiting.setdefault(room_id, {})[duty] = None
-            self._timers.set(("grant", duty.session.id, duty.number), duty.deadline)
+            self._waiting.setdefault(room_id, {})[grant] = None
+            self._timers.set(("grant", grant.session.id, grant.number), grant.deadline)
 
-    def _abort(self, duty: DutyEntry, now: float) -> None:
-        self._unwait(duty)
-        self._grants.abort(duty, now)
-        room = self._room_of(duty)
+    def _abort(self, grant: WriterGrant, now: float) -> None:
+        self._stop_waiting(grant)
+        self._grant_ends.abort(grant, now)
+        room = self._room_of(grant)
         if room is not None:
-            self._fail(room, Cause.ABORTED, f"{duty.session.peer} aborted it", now)
+            self._fail(room, Cause.ABORTED, f"{grant.session.peer} aborted it", now)
 
-    def _attach(self, duty: DutyEntry, room: Room, now: float) -> None:
-        """Grant and room have met. A grant that the room is not for fails alone."""
-        message, peer = duty.message, duty.session.peer
+    def _attach(self, grant: WriterGrant, room: OpenRoom, now: float) -> None:
+        """Adds a grant to its room. A grant that does not fit the room fails alone."""
+        message, peer = grant.message, grant.session.peer
         assert message is not None
-        self._unwait(duty)
-        duty.step(DutyEvent.OPEN)
+        self._stop_waiting(grant)
+        grant.step(WriterGrantEvent.OPEN)
         if room.state is PrefillRoom.FAILED:
-            self._grants.fail(duty, room.cause, room.detail, now)
+            self._grant_ends.fail(grant, room.cause, room.detail, now)
         elif room.peers is not None and peer not in room.peers:
             text = f"room: {room.id:#x} is for {sorted(room.peers)}, not for {peer}"
-            self._grants.fail(duty, Cause.BREACH, text, now)
-        elif any(each.session is duty.session for each in room.duties):
-            text = f"grants: a second one of session {duty.session.id:#x} for room {room.id:#x}"
-            self._grants.fail(duty, Cause.BREACH, text, now)
-        elif len(room.duties) == room.grants:
-            text = f"grants: one more than the {room.grants} that the engine expects"
-            self._grants.fail(duty, Cause.BREACH, text, now)
+            self._grant_ends.fail(grant, Cause.BREACH, text, now)
+        elif any(each.session is grant.session for each in room.grants):
+            text = f"grants: a second one of session {grant.session.id:#x} for room {room.id:#x}"
+            self._grant_ends.fail(grant, Cause.BREACH, text, now)
+        elif len(room.grants) == room.grant_count:
+            text = f"grants: one more than the {room.grant_count} that the engine expects"
+            self._grant_ends.fail(grant, Cause.BREACH, text, now)
         else:
-            room.duties.append(duty)
+            room.grants.append(grant)
             if message.tokens != room.tokens:
-                text = f"tokens: the grant says {message.tokens}, the engine {room.tokens}"
-                self._fail_duty(duty, Cause.BREACH, text, now)
+                text = f"tokens: the grant has {message.tokens}, the engine {room.tokens}"
+                self._fail_grant(grant, Cause.BREACH, text, now)
                 return
-            if len(room.duties) == room.grants:
-                self._out.append(Leased(room.id))
+            if len(room.grants) == room.grant_count:
+                self._out.append(RoomLeased(room.id))
             for cell in room.cells:
-                self._out += started(duty, cell)
-            self._complete(duty, room, now)
+                self._out += started(grant, cell)
+            self._complete(grant, room, now)
 
-    def _complete(self, duty: DutyEntry, room: Room, now: float) -> None:
-        """Lands an active duty whose bytes are all written, once the engine has said that there are no more."""
-        if duty.state is not Duty.ACTIVE or duty.in_flight or room.state is not PrefillRoom.FINISHED:
+    def _complete(self, grant: WriterGrant, room: OpenRoom, now: float) -> None:
+        """Lands an active grant whose bytes are all written, once the engine has finished the room."""
+        if grant.state is not WriterGrantState.ACTIVE or grant.in_flight or room.state is not PrefillRoom.FINISHED:
             return
-        if duty.written_bytes != duty.kv_bytes:
-            text = f"cells: {duty.written_bytes} bytes were offered, the grant is {duty.kv_bytes}"
-            self._fail_duty(duty, Cause.ENGINE, text, now)
+        if grant.written_bytes != grant.kv_bytes:
+            text = f"cells: {grant.written_bytes} bytes were offered, the grant is {grant.kv_bytes}"
+            self._fail_grant(grant, Cause.ENGINE, text, now)
             return
-        self._grants.land(duty, room.aux, now)
-        if len(room.duties) == room.grants and all(each.state is Duty.LANDED for each in room.duties):
+        self._grant_ends.land(grant, room.aux, now)
+        if len(room.grants) == room.grant_count and all(each.state is WriterGrantState.LANDED for each in room.grants):
             room.state = step(PREFILL_ROOM, room.state, PrefillRoomEvent.LAND)
             room.detail = "the room has landed already"
             self._timers.clear(("room", room.id, 0))
-            self._out.append(Landed(room.id, sum(each.kv_bytes for each in room.duties)))
+            self._out.append(RoomLanded(room.id, sum(each.kv_bytes for each in room.grants)))
             self._drain_if_quiet(room)
 
-    def _fail_duty(self, duty: DutyEntry, cause: Cause, detail: str, now: float) -> None:
-        """Ends a duty that is not over, and the room it is for."""
-        self._unwait(duty)
-        self._grants.fail(duty, cause, detail, now)
-        room = self._room_of(duty)
+    def _fail_grant(self, grant: WriterGrant, cause: Cause, detail: str, now: float) -> None:
+        """Fails a grant that is not over, and its room."""
+        self._stop_waiting(grant)
+        self._grant_ends.fail(grant, cause, detail, now)
+        room = self._room_of(grant)
         if room is not None:
             self._fail(room, cause, detail, now)
 
-    def _unwait(self, duty: DutyEntry) -> None:
-        if duty.state is Duty.WAITING and duty.room is not None:
-            self._timers.clear(("grant", duty.session.id, duty.number))
-            waiting = self._waiting.get(duty.room, {})
-            waiting.pop(duty, None)
+    def _stop_waiting(self, grant: WriterGrant) -> None:
+        if grant.state is WriterGrantState.WAITING and grant.room is not None:
+            self._timers.clear(("grant", grant.session.id, grant.number))
+            waiting = self._waiting.get(grant.room, {})
+            waiting.pop(grant, None)
             if not waiting:
-                self._waiting.pop(duty.room, None)
+                self._waiting.pop(grant.room, None)
 
-    def _settle(self, duty: DutyEntry, now: float) -> None:
-        """A write of this duty is over."""
-        room = self._room_of(duty)
+    def _settle(self, grant: WriterGrant, now: float) -> None:
+        """A write of this grant has ended."""
+        room = self._room_of(grant)
         if room is not None:
-            self._complete(duty, room, now)
-        self._grants.settle(duty, now)
+            self._complete(grant, room, now)
+        self._grant_ends.settle(grant, now)
         if room is not None:
             self._drain_if_quiet(room)
-        self.writers.settle(duty.session)
+        self.decode_peers.settle(grant.session)
 
     # Rooms
 
-    def _room_of(self, duty: DutyEntry) -> Room | None:
-        """The room that this duty is one of."""
-        room = None if duty.room is None else self.rooms.get(duty.room)
-        return room if room is not None and duty in room.duties else None
+    def _room_of(self, grant: WriterGrant) -> OpenRoom | None:
+        """The room of this grant, if the grant was added to it."""
+        room = None if grant.room is None else self.rooms.get(grant.room)
+        return room if room is not None and grant in room.grants else None
 
-    def _fail(self, room: Room, cause: Cause, detail: str, now: float) -> None:
-        """Ends a room, once; every grant of it ends too, and its pages are safe when nothing is in flight."""
+    def _fail(self, room: OpenRoom, cause: Cause, detail: str, now: float) -> None:
+        """Fails a room, once, and its grants; its pages are safe when nothing is in flight."""
         if room.state in (PrefillRoom.FAILED, PrefillRoom.LANDED):
             return
         room.state = step(PREFILL_ROOM, room.state, PrefillRoomEvent.FAIL)
         room.cause, room.detail = cause, detail[:TEXT_LENGTH_MAX]
         self._timers.clear(("room", room.id, 0))
         self._out.append(RoomFailed(room.id, cause, room.detail))
-        for duty in list(room.duties):
-            self._fail_duty(duty, cause, detail, now)
+        for grant in list(room.grants):
+            self._fail_grant(grant, cause, detail, now)
         self._drain_if_quiet(room)
 
-    def _drain_if_quiet(self, room: Room) -> None:
+    def _drain_if_quiet(self, room: OpenRoom) -> None:
         ended = room.state in (PrefillRoom.FAILED, PrefillRoom.LANDED)
-        if ended and room.id in self.rooms and not any(duty.in_flight for duty in room.duties):
+        if ended and room.id in self.rooms and not any(grant.in_flight for grant in room.grants):
             del self.rooms[room.id]
             self._ended[room.id] = room.cause, room.detail
             if len(self._ended) > self._limits.rooms_max:
                 del self._ended[next(iter(self._ended))]
-            self._out.append(Drained(room.id))
+            self._out.append(RoomDrained(room.id))
 
-    # What the writers report
+    # Reports of decode peers
 
     def _session_closed(self, session: WriterSession, cause: Cause, detail: str, now: float) -> None:
-        for duty in list(session.duties.values()):
-            self._timers.clear(("end", session.id, duty.number))
-            if duty.state not in DUTY_ENDS:
-                self._fail_duty(duty, cause, detail, now)
+        for grant in list(session.grants.values()):
+            self._timers.clear(("end", session.id, grant.number))
+            if grant.state not in WRITER_GRANT_ENDS:
+                self._fail_grant(grant, cause, detail, now)
 
     def _effects(self) -> list[PrefillEffect]:
         out = self._out.copy()

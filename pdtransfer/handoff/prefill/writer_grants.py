@@ -1,11 +1,12 @@
-"""The writer's ledger: one session's grants, from their first word to their acknowledged end.
+"""The received side of each Grant: one session's grants, from the first message to the acknowledged end.
 
-What has ended is a floor and the few numbers above it. The floor passes only acknowledged ends, so no late message
-finds a number that was forgotten, and the window keeps the ledger small.
+Ended numbers are a floor and a few numbers above it. Only acknowledged ends raise the floor, so a late message never
+meets a forgotten number, and the window bounds the memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -16,44 +17,15 @@ from numpy.typing import NDArray
 from ...errors import Cause, RemoteProtocolError
 from ...layout.checksum import CHECKSUM_BYTES, MASK
 from ...layout.layout import Component
-from ...limits import TEXT_LENGTH_MAX
+from ...limits import TEXT_LENGTH_MAX, Limits
 from ...wire import Drained, Failed, Grant, Landed, Part, Reach, unpack_extents
-from ..decode.parts import prefix_rows
-from ..lease import DUTY, DUTY_ENDS, Duty, DutyEvent
+from ..effects import PrefillEffect, Send, StopWriting
+from ..prefix import prefix_rows
 from ..slot_allocator import Extents, ExtentSet, end_of, slot_count, slots_below, slots_of
-from ..states import Word, step
+from ..states import WRITER_GRANT, WRITER_GRANT_ENDS, WriterGrantEvent, WriterGrantState, WriterState, step
+from ..timers import TimerKey, Timers, backoff_ms
 
 EndMessage: TypeAlias = Landed | Failed | Drained
-
-
-class WriterState(Word):
-    """A session on the prefill side; only MAPPING and UP take messages."""
-
-    MAPPING = "mapping"  # the shell maps the arena
-    UP = "up"
-    ABANDONED = "abandoned"  # closed while the shell maps: what it maps goes at once
-    CLOSING = "closing"  # its mapping goes when its last write has ended
-    CLOSED = "closed"
-
-
-class WriterEvent(Word):
-    """What happens to a session on the prefill side."""
-
-    MAP = "map"
-    CLOSE = "close"
-    QUIET = "quiet"
-
-
-_S, _SE = WriterState, WriterEvent
-
-WRITER: dict[tuple[WriterState, WriterEvent], WriterState] = {
-    (_S.MAPPING, _SE.MAP): _S.UP,
-    (_S.MAPPING, _SE.CLOSE): _S.ABANDONED,
-    (_S.UP, _SE.MAP): _S.UP,
-    (_S.UP, _SE.CLOSE): _S.CLOSING,
-    (_S.ABANDONED, _SE.QUIET): _S.CLOSED,
-    (_S.CLOSING, _SE.QUIET): _S.CLOSED,
-}
 
 
 @dataclass(frozen=True)
@@ -67,26 +39,26 @@ class Share:
 
     @cached_property
     def target_slots(self) -> NDArray[np.int64]:
-        """A slot for each row, int64 (rows,). Made when first asked for: a grant that only waits costs its extents."""
+        """A slot for each row, int64 (rows,); made on first use, so that a waiting grant costs only its extents."""
         return slots_of(self.extents)
 
 
 @dataclass(slots=True, eq=False)
-class DutyEntry:
+class WriterGrant:
     """One grant as its writer keeps it until its end is acknowledged."""
 
     session: WriterSession
     number: int
-    message: Grant | None  # None: it was refused before it came
+    message: Grant | None  # None: refused before it came
     shares: tuple[Share, ...]
     deadline: float
-    state: Duty = Duty.WAITING
+    state: WriterGrantState = WriterGrantState.WAITING
     written_bytes: int = 0
-    checksum: int = 0  # of what is written, where the Grant says verify
+    checksum: int = 0  # of what is written, where the Grant wants one
     in_flight: int = 0
     repeat_ms: int = 0
     end: EndMessage | None = None
-    kv_bytes: int = field(init=False)  # what it has to write
+    kv_bytes: int = field(init=False)  # that have to be written
 
     def __post_init__(self) -> None:
         components = self.session.components
@@ -94,7 +66,7 @@ class DutyEntry:
 
     @property
     def room(self) -> int | None:
-        """The label of the room that it is for."""
+        """The label of its room."""
         return None if self.message is None else self.message.room
 
     @property
@@ -103,12 +75,12 @@ class DutyEntry:
         return self.message is not None and self.message.verify
 
     def wrote(self, byte_count: int, checksum: int) -> None:
-        """A write of it has landed."""
+        """Adds a write that has landed."""
         self.written_bytes += byte_count
         self.checksum = (self.checksum + checksum) & MASK
 
     def check_same(self, message: Grant) -> None:
-        """RemoteProtocolError where a Grant of the same number says something else than the first one did."""
+        """Raises RemoteProtocolError where a repeated Grant differs from the first."""
         first = self.message
         if first is None:
             return
@@ -122,15 +94,15 @@ class DutyEntry:
             )
             raise RemoteProtocolError("Grant.parts", text)
 
-    def step(self, event: DutyEvent) -> None:
-        """Moves on in the table; a duty that stops claims its target slots no more once it is quiet."""
-        self.state = step(DUTY, self.state, event)
-        if self.state in DUTY_ENDS:
+    def step(self, event: WriterGrantEvent) -> None:
+        """Takes a step in the table; a grant that has ended releases its claim on the target slots."""
+        self.state = step(WRITER_GRANT, self.state, event)
+        if self.state in WRITER_GRANT_ENDS:
             self.session.unclaim(self.shares)
 
-    def stop(self, event: DutyEvent) -> None:
-        """FAIL or ABORT, in the form that fits whether writes are in flight."""
-        busy = {DutyEvent.FAIL: DutyEvent.FAIL_BUSY, DutyEvent.ABORT: DutyEvent.ABORT_BUSY}
+    def stop(self, event: WriterGrantEvent) -> None:
+        """Takes FAIL or ABORT, in the form for writes in flight or for none."""
+        busy = {WriterGrantEvent.FAIL: WriterGrantEvent.FAIL_BUSY, WriterGrantEvent.ABORT: WriterGrantEvent.ABORT_BUSY}
         self.step(busy[event] if self.in_flight else event)
 
 
@@ -144,14 +116,14 @@ class WriterSession:
     reach: Reach
     window: int
     state: WriterState = WriterState.MAPPING
-    spoken_on: bool = False  # by its owner, after Register
+    in_use: bool = False  # a message followed Register
     bytes_ready: int = 0
-    hbm_direct: bool = False  # it writes HBM itself
-    slots_ready: tuple[int, ...] = ()  # the same, for each component: its first slots
-    floor: int = 1  # every lower number has ended, and its end was acknowledged
+    hbm_direct: bool = False  # this rank writes HBM directly
+    slots_ready: tuple[int, ...] = ()  # the same in slots of each component
+    floor: int = 1  # every lower number has ended, acknowledged
     acked: set[int] = field(default_factory=set[int])  # the same, above the floor
-    duties: dict[int, DutyEntry] = field(default_factory=dict[int, DutyEntry])
-    writes: dict[int, tuple[DutyEntry, int]] = field(default_factory=dict[int, tuple[DutyEntry, int]])
+    grants: dict[int, WriterGrant] = field(default_factory=dict[int, WriterGrant])
+    writes: dict[int, tuple[WriterGrant, int]] = field(default_factory=dict[int, tuple[WriterGrant, int]])
     next_write: int = 1
     _claims: dict[int, ExtentSet] = field(default_factory=dict[int, ExtentSet])
 
@@ -166,7 +138,7 @@ class WriterSession:
         return self.state is WriterState.UP and self.bytes_ready > 0
 
     def ready(self, bytes_ready: int, *, hbm_direct: bool) -> None:
-        """So many of the arena's first bytes may be granted, and where this writes HBM itself all slots there."""
+        """The first `bytes_ready` bytes of the arena may be granted; with `hbm_direct`, all slots of HBM too."""
         self.bytes_ready, self.hbm_direct = bytes_ready, hbm_direct
         self.slots_ready = tuple(
             each.layout.slots if hbm_direct and each.memory == "hbm" else slots_below(each.layout, bytes_ready)
@@ -174,23 +146,24 @@ class WriterSession:
         )
 
     def known_end(self, number: int) -> bool:
-        """Whether this grant has ended and decode knows it."""
+        """Whether this grant has ended and decode acknowledged it."""
         return number < self.floor or number in self.acked
 
     def outside(self, number: int) -> bool:
-        """Whether the number lies beyond the window: unanswered, since our view of what has ended may lag behind."""
+        """Whether the number lies beyond the window. Such a message is not answered: decode may know of ends before
+        this rank does."""
         return number >= self.floor + self.window
 
     def acknowledge(self, number: int) -> None:
-        """The end of `number` has arrived at decode."""
-        del self.duties[number]
+        """Decode acknowledged the end of grant `number`."""
+        del self.grants[number]
         self.acked.add(number)
         while self.floor in self.acked:
             self.acked.remove(self.floor)
             self.floor += 1
 
-    def admit(self, message: Grant, now: float) -> DutyEntry:
-        """A new duty, checked against what was registered; RemoteProtocolError names the field, and nothing is kept."""
+    def admit(self, message: Grant, now: float) -> WriterGrant:
+        """A new grant, checked against Register; RemoteProtocolError names a wrong field, and nothing is kept."""
         if message.tokens < 1 or message.prefix > message.tokens:
             raise RemoteProtocolError("Grant.prefix", f"{message.prefix} of {message.tokens} tokens")
         shares: list[Share] = []
@@ -201,19 +174,19 @@ class WriterSession:
             self.unclaim(tuple(shares))
             raise
         deadline = now + message.time_left_ms / 1e3
-        duty = DutyEntry(self, message.grant, message, tuple(shares), deadline)
-        self.duties[message.grant] = duty
-        return duty
+        grant = WriterGrant(self, message.grant, message, tuple(shares), deadline)
+        self.grants[message.grant] = grant
+        return grant
 
-    def refuse(self, number: int) -> DutyEntry:
-        """An aborted number that was never granted: ended from the start, so that its Grant finds it so."""
-        duty = DutyEntry(self, number, None, (), 0.0)
-        duty.step(DutyEvent.ABORT)
-        self.duties[number] = duty
-        return duty
+    def refuse(self, number: int) -> WriterGrant:
+        """An aborted number that was never granted: it has ended from the start, for the Grant that may follow."""
+        grant = WriterGrant(self, number, None, (), 0.0)
+        grant.step(WriterGrantEvent.ABORT)
+        self.grants[number] = grant
+        return grant
 
     def unclaim(self, shares: tuple[Share, ...]) -> None:
-        """These shares are written no more: decode may grant their slots again."""
+        """Releases the claims of these shares: decode may grant their slots again."""
         for share in shares:
             self._claims[share.component].remove(share.extents)
 
@@ -238,7 +211,7 @@ class WriterSession:
         if end > slots:
             raise RemoteProtocolError(f"{field_name}.extents", f"end at slot {end}, {component.name} has {slots}")
         if end > (ready := self.slots_ready[part.component]):
-            text = f"end at slot {end}, {ready} of {component.name} are ready in what Registered said"
+            text = f"end at slot {end}, {ready} of {component.name} are ready"
             raise RemoteProtocolError(f"{field_name}.extents", text)
         claims = self._claims.setdefault(part.component, ExtentSet())
         if not claims.add(extents):
@@ -248,16 +221,88 @@ class WriterSession:
         return Share(part.component, part.first_row, part.rows, extents)
 
 
-def end_message(duty: DutyEntry, *, aux: bytes, cause: Cause, detail: str) -> EndMessage:
-    """What an ended duty says until it is Released."""
-    session, number = duty.session.id, duty.number
-    match duty.state:
-        case Duty.LANDED:
-            send_aux = duty.message is not None and duty.message.send_aux
-            checksum = duty.checksum.to_bytes(CHECKSUM_BYTES, "little") if duty.verify else b""
-            return Landed(session, number, duty.written_bytes, aux if send_aux else b"", checksum)
-        case Duty.FAILED:
+def end_message(grant: WriterGrant, *, aux: bytes, cause: Cause, detail: str) -> EndMessage:
+    """The message that reports an ended grant until Released."""
+    session, number = grant.session.id, grant.number
+    match grant.state:
+        case WriterGrantState.LANDED:
+            send_aux = grant.message is not None and grant.message.send_aux
+            checksum = grant.checksum.to_bytes(CHECKSUM_BYTES, "little") if grant.verify else b""
+            return Landed(session, number, grant.written_bytes, aux if send_aux else b"", checksum)
+        case WriterGrantState.FAILED:
             return Failed(session, number, cause.value, detail[:TEXT_LENGTH_MAX], quiescent=True)
         case _:
-            assert duty.state is Duty.DRAINED
+            assert grant.state is WriterGrantState.DRAINED
             return Drained(session, number)
+
+
+class GrantEnds:
+    """The ends of one prefill rank's grants; rooms are handled elsewhere."""
+
+    def __init__(self, limits: Limits, timers: Timers[TimerKey], out: Callable[[PrefillEffect], None]) -> None:
+        self._limits, self._timers, self._out = limits, timers, out
+
+    def land(self, grant: WriterGrant, aux: bytes, now: float) -> None:
+        """Lands a grant whose bytes are all written."""
+        grant.step(WriterGrantEvent.COMPLETE)
+        self._end(grant, now, aux=aux)
+
+    def fail(self, grant: WriterGrant, cause: Cause, detail: str, now: float) -> None:
+        """Fails a grant. With writes in flight, decode is informed now, and the proof follows when they have ended."""
+        if grant.state not in (WriterGrantState.WAITING, WriterGrantState.ACTIVE):
+            return
+        grant.stop(WriterGrantEvent.FAIL)
+        if not grant.in_flight:
+            self._end(grant, now, cause=cause, detail=detail)
+            return
+        session = grant.session
+        self._out(StopWriting(session.id, grant.number))
+        if session.state is WriterState.UP:
+            text = detail[:TEXT_LENGTH_MAX]
+            self._out(Send(session.peer, Failed(session.id, grant.number, cause.value, text, quiescent=False)))
+
+    def abort(self, grant: WriterGrant, now: float) -> None:
+        """Aborts a grant for decode, which repeats Abort until an end."""
+        if grant.state in WRITER_GRANT_ENDS:
+            self.send_end(grant, now)
+            return
+        if grant.state is not WriterGrantState.STOPPING:
+            grant.stop(WriterGrantEvent.ABORT)
+        if grant.in_flight:
+            self._out(StopWriting(grant.session.id, grant.number))
+        else:
+            self._end(grant, now)
+
+    def refuse(self, session: WriterSession, number: int, now: float) -> None:
+        """Ends a number whose Abort came before its Grant."""
+        self._end(session.refuse(number), now)
+
+    def settle(self, grant: WriterGrant, now: float) -> None:
+        """A write has ended; the last one of a stopping grant is the proof."""
+        if grant.state is WriterGrantState.STOPPING and not grant.in_flight:
+            grant.step(WriterGrantEvent.QUIET)
+            self._end(grant, now)
+
+    def send_end(self, grant: WriterGrant, now: float) -> None:
+        """Sends the end of the grant and repeats it until Released, while the session is up."""
+        session = grant.session
+        if session.state is WriterState.UP and grant.end is not None:
+            self._out(Send(session.peer, grant.end))
+            grant.repeat_ms = backoff_ms(grant.repeat_ms, self._limits.resend_ms, self._limits.resend_ms_max)
+            self._timers.set(("end", session.id, grant.number), now + grant.repeat_ms / 1e3)
+
+    def released(self, session: WriterSession, number: int) -> None:
+        """Decode acknowledged the end."""
+        grant = session.grants.get(number)
+        if grant is None:
+            return
+        if grant.state not in WRITER_GRANT_ENDS:
+            raise RemoteProtocolError("Released.grant", f"{number} has not ended, it is {grant.state.value}")
+        self._timers.clear(("end", session.id, number))
+        session.acknowledge(number)
+
+    def _end(
+        self, grant: WriterGrant, now: float, *, aux: bytes = b"", cause: Cause = Cause.ABORTED, detail: str = ""
+    ) -> None:
+        grant.end = end_message(grant, aux=aux, cause=cause, detail=detail)
+        self.send_end(grant, now)

@@ -1,8 +1,8 @@
-"""Who holds what of a HiSparse device: all resources at once or none, and none comes back while it is in use.
+"""The shared resources of a HiSparse device: a request gets all of them at once or none.
 
-Logical tokens are reserved before a request's KV is on its way, host slots are leased by the session, growth included;
-a row and device slots come with `admit_direct` and go with `retract`, which leaves the KV where it landed. What a call
-gives back stays taken until every event that was named for the request has fired and `collect` was called.
+Logical tokens are reserved before a request's KV is sent; host slots are leased by the session, growth included. A row
+and device slots are taken by `admit_direct` and returned by `retract`, which leaves the KV where it landed. What a call
+returns stays taken until every event named for the request has fired and `collect` was called.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What there is to share out; a request's buffer has `hot` places, or one for each token that it may ever have,
-    where these are fewer, and a slot for the newest token."""
+    """The resources of a device. A request's device buffer has `hot` places, or one for each of its tokens if these are
+    fewer, and a slot for the newest token."""
 
     rows: int  # requests that decode at once
     logical_tokens: int
     device_slots: int
     hot: int
-    top_k: int = 1  # tokens that one step may ask for at once: a longer request's buffer has to hold as many
-    host_slots: int | None = None  # of the whole host pool, where the caller knows
+    top_k: int = 1  # tokens that one step may read at once: a longer request's buffer must hold as many
+    host_slots: int | None = None  # of the whole host pool, if known
 
     def __post_init__(self) -> None:
         for name in ("rows", "logical_tokens", "device_slots", "hot", "top_k"):
@@ -40,11 +40,11 @@ class Capacity:
                 raise LocalProtocolError(f"{name}: {getattr(self, name)}, expected at least 1")
 
     def places(self, tokens: int) -> int:
-        """Of the buffer of a request that has so many tokens, growth included."""
+        """Places in the buffer of a request with `tokens` tokens, growth included."""
         return min(tokens, self.hot)
 
     def check(self, *, tokens: int, growth: int) -> None:
-        """Raises CapacityError for a request that could not run if it were alone."""
+        """Raises CapacityError for a request that could not run even alone."""
         if tokens < 1 or growth < 0:
             raise LocalProtocolError(f"tokens: {tokens}, growth: {growth}; expected at least 1 and 0")
         total = tokens + growth
@@ -58,7 +58,7 @@ class Capacity:
             raise CapacityError("device slots", wanted=self.places(total) + 1, available=self.device_slots)
 
     def check_host(self, host_slots: Int64s, *, tokens: int) -> None:
-        """Raises CapacityError where these are too few for so many tokens, growth included."""
+        """Raises CapacityError for too few host slots for `tokens` tokens, growth included."""
         if host_slots.ndim != 1 or host_slots.dtype != np.int64:
             raise LocalProtocolError(
                 f"host slots: {host_slots.dtype} of {host_slots.shape}, expected int64 of one axis"
@@ -66,54 +66,57 @@ class Capacity:
         if len(host_slots) < tokens:
             raise CapacityError("host slots of this request", wanted=tokens, available=len(host_slots))
         end = 1 << 63 if self.host_slots is None else self.host_slots
-        if int(host_slots.view(np.uint64).max()) >= end:  # one pass over a long prompt's: what is below 0 is large, too
+        if int(host_slots.view(np.uint64).max()) >= end:  # one pass: as uint64, negative slots are large
             raise LocalProtocolError(f"host slots: {host_slots.min()} to {host_slots.max()}, the pool has {end}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placement:
-    """Where an admitted request decodes, until it is retracted or ends."""
+    """The row and slots of an admitted request, until it is retracted or ends."""
 
     request: int
     row: int
-    device_slots: Int64s  # (places + 1,): the last one is the newest token's own
-    tokens: int  # that it has in its host slots now
-    preload: bool  # all of them fit in its places: one launch brings them; else it starts with every place empty
+    device_slots: Int64s  # (places + 1,); the last one is for the newest token
+    tokens: int  # in its host slots now
+    preload: bool  # all tokens fit the buffer and are copied in one launch; else every place starts empty
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     request: int
-    tokens: int  # it has now
-    total: int  # it may ever have
+    tokens: int  # now
+    total: int  # at most
     state: SparseRequest = SparseRequest.RESERVED
     host_slots: Int64s | None = None  # (total,) or more
-    placement: Placement | None = None  # also of one that was retracted or has ended, until it is collected
+    placement: Placement | None = None  # kept after a retract or an end, until it is collected
     extents: Extents | None = None  # of its device slots
-    holds: list[Event] = field(default_factory=list[Event])  # behind each access to what it holds
+    holds: list[Event] = field(default_factory=list[Event])  # after each access to its resources
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing reads or writes it. An event that can be asked no more raises: then it is not known."""
+        """Whether nothing reads or writes its resources. An event that cannot be queried raises: then it is unknown."""
         return all(event.query() for event in self.holds)
 
 
 class Coordinator:
-    """Every call is idempotent, and legal where `states.SPARSE_REQUEST` says; elsewhere it raises LocalProtocolError
-    and changes nothing. A request is a number that is never used again. Those that have ended and were collected are
-    forgotten: to retract or finish them again does nothing."""
+    """Every call is idempotent, and legal where `states.SPARSE_REQUEST` allows it; elsewhere it raises
+    LocalProtocolError and changes nothing.
+
+    A request number is never used again. Ended requests that were collected are forgotten: to retract or finish them
+    again does nothing.
+    """
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
         self.logical_free = capacity.logical_tokens
-        self._rows = list(range(capacity.rows))  # free ones, a heap
+        self._rows = list(range(capacity.rows))  # free rows, a heap
         self._device = FreeExtents(capacity.device_slots)
         self._entries: dict[int, _Entry] = {}
-        self._running: dict[int, _Entry] = {}  # in the order in which they were placed
-        self._returning: dict[int, _Entry] = {}  # retracted or ended, and not collected since
+        self._running: dict[int, _Entry] = {}  # in the order of admission
+        self._returning: dict[int, _Entry] = {}  # retracted or ended, and not collected yet
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         ended = sum(entry.state in SPARSE_REQUEST_ENDS for entry in self._returning.values())
         return len(self._entries) - ended
 
@@ -127,27 +130,27 @@ class Coordinator:
 
     @property
     def returning(self) -> bool:
-        """Whether something is on its way back."""
+        """Whether some resources are about to be returned."""
         return bool(self._returning)
 
     @property
     def running(self) -> list[int]:
-        """The requests that have a row, in the order in which they got it."""
+        """The requests that have a row, in the order of admission."""
         return list(self._running)
 
     def state(self, request: int) -> SparseRequest | None:
-        """None of a request that is not known, or not any more."""
+        """The state of a request; None if it is unknown or forgotten."""
         entry = self._entries.get(request)
         return entry and entry.state
 
     def remaining(self, request: int) -> int:
-        """How many tokens it may still grow by."""
+        """The number of tokens that it may still grow by."""
         entry = self._known(request, "remaining")
         return entry.total - entry.tokens
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is known and nothing is on its way back; then all of it has to be here, or it leaks."""
+        """Whether no request is known. Then all resources must be free: asserts that none has leaked."""
         if self._entries:
             return False
         left = (self.capacity.rows - self.rows_free, self.capacity.device_slots - self.device_free)
@@ -156,8 +159,8 @@ class Coordinator:
         return True
 
     def alloc_logical_only(self, request: int, *, tokens: int, growth: int) -> bool:
-        """Reserves logical tokens for a request of which nothing is here yet: False where too few are free now.
-        Raises CapacityError for one that could never run."""
+        """Reserves logical tokens for a request whose KV has not arrived; False if too few are free now. Raises
+        CapacityError for one that could never run."""
         known = self._entries.get(request)
         if known is not None:
             if known.state in SPARSE_REQUEST_ENDS or known.total != tokens + growth:
@@ -172,8 +175,8 @@ class Coordinator:
         return True
 
     def land(self, request: int, host_slots: Int64s) -> None:
-        """Its KV is in these slots, int64 (tokens + growth,), the newest tokens' places included; they stay the same
-        until it ends. Raises CapacityError where they are too few."""
+        """Its KV is in these host slots, int64 (tokens + growth,), which include room for growth and stay the same
+        until it ends. Raises CapacityError for too few slots."""
         entry = self._known(request, "land")
         if entry.host_slots is None or entry.state in SPARSE_REQUEST_ENDS:
             self._legal(entry, SparseRequestEvent.LAND)
@@ -184,8 +187,8 @@ class Coordinator:
             raise LocalProtocolError(f"request {request} has landed in other host slots")
 
     def admit_direct(self, request: int, host_slots: Int64s | None = None) -> Placement | None:
-        """A row and device slots for a request that has landed, in `host_slots` where `land` was not told; None where
-        one of them is lacking, or it is still read or written from its time before a retract."""
+        """Assigns a row and device slots to a request that has landed, in `host_slots` if `land` was not called. None
+        if a resource is lacking, or if the resources from before a retract are still in use."""
         entry = self._known(request, "admit_direct")
         if host_slots is not None:
             self.land(request, host_slots)
@@ -216,7 +219,7 @@ class Coordinator:
         return bool(self._rows) and not self._device.lacking(places + 1)
 
     def lacking(self, request: int) -> tuple[int, int]:
-        """Rows and device slots that would have to come back before it could be admitted, besides those that will."""
+        """The rows and device slots that it lacks, besides those about to be returned."""
         entry = self._known(request, "lacking")
         rows, slots = self.rows_free, self.device_free
         for each in self._returning.values():
@@ -225,12 +228,12 @@ class Coordinator:
         return max(0, 1 - rows), max(0, self.capacity.places(entry.total) + 1 - slots)
 
     def device_slots(self, request: int) -> int:
-        """How many it has, or had until it is collected."""
+        """The number of its device slots, or of those it had until it is collected."""
         extents = self._known(request, "device_slots").extents
         return 0 if extents is None else slot_count(extents)
 
     def grow(self, request: int, *, after: Event | None = None) -> None:
-        """A running request has one more token, whose way to its host slot is over once `after` has fired."""
+        """Adds a token to a running request; its copy to the host slot is complete once `after` has fired."""
         entry = self._known(request, "grow")
         if entry.state is not SparseRequest.RUNNING:
             raise LocalProtocolError(f"request {request} is {entry.state.value}: it does not grow")
@@ -240,19 +243,20 @@ class Coordinator:
         self._hold(entry, after)
 
     def hold(self, request: int, *, after: Event) -> None:
-        """Something reads or writes what it holds, until `after` has fired."""
+        """Its resources are in use until `after` has fired."""
         self._hold(self._known(request, "hold"), after)
 
     def retract(self, request: int, *, drop: bool = False, after: Event | None = None) -> None:
-        """Takes back its row and device slots; its host slots stay for `admit_direct`, unless it is dropped."""
+        """Takes its row and device slots back. Its host slots stay for `admit_direct`, unless it is dropped."""
         self._end(request, SparseRequestEvent.DROP if drop else SparseRequestEvent.RETRACT, after)
 
     def finish(self, request: int, *, after: Event | None = None) -> None:
-        """It has ended: all that it has comes back."""
+        """Ends it and takes all its resources back."""
         self._end(request, SparseRequestEvent.FINISH, after)
 
     def collect(self) -> list[int]:
-        """Takes back what nobody uses any more; returns the ended requests whose host slots may be released now."""
+        """Frees the resources that are not in use any more; returns the ended requests whose host slots may be
+        released."""
         released: list[int] = []
         for entry in [each for each in self._returning.values() if each.quiet]:
             del self._returning[entry.request]
@@ -282,7 +286,7 @@ class Coordinator:
         holds = entry.holds
         if after is None or (holds and holds[-1] is after):
             return
-        holds.append(after)  # first: to ask the others may raise
+        holds.append(after)  # first, since a query of the others may raise
         while holds[0] is not after and holds[0].query():
             del holds[0]
 

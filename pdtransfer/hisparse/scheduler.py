@@ -1,9 +1,9 @@
-"""Whose turn it is on a HiSparse device: a queue, then retraction by policy, then `full`; nobody starves.
+"""The order of requests on a HiSparse device: a queue, then retraction by policy, then `full`; no request starves.
 
-The queue is first come, first served, and whoever is retracted goes to its end. Its head takes what comes free; once it
-has waited `hisparse_wait_steps`, running requests that had their `hisparse_quantum_steps` are retracted for it, in the
-policy's order. While it waits nobody is placed, so all that run are retractable a quantum later: the head gets a row
-after at most the larger of the two counts, and the time that events take.
+The queue is first come, first served, and a retracted request goes to its end. Its head takes what becomes free. Once
+the head has waited `hisparse_wait_steps`, running requests that had `hisparse_quantum_steps` are retracted for it, in
+the policy's order. No other request is placed meanwhile, so one quantum later all that run may be retracted. The head
+gets a row after at most the larger of the two counts, plus the time that events take.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ POLICIES: tuple[Policy, ...] = ("longest", "shortest", "newest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class SparseTurn:
     """What to do before the next step, in this order."""
 
-    released: list[int]  # ended: nothing reads or writes their host slots any more
-    retract: list[int]  # stop these, and say so by `Scheduler.retract`; then ask for another turn
+    released: list[int]  # ended, and their host slots are not in use any more
+    retract: list[int]  # stop these and report it by `Scheduler.retract`; then call `next` again
     place: list[Placement]  # start these: they run from now on
 
 
 @dataclass(frozen=True, slots=True)
 class _Newcomer:
-    """One for which no logical tokens are free yet."""
+    """A request for which no logical tokens are free yet."""
 
     tokens: int
     growth: int
@@ -43,19 +43,20 @@ class _Newcomer:
 
 
 class Scheduler:
-    """Between the engine's steps: `next`, what it asks for, the step, `stepped`, and `ended` for each that ended."""
+    """Called between the engine's steps: `next`, what it requires, the step, `stepped`, and `ended` for each ended
+    request."""
 
     def __init__(self, coordinator: Coordinator, limits: Limits, *, policy: Policy = "longest") -> None:
-        """`policy`: who is retracted first, of those that may be: who has the most tokens left to grow by, the fewest,
-        or who was placed last."""
+        """`policy`: the request that is retracted first has the most tokens left to grow by (longest), the fewest
+        (shortest), or was placed last (newest)."""
         if policy not in POLICIES:
             raise LocalProtocolError(f"policy: {policy!r} is none of {', '.join(POLICIES)}")
         self.coordinator, self.policy = coordinator, policy
         self._limits = limits
         self._newcomers: OrderedDict[int, _Newcomer] = OrderedDict()
-        self._queue: OrderedDict[int, int] = OrderedDict()  # those that have landed, and the step at which each came
-        self._placed: dict[int, int] = {}  # those that run: the step at which each was placed
-        self._gone: dict[int, list[Event]] = {}  # newcomers that have ended, and what for their host slots wait
+        self._queue: OrderedDict[int, int] = OrderedDict()  # landed requests, and the step at which each was queued
+        self._placed: dict[int, int] = {}  # running requests, and the step at which each was placed
+        self._gone: dict[int, list[Event]] = {}  # ended newcomers, and the events that their host slots wait for
         self._steps = 0
         self._pace = Pace()
 
@@ -66,28 +67,29 @@ class Scheduler:
 
     @property
     def full(self) -> bool:
-        """Whether the answer to another request is 429, with `retry_ms`: a daemon asks before it takes one."""
+        """Whether a further request must be refused with `retry_ms` (HTTP 429); a daemon checks it first."""
         return self.waiting >= self._limits.hisparse_queue_max
 
     @property
     def retry_ms(self) -> int:
-        """When it is worth asking again."""
+        """When to retry."""
         return self._pace.retry_ms(self.waiting)
 
     @property
     def batch_is_full(self) -> bool:
-        """Whether the next in line has to wait for a row or device slots. Worked out anew: nothing has to lift it."""
+        """Whether the head of the queue must wait for a row or device slots. Computed on each call, so it never goes
+        stale."""
         head = next(iter(self._queue), None)
         return not self.coordinator.rows_free if head is None else not self.coordinator.fits_now(head)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits, runs, or is on its way back. Looks for leaks each time."""
+        """Whether nothing waits, runs, or is about to be returned. Checks for leaks each time."""
         return self.coordinator.is_idle and not (self._newcomers or self._queue or self._placed or self._gone)
 
     def offer(self, request: int, host_slots: Int64s, *, tokens: int, growth: int) -> None:
-        """A request that has landed waits for its turn. One whose logical tokens were reserved before is always taken.
-        Raises CapacityError for one that could never run, and with a `retry_ms` where the queue is full."""
+        """Queues a request that has landed. One whose logical tokens were reserved before is always taken. Raises
+        CapacityError for one that could never run, and with a `retry_ms` if the queue is full."""
         known = self.coordinator.state(request)
         if request in self._newcomers or known not in (None, SparseRequest.RESERVED):
             raise LocalProtocolError(f"request {request} is here already")
@@ -102,8 +104,8 @@ class Scheduler:
         elif self.coordinator.alloc_logical_only(request, tokens=tokens, growth=growth):
             self._land(request, host_slots)
 
-    def next(self, now: float) -> Turn:
-        """What to do before the next step. `now`: seconds of any steady clock, for the retry hint alone."""
+    def next(self, now: float) -> SparseTurn:
+        """What to do before the next step. `now`: seconds of any steady clock, used only for the retry hint."""
         released = self._collect()
         place: list[Placement] = []
         while self._queue:
@@ -113,13 +115,14 @@ class Scheduler:
                 break
             self._pace.left(now, waiting=bool(self._queue))
             place.append(placement)
-        return Turn(released=released, retract=self._victims(), place=place)
+        return SparseTurn(released=released, retract=self._victims(), place=place)
 
-    def follow(self, running: Sequence[int]) -> Turn:
-        """`next` of a rank that follows: the leader's scheduler has decided that these run and no others. What is used
-        here still comes later, so ask until there is nothing to retract and all of them run.
+    def follow(self, running: Sequence[int]) -> SparseTurn:
+        """`next` of a rank that follows: the leader's scheduler decided that exactly these requests run.
 
-        Raises WorldError for one that never can: its leader has, or knows, something else than this rank."""
+        Resources in use here are freed later, so call it until nothing is left to retract and all of them run. Raises
+        WorldError for a request that can never run here: the leader's state differs from this rank's.
+        """
         released = self._collect()
         wanted = set(running)
         retract = [request for request in self._placed if request not in wanted]
@@ -128,22 +131,23 @@ class Scheduler:
         place = [placement for placement in found if placement is not None]
         if len(place) < len(missing) and not (place or retract or self.coordinator.returning):
             raise WorldError(f"request {missing[0]} runs on the leader of this group, and cannot here")
-        return Turn(released=released, retract=retract, place=place)
+        return SparseTurn(released=released, retract=retract, place=place)
 
     def stepped(self, requests: Sequence[int], *, after: Event | None = None) -> None:
-        """These have made a step: each has one more token, in its host slot once `after` has fired."""
+        """These requests made a step: each has one more token, in its host slot once `after` has fired."""
         self._steps += 1
         for request in requests:
             self.coordinator.grow(request, after=after)
 
     def retract(self, request: int, *, after: Event | None = None) -> None:
-        """It has been stopped, on anybody's wish; what is queued is over once `after` has fired. It waits again."""
+        """The request was stopped, by any caller; queued work on it is over once `after` has fired. It waits again."""
         self.coordinator.retract(request, after=after)
         if self._placed.pop(request, None) is not None:
             self._queue[request] = self._steps
 
     def ended(self, request: int, *, drop: bool = False, after: Event | None = None) -> None:
-        """It has ended, or is given up, wherever it is; a later turn says when its host slots may be released."""
+        """The request has ended, or is given up, in any state; a later turn reports when its host slots may be
+        released."""
         if self._newcomers.pop(request, None) is not None or request in self._gone:
             self._gone.setdefault(request, []).extend([] if after is None else [after])
         elif drop:
@@ -156,8 +160,7 @@ class Scheduler:
             self._pace.rest()
 
     def _collect(self) -> list[int]:
-        """Takes back what nobody uses any more, and gives newcomers what is free; returns whose host slots may be
-        released."""
+        """Frees unused resources and reserves for newcomers; returns the requests whose host slots may be released."""
         gone = [request for request, events in self._gone.items() if all(event.query() for event in events)]
         released = self.coordinator.collect() + gone
         for request in gone:
@@ -166,7 +169,7 @@ class Scheduler:
         return released
 
     def _place(self, request: int) -> Placement | None:
-        """One of the queue, if it can be now."""
+        """Places a queued request, if that is possible now."""
         placement = self.coordinator.admit_direct(request)
         if placement is not None:
             del self._queue[request]
@@ -174,7 +177,8 @@ class Scheduler:
         return placement
 
     def _reserve(self) -> None:
-        """Logical tokens for newcomers, in turn. They wait apart: who was retracted holds some, and has to go on."""
+        """Reserves logical tokens for newcomers, in order. They wait apart: a retracted request holds some and must go
+        on."""
         while self._newcomers:
             request, new = next(iter(self._newcomers.items()))
             if not self.coordinator.alloc_logical_only(request, tokens=new.tokens, growth=new.growth):
@@ -187,13 +191,13 @@ class Scheduler:
         self._queue[request] = self._steps
 
     def _victims(self) -> list[int]:
-        """Whom to retract for the head of the queue: as many as make room for it with what is on its way back, else
+        """The requests to retract for the head of the queue: just enough, with what is about to be returned, else
         none."""
         head, since = next(iter(self._queue.items()), (None, 0))
         if head is None or self._steps - since < self._limits.hisparse_wait_steps:
             return []
         rows, slots = self.coordinator.lacking(head)
-        chosen: dict[int, int] = {}  # and their device slots
+        chosen: dict[int, int] = {}  # by request, its device slots
         for request in sorted(self._retractable(), key=self._rank):
             if rows <= 0 and slots <= 0:
                 break
@@ -202,17 +206,17 @@ class Scheduler:
         if rows > 0 or slots > 0:
             return []
         for request, count in reversed(list(chosen.items())):
-            if rows + 1 <= 0 and slots + count <= 0:  # others that were chosen give enough
+            if rows + 1 <= 0 and slots + count <= 0:  # the other chosen ones suffice
                 del chosen[request]
                 rows, slots = rows + 1, slots + count
         return list(chosen)
 
     def _retractable(self) -> list[int]:
-        """Who has had a quantum, those placed last first."""
+        """The requests that ran for a quantum, those placed last first."""
         quantum = self._limits.hisparse_quantum_steps
         return [request for request, step in reversed(self._placed.items()) if self._steps - step >= quantum]
 
     def _rank(self, request: int) -> int:
-        """Whom the policy has retracted first has the least; of equals, whoever was placed last goes first."""
+        """The sort key: the policy retracts the smallest first. Of equals, the one placed last goes first."""
         remaining = self.coordinator.remaining(request)
         return {"longest": -remaining, "shortest": remaining, "newest": 0}[self.policy]

@@ -1,4 +1,4 @@
-"""The table of a HiSparse request: what it holds of logical tokens, host slots, rows and device slots."""
+"""The table of a HiSparse request: its logical tokens, host slots, row and device slots."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from ..handoff.states import Word
 
 
 class SparseRequest(Word):
-    """A request, as the coordinator sees it."""
+    """A request in the coordinator."""
 
-    RESERVED = "reserved"  # logical tokens only; its KV is on its way
-    WAITING = "waiting"  # landed: it has its host slots, and nothing of the device
-    RUNNING = "running"  # it has a row and device slots as well
-    RETRACTED = "retracted"  # as WAITING, once nothing queued reads or writes its row's device slots any more
-    FINISHED = "finished"  # all of it comes back, once nothing queued reads or writes it any more
-    DROPPED = "dropped"  # the same, of one that was given up
+    RESERVED = "reserved"  # has logical tokens only; its KV is on its way
+    WAITING = "waiting"  # landed: has its host slots, and nothing of the device
+    RUNNING = "running"  # has a row and device slots as well
+    RETRACTED = "retracted"  # as WAITING, once queued work on its row and device slots has ended
+    FINISHED = "finished"  # all of it is returned once queued work on it has ended
+    DROPPED = "dropped"  # the same, for one that was given up
 
 
 class SparseRequestEvent(Word):
-    """What happens to a request; RETRACT of one that has no row changes nothing."""
+    """What happens to a request; RETRACT changes nothing for one without a row."""
 
     LAND = "land"
     ADMIT = "admit"

@@ -1,7 +1,6 @@
-"""Memory with an address: sealed memfd arenas, mappings of received ones, pools; and what backs them.
+"""Memory with an address: sealed memfd arenas, mappings of received ones, and private pools.
 
-What a mapping's address points at stays mapped until close. Prefaulting and registering take long: call them off the
-loop.
+A mapping's address is valid until close. Prefaulting and registering take long: call them off the loop.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import LocalProtocolError, TransportError, WorldError
-from ..kernels.registered import Registered, Registrar
-from .available_memory import HUGE_PAGE_BYTES, headroom, huge_pages_free
+from ..kernels.registered import RegisteredMemory, Registrar
+from .available_memory import HUGE_PAGE_BYTES, available_memory, huge_pages_free
 
 if TYPE_CHECKING:
     from .hbm import Hbm
 
 HugePages = Literal["auto", "never", "always"]
 Progress = Callable[[int], None]
-"""Called in the thread that prefaults, with the bytes that are ready so far."""
+"""Called in the thread that prefaults, with the number of bytes that are ready so far."""
 
 # fcntl's own names for these come with Python 3.13.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
@@ -35,9 +34,9 @@ _SEALS = {"SEAL": 1, "SHRINK": 2, "GROW": 4}
 _SEALS_OF_WRITES = {"WRITE": 8, "FUTURE_WRITE": 16}
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _CHUNK_BYTES = 64 << 20  # prefaulted at a time: some 35 ms with pages of 4 KiB
-UNBACKED_BYTES_MAX = 64 << 20  # of an arena that is handed to us
+UNBACKED_BYTES_MAX = 64 << 20  # of an arena that a peer hands over
 
-_MPOL_PREFERRED = 1  # and not bound: a node that is full must not end this process
+_MPOL_PREFERRED = 1  # not MPOL_BIND: a full node must not end this process
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 _NODES_MAX = 64
 
@@ -52,7 +51,7 @@ class Mapping:
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._map = mapped
-        self.registered: Registered | None = None  # what a card may reach of it
+        self.registered: RegisteredMemory | None = None  # what a card may reach of it
         self.byte_count = len(mapped)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
 
@@ -74,11 +73,11 @@ class Mapping:
         first: int = 0,
         end: int | None = None,
     ) -> bool:
-        """Backs bytes [first, end), all of them if not said, with memory and enters them in this process's page table;
-        contents stay. Both are multiples of the page size, or the end of all.
+        """Backs bytes [first, end), by default all, with memory, and enters them in this process's page table. The
+        contents stay. Both bounds are multiples of the page size, or the end of the mapping.
 
-        Goes in bounded chunks without the GIL, until `stop` says so: False then. Raises WorldError where the kernel
-        has none.
+        Works in bounded chunks without the GIL, and returns False if `stop` returned True before the end. Raises
+        WorldError if the kernel has no memory left.
         """
         last = self.byte_count if end is None else end
         for start in range(first, last, _CHUNK_BYTES):
@@ -95,27 +94,26 @@ class Mapping:
             match ctypes.get_errno():
                 case errno.EINTR | errno.EAGAIN:
                     continue
-                case errno.EINVAL:  # an older kernel. Others may be writing here, so it must be a read.
+                case errno.EINVAL:  # an older kernel. Another process may write here, so this must be a read.
                     self.array[start : start + byte_count : mmap.PAGESIZE].max()
                     return
                 case number:
-                    left = headroom()
+                    left = available_memory()
                     raise WorldError(
                         f"prefault: {byte_count} bytes at {start} of {self.byte_count}: {os.strerror(number)}; "
                         f"{left.what}: {left.bytes} bytes"
                     )
 
     def register(self, card: Registrar, end: int) -> int:
-        """Lets a card, always the same, reach the chunks that lie below `end` and are backed; returns how many of the
-        first bytes it can reach by now. Raises WorldError where it refuses more.
+        """Lets a card, the same one in each call, access the chunks that end below `end`; these must be backed. Returns
+        the number of first bytes that it can access by now. Raises WorldError if the card refuses more.
         """
         if self.registered is None:
-            self.registered = Registered(card, self.address, self.byte_count)
+            self.registered = RegisteredMemory(card, self.address, self.byte_count)
         return self.registered.grow(end)
 
     def bind(self, node: int) -> bool:
-        """Has what is not backed yet come from the memory of this NUMA node, as long as there is some; False where the
-        kernel does not let us say so."""
+        """Prefers this NUMA node for memory that is not backed yet; False if the kernel refuses."""
         mask = ctypes.c_ulong(1 << node) if node < _NODES_MAX else None
         number = _SYS_MBIND.get(os.uname().machine)
         if mask is None or number is None:
@@ -124,8 +122,8 @@ class Mapping:
         return not _libc.syscall(number, *map(ctypes.c_size_t, arguments))
 
     def close(self) -> None:
-        """Takes it from the card, then unmaps it; idempotent. Raises BufferError while a view of it lives: somebody
-        would read what is no more. Raises WorldError, and leaves it mapped, where the card does not let go of it.
+        """Unregisters it from the card and unmaps it; idempotent. Raises BufferError while a view of it exists. Raises
+        WorldError, and leaves it mapped, if the card cannot unregister it.
         """
         if self.registered is not None:
             self.registered.close()
@@ -133,7 +131,7 @@ class Mapping:
         self._map.close()
 
 
-class Arena:
+class ArenaMemory:
     """Decode's memory that prefill writes into: one memfd, mapped here, whose size is sealed."""
 
     __slots__ = ("_use", "bytes_ready", "card", "fd", "hbm", "huge", "mapping")
@@ -141,16 +139,16 @@ class Arena:
     def __init__(self, fd: int, mapping: Mapping, *, huge: bool) -> None:
         self.fd, self.mapping, self.huge = fd, mapping, huge
         self._use: Literal["", "served", "exported"] = ""
-        self.card: Registrar | None = None  # that is to reach it, too
+        self.card: Registrar | None = None  # a card that has to access it
         self.hbm: Hbm | None = None  # where its HBM components are, unless that is here
         self.bytes_ready = 0  # prefaulted, and reached by the card if there is one, from 0
 
     @classmethod
-    def create(cls, byte_count: int, *, huge_pages: HugePages = "auto", name: str = "pdtransfer-arena") -> Arena:
+    def create(cls, byte_count: int, *, huge_pages: HugePages = "auto", name: str = "pdtransfer-arena") -> ArenaMemory:
         """An arena of at least `byte_count` bytes, rounded up to whole pages, all zero and not yet backed by memory.
 
-        `auto` takes huge pages where enough are free. Raises WorldError, naming what was asked for and what there is,
-        where the host or a cgroup cannot back it: later that would be a SIGBUS, or the end of some process.
+        `auto` takes huge pages if enough are free. Raises WorldError, with both numbers, if the host or a cgroup cannot
+        back it; without that check a later access would raise SIGBUS, or have some process killed.
         """
         assert byte_count > 0
         if huge_pages != "never":
@@ -160,14 +158,14 @@ class Arena:
                     return cls._of(wanted * HUGE_PAGE_BYTES, name, huge=True)
                 except WorldError:
                     if huge_pages == "always":
-                        raise  # somebody was faster, or a cgroup forbids it
+                        raise  # another process was faster, or a cgroup forbids it
             elif huge_pages == "always":
                 raise WorldError(
                     f"huge_pages = always: {byte_count} bytes are {wanted} pages of 2 MiB, {free} are free; "
                     f"sysctl vm.nr_hugepages={wanted} sets them aside"
                 )
         byte_count = -(-byte_count // mmap.PAGESIZE) * mmap.PAGESIZE
-        if (left := headroom()).bytes < byte_count:
+        if (left := available_memory()).bytes < byte_count:
             raise WorldError(f"an arena of {byte_count} bytes: {left.what} is {left.bytes} bytes")
         arena = cls._of(byte_count, name, huge=False)
         if huge_pages == "auto":
@@ -175,7 +173,7 @@ class Arena:
         return arena
 
     @classmethod
-    def _of(cls, byte_count: int, name: str, *, huge: bool) -> Arena:
+    def _of(cls, byte_count: int, name: str, *, huge: bool) -> ArenaMemory:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge else 0)
         try:
             fd = os.memfd_create(name, flags)
@@ -183,7 +181,7 @@ class Arena:
             raise WorldError(f"an arena of {byte_count} bytes: {error.strerror}") from None
         try:
             os.ftruncate(fd, byte_count)
-            # Not sealed against writes: writers are what it is for.
+            # Not sealed against writes: peers write into it.
             fcntl.fcntl(fd, _F_ADD_SEALS, sum(_SEALS.values()))
             return cls(fd, Mapping(mmap.mmap(fd, byte_count)), huge=huge)
         except OSError as error:
@@ -196,15 +194,16 @@ class Arena:
         return self.mapping.byte_count
 
     def prefault(self, progress: Progress | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
-        """As Mapping.prefault, from where it was stopped before; `bytes_ready` follows, behind what `card` can reach.
+        """As Mapping.prefault, from where the last call stopped. `bytes_ready` grows with what is backed, and
+        accessible to `card`.
 
-        Raises WorldError also where headroom runs out on the way, before the kernel would kill somebody for it, and
-        where the card refuses.
+        Raises WorldError also if available memory runs out on the way, before the kernel kills a process for it, and if
+        the card refuses.
         """
 
         def stopped() -> bool:
             unbacked = self.byte_count - os.fstat(self.fd).st_blocks * 512
-            if not self.huge and (left := headroom()).bytes < min(unbacked, _CHUNK_BYTES):
+            if not self.huge and (left := available_memory()).bytes < min(unbacked, _CHUNK_BYTES):
                 raise WorldError(f"prefault: {unbacked} bytes are to be backed, {left.what} is {left.bytes} bytes")
             return stop()
 
@@ -219,18 +218,19 @@ class Arena:
         return self.mapping.prefault(ready, stopped, first=self.bytes_ready)
 
     def use(self, how: Literal["served", "exported"]) -> None:
-        """Says who else is going to write: writers with a lock each, who are proven quiet by it, or anybody who is told
-        of it. LocalProtocolError for both: of the latter no lock says anything."""
+        """Declares who else writes: processes that hold a lock each ("served"), or any peer that was given the address
+        ("exported"). Raises LocalProtocolError for the second kind: no fence would hold for both."""
         if self._use not in ("", how):
             raise LocalProtocolError(f"arena: it is {self._use}, so it cannot be {how}: no fence would hold")
         self._use = how
 
     def reopen(self) -> int:
-        """A descriptor of another open file description of the same memfd; the caller's to close."""
+        """A descriptor of another open file description of the same memfd, which the caller closes."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Unmaps and lets the memfd go; who has mapped it keeps it. Idempotent. Raises as Mapping's and Hbm's do."""
+        """Unmaps it and closes the memfd; other processes keep their mappings. Idempotent. Raises as Mapping.close and
+        Hbm.close."""
         if self.hbm is not None:
             self.hbm.close()
             self.hbm = None
@@ -241,23 +241,23 @@ class Arena:
 
 
 def map_received(fd: int, byte_count: int) -> Mapping:
-    """Maps an arena that a peer has handed over; `fd` stays the caller's.
+    """Maps an arena that a peer has handed over; the caller closes `fd`.
 
-    Raises TransportError, naming both values, unless its seals hold it at exactly `byte_count` bytes, since a shrinking
-    file would end this process by SIGBUS, and its owner has begun to prefault it.
+    Raises TransportError, with both values, unless its seals keep it at exactly `byte_count` bytes, and its owner has
+    begun to prefault it. A file that shrinks would end this process by SIGBUS.
     """
     try:
         found = os.fstat(fd)
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError as error:
-        raise TransportError(f"arena: what was received is no memfd ({error.strerror})") from None
+        raise TransportError(f"arena: the descriptor is no memfd ({error.strerror})") from None
     if not stat.S_ISREG(found.st_mode) or found.st_size != byte_count:
-        raise TransportError(f"arena: {found.st_size} bytes were received, {byte_count} were said")
-    # Mapping it makes us back what its owner has not: at our cost, and a sparse file may be of any size.
+        raise TransportError(f"arena: {found.st_size} bytes were received, {byte_count} were announced")
+    # This process would back what the owner has not, and a sparse file may be of any size.
     if not found.st_blocks and byte_count > UNBACKED_BYTES_MAX:
         raise TransportError(
             f"arena: its owner has not backed {byte_count} of its {byte_count} bytes with memory, "
-            f"{UNBACKED_BYTES_MAX} are let pass: it must be prefaulted first"
+            f"{UNBACKED_BYTES_MAX} are allowed: it must be prefaulted first"
         )
     if missing := [name for name, seal in _SEALS.items() if not seals & seal]:
         raise TransportError(f"arena: seals {seals:#x}, without {', '.join(missing)}")
@@ -270,11 +270,11 @@ def map_received(fd: int, byte_count: int) -> Mapping:
 
 
 def enter_backed(received: Mapping, fd: int, first: int, byte_count_max: int, backed: int = 0) -> tuple[int, int]:
-    """Enters in this process's page table what is behind `first` in a received arena and its owner has backed, up to
-    the first hole and no more than `byte_count_max`.
+    """Enters in this process's page table the part of a received arena from `first` to the first hole, at most
+    `byte_count_max` bytes of it.
 
-    Returns where that ends, and where the hole is: `backed` the next time, since looking for it takes 30 ns for each
-    page before it. Where no more than UNBACKED_BYTES_MAX are missing it backs them itself.
+    Returns the end of that part, and the hole, which is `backed` of the next call: looking for it takes 30 ns for each
+    page before it. Where at most UNBACKED_BYTES_MAX are missing, it backs them itself.
     """
     end = received.byte_count
     if end - first > UNBACKED_BYTES_MAX:
@@ -288,12 +288,12 @@ def enter_backed(received: Mapping, fd: int, first: int, byte_count_max: int, ba
 
 
 def allocate(byte_count: int, *, huge_pages: HugePages = "auto") -> Mapping:
-    """Private zeroed memory for a prefill engine's pool, page-aligned, in transparent huge pages where there are some.
+    """Private zeroed memory for a prefill engine's pool, page-aligned, in transparent huge pages if there are some.
 
-    Raises WorldError where the host or a cgroup cannot back it.
+    Raises WorldError if the host or a cgroup cannot back it.
     """
     assert byte_count > 0
-    if (left := headroom()).bytes < byte_count:
+    if (left := available_memory()).bytes < byte_count:
         raise WorldError(f"a pool of {byte_count} bytes: {left.what} is {left.bytes} bytes")
     try:
         pool = Mapping(mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -305,5 +305,5 @@ def allocate(byte_count: int, *, huge_pages: HugePages = "auto") -> Mapping:
 
 
 def _advise_huge(mapping: Mapping) -> None:
-    """Asks for transparent huge pages; a kernel without them says EINVAL, and nothing is lost."""
+    """Asks for transparent huge pages; a kernel without them refuses, which changes nothing."""
     _libc.madvise(mapping.address, mapping.byte_count, mmap.MADV_HUGEPAGE)

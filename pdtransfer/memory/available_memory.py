@@ -1,4 +1,4 @@
-"""How much memory this process may still take: the host's, and that of every cgroup around it."""
+"""How much memory this process may still take: of the host, and of every cgroup that it is in."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ HUGE_PAGE_BYTES = 2 << 20
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _HUGE_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
-_UNLIMITED = 1 << 60  # cgroup v1 writes a figure near 2**63
+_UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63
 
 
 @dataclass(frozen=True, slots=True)
-class Headroom:
-    """Bytes that may still be taken of `what`, which is named for a person."""
+class AvailableMemory:
+    """Bytes that may still be taken of `what`, in words for a person."""
 
     what: str
     bytes: int
 
 
-def headroom() -> Headroom:
+def available_memory() -> AvailableMemory:
     """The scarcest of the host's available memory and the limits of the cgroups that this process is in.
 
-    A memfd is bound by nothing else: the size of /dev/shm limits only files that are made there.
+    Nothing else bounds a memfd: the size of /dev/shm limits only files that are made there.
     """
     return min([_host(), *_cgroups()], key=lambda each: each.bytes)
 
 
 def huge_pages_free() -> int:
-    """Pages of 2 MiB that the kernel has set aside and nobody has taken or reserved; 0 where it has none."""
+    """Pages of 2 MiB that the kernel has set aside, and no process has taken or reserved."""
     try:
         free, reserved = (int((_HUGE_PAGES / name).read_text()) for name in ("free_hugepages", "resv_hugepages"))
     except OSError:
@@ -38,14 +38,14 @@ def huge_pages_free() -> int:
     return free - reserved
 
 
-def _host() -> Headroom:
+def _host() -> AvailableMemory:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return Headroom("available memory of the host", int(line.split()[1]) << 10)
-    return Headroom("memory of the host", _UNLIMITED)
+            return AvailableMemory("available memory of the host", int(line.split()[1]) << 10)
+    return AvailableMemory("memory of the host", _UNLIMITED)
 
 
-def _cgroups() -> Iterator[Headroom]:
+def _cgroups() -> Iterator[AvailableMemory]:
     for line in _OWN_CGROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -55,8 +55,8 @@ def _cgroups() -> Iterator[Headroom]:
             yield from _limits(_CGROUPS / "memory", path, names)
 
 
-def _limits(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[Headroom]:
-    """One for each cgroup from `path` up to the root that has a limit; a container may see only its own as the root."""
+def _limits(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[AvailableMemory]:
+    """One for each cgroup with a limit, from `path` up to the root; a container may see only its own, as the root."""
     limit_name, usage_name, reclaimable_name = names
     inside = root / path.lstrip("/")
     for group in (inside, *inside.parents):
@@ -64,10 +64,10 @@ def _limits(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[Head
             limit = (group / limit_name).read_text().strip()
             usage = int((group / usage_name).read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        except OSError:  # not there from inside a container, or a root group, which has no limit
+        except OSError:  # not visible in a container, or the root group, which has no limit
             limit, usage, stat = "max", 0, {}
         if limit != "max" and int(limit) < _UNLIMITED:
             left = int(limit) - usage + int(stat.get(reclaimable_name, 0))
-            yield Headroom(f"{limit_name} of cgroup {group}", max(0, left))
+            yield AvailableMemory(f"{limit_name} of cgroup {group}", max(0, left))
         if group == root:
             return

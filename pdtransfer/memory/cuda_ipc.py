@@ -1,7 +1,7 @@
 """Memory that another process of this host may map: a card's, for components that live in HBM, or a memfd's.
 
-Whoever maps a handle writes what it names: hand it to nobody else. What was exported stays until all who mapped it have
-closed it; a card's memory is theirs no more once its owner has ended. No fence proves that they have: an arena whose
+Every process that has a handle can write the memory: give it only to those that should. Exported memory stays until all
+that mapped it have closed it; a card's ends with its owner. No fence proves that they have closed it, so an arena whose
 slots are leased to writers is never exported.
 """
 
@@ -17,23 +17,23 @@ from ..engine_api import CardMemory
 from ..errors import TransportError, WorldError
 from ..kernels import card as cards
 from ..kernels import driver
-from .arena_memory import Arena, Mapping, map_received
+from .arena_memory import ArenaMemory, Mapping, map_received
 
 _UUID_BYTES = 16
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What names exported memory to another process. `packed` is what travels."""
+    """Names exported memory to another process, which gets `packed`."""
 
     kind: Literal["card", "memfd"]
     byte_count: int
-    offset: int = 0  # in the allocation whose handle it is
+    offset: int = 0  # in the allocation of `handle`
     card: bytes = b""  # its UUID: ordinals differ between processes
     handle: bytes = b""  # the driver's
-    process: int = 0  # of a memfd: whose it is,
-    descriptor: int = 0  # under which number
-    inode: int = 0  # and that it is this very file
+    process: int = 0  # of a memfd: the process that has it open,
+    descriptor: int = 0  # the descriptor there,
+    inode: int = 0  # and the file that it has to be
 
     @property
     def packed(self) -> bytes:
@@ -42,7 +42,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @classmethod
     def unpack(cls, packed: bytes) -> Handle:
-        """TransportError for what is none."""
+        """Raises TransportError for bytes that are no handle."""
         try:
             handle = msgspec.msgpack.decode(packed, type=cls)
         except msgspec.MsgspecError as error:
@@ -56,31 +56,34 @@ class Handle(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return handle
 
 
-def export(memory: CardMemory | Arena) -> Handle:
-    """Names memory of this process to others. Raises WorldError where the card's was not plainly allocated: an
-    allocator that maps its memory piece by piece (torch with expandable_segments) has no handles. LocalProtocolError
-    for an arena that a node serves."""
-    if isinstance(memory, Arena):
+def export(memory: CardMemory | ArenaMemory) -> Handle:
+    """Names memory of this process to others. Raises WorldError for memory of a card that has no handle, as that of an
+    allocator which maps it piece by piece (torch with expandable_segments). Raises LocalProtocolError for an arena that
+    a node serves."""
+    if isinstance(memory, ArenaMemory):
         memory.use("exported")
         inode = os.fstat(memory.fd).st_ino
         return Handle("memfd", memory.byte_count, process=os.getpid(), descriptor=memory.fd, inode=inode)
     here = cards.card(memory.card)
-    base = here.allocation_of(memory.address)
+    base = here.range_of(memory.address)[0]
     return Handle("card", memory.byte_count, memory.address - base, here.uuid, here.ipc_handle(base))
 
 
 class Opened:
-    """Memory of another process, until `close`: at `address`, a card's own where `card` is one."""
+    """Memory of another process, until `close`. `address` is the card's own where `card` is not None."""
 
     __slots__ = ("_close", "address", "byte_count", "card")
 
     def __init__(self, handle: Handle, *, on: int | None = None) -> None:
-        """For card `on` to reach, by default for the very card that it is of. Raises TransportError where nobody has
-        such memory, or not so much, or not on a card that this process sees; with `on` for what is no card's."""
+        """For card `on`, by default for the card whose memory it is.
+
+        Raises TransportError where there is no such memory, or less of it, or this process does not see its card; with
+        `on` also for memory that is no card's.
+        """
         self.byte_count = handle.byte_count
         if handle.kind == "memfd":
             if on is not None:
-                # Whoever sent the handle would choose which descriptor of which process a card writes through.
+                # The sender of the handle would choose which file of which process a card writes.
                 raise TransportError(f"handle of exported memory: {handle.kind}, expected a card's")
             mapping = _mapped(handle)
             self.card, self.address, self._close = None, mapping.address, mapping.close
@@ -91,7 +94,7 @@ class Opened:
         here = self.card = ordinal if on is None else on
         base = _take(here, handle.handle)
         self.address = base + handle.offset
-        self._close = lambda: _give_back(here, handle.handle)
+        self._close = lambda: _release(here, handle.handle)
         try:
             _, whole = cards.card(here).range_of(base)
         except WorldError as error:
@@ -103,7 +106,7 @@ class Opened:
             raise TransportError(f"exported memory: {text}")
 
     def close(self) -> None:
-        """Lets it go, once nothing here reads or writes it any more; idempotent."""
+        """Closes it, once nothing here reads or writes it any more; idempotent."""
         close, self._close = self._close, lambda: None
         close()
 
@@ -116,14 +119,14 @@ def _mapped(handle: Handle) -> Mapping:
         raise TransportError(f"exported memory: {path}: {error.strerror}") from None
     try:
         if os.fstat(fd).st_ino != handle.inode:
-            raise TransportError(f"exported memory: {path} is another file by now")
+            raise TransportError(f"exported memory: {path} is another file now")
         return map_received(fd, handle.byte_count)
     finally:
         os.close(fd)
 
 
 _lock = threading.Lock()
-_opened: dict[tuple[int, bytes], tuple[int, int]] = {}  # (where, how often): the driver opens a handle once
+_opened: dict[tuple[int, bytes], tuple[int, int]] = {}  # (address, users): the driver opens a handle once
 
 
 def _take(ordinal: int, handle: bytes) -> int:
@@ -138,7 +141,7 @@ def _take(ordinal: int, handle: bytes) -> int:
         return address
 
 
-def _give_back(ordinal: int, handle: bytes) -> None:
+def _release(ordinal: int, handle: bytes) -> None:
     with _lock:
         address, users = _opened.pop((ordinal, handle))
         if users > 1:

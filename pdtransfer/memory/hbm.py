@@ -1,6 +1,6 @@
-"""Where HBM components are when they are no range of the arena: a card's memory, which peers of this host may open.
+"""Memory of HBM components outside the arena: a card's, which peers of this host may open.
 
-The arena has a range for them all the same, in which rows land whose writers cannot. A row has the same slot in both.
+The arena has a range for them as well, for rows of writers that cannot write the card. A row has the same slot in both.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Hbm:
-    """`byte_count` bytes at `address`: of card `card`, or without one of this process, until `close`.
+    """The memory of HBM components until `close`: `byte_count` bytes at `address` of card `card`, None: this process.
 
-    They are bytes [base, base + byte_count) of the arena's offsets. `handle` opens them in another process; empty where
-    none can.
+    They stand for bytes [base, base + byte_count) of the arena. `handle` opens them in another process; it is empty if
+    no other process can.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class Hbm:
 
     @classmethod
     def of_card(cls, card: int, *, base: int, byte_count: int) -> Hbm:
-        """Zeroed memory of a card. Raises WorldError where it has not so much."""
+        """Zeroed memory of a card, by its CUDA ordinal. Raises WorldError if the card has too little."""
         here = card_of(card)
         address = here.allocate(byte_count)
         here.clear(address, byte_count)
         try:
             handle = cuda_ipc.export(CardMemory(card=card, address=address, byte_count=byte_count)).packed
         except PDTransferError as error:
-            log.warning("HBM components: no other process can write them, rows are copied up: %s", error)
+            log.warning("HBM components: no other process can write them, so rows are copied up: %s", error)
             handle = b""
         return cls(
             base=base, byte_count=byte_count, address=address, card=card, handle=handle,
@@ -50,29 +50,29 @@ class Hbm:
 
     @classmethod
     def of_process(cls, *, base: int, byte_count: int) -> Hbm:
-        """Zeroed memory of this process, which no other reaches: what stands for a card's where there is none."""
+        """Zeroed memory of this process in place of a card's; no other process can open it."""
         mapped = arena_memory.allocate(byte_count)
         address = mapped.address
         return cls(base=base, byte_count=byte_count, address=address, card=None, handle=b"", free=mapped.close)
 
     def watch(self, quiet: Callable[[], bool]) -> None:
-        """Who says whether any writer may still be there that was told the handle."""
+        """Has `close` call `quiet`: whether no process that was sent the handle can still write."""
         self._quiet = quiet
 
     def pool(self, layout: Layout) -> Pool:
-        """As a target of copies; `layout` is of a component as peers know it."""
+        """The memory as a target of copies; `layout` is that of a component in Register."""
         return Pool(layout=layout, address=self.address - self.base, card=self.card)
 
     @property
     def engine_memory(self) -> CardMemory:
-        """What an engine is given of a card."""
+        """The card's memory as an engine takes it."""
         assert self.card is not None
         return CardMemory(card=self.card, address=self.address, byte_count=self.byte_count)
 
     def close(self) -> None:
-        """Gives it back, unless a writer may still be there: then it stays until this process ends. Idempotent.
+        """Frees it, unless another process may still write it: then it stays until this process ends. Idempotent.
 
-        Raises WorldError where the card does not take it back.
+        Raises WorldError if the card cannot free it.
         """
         if self._free is None:
             return
@@ -84,5 +84,5 @@ class Hbm:
         try:
             free()
         except WorldError:
-            log.critical("HBM components stay allocated until this process ends: the card does not take them back")
+            log.critical("HBM components stay allocated until this process ends: the card cannot free them")
             raise

@@ -1,6 +1,6 @@
-/* What the kernels need of the language: one spelling for NVRTC and nvcc, and one for g++, which runs the same logic.
+/* Language basics for the kernels: one spelling for NVRTC and nvcc, and one for g++, which tests the same code.
  *
- * NVRTC has no <stdint.h>. Nothing here knows a layout. */
+ * NVRTC has no <stdint.h>. Nothing here depends on a layout. */
 #ifndef PDTRANSFER_DEVICE_H
 #define PDTRANSFER_DEVICE_H
 
@@ -8,7 +8,7 @@
 typedef signed int int32_t;
 typedef unsigned int uint32_t;
 typedef unsigned short uint16_t;
-typedef signed long int64_t;  /* as <stdint.h> has it here: a redefinition by nvcc's own headers is no conflict */
+typedef signed long int64_t;  /* as in <stdint.h>, so that nvcc's own headers do not conflict */
 typedef unsigned long uint64_t;
 typedef unsigned long uintptr_t;
 #define ON_DEVICE 1
@@ -23,7 +23,7 @@ typedef unsigned long uintptr_t;
 #define UNROLLED
 #endif
 
-/* What moves in one access of a lane. */
+/* The widths of one access by a lane. */
 struct Bytes16 {
     uint32_t word[4];
 };
@@ -31,7 +31,7 @@ struct Bytes32 {
     uint64_t word[4];
 };
 
-/* Plain loads: marked as read-only (ld.global.nc) the same rows came 3 % slower in a push and 20 % in a small gather. */
+/* Plain loads: read-only loads (ld.global.nc) are slower. */
 template <class Unit> CODE Unit load(const char *at) {
 #if ON_DEVICE
     return *(const Unit *)at;
@@ -76,27 +76,27 @@ template <> CODE void store<Bytes32>(char *at, Bytes32 value) {
 #endif
 #endif
 
-/* A launch may be made before the one ahead of it in its stream has ended: it touches nothing until this returns. Cards
- * below sm_90 have no such thing, and it costs nothing where nobody asked for it. */
+/* Waits for the previous launch of the stream, which may still run. A kernel accesses no memory before this returns.
+ * Cards below sm_90 do not support it; without the launch attribute it returns at once. */
 CODE void follow() {
 #if ON_DEVICE && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/* The next launch may be made: for kernels that end soon, since its blocks wait on multiprocessors of their own. */
+/* Lets the next launch start. For kernels that end soon, since its waiting blocks occupy multiprocessors. */
 CODE void lead() {
 #if ON_DEVICE && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/* A word that somebody else may change, a CPU or another block: read anew each time. */
+/* Reads a word that a CPU or another block may change. */
 CODE uint32_t glance(const uint32_t *at) {
     return *(const volatile uint32_t *)at;
 }
 
-/* Publishes everything that this thread, and those it has synchronised with, have stored, also to the host. */
+/* Publishes all stores of this thread and of threads it has synchronised with, to the host as well. */
 CODE void publish(uint32_t *at, uint32_t value) {
 #if ON_DEVICE
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");

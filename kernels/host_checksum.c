@@ -1,6 +1,6 @@
-/* Sums the hashes of rows that lie in this process's memory: XXH64 of every head of every row, as proto/v1 defines it.
+/* Sums the hashes of rows in this process's memory: XXH64 of every head of every row, as proto/v1 defines it.
  *
- * C that is C++ as well, built without -march like host_copy.c: the AVX-512 way is chosen when it runs. */
+ * Valid C and C++, built without -march like host_copy.c: AVX-512 is chosen at run time. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -25,14 +25,14 @@
 
 enum {
     ABI = 2,    /* changes with the meaning of any argument */
-    ITEMS = 8,  /* hashed side by side: one hash alone waits for its own multiplications */
+    ITEMS = 8,  /* hashed together, since a single hash waits for its multiplications */
     SLICE_RUNS = 512,
     STRIPE = 32
 };
-#define AHEAD ((size_t)2048) /* bytes of an item that are fetched early; further on the hardware has understood */
+#define AHEAD ((size_t)2048) /* bytes of an item to prefetch; then the hardware prefetches */
 #define LINE_BYTES 64
 
-/* The heads of one plane, side by side in each row. The seed of head h is seeds[first_seed + h]. */
+/* The heads of one plane, adjacent in each row. The seed of head h is seeds[first_seed + h]. */
 typedef struct {
     int64_t base, page_stride, row_stride;
     int64_t heads, head_bytes, first_seed;
@@ -43,7 +43,7 @@ typedef struct {
     int64_t slot, row, count;
 } Run;
 
-/* As host_copy.c has it. */
+/* As in host_copy.c. */
 typedef struct {
     int64_t source_start, target_start, count;
 } PlanRun;
@@ -61,7 +61,7 @@ typedef struct {
 typedef uint64_t (*Hashes)(const Item *items, int count);
 
 typedef struct {
-    Item items[2][ITEMS]; /* one is hashed while the other's bytes are on their way */
+    Item items[2][ITEMS]; /* one batch is hashed while the other is prefetched */
     int filling, count, waiting;
     uint64_t sum;
     Hashes hashes;
@@ -92,13 +92,13 @@ static inline uint64_t avalanche(uint64_t hash) {
     return hash ^ (hash >> 32);
 }
 
-/* The seed of one head's row: XXH64 of the row's index as a little-endian u64, under the head's seed. */
+/* The seed of one head's row: XXH64 of the row's index as a little-endian u64, with the head's seed. */
 static inline uint64_t seed_of(uint64_t head_seed, uint64_t row) {
     uint64_t hash = (head_seed + P5 + 8) ^ round_of(0, row);
     return avalanche(rotl(hash, 27) * P1 + P4);
 }
 
-/* What follows the last whole stripe; `hash` has taken the stripes, not yet the length. */
+/* Hashes the bytes after the last whole stripe; `hash` includes the stripes but not the length. */
 static uint64_t finished(uint64_t hash, const unsigned char *at, size_t bytes) {
     size_t left = bytes & (STRIPE - 1);
     hash += bytes;
@@ -153,7 +153,7 @@ WIDE static inline __m512i rounds_of(__m512i lanes, __m512i words) {
     return _mm512_mullo_epi64(_mm512_rol_epi64(sum, 31), _mm512_set1_epi64((long long)P1));
 }
 
-/* Two items of equal length a register, and four registers in flight. */
+/* Two items of equal length in each register, four registers in flight. */
 WIDE static uint64_t hashes_avx512(const Item *items, int count) {
     size_t bytes = items[0].bytes;
     int equal = count == ITEMS && bytes >= STRIPE;
@@ -180,7 +180,7 @@ WIDE static uint64_t hashes_avx512(const Item *items, int count) {
 
 EXPORT int32_t pdtransfer_checksum_abi(void) { return ABI; }
 
-/* Whether this CPU and its kernel have the wide way: 1 AVX-512, 0 none. */
+/* Whether this CPU and its kernel support AVX-512. */
 EXPORT int32_t pdtransfer_checksum_wide(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -276,9 +276,9 @@ static int end(Batch *batch, uint64_t *sum) {
 
 /* Adds up the hashes of every head of every line in every row of the runs, mod 2**64, into *sum.
  *
- * `at` is added to the lines' bases; a page size is a power of two. `wide` is at most pdtransfer_checksum_wide(). Where
- * the lines of a slot lie together (`woven`) they are read row by row, else line by line. Returns 1 when all is summed,
- * 0 when *cancel was seen set. The caller has checked every slot. */
+ * `at` is added to the lines' bases; a page size is a power of two. `wide` is at most pdtransfer_checksum_wide(). If the
+ * lines of a slot are adjacent (`woven`), they are read row by row, else line by line. Returns 1 when everything is
+ * summed, or 0 if *cancel was set. The caller has checked all slots. */
 EXPORT int32_t pdtransfer_checksum(const Line *lines, int64_t line_count, const uint64_t *seeds, const Run *runs,
                                    int64_t run_count, int64_t page_size, uint64_t at, int32_t woven, int32_t wide,
                                    const uint32_t *cancel, uint64_t *sum) {
@@ -288,11 +288,10 @@ EXPORT int32_t pdtransfer_checksum(const Line *lines, int64_t line_count, const 
     return rows_of(&batch, &source, runs, run_count) && end(&batch, sum);
 }
 
-/* The same over the source of a plan that is carried out meanwhile, slice by slice: what was just summed is copied out
- * of the cache.
+/* Sums the source rows of a plan while copying them, slice by slice, so that each slice is copied from the cache.
  *
- * `copy` is host_copy.c's pdtransfer_copy, and what follows it are its arguments, but for the addresses: `at` is the
- * source's. The first run's first row is row `row` of the room; a slice is at most `slice_rows` rows. */
+ * `copy` is host_copy.c's pdtransfer_copy, followed by its arguments; `at` is the source's address. The first
+ * run's first row is row `row` of the room; a slice is at most `slice_rows` rows. */
 EXPORT int32_t pdtransfer_checksum_copy(const Line *lines, int64_t line_count, const uint64_t *seeds, int64_t page_size,
                                         uint64_t at, int32_t woven, int32_t wide, int64_t row, int64_t slice_rows,
                                         Copy copy, const void *pairs, int64_t pair_count, const PlanRun *runs,

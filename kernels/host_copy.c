@@ -1,7 +1,7 @@
-/* Carries out a plan on the CPU: rows of slots x planes, between two mappings of this process.
+/* Executes a plan on the CPU: copies rows of slots x planes between two mappings of this process.
  *
- * This is C that is C++ as well, so that whichever compiler a host has will do. Built without -march: the widest
- * stores are chosen when it runs, so that one library serves every CPU of a shared home directory. */
+ * Valid C and C++, so any compiler works. Built without -march: the widest stores are chosen at run time, so one
+ * library serves every CPU that shares a home directory. */
 #include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -18,12 +18,12 @@
 
 enum {
     ABI = 1,            /* changes with the meaning of any argument */
-    BATCH_BYTES = 4608, /* fetched before it is stored: a few KiB hide memory's latency and stay in the L1 cache */
+    BATCH_BYTES = 4608, /* prefetched before stores: hides memory latency and fits the L1 cache */
     BATCH_ROWS = 256,
-    TURN_BYTES = 2 << 20, /* some 200 us of copying; then whoever waits for this core is let on it */
-    TILE_ROWS = 64,       /* rows of long runs that are taken through all planes before the next rows are */
-    TILE_RUNS = 2048,     /* the same for short runs: many rows of one plane in turn spare the TLB */
-    TILE_RUNS_WOVEN = 16, /* and where the planes of a target row lie together, and are better written together */
+    TURN_BYTES = 2 << 20, /* copied between two yields of the core */
+    TILE_ROWS = 64,       /* rows of long runs that pass all planes before the next rows */
+    TILE_RUNS = 2048,     /* short runs of a tile: many rows of one plane in turn spare the TLB */
+    TILE_RUNS_WOVEN = 16, /* short runs of a tile if the planes of a target row are adjacent */
     LONG_RUN_ROWS = 8,
     LINE = 64
 };
@@ -38,7 +38,7 @@ typedef struct {
     int64_t source_start, target_start, count;
 } Run;
 
-/* A run, or the part of one that is in the tile. */
+/* A run, or its part in the tile. */
 typedef struct {
     int64_t source_page, target_page;
     int32_t source_row, target_row;
@@ -66,7 +66,7 @@ static void store_plain(unsigned char *target, const unsigned char *source, size
     memcpy(target, source, bytes);
 }
 
-/* Whole cache lines go past the cache; what shares a line with its neighbours does not. */
+/* Whole cache lines bypass the cache; partial lines do not. */
 #define STORE_STREAMING(NAME, FEATURE, VECTOR, WIDTH, LOAD, STREAM)                                     \
     __attribute__((target(FEATURE))) static void NAME(unsigned char *target, const unsigned char *source, \
                                                       size_t bytes) {                                   \
@@ -101,7 +101,7 @@ STORE_STREAMING(store_avx512, "avx512f", __m512i, 64, _mm512_loadu_si512, _mm512
 
 EXPORT int32_t pdtransfer_abi(void) { return ABI; }
 
-/* The widest streaming stores that this CPU and its kernel have: 0 none, 1 SSE2, 2 AVX, 3 AVX-512. */
+/* The widest streaming stores of this CPU and its kernel: 0 none, 1 SSE2, 2 AVX, 3 AVX-512. */
 EXPORT int32_t pdtransfer_streams(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -124,7 +124,7 @@ static Store store_of(int32_t streams) {
 #endif
 }
 
-/* False when the cancel word is set; nothing of the batch is stored then. */
+/* Stores the batch. Returns 0 and stores nothing if the cancel word is set. */
 static int flush(Batch *batch) {
     if (batch->cancel && *batch->cancel) return 0;
     for (int at = 0; at < batch->count; at++)
@@ -133,7 +133,7 @@ static int flush(Batch *batch) {
     batch->count = 0;
     batch->bytes = 0;
     if (batch->turn_bytes >= TURN_BYTES) {
-        /* A thread that has just woken would else wait for the end of this one's slice, some milliseconds. */
+        /* Without it, a thread that has just woken would wait for the end of this thread's time slice. */
         sched_yield();
         batch->turn_bytes = 0;
     }
@@ -141,7 +141,7 @@ static int flush(Batch *batch) {
 }
 
 static void take(Batch *batch, unsigned char *target, const unsigned char *source, size_t bytes) {
-    /* Streaming stores and loads that miss share the same few buffers: loads have the start of a batch for themselves. */
+    /* Streaming stores and missing loads share a few buffers, so a batch first only loads. */
     for (size_t at = 0; at < bytes; at += LINE) __builtin_prefetch(source + at, 0, 2);
     Item *item = &batch->items[batch->count++];
     item->target = target;
@@ -150,7 +150,7 @@ static void take(Batch *batch, unsigned char *target, const unsigned char *sourc
     batch->bytes += bytes;
 }
 
-/* One stretch of bytes that lies together on either side, in batches that end on a line of the target. */
+/* Copies bytes that are contiguous on both sides, in batches that end at a line of the target. */
 static int stretch(Batch *batch, unsigned char *target, const unsigned char *source, size_t bytes) {
     if (batch->bytes + bytes > BATCH_BYTES || batch->count == BATCH_ROWS)
         if (!flush(batch)) return 0;
@@ -185,7 +185,7 @@ static int plane(Batch *batch, const Pair *pair, const Segment *segments, int co
     return 1;
 }
 
-/* Whether the planes of a target row lie together. Pairs ascend by target. */
+/* Whether the planes of a target row are adjacent. Pairs ascend by target. */
 static int woven(const Pair *pairs, int64_t pair_count) {
     return pair_count > 1 && pairs[1].target_base - pairs[0].target_base < pairs[0].target_row_stride;
 }
@@ -193,8 +193,8 @@ static int woven(const Pair *pairs, int64_t pair_count) {
 /* Copies every run of every pair. A page size is a power of two.
  *
  * source_at and target_at are added to the pairs' bases. `streams` is at most pdtransfer_streams(), 0 for ordinary
- * stores. Returns 1 when all is copied, 0 when *cancel was seen set: some of it may be copied then. Either way no store
- * is pending on return. The caller has checked every slot, and that no run crosses a page where that matters. */
+ * stores. Returns 1 when everything is copied, or 0 if *cancel was set; then some rows may be copied. No store is pending
+ * on return. The caller has checked all slots, and that no run crosses a page where that matters. */
 EXPORT int32_t pdtransfer_copy(const Pair *pairs, int64_t pair_count, const Run *runs, int64_t run_count,
                                int64_t source_page_size, int64_t target_page_size, uint64_t source_at,
                                uint64_t target_at, int32_t streams, const uint32_t *cancel) {
@@ -214,7 +214,7 @@ EXPORT int32_t pdtransfer_copy(const Pair *pairs, int64_t pair_count, const Run 
         int64_t rows = 0;
         while (run < run_count && count < most) {
             int64_t part = runs[run].count - done;
-            /* Short runs fill a tile of many rows; one that has reached TILE_ROWS takes no long one any more. */
+            /* Short runs fill a tile with many rows. A tile of TILE_ROWS rows takes no further long run. */
             if (part >= LONG_RUN_ROWS && part > TILE_ROWS - rows) part = TILE_ROWS - rows;
             if (part <= 0) break;
             int64_t source = runs[run].source_start + done, target = runs[run].target_start + done;
@@ -232,7 +232,7 @@ EXPORT int32_t pdtransfer_copy(const Pair *pairs, int64_t pair_count, const Run 
     }
     if (complete) complete = flush(&batch);
 #if defined(__x86_64__)
-    _mm_sfence(); /* streaming stores are ordered by nothing else: whoever hears of the copy shall read it */
+    _mm_sfence(); /* orders streaming stores, so that a reader that learns of the copy sees them */
 #endif
     return complete;
 }

@@ -1,10 +1,11 @@
-/* Queues works of a card, each with a slot of a ring, without Python: a work takes 10 us here and 60 there, and the
- * engine's other threads want the interpreter. One stream is the kernels', the other the copy engine's. A work's second
- * part waits for its first, and its first for the work that had its slot; all of it is between what a third stream has
- * and what it will have, but for an opening launch, which brings what the works read and need wait for nothing else. As many works are pending as there are events;
- * the oldest is waited for then, so that a cancel word stops all but these.
+/* Queues a ring's works without Python, which is slower and would hold the interpreter.
  *
- * C that is C++ as well. The driver's functions are handed in: nothing here is linked with them. */
+ * One stream is for kernels, the other for the copy engine. A work's second part waits for its first, and its first part
+ * waits for the previous work in its slot. All works run between the earlier and the later work of a third stream,
+ * except an opening launch, which copies the works' input and waits for nothing. At most `event_count` works are
+ * pending, so that a cancel word stops all others.
+ *
+ * Valid C and C++. The caller passes the driver's functions, so nothing links with the driver. */
 #define _POSIX_C_SOURCE 199309L
 #include <stddef.h>
 #include <stdint.h>
@@ -18,7 +19,7 @@
 #define EXTERN __attribute__((visibility("default")))
 #endif
 
-/* As <cuda.h> has them. */
+/* As in <cuda.h>. */
 struct Calls {
     int (*set_context)(void *context);
     int (*launch)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
@@ -32,7 +33,7 @@ struct Calls {
     int (*copy_rows)(const void *rows, void *stream); /* CUDA_MEMCPY2D */
 };
 
-/* As <cuda.h> has it. */
+/* CUDA_MEMCPY2D of <cuda.h>. */
 struct Rows {
     size_t source_x, source_y;
     int32_t source_kind;
@@ -52,9 +53,9 @@ enum { UNIFIED = 4 };
 
 enum { NOT_READY = 600, POLL_NANOSECONDS = 20000 };
 
-/* Rows between two places by the kernel, runs by the copy engine, or both in this order; the reverse in a fetch. */
+/* Kernel rows, then copy engine runs; a fetch reverses the order. Either may be empty. */
 struct Work {
-    int64_t argument; /* which of `arguments`; none where it is negative */
+    int64_t argument; /* index in `arguments`; negative: none */
     int64_t blocks;
     int64_t first_run, end_run;
 };
@@ -63,25 +64,25 @@ struct Lanes {
     const struct Calls *calls;
     void *context, *function;
     void *rows_stream, *runs_stream;
-    void **halves, **wholes; /* events of a work each: its first part is done, all of it is */
+    void **halves, **wholes; /* each work's events: its first part is done, the whole work is done */
     const uint32_t *cancel;  /* may be null */
     char *arguments;
     const struct Work *works;
     const uint64_t *sources, *targets, *sizes;
-    const uint64_t *source_pitches, *target_pitches, *counts; /* null where each run is one piece */
-    void *attributes; /* of a batch: CUmemcpyAttributes */
-    void *stream, *fork, *rows_join, *runs_join; /* whose work goes before and after, and events for that */
+    const uint64_t *source_pitches, *target_pitches, *counts; /* null if runs are contiguous */
+    void *attributes; /* CUmemcpyAttributes of a batch */
+    void *stream, *fork, *rows_join, *runs_join; /* the third stream, and events that order it */
     void *opening;                               /* an argument; may be null */
     int64_t opening_blocks;
     int64_t slots, event_count, work_count, argument_bytes, threads, fetch;
-    int64_t first_turn; /* works that were queued before, whose slots and events are waited for as these are */
-    /* answers */
-    int64_t queued; /* works, of which the last may be there in part where `status` is not 0 */
-    int32_t status; /* of the call that failed: 0 if none did */
+    int64_t first_turn; /* works queued before this call; their slots and events are waited for, too */
+    /* results */
+    int64_t queued; /* works; the last may be incomplete if `status` is not 0 */
+    int32_t status; /* of the call that failed, or 0 */
     int32_t cancelled;
 };
 
-/* Waits as this does and not by an event that wakes its waiter: each of those holds its stream up for 6 us. */
+/* Waits by polling, since an event that wakes its waiter delays its stream. */
 static int reach(const struct Calls *calls, void *event) {
     const struct timespec pause = {0, POLL_NANOSECONDS};
     int status;
@@ -89,7 +90,7 @@ static int reach(const struct Calls *calls, void *event) {
     return status;
 }
 
-/* Each run is so many rows of `sizes` bytes, a pitch apart on either side. */
+/* Each run is `counts` rows of `sizes` bytes, with a pitch on each side. */
 static int queue_strided(const struct Lanes *lanes, const struct Work *work, void *stream) {
     struct Rows rows;
     memset(&rows, 0, sizeof rows);
@@ -130,7 +131,7 @@ static int queue_rows(const struct Lanes *lanes, const struct Work *work, void *
     return launch(lanes, lanes->arguments + work->argument * lanes->argument_bytes, work->blocks, stream);
 }
 
-/* The slot that this work uses is free once the work that had it is whole. */
+/* A work's slot is free once the previous work in that slot is done. */
 static int queue_work(const struct Lanes *lanes, const struct Work *work, int64_t turn) {
     const struct Calls *calls = lanes->calls;
     void *first = lanes->fetch ? lanes->runs_stream : lanes->rows_stream;
@@ -188,12 +189,12 @@ struct Await {
     const struct Calls *calls;
     void *context;
     void **events;
-    const uint32_t *called; /* whoever sets it wants its caller back; null: it only looks */
+    const uint32_t *called; /* ends the wait if not 0; null: poll once */
     int64_t count;
-    int64_t until; /* ns of CLOCK_MONOTONIC, when it comes back anyway */
-    /* answers */
-    int64_t passed; /* the first event that is; -1 where it was called, or its time was over */
-    int32_t status; /* of the query that failed: 0 if none did */
+    int64_t until; /* deadline in ns of CLOCK_MONOTONIC */
+    /* results */
+    int64_t passed; /* the index of the passed event, or -1 */
+    int32_t status; /* of the query that failed, or 0 */
     int32_t unused;
 };
 
@@ -203,8 +204,8 @@ static int64_t now(void) {
     return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
 }
 
-/* Sleeps until the card has passed one of the events, or somebody calls, or until then. The system would add 50 us to
- * each nap. */
+/* Sleeps until an event has passed, `called` is set, or the deadline is reached. A small timer slack keeps the naps
+ * short. */
 EXTERN void pdtransfer_await(struct Await *await) {
     prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL);
     const struct timespec pause = {0, POLL_NANOSECONDS};

@@ -1,18 +1,18 @@
-/* A row of the hot pool's tables becomes a request's, or nobody's. Slots are read from the host's pinned memory. */
+/* Assigns a row of the hot pool's tables to a request, or frees it. Slots are read from the host's pinned memory. */
 #ifndef PDTRANSFER_HOT_ROW_H
 #define PDTRANSFER_HOT_ROW_H
 
 #include "device.h"
 
 struct HotRow {
-    const int32_t *sent;                         /* slots in the arena, then of the places */
+    const int32_t *sent;                         /* arena slots, then the places' device slots */
     int32_t *host_slots, *hot_slots, *own_slots; /* (rows, host_stride), (rows, hot), (rows) */
     int32_t *held, *order;                       /* (groups, rows, hot) */
     uint32_t *refused;                           /* (rows) */
     int64_t host_stride;
     int32_t groups, rows, hot, row;
-    int32_t host_count, places; /* of what is sent: none for nobody, who keeps what is held, and what was refused */
-    int32_t own, direct;        /* direct: position p is in place p; otherwise nothing is held */
+    int32_t host_count, places; /* in `sent`; 0 frees the row and keeps `held` and `refused` */
+    int32_t own, direct;        /* direct: position p is in place p; otherwise the buffer is empty */
 };
 
 CODE void set_row(const HotRow &set, int64_t thread, int64_t threads) {

@@ -1,4 +1,4 @@
-/* The launch of kv_copy.h: few blocks of many threads, since the model's own kernels need the multiprocessors. */
+/* The launch of kv_copy.h: few blocks of many threads, which leave multiprocessors to the model's kernels. */
 #include "kv_copy.h"
 
 extern "C" __global__ void __launch_bounds__(1024, 1) kv_copy(const __grid_constant__ Copy copy) {

@@ -1,38 +1,38 @@
-/* Carries rows between two pools, all planes in one launch: what each thread of it does.
+/* Copies rows between two pools, all planes in one launch: the work of each thread.
  *
- * An item is one row of one pair. Groups of lanes take items in turn; lanes of a group never talk to each other, and
- * groups only through `Block`, so that the host's compiler can run this thread by thread. */
+ * An item is one row of one pair. Groups of lanes take items in turn. Lanes of a group do not communicate, and groups
+ * communicate only through `Block`, so that host code can run this thread by thread. */
 #ifndef PDTRANSFER_KV_COPY_H
 #define PDTRANSFER_KV_COPY_H
 
 #include "rows.h"
 
-/* One plane's rows on either side, as pdtransfer.layout.pairing.Pairing has them, with bases that are addresses. */
+/* One plane's rows on both sides, as in pdtransfer.layout.pairing.Pairing, with addresses as bases. */
 struct Pair {
     int64_t source_base, source_page_stride, source_row_stride;
     int64_t target_base, target_page_stride, target_row_stride;
     int64_t bytes;
 };
 
-/* Which slots one side's rows have: entry i >> granule_shift names a page of 1 << granule_shift slots; the shift is 0
- * where entries are slots. Without entries, those from `first` on, one after another. */
+/* The slots of one side's rows: row i has entry i >> granule_shift, a page of 1 << granule_shift slots; the shift is 0 if
+ * entries are slots. Without entries, slots are consecutive from `first`. */
 struct Slots {
-    const void *entries; /* int32, or int64 where `wide` */
+    const void *entries; /* int32, or int64 if `wide` */
     int64_t first;
-    int64_t entry_limit; /* entries are in [0, entry_limit): what is not is skipped, and counted */
+    int64_t entry_limit; /* rows with entries outside [0, entry_limit) are skipped and counted */
     int32_t wide;
     int32_t granule_shift;
     int32_t page_shift; /* of the pairing's page size on this side */
     int32_t unused;
 };
 
-/* In the host's pinned memory: what a CPU learns of a launch. */
+/* In the host's pinned memory: reports a launch to the CPU. */
 struct Progress {
-    uint32_t ended;   /* (ticket << 2 | how it ended), once no store of it is pending: 1 complete, 2 cancelled */
-    uint32_t refused; /* rows whose slots were outside their pools */
+    uint32_t ended;   /* ticket << 2 | state, once no store is pending: 1 complete, 2 cancelled */
+    uint32_t refused; /* rows whose slots are outside their pools */
 };
 
-/* In the card's memory, all zero between launches. */
+/* In the card's memory; zero between launches. */
 struct Tally {
     uint32_t blocks, refused, cancelled;
 };
@@ -40,26 +40,26 @@ struct Tally {
 struct Copy {
     const Pair *pairs;
     Slots source, target;
-    const int32_t *count_at; /* the rows, where only the card knows: at most `count`; null where `count` is it */
-    const uint32_t *cancel;  /* stops the launch once it is not 0; may be null */
+    const int32_t *count_at; /* the number of rows if only the card knows it, at most `count`; else null */
+    const uint32_t *cancel;  /* stops the launch if not 0; may be null */
     Progress *progress;      /* may be null */
-    Tally *tally;            /* not null where `progress` is not */
+    Tally *tally;            /* null only if `progress` is null */
     int64_t count;
     uint32_t pair_count;
     uint32_t ticket;
     int32_t group_shift; /* a group has 1 << group_shift lanes, at most a warp */
-    int32_t pair_major;  /* items go pair by pair, not row by row */
-    int32_t by_source;   /* whose lines are kept whole */
+    int32_t pair_major;  /* items are ordered by pair, not by row */
+    int32_t by_source;   /* align accesses to the source's lines, not the target's */
     int32_t unused;
 };
 
-/* What the threads of one block share. */
+/* Shared by the threads of one block. */
 struct Block {
     uint32_t stop, refused;
 };
 
-/* Between two looks at the cancel word, which is across the bus, and at what thread 0 has seen of it: some 1 MiB a block.
- * A group that waits for the bus more often ends later than the others: by 1 % of a push with 16, by 5 % with 8. */
+/* Items between two reads of the cancel word. Thread 0 reads it across the bus, the others read thread 0's copy. More
+ * frequent reads slow a push. */
 enum { GLANCE_ITEMS = 32 };
 
 CODE int64_t entry_of(const Slots &slots, int64_t row) {
@@ -76,7 +76,7 @@ CODE uint64_t offset_of(const Slots &slots, int64_t entry, int64_t row, int64_t 
 
 CODE bool outside(int64_t entry, const Slots &slots) { return entry < 0 || entry >= slots.entry_limit; }
 
-/* One row of one pair, from and to entries that are within their pools. */
+/* Copies one row of one pair; both entries are within their pools. */
 CODE void copy_slot(const Copy &copy, uint32_t pair_at, int64_t source_entry, int64_t target_entry, int64_t row,
                     int32_t lane, int32_t lanes) {
     const Pair &pair = copy.pairs[pair_at];
@@ -87,7 +87,8 @@ CODE void copy_slot(const Copy &copy, uint32_t pair_at, int64_t source_entry, in
     copy_row((char *)target, (const char *)source, (int32_t)pair.bytes, copy.by_source != 0, lane, lanes);
 }
 
-/* Where a group is among all items: inner runs fastest, the pairs of a row, or the rows of a pair. No division later. */
+/* A group's position among all items: `inner` runs fastest, over the pairs of a row or the rows of a pair. It avoids
+ * divisions in the loop. */
 struct Walk {
     uint32_t inner, outer, inner_count, inner_step, outer_step;
 };
@@ -97,7 +98,7 @@ CODE Walk walk_of(uint32_t inner_count, uint32_t item, uint32_t groups) {
     return {item % inner_count, item / inner_count, inner_count, groups % inner_count, groups / inner_count};
 }
 
-/* All items of the group that `thread` belongs to, once the launch ahead has ended. */
+/* Copies all items of the thread's group, after the previous launch has ended. */
 CODE void copy_items(const Copy &copy, Block *block, uint32_t block_index, uint32_t block_count, uint32_t thread,
                      uint32_t threads) {
     uint32_t pairs = copy.pair_count, rows = (uint32_t)copy.count;
@@ -110,7 +111,7 @@ CODE void copy_items(const Copy &copy, Block *block, uint32_t block_index, uint3
         rows = known < 0 ? 0 : known < copy.count ? (uint32_t)known : rows;
         if (copy.pair_major) walk = walk_of(rows, item, groups);
     }
-    if ((int64_t)rows * pairs <= groups) lead(); /* nobody has a second item: this ends soon */
+    if ((int64_t)rows * pairs <= groups) lead(); /* no group has a second item: this ends soon */
     uint32_t inner = walk.inner, outer = walk.outer, outer_count = !rows ? 0 : copy.pair_major ? pairs : rows;
     int64_t source_entry = 0, target_entry = 0;
     if (outer < outer_count) {
@@ -126,7 +127,7 @@ CODE void copy_items(const Copy &copy, Block *block, uint32_t block_index, uint3
         int64_t source_here = source_entry, target_here = target_entry;
         inner += walk.inner_step, outer += walk.outer_step;
         if (inner >= walk.inner_count) inner -= walk.inner_count, outer++;
-        if (outer < outer_count) { /* the next item's slots are on their way while this one is copied */
+        if (outer < outer_count) { /* load the next item's slots while this one is copied */
             source_entry = entry_of(copy.source, copy.pair_major ? inner : outer);
             target_entry = entry_of(copy.target, copy.pair_major ? inner : outer);
         }
@@ -138,7 +139,7 @@ CODE void copy_items(const Copy &copy, Block *block, uint32_t block_index, uint3
     }
 }
 
-/* One thread a block, once all its threads have synchronised: the last block says that nothing is pending any more. */
+/* Called by one thread of each block after the block has synchronised. The last block publishes the end. */
 CODE void end_block(const Copy &copy, const Block *block, uint32_t block_count) {
 #if ON_DEVICE
     __threadfence_system();

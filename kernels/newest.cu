@@ -1,4 +1,4 @@
-/* The launch of newest.h: a thread a request. */
+/* The launch of newest.h: one thread for each request. */
 #include "newest.h"
 
 extern "C" __global__ void newest(const __grid_constant__ Newest newest) {

@@ -1,22 +1,22 @@
-/* Where the token that a step computes goes: its place in the hot buffer while its request fits there, else a slot that
- * the request has for it; and its slot in the arena, to which it is backed up. A thread a request. */
+/* Finds the slots of each request's new token: its place in the hot buffer while the request fits, else the request's
+ * own slot; and its slot in the arena, for the backup. One thread for each request. */
 #ifndef PDTRANSFER_NEWEST_H
 #define PDTRANSFER_NEWEST_H
 
 #include "device.h"
 
 struct Newest {
-    const int32_t *positions;  /* (requests): the token's own, so as many as the request has tokens before it */
-    const int32_t *rows;       /* (requests): each one's row of the tables below */
-    const int32_t *real;       /* how many requests are no padding; null: all */
+    const int32_t *positions;  /* (requests): the new token's position */
+    const int32_t *rows;       /* (requests): each request's row of the tables below */
+    const int32_t *real;       /* the number of requests without padding; null: all */
     const int32_t *host_slots; /* (rows, host_stride) */
     const int32_t *hot_slots;  /* (rows, hot) */
-    const int32_t *own_slots;  /* (rows): the one for a token that has no place */
-    int32_t *device, *host;    /* out, (requests): slots on either side; host is -1 where there is none */
-    uint32_t *refused;         /* (rows): grows by one where a request has no slots for it */
+    const int32_t *own_slots;  /* (rows): the slot for a token without a place */
+    int32_t *device, *host;    /* out, (requests): slots on both sides; host is -1 for none */
+    uint32_t *refused;         /* (rows): incremented if a request has no slots for the token */
     int64_t host_stride;
     int32_t requests, hot, row_count;
-    int32_t spare; /* the device slot of padding, and of who is refused */
+    int32_t spare; /* the device slot for padding and refused requests */
 };
 
 CODE void find_newest(const Newest &newest, uint32_t request) {

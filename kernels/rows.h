@@ -1,16 +1,16 @@
-/* Copies one row with the lanes of a group: any size, any alignment, and not a byte beside it. */
+/* Copies one row with the lanes of a group: any size, any alignment, and no other byte. */
 #ifndef PDTRANSFER_ROWS_H
 #define PDTRANSFER_ROWS_H
 
 #include "device.h"
 
 enum {
-    LINE_BYTES = 128, /* what leaves the card in one piece */
+    LINE_BYTES = 128, /* one transaction of the bus */
     HELD_BYTES = 64   /* loaded by each lane before its first store */
 };
 
-/* Units of a row whose addresses are multiples of the unit on both sides. Lane 0 starts `phase` units before the row,
- * where a line does, so that each line that the row covers leaves in one access and not in two halves. */
+/* Copies a row in units, aligned on both sides. Lane 0 starts `phase` units before the row, at the start of a line, so
+ * that each line is written in one access. */
 template <class Unit>
 CODE void copy_units(char *target, const char *source, int32_t units, int32_t phase, int32_t lane, int32_t lanes) {
     const int32_t loads = sizeof(Unit) < 16 ? 4 : HELD_BYTES / (int32_t)sizeof(Unit);
@@ -27,7 +27,7 @@ CODE void copy_units(char *target, const char *source, int32_t units, int32_t ph
     }
 }
 
-/* Head and tail by single bytes, the body by units: target and source differ by a multiple of the unit. */
+/* Copies head and tail by bytes, the body by units. Target and source differ by a multiple of the unit. */
 template <class Unit>
 CODE void copy_aligned(char *target, const char *source, int32_t bytes, bool by_source, int32_t lane, int32_t lanes) {
     const int32_t size = (int32_t)sizeof(Unit);
@@ -42,8 +42,8 @@ CODE void copy_aligned(char *target, const char *source, int32_t bytes, bool by_
     for (int32_t at = units * size + lane; at < bytes; at += lanes) target[at] = source[at];
 }
 
-/* Copies `bytes` with `lanes` lanes of which this is one: a power of two. Lines are kept whole on the target's side, or
- * on the source's: the one that is farther away. */
+/* Copies `bytes` with `lanes` lanes, a power of two. Accesses are aligned to lines of the target or, with `by_source`,
+ * of the source: the side across the bus. */
 CODE void copy_row(char *target, const char *source, int32_t bytes, bool by_source, int32_t lane, int32_t lanes) {
     uintptr_t differ = (uintptr_t)target ^ (uintptr_t)source;
 #if ON_DEVICE && __CUDA_ARCH__ >= 1000

@@ -1,4 +1,4 @@
-/* The launches of set_mla.h, one for each width of access, and one that moves rows by bulk copies (sm_90 and later). */
+/* The launches of set_mla.h: one for each access width, and bulk copies for sm_90 and later. */
 #include "set_mla.h"
 
 #define SET(NAME, UNIT, HELD)                                                                                          \
@@ -27,9 +27,9 @@ __device__ __forceinline__ void bring(uint32_t to, const char *from, int32_t byt
     else asm volatile(BULK " [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-/* A thread a row: bulk copies bring its two parts side by side into shared memory, and one takes it to its slot. EARLY
- * asks for the rows before the launch ahead has ended, as far as the L2, which sees what that one may still store, and
- * lets them go first from there once they are read. Widths, strides and addresses are multiples of 16; units are bytes. */
+/* One thread for each row: bulk copies load its two parts into shared memory, and one bulk copy stores it. EARLY
+ * prefetches the rows into the L2 before the previous launch has ended (the L2 sees that launch's later stores), and
+ * evicts them first once they are read. Widths, strides and addresses are multiples of 16; units are bytes. */
 template <bool EARLY> __device__ __forceinline__ void set_bulk(const SetMla &set) {
     extern __shared__ __align__(128) char rows[];
     __shared__ uint64_t arrived;
@@ -70,7 +70,7 @@ template <bool EARLY> __device__ __forceinline__ void set_bulk(const SetMla &set
                      "r"(place), "r"(set.units)
                      : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-        /* Shared memory has to stay until it is read. */
+        /* Shared memory must stay until the bulk copy has read it. */
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     }
 }

@@ -1,4 +1,4 @@
-/* Scatters a step's new MLA rows into their pages: row i of nope and of rope, side by side, to slot loc[i]. */
+/* Scatters a step's new MLA rows into their pages: row i of nope, followed by row i of rope, to slot loc[i]. */
 #ifndef PDTRANSFER_SET_MLA_H
 #define PDTRANSFER_SET_MLA_H
 
@@ -7,19 +7,19 @@
 struct SetMla {
     char *buffer;
     const char *nope, *rope;
-    const void *loc; /* int32, or int64 where `wide` */
-    int64_t buffer_stride, nope_stride, rope_stride; /* bytes from a row to the next */
-    int64_t slots;                                   /* loc is in [0, slots): other rows are left out */
-    int64_t skip;                                    /* and so is this one; -1: none */
-    int32_t rows, nope_units, units, wide;           /* of a row: units of nope, units of both */
+    const void *loc; /* int32, or int64 if `wide` */
+    int64_t buffer_stride, nope_stride, rope_stride; /* bytes between rows */
+    int64_t slots;                                   /* rows with loc outside [0, slots) are skipped */
+    int64_t skip;                                    /* a loc that is skipped; -1: none */
+    int32_t rows, nope_units, units, wide;           /* of one row: units of nope, units of both parts */
 };
 
 CODE int64_t slot_of(const SetMla &set, int32_t row) {
     return set.wide ? ((const int64_t *)set.loc)[row] : (int64_t)((const int32_t *)set.loc)[row];
 }
 
-/* Thread (across, down) of a block of (columns, together): rows of the block, HELD of them in flight for each thread; where
- * a row goes is asked for while it is on its way. */
+/* Thread (across, down) of a block of (columns, together) copies ROWS_HELD rows. A row's slot is loaded while the row
+ * itself is loaded. */
 template <class Unit, int32_t ROWS_HELD>
 CODE void set_rows(const SetMla &set, uint32_t block, uint32_t across, uint32_t down, uint32_t columns, uint32_t together_) {
     int32_t size = (int32_t)sizeof(Unit), together = (int32_t)together_;

@@ -1,7 +1,7 @@
-/* The launches of swap_plan.h: one block a request, of any whole number of warps. */
+/* The launches of swap_plan.h: one block for each request, with any whole number of warps. */
 #include "swap_plan.h"
 
-/* The sum of what the threads before this one have, and of all: of two 16-bit sums at once, while everybody arrives. */
+/* The exclusive prefix sum of `own` over threads, and the total. Both hold two 16-bit sums. Synchronises the block. */
 __device__ __forceinline__ int32_t sum_before(int32_t own, int32_t *sums, int32_t *total) {
     int32_t lane = (int32_t)threadIdx.x & 31, warp = (int32_t)threadIdx.x >> 5, warps = (int32_t)blockDim.x >> 5;
     int32_t sum = own;
@@ -44,7 +44,7 @@ template <int32_t TOP_EACH, int32_t HOT_EACH> __device__ __forceinline__ void pl
     int32_t total, before = sum_before(counted(swap, own, thread), sums, &total);
     bool brought = brings(swap, total, threads);
     int32_t listed = brought ? 0 : misses_of(total);
-    uint64_t claimed = 0; /* looked at after the answers: it takes a while to come back */
+    uint64_t claimed = 0; /* used after the answers, since the atomic has a long latency */
     if (thread == 0) claimed = claim_list(swap, step, total, listed);
     reorder(swap, step, own, before, total, brought, thread);
     __syncthreads();

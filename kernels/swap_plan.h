@@ -1,63 +1,63 @@
-/* Which of a step's top-k positions are in a request's hot buffer, which are missing, and whom they replace: exact LRU.
+/* Finds which of a step's top-k positions are in a request's hot buffer, which are missing, and the victims: exact LRU.
  *
- * A block a request, in phases: threads of a phase touch nothing that another thread of it writes, but by atomics, and
- * between phases they synchronise. So the host's compiler runs a phase thread by thread.
+ * One block for each request, in phases. Within a phase, threads share data only through atomics; between phases they
+ * synchronise. So host code can run a phase thread by thread.
  *
- * For each request the hot buffer holds `hot` tokens: held[i] is the position in place i, -1 where there is none, and
- * order[] names the places, the one that was used longest ago first. Let a step ask for d different positions of which h
- * are held. Its victims are the first d - h places of order[] that are not among the h: there are hot - h of these, so
- * hot >= d implies that there are enough. After the step order[] has first the places that were not used, then those that
- * were hit, both as they stood, then those that were filled, by first mention.
+ * For each request the hot buffer holds `hot` tokens: held[i] is the position in place i, or -1, and order[] lists
+ * the places from least to most recently used. Let a step ask for d distinct positions, of which h are held. Its victims
+ * are the first d - h places of order[] that are not hit. There are hot - h such places, so hot >= d implies that there
+ * are enough. After the step order[] has the unused places, then the hit places, both in their old order, then the
+ * filled places in order of first mention.
  *
- * Rows that are missing may be brought by the block that finds out, where they are few: their way over the bus, which is
- * most of what such a step takes, begins before the rest of the plan. The list that is left for kv_copy is without them. */
+ * If few rows are missing, the block copies them itself, and they are not listed for kv_copy. Their transfer over the
+ * bus, which takes most of such a step's time, then starts before the rest of the plan. */
 #ifndef PDTRANSFER_SWAP_PLAN_H
 #define PDTRANSFER_SWAP_PLAN_H
 
 #include "kv_copy.h"
 
 struct Swap {
-    const int32_t *positions;  /* (requests, top): -1 is none, any may be there twice */
-    const int32_t *lengths;    /* (requests): tokens; at most `hot`: every position p is in place p */
-    const int32_t *rows;       /* (requests): each one's row of the tables below */
-    const int32_t *real;       /* how many requests are no padding; null: all */
-    const int32_t *host_slots; /* (rows, host_stride): where each position is in the arena */
-    const int32_t *hot_slots;  /* (rows, hot): the device slot of each place */
+    const int32_t *positions;  /* (requests, top): -1 is none, positions may repeat */
+    const int32_t *lengths;    /* (requests): tokens; if at most `hot`, every position p is in place p */
+    const int32_t *rows;       /* (requests): each request's row of the tables below */
+    const int32_t *real;       /* the number of requests without padding; null: all */
+    const int32_t *host_slots; /* (rows, host_stride): each position's arena slot */
+    const int32_t *hot_slots;  /* (rows, hot): each place's device slot */
     int32_t *held, *order;     /* (rows, hot) */
-    int32_t *slots;            /* out, (requests, top): the device slot of each position; -1 for none */
-    int32_t *sources, *targets; /* out, one list for all requests: arena slots, and device slots for them */
-    int32_t *counts;           /* out: misses of all, positions refused; then misses, blocks and refusals of the running launch */
-    uint32_t *refused;         /* (rows): grows by each row's refused positions, and by those without a slot; may be null */
-    uint64_t *tally;           /* (2): grows by positions that were held, and by misses, of requests above `hot`; may be null */
-    int64_t host_stride;       /* a longer request is taken to be so long */
+    int32_t *slots;            /* out, (requests, top): each position's device slot, or -1 */
+    int32_t *sources, *targets; /* out, one list for all requests: arena slots and device slots */
+    int32_t *counts;           /* out: listed misses, refused positions; then misses, blocks and refusals of the running launch */
+    uint32_t *refused;         /* (rows): increased by each row's refused positions and those without a slot; may be null */
+    uint64_t *tally;           /* (2): increased by hits and by misses of requests longer than `hot`; may be null */
+    int64_t host_stride;       /* a longer request is truncated to this length */
     int32_t requests, top, hot, buckets; /* buckets: a power of two, at least twice `top` */
-    int32_t row_count, unused;           /* a request whose row is none of them is padding */
-    Copy bring;                          /* what carries out the list; its rows may be brought where it has pairs */
+    int32_t row_count, unused;           /* a request with a row outside [0, row_count) is padding */
+    Copy bring;                          /* executes the list; with pairs, the plan may copy rows itself */
 };
 
-/* BROUGHT on: arena slots by rank of their miss. WORDS is a multiple of four: the tables behind are read four at a time. */
+/* From BROUGHT on: arena slots by rank of their miss. WORDS is a multiple of four, since the next tables are read four
+ * words at a time. */
 enum { REFUSED, BASE, BROUGHT = 4, BROUGHT_MAX = 32, WORDS = BROUGHT + BROUGHT_MAX };
 enum { ABSENT = 0xFFFF };          /* no place */
 
-/* What the threads of one request share, all of it in shared memory. keys[] is a table of the positions that are asked
- * for, each in the first free bucket from its hash on. */
+/* Shared memory of one request's threads. keys[] is a hash table of the requested positions, with linear probing. */
 struct Swapping {
     int32_t row, length;
-    bool real, direct, quads;  /* quads: rows of the tables may be read four at a time */
-    int32_t *words;            /* positions refused, where the request's part of the list starts, what is brought */
-    int32_t *keys;             /* [buckets]; -1 is free, and then the bucket's mark and place are anything */
-    int32_t *marks;            /* [buckets]: the least index at which it is mentioned; later the rank of its miss */
-    uint16_t *places;          /* [buckets]: where the hot buffer holds it, or ABSENT */
-    int32_t *held, *hot_slots; /* [hot]: as they were, of this row */
-    int32_t *after;            /* [hot]: the order after this step, where keys were: they have served by then */
+    bool real, direct, quads;  /* quads: table rows may be read four words at a time */
+    int32_t *words;            /* refused positions, the start of the request's part of the list, arena slots of copied rows */
+    int32_t *keys;             /* [buckets]; -1 is free, and its mark and place are undefined */
+    int32_t *marks;            /* [buckets]: the position's least index; later the rank of its miss */
+    uint16_t *places;          /* [buckets]: the position's place in the hot buffer, or ABSENT */
+    int32_t *held, *hot_slots; /* [hot]: this row's tables before the step */
+    int32_t *after;            /* [hot]: the order after this step, in the memory of keys, which are no longer used */
     int32_t *victims;          /* [top]: places, by rank of their miss */
 };
 
-/* What a thread knows of its own share, from phase to phase: consecutive positions, and places of the order. */
+/* One thread's share across phases: consecutive positions, and consecutive places of the order. */
 template <int32_t TOP_EACH, int32_t HOT_EACH> struct Own {
     int32_t positions[TOP_EACH], buckets[TOP_EACH], places[TOP_EACH], sources[TOP_EACH];
     int32_t order[HOT_EACH];
-    uint32_t again, missing, hit; /* bits: positions claimed by another thread, missing ones; places that are hit */
+    uint32_t again, missing, hit; /* bit sets: positions claimed by another thread, missing positions, places that are hit */
 };
 
 CODE int32_t claim(int32_t *at, int32_t expected, int32_t value) {
@@ -111,14 +111,14 @@ CODE Swapping start_step(const Swap &swap, int32_t *memory) {
     return step;
 }
 
-/* Before anything of the card's memory is read. */
+/* Runs before any read of the card's memory. */
 CODE void clear(const Swap &swap, const Swapping &step, uint32_t thread, uint32_t threads) {
     if (thread == 0) step.words[REFUSED] = 0;
     const Quad free = {{-1, -1, -1, -1}};
     for (int32_t at = (int32_t)thread; at < swap.buckets / 4; at += (int32_t)threads) ((Quad *)step.keys)[at] = free;
 }
 
-/* What the request is: the same for each thread. */
+/* Reads the request's row and length; the same for each thread. */
 CODE void look(const Swap &swap, Swapping &step, uint32_t request) {
     int32_t row = swap.rows[request], length = swap.lengths[request];
     step.real = (!swap.real || (int32_t)request < *swap.real) && (uint32_t)row < (uint32_t)swap.row_count;
@@ -127,7 +127,7 @@ CODE void look(const Swap &swap, Swapping &step, uint32_t request) {
     step.direct = step.length <= swap.hot;
 }
 
-/* Items first..first + 3 of a table of `limit`; what is beyond stays. */
+/* Reads items first..first + 3 of a table of `limit` items; others stay unchanged. */
 CODE void read_four(int32_t *to, const int32_t *table, int32_t first, int32_t limit, bool quads) {
     if (quads) {
         if (first >= limit) return;
@@ -148,7 +148,7 @@ CODE void read_positions(const Swap &swap, Own<TOP_EACH, HOT_EACH> &own, uint32_
     }
 }
 
-/* The other tables, at once: the later phases wait for the card's memory no more. */
+/* Reads the other tables at once, so that later phases do not wait for the card's memory. */
 template <int32_t TOP_EACH, int32_t HOT_EACH>
 CODE void read_tables(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH> &own, uint32_t thread) {
     int64_t row = (int64_t)step.row * swap.hot;
@@ -161,7 +161,7 @@ CODE void read_tables(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_
     }
     UNROLLED for (int32_t at = 0; at < HOT_EACH; at += 4) {
         int32_t first = (int32_t)thread * HOT_EACH + at;
-        if (first >= swap.hot) continue; /* a row here has room for a multiple of four */
+        if (first >= swap.hot) continue; /* rows here are padded to a multiple of four */
         Quad four = {{held[at], held[at + 1], held[at + 2], held[at + 3]}};
         *(Quad *)(step.held + first) = four;
         Quad slot = {{slots[at], slots[at + 1], slots[at + 2], slots[at + 3]}};
@@ -169,7 +169,7 @@ CODE void read_tables(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_
     }
 }
 
-/* Positions become buckets; one outside its request is refused. */
+/* Assigns positions to buckets. A position outside its request is refused. */
 template <int32_t TOP_EACH, int32_t HOT_EACH>
 CODE void ask(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH> &own, uint32_t thread) {
     int32_t before[TOP_EACH];
@@ -181,7 +181,7 @@ CODE void ask(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH> &o
         own.buckets[at] = inside ? hashed(position, swap.buckets) : -1;
         if (inside) before[at] = claim(&step.keys[own.buckets[at]], -1, position);
     }
-    for (bool busy = true; busy;) { /* all of a thread's positions look on at once */
+    for (bool busy = true; busy;) { /* probe for all positions of a thread together */
         busy = false;
         UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) {
             if (own.buckets[at] < 0 || before[at] < 0 || before[at] == own.positions[at]) continue;
@@ -199,7 +199,7 @@ CODE void ask(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH> &o
     }
 }
 
-/* A short request has every position p in place p, and nothing moves. */
+/* Answers for a short request, in which every position p is in place p. */
 CODE void answer_direct(const Swap &swap, const Swapping &step, uint32_t request, uint32_t thread, uint32_t threads) {
     for (int32_t k = (int32_t)thread; k < swap.top; k += (int32_t)threads) {
         int32_t given = step.real ? swap.positions[(int64_t)request * swap.top + k] : -1;
@@ -210,7 +210,7 @@ CODE void answer_direct(const Swap &swap, const Swapping &step, uint32_t request
     }
 }
 
-/* Finds what is held, and the first mention of what is mentioned twice, without an order among threads. */
+/* Finds held positions, and the first mention of repeated ones, independent of the order of threads. */
 template <int32_t TOP_EACH, int32_t HOT_EACH>
 CODE void find_held(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH> &own, uint32_t thread) {
     int32_t positions[HOT_EACH], buckets[HOT_EACH], keys[HOT_EACH];
@@ -239,8 +239,8 @@ CODE void find_held(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EA
     }
 }
 
-/* Which of the thread's positions are missing, each where it is mentioned first; where they are in the arena is on its way
- * while misses are counted. */
+/* Finds the thread's missing positions, each at its first mention. Their arena slots are loaded while misses are
+ * counted. */
 template <int32_t TOP_EACH, int32_t HOT_EACH>
 CODE void find_missing(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH> &own, uint32_t thread) {
     own.missing = 0;
@@ -252,7 +252,7 @@ CODE void find_missing(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT
     }
 }
 
-/* Misses << 16 | places that are not hit, of this thread. */
+/* This thread's misses << 16 | its places that are not hit. */
 template <int32_t TOP_EACH, int32_t HOT_EACH>
 CODE int32_t counted(const Swap &swap, const Own<TOP_EACH, HOT_EACH> &own, uint32_t thread) {
     int32_t missing = 0, places = swap.hot - (int32_t)thread * HOT_EACH;
@@ -262,20 +262,20 @@ CODE int32_t counted(const Swap &swap, const Own<TOP_EACH, HOT_EACH> &own, uint3
     return missing << 16 | places;
 }
 
-/* How many positions are missing and have a victim; the others are refused, since hot < distinct(top-k). */
+/* The number of misses that have a victim. The others are refused: hot < distinct(top-k). */
 CODE int32_t misses_of(int32_t total) {
     int32_t missing = total >> 16, places = total & 0xFFFF;
     return missing < places ? missing : places;
 }
 
-/* Whether the block brings the rows itself: a warp has one row of one pair at the most. */
+/* Whether the block copies the rows itself: at most one row of one pair for each warp. */
 CODE bool brings(const Swap &swap, int32_t total, uint32_t threads) {
     uint32_t misses = (uint32_t)misses_of(total);
     return misses && misses <= BROUGHT_MAX && swap.bring.pair_count && misses * swap.bring.pair_count <= threads / 32;
 }
 
-/* One thread a block, whatever its request is: claims its part of the list of all misses, of which it lists so many. Blocks
- * above, misses below: one addition says how many blocks have claimed, and how much. */
+/* Called by one thread of each block: claims the block's part of the list. One 64-bit addition counts blocks in the upper
+ * half and misses in the lower half. */
 CODE uint64_t claim_list(const Swap &swap, const Swapping &step, int32_t total, int32_t listed) {
     uint32_t *counts = (uint32_t *)swap.counts;
     uint32_t refused = (uint32_t)step.words[REFUSED] + (uint32_t)((total >> 16) - misses_of(total));
@@ -289,8 +289,8 @@ CODE uint64_t claim_list(const Swap &swap, const Swapping &step, int32_t total, 
     return add_wide((uint64_t *)(counts + 2), (uint64_t)1 << 32 | (uint32_t)listed);
 }
 
-/* The same thread, with what claim_list said: the last block to claim tells the sum, and readies the counts for the next
- * launch. */
+/* Called by the same thread with claim_list's result. The last block writes the totals and resets the counts for the
+ * next launch. */
 CODE void begin_list(const Swap &swap, const Swapping &step, int32_t total, int32_t listed, uint64_t before,
                      uint32_t blocks) {
     uint32_t *counts = (uint32_t *)swap.counts;
@@ -308,8 +308,8 @@ CODE void begin_list(const Swap &swap, const Swapping &step, int32_t total, int3
     counts[2] = counts[3] = counts[4] = 0;
 }
 
-/* The order after this step, for this thread's share of it as it was, in shared memory first, since it is written here and
- * there; victims go to a list by rank, and the rank to all that mention the position; what is `brought`, its arena slot too. */
+/* Writes this thread's share of the new order to shared memory, victims to a list by rank, and each miss's rank to its
+ * bucket. With `brought`, it also writes the misses' arena slots. */
 template <int32_t TOP_EACH, int32_t HOT_EACH>
 CODE void reorder(const Swap &swap, const Swapping &step, const Own<TOP_EACH, HOT_EACH> &own, int32_t before, int32_t total,
                   bool brought, uint32_t thread) {
@@ -333,7 +333,7 @@ APART void bring_row(const Copy &copy, uint32_t pair_at, int32_t source, int32_t
     copy_slot(copy, pair_at, source, target, 0, lane, 32);
 }
 
-/* The missing rows, a warp each of a pair's: the last warps, since the first thread has more to do. */
+/* Copies the missing rows, one row of one pair for each warp. Uses the last warps, since the first thread is busy. */
 CODE void bring(const Swap &swap, const Swapping &step, int32_t total, uint32_t thread, uint32_t threads) {
     uint32_t item = threads / 32 - 1 - thread / 32, pairs = swap.bring.pair_count;
     if (item >= (uint32_t)misses_of(total) * pairs) return;
@@ -351,7 +351,7 @@ CODE void write_order(const Swap &swap, const Swapping &step, uint32_t thread, u
         for (int32_t at = (int32_t)thread; at < swap.hot; at += (int32_t)threads) order[at] = step.after[at];
 }
 
-/* The slot of each position; one that is missing gets its victim's place. */
+/* Writes the slot of each position. A missing position gets its victim's place. */
 template <int32_t TOP_EACH, int32_t HOT_EACH>
 CODE void answer(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH> &own, int32_t total, uint32_t request,
                  uint32_t thread) {
@@ -370,13 +370,13 @@ CODE void answer(const Swap &swap, const Swapping &step, Own<TOP_EACH, HOT_EACH>
     }
 }
 
-/* Lists the copies that fill the places of this thread's misses, unless they are brought. */
+/* Lists the copies for this thread's misses, unless the block has copied them, and updates `held`. */
 template <int32_t TOP_EACH, int32_t HOT_EACH>
 CODE void list(const Swap &swap, const Swapping &step, const Own<TOP_EACH, HOT_EACH> &own, int32_t before, bool brought) {
     int32_t rank = step.words[BASE] + (before >> 16);
     UNROLLED for (int32_t at = 0; at < TOP_EACH; at++) {
         if (!(own.missing >> at & 1) || own.places[at] < 0) continue;
-        if (own.sources[at] < 0 && swap.refused) add(&swap.refused[step.row], 1); /* who copies skips it */
+        if (own.sources[at] < 0 && swap.refused) add(&swap.refused[step.row], 1); /* kv_copy skips it */
         if (!brought) {
             swap.sources[rank] = own.sources[at];
             swap.targets[rank] = step.hot_slots[own.places[at]];

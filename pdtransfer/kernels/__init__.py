@@ -1,7 +1,7 @@
-"""Finds, compiles, caches and loads what is in kernels/, and carries out plans with its copy; without one, with numpy.
+"""Compiles, caches and loads the sources in kernels/, and copies plans with the compiled copy or with numpy.
 
-A library is built for no particular CPU, since it picks its way when it runs: its cache is keyed by source, flags,
-compiler and platform alone. The cache directory belongs to this user and nobody else may write there.
+A library selects its instructions at run time, so the cache key holds only source, flags, compiler and platform.
+The cache directory must belong to this user, and no other user may write to it.
 """
 
 from __future__ import annotations
@@ -22,83 +22,84 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from ..environment import cache_directory
 from ..layout.geometry import read_only
 from ..layout.plan import Plan
 from . import numpy_copy
-from .cancel import Cancel
+from .cancel import CancelWord
 
 _ABI = 1  # of kernels/host_copy.c
 _FLAGS = ("-O3", "-fPIC", "-shared", "-fvisibility=hidden")
-_COMPILERS = {  # C first: there is more often a C compiler than one of C++
+_COMPILERS = {  # C first: more hosts have a C compiler than a C++ compiler
     **dict.fromkeys(("cc", "gcc", "clang"), ("-x", "c", "-std=c11")),
     **dict.fromkeys(("c++", "g++", "clang++"), ("-x", "c++", "-std=c++11")),
 }
 _COMPILE_SECONDS_MAX = 120.0
 _STREAMS = ("ordinary stores", "SSE2 streaming stores", "AVX streaming stores", "AVX-512 streaming stores")
-_STREAM_BYTES_MIN = 1 << 20  # below, the reader finds the rows in a cache, and the writer ends sooner
+_STREAM_BYTES_MIN = 1 << 20  # a smaller copy stays in the CPU's cache, where ordinary stores are faster
 
 _Copy = Callable[[int, int, int, int, int, int, int, int, int, int], int]
 Library = TypeVar("Library")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Native:
-    """Which copy this process has: the compiled one at `path`, or numpy (None); `text` tells a person which, or why."""
+class NativeCopy:
+    """This process's copy: the compiled library at `path`, or numpy (None). `text` describes it for a person."""
 
     path: Path | None
     text: str
-    streams: int = 0  # the widest streaming stores, as kernels/host_copy.c numbers them
+    streams: int = 0  # the widest streaming stores, numbered as in kernels/host_copy.c
     copy: _Copy | None = None
-    address: int = 0  # of the function, for other kernels to call
+    address: int = 0  # of the function, so that other kernels can call it
 
     @property
     def used(self) -> bool:
-        """Whether the compiled copy is used."""
+        """Whether copies use the compiled function."""
         return self.copy is not None
 
 
 class UnusableError(Exception):
-    """Why there is no library, or no cache; its text is for a person."""
+    """A library or the cache cannot be used; the text gives the reason."""
 
 
 def source_directory() -> Path:
-    """kernels/ of the installed package, or of the checkout."""
+    """The kernels/ folder of the installed package, or of the checkout."""
     package = Path(__file__).resolve().parent.parent
     shared = package / "_share" / "kernels"
     return shared if shared.is_dir() else package.parent / "kernels"
 
 
 class Once(Generic[Library]):
-    """What `load` finds, found once a process: the first call may compile for a second, so make it off the loop."""
+    """Calls `load` once per process. The first call may compile for a second: make it outside the event loop."""
 
     def __init__(self, load: Callable[[], Library]) -> None:
         self._load, self._lock = load, threading.Lock()
-        self._found: Library | None = None
+        self._library: Library | None = None
 
     def __call__(self) -> Library:
         with self._lock:
-            if self._found is None:
-                self._found = self._load()
-            return self._found
+            if self._library is None:
+                self._library = self._load()
+            return self._library
 
 
-def load(cache: Path | None = None) -> Native:
-    """The copy that there is. Where there is no compiler it is numpy's, and `text` says what to install.
+def load(cache: Path | None = None) -> NativeCopy:
+    """Loads the compiled copy. Without a compiler it returns numpy's, and `text` names what to install.
 
-    `cache` is where compiled kernels are kept, by default config's.
+    `cache` is the folder of compiled kernels, by default the configured one.
     """
     try:
-        return loaded("host_copy", cache, _opened)
+        return load_library("host_copy", cache, _open)
     except UnusableError as error:
-        return Native(path=None, text=f"numpy copies: {error}")
+        return NativeCopy(path=None, text=f"numpy copies: {error}")
 
 
 native = Once(load)
-"""The copy of this process."""
+"""Returns this process's copy."""
 
 
-def loaded(name: str, cache: Path | None, opened: Callable[[Path], Library]) -> Library:
-    """kernels/`name`.c compiled, unless it was before, and `opened`, which raises UnusableError where it cannot be."""
+def load_library(name: str, cache: Path | None, open_library: Callable[[Path], Library]) -> Library:
+    """Compiles kernels/`name`.c unless it is cached, and opens it. Raises UnusableError if either fails."""
     source = source_directory() / f"{name}.c"
     try:
         key = hashlib.sha256(source.read_bytes())
@@ -109,59 +110,64 @@ def loaded(name: str, cache: Path | None, opened: Callable[[Path], Library]) -> 
     try:
         directory = private_directory(cache)
     except UnusableError:
-        # Nothing is kept then: a loaded library outlives its file.
-        with tempfile.TemporaryDirectory(prefix="pdtransfer-") as aside:
-            return opened(_compiled(source, Path(aside), stem))
-    path = _compiled(source, directory, stem)
+        # Without a cache the file is temporary: a loaded library outlives its file.
+        with tempfile.TemporaryDirectory(prefix="pdtransfer-") as scratch:
+            return open_library(_compile(source, Path(scratch), stem))
+    path = _compile(source, directory, stem)
     try:
-        return opened(path)
+        return open_library(path)
     except UnusableError:
-        path.unlink(missing_ok=True)  # damaged: once more from the source
-        return opened(_compiled(source, directory, stem))
+        path.unlink(missing_ok=True)  # damaged: compile again
+        return open_library(_compile(source, directory, stem))
 
 
 def private_directory(cache: Path | None) -> Path:
-    """Where compiled kernels are kept below `cache`, by default config's; UnusableError unless it is ours alone."""
+    """The folder of compiled kernels below `cache`. Raises UnusableError unless only this user can write to it."""
     if cache is None:
-        from ..environment import cache_directory  # the only reader of the environment
-
         cache = cache_directory()
     directory = cache / "kernels"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError as error:
         raise UnusableError(f"{directory}: {error.strerror}") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise UnusableError(f"{directory} is not this user's alone")
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise UnusableError(f"{directory} is not private to this user")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise UnusableError(f"{directory} cannot be written")
     return directory
 
 
-def _compiled(source: Path, directory: Path, stem: str) -> Path:
-    """The library in `directory`, compiled if it is not there; without a compiler any one of this source will do."""
+def write_once(path: Path, write: Callable[[Path], object]) -> None:
+    """Calls `write` with a temporary name and renames the file to `path`, unless `path` exists."""
+    if path.exists():
+        return
+    temporary = path.parent / f".{path.name}.{os.getpid()}.{threading.get_ident()}"
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _compile(source: Path, directory: Path, stem: str) -> Path:
+    """The library in `directory`, compiled if missing. Without a compiler, any cached build of this source serves."""
     compiler = next((name for name in _COMPILERS if shutil.which(name)), None)
     if compiler is None:
-        if kept := sorted(directory.glob(f"{stem}-*.so")):
-            return kept[0]
+        if cached := sorted(directory.glob(f"{stem}-*.so")):
+            return cached[0]
         raise UnusableError(f"no C or C++ compiler ({', '.join(_COMPILERS)}): install gcc or clang")
     version = run_compiler([compiler, "--version"])
     path = directory / f"{stem}-{hashlib.sha256(f'{compiler} {version}'.encode()).hexdigest()[:12]}.so"
-    if not path.exists():
-        aside = directory / f".{path.name}.{os.getpid()}.{threading.get_ident()}"
-        try:
-            run_compiler([compiler, *_COMPILERS[compiler], *_FLAGS, "-o", str(aside), str(source)])
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+    command = [compiler, *_COMPILERS[compiler], *_FLAGS, str(source), "-o"]
+    write_once(path, lambda output: run_compiler([*command, str(output)]))
     return path
 
 
 def run_compiler(command: list[str]) -> str:
-    """What it prints; UnusableError with its first error where it fails."""
+    """Returns the compiler's output. Raises UnusableError with its first error message."""
     try:
-        done = subprocess.run(  # noqa: S603 (a compiler of this host's PATH, on our own source)
+        done = subprocess.run(  # noqa: S603 (a compiler from this host's PATH, on our own source)
             command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS_MAX, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -173,67 +179,64 @@ def run_compiler(command: list[str]) -> str:
 
 
 def library_at(path: Path, *, abi_name: str, abi: int) -> ctypes.CDLL:
-    """A compiled library; UnusableError where it cannot be opened, or its function `abi_name` says another `abi`."""
+    """Opens a compiled library. Raises UnusableError if it cannot be opened or `abi_name` returns another ABI."""
     try:
         library = ctypes.CDLL(str(path))
-        found = library[abi_name]()
+        library_abi = library[abi_name]()
     except (OSError, AttributeError) as error:
         raise UnusableError(f"{path}: {error}") from None
-    if found != abi:
-        raise UnusableError(f"{path}: its interface is {found}, not {abi}")
+    if library_abi != abi:
+        raise UnusableError(f"{path}: its interface is {library_abi}, not {abi}")
     return library
 
 
-def _opened(path: Path) -> Native:
+def _open(path: Path) -> NativeCopy:
     library = library_at(path, abi_name="pdtransfer_abi", abi=_ABI)
     streams: int = library.pdtransfer_streams()
     function = library.pdtransfer_copy
     address, count = ctypes.c_uint64, ctypes.c_int64
     function.argtypes = (address, count, address, count, count, count, address, address, ctypes.c_int32, address)
     function.restype = ctypes.c_int32
-    text, at = f"compiled copy, {_STREAMS[streams]}: {path}", ctypes.cast(function, ctypes.c_void_p).value or 0
-    return Native(path=path, text=text, streams=streams, copy=function, address=at)
+    text, address = f"compiled copy, {_STREAMS[streams]}: {path}", ctypes.cast(function, ctypes.c_void_p).value or 0
+    return NativeCopy(path=path, text=text, streams=streams, copy=function, address=address)
 
 
 def copy(
-    plan: Plan,
-    source_address: int,
-    target_address: int,
-    *,
-    threads: int = 1,
-    cancel: Cancel | None = None,
-    by: Native | None = None,
-) -> bool:
-    """Carries out `plan` between two mappings, whose addresses are added to its bases; False when `cancel` stopped it.
+    plan: Plan, source_address: int, target_address: int, *, threads: int = 1, cancel: CancelWord | None = None,
+    by: NativeCopy | None = None,
+) -> bool:  # fmt: skip
+    """Copies `plan` between two mappings, whose addresses are added to its bases. Returns False if cancelled.
 
-    Returns when no store of it is pending any more. It holds the GIL for no copied byte. `by` is for those who compare.
+    No store is pending when it returns. Copying does not hold the GIL. Tests and benchmarks select a copy with `by`.
     """
-    by, cancel = by or native(), cancel or Cancel()
+    by, cancel = by or native(), cancel or CancelWord()
     streams = streams_for(plan, by)
     if threads == 1:
-        return _carry(plan, source_address, target_address, cancel, by, streams)
-    parts, ended = list(_shares(plan, threads)), list[bool]()
+        return _copy(plan, source_address, target_address, cancel, by, streams)
+    parts, results = list(_shares(plan, threads)), list[bool]()
 
-    def carry(part: Plan) -> None:
-        ended.append(_carry(part, source_address, target_address, cancel, by, streams))
+    def copy_part(part: Plan) -> None:
+        results.append(_copy(part, source_address, target_address, cancel, by, streams))
 
-    others = [threading.Thread(target=carry, args=(part,), name="pdtransfer-copy") for part in parts[1:]]
+    others = [threading.Thread(target=copy_part, args=(part,), name="pdtransfer-copy") for part in parts[1:]]
     for other in others:
         other.start()
     for part in parts[:1]:
-        carry(part)
+        copy_part(part)
     for other in others:
         other.join()
-    assert len(ended) == len(parts), "a copy thread has died"
-    return all(ended)
+    assert len(results) == len(parts), "a copy thread has died"
+    return all(results)
 
 
-def streams_for(plan: Plan, by: Native) -> int:
-    """Which streaming stores a copy of so many bytes takes."""
+def streams_for(plan: Plan, by: NativeCopy) -> int:
+    """The kind of streaming stores for a plan of this size; 0 is ordinary stores."""
     return by.streams if plan.bytes >= _STREAM_BYTES_MIN else 0
 
 
-def _carry(plan: Plan, source_address: int, target_address: int, cancel: Cancel, by: Native, streams: int) -> bool:
+def _copy(
+    plan: Plan, source_address: int, target_address: int, cancel: CancelWord, by: NativeCopy, streams: int
+) -> bool:
     if by.copy is None:
         return numpy_copy.copy(plan, source_address, target_address, cancel)
     table, runs = plan.pairing.table, plan.runs
@@ -246,7 +249,7 @@ def _carry(plan: Plan, source_address: int, target_address: int, cancel: Cancel,
 
 
 def _shares(plan: Plan, threads: int) -> Iterator[Plan]:
-    """At most `threads` plans of about equal bytes, together `plan`: by rows, or by planes where rows are few."""
+    """Splits `plan` into at most `threads` plans of similar size: by rows, or by planes if it has few rows."""
     if plan.rows >= 4 * threads:
         yield from plan.pieces(-(-plan.rows // threads) * plan.pairing.row_bytes)
         return

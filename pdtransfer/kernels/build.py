@@ -1,4 +1,4 @@
-"""`pdtransfer kernels build`: fills the cache ahead of time, so that no first transfer waits for a compiler."""
+"""`pdtransfer kernels build`: compiles all kernels ahead of time, so that no transfer waits for a compiler."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .driver import count
 
 
 def run(architectures: Sequence[str], *, json: bool) -> int:
-    """Compiles, prints what it has compiled, and answers 0; WorldError where nothing can compile or nothing is kept."""
+    """Compiles, prints the results and returns 0. Raises WorldError without a compiler or a usable cache."""
     names = list(architectures) or sorted({card(ordinal).architecture for ordinal in range(count())})
     if not names:
-        raise WorldError("no card here whose architecture could be asked: name one with --arch, such as sm_90")
+        raise WorldError("this host has no card: name an architecture with --arch, such as sm_90")
     try:
         version, directory = compiler().version, private_directory(None)
         rows: list[dict[str, str | int | float]] = []

@@ -1,12 +1,12 @@
-"""A word that stops copies while they run."""
+"""A word in memory that stops running copies."""
 
 from __future__ import annotations
 
 import ctypes
 
 
-class Cancel:
-    """Set once, from any thread; a copy looks at it between batches of rows, without the GIL."""
+class CancelWord:
+    """Set once, from any thread. A copy reads it between batches of rows, without the GIL."""
 
     __slots__ = ("_word", "address")
 
@@ -15,7 +15,7 @@ class Cancel:
         self.address = ctypes.addressof(self._word)
 
     def set(self) -> None:
-        """Stops every copy that was given this word, now and later."""
+        """Stops every running and later copy that takes this word."""
         self._word.value = 1
 
     @property

@@ -1,4 +1,4 @@
-"""A card of this host: its primary context, torch's own, kernels loaded there, launches, and memory it may touch."""
+"""A CUDA card of this host: its primary context (shared with torch), kernels, launches, streams, events and memory."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from ..layout.geometry import Int64s
 from . import UnusableError
 from .compiled import machine_code
 from .driver import Calls, calls, driver
-from .registered import Registered
-from .tables import Tables
+from .registered import RegisteredMemory
+from .tables import DeviceTables
 
 POLL_SECONDS = 20e-6
-_UNWAITED_BYTES = 64 << 10  # of pageable memory, which a copy to the card takes along at once
+_STAGED_BYTES_MAX = 64 << 10  # the driver copies so much pageable memory before an upload returns
 _PAGE_BYTES = 64 << 10
-_WORDS_BYTES = 64  # a line of the core's cache: no two launches' words share one
+_WORDS_BYTES = 64  # a cache line of the CPU: the words of two launches never share one
 IPC_HANDLE_BYTES = 64
 
 
 class Card:
-    """Card `ordinal`. Every call may be made from any thread; none waits for the card unless it says so."""
+    """Card `ordinal`. Any thread may call any method. A method waits for the card only if its docstring says so."""
 
     def __init__(self, ordinal: int, cache: Path | None = None) -> None:
-        """Raises WorldError, naming what is missing, where there is no such card."""
+        """Raises WorldError, naming what is missing, if this card does not exist."""
         self.ordinal = ordinal
         self.driver = driver()
         self._cache = cache
         self._lock, self._lock_words = threading.Lock(), threading.Lock()
-        self._words: list[tuple[int, int]] = []  # pinned, and nobody's yet
-        self._aside: int | None = None
+        self._words: list[tuple[int, int]] = []  # free pinned words: host address, device address
+        self._side_stream: int | None = None
         self._kernels: dict[str, Any] = {}
-        self.tables = Tables(self)
-        self._registrations: dict[int, int] = {}  # address here: address there
-        self.borders: Int64s = np.empty(0, np.int64)
+        self.tables = DeviceTables(self)
+        self._registrations: dict[int, int] = {}  # host address: device address
+        self.borders: Int64s = np.empty(0, np.int64)  # device addresses at which registrations begin
         device = self._device = self.call("cuDeviceGet", ordinal)
         self._context = self.call("cuDevicePrimaryCtxRetain", device)
         attributes = self.driver.CUdevice_attribute
@@ -52,41 +52,34 @@ class Card:
         )
         self.capability = major, minor
         self.architecture = f"sm_{major}{minor}"
-        self._follows = self._following() if self.capability >= (9, 0) else []
+        self._attributes = self._launch_attributes() if self.capability >= (9, 0) else []
 
     def launch(
-        self,
-        kernel: str,
-        arguments: ctypes.Structure,
-        *,
-        blocks: int,
-        threads: int | tuple[int, int],
-        stream: int = 0,
-        shared_bytes: int = 0,
-        function: str | None = None,
-    ) -> None:
-        """Queues `function` of kernels/`kernel`.cu, of the same name by default, with one struct of arguments.
+        self, kernel: str, arguments: ctypes.Structure, *, blocks: int, threads: int | tuple[int, int],
+        stream: int = 0, shared_bytes: int = 0, function: str | None = None,
+    ) -> None:  # fmt: skip
+        """Queues `function` (by default `kernel`) of kernels/`kernel`.cu with one struct of arguments.
 
-        `threads` are those of a block, or (across, down); `shared_bytes` is dynamic shared memory. Raises WorldError
-        where the card refuses, or nothing can compile it.
+        `threads` is the block's size, or (x, y). `shared_bytes` is dynamic shared memory. Raises WorldError if the
+        driver refuses the launch or the kernel cannot be compiled.
         """
         handle = self.load(kernel, function or kernel, shared_bytes)
-        slots = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         self.enter()
-        across, down = (threads, 1) if isinstance(threads, int) else threads
-        shape = blocks, 1, 1, across, down, 1, shared_bytes
-        if not self._follows:
-            self.call("cuLaunchKernel", handle, *shape, stream, ctypes.addressof(slots), 0)
+        x, y = (threads, 1) if isinstance(threads, int) else threads
+        shape = blocks, 1, 1, x, y, 1, shared_bytes
+        if not self._attributes:
+            self.call("cuLaunchKernel", handle, *shape, stream, ctypes.addressof(pointers), 0)
             return
         config = self.driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = shape[:3]
         config.blockDimX, config.blockDimY, config.blockDimZ = shape[3:6]
         config.sharedMemBytes, config.hStream = shared_bytes, stream
-        config.attrs, config.numAttrs = self._follows, len(self._follows)
-        self.call("cuLaunchKernelEx", config, handle, ctypes.addressof(slots), 0)
+        config.attrs, config.numAttrs = self._attributes, len(self._attributes)
+        self.call("cuLaunchKernelEx", config, handle, ctypes.addressof(pointers), 0)
 
-    def _following(self) -> list[Any]:
-        """Lets a launch be made while the one ahead of it still runs; every kernel of ours waits for it by itself."""
+    def _launch_attributes(self) -> list[Any]:
+        """Lets a kernel start before the previous one ends. Each of our kernels waits for the previous one itself."""
         attribute = self.driver.CUlaunchAttribute()
         attribute.id = self.driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         value = self.driver.CUlaunchAttributeValue()
@@ -95,38 +88,38 @@ class Card:
         return [attribute]
 
     def function(self, kernel: str) -> int:
-        """The handle of kernels/`kernel`.cu's function of the same name, for those who call the driver themselves."""
+        """The handle of the function `kernel` in kernels/`kernel`.cu, for native code that calls the driver."""
         return int(self.load(kernel, kernel))
 
     @cached_property
     def context(self) -> int:
-        """Its handle."""
+        """The handle of the primary context."""
         return int(self._context)
 
     def calls(self) -> Calls:
-        """The driver's functions for those who call them without Python."""
+        """The driver's functions, for native code."""
         return calls()
 
     def status_of(self, number: int) -> str:
-        """The driver's word for what a function of it answers."""
+        """The driver's name of a status code."""
         try:
             return self.driver.CUresult(number).name
-        except ValueError:  # of a driver that is newer than the bindings
+        except ValueError:  # the driver is newer than the bindings
             return f"CUDA error {number}"
 
     def load(self, kernel: str, function: str, shared_bytes: int = 0) -> Any:
-        """The function's handle, compiled and loaded at its first use: some 0.1 s then, unless it is in the cache."""
+        """The function's handle. The first call loads the module, and compiles it unless it is cached."""
         name = f"{kernel}.{function}.{shared_bytes}"
         with self._lock:
-            if (found := self._kernels.get(name)) is not None:
-                return found
+            if (handle := self._kernels.get(name)) is not None:
+                return handle
             try:
                 code = machine_code(kernel, self.architecture, self._cache)
             except UnusableError as error:
                 raise WorldError(f"kernel {kernel}: {error}") from None
             self.enter()
             handle = self.call("cuModuleGetFunction", self.call("cuModuleLoadData", code), function.encode())
-            if shared_bytes > 48 << 10:  # more than that has to be asked for
+            if shared_bytes > 48 << 10:  # CUDA requires an attribute above this size
                 attribute = self.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self.call("cuFuncSetAttribute", handle, attribute, shared_bytes)
             self._kernels[name] = handle
@@ -134,7 +127,7 @@ class Card:
 
     @property
     def numa_node(self) -> int | None:
-        """The node of this host's memory that is nearest to the card; None where nobody says."""
+        """The NUMA node nearest to the card, or None if the system does not report it."""
         bus = self.call("cuDeviceGetPCIBusId", 13, self._device).split(b"\0")[0].decode().lower()
         try:
             node = int(Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text())
@@ -145,7 +138,7 @@ class Card:
     # Memory of the card
 
     def allocate(self, byte_count: int, stream: int | None = None) -> int:
-        """Its address; with a `stream`, as of the work queued there so far. All of it is to be freed."""
+        """Allocates memory; the caller frees it. With `stream`, later work on that stream may use the memory."""
         self.enter()
         if stream is None:
             return int(self.call("cuMemAlloc", byte_count))
@@ -153,112 +146,115 @@ class Card:
 
     @cached_property
     def _pool(self) -> Any:
-        """Memory that comes and goes in the order of streams. It is kept: giving it back at every wait takes 100 us."""
+        """Stream-ordered memory. The pool keeps what is freed, since returning it at every wait is slow."""
         kinds = self.driver.CUmemAllocationType, self.driver.CUmemLocationType
-        asked = self.driver.CUmemPoolProps()
-        asked.allocType = kinds[0].CU_MEM_ALLOCATION_TYPE_PINNED
-        asked.location.type, asked.location.id = kinds[1].CU_MEM_LOCATION_TYPE_DEVICE, self.ordinal
-        pool = self.call("cuMemPoolCreate", asked)
-        kept = self.driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
-        self.call("cuMemPoolSetAttribute", pool, kept, self.driver.cuuint64_t(1 << 30))
-        # What one stream frees is not to make another wait for it.
-        waits = self.driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES
-        self.call("cuMemPoolSetAttribute", pool, waits, 0)
+        properties = self.driver.CUmemPoolProps()
+        properties.allocType = kinds[0].CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type, properties.location.id = kinds[1].CU_MEM_LOCATION_TYPE_DEVICE, self.ordinal
+        pool = self.call("cuMemPoolCreate", properties)
+        threshold = self.driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+        self.call("cuMemPoolSetAttribute", pool, threshold, self.driver.cuuint64_t(1 << 30))
+        # Memory that one stream frees must not make another stream wait.
+        reuse = self.driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES
+        self.call("cuMemPoolSetAttribute", pool, reuse, 0)
         return pool
 
     def free(self, address: int, stream: int | None = None) -> None:
-        """At once, which waits for the card; with a `stream`, after the work queued there so far."""
+        """Frees memory after the work queued on `stream` so far. Without a stream it waits for the card."""
         self.enter()
         if stream is None:
             self.call("cuMemFree", address)
         else:
             self.call("cuMemFreeAsync", address, stream)
 
-    def given(self, content: NDArray[Any], stream: int) -> int:
-        """Where the card has `content` for what is queued on `stream` from now on; to be freed there.
+    def upload_new(self, content: NDArray[Any], stream: int) -> int:
+        """Allocates a copy of `content` for later work on `stream`. The caller frees it on that stream.
 
-        Waits for none but its own upload, and for that only where it is large.
+        Waits only for its own upload, and only if `content` is large.
         """
-        by = stream if content.nbytes <= _UNWAITED_BYTES else self.aside
-        address = self.allocate(content.nbytes, by)
-        self.upload(address, content, by)
-        if by != stream:
-            self.synchronise(by)
+        used = stream if content.nbytes <= _STAGED_BYTES_MAX else self.side_stream
+        address = self.allocate(content.nbytes, used)
+        self.upload(address, content, used)
+        if used != stream:
+            self.synchronise(used)
         return address
 
     def upload(self, address: int, content: NDArray[Any], stream: int) -> None:
-        """Queues a copy of `content`, which may be changed as soon as this returns; of more than 64 KiB the driver may
-        first wait for the stream."""
+        """Queues a copy of `content`, which the caller may change afterwards.
+
+        If `content` is larger than 64 KiB, the driver may wait for the stream.
+        """
         assert content.flags.c_contiguous
         self.enter()
         self.call("cuMemcpyHtoDAsync", address, content.ctypes.data, content.nbytes, stream)
 
     def copy(self, target: int, source: int, byte_count: int, stream: int) -> None:
-        """Queues one run of bytes for the copy engine, between addresses of either kind of memory."""
+        """Queues one contiguous transfer by the copy engine, between device memory and registered host memory."""
         self.enter()
         self.call("cuMemcpyAsync", target, source, byte_count, stream)
 
     def copy_rows(
         self, target: int, source: int, byte_count: int, *, pitches: tuple[int, int], rows: int, stream: int
     ) -> None:
-        """Queues `rows` pieces of so many bytes for the copy engine; `pitches` are from one to the next, the target's
-        and the source's."""
+        """Queues one transfer of `rows` rows of `byte_count` bytes; `pitches` are the target's and the source's."""
         self.enter()
-        asked = self.driver.CUDA_MEMCPY2D()
-        asked.srcMemoryType = asked.dstMemoryType = self.driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-        asked.dstDevice, asked.srcDevice, asked.WidthInBytes, asked.Height = target, source, byte_count, rows
-        asked.dstPitch, asked.srcPitch = pitches
-        self.call("cuMemcpy2DAsync", asked, stream)
+        copy = self.driver.CUDA_MEMCPY2D()
+        copy.srcMemoryType = copy.dstMemoryType = self.driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        copy.dstDevice, copy.srcDevice, copy.WidthInBytes, copy.Height = target, source, byte_count, rows
+        copy.dstPitch, copy.srcPitch = pitches
+        self.call("cuMemcpy2DAsync", copy, stream)
 
     def clear(self, address: int, byte_count: int) -> None:
-        """Zeroes it, and waits for that."""
+        """Zeroes memory and waits until it is zero."""
         self.enter()
-        self.call("cuMemsetD8Async", address, 0, byte_count, self.aside)
-        self.synchronise(self.aside)
+        self.call("cuMemsetD8Async", address, 0, byte_count, self.side_stream)
+        self.synchronise(self.side_stream)
+
+    # Streams and events
 
     def synchronise(self, stream: int) -> None:
-        """Waits until the work queued there is done; WorldError where it failed."""
+        """Waits for the work queued on the stream. Raises WorldError if it failed."""
         self.enter()
         self.call("cuStreamSynchronize", stream)
 
     def finish(self) -> None:
-        """Waits until all that this process has queued on the card is done; WorldError where it failed.
+        """Waits for all work that this process has queued on the card. Raises WorldError if it failed.
 
-        For who cannot say any more what was queued on which stream: it waits for everybody's work.
+        For a caller that no longer knows which streams hold its work.
         """
         self.enter()
         self.call("cuCtxSynchronize")
 
     def stream(self) -> int:
-        """A new one, whose blocks go before others' when a multiprocessor is free. It is never destroyed."""
+        """A new stream of the highest priority. It is never destroyed."""
         self.enter()
         status, _, highest = self.driver.cuCtxGetStreamPriorityRange()
         self.check("cuCtxGetStreamPriorityRange", status)
         return int(self.call("cuStreamCreateWithPriority", 1, highest))
 
     @property
-    def aside(self) -> int:
-        """A stream for what is waited for at once: on stream 0 that would wait for all that torch has queued."""
-        if self._aside is None:
-            self._aside = self.stream()
-        return self._aside
+    def side_stream(self) -> int:
+        """A stream for work that a caller waits for at once. On stream 0 it would wait for torch's work, too."""
+        if self._side_stream is None:
+            self._side_stream = self.stream()
+        return self._side_stream
 
     def event(self) -> Any:
-        """A new one. It is never destroyed."""
+        """A new event. It is never destroyed unless its owner does."""
         self.enter()
         return self.call("cuEventCreate", int(self.driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
     def record(self, event: Any, stream: int) -> None:
-        """The event is what is queued on the stream so far."""
+        """Records the event after the work queued on the stream so far."""
         self.enter()
         self.call("cuEventRecord", event, stream)
 
     def follow(self, stream: int, event: Any) -> None:
-        """What is queued on the stream from now on starts after the event."""
+        """Makes later work on the stream wait for the event, on the card."""
         self.call("cuStreamWaitEvent", stream, event, 0)
 
     def passed(self, event: Any) -> bool:
-        """Whether what it was recorded after is done; WorldError where that failed, or the event can't be asked."""
+        """Whether the work before the event is done. Raises WorldError if it failed or the query is refused."""
         self.enter()
         (status,) = self.driver.cuEventQuery(event)
         if int(status) == int(self.driver.CUresult.CUDA_ERROR_NOT_READY):
@@ -267,64 +263,60 @@ class Card:
         return True
 
     def reach(self, event: Any) -> None:
-        """Waits until what it was recorded after is done: by looking, since an event that wakes holds up its stream."""
+        """Waits for the event by polling, since an event that wakes its waiter delays its stream."""
         while not self.passed(event):
             time.sleep(POLL_SECONDS)
 
     def write(self, address: int, word: int, stream: int) -> None:
-        """Queues the store of a 32-bit word, which is seen once everything queued before it is."""
+        """Queues a store of a 32-bit word, visible after all stores queued before it."""
         self.enter()
         self.call("cuStreamWriteValue32", stream, address, word, 0)
 
-    # Memory of the card, for other processes
+    # Memory of the card that other processes open
 
     @cached_property
     def uuid(self) -> bytes:
-        """16 bytes, the same in every process."""
+        """The card's UUID, 16 bytes, equal in every process."""
         return bytes(self.call("cuDeviceGetUuid", self._device).bytes)
 
-    def allocation_of(self, address: int) -> int:
-        """Where the allocation begins that `address` lies in."""
-        return self.range_of(address)[0]
-
     def range_of(self, address: int) -> tuple[int, int]:
-        """Where the allocation begins that `address` lies in, and how many bytes it has."""
+        """The allocation that contains `address`: its first address and its size in bytes."""
         self.enter()
         status, base, byte_count = self.driver.cuMemGetAddressRange(address)
         self.check("cuMemGetAddressRange", status)
         return int(base), int(byte_count)
 
     def ipc_handle(self, base: int) -> bytes:
-        """64 bytes by which another process opens this allocation."""
+        """The handle (64 bytes) with which another process opens this allocation."""
         self.enter()
         return ctypes.string_at(self.call("cuIpcGetMemHandle", base).getPtr(), IPC_HANDLE_BYTES)
 
     def ipc_open(self, handle: bytes, flags: int) -> int:
-        """Maps another process's allocation; where it begins here."""
+        """Maps another process's allocation and returns its first address."""
         self.enter()
-        named = self.driver.CUipcMemHandle()
+        ipc_handle = self.driver.CUipcMemHandle()
         assert len(handle) == IPC_HANDLE_BYTES
-        ctypes.memmove(named.getPtr(), handle, IPC_HANDLE_BYTES)
-        return int(self.call("cuIpcOpenMemHandle", named, flags))
+        ctypes.memmove(ipc_handle.getPtr(), handle, IPC_HANDLE_BYTES)
+        return int(self.call("cuIpcOpenMemHandle", ipc_handle, flags))
 
     def ipc_close(self, base: int) -> None:
-        """Undoes ipc_open; the card must have ended with it."""
+        """Undoes ipc_open. No work on the card may use the allocation any more."""
         self.enter()
         self.call("cuIpcCloseMemHandle", base)
 
     # Memory of the host
 
     def pinned(self, byte_count: int) -> tuple[int, int]:
-        """Zeroed host memory that the card can reach: (its address here, its address there). It is never freed.
+        """Pins zeroed host memory and returns (host address, device address). It is never freed.
 
-        Words for launches come out of a page that was pinned before, since pinning may wait for the card.
+        Small sizes come from a page pinned before, since pinning may wait for the card.
         """
         if byte_count > _WORDS_BYTES:
             return self._pinned(byte_count)
         with self._lock_words:
             if not self._words:
-                here, there = self._pinned(_PAGE_BYTES)
-                self._words = [(here + at, there + at) for at in range(0, _PAGE_BYTES, _WORDS_BYTES)]
+                host, device = self._pinned(_PAGE_BYTES)
+                self._words = [(host + at, device + at) for at in range(0, _PAGE_BYTES, _WORDS_BYTES)]
             return self._words.pop()
 
     def _pinned(self, byte_count: int) -> tuple[int, int]:
@@ -334,11 +326,12 @@ class Card:
         ctypes.memset(address, 0, byte_count)
         return address, int(self.call("cuMemHostGetDevicePointer", address, 0))
 
-    def register(self, address: int, byte_count: int) -> Registered:
-        """Lets the card reach all of a mapping of this process; off the loop. Raises WorldError, with nothing
-        registered, where the host refuses.
+    def register(self, address: int, byte_count: int) -> RegisteredMemory:
+        """Registers a whole mapping of this process. Slow: call it outside the event loop.
+
+        Raises WorldError, with nothing left registered, if the driver refuses.
         """
-        registered = Registered(self, address, byte_count)
+        registered = RegisteredMemory(self, address, byte_count)
         try:
             registered.grow(byte_count)
         except WorldError:
@@ -347,53 +340,90 @@ class Card:
         return registered
 
     def host_register(self, address: int, byte_count: int) -> int:
-        """Lets the card reach these bytes of this process; the address at which it sees them.
+        """Registers host memory with the card and returns its device address.
 
-        No transfer of the copy engine may cross their start or their end.
+        A transfer by the copy engine must not cross the start or the end of a registration.
         """
         self.enter()
         flags = self.driver.CU_MEMHOSTREGISTER_DEVICEMAP | self.driver.CU_MEMHOSTREGISTER_PORTABLE
         self.call("cuMemHostRegister", address, byte_count, flags)
         try:
-            seen = int(self.call("cuMemHostGetDevicePointer", address, 0))
+            device_address = int(self.call("cuMemHostGetDevicePointer", address, 0))
         except WorldError:
             self.call("cuMemHostUnregister", address)
             raise
         with self._lock:
-            self._registrations[address] = seen
+            self._registrations[address] = device_address
             self.borders = np.array(sorted(self._registrations.values()), np.int64)
-        return seen
+        return device_address
 
     def host_unregister(self, address: int) -> None:
-        """Undoes host_register; the card must have ended with it."""
+        """Undoes host_register. No work on the card may use the memory any more."""
         self.enter()
         self.call("cuMemHostUnregister", address)
         with self._lock:
             self._registrations.pop(address, None)
             self.borders = np.array(sorted(self._registrations.values()), np.int64)
 
+    # Calls into the driver
+
     def enter(self) -> None:
-        """Makes the context the calling thread's, which other libraries may have changed."""
+        """Makes this card's context current in the calling thread; other libraries may have changed it."""
         self.call("cuCtxSetCurrent", self._context)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """A function of the driver, by name; WorldError, with its own word for it, where it fails."""
+        """Calls a driver function by name. Raises WorldError, with the driver's status name, if it fails."""
         status, *values = getattr(self.driver, name)(*arguments)
         self.check(name, status)
         return values[0] if values else None
 
     def check(self, name: str, status: Any) -> None:
-        """WorldError, with the driver's own word for it, where `status` of that function is no success."""
+        """Raises WorldError, with the driver's status name, unless `status` is success."""
         if int(status):
             raise WorldError(f"card {self.ordinal}: {name}: {status.name}")
 
 
 @cache
 def card(ordinal: int) -> Card:
-    """The one Card of this number in this process; WorldError where there is none."""
+    """This process's only Card for `ordinal`. Raises WorldError if the card does not exist."""
     return Card(ordinal)
 
 
+class CudaEvent:
+    """A point in a stream. An event that was never recorded counts as passed."""
+
+    __slots__ = ("_card", "_handle")
+
+    def __init__(self, gpu: Card) -> None:
+        self._card, self._handle = gpu, gpu.event()
+
+    @property
+    def cuda_event(self) -> int:
+        """The event's handle."""
+        return int(self._handle)
+
+    def record(self, stream: int) -> None:
+        """Moves the event behind the work queued on `stream` so far."""
+        self._card.record(self._handle, stream)
+
+    def query(self) -> bool:
+        """Whether the card has passed the event; returns at once. Raises WorldError if work before it failed."""
+        return self._card.passed(self._handle)
+
+    def wait(self) -> None:
+        """Sleeps until the card has passed the event. Raises WorldError if work before it failed."""
+        self._card.reach(self._handle)
+
+    def hold(self, stream: int) -> None:
+        """Makes later work on `stream` wait for the event, on the card."""
+        self._card.enter()
+        self._card.follow(stream, self._handle)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self._card.driver.cuEventDestroy(self._handle)  # fails only if the context is gone
+
+
 def words(address: int, count: int) -> NDArray[np.uint32]:
-    """uint32 (count,) at an address of this process, which has to stay."""
+    """uint32 (count,) at an address of this process. The caller keeps the memory alive."""
     return np.ctypeslib.as_array((ctypes.c_uint32 * count).from_address(address))

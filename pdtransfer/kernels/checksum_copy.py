@@ -1,4 +1,4 @@
-"""Checksums of rows that lie in this process's memory, or are copied; without the compiled kernel, with numpy."""
+"""Checksums rows in this process's memory, alone or while copying them: compiled, or with numpy."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..layout.checksum import MASK, Lines, hashes, pieces_of, row_seeds, runs_of
 from ..layout.geometry import Int64s
 from ..layout.plan import Plan
 from . import numpy_copy
-from .cancel import Cancel
+from .cancel import CancelWord
 
 _ABI = 2  # of kernels/host_checksum.c
-_SLICE_BYTES = 256 << 10  # summed, then copied out of the cache
-_PIECE_BYTES = 4 << 20  # of numpy's, between two looks at the cancel word
+_SLICE_BYTES = 256 << 10  # summed, then copied from the CPU's cache
+_PIECE_BYTES = 4 << 20  # summed by numpy between two reads of the cancel word
 
 _Function = Callable[..., int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Native:
-    """Which sum this process has: the compiled one at `path`, or numpy (None); `text` tells a person which, or why."""
+class NativeChecksum:
+    """This process's checksum: the compiled library at `path`, or numpy (None). `text` describes it for a person."""
 
     path: Path | None
     text: str
@@ -34,22 +34,22 @@ class Native:
     copy: _Function | None = None
 
 
-NUMPY = Native(path=None, text="numpy checksums")
+NUMPY = NativeChecksum(path=None, text="numpy checksums")
 
 
-def load(cache: Path | None = None) -> Native:
-    """The sum that there is, as kernels.load finds the copy."""
+def load(cache: Path | None = None) -> NativeChecksum:
+    """Loads the compiled checksum, or numpy's, as kernels.load does for the copy."""
     try:
-        return kernels.loaded("host_checksum", cache, _opened)
+        return kernels.load_library("host_checksum", cache, _open)
     except kernels.UnusableError as error:
-        return Native(path=None, text=f"numpy checksums: {error}")
+        return NativeChecksum(path=None, text=f"numpy checksums: {error}")
 
 
 native = kernels.Once(load)
-"""The sum of this process."""
+"""Returns this process's checksum."""
 
 
-def _opened(path: Path) -> Native:
+def _open(path: Path) -> NativeChecksum:
     library = kernels.library_at(path, abi_name="pdtransfer_checksum_abi", abi=_ABI)
     wide = bool(library.pdtransfer_checksum_wide())
     address, count, flag = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32
@@ -63,48 +63,44 @@ def _opened(path: Path) -> Native:
     )  # fmt: skip
     total.restype = copied.restype = ctypes.c_int32
     text = f"compiled checksum, {'AVX-512' if wide else 'plain'}: {path}"
-    return Native(path=path, text=text, wide=wide, sum=total, copy=copied)
+    return NativeChecksum(path=path, text=text, wide=wide, sum=total, copy=copied)
 
 
 def checksum(
-    lines: Lines, runs: Int64s, address: int, *, cancel: Cancel | None = None, by: Native | None = None
+    lines: Lines, runs: Int64s, address: int, *, cancel: CancelWord | None = None, by: NativeChecksum | None = None
 ) -> int | None:
-    """The sum over all lines and all rows of `runs` (slot, row, count); None when `cancel` stopped it.
+    """Sums all lines and all rows of `runs` (slot, row, count). Returns None if `cancel` stopped it.
 
-    `address` is added to the lines' bases. It holds the GIL for no hashed byte. Slots are the caller's to have checked.
+    `address` is added to the lines' bases. Hashing does not hold the GIL. The caller must have checked the slots.
     """
-    by, cancel = by or native(), cancel or Cancel()
+    by, cancel = by or native(), cancel or CancelWord()
     if by.sum is None:
         return _with_numpy(lines, runs, address, cancel)
     runs = np.ascontiguousarray(runs)
     assert runs.dtype == lines.table.dtype == np.int64
     assert lines.table.flags.c_contiguous
     assert lines.seeds.flags.c_contiguous
-    found = ctypes.c_uint64(0)
+    total = ctypes.c_uint64(0)
     complete = by.sum(
         lines.table.ctypes.data, len(lines.table), lines.seeds.ctypes.data, runs.ctypes.data, len(runs),
-        lines.page_size, address, lines.woven, by.wide, cancel.address, ctypes.addressof(found),
+        lines.page_size, address, lines.woven, by.wide, cancel.address, ctypes.addressof(total),
     )  # fmt: skip
-    return found.value if complete else None
+    return total.value if complete else None
 
 
 def copy(
-    plan: Plan,
-    source_address: int,
-    target_address: int,
-    *,
-    lines: Lines,
-    first_row: int,
-    cancel: Cancel | None = None,
-    by: Native | None = None,
-) -> int | None:
-    """As kernels.copy, and sums what it reads: `lines` are the source's, and the plan's rows the room's from
-    `first_row` on. None when `cancel` stopped it."""
-    by, cancel, copier = by or native(), cancel or Cancel(), kernels.native()
+    plan: Plan, source_address: int, target_address: int, *, lines: Lines, first_row: int,
+    cancel: CancelWord | None = None, by: NativeChecksum | None = None,
+) -> int | None:  # fmt: skip
+    """Copies as kernels.copy does and returns the checksum of the source rows, or None if `cancel` stopped it.
+
+    `lines` describe the source. The plan's first row is the room's row `first_row`.
+    """
+    by, cancel, copier = by or native(), cancel or CancelWord(), kernels.native()
     if by.copy is None or not copier.used:
         runs = runs_of(plan.runs[:, 0], plan.runs[:, 2], first_row)
-        found = checksum(lines, runs, source_address, cancel=cancel, by=by)
-        return found if kernels.copy(plan, source_address, target_address, cancel=cancel) else None
+        checksum_ = checksum(lines, runs, source_address, cancel=cancel, by=by)
+        return checksum_ if kernels.copy(plan, source_address, target_address, cancel=cancel) else None
     table, runs, total = plan.pairing.table, plan.runs, ctypes.c_uint64(0)
     assert runs.dtype == table.dtype == lines.table.dtype == np.int64
     assert all(each.flags.c_contiguous for each in (runs, table, lines.table, lines.seeds))
@@ -118,7 +114,7 @@ def copy(
     return total.value if complete else None
 
 
-def _with_numpy(lines: Lines, runs: Int64s, address: int, cancel: Cancel) -> int | None:
+def _with_numpy(lines: Lines, runs: Int64s, address: int, cancel: CancelWord) -> int | None:
     total, size, seeds = 0, (lines.slots, lines.page_size), lines.seeds.tolist()
     for piece in pieces_of(runs, max(1, _PIECE_BYTES // max(1, lines.row_bytes))):
         if cancel.is_set:
@@ -128,7 +124,7 @@ def _with_numpy(lines: Lines, runs: Int64s, address: int, cancel: Cancel) -> int
         slots, numbers = (np.repeat(piece[:, at], counts) + within for at in (0, 1))
         for base, page_stride, row_stride, heads, head_bytes, first in lines.table.tolist():
             for head in range(heads):
-                place = [base + head * head_bytes, page_stride, row_stride]
-                found = numpy_copy.gather(address, place, slots, size, head_bytes)
-                total += int(hashes(found, row_seeds(seeds[first + head], numbers)).sum())
+                plane = [base + head * head_bytes, page_stride, row_stride]
+                rows = numpy_copy.gather(address, plane, slots, size, head_bytes)
+                total += int(hashes(rows, row_seeds(seeds[first + head], numbers)).sum())
     return None if cancel.is_set else total & MASK

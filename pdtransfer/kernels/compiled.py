@@ -1,39 +1,37 @@
-"""Machine code for cards: compiled by NVRTC, or by nvcc where there is no NVRTC, and kept by all that it depends on.
+"""Compiles CUDA kernels with NVRTC, or with nvcc, and caches the machine code. Needs neither a card nor a driver.
 
-Needs no card and no driver. What is kept is keyed by source, headers, options, architecture and compiler.
+The cache key holds source, headers, options, architecture and compiler.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import UnusableError, private_directory, run_compiler, source_directory
+from . import UnusableError, private_directory, run_compiler, source_directory, write_once
 
 HEADERS = ("device.h", "rows.h", "kv_copy.h", "set_mla.h", "swap_plan.h", "newest.h", "hot_row.h")
 KERNELS = ("kv_copy", "set_mla", "swap_plan", "newest", "hot_row")
-ARCHITECTURES = ("sm_90", "sm_100")  # what the tests compile for; any other that the compiler knows will do
+ARCHITECTURES = ("sm_90", "sm_100")  # the tests compile for these; any other that the compiler knows works, too
 _OPTIONS = ("--std=c++17",)
 
 
 class Compiler(NamedTuple):
-    """What turns a source of kernels/ into machine code; `version` names it in the cache's keys."""
+    """Compiles a source in kernels/ to machine code; `version` is part of the cache key."""
 
     version: str
     compile: Callable[[str, str], bytes]  # (kernel, architecture)
 
 
 def machine_code(kernel: str, architecture: str, cache: Path | None = None) -> bytes:
-    """The cubin of kernels/`kernel`.cu for `architecture`, such as sm_90, from `cache` if it is there.
+    """The cubin of kernels/`kernel`.cu for `architecture`, such as sm_90, from `cache` or compiled.
 
-    Raises UnusableError, with what to install, where it is not and nothing can compile it.
+    Raises UnusableError, naming what to install, if it is not cached and cannot be compiled.
     """
     stem = _stem(kernel, architecture)
     try:
@@ -41,24 +39,18 @@ def machine_code(kernel: str, architecture: str, cache: Path | None = None) -> b
     except UnusableError:
         return compiler().compile(kernel, architecture)
     try:
-        found = compiler()
+        version, compile_ = compiler()
     except UnusableError:
-        if kept := sorted(directory.glob(f"{stem}-*.cubin")):
-            return kept[0].read_bytes()
+        if cached := sorted(directory.glob(f"{stem}-*.cubin")):
+            return cached[0].read_bytes()
         raise
-    path = directory / f"{stem}-{hashlib.sha256(found.version.encode()).hexdigest()[:12]}.cubin"
-    if not path.exists():
-        aside = directory / f".{path.name}.{os.getpid()}.{threading.get_ident()}"
-        try:
-            aside.write_bytes(found.compile(kernel, architecture))
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+    path = directory / f"{stem}-{hashlib.sha256(version.encode()).hexdigest()[:12]}.cubin"
+    write_once(path, lambda output: output.write_bytes(compile_(kernel, architecture)))
     return path.read_bytes()
 
 
-def kept(kernel: str, architecture: str, cache: Path | None = None) -> bool:
-    """Whether the cache has it, as the sources are now. Raises UnusableError where there is no cache or no source."""
+def is_cached(kernel: str, architecture: str, cache: Path | None = None) -> bool:
+    """Whether the cache holds the current sources, compiled. Raises UnusableError without a cache or a source."""
     return any(private_directory(cache).glob(f"{_stem(kernel, architecture)}-*.cubin"))
 
 
@@ -69,12 +61,12 @@ def _stem(kernel: str, architecture: str) -> str:
 
 
 def compiler() -> Compiler:
-    """NVRTC, else nvcc; UnusableError where there is neither."""
+    """NVRTC, or else nvcc. Raises UnusableError if neither is installed."""
     try:
         return _nvrtc()
     except UnusableError as error:
         if (nvcc := shutil.which("nvcc")) is None:
-            raise UnusableError(f"{error}; nor is there an nvcc") from None
+            raise UnusableError(f"{error}; and no nvcc") from None
         return _nvcc(nvcc)
 
 
@@ -82,9 +74,9 @@ def _nvrtc() -> Compiler:
     try:
         nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
         _, major, minor = nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:  # the library that it binds is looked for at the first call
+    except (ImportError, RuntimeError) as error:  # the bindings load their library at the first call
         reason = str(error).partition("\n")[0][:200]
-        raise UnusableError(f"no NVRTC ({reason}): pip install cuda-bindings nvidia-cuda-nvrtc") from None
+        raise UnusableError(f"no NVRTC ({reason}): pip install '.[cuda]'") from None
 
     def compile_(kernel: str, architecture: str) -> bytes:
         headers = [_read(name).encode() for name in HEADERS]
@@ -116,8 +108,8 @@ def _log_of(nvrtc: Any, program: Any) -> str:
 
 def _nvcc(path: str) -> Compiler:
     def compile_(kernel: str, architecture: str) -> bytes:
-        with tempfile.TemporaryDirectory(prefix="pdtransfer-") as aside:
-            cubin = Path(aside) / "kernel.cubin"
+        with tempfile.TemporaryDirectory(prefix="pdtransfer-") as scratch:
+            cubin = Path(scratch) / "kernel.cubin"
             source = source_directory() / f"{kernel}.cu"
             run_compiler([path, *_OPTIONS, f"-arch={architecture}", "-cubin", "-o", str(cubin), str(source)])
             return cubin.read_bytes()

@@ -1,7 +1,11 @@
-"""What is where, for the requests that decode at once: a row of every table each, on the device or on the CPU."""
+"""Tables of the requests that decode at once: each request has one row. On a card, or on the CPU.
+
+`newest_slots` finds the slots of a step's new tokens in these tables.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -9,98 +13,229 @@ from numpy.typing import NDArray
 
 from ..errors import LocalProtocolError
 from ..layout.geometry import Int64s
-from .card import card, words
-from .event import Event
-from .hot_row import Rows
-from .swap import HotBuffers
+from .card import CudaEvent, card, words
+from .swap import HotBuffers, address_of
+
+_ROW_BLOCKS, _ROW_THREADS = 64, 256
+_NEWEST_THREADS = 128
 
 
-class Tables:
-    """int32, made once. `hot_slots` (rows, hot), `host_slots` (rows, tokens_max) and `own_slots` (rows,) serve every
-    group; `held` and `order` (groups, rows, hot) are a group's own. A row that nobody has is -1 throughout.
+class HotTables:
+    """int32 tensors: `hot_slots` (rows, hot), `host_slots` (rows, tokens_max) and `own_slots` (rows,) for all groups;
+    `held` and `order` (groups, rows, hot) for each group. A free row is -1 everywhere.
 
-    Rows are written in the order of the stream, from pinned memory of their own: nobody waits, unless a row is begun
-    again before its launch of last time has ended.
+    Rows are written in the stream's order from pinned memory of their own. `begin` waits only if the row's previous
+    launch has not ended.
     """
 
     def __init__(self, ordinal: int | None, *, groups: int, rows: int, hot: int, tokens_max: int) -> None:
         import torch
 
-        self.where = torch.device("cpu") if ordinal is None else torch.device("cuda", ordinal)
+        self.device = torch.device("cpu") if ordinal is None else torch.device("cuda", ordinal)
         self.tokens_max = tokens_max
 
-        def made(*shape: int) -> Any:
-            return torch.full(shape, -1, dtype=torch.int32, device=self.where)
+        def empty(*shape: int) -> Any:
+            return torch.full(shape, -1, dtype=torch.int32, device=self.device)
 
-        self.hot_slots, self.host_slots, self.own_slots = made(rows, hot), made(rows, tokens_max), made(rows)
-        self.held, self.order = made(groups, rows, hot), made(groups, rows, hot)
-        self.refused = torch.zeros(rows, dtype=torch.int32, device=self.where)
-        self._rows = Rows(
-            host_slots=seen(self.host_slots), hot_slots=seen(self.hot_slots), own_slots=seen(self.own_slots),
-            held=seen(self.held), order=seen(self.order), refused=seen(self.refused),
+        self.hot_slots, self.host_slots, self.own_slots = empty(rows, hot), empty(rows, tokens_max), empty(rows)
+        self.held, self.order = empty(groups, rows, hot), empty(groups, rows, hot)
+        self.refused = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self._rows = HotRows(
+            host_slots=kernel_view(self.host_slots), hot_slots=kernel_view(self.hot_slots),
+            own_slots=kernel_view(self.own_slots), held=kernel_view(self.held), order=kernel_view(self.order),
+            refused=kernel_view(self.refused),
         )  # fmt: skip
         width = tokens_max + hot
-        self._events: list[Event] = []
-        self._seen = 0  # where the card sees what is sent
+        self._events: list[CudaEvent] = []
+        self._device_address = 0  # of `_input`
         if ordinal is None:
-            self._sent: NDArray[np.int32] = np.empty((rows, width), np.int32)
+            self._input: NDArray[np.int32] = np.empty((rows, width), np.int32)
         else:
-            here = card(ordinal)
-            here.load("hot_row", "hot_row")  # may compile, and the first request is not to wait for that
-            address, self._seen = here.pinned(4 * rows * width)
-            self._sent = words(address, rows * width).view(np.int32).reshape(rows, width)
-            self._events = [Event(here) for _ in range(rows)]
-        self._live: set[int] = set()
+            gpu = card(ordinal)
+            gpu.load("hot_row", "hot_row")  # compile now, so that the first request need not wait
+            address, self._device_address = gpu.pinned(4 * rows * width)
+            self._input = words(address, rows * width).view(np.int32).reshape(rows, width)
+            self._events = [CudaEvent(gpu) for _ in range(rows)]
+        self._used: set[int] = set()
 
     @property
     def bytes(self) -> int:
-        """Of the device's memory that they take."""
+        """The tables' size in the device's memory."""
         tables = self.hot_slots, self.host_slots, self.own_slots, self.held, self.order, self.refused
         return sum(table.numel() * table.element_size() for table in tables)
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return int(self.own_slots.shape[0])
 
     def of(self, group: int) -> HotBuffers:
-        """One group's, as the kernels take them."""
+        """One group's tables, for the kernels."""
         rows = self._rows
         return HotBuffers(
             held=rows.held[group], order=rows.order[group], hot_slots=rows.hot_slots, host_slots=rows.host_slots
         )
 
     def check_free(self, row: int) -> None:
-        """LocalProtocolError for a row that there is not, or that somebody has."""
+        """Raises LocalProtocolError for a row that does not exist or is in use."""
         if not 0 <= row < self.rows:
             raise LocalProtocolError(f"row: {row} is outside 0..{self.rows - 1}")
-        if row in self._live:
+        if row in self._used:
             raise LocalProtocolError(f"row: {row} is in use: it has to be stopped first")
 
     def begin(self, row: int, host_slots: Int64s, device_slots: Int64s, *, direct: bool, stream: int) -> None:
-        """A request gets `row`, which is free; the last of its device slots is its own one. With `direct`, position p
-        is in place p, as far as there are places; otherwise nothing is held yet."""
+        """Assigns a free row to a request. The last device slot is the request's own slot.
+
+        With `direct`, position p is in place p, as far as there are places; otherwise the buffer is empty.
+        """
         if self._events:
             self._events[row].wait()
         count, places = len(host_slots), len(device_slots) - 1
-        sent = self._sent[row]
-        sent[:count] = host_slots
-        sent[count : count + places] = device_slots[:-1]
-        self._live.add(row)
-        at: Any = sent if not self._seen else self._seen + row * sent.nbytes
+        slots = self._input[row]
+        slots[:count] = host_slots
+        slots[count : count + places] = device_slots[:-1]
+        self._used.add(row)
+        source: Any = self._device_address + row * slots.nbytes if self._device_address else slots
         own = int(device_slots[-1])
-        self._rows.give(row, at, host_count=count, places=places, own=own, direct=direct, stream=stream)
+        self._rows.assign(row, source, host_count=count, places=places, own=own, direct=direct, stream=stream)
         if self._events:
             self._events[row].record(stream)
 
     def end(self, row: int, stream: int) -> None:
-        """The row is nobody's: what still asks for it is refused."""
-        if row in self._live:
-            self._live.discard(row)
-            at: Any = self._seen or self._sent[row]
-            self._rows.give(row, at, host_count=0, places=0, own=-1, direct=False, stream=stream)
+        """Frees the row. Later requests for its positions are refused."""
+        if row in self._used:
+            self._used.discard(row)
+            source: Any = self._device_address or self._input[row]
+            self._rows.assign(row, source, host_count=0, places=0, own=-1, direct=False, stream=stream)
 
 
-def seen(array: Any) -> Any:
+def kernel_view(array: Any) -> Any:
     """A tensor as the kernels take it: itself on a card, numpy's view of the same memory on the CPU."""
     return array if array.is_cuda else array.numpy()
+
+
+class HotRowArgument(ctypes.Structure):
+    """HotRow of kernels/hot_row.h."""
+
+    _fields_ = (
+        ("sent", ctypes.c_uint64), ("host_slots", ctypes.c_uint64), ("hot_slots", ctypes.c_uint64),
+        ("own_slots", ctypes.c_uint64), ("held", ctypes.c_uint64), ("order", ctypes.c_uint64),
+        ("refused", ctypes.c_uint64), ("host_stride", ctypes.c_int64), ("groups", ctypes.c_int32),
+        ("rows", ctypes.c_int32), ("hot", ctypes.c_int32), ("row", ctypes.c_int32), ("host_count", ctypes.c_int32),
+        ("places", ctypes.c_int32), ("own", ctypes.c_int32), ("direct", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class HotRows:
+    """The tables of HotTables as kernels take them: all numpy, or all in a card's memory. They must stay."""
+
+    def __init__(
+        self, *, host_slots: Any, hot_slots: Any, own_slots: Any, held: Any, order: Any, refused: Any
+    ) -> None:  # fmt: skip
+        self.host_slots, self.hot_slots, self.own_slots = host_slots, hot_slots, own_slots
+        self.held, self.order, self.refused = held, order, refused
+        self._card = card(held.device.index) if getattr(held, "is_cuda", False) else None
+        groups, rows, hot = held.shape
+        self.argument = HotRowArgument(
+            host_slots=address_of("host_slots", host_slots), hot_slots=address_of("hot_slots", hot_slots),
+            own_slots=address_of("own_slots", own_slots), held=address_of("held", held),
+            order=address_of("order", order), refused=address_of("refused", refused), host_stride=host_slots.shape[1],
+            groups=groups, rows=rows, hot=hot,
+        )  # fmt: skip
+
+    def assign(
+        self, row: int, source: Any, *, host_count: int, places: int, own: int, direct: bool, stream: int = 0
+    ) -> None:
+        """Assigns `row` to a request, or frees it if `host_count` is 0, which keeps `held` and `refused`.
+
+        `source` holds `host_count` arena slots and `places` device slots, int32: a numpy array, or the device address
+        of host memory that must not change until the launch has ended. With `direct`, position p is in place p;
+        otherwise the buffer is empty.
+        """
+        if self._card is None:
+            self._assign_on_cpu(row, source, host_count, places, own, direct)
+            return
+        argument = self.argument
+        argument.row, argument.sent, argument.host_count, argument.places = row, source, host_count, places
+        argument.own, argument.direct = own, direct
+        self._card.launch("hot_row", argument, blocks=_ROW_BLOCKS, threads=_ROW_THREADS, stream=stream)
+
+    def _assign_on_cpu(self, row: int, source: Any, host_count: int, places: int, own: int, direct: bool) -> None:
+        self.host_slots[row, :host_count] = source[:host_count]
+        self.host_slots[row, host_count:] = -1
+        self.hot_slots[row, :places] = source[host_count : host_count + places]
+        self.hot_slots[row, places:] = -1
+        self.own_slots[row] = own
+        if not host_count:
+            return
+        self.refused[row] = 0
+        self.order[:, row] = range(self.order.shape[2])
+        self.held[:, row] = -1
+        if direct:
+            self.held[:, row, :places] = range(places)
+
+
+class NewestArgument(ctypes.Structure):
+    """Newest of kernels/newest.h."""
+
+    _fields_ = (
+        ("positions", ctypes.c_uint64), ("rows", ctypes.c_uint64), ("real", ctypes.c_uint64),
+        ("host_slots", ctypes.c_uint64), ("hot_slots", ctypes.c_uint64), ("own_slots", ctypes.c_uint64),
+        ("device", ctypes.c_uint64), ("host", ctypes.c_uint64), ("refused", ctypes.c_uint64),
+        ("host_stride", ctypes.c_int64), ("requests", ctypes.c_int32), ("hot", ctypes.c_int32),
+        ("row_count", ctypes.c_int32), ("spare", ctypes.c_int32),
+    )  # fmt: skip
+
+
+def newest_slots(
+    hot: HotBuffers, own_slots: Any, positions: Any, rows: Any, *, device: Any, host: Any, refused: Any, spare: int,
+    real: Any = None, stream: int = 0,
+) -> None:  # fmt: skip
+    """Writes the slots of each request's token at `positions` (requests,) to `device` and `host` (requests,), int32.
+
+    A position below the buffer's size uses its own place, any other the row's slot in `own_slots` (rows,). A request
+    without a slot on either side gets `spare` and -1 and adds to its row of `refused` (rows,); padding gets the same
+    slots but adds nothing. All arrays are numpy, or all in a card's memory, where this queues one launch.
+    """
+    requests = int(positions.shape[0])
+    if not getattr(positions, "is_cuda", False):
+        count = requests if real is None else int(real[0])
+        _newest_on_cpu(hot, own_slots, positions, rows, device, host, refused, spare, count)
+    elif requests:
+        argument = newest_argument_of(hot, own_slots, positions, rows, device, host, refused, spare, real)
+        blocks = -(-requests // _NEWEST_THREADS)
+        card(positions.device.index).launch("newest", argument, blocks=blocks, threads=_NEWEST_THREADS, stream=stream)
+
+
+def newest_argument_of(
+    hot: HotBuffers, own_slots: Any, positions: Any, rows: Any, device: Any, host: Any, refused: Any, spare: int,
+    real: Any,
+) -> NewestArgument:  # fmt: skip
+    """The kernel's argument."""
+    return NewestArgument(
+        positions=address_of("positions", positions), rows=address_of("rows", rows),
+        real=0 if real is None else address_of("real", real), host_slots=address_of("host_slots", hot.host_slots),
+        hot_slots=address_of("hot_slots", hot.hot_slots), own_slots=address_of("own_slots", own_slots),
+        device=address_of("device", device), host=address_of("host", host), refused=address_of("refused", refused),
+        host_stride=hot.host_slots.shape[1], requests=positions.shape[0], hot=hot.hot_slots.shape[1],
+        row_count=hot.hot_slots.shape[0], spare=spare,
+    )  # fmt: skip
+
+
+def _newest_on_cpu(
+    hot: HotBuffers, own_slots: Any, positions: Any, rows: Any, device: Any, host: Any, refused: Any, spare: int,
+    real: int,
+) -> None:  # fmt: skip
+    row_count, length = hot.host_slots.shape
+    device[:], host[:] = spare, -1
+    requests = np.arange(len(positions))
+    known = requests[(requests < real) & (rows >= 0) & (rows < row_count)]
+    row, position = rows[known], positions[known]
+    inside = (position >= 0) & (position < length)
+    host_slots = np.where(inside, hot.host_slots[row, np.where(inside, position, 0)], -1)
+    placed = inside & (position < hot.hot_slots.shape[1])
+    device_slots = own_slots[row]
+    device_slots[placed] = hot.hot_slots[row[placed], position[placed]]
+    valid = inside & (host_slots >= 0) & (device_slots >= 0)
+    device[known[valid]], host[known[valid]] = device_slots[valid], host_slots[valid]
+    np.add.at(refused, row[~valid], 1)

@@ -1,29 +1,35 @@
-"""Copies rows between two pools, all planes in one launch: on a card, or with the same arguments on the CPU."""
+"""Copies rows between two pools, all planes in one launch on a card, or on the CPU with the same arguments."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..errors import LocalProtocolError
-from ..layout.geometry import Int64s
+from ..layout.geometry import Int64s, read_only
 from ..layout.layout import Layout, check_slots, expand_pages
 from ..layout.pairing import Pairing, pair
 from ..layout.plan import plan
 from . import copy as host_copy
-from .cancel import Cancel
+from .cancel import CancelWord
 from .card import Card, card
-from .pairs import device_pairs, granule_of, lanes_of, pair_major
-from .pools import Pages, PinnedCancel, Pool, Progress, Slots, State
+from .pools import PageSlots, PinnedCancel, Pool, Progress, Slots, State
+
+if TYPE_CHECKING:
+    from .lanes import Staging
 
 THREADS = 1_024
-BLOCKS_PUSH = 4  # to host memory: enough for the bus, and the model's kernels keep the other multiprocessors
-BLOCKS_FETCH = 32  # from host memory, whose latency has to be covered: 16 take 2 % longer for rows of 656 bytes
-_PAIRINGS_MAX = 64  # pools do not change often: an engine has a few
+BLOCKS_PUSH = 4  # to host memory: they saturate the bus and leave the other multiprocessors to the model
+BLOCKS_FETCH = 32  # from host memory, whose latency they hide
+_PAIRINGS_MAX = 64  # an engine has a few pools
+_PIECE_BYTES = 2_048  # 32 lanes of 64 bytes each
+_LINE_BYTES = 128
+_UNIT_BYTES = 16
+_LANE_UNITS = 4
 
 
 class SlotsArgument(ctypes.Structure):
@@ -49,139 +55,103 @@ class CopyArgument(ctypes.Structure):
 
 
 class Side(NamedTuple):
-    """One side's slots, looked at: `listed` is what the CPU knows, `at` where the card finds what only it knows."""
+    """The slots of one side: `listed` if the CPU knows them, or at the device address `address`."""
 
     listed: np.ndarray[Any, Any] | None
-    first: int
-    at: int
-    wide: bool
-    granule: int  # slots that an entry stands for
+    first: int  # the first slot of a range
+    address: int
+    wide: bool  # int64
+    granule: int  # slots that one entry stands for
     entries: int
     limit: int
-    card: bool  # whether its pool is a card's
+    card: bool  # the pool is a card's
 
 
 def kv_copy(
-    target: Pool,
-    source: Pool,
-    target_slots: Slots,
-    source_slots: Slots,
-    count: Any,
-    *,
-    progress: Progress | None = None,
-    cancel: Cancel | None = None,
-    blocks: int | None = None,
-    stream: int = 0,
-) -> None:
-    """Copies `count` rows, all planes of both layouts: row i from source_slots[i] to target_slots[i].
+    target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, count: Any, *,
+    progress: Progress | None = None, cancel: CancelWord | None = None, blocks: int | None = None, stream: int = 0,
+) -> None:  # fmt: skip
+    """Copies `count` rows in all planes of both layouts: row i from source_slots[i] to target_slots[i].
 
-    Slots and Pages mix freely; `count` is an int, or an int32 (1,) in the card's memory, of which at most as many rows
-    are copied as there are slots. Target slots are different from one another; other rows keep every byte. Between
-    pools of a card this queues one launch on `stream` (a CUstream's address) and returns: `progress` says when it has
-    ended, and `cancel`, a PinnedCancel there, ends it early; `blocks` is how many multiprocessors it may occupy.
-    Between pools of this process it returns when all is done, and `blocks` and `stream` mean nothing.
+    All kinds of Slots mix. `count` is an int, or an int32 (1,) in the card's memory, limited by the number of slots.
+    Target slots must be distinct; other rows do not change. Between pools of a card this queues one launch on `stream`
+    (a CUstream's address) and returns. `progress` reports its end, `cancel` (a PinnedCancel) stops it early, and
+    `blocks` limits the multiprocessors it uses. Between pools of this process it returns when the copy is done.
 
-    Raises LayoutMismatchError where the pools do not pair, LocalProtocolError for slots that are outside their pool,
-    repeated or too few, as far as the CPU knows them; the kernel skips what lies outside and counts it in `progress`.
-    Raises WorldError where the card refuses.
+    Raises LayoutMismatchError if the pools do not pair; LocalProtocolError for slots that are out of range, repeated or
+    too few, as far as the CPU knows them; WorldError if the driver refuses. The kernel skips slots that are out of
+    range and counts them in `progress`.
     """
-    asked = checked(target, source, target_slots, source_slots, count)
-    prepared(target, source, asked, count, progress=progress, cancel=cancel, blocks=blocks, stream=stream)()
+    copy = check_copy(target, source, target_slots, source_slots, count)
+    prepare(target, source, copy, count, progress=progress, cancel=cancel, blocks=blocks, stream=stream)()
 
 
-class Lists(Protocol):
-    """Where lists of slots wait for the one launch that reads them: it follows another, which brings them."""
+def prepare(
+    target: Pool, source: Pool, copy: CheckedCopy, count: Any, *, progress: Progress | None = None,
+    cancel: CancelWord | None = None, blocks: int | None = None, stream: int = 0, staging: Staging | None = None,
+) -> Callable[[], None]:  # fmt: skip
+    """Prepares kv_copy and returns a function that queues it, which may be called once.
 
-    @property
-    def address(self) -> int:
-        """Of the list, once the card has it."""
-        ...
-
-    @property
-    def argument(self) -> CopyArgument:
-        """What brings it, by as many `blocks`."""
-        ...
-
-    @property
-    def blocks(self) -> int: ...
-
-    def put(self, card: Card, content: np.ndarray[Any, np.dtype[np.int32]]) -> None:
-        """Takes the place of the one before, once nobody reads that."""
-        ...
-
-
-def prepared(
-    target: Pool,
-    source: Pool,
-    asked: Asked,
-    count: Any,
-    *,
-    progress: Progress | None = None,
-    cancel: Cancel | None = None,
-    blocks: int | None = None,
-    stream: int = 0,
-    lists: Lists | None = None,
-) -> Callable[[], None]:
-    """kv_copy in two steps: what it returns does it, and is to be called at most once. With `lists` what the CPU has
-    listed is on its way before that."""
+    With `staging`, the slots that the CPU knows are already on their way to the card.
+    """
     if target.card is None:
-        return partial(_on_cpu, target, source, asked, progress, cancel or Cancel())
-    return _on_card(target, source, asked, count, progress, cancel, blocks, stream, lists)
+        return partial(_copy_on_cpu, target, source, copy, progress, cancel or CancelWord())
+    return _prepare_launch(target, source, copy, count, progress, cancel, blocks, stream, staging)
 
 
-class Asked(NamedTuple):
-    """What a copy was asked for, once the CPU has found no fault with it."""
+class CheckedCopy(NamedTuple):
+    """Arguments of a copy that the CPU has checked."""
 
     pairing: Pairing
     target: Side
     source: Side
-    rows: int  # at most so many, where only the card knows the count
+    rows: int  # an upper bound if only the card knows the count
 
 
-def checked(target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, count: Any) -> Asked:
-    """kv_copy's errors for its arguments, before a byte moves."""
+def check_copy(target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, count: Any) -> CheckedCopy:
+    """Checks kv_copy's arguments and raises its errors."""
     if target.card != source.card:
         raise LocalProtocolError(f"pools: the target is of card {target.card}, the source of card {source.card}")
     pairing = pairing_of(source.layout, target.layout)
-    theirs = side_of("source_slots", source_slots, source, pairing.source_slots)
-    ours = side_of("target_slots", target_slots, target, pairing.target_slots)
-    rows = _rows(count, theirs, ours)
-    _check(theirs, "source_slots", rows, repeated=True)
-    _check(ours, "target_slots", rows, repeated=False)
-    return Asked(pairing, ours, theirs, rows)
+    source_side = side_of("source_slots", source_slots, source, pairing.source_slots)
+    target_side = side_of("target_slots", target_slots, target, pairing.target_slots)
+    rows = _rows(count, source_side, target_side)
+    _check(source_side, "source_slots", rows, repeated=True)
+    _check(target_side, "target_slots", rows, repeated=False)
+    return CheckedCopy(pairing, target_side, source_side, rows)
 
 
 @lru_cache(_PAIRINGS_MAX)
 def pairing_of(source: Layout, target: Layout) -> Pairing:
-    """pairing.pair, fused; kept, since engines copy between the same two pools again and again."""
+    """pairing.pair, fused and cached, since engines copy between the same pools."""
     return pair(source, target).fused()
 
 
 def side_of(name: str, slots: Slots, pool: Pool, slot_limit: int) -> Side:
-    """What `slots` are; LocalProtocolError for what is no integers."""
-    granule = pool.layout.page_size if isinstance(slots, Pages) else 1
-    entries = slots.entries if isinstance(slots, Pages) else slots
+    """Describes `slots`. Raises LocalProtocolError unless they are integers where the pool can read them."""
+    granule = pool.layout.page_size if isinstance(slots, PageSlots) else 1
+    entries = slots.entries if isinstance(slots, PageSlots) else slots
     limit, on_card = slot_limit // granule, pool.card is not None
     if isinstance(entries, range):
         if entries.step != 1:
-            raise LocalProtocolError(f"{name}: {entries} is no run")
+            raise LocalProtocolError(f"{name}: the step of {entries} is not 1")
         return Side(None, entries.start, 0, False, granule, len(entries), limit, on_card)
-    described: dict[str, Any] | None = getattr(entries, "__cuda_array_interface__", None)
-    if described is None:
+    interface: dict[str, Any] | None = getattr(entries, "__cuda_array_interface__", None)
+    if interface is None:
         listed = np.ascontiguousarray(entries)
         if listed.dtype.str not in ("<i4", "<i8") or listed.ndim != 1:
             raise LocalProtocolError(f"{name}: {listed.dtype} of shape {listed.shape}, not int32 or int64 (n,)")
         return Side(listed, 0, 0, listed.dtype == np.int64, granule, len(listed), limit, on_card)
-    kind, shape = described["typestr"], described["shape"]
-    if kind not in ("<i4", "<i8") or len(shape) != 1 or described.get("strides") is not None:
+    kind, shape = interface["typestr"], interface["shape"]
+    if kind not in ("<i4", "<i8") or len(shape) != 1 or interface.get("strides") is not None:
         raise LocalProtocolError(f"{name}: {kind} of shape {shape}, not contiguous int32 or int64 (n,)")
     if pool.card is None:
-        raise LocalProtocolError(f"{name}: in a card's memory, where the pool is not")
-    return Side(None, 0, int(described["data"][0]), kind == "<i8", granule, int(shape[0]), limit, on_card)
+        raise LocalProtocolError(f"{name}: in a card's memory, but the pool is not")
+    return Side(None, 0, int(interface["data"][0]), kind == "<i8", granule, int(shape[0]), limit, on_card)
 
 
 def _rows(count: Any, source: Side, target: Side) -> int:
-    """The most rows that there may be; LocalProtocolError where slots do not suffice."""
+    """The number of rows, or its upper bound. Raises LocalProtocolError if there are too few slots."""
     most = min(source.entries * source.granule, target.entries * target.granule)
     if not isinstance(count, int):
         if not (source.card and hasattr(count, "__cuda_array_interface__")):
@@ -195,7 +165,7 @@ def _rows(count: Any, source: Side, target: Side) -> int:
 
 def _check(side: Side, name: str, rows: int, *, repeated: bool) -> None:
     used = -(-rows // side.granule)
-    if side.at or not used:
+    if side.address or not used:
         return
     if side.listed is None:
         if side.first < 0 or side.first + used > side.limit:
@@ -212,17 +182,19 @@ def _check(side: Side, name: str, rows: int, *, repeated: bool) -> None:
             raise LocalProtocolError(str(error)) from None
 
 
-def _on_cpu(target: Pool, source: Pool, asked: Asked, progress: Progress | None, cancel: Cancel) -> None:
+def _copy_on_cpu(
+    target: Pool, source: Pool, copy: CheckedCopy, progress: Progress | None, cancel: CancelWord
+) -> None:  # fmt: skip
     if progress is not None:
         progress.begin()
-    work = plan(asked.pairing, listed(asked.source, asked.rows), listed(asked.target, asked.rows))
+    work = plan(copy.pairing, slots_of(copy.source, copy.rows), slots_of(copy.target, copy.rows))
     complete = host_copy(work, source.address, target.address, cancel=cancel)
     if progress is not None:
         progress.end(State.COMPLETE if complete else State.CANCELLED)
 
 
-def listed(side: Side, rows: int) -> Int64s:
-    """The slots of so many rows, which the CPU knows."""
+def slots_of(side: Side, rows: int) -> Int64s:
+    """The slots of `rows` rows, which the CPU knows."""
     count = -(-rows // side.granule)
     if side.listed is None:
         used = np.arange(side.first, side.first + count)
@@ -232,35 +204,35 @@ def listed(side: Side, rows: int) -> Int64s:
 
 
 class Launch(NamedTuple):
-    """One launch, but for what only a card can say: where its pairs and its listed slots are."""
+    """One launch without the device addresses of its pairs and of its listed slots."""
 
     argument: CopyArgument
     pairs: Int64s
-    key: object  # of the pairs: who has them need not upload them again
+    key: object  # names the pairs among the card's tables
     source: np.ndarray[Any, Any] | None
     target: np.ndarray[Any, Any] | None
 
 
-def launch_of(target: Pool, source: Pool, ours: Side, theirs: Side, rows: int, *, known: bool = True) -> Launch:
-    """What the kernel is told; `known`: there are `rows` of them, and not only at most."""
+def launch_of(
+    target: Pool, source: Pool, target_side: Side, source_side: Side, rows: int, *, known: bool = True
+) -> Launch:  # fmt: skip
+    """Builds the kernel's argument. `known`: `rows` is the count, not an upper bound."""
     assert rows < 1 << 31, "the kernel counts with 32 bits"
     pairing = pairing_of(source.layout, target.layout)
-    granule = theirs.granule
-    whole = granule == ours.granule > 1 and known and rows % granule == 0 and granule_of(pairing, granule) == granule
+    granule = source_side.granule
+    pages = granule == target_side.granule > 1 and known and rows % granule == 0
+    whole = pages and granule_of(pairing, granule) == granule
     step = granule if whole else 1
     pairs = _pairs(target, source, step)
     by_source = source.host and not target.host
     columns = (0, 2) if by_source else (3, 5)
     argument = CopyArgument(
-        source=_argument(theirs, pairing.source_page_size, whole=whole),
-        target=_argument(ours, pairing.target_page_size, whole=whole),
-        count=rows // step,
-        pair_count=len(pairs),
-        group_shift=lanes_of(pairs).bit_length() - 1,
-        pair_major=pair_major(pairs, base=columns[0], stride=columns[1]),
-        by_source=by_source,
-    )
-    return Launch(argument, pairs, (target, source, step), _used(theirs, rows), _used(ours, rows))
+        source=_argument(source_side, pairing.source_page_size, whole=whole),
+        target=_argument(target_side, pairing.target_page_size, whole=whole),
+        count=rows // step, pair_count=len(pairs), group_shift=lanes_of(pairs).bit_length() - 1,
+        pair_major=pair_major(pairs, base=columns[0], stride=columns[1]), by_source=by_source,
+    )  # fmt: skip
+    return Launch(argument, pairs, (target, source, step), _used(source_side, rows), _used(target_side, rows))
 
 
 @lru_cache(_PAIRINGS_MAX)
@@ -270,30 +242,27 @@ def _pairs(target: Pool, source: Pool, granule: int) -> Int64s:
 
 
 def _argument(side: Side, page_size: int, *, whole: bool) -> SlotsArgument:
-    """Whole pages are entries that stand for one row each."""
+    """`whole`: an entry is one row, a whole page."""
     return SlotsArgument(
-        entries=side.at,
-        first=side.first,
-        entry_limit=side.limit,
-        wide=side.wide,
+        entries=side.address, first=side.first, entry_limit=side.limit, wide=side.wide,
         granule_shift=0 if whole else side.granule.bit_length() - 1,
         page_shift=0 if whole else page_size.bit_length() - 1,
-    )
+    )  # fmt: skip
 
 
 def _used(side: Side, rows: int) -> np.ndarray[Any, Any] | None:
     return None if side.listed is None else side.listed[: -(-rows // side.granule)]
 
 
-def _on_card(
-    target: Pool, source: Pool, asked: Asked, count: Any, progress: Progress | None, cancel: Cancel | None,
-    blocks: int | None, stream: int, lists: Lists | None,
+def _prepare_launch(
+    target: Pool, source: Pool, copy: CheckedCopy, count: Any, progress: Progress | None, cancel: CancelWord | None,
+    blocks: int | None, stream: int, staging: Staging | None,
 ) -> Callable[[], None]:  # fmt: skip
     assert target.card is not None
-    here = card(target.card)
-    launch = launch_of(target, source, asked.target, asked.source, asked.rows, known=isinstance(count, int))
+    gpu = card(target.card)
+    launch = launch_of(target, source, copy.target, copy.source, copy.rows, known=isinstance(count, int))
     argument = launch.argument
-    argument.count_at = 0 if isinstance(count, int) else _count_at(count)
+    argument.count_at = 0 if isinstance(count, int) else _count_address(count)
     if cancel is not None:
         if not isinstance(cancel, PinnedCancel):
             raise LocalProtocolError("cancel: a card can't see this word: make a PinnedCancel")
@@ -302,65 +271,181 @@ def _on_card(
         if not progress.address:
             raise LocalProtocolError("progress: a card can't see these words: make them for that card")
         argument.progress, argument.tally, argument.ticket = progress.address, progress.tally, progress.begin()
-    put = lists is not None and _put(here, launch, lists)
+    staged = staging is not None and _stage(gpu, launch, staging)
 
-    def go() -> None:
-        uploaded, argument.pairs = 0, here.tables.kept(launch.key, launch.pairs)
+    def queue() -> None:
+        uploaded, argument.pairs = 0, gpu.tables.acquire(launch.key, launch.pairs)
         try:
-            if lists is not None and put:
-                here.launch("kv_copy", lists.argument, blocks=lists.blocks, threads=THREADS, stream=stream)
+            if staging is not None and staged:
+                gpu.launch("kv_copy", staging.argument, blocks=staging.blocks, threads=THREADS, stream=stream)
             else:
-                uploaded = _upload(here, launch, stream)
-            here.launch(
-                "kv_copy", argument, blocks=blocks or blocks_of(here, target, source), threads=THREADS, stream=stream
-            )
+                uploaded = _upload(gpu, launch, stream)
+            count = blocks or blocks_of(gpu, target, source)
+            gpu.launch("kv_copy", argument, blocks=count, threads=THREADS, stream=stream)
         finally:
-            here.tables.let(launch.key, stream)
+            gpu.tables.release(launch.key, stream)
             if uploaded:
-                here.free(uploaded, stream)
+                gpu.free(uploaded, stream)
 
-    return go
+    return queue
 
 
-def blocks_of(here: Card, target: Pool, source: Pool) -> int:
-    """How many multiprocessors a copy between these takes, where nobody says."""
+def blocks_of(gpu: Card, target: Pool, source: Pool) -> int:
+    """The default number of multiprocessors for a copy between these pools."""
     if target.host:
         return BLOCKS_PUSH
-    return BLOCKS_FETCH if source.host else here.multiprocessors
+    return BLOCKS_FETCH if source.host else gpu.multiprocessors
 
 
-def _count_at(count: Any) -> int:
-    described = count.__cuda_array_interface__
-    if described["typestr"] != "<i4":
-        raise LocalProtocolError(f"count: {described['typestr']}, not int32")
-    return int(described["data"][0])
+def _count_address(count: Any) -> int:
+    interface = count.__cuda_array_interface__
+    if interface["typestr"] != "<i4":
+        raise LocalProtocolError(f"count: {interface['typestr']}, not int32")
+    return int(interface["data"][0])
 
 
 def _listed(launch: Launch) -> list[tuple[np.ndarray[Any, Any], SlotsArgument]]:
-    """What the CPU has listed, and where a launch is told of it."""
+    """The sides whose slots the CPU knows, each with its argument."""
     sides = (launch.source, launch.argument.source), (launch.target, launch.argument.target)
     return [(entries, argument) for entries, argument in sides if entries is not None and len(entries)]
 
 
-def _put(here: Card, launch: Launch, lists: Lists) -> bool:
-    """Whether there was anything to put there."""
+def _stage(gpu: Card, launch: Launch, staging: Staging) -> bool:
+    """Stages the listed slots. Returns False if there are none."""
     if not (listed := _listed(launch)):
         return False
-    lists.put(here, np.concatenate([entries for entries, _ in listed], dtype=np.int32, casting="same_kind"))
-    at = lists.address
+    staging.put(gpu, np.concatenate([entries for entries, _ in listed], dtype=np.int32, casting="same_kind"))
+    address = staging.address
     for entries, argument in listed:
-        argument.entries, argument.wide = at, 0
-        at += 4 * len(entries)
+        argument.entries, argument.wide = address, 0
+        address += 4 * len(entries)
     return True
 
 
-def _upload(here: Card, launch: Launch, stream: int) -> int:
-    """Queues what the CPU has listed to the card; the address of it all, 0 where nothing was listed."""
+def _upload(gpu: Card, launch: Launch, stream: int) -> int:
+    """Queues an upload of the listed slots. Returns its device address, or 0 if there are none."""
     if not (listed := _listed(launch)):
         return 0
-    address = at = here.allocate(sum(entries.nbytes + 16 for entries, _ in listed), stream)
+    start = address = gpu.allocate(sum(entries.nbytes + 16 for entries, _ in listed), stream)
     for entries, argument in listed:
-        here.upload(at, entries, stream)
-        argument.entries = at
-        at += entries.nbytes + 15 & -16
-    return address
+        gpu.upload(address, entries, stream)
+        argument.entries = address
+        address += entries.nbytes + 15 & -16
+    return start
+
+
+# The kernel knows layouts only through its table of pairs
+
+
+def device_pairs(pairing: Pairing, *, source_address: int, target_address: int, granule: int = 1) -> Int64s:
+    """int64 (n, 7), with Pairing.table's columns, ascending by target; `granule` comes from `granule_of`."""
+    table = pairing.table.copy()
+    if granule > 1:
+        page_strides = _page_strides(pairing, granule)
+        table[:, 6] *= granule
+        table[:, [1, 2]], table[:, [4, 5]] = page_strides[0][:, None], page_strides[1][:, None]
+    table[:, 0] += source_address
+    table[:, 3] += target_address
+    return _in_pieces(table)
+
+
+def granule_of(pairing: Pairing, page_size: int) -> int:
+    """`page_size` if every page of that size is contiguous in every plane of both sides, otherwise 1."""
+    width = pairing.table[:, 6]
+    whole = all(
+        size in (1, page_size) and np.array_equal(pairing.table[:, column], width)
+        for size, column in ((pairing.source_page_size, 2), (pairing.target_page_size, 5))
+    )
+    return page_size if whole else 1
+
+
+def lanes_of(pairs: Int64s) -> int:
+    """Lanes for one row: a power of two up to a warp, so that each lane takes 64 bytes of the widest row."""
+    units = -(-int(pairs[:, 6].max()) // _UNIT_BYTES)
+    line = min(units, _LINE_BYTES // _UNIT_BYTES)
+    return min(32, 1 << (max(-(-units // _LANE_UNITS), line) - 1).bit_length())
+
+
+def pair_major(pairs: Int64s, *, base: int, stride: int) -> bool:
+    """Whether rows of one pair are closer in memory than the pairs of one row, by these columns of one side."""
+    if len(pairs) == 1:
+        return False
+    bases = np.sort(pairs[:, base])
+    return bool((bases[1:] - bases[:-1]).min() >= pairs[:, stride].min())
+
+
+def _page_strides(pairing: Pairing, page_size: int) -> tuple[Int64s, Int64s]:
+    """The stride between pages on each side. A side without pages has page_size 1 and contiguous rows."""
+    source, target = (
+        pairing.table[:, column] * page_size if size == 1 else pairing.table[:, column - 1]
+        for size, column in ((pairing.source_page_size, 2), (pairing.target_page_size, 5))
+    )
+    return source, target
+
+
+def _in_pieces(table: Int64s) -> Int64s:
+    """Splits rows wider than a warp's load into pieces of similar size, at cache lines."""
+    widths = table[:, 6]
+    counts = -(-widths // _PIECE_BYTES)
+    if (counts == 1).all():
+        return read_only(table)
+    steps = -(-widths // counts)
+    steps = np.where(counts > 1, -(-steps // _LINE_BYTES) * _LINE_BYTES, steps)
+    counts = -(-widths // steps)
+    pieces = np.repeat(table, counts, axis=0)
+    number = np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = number * np.repeat(steps, counts)
+    pieces[:, 0] += starts
+    pieces[:, 3] += starts
+    pieces[:, 6] = np.minimum(np.repeat(steps, counts), pieces[:, 6] - starts)
+    return read_only(pieces)
+
+
+class PlannedCopy:
+    """A copy of rows source_slots[i] to target_slots[i] that is planned once and repeated; a graph may capture it.
+
+    Both are int32 (n,), numpy for pools of this process, else in the card's memory. Rows with a negative slot are
+    skipped. The first element of `counts` (int32, in the same memory) is the number of rows. On a card the pairs stay
+    uploaded until `close`, so `queue` does not allocate or wait. Raises as kv_copy does.
+    """
+
+    def __init__(self, target: Pool, source: Pool, target_slots: Any, source_slots: Any, *, counts: Any = None) -> None:
+        self._pools, self._slots, self._counts = (target, source), (target_slots, source_slots), counts
+        self._key: object = None
+        self._card = None if target.card is None else card(target.card)
+        if self._card is None:
+            if source.card is not None:
+                raise LocalProtocolError(f"pools: the target is of no card, the source of card {source.card}")
+            return
+        copy = check_copy(target, source, target_slots, source_slots, len(target_slots) if counts is None else counts)
+        launch = launch_of(target, source, copy.target, copy.source, copy.rows, known=False)
+        self._argument = launch.argument
+        self._argument.pairs = self._card.tables.acquire(launch.key, launch.pairs)
+        self._key = launch.key
+        if counts is not None:
+            self._argument.count_at = int(counts.__cuda_array_interface__["data"][0])
+        self._blocks = blocks_of(self._card, target, source)
+
+    @property
+    def argument(self) -> CopyArgument:
+        """The kernel's argument, on a card. Its pairs stay until `close`."""
+        assert self._card is not None
+        return self._argument
+
+    def queue(self, rows: int, *, stream: int = 0) -> None:
+        """Queues the copy of `rows` rows, or of `counts` rows if that is less. Without a card it copies at once."""
+        if self._card is not None:
+            self._argument.count = rows
+            if rows:
+                self._card.launch("kv_copy", self._argument, blocks=self._blocks, threads=THREADS, stream=stream)
+            return
+        count = rows if self._counts is None else min(rows, int(self._counts[0]))
+        targets, sources = (each[:count] for each in self._slots)
+        valid = np.flatnonzero((targets >= 0) & (sources >= 0))
+        kv_copy(*self._pools, targets[valid], sources[valid], len(valid))
+
+    def close(self) -> None:
+        """Releases the uploaded pairs. No launch may be running. Idempotent."""
+        if self._card is not None and self._key is not None:
+            self._card.tables.release(self._key)
+            self._key = None

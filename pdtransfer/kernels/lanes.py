@@ -1,7 +1,7 @@
-"""A ring in a card's memory, with the two streams that fill and empty its slots: the kernels' and the copy engine's.
+"""A ring of staging slots in a card's memory, with one stream for kernels and one for the copy engine.
 
-The engine's has all transfers one after another: two at a time, on streams of their own, are slower together than in
-turn. kernels/host_lanes.c queues without the GIL; where nothing could compile it Python does, at six times the cost.
+All transfers share one stream, since concurrent transfers are slower than sequential ones. kernels/host_lanes.c queues
+the work without the GIL; if it cannot be compiled, Python queues it more slowly.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from numpy.typing import NDArray
 
 from ..errors import WorldError
 from ..layout.geometry import Int64s
-from . import UnusableError, loaded
-from .cancel import Cancel
+from . import UnusableError, library_at, load_library
+from .cancel import CancelWord
 from .card import POLL_SECONDS, Card
-from .dma import Attributes, copy_runs, cut, cut_rows
 from .kv_copy import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument
 from .pools import Progress, State
 
 SLOTS = 3
 SLOT_BYTES = 16 << 20
-EVENTS = 9  # works that are pending: 2 ms of the engine's, for who queues may have to wait for a core
-_STAGINGS = 8  # lists of slots that are pending
+EVENTS = 9  # pending works: they keep the copy engine busy while the queueing thread waits for a core
+_STAGINGS = 8  # pending lists of slots
 _STAGING_BYTES_MIN = 64 << 10
-_PIECE_BYTES = 2_048  # of a list, for a warp: what kv_copy takes at once
+_PIECE_BYTES = 2_048  # of a list, for one warp of kv_copy
 _ABI = 6  # of kernels/host_lanes.c
 NEVER_NS = (1 << 63) - 1
 
@@ -41,203 +40,194 @@ ARGUMENT = np.dtype(CopyArgument)
 
 
 class Works(NamedTuple):
-    """What is done, a slot at a time: rows by the kernel, then runs by the copy engine; in a fetch the reverse."""
+    """Work of a ring, one slot at a time: kernel rows, then copy engine runs; a fetch reverses the order."""
 
     arguments: NDArray[Any]  # ARGUMENT (n,)
-    table: Int64s  # int64 (n, 4): which argument, or -1; its blocks; first run, end run
+    table: Int64s  # int64 (n, 4): index of the argument or -1, its blocks, first run, end run
     runs: Int64s  # int64 (n, 3): source address, target address, bytes
     fetch: bool
-    strides: Int64s | None = None  # int64 (n, 3) where a run is rows: from one to the next there and here, how many
-    staged: Staging | None = None  # what the arguments' slots are in
+    strides: Int64s | None = None  # int64 (n, 3), if a run is rows: source stride, target stride, rows
+    staged: Staging | None = None  # holds the slots that the arguments refer to
 
 
 @dataclass(slots=True, eq=False)
 class Staging:
-    """Pinned memory, and the card's beside it, for one list of slots at a time; what it outgrows is never freed.
+    """Pinned memory and card memory for one list of slots at a time. It grows, and is never freed.
 
-    The kernel brings the list over, since the copy engine would do so only after all that it has been given before.
+    The kernel copies the list, since the copy engine would do so only after its queued transfers.
     """
 
     event: Any  # after the last work that reads the list
     byte_count: int = 0
-    address: int = 0  # of the list, once it is there
+    address: int = 0  # device address of the list
     blocks: int = 0
-    argument: CopyArgument = field(default_factory=CopyArgument)
-    _here: int = 0
+    argument: CopyArgument = field(default_factory=CopyArgument)  # of the launch that copies the list
+    _host: int = 0
 
-    def put(self, card: Card, content: NDArray[np.int32]) -> None:
-        """Has `argument` bring it; waits for those who read the one before."""
+    def put(self, gpu: Card, content: NDArray[np.int32]) -> None:
+        """Stages a new list and prepares `argument`. Waits until the previous list is no longer read."""
         if self.byte_count < content.nbytes:
             byte_count = max(_STAGING_BYTES_MIN, 1 << content.nbytes.bit_length())
-            here, there = card.pinned(_PIECE_BYTES + byte_count)
-            self.address, self._here = card.allocate(byte_count), here + _PIECE_BYTES
-            pair = there + _PIECE_BYTES, _PIECE_BYTES, 0, self.address, _PIECE_BYTES, 0, _PIECE_BYTES
-            ctypes.memmove(here, (ctypes.c_int64 * 7)(*pair), 56)
+            host, device = gpu.pinned(_PIECE_BYTES + byte_count)
+            self.address, self._host = gpu.allocate(byte_count), host + _PIECE_BYTES
+            pair = device + _PIECE_BYTES, _PIECE_BYTES, 0, self.address, _PIECE_BYTES, 0, _PIECE_BYTES
+            ctypes.memmove(host, (ctypes.c_int64 * 7)(*pair), 56)
             side = SlotsArgument(entry_limit=byte_count // _PIECE_BYTES)
             self.argument = CopyArgument(
-                pairs=there, pair_count=1, source=side, target=side, group_shift=5, by_source=1
+                pairs=device, pair_count=1, source=side, target=side, group_shift=5, by_source=1
             )  # fmt: skip
-            self.byte_count = byte_count  # only now: there may be none
+            self.byte_count = byte_count  # last, since the allocations may fail
         else:
-            card.reach(self.event)
-        ctypes.memmove(self._here, content.ctypes.data, content.nbytes)
+            gpu.reach(self.event)
+        ctypes.memmove(self._host, content.ctypes.data, content.nbytes)
         self.argument.count = -(-content.nbytes // _PIECE_BYTES)
         self.blocks = min(BLOCKS_PUSH, -(-self.argument.count * 32 // THREADS))
 
 
-class Ring:
-    """For one thread at a time; the memory of `slots` is taken at their first use and never freed."""
+class StagingRing:
+    """A ring for one thread at a time. The slots' memory is allocated at first use and never freed."""
 
-    def __init__(self, here: Card, *, count: int | None = None, slot_bytes: int | None = None) -> None:
-        self.card, self.slot_bytes, self.count = here, slot_bytes or SLOT_BYTES, count or SLOTS
-        self._rows, self._runs = here.stream(), here.stream()
+    def __init__(self, gpu: Card, *, count: int | None = None, slot_bytes: int | None = None) -> None:
+        self.card, self.slot_bytes, self.count = gpu, slot_bytes or SLOT_BYTES, count or SLOTS
+        self._rows, self._runs = gpu.stream(), gpu.stream()  # of kernels, of the copy engine
         events = max(EVENTS, self.count) // self.count * self.count
-        self._halves, self._wholes = ([here.event() for _ in range(events)] for _ in range(2))
+        self._halves, self._wholes = ([gpu.event() for _ in range(events)] for _ in range(2))
         self._handles = _handles(self._halves), _handles(self._wholes)
-        self._fork, self._joins = here.event(), (here.event(), here.event())
+        self._fork, self._joins = gpu.event(), (gpu.event(), gpu.event())
         self._slots: list[int] = []
-        self._stagings = [Staging(here.event()) for _ in range(_STAGINGS)]
-        self.turn = 0  # works that were ever queued: the next one has slot turn % count
+        self._stagings = [Staging(gpu.event()) for _ in range(_STAGINGS)]
+        self.turn = 0  # works queued so far: the next work uses slot turn % count
 
     @property
     def slots(self) -> list[int]:
-        """The address of each."""
+        """The device address of each slot."""
         if not self._slots:
             start = self.card.allocate(self.slot_bytes * self.count)
             self._slots = [start + at * self.slot_bytes for at in range(self.count)]
         return self._slots
 
     def stage(self, content: NDArray[np.int32]) -> Staging:
-        """Where the card will have `content` for the next works that are run with it."""
+        """Stages `content` for the next works that are run with the result."""
         staging = self._stagings.pop(0)
         self._stagings.append(staging)
         self.card.enter()
         staging.put(self.card, content)
         return staging
 
-    def run(self, works: Works, *, stream: int, cancel: Cancel | None, progress: Progress | None) -> None:
-        """Queues all works, between what `stream` has now and what it will have later, until `cancel` is set.
+    def run(self, works: Works, *, stream: int, cancel: CancelWord | None, progress: Progress | None) -> None:
+        """Queues all works between the earlier and the later work on `stream`, until `cancel` is set.
 
-        This is only some works ahead of the card, so that what is set stops all but those. What `progress`
-        says last is true of every work. Where the card refuses, this raises WorldError once nothing is pending any
-        more; if the card does not say that either, `progress` stays RUNNING, and nobody can tell what is still written.
+        Few works are pending at a time, so `cancel` stops all others. The final `progress` covers all works. If the
+        driver refuses, this raises WorldError after all queued work has ended; if that cannot be established either,
+        `progress` stays RUNNING, and targets may still be written.
         """
-        here, ticket = self.card, progress.begin() if progress is not None else 0
-        works = _whole(works, here)
+        gpu, ticket = self.card, progress.begin() if progress is not None else 0
+        works = _within_registrations(works, gpu)
         joins = works.staged.event if works.staged else self._joins[0], self._joins[1]
         try:
             if (queue := native().queue) is not None:
-                state = self._by_c(queue, works, cancel, stream, joins)
+                state = self._queue_in_c(queue, works, cancel, stream, joins)
             else:
-                state = self._by_python(works, cancel, stream, joins)
+                state = self._queue_in_python(works, cancel, stream, joins)
             if progress is not None:
-                here.write(progress.address, ticket << 2 | state, stream)
+                gpu.write(progress.address, ticket << 2 | state, stream)
         except BaseException:
             for each in (self._rows, self._runs, stream):
-                here.synchronise(each)
+                gpu.synchronise(each)
             if progress is not None:
                 progress.end(State.CANCELLED)
             raise
 
-    def _by_c(
-        self, queue: Callable[..., None], works: Works, cancel: Cancel | None, stream: int, joins: tuple[Any, Any]
+    def _queue_in_c(
+        self, queue: Callable[..., None], works: Works, cancel: CancelWord | None, stream: int, joins: tuple[Any, Any]
     ) -> State:  # fmt: skip
-        here, calls = self.card, self.card.calls()
+        gpu, calls = self.card, self.card.calls()
         columns = np.ascontiguousarray(works.runs.T)
         strides = None if works.strides is None else np.ascontiguousarray(works.strides.T)
         pitches = (0, 0, 0) if strides is None else [each.ctypes.data for each in strides]
         (halves, wholes), staged = self._handles, works.staged
-        attributes = Attributes(order=1)  # in the stream's order
+        attributes = _CopyAttributes(order=1)  # in the stream's order
         argument = _LanesArgument(
-            calls=ctypes.addressof(calls),
-            context=here.context,
-            function=here.function("kv_copy") if len(works.arguments) else 0,
-            rows_stream=self._rows,
-            runs_stream=self._runs,
-            halves=ctypes.addressof(halves),
-            wholes=ctypes.addressof(wholes),
+            calls=ctypes.addressof(calls), context=gpu.context,
+            function=gpu.function("kv_copy") if len(works.arguments) else 0,
+            rows_stream=self._rows, runs_stream=self._runs,
+            halves=ctypes.addressof(halves), wholes=ctypes.addressof(wholes),
             cancel=0 if cancel is None else cancel.address,
-            arguments=works.arguments.ctypes.data,
-            works=works.table.ctypes.data,
-            sources=columns[0].ctypes.data,
-            targets=columns[1].ctypes.data,
-            sizes=columns[2].ctypes.data,
-            source_pitches=pitches[0],
-            target_pitches=pitches[1],
-            counts=pitches[2],
+            arguments=works.arguments.ctypes.data, works=works.table.ctypes.data,
+            sources=columns[0].ctypes.data, targets=columns[1].ctypes.data, sizes=columns[2].ctypes.data,
+            source_pitches=pitches[0], target_pitches=pitches[1], counts=pitches[2],
             attributes=ctypes.addressof(attributes),
-            stream=stream,
-            fork=int(self._fork),
-            rows_join=int(joins[0]),
-            runs_join=int(joins[1]),
+            stream=stream, fork=int(self._fork), rows_join=int(joins[0]), runs_join=int(joins[1]),
             opening=0 if staged is None else ctypes.addressof(staged.argument),
             opening_blocks=0 if staged is None else staged.blocks,
-            slots=self.count,
-            event_count=len(self._wholes),
-            first_turn=self.turn,
-            work_count=len(works.table),
-            argument_bytes=ARGUMENT.itemsize,
-            threads=THREADS,
-            fetch=works.fetch,
-        )
+            slots=self.count, event_count=len(self._wholes), first_turn=self.turn, work_count=len(works.table),
+            argument_bytes=ARGUMENT.itemsize, threads=THREADS, fetch=works.fetch,
+        )  # fmt: skip
         queue(ctypes.byref(argument))
         self.turn += argument.queued
         if argument.status:
-            raise WorldError(f"card {here.ordinal}: work {argument.queued - 1}: {here.status_of(argument.status)}")
+            raise WorldError(f"card {gpu.ordinal}: work {argument.queued - 1}: {gpu.status_of(argument.status)}")
         return State.CANCELLED if argument.cancelled else State.COMPLETE
 
-    def _by_python(self, works: Works, cancel: Cancel | None, stream: int, joins: tuple[Any, Any]) -> State:
-        here, streams, staged = self.card, (self._rows, self._runs), works.staged
-        here.enter()
-        here.record(self._fork, stream)
+    def _queue_in_python(self, works: Works, cancel: CancelWord | None, stream: int, joins: tuple[Any, Any]) -> State:
+        gpu, streams, staged = self.card, (self._rows, self._runs), works.staged
+        gpu.enter()
+        gpu.record(self._fork, stream)
         if staged is not None:
-            here.launch("kv_copy", staged.argument, blocks=staged.blocks, threads=THREADS, stream=self._rows)
+            gpu.launch("kv_copy", staged.argument, blocks=staged.blocks, threads=THREADS, stream=self._rows)
         for each in streams:
-            here.follow(each, self._fork)
-        state = self._queue(works, cancel)
+            gpu.follow(each, self._fork)
+        state = self._queue_works(works, cancel)
         for each, join in zip(streams, joins, strict=True):
-            here.record(join, each)
-            here.follow(stream, join)
+            gpu.record(join, each)
+            gpu.follow(stream, join)
         return state
 
-    def _queue(self, works: Works, cancel: Cancel | None) -> State:
-        here, events = self.card, len(self._wholes)
+    def _queue_works(self, works: Works, cancel: CancelWord | None) -> State:
+        gpu, events = self.card, len(self._wholes)
         first, second = (self._runs, self._rows) if works.fetch else (self._rows, self._runs)
         for work in works.table.tolist():
             turn = self.turn
             half, whole = self._halves[turn % events], self._wholes[turn % events]
             if turn >= events:
-                here.reach(whole)
+                gpu.reach(whole)
             if cancel is not None and cancel.is_set:
                 return State.CANCELLED
             self.turn += 1
             if turn >= self.count:
-                here.follow(first, self._wholes[(turn - self.count) % events])
-            self._part(works, work, first)
-            here.record(half, first)
-            here.follow(second, half)
-            self._part(works, work, second)
-            here.record(whole, second)
+                gpu.follow(first, self._wholes[(turn - self.count) % events])
+            self._queue_part(works, work, first)
+            gpu.record(half, first)
+            gpu.follow(second, half)
+            self._queue_part(works, work, second)
+            gpu.record(whole, second)
         return State.COMPLETE
 
-    def _part(self, works: Works, work: list[int], stream: int) -> None:
-        argument, blocks, first, end = work
+    def _queue_part(self, works: Works, work: list[int], stream: int) -> None:
+        index, blocks, first, end = work
         if stream == self._runs:
             strides = None if works.strides is None else works.strides[first:end]
-            copy_runs(self.card, works.runs[first:end], strides, stream)
-        elif argument >= 0:
-            told = CopyArgument.from_buffer_copy(works.arguments[argument].tobytes())
-            self.card.launch("kv_copy", told, blocks=blocks, threads=THREADS, stream=stream)
+            _copy_runs(self.card, works.runs[first:end], strides, stream)
+        elif index >= 0:
+            argument = CopyArgument.from_buffer_copy(works.arguments[index].tobytes())
+            self.card.launch("kv_copy", argument, blocks=blocks, threads=THREADS, stream=stream)
 
 
-def _whole(works: Works, here: Card) -> Works:
-    """The same with no run across two registrations."""
-    if not len(here.borders):
+def _copy_runs(gpu: Card, runs: Int64s, strides: Int64s | None, stream: int) -> None:
+    """Queues each run in a transfer of its own; both arrays as in Works."""
+    if strides is None:
+        for source, target, byte_count in runs.tolist():
+            gpu.copy(target, source, byte_count, stream)
+        return
+    for (source, target, byte_count), (pitch_in, pitch_out, rows) in zip(runs.tolist(), strides.tolist(), strict=True):
+        gpu.copy_rows(target, source, byte_count, pitches=(pitch_out, pitch_in), rows=rows, stream=stream)
+
+
+def _within_registrations(works: Works, gpu: Card) -> Works:
+    """Splits the runs so that none crosses the border of a registration."""
+    if not len(gpu.borders):
         return works
-    if works.strides is None:
-        (runs, origins), strides = cut(works.runs, here.borders), None
-    else:
-        runs, strides, origins = cut_rows(works.runs, works.strides, here.borders)
+    runs, strides, origins = cut(works.runs, works.strides, gpu.borders)
     if len(runs) == len(works.runs):
         return works
     table = works.table.copy()
@@ -245,8 +235,76 @@ def _whole(works: Works, here: Card) -> Works:
     return works._replace(runs=runs, strides=strides, table=table)
 
 
-def _handles(each: list[Any]) -> Any:
-    return (ctypes.c_uint64 * len(each))(*map(int, each))
+def cut(runs: Int64s, strides: Int64s | None, borders: Int64s) -> tuple[Int64s, Int64s | None, Int64s]:
+    """Splits runs, in order, so that none crosses an address in `borders` (ascending) on either side.
+
+    `runs` and `strides` as in Works. Returns both, and the index of each part's original run, int64 (m,).
+    """
+    origins = np.arange(len(runs))
+    rows = strides if strides is not None else np.stack((runs[:, 2], runs[:, 2], np.ones_like(origins)), axis=1)
+    starts, ends = runs[:, :2], runs[:, :2] + runs[:, 2:] + rows[:, :2] * (rows[:, 2:] - 1)
+    whole = np.searchsorted(borders, starts, side="right") >= np.searchsorted(borders, ends, side="left")
+    whole = whole.all(axis=1)
+    if whole.all():
+        return runs, strides, origins  # the usual case
+    table = np.column_stack((runs, rows, origins))
+    parts = [
+        (*part, origin)
+        for *columns, origin in table[~whole].tolist()
+        for part in _parts(_StridedRows(*columns), borders)
+    ]
+    table = np.concatenate((table[whole], np.array(parts, np.int64)))
+    table = table[np.argsort(table[:, 6], kind="stable")]
+    return table[:, :3], None if strides is None else table[:, 3:6], table[:, 6]
+
+
+class _StridedRows(NamedTuple):
+    """`rows` rows of `bytes` bytes, with a stride on each side."""
+
+    source: int
+    target: int
+    bytes: int
+    source_stride: int
+    target_stride: int
+    rows: int
+
+    def some(self, first: int, end: int) -> _StridedRows:
+        """Rows first to end - 1."""
+        source, target = self.source + first * self.source_stride, self.target + first * self.target_stride
+        return self._replace(source=source, target=target, rows=end - first)
+
+    def halves(self, byte_count: int) -> tuple[_StridedRows, _StridedRows]:
+        """The first bytes of a single row, and its other bytes."""
+        source, target = self.source + byte_count, self.target + byte_count
+        rest = self._replace(source=source, target=target, bytes=self.bytes - byte_count)
+        return self._replace(bytes=byte_count), rest
+
+
+def _parts(rows: _StridedRows, borders: Int64s) -> list[_StridedRows]:
+    """Splits rows at the borders. A row that contains a border becomes two parts."""
+    for start, stride in ((rows.source, rows.source_stride), (rows.target, rows.target_stride)):
+        end = start + stride * (rows.rows - 1) + rows.bytes
+        at = int(np.searchsorted(borders, start, side="right"))
+        if at == len(borders) or borders[at] >= end:
+            continue
+        row, inside = divmod(int(borders[at]) - start, stride)  # the last row that begins at or before the border
+        parts = [rows.some(0, row), rows.some(row, row + 1), rows.some(row + 1, rows.rows)]
+        if 0 < inside < rows.bytes:
+            parts[1:2] = parts[1].halves(inside)
+        elif inside:  # in the gap behind that row
+            parts = [rows.some(0, row + 1), rows.some(row + 1, rows.rows)]
+        return [part for each in parts if each.rows for part in _parts(each, borders)]
+    return [rows]
+
+
+def _handles(events: list[Any]) -> Any:
+    return (ctypes.c_uint64 * len(events))(*map(int, events))
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes. The driver knows the places of allocated and registered memory."""
+
+    _fields_ = (("order", ctypes.c_int), ("places", ctypes.c_int * 4), ("flags", ctypes.c_uint))
 
 
 _ADDRESSES = (
@@ -280,34 +338,32 @@ class _AwaitArgument(ctypes.Structure):
 
 
 def wait_any(
-    here: Card, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int = NEVER_NS
+    gpu: Card, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int = NEVER_NS
 ) -> tuple[int, str]:
-    """Sleeps, without the GIL, until the card has passed one of these CUDA events, or `called` is no longer 0, or it is
-    `until_ns` by CLOCK_MONOTONIC. Without `called` it only looks.
+    """Sleeps, without the GIL, until an event has passed, `called` is not 0, or CLOCK_MONOTONIC reaches `until_ns`.
 
-    Returns which, or -1, and with it the driver's word where what was before that event has failed.
+    Without `called` it only polls once. Returns the index of the passed event or -1, and the driver's error text if
+    work before that event failed.
     """
     if (wait := native().wait) is None:
-        return _waited(here, events, called, until_ns)
-    handles, calls = (ctypes.c_uint64 * len(events))(*events), here.calls()
+        return _wait_in_python(gpu, events, called, until_ns)
+    handles, calls = (ctypes.c_uint64 * len(events))(*events), gpu.calls()
     argument = _AwaitArgument(
-        calls=ctypes.addressof(calls),
-        context=here.context,
-        events=ctypes.addressof(handles),
-        called=0 if called is None else ctypes.addressof(called),
-        count=len(events),
-        until=until_ns,
-    )
+        calls=ctypes.addressof(calls), context=gpu.context, events=ctypes.addressof(handles),
+        called=0 if called is None else ctypes.addressof(called), count=len(events), until=until_ns,
+    )  # fmt: skip
     wait(ctypes.byref(argument))
-    failed = f"card {here.ordinal}: cuEventQuery: {here.status_of(argument.status)}" if argument.status else ""
+    failed = f"card {gpu.ordinal}: cuEventQuery: {gpu.status_of(argument.status)}" if argument.status else ""
     return argument.passed, failed
 
 
-def _waited(here: Card, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int) -> tuple[int, str]:
+def _wait_in_python(
+    gpu: Card, events: Sequence[int], called: ctypes.c_uint32 | None, until_ns: int
+) -> tuple[int, str]:  # fmt: skip
     while called is None or not called.value:
         for at, event in enumerate(events):
             try:
-                if here.passed(event):
+                if gpu.passed(event):
                     return at, ""
             except WorldError as error:
                 return at, str(error)
@@ -317,8 +373,8 @@ def _waited(here: Card, events: Sequence[int], called: ctypes.c_uint32 | None, u
     return -1, ""
 
 
-class Native(NamedTuple):
-    """kernels/host_lanes.c, or nothing where Python has to do its work; `text` tells a person which, or why."""
+class NativeLanes(NamedTuple):
+    """The functions of kernels/host_lanes.c, or None to queue from Python. `text` describes it for a person."""
 
     text: str
     queue: Callable[..., None] | None = None
@@ -326,34 +382,29 @@ class Native(NamedTuple):
 
 
 @cache
-def native() -> Native:
-    """What queues in this process. The first call may compile for a second."""
+def native() -> NativeLanes:
+    """This process's functions. The first call may compile for a second."""
     try:
-        return loaded("host_lanes", None, _opened)
+        return load_library("host_lanes", None, _open)
     except UnusableError as error:
-        return Native(f"queued by Python: {error}")
+        return NativeLanes(f"queued by Python: {error}")
 
 
-def _opened(path: Path) -> Native:
-    try:
-        library = ctypes.CDLL(str(path))
-        abi, functions = library.pdtransfer_abi(), (library.pdtransfer_lanes, library.pdtransfer_await)
-    except (OSError, AttributeError) as error:
-        raise UnusableError(f"{path}: {error}") from None
-    if abi != _ABI:
-        raise UnusableError(f"{path}: its interface is {abi}, not {_ABI}")
+def _open(path: Path) -> NativeLanes:
+    library = library_at(path, abi_name="pdtransfer_abi", abi=_ABI)
+    functions = library.pdtransfer_lanes, library.pdtransfer_await
     for function in functions:
         function.argtypes, function.restype = (ctypes.c_void_p,), None
-    return Native(f"compiled queue: {path}", *functions)
+    return NativeLanes(f"compiled queue: {path}", *functions)
 
 
 @contextmanager
-def borrowed(here: Card) -> Generator[Ring]:
-    """A ring that nobody else queues to meanwhile; what is still pending there only goes before."""
+def borrowed(gpu: Card) -> Generator[StagingRing]:
+    """A ring that no other thread uses meanwhile. Its pending work runs before new work."""
     with _lock:
-        idle = _idle.setdefault(here, [])
+        idle = _idle.setdefault(gpu, [])
         ring = idle.pop() if idle else None
-    ring = ring or Ring(here)
+    ring = ring or StagingRing(gpu)
     try:
         yield ring
     finally:
@@ -362,4 +413,4 @@ def borrowed(here: Card) -> Generator[Ring]:
 
 
 _lock = threading.Lock()
-_idle: dict[Card, list[Ring]] = {}
+_idle: dict[Card, list[StagingRing]] = {}

@@ -1,6 +1,6 @@
-"""What an engine's pools call: a request's rows up to the card layer by layer, or down to the host all at once.
+"""Hooks for an engine's pools: load a request's rows to the card layer by layer, or back them up to the host at once.
 
-Both queue their work and return; with pools of this process they do it at once, and their events have fired.
+Both queue their work and return. With pools of this process they copy at once, and their events have fired.
 """
 
 from __future__ import annotations
@@ -10,33 +10,32 @@ from typing import Protocol
 
 import numpy as np
 
-from .card import Card, card
-from .event import Event
-from .kv_copy import Asked, checked, kv_copy, listed
+from .card import Card, CudaEvent, card
+from .kv_copy import CheckedCopy, check_copy, kv_copy, slots_of
 from .pools import Pool, Slots
 from .push import Backend, push
 
 _POOLS_MAX = 64  # an engine has a few
 
 
-class Fence(Protocol):
-    """When a layer's rows are there: kernels.event.Event, or what has fired already."""
+class LayerFence(Protocol):
+    """Fires when the rows are copied: a CudaEvent, or Fired."""
 
     def query(self) -> bool:
-        """Whether they are; returns at once."""
+        """Whether it has fired; returns at once."""
         ...
 
     def wait(self) -> None:
-        """Sleeps until they are."""
+        """Sleeps until it has fired."""
         ...
 
     def hold(self, stream: int) -> None:
-        """Has what is queued there from now on wait for them, on the card."""
+        """Makes later work on `stream` wait for it, on the card."""
         ...
 
 
 class Fired:
-    """An event of work that was done when it was asked for."""
+    """The event of finished work."""
 
     __slots__ = ()
 
@@ -52,45 +51,46 @@ class Fired:
 
 def load_to_device_per_layer(
     device: Pool, host: Pool, device_slots: Slots, host_slots: Slots, count: int, *, stream: int = 0
-) -> dict[int, Fence]:
-    """Decode: copies rows host_slots[i] to device_slots[i], one layer after the other; by layer, in their order, the
-    event that fires when its rows are there.
+) -> dict[int, LayerFence]:
+    """Copies rows host_slots[i] to device_slots[i] for decode, layer by layer. Returns each layer's event, in order.
 
-    So the first layers compute while the others are on their way: let a layer's stream `hold` for its event. The host
-    rows stay until the last event has fired. Arguments and errors are kv_copy's; where the card refuses a layer, this
-    raises once no layer is under way any more.
+    The first layers compute while later layers are copied: call `hold` on the layer's event for the compute stream. The
+    host rows must stay until the last event has fired. Arguments and errors are kv_copy's. If the driver refuses a
+    layer, this raises after all queued layers have ended.
     """
-    asked = checked(device, host, device_slots, host_slots, count)
+    copy = check_copy(device, host, device_slots, host_slots, count)
     parts = zip(_by_layer(device).items(), _by_layer(host).values(), strict=True)
     if device.card is None:
         for (_, target), source in parts:
             kv_copy(target, source, device_slots, host_slots, count)
         return dict.fromkeys(_by_layer(device), Fired())
-    here, events = card(device.card), dict[int, Fence]()
-    sides = asked.target, asked.source
-    known = None if not count or any(side.at for side in sides) else _Uploaded(here, asked, stream)
-    ours, theirs = (device_slots, host_slots) if known is None else (known.targets, known.sources)
+    gpu, events = card(device.card), dict[int, LayerFence]()
+    on_card = copy.target.address or copy.source.address
+    uploaded = None if not count or on_card else _UploadedSlots(gpu, copy, stream)
+    target_slots, source_slots = (device_slots, host_slots) if uploaded is None else (uploaded.target, uploaded.source)
     try:
         for (layer, target), source in parts:
-            kv_copy(target, source, ours, theirs, count, stream=stream)
-            event = events[layer] = Event(here)
+            kv_copy(target, source, target_slots, source_slots, count, stream=stream)
+            event = events[layer] = CudaEvent(gpu)
             event.record(stream)
     except BaseException:
-        here.synchronise(stream)  # who gets no event can wait for none
+        gpu.synchronise(stream)  # the caller gets no event to wait for
         raise
     finally:
-        if known is not None:
-            here.free(known.address, stream)
+        if uploaded is not None:
+            gpu.free(uploaded.address, stream)
     return events
 
 
 def backup_from_device_all_layer(
     host: Pool, device: Pool, host_slots: Slots, device_slots: Slots, count: int, *, backend: Backend = "auto",
     stream: int = 0,
-) -> Fence:  # fmt: skip
-    """Prefill: copies rows device_slots[i] to host_slots[i], all layers together; the event that fires when they are
-    there, until when the device's rows have to stay. Arguments and errors are push's."""
-    event = None if device.card is None else Event(card(device.card))  # before there is anything to wait for
+) -> LayerFence:  # fmt: skip
+    """Copies rows device_slots[i] to host_slots[i] for prefill, all layers at once. Returns the event of its end.
+
+    The device's rows must stay until the event has fired. Arguments and errors are push's.
+    """
+    event = None if device.card is None else CudaEvent(card(device.card))  # before anything is queued
     push(host, device, host_slots, device_slots, count, backend=backend, stream=stream)
     if event is None:
         return Fired()
@@ -107,7 +107,7 @@ def _by_layer(pool: Pool) -> dict[int, Pool]:
     }
 
 
-class _OnCard:
+class _CardSlots:
     """int64 (n,) in a card's memory."""
 
     def __init__(self, address: int, count: int) -> None:
@@ -116,12 +116,11 @@ class _OnCard:
         }  # fmt: skip
 
 
-class _Uploaded:
-    """Both sides' slots, sent to the card once for all layers."""
+class _UploadedSlots:
+    """Both sides' slots in the card's memory, uploaded once for all layers."""
 
-    def __init__(self, here: Card, asked: Asked, stream: int) -> None:
-        targets, sources = listed(asked.target, asked.rows), listed(asked.source, asked.rows)
-        both = np.concatenate((targets, sources))
-        self.address = here.given(both, stream)
-        self.targets = _OnCard(self.address, len(targets))
-        self.sources = _OnCard(self.address + targets.nbytes, len(sources))
+    def __init__(self, gpu: Card, copy: CheckedCopy, stream: int) -> None:
+        target, source = slots_of(copy.target, copy.rows), slots_of(copy.source, copy.rows)
+        self.address = gpu.upload_new(np.concatenate((target, source)), stream)
+        self.target = _CardSlots(self.address, len(target))
+        self.source = _CardSlots(self.address + target.nbytes, len(source))

@@ -1,4 +1,4 @@
-"""What copies take: pools, slots, and the words through which a CPU and a card hear of each other."""
+"""Arguments of copies: pools, slots, and the words in memory that report progress and cancel a copy."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layout.layout import Layout
-from .cancel import Cancel
+from .cancel import CancelWord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """Memory laid out by `layout`, whose bases are offsets from `address`.
 
-    Without a `card` it is this process's own. With one, `address` is the card's: of its own memory, or, with `host`,
-    of registered host memory as the card sees it (never assume that this is the host's own address).
+    Without `card` it is memory of this process. With `card`, `address` is a device address: of the card's memory, or,
+    with `host`, of registered host memory, which may differ from its host address.
     """
 
     layout: Layout
@@ -29,29 +29,29 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pages:
-    """Page indices instead of slots: each stands for page_size slots of its pool, one after another."""
+class PageSlots:
+    """Page indices instead of slots; each stands for the page_size consecutive slots of a page."""
 
     entries: Any
 
 
-Slots: TypeAlias = "NDArray[np.int64] | NDArray[np.int32] | range | Pages | Any"
-"""Rows of one side: integers (n,) of numpy, a range, Pages of either, or the like in a card's memory (anything with
-__cuda_array_interface__, int32 or int64), which nobody but the kernel looks at."""
+Slots: TypeAlias = "NDArray[np.int64] | NDArray[np.int32] | range | PageSlots | Any"
+"""Slots of one side: a numpy array (n,) of int32 or int64, a range, an array in a card's memory (anything with
+__cuda_array_interface__) that only the kernel reads, or PageSlots of one of these."""
 
 
 class State(IntEnum):
-    """How a launch stands."""
+    """The state of a launch."""
 
     RUNNING = 0
     COMPLETE = 1
-    CANCELLED = 2  # some of it may have been copied
+    CANCELLED = 2  # some rows may have been copied
 
 
 class Progress:
-    """What the CPU learns of one launch at a time, without a call into the driver: four words in pinned memory.
+    """Reports one launch at a time through four words in pinned memory, without a call into the driver.
 
-    Once `state` is not RUNNING, no store of the launch is pending. Made without a card it serves copies on the CPU.
+    Once `state` is not RUNNING, no store of the launch is pending. Without a card it serves copies on the CPU.
     """
 
     __slots__ = ("_ticket", "_words", "address", "held", "tally")
@@ -63,36 +63,36 @@ class Progress:
             return
         from .card import card, words
 
-        here = card(ordinal)
-        host, self.address = here.pinned(16)
+        gpu = card(ordinal)
+        host, self.address = gpu.pinned(16)
         self._words = words(host, 4)
-        self.tally = here.allocate(16)
-        here.clear(self.tally, 16)
+        self.tally = gpu.allocate(16)
+        gpu.clear(self.tally, 16)
 
     def begin(self) -> int:
-        """The number of the launch that these words are about from now on: the launcher's to call."""
+        """Starts a new launch and returns its ticket. Only the launcher calls this."""
         self._ticket = (self._ticket + 1) & 0x3FFF_FFFF
         self._words[:2] = 0
         return self._ticket
 
     def end(self, state: State) -> None:
-        """What the kernel does on a card."""
+        """Writes the final state, as the kernel does on a card."""
         self._words[0] = self._ticket << 2 | state
 
     @property
     def state(self) -> State:
-        """Read it as often as you like; it costs a load. What it says of an earlier launch counts as RUNNING."""
+        """The launch's state; costs one load. The state of an earlier launch counts as RUNNING."""
         word = int(self._words[0])
         return State(word & 3) if word >> 2 == self._ticket else State.RUNNING
 
     @property
     def refused(self) -> int:
-        """Rows that were left out since their slots, which only the card knew, are outside their pools."""
+        """The number of rows that the kernel skipped because their slots are outside their pools."""
         return int(self._words[1])
 
 
-class PinnedCancel(Cancel):
-    """A cancel word that copies on the CPU and on card `ordinal` look at alike."""
+class PinnedCancel(CancelWord):
+    """A cancel word that copies on the CPU and on card `ordinal` read."""
 
     __slots__ = ("device_address",)
 
@@ -104,5 +104,5 @@ class PinnedCancel(Cancel):
         self._word = ctypes.c_uint32.from_address(self.address)
 
     def clear(self) -> None:
-        """Makes it as new, for the next launch: nobody else may have it any more."""
+        """Resets the word for the next launch. No other copy may use it any more."""
         self._word.value = 0

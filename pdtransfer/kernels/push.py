@@ -1,4 +1,4 @@
-"""One call that carries rows between two pools, by whichever of its backends suits their bytes and their runs."""
+"""Copies rows between two pools with the backend that suits their size and runs: kernel, copy engine or ring."""
 
 from __future__ import annotations
 
@@ -10,99 +10,84 @@ from typing import Any, Literal, NamedTuple
 from ..errors import LocalProtocolError
 from ..layout.pairing import Pairing
 from ..layout.plan import Plan, plan
-from .cancel import Cancel
+from .cancel import CancelWord
 from .card import card
-from .kv_copy import Asked, Lists, checked, listed
-from .kv_copy import prepared as launched
-from .lanes import SLOT_BYTES, borrowed
+from .kv_copy import CheckedCopy, check_copy, slots_of
+from .kv_copy import prepare as prepare_launch
+from .lanes import SLOT_BYTES, Staging, borrowed
 from .pools import Pool, Progress, Slots
 from .ring import Sides, direct_works, listing, on_cpu, ring_works, strided_works
 from .ring_blocks import Through, through
 
 Backend = Literal["auto", "spare", "kernel", "direct", "strided", "ring"]
 
-PLANNED_BYTES_MIN = 8 << 20  # below, the launch is as fast as anything, and nothing is planned
-DIRECT_RUN_BYTES_MIN = 128 << 10  # on average: from there on the engine alone is faster than the launch
-STRIDED_BYTES_MIN = 64 << 10  # a transfer, on average: each takes the engine 4 us and more, and a CPU 3
-RING_BYTES_MIN = 12 << 20  # one alone takes 0.1 ms longer than a launch, and spares the model more than that
+# Measured bounds; docs/figures/kernels.md has the measurements.
+PLANNED_BYTES_MIN = 8 << 20  # below this size a launch is the fastest, and nothing is planned
+DIRECT_RUN_BYTES_MIN = 128 << 10  # mean run length from which the copy engine alone is faster than a launch
+STRIDED_BYTES_MIN = 64 << 10  # mean bytes of a transfer that outweigh its fixed cost
+RING_BYTES_MIN = 12 << 20  # size from which a ring's late start is worth the multiprocessors it frees
 RING_SHARE_MIN = 0.9
 _PAIRINGS_MAX = 64
 
 
 def push(
-    target: Pool,
-    source: Pool,
-    target_slots: Slots,
-    source_slots: Slots,
-    count: Any,
-    *,
-    backend: Backend = "auto",
-    progress: Progress | None = None,
-    cancel: Cancel | None = None,
-    stream: int = 0,
-) -> None:
-    """Copies `count` rows, all planes of both layouts: row i from source_slots[i] to target_slots[i].
+    target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, count: Any, *, backend: Backend = "auto",
+    progress: Progress | None = None, cancel: CancelWord | None = None, stream: int = 0,
+) -> None:  # fmt: skip
+    """Copies `count` rows in all planes of both layouts: row i from source_slots[i] to target_slots[i].
 
-    Arguments, errors and progress are kv_copy's. Work starts after what is queued on `stream`, and later work there
-    starts after it. Returns once all of it is queued: on a card that may be shortly before it has ended, so call it off
-    the loop. What `cancel` stops is not begun; bytes that were being copied when it was set may still land, until
-    `progress` says that nothing is pending.
+    Arguments, errors and progress are kv_copy's. Work starts after the work queued on `stream`, and later work there
+    starts after it. It returns once everything is queued, which on a card may be shortly before the end: call it
+    outside the event loop. `cancel` stops work that has not begun; bytes in flight may land until `progress` reports
+    the end.
 
-    `kernel` is kv_copy's launch. `direct` leaves all to the copy engine, a transfer for each run that lies together on
-    both sides; so does `strided`, with one for each plane and run of slots, whose rows may lie apart: a third to two
-    thirds of the bus, but no multiprocessor. `ring` gathers rows into a small ring in the card's memory in the order in
-    which they lie on the host's side, long runs of which the copy engine then drains, and the reverse from the host;
-    rows outside such runs go by launches of kv_copy. `auto` chooses by `choose`; `spare` is `strided` where its
-    transfers are long, else `auto`. Raises LocalProtocolError, saying why, where a backend cannot.
+    Backends: `kernel` is kv_copy's launch. `direct` uses the copy engine, one transfer for each run that is contiguous
+    on both sides. `strided` uses the copy engine, one transfer for each plane and run of slots; it is slower but needs
+    no multiprocessor. `ring` gathers rows into a ring in the card's memory in the order of the host's side, and the
+    copy engine drains it in long runs (a fetch does the reverse); rows outside long runs go by kv_copy. `auto` uses
+    `choose`. `spare` is `strided` if its transfers are long, else `auto`. Raises LocalProtocolError, with the reason,
+    if a backend cannot carry the rows.
     """
     slots = target_slots, source_slots
-    prepared(target, source, *slots, count, backend=backend, progress=progress, cancel=cancel, stream=stream)()
+    prepare(target, source, *slots, count, backend=backend, progress=progress, cancel=cancel, stream=stream)()
 
 
-def prepared(
-    target: Pool,
-    source: Pool,
-    target_slots: Slots,
-    source_slots: Slots,
-    count: Any,
-    *,
-    backend: Backend = "auto",
-    progress: Progress | None = None,
-    cancel: Cancel | None = None,
-    stream: int = 0,
-    lists: Lists | None = None,
-) -> Callable[[], None]:
-    """`push` in two steps: nothing is queued before what it returns is called, at most once. `lists` as kv_copy's."""
-    asked = checked(target, source, target_slots, source_slots, count)
-    known = isinstance(count, int) and not asked.target.at and not asked.source.at
-    if backend == "spare" and known and (made := _spare(target, source, asked)) is not None:
+def prepare(
+    target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, count: Any, *, backend: Backend = "auto",
+    progress: Progress | None = None, cancel: CancelWord | None = None, stream: int = 0,
+    staging: Staging | None = None,
+) -> Callable[[], None]:  # fmt: skip
+    """Prepares `push` and returns a function that queues it, which may be called once. `staging` as for kv_copy."""
+    copy = check_copy(target, source, target_slots, source_slots, count)
+    known = isinstance(count, int) and not copy.target.address and not copy.source.address
+    if backend == "spare" and known and (work := _spare(target, source, copy)) is not None:
         backend = "strided"
     elif backend in ("auto", "spare"):
-        made = _chosen(target, source, asked) if known else None
+        work = _choose(target, source, copy) if known else None
     elif backend != "kernel":
         if not known:
-            raise LocalProtocolError(f"backend: {backend}: nobody but the card knows these rows: only kernel can")
-        made = _through(target, source, asked) if backend == "ring" else _plan(asked)
+            raise LocalProtocolError(f"backend: {backend}: only the card knows these rows: use kernel")
+        work = _through(target, source, copy) if backend == "ring" else _plan(copy)
     else:
-        made = None
-    if made is not None:
-        return partial(_carry, target, source, asked, made, progress, cancel, stream, strided=backend == "strided")
-    return launched(target, source, asked, count, progress=progress, cancel=cancel, stream=stream, lists=lists)
+        work = None
+    if work is not None:
+        return partial(_carry, target, source, copy, work, progress, cancel, stream, strided=backend == "strided")
+    return prepare_launch(target, source, copy, count, progress=progress, cancel=cancel, stream=stream, staging=staging)
 
 
-class Load(NamedTuple):
-    """What `choose` goes by."""
+class PushLoad(NamedTuple):
+    """The input of `choose`."""
 
     bytes: int
-    direct_run_bytes: float  # of a run that lies together on both sides, on average
-    ring_bytes: int  # of those that lie in long runs on the host's side
+    direct_run_bytes: float  # mean length of a run that is contiguous on both sides
+    ring_bytes: int  # bytes in long runs on the host's side
 
 
-def choose(load: Load) -> Backend:
-    """The fastest backend for a push or fetch between a card and its host; kernels/README.md has the figures.
+def choose(load: PushLoad) -> Backend:
+    """The fastest backend between a card and its host, by the bounds above.
 
-    One run of the copy engine costs 0.3 us beside its bytes, so long runs are its own; a ring makes long runs of short
-    ones, but the first of them has to be gathered before anything moves.
+    Each transfer of the copy engine has a fixed cost, so it takes long runs. A ring makes long runs of short ones, but
+    must gather the first of them before the copy engine starts.
     """
     if load.bytes < PLANNED_BYTES_MIN:
         return "kernel"
@@ -113,88 +98,85 @@ def choose(load: Load) -> Backend:
     return "kernel"
 
 
-def _chosen(target: Pool, source: Pool, asked: Asked) -> Plan | Through | None:
-    """What the chosen backend goes by: direct by a Plan, ring by a Through, the kernel by neither."""
-    byte_count = asked.rows * asked.pairing.row_bytes
+def _choose(target: Pool, source: Pool, copy: CheckedCopy) -> Plan | Through | None:
+    """The chosen backend's work: a Plan for direct, a Through for ring, None for the kernel."""
+    byte_count = copy.rows * copy.pairing.row_bytes
     if target.card is None or target.host == source.host or byte_count < PLANNED_BYTES_MIN:
-        return None  # nothing but the CPU, or the card's own memory, is used, or it is little
-    made = _plan(asked) if touching(asked.pairing) else None
-    mean = byte_count / max(1, runs_of(made) if made is not None else asked.rows * len(asked.pairing.table))
-    rows = _lies_through(target, source, asked) if mean < DIRECT_RUN_BYTES_MIN else None
-    match choose(Load(byte_count, mean, rows.bytes if rows is not None else 0)):
+        return None  # the copy stays on one side of the bus, or is small
+    direct = _plan(copy) if contiguous_planes(copy.pairing) else None
+    runs = runs_of(direct) if direct is not None else copy.rows * len(copy.pairing.table)
+    mean = byte_count / max(1, runs)
+    ring = _rows_through(target, source, copy) if mean < DIRECT_RUN_BYTES_MIN else None
+    match choose(PushLoad(byte_count, mean, ring.bytes if ring is not None else 0)):
         case "direct":
-            return made or _plan(asked)
+            return direct or _plan(copy)
         case "ring":
-            return rows
+            return ring
         case _:
             return None
 
 
-def _spare(target: Pool, source: Pool, asked: Asked) -> Plan | None:
-    """What `strided` goes by, where a transfer is not much dearer than its bytes."""
+def _spare(target: Pool, source: Pool, copy: CheckedCopy) -> Plan | None:
+    """The plan for `strided`, if its transfers are long enough."""
     if target.card is None or target.host == source.host:
         return None
-    made = _plan(asked)
-    transfers = len(made.runs) * len(made.pairing.table)
-    return made if made.bytes >= STRIDED_BYTES_MIN * transfers else None
+    work = _plan(copy)
+    transfers = len(work.runs) * len(work.pairing.table)
+    return work if work.bytes >= STRIDED_BYTES_MIN * transfers else None
 
 
-def runs_of(made: Plan) -> int:
-    """At most so many runs of bytes are in the plan: pages whose planes follow one another are still counted apart."""
-    together = touching(made.pairing)
-    return len(made.runs) * together + made.rows * (len(made.pairing.table) - together)
+def runs_of(work: Plan) -> int:
+    """An upper bound of the plan's contiguous runs: adjacent planes count separately."""
+    contiguous = contiguous_planes(work.pairing)
+    return len(work.runs) * contiguous + work.rows * (len(work.pairing.table) - contiguous)
 
 
 @lru_cache(_PAIRINGS_MAX)
-def touching(pairing: Pairing) -> int:
-    """Planes whose rows touch on both sides; of the others every row is a run."""
+def contiguous_planes(pairing: Pairing) -> int:
+    """The number of planes whose rows are contiguous on both sides. In other planes every row is a run."""
     table = pairing.table
     return int(((table[:, 2] == table[:, 6]) & (table[:, 5] == table[:, 6])).sum())
 
 
-def _plan(asked: Asked) -> Plan:
-    return plan(asked.pairing, listed(asked.source, asked.rows), listed(asked.target, asked.rows))
+def _plan(copy: CheckedCopy) -> Plan:
+    return plan(copy.pairing, slots_of(copy.source, copy.rows), slots_of(copy.target, copy.rows))
 
 
-def _through(target: Pool, source: Pool, asked: Asked) -> Through | None:
+def _through(target: Pool, source: Pool, copy: CheckedCopy) -> Through | None:
     if target.card is not None and target.host == source.host:
         raise LocalProtocolError("backend: ring: both pools are in the same memory")
-    made = _lies_through(target, source, asked)
-    if made is None and asked.rows:
+    work = _rows_through(target, source, copy)
+    if work is None and copy.rows:
         side = "source" if _fetches(target, source) else "target"
         raise LocalProtocolError(f"backend: ring: no rows of the {side} lie in runs that are long enough, or they gape")
-    return made
+    return work
 
 
 def _fetches(target: Pool, source: Pool) -> bool:
     return source.host and not target.host
 
 
-def _lies_through(target: Pool, source: Pool, asked: Asked) -> Through | None:
-    sides = listed(asked.source, asked.rows), listed(asked.target, asked.rows)
-    return through(asked.pairing, *sides, fetch=_fetches(target, source), slot_bytes=SLOT_BYTES)
+def _rows_through(target: Pool, source: Pool, copy: CheckedCopy) -> Through | None:
+    slots = slots_of(copy.source, copy.rows), slots_of(copy.target, copy.rows)
+    return through(copy.pairing, *slots, fetch=_fetches(target, source), slot_bytes=SLOT_BYTES)
 
 
 def _carry(
-    target: Pool, source: Pool, asked: Asked, made: Plan | Through, progress: Progress | None, cancel: Cancel | None,
-    stream: int, *, strided: bool,
+    target: Pool, source: Pool, copy: CheckedCopy, work: Plan | Through, progress: Progress | None,
+    cancel: CancelWord | None, stream: int, *, strided: bool,
 ) -> None:  # fmt: skip
-    """By the copy engine, straight or through a ring."""
-    sides = Sides(target, source, listed(asked.target, asked.rows), listed(asked.source, asked.rows))
+    """Copies with the copy engine, directly or through a ring."""
+    sides = Sides(target, source, slots_of(copy.target, copy.rows), slots_of(copy.source, copy.rows))
     if target.card is None:
-        on_cpu(sides, made, SLOT_BYTES, progress=progress, cancel=cancel or Cancel())
+        on_cpu(sides, work, SLOT_BYTES, progress=progress, cancel=cancel or CancelWord())
         return
-    here = card(target.card)
     if progress is not None and not progress.address:
         raise LocalProtocolError("progress: a card can't see these words: make them for that card")
-    with borrowed(here) as ring:
-        if isinstance(made, Plan):
-            if strided:
-                works = strided_works(target, source, made)
-            else:
-                works = direct_works(target, source, made, bytes_max=SLOT_BYTES)
-            ring.run(works, stream=stream, cancel=cancel, progress=progress)
-            return
-        with ExitStack() as held:
-            works = ring_works(ring, sides, made, ring.stage(listing(made, sides)), held, stream)
-            ring.run(works, stream=stream, cancel=cancel, progress=progress)
+    with borrowed(card(target.card)) as ring, ExitStack() as tables:
+        if not isinstance(work, Plan):
+            works = ring_works(ring, sides, work, ring.stage(listing(work, sides)), tables, stream)
+        elif strided:
+            works = strided_works(target, source, work)
+        else:
+            works = direct_works(target, source, work, bytes_max=SLOT_BYTES)
+        ring.run(works, stream=stream, cancel=cancel, progress=progress)

@@ -1,4 +1,4 @@
-"""Host memory that a card may reach: registered chunk by chunk, as it is backed, and let go before it is unmapped."""
+"""Registers host memory with a card, chunk by chunk as it is backed, and unregisters it before it is unmapped."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from typing import Protocol
 
 from ..errors import WorldError
 
-CHUNK_BYTES = 256 << 20  # registered at a time: some 10 ms of pages that are there
+CHUNK_BYTES = 256 << 20  # one registration; a small one keeps each call short
 
 
 class Registrar(Protocol):
-    """What registering takes of a card. Both raise WorldError, with the driver's own word, where it refuses."""
+    """The part of a card that registers memory. Both methods raise WorldError if the driver refuses."""
 
     def host_register(self, address: int, byte_count: int) -> int:
-        """Lets the card reach these bytes; the address at which it sees them."""
+        """Registers host memory with the card and returns its device address."""
         ...
 
     def host_unregister(self, address: int) -> None:
-        """Undoes host_register; the card must have ended with them."""
+        """Undoes host_register. No work on the card may use the memory any more."""
         ...
 
 
-class Registered:
-    """Of `byte_count` bytes at `address` of this process the first `bytes_ready`, which a card sees side by side from
-    `device_address` on.
+class RegisteredMemory:
+    """Memory of this process whose first `bytes_ready` bytes are registered, contiguous from `device_address`.
 
-    Chunks begin at multiples of CHUNK_BYTES from `address` on: no single copy of the copy engine may cross one. Not for
-    several threads at once.
+    A registration begins at each multiple of CHUNK_BYTES after `address`; one transfer of the copy engine must not
+    cross such a border. Not thread-safe.
     """
 
     __slots__ = ("_card", "_chunks", "address", "byte_count", "bytes_ready", "device_address")
@@ -37,9 +36,9 @@ class Registered:
         self.bytes_ready = self.device_address = 0
 
     def grow(self, end: int) -> int:
-        """Registers every chunk that lies below `end`; returns bytes_ready. Takes 40 ms a GiB: call it off the loop.
+        """Registers all chunks below `end` and returns bytes_ready. Slow: call it outside the event loop.
 
-        Raises WorldError where the card refuses; what was ready is ready still.
+        Raises WorldError if the card refuses; earlier chunks stay registered.
         """
         while self.bytes_ready < end:
             size = min(CHUNK_BYTES, self.byte_count - self.bytes_ready)
@@ -47,32 +46,32 @@ class Registered:
                 break
             address = self.address + self.bytes_ready
             try:
-                seen = self._card.host_register(address, size)
+                device_address = self._card.host_register(address, size)
             except WorldError as error:
                 done = f"{self.bytes_ready} of {self.byte_count} bytes of host memory are registered"
                 raise WorldError(f"{done}, the next {size} are refused: {error}") from None
             self._chunks.append(address)
             if self.bytes_ready == 0:
-                self.device_address = seen
-            elif seen != self.device_address + self.bytes_ready:
-                raise WorldError(f"chunks of host memory are not seen side by side: {seen:#x} at {self.bytes_ready}")
+                self.device_address = device_address
+            elif device_address != self.device_address + self.bytes_ready:
+                raise WorldError(f"registered memory is not contiguous: {device_address:#x} at {self.bytes_ready}")
             self.bytes_ready += size
         return self.bytes_ready
 
     def close(self) -> None:
-        """The card can reach nothing of it any more: call it once no launch may. Idempotent.
+        """Unregisters everything. No work on the card may use the memory any more. Idempotent.
 
-        Raises WorldError where the card does not let go: what it may still reach must stay mapped.
+        Raises WorldError if the driver refuses: the memory that stays registered must stay mapped.
         """
         self.bytes_ready = 0
-        kept, text = list[int](), ""
+        refused, text = list[int](), ""
         while self._chunks:
             try:
                 self._card.host_unregister(self._chunks[-1])
             except WorldError as error:
-                kept.append(self._chunks[-1])
+                refused.append(self._chunks[-1])
                 text = text or str(error)
             self._chunks.pop()
-        self._chunks = kept[::-1]
-        if kept:
-            raise WorldError(f"{len(kept)} chunks of host memory stay registered: {text}")
+        self._chunks = refused[::-1]
+        if refused:
+            raise WorldError(f"{len(refused)} chunks of host memory stay registered: {text}")

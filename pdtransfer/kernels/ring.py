@@ -1,4 +1,7 @@
-"""Carries rows through a ring: a kernel between the near side and the ring's slots, the copy engine beyond them."""
+"""Copies rows through a staging ring: a kernel between the near side and the ring, the copy engine to the far side.
+
+The near side is the card's memory, the far side the host's.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,29 @@ from numpy.typing import NDArray
 from ..layout.geometry import Int64s, read_only
 from ..layout.plan import Plan, plan
 from . import copy as host_copy
-from .cancel import Cancel
+from .cancel import CancelWord
 from .card import Card
-from .kv_copy import BLOCKS_FETCH, BLOCKS_PUSH, CopyArgument, Side, SlotsArgument, kv_copy, launch_of
-from .lanes import ARGUMENT, Ring, Staging, Works
-from .pairs import device_pairs, lanes_of, pair_major
+from .kv_copy import (
+    BLOCKS_FETCH,
+    BLOCKS_PUSH,
+    CopyArgument,
+    Side,
+    SlotsArgument,
+    device_pairs,
+    kv_copy,
+    lanes_of,
+    launch_of,
+    pair_major,
+)
+from .lanes import ARGUMENT, Staging, StagingRing, Works
 from .pools import Pool, Progress, State
-from .ring_blocks import Carved, Shape, Through
+from .ring_blocks import Chunks, RingShape, Through
 
 _TABLES_MAX = 64
 
 
 class Sides(NamedTuple):
-    """Two pools, and which slot of the one goes to which of the other."""
+    """Two pools, and the slots of corresponding rows."""
 
     target: Pool
     source: Pool
@@ -34,9 +47,9 @@ class Sides(NamedTuple):
     source_slots: Int64s
 
 
-def direct_works(target: Pool, source: Pool, made: Plan, *, bytes_max: int) -> Works:
-    """All rows of a plan as runs that lie together on both sides, about `bytes_max` at a time."""
-    runs = made.byte_runs() + np.array((source.address, target.address, 0))
+def direct_works(target: Pool, source: Pool, copy: Plan, *, bytes_max: int) -> Works:
+    """A plan as runs that are contiguous on both sides, about `bytes_max` bytes in each work."""
+    runs = copy.byte_runs() + np.array((source.address, target.address, 0))
     if (wide := runs[:, 2] > bytes_max).any():
         runs = _split(runs, wide, bytes_max)
     ends = np.append(0, np.cumsum(runs[:, 2]))
@@ -47,16 +60,16 @@ def direct_works(target: Pool, source: Pool, made: Plan, *, bytes_max: int) -> W
     return Works(np.zeros(0, ARGUMENT), table, runs, fetch=False)
 
 
-def strided_works(target: Pool, source: Pool, made: Plan) -> Works:
-    """All rows of a plan as rows that lie evenly spaced on both sides, in one work."""
-    runs, strides = made.strided()
+def strided_works(target: Pool, source: Pool, copy: Plan) -> Works:
+    """A plan as rows that are evenly spaced on both sides, in one work."""
+    runs, strides = copy.strided()
     table = np.array([(-1, 0, 0, len(runs))], np.int64)
     moved = runs + np.array((source.address, target.address, 0))
     return Works(np.zeros(0, ARGUMENT), table, moved, fetch=False, strides=strides)
 
 
 def _split(runs: Int64s, wide: NDArray[np.bool_], bytes_max: int) -> Int64s:
-    """Runs longer than `bytes_max` in pieces of it."""
+    """Splits runs longer than `bytes_max`."""
     counts = np.where(wide, -(-runs[:, 2] // bytes_max), 1)
     pieces = np.repeat(runs, counts, axis=0)
     at = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * bytes_max
@@ -65,59 +78,61 @@ def _split(runs: Int64s, wide: NDArray[np.bool_], bytes_max: int) -> Int64s:
     return pieces
 
 
-def listing(made: Through, sides: Sides) -> NDArray[np.int32]:
-    """Slots that the card is to have: the near side's, and those of the rows that are left, source and target."""
-    left = made.left
-    if not len(left):
-        return made.near_slots.astype(np.int32)
-    return np.concatenate((made.near_slots, sides.source_slots[left], sides.target_slots[left])).astype(np.int32)
+def listing(rows: Through, sides: Sides) -> NDArray[np.int32]:
+    """The slots that the card needs: the near side's, then the source's and the target's of the remaining rows."""
+    rest = rows.rest
+    if not len(rest):
+        return rows.near_slots.astype(np.int32)
+    return np.concatenate((rows.near_slots, sides.source_slots[rest], sides.target_slots[rest])).astype(np.int32)
 
 
 def ring_works(
-    ring: Ring, sides: Sides, made: Through, staged: Staging, held: ExitStack, stream: int
+    ring: StagingRing, sides: Sides, rows: Through, staged: Staging, tables: ExitStack, stream: int
 ) -> Works:  # fmt: skip
-    """All rows, those past the ring last; `staged` has their `listing`. They are to be queued ahead of what comes on
-    `stream` next before `held` closes, which lets go of their tables."""
-    shape, carved, slots = made.shape, made.carved, tuple(ring.slots)
+    """The work of all rows; the remaining rows, which bypass the ring, come last. `staged` holds their `listing`.
+
+    The caller queues the work before the next work on `stream`, and then closes `tables`, which releases the uploads.
+    """
+    shape, chunks, slots = rows.shape, rows.chunks, tuple(ring.slots)
     near, far = (sides.target, sides.source) if shape.fetch else (sides.source, sides.target)
-    tables = _tables(shape, near.address, slots)
-    begun = (_begun_again if made.whole else _begun)(tables, carved, ring.card.multiprocessors)
-    slot = (ring.turn + begun.order) % len(slots)
-    arguments, table, runs = begun.arguments.copy(), begun.table, carved.runs.copy()
-    pairs = _kept(ring.card, tables, tables.pairs, held, stream) + slot * tables.slot_bytes
+    ring_tables = _tables(shape, near.address, slots)
+    template = (_cached_template if rows.regular else _template)(ring_tables, chunks, ring.card.multiprocessors)
+    slot = (ring.turn + template.order) % len(slots)
+    arguments, table, runs = template.arguments.copy(), template.table, chunks.runs.copy()
+    pairs = _acquire(ring.card, ring_tables, ring_tables.pairs, tables, stream) + slot * ring_tables.slot_bytes
     arguments["pairs"] += pairs.astype(np.uint64)
     arguments["target" if shape.fetch else "source"]["entries"] += staged.address
-    runs[:, 0] += np.array(slots)[slot[begun.chunks]]
-    runs[:, 1] = far.address + made.far_offsets(carved)
+    runs[:, 0] += np.array(slots)[slot[template.chunk_of_run]]
+    runs[:, 1] = far.address + rows.far_offsets(chunks)
     if shape.fetch:
         runs = runs[:, [1, 0, 2]]
-    if len(made.left):
-        left = _left(ring, sides, made, staged.address + 4 * len(made.near_slots), held, stream)
-        more = np.zeros((len(left), 4), np.int64)
-        more[:, 0] = len(slot) + np.arange(len(left))
+    if len(rows.rest):
+        rest = _rest(ring, sides, rows, staged.address + 4 * len(rows.near_slots), tables, stream)
+        more = np.zeros((len(rest), 4), np.int64)
+        more[:, 0] = len(slot) + np.arange(len(rest))
         more[:, 1] = BLOCKS_FETCH if shape.fetch else BLOCKS_PUSH
         more[:, 2:] = len(runs)
-        arguments, table = np.concatenate((arguments, left)), np.concatenate((table, more))
+        arguments, table = np.concatenate((arguments, rest)), np.concatenate((table, more))
     return Works(arguments, table, runs, fetch=shape.fetch, staged=staged)
 
 
-def _kept(here: Card, key: object, pairs: Int64s, held: ExitStack, stream: int) -> int:
-    address = here.tables.kept(key, pairs)
-    held.callback(here.tables.let, key, stream)
+def _acquire(gpu: Card, key: object, pairs: Int64s, tables: ExitStack, stream: int) -> int:
+    address = gpu.tables.acquire(key, pairs)
+    tables.callback(gpu.tables.release, key, stream)
     return address
 
 
-def _left(
-    ring: Ring, sides: Sides, made: Through, listed: int, held: ExitStack, stream: int
+def _rest(
+    ring: StagingRing, sides: Sides, rows: Through, listed: int, tables: ExitStack, stream: int
 ) -> NDArray[Any]:  # fmt: skip
-    """Launches past the ring, ARGUMENT (n,): each as much as a slot holds."""
-    count, pairing = len(made.left), made.shape.pairing
+    """Launches for the rows that bypass the ring, ARGUMENT (n,), each of at most a slot's bytes."""
+    count, pairing = len(rows.rest), rows.shape.pairing
     step = max(1, ring.slot_bytes // pairing.row_bytes)
-    ours, theirs = (
+    target_side, source_side = (
         Side(None, 0, 1, False, 1, count, limit, True) for limit in (pairing.target_slots, pairing.source_slots)
     )
-    launch = launch_of(sides.target, sides.source, ours, theirs, count)
-    launch.argument.pairs = _kept(ring.card, launch.key, launch.pairs, held, stream)
+    launch = launch_of(sides.target, sides.source, target_side, source_side, count)
+    launch.argument.pairs = _acquire(ring.card, launch.key, launch.pairs, tables, stream)
     first = np.arange(0, count, step)
     arguments = np.repeat(_array(launch.argument), len(first))
     arguments["count"] = np.minimum(step, count - first)
@@ -127,47 +142,47 @@ def _left(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Tables:
-    """All pairs of every slot of a ring, and what the kernel is told of each chunk, but for addresses and counts."""
+class _RingTables:
+    """The pairs of every slot of a ring, and an argument that lacks addresses and counts."""
 
     pairs: Int64s  # slot by slot
-    slot_bytes: int  # from a slot's to the next one's
-    starts: Int64s  # of each stretch, within a slot's; one more ends the last
+    slot_bytes: int  # of one slot's pairs
+    starts: Int64s  # where each stretch's pairs begin within a slot's pairs, and their end
     argument: NDArray[Any]  # ARGUMENT (1,)
-    shape: Shape
+    shape: RingShape
 
 
-class _Begun(NamedTuple):
-    """What of a ring's works goes by how they are carved alone."""
+class _Template(NamedTuple):
+    """The part of a ring's works that depends only on the chunks."""
 
-    arguments: NDArray[Any]  # whose pairs are offsets in a slot's, and whose listed slots are offsets in the list
+    arguments: NDArray[Any]  # `pairs` is an offset within a slot's pairs, `entries` an offset within the listing
     table: Int64s
     order: Int64s
-    chunks: Int64s  # of each run
+    chunk_of_run: Int64s
 
 
-def _begun(tables: _Tables, carved: Carved, blocks: int) -> _Begun:
-    shape, starts, count = tables.shape, tables.starts, len(carved.chunks)
-    arguments, (first, end, low, high) = np.repeat(tables.argument, count), carved.chunks.T
+def _template(tables: _RingTables, chunks: Chunks, blocks: int) -> _Template:
+    shape, starts, count = tables.shape, tables.starts, len(chunks.table)
+    arguments, (first, end, low, high) = np.repeat(tables.argument, count), chunks.table.T
     arguments["pairs"] = starts[first] * tables.pairs.strides[0]
     arguments["pair_count"] = starts[end] - starts[first]
     arguments["count"] = (high - low) * shape.block
     arguments["target" if shape.fetch else "source"]["entries"] = 4 * low * shape.block
     order = np.arange(count)
-    table = np.stack((order, np.full(count, blocks), carved.edges[:-1], carved.edges[1:]), axis=1)
-    return _Begun(arguments, read_only(table), order, np.repeat(order, np.diff(carved.edges)))
+    table = np.stack((order, np.full(count, blocks), chunks.edges[:-1], chunks.edges[1:]), axis=1)
+    return _Template(arguments, read_only(table), order, np.repeat(order, np.diff(chunks.edges)))
 
 
-_begun_again = lru_cache(_TABLES_MAX)(_begun)  # for what is carved alike again and again
+_cached_template = lru_cache(_TABLES_MAX)(_template)  # for chunks that repeat
 
 
 @lru_cache(_TABLES_MAX)
-def _tables(shape: Shape, near: int, slots: tuple[int, ...]) -> _Tables:
+def _tables(shape: RingShape, near: int, slots: tuple[int, ...]) -> _RingTables:
     tables = [_of_slot(shape, near, slot) for slot in slots]
     return replace(tables[0], pairs=read_only(np.concatenate([table.pairs for table in tables])))
 
 
-def _of_slot(shape: Shape, near: int, slot: int) -> _Tables:
+def _of_slot(shape: RingShape, near: int, slot: int) -> _RingTables:
     parts: list[Int64s] = []
     for at in range(len(shape.stretches)):
         region = slot + at % shape.together * shape.region_bytes
@@ -178,34 +193,35 @@ def _of_slot(shape: Shape, near: int, slot: int) -> _Tables:
     limit = pairing.target_slots if shape.fetch else pairing.source_slots
     near_side = SlotsArgument(entry_limit=limit, page_shift=page_size.bit_length() - 1)
     ring_side = SlotsArgument(entry_limit=shape.room * shape.block, page_shift=shape.block.bit_length() - 1)
-    told = CopyArgument(
+    argument = CopyArgument(
         source=ring_side if shape.fetch else near_side,
         target=near_side if shape.fetch else ring_side,
         group_shift=lanes_of(pairs).bit_length() - 1,
         pair_major=pair_major(parts[0], base=3, stride=5),
     )
-    return _Tables(pairs, pairs.nbytes, np.cumsum([0, *map(len, parts)]), _array(told), shape)
+    return _RingTables(pairs, pairs.nbytes, np.cumsum([0, *map(len, parts)]), _array(argument), shape)
 
 
-def _array(told: CopyArgument) -> NDArray[Any]:
-    return np.frombuffer(bytes(told), ARGUMENT)
+def _array(argument: CopyArgument) -> NDArray[Any]:
+    return np.frombuffer(bytes(argument), ARGUMENT)
 
 
-def on_cpu(sides: Sides, made: Plan | Through, slot_bytes: int, *, progress: Progress | None, cancel: Cancel) -> None:
-    """The same in this process, with a ring of one slot; it returns when all is done."""
+def on_cpu(
+    sides: Sides, work: Plan | Through, slot_bytes: int, *, progress: Progress | None, cancel: CancelWord
+) -> None:
+    """Copies between pools of this process, with a ring of one slot. Returns when the copy is done."""
     if progress is not None:
         progress.begin()
-    complete = (
-        _runs_here(sides, made, slot_bytes, cancel)
-        if isinstance(made, Plan)
-        else _ring_here(sides, made, slot_bytes, cancel)
-    )
+    if isinstance(work, Plan):
+        complete = _runs_on_cpu(sides, work, slot_bytes, cancel)
+    else:
+        complete = _ring_on_cpu(sides, work, slot_bytes, cancel)
     if progress is not None:
         progress.end(State.COMPLETE if complete else State.CANCELLED)
 
 
-def _runs_here(sides: Sides, made: Plan, bytes_max: int, cancel: Cancel) -> bool:
-    works = direct_works(sides.target, sides.source, made, bytes_max=bytes_max)
+def _runs_on_cpu(sides: Sides, copy: Plan, bytes_max: int, cancel: CancelWord) -> bool:
+    works = direct_works(sides.target, sides.source, copy, bytes_max=bytes_max)
     for first, end in works.table[:, 2:].tolist():
         if cancel.is_set:
             return False
@@ -213,30 +229,30 @@ def _runs_here(sides: Sides, made: Plan, bytes_max: int, cancel: Cancel) -> bool
     return True
 
 
-def _ring_here(sides: Sides, made: Through, slot_bytes: int, cancel: Cancel) -> bool:
-    ring, shape, carved = np.empty(slot_bytes, np.uint8), made.shape, made.carved
-    slot, moved = ring.ctypes.data, carved.runs.copy()
-    moved[:, 1] = made.far_offsets(carved)
-    for at, (first_stretch, end_stretch, first, end) in enumerate(carved.chunks.tolist()):
+def _ring_on_cpu(sides: Sides, rows: Through, slot_bytes: int, cancel: CancelWord) -> bool:
+    ring, shape, chunks = np.empty(slot_bytes, np.uint8), rows.shape, rows.chunks
+    slot, moved = ring.ctypes.data, chunks.runs.copy()
+    moved[:, 1] = rows.far_offsets(chunks)
+    for at, (first_stretch, end_stretch, first, end) in enumerate(chunks.table.tolist()):
         if cancel.is_set:
             return False
-        runs = moved[carved.edges[at] : carved.edges[at + 1]]
-        near = made.near_slots[first * shape.block : end * shape.block]
+        runs = moved[chunks.edges[at] : chunks.edges[at + 1]]
+        near = rows.near_slots[first * shape.block : end * shape.block]
         if shape.fetch:
             _move(runs[:, [1, 0, 2]] + np.array((sides.source.address, slot, 0)))
         for stretch in range(first_stretch, end_stretch):
             region = slot + (stretch - first_stretch) * shape.region_bytes
-            pairing, rows = shape.ring_pairing(stretch), np.arange(len(near))
+            pairing, in_ring = shape.ring_pairing(stretch), np.arange(len(near))
             if shape.fetch:
-                host_copy(plan(pairing, rows, near), region, sides.target.address)
+                host_copy(plan(pairing, in_ring, near), region, sides.target.address)
             else:
-                host_copy(plan(pairing, near, rows), sides.source.address, region)
+                host_copy(plan(pairing, near, in_ring), sides.source.address, region)
         if not shape.fetch:
             _move(runs + np.array((slot, sides.target.address, 0)))
-    if cancel.is_set and len(made.left):
+    if cancel.is_set and len(rows.rest):
         return False
-    target_slots, source_slots = sides.target_slots[made.left], sides.source_slots[made.left]
-    kv_copy(sides.target, sides.source, target_slots, source_slots, len(made.left))
+    target_slots, source_slots = sides.target_slots[rows.rest], sides.source_slots[rows.rest]
+    kv_copy(sides.target, sides.source, target_slots, source_slots, len(rows.rest))
     return True
 
 

@@ -1,4 +1,4 @@
-"""Writes a step's new MLA rows into a paged buffer: on a card by registers or by bulk copies, and on the CPU."""
+"""Writes a step's new MLA rows into a paged buffer: on a card through registers or bulk copies, or on the CPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from ..errors import LocalProtocolError
 from .card import Card, card
 
-_HELD = (1_024, 1), (4_096, 2), (1 << 31, 4)  # up to so many rows, a thread has so many in flight
-_THREADS = 144  # about: two rows of 72 units side by side
-_BULK_ROWS = (64, 1, "bulk"), (1_024, 2, "bulk"), (4_096, 3, "early"), (1 << 31, 4, "bulk")
+_HELD = (1_024, 1), (4_096, 2), (1 << 31, 4)  # rows up to, loads in flight for each thread
+_THREADS = 144  # about the size of a block: two rows of 72 units
+_BULK_ROWS = (64, 1, "bulk"), (1_024, 2, "bulk"), (4_096, 3, "early"), (1 << 31, 4, "bulk")  # rows up to, per block
 _BULK_CAPABILITY = 9, 0
 _KERNEL = "set_mla"
 
@@ -27,8 +27,8 @@ class SetMlaArgument(ctypes.Structure):
     )  # fmt: skip
 
 
-class Shape(NamedTuple):
-    """How a launch is laid out: the function, its blocks, threads across and down, and dynamic shared memory."""
+class SetMlaLaunch(NamedTuple):
+    """The shape of a launch: function, blocks, threads (x and y) of a block, dynamic shared memory."""
 
     function: str
     blocks: int
@@ -40,13 +40,12 @@ class Shape(NamedTuple):
 def set_mla_kv_buffer(
     buffer: Any, loc: Any, nope: Any, rope: Any, *, skip_index: int | None = None, stream: int | None = None
 ) -> None:
-    """buffer[loc[i]] = nope[i] and rope[i] side by side, for each i, whatever the dtypes' width.
+    """Sets buffer[loc[i]] to the concatenation of nope[i] and rope[i] for each i; any element width works.
 
-    Torch tensors of one device: `buffer` (slots, ..., row), `nope` and `rope` (n, ..., part), rows contiguous and of
-    equal dtype or bytes, any stride from row to row; `loc` int32 or int64 (n,), contiguous, different from one another.
-    Rows whose loc is `skip_index`, or outside the buffer, are left out. On a card this queues one launch to `stream`,
-    by default torch's current one, and may be captured; below sm_90 it is Triton's. Raises LocalProtocolError for
-    what does not fit together.
+    Torch tensors of one device: `buffer` (slots, ..., row), `nope` and `rope` (n, ..., part) with contiguous rows and
+    any row stride; `loc` int32 or int64 (n,), contiguous and distinct. Rows whose loc is `skip_index` or outside the
+    buffer are skipped. On a card this queues one launch on `stream`, by default torch's current one, and a graph may
+    capture it; below sm_90 it uses Triton. Raises LocalProtocolError for shapes or dtypes that do not match.
     """
     argument = argument_of(buffer, loc, nope, rope, skip_index)
     if not argument.rows:
@@ -54,8 +53,8 @@ def set_mla_kv_buffer(
     if not buffer.is_cuda:
         _on_cpu(buffer, loc, nope, rope, skip_index)
         return
-    here = card(buffer.device.index)
-    if stream is None and here.capability < _BULK_CAPABILITY:
+    gpu = card(buffer.device.index)
+    if stream is None and gpu.capability < _BULK_CAPABILITY:
         from .set_mla_triton import scatter
 
         scatter(argument, buffer, loc, nope, rope)
@@ -64,11 +63,11 @@ def set_mla_kv_buffer(
         import torch
 
         stream = int(torch.cuda.current_stream(buffer.device).cuda_stream)
-    launch(here, argument, stream)
+    launch(gpu, argument, stream)
 
 
 def argument_of(buffer: Any, loc: Any, nope: Any, rope: Any, skip_index: int | None) -> SetMlaArgument:
-    """What the kernel is told, in bytes; LocalProtocolError, naming both values, for what does not fit together."""
+    """The kernel's argument, in bytes. Raises LocalProtocolError, with both values, for tensors that do not match."""
     rows = loc.shape[0]
     if loc.dim() != 1 or loc.element_size() not in (4, 8) or loc.is_floating_point() or not loc.is_contiguous():
         raise LocalProtocolError(f"loc: {loc.dtype} of shape {tuple(loc.shape)}, not contiguous int32 or int64 (n,)")
@@ -101,57 +100,48 @@ def _stride(tensor: Any) -> int:
     return int(tensor.stride(0)) * int(tensor.element_size())
 
 
-def launch(here: Card, argument: SetMlaArgument, stream: int, *, bulk: bool = True) -> None:
-    """Queues it, by bulk copies where they are possible; `bulk` is for those who compare."""
-    shape = shape_of(argument, bulk=bulk, capability=here.capability)
-    here.launch(
-        _KERNEL,
-        argument,
-        blocks=shape.blocks,
-        threads=(shape.columns, shape.together),
-        stream=stream,
-        shared_bytes=shape.shared_bytes,
-        function=shape.function,
-    )
+def launch(gpu: Card, argument: SetMlaArgument, stream: int, *, bulk: bool = True) -> None:
+    """Queues the launch, with bulk copies if possible. Benchmarks disable `bulk`."""
+    shape = shape_of(argument, bulk=bulk, capability=gpu.capability)
+    gpu.launch(
+        _KERNEL, argument, blocks=shape.blocks, threads=(shape.columns, shape.together), stream=stream,
+        shared_bytes=shape.shared_bytes, function=shape.function,
+    )  # fmt: skip
 
 
-def shape_of(argument: SetMlaArgument, *, bulk: bool, capability: tuple[int, int]) -> Shape:
-    """Chooses the width of access by what all addresses share, and turns the argument's bytes into such units."""
+def shape_of(argument: SetMlaArgument, *, bulk: bool, capability: tuple[int, int]) -> SetMlaLaunch:
+    """Chooses the access width by the alignment of all addresses, and converts the argument from bytes to units."""
     parts = argument.nope_units, argument.units, argument.nope_stride, argument.rope_stride, argument.buffer_stride
     unit = gcd(16, *parts, argument.buffer, argument.nope, argument.rope)
     if bulk and unit == 16 and capability >= _BULK_CAPABILITY:
-        # up to so many rows, a block has so many, a thread each
-        threads, how = next((each, how) for rows_max, each, how in _BULK_ROWS if argument.rows <= rows_max)
-        return Shape(f"{_KERNEL}_{how}", -(-argument.rows // threads), threads, 1, threads * argument.units)
+        # Each thread of a block copies one row.
+        threads, kind = next((each, kind) for rows_max, each, kind in _BULK_ROWS if argument.rows <= rows_max)
+        return SetMlaLaunch(f"{_KERNEL}_{kind}", -(-argument.rows // threads), threads, 1, threads * argument.units)
     unit = 1 if unit == 2 else unit
     argument.nope_units //= unit
     argument.units //= unit
     held = next(each for rows_max, each in _HELD if argument.rows <= rows_max) if unit == 16 else 4
     columns = min(argument.units, 1_024)
     together = max(1, min(_THREADS // columns, -(-argument.rows // held)))
-    return Shape(f"{_KERNEL}_{unit}x{held}", -(-argument.rows // (together * held)), columns, together, 0)
+    return SetMlaLaunch(f"{_KERNEL}_{unit}x{held}", -(-argument.rows // (together * held)), columns, together, 0)
 
 
 def _on_cpu(buffer: Any, loc: Any, nope: Any, rope: Any, skip_index: int | None) -> None:
     import torch
 
-    kept = (loc >= 0) & (loc < buffer.shape[0])
+    used = (loc >= 0) & (loc < buffer.shape[0])
     if skip_index is not None:
-        kept &= loc != skip_index
-    rows = [_as_bytes(each[kept]) for each in (nope, rope)]
+        used &= loc != skip_index
+    rows = [_as_bytes(each[used]) for each in (nope, rope)]
     width = prod(buffer.shape[1:]) * buffer.element_size()
-    _as_bytes(buffer)[loc[kept].long()] = torch.cat(rows, dim=1).reshape(-1, width)
+    _as_bytes(buffer)[loc[used].long()] = torch.cat(rows, dim=1).reshape(-1, width)
 
 
 def _as_bytes(tensor: Any) -> Any:
+    """The rows, which may have gaps between them, as bytes of the same memory."""
     import torch
 
-    return tensor.view(torch.uint8).reshape(tensor.shape[0], -1) if tensor.is_contiguous() else _bytes_of(tensor)
-
-
-def _bytes_of(tensor: Any) -> Any:
-    """A buffer whose rows have gaps between them, as bytes of the same memory."""
-    import torch
-
+    if tensor.is_contiguous():
+        return tensor.view(torch.uint8).reshape(tensor.shape[0], -1)
     width = prod(tensor.shape[1:])
     return tensor.as_strided((tensor.shape[0], width), (tensor.stride(0), 1)).view(torch.uint8)

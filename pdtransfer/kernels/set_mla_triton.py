@@ -1,6 +1,6 @@
-"""set_mla_kv_buffer for cards below sm_90, in Triton: a program a row. Imported only where such a card is."""
+"""set_mla_kv_buffer for cards below sm_90, in Triton: one program for each row. Imported only for such a card."""
 
-# Triton reads the annotations of what it compiles, and takes none but its own.
+# Triton reads the annotations of the functions that it compiles and accepts only its own.
 # pyright: basic, reportInvalidTypeForm=false
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ tl: Any = importlib.import_module("triton.language")
 @triton.jit
 def _scatter(
     buffer, loc, nope, rope, slots, skip, buffer_stride, nope_stride, rope_stride, nope_width, width,
-    BLOCK: tl.constexpr,  # noqa: N803 (Triton's own manner)
+    BLOCK: tl.constexpr,  # noqa: N803 (Triton's convention)
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(loc + row).to(tl.int64)
@@ -31,16 +31,16 @@ def _scatter(
 
 
 def scatter(argument: SetMlaArgument, buffer: Any, loc: Any, nope: Any, rope: Any) -> None:
-    """What `argument` says, on torch's current stream; in the widest integers that all rows are a multiple of."""
+    """Executes `argument` on torch's current stream, with the widest integers that divide all rows."""
     import torch
 
     parts = argument.nope_units, argument.units, argument.nope_stride, argument.rope_stride, argument.buffer_stride
     unit = gcd(8, *parts, argument.buffer, argument.nope, argument.rope)
     dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[unit]
-    given = [each.flatten(1).view(dtype) for each in (buffer, nope, rope)]
+    tensors = [each.flatten(1).view(dtype) for each in (buffer, nope, rope)]
     width = argument.units // unit
     _scatter[(argument.rows,)](
-        given[0], loc, given[1], given[2], argument.slots, argument.skip, argument.buffer_stride // unit,
+        tensors[0], loc, tensors[1], tensors[2], argument.slots, argument.skip, argument.buffer_stride // unit,
         argument.nope_stride // unit, argument.rope_stride // unit, argument.nope_units // unit, width,
         BLOCK=min(1_024, triton.next_power_of_2(width)),
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Which of a step's top-k tokens a request's hot buffer lacks, and whom they replace: on a card, or on the CPU.
+"""Plans swaps: finds the top-k tokens that a request's hot buffer lacks and chooses victims, on a card or on the CPU.
 
-The plan says slots and a list of copies; `kv_copy` carries the list out with the counts still on the card, once for
-each layer that shares the plan. Exact LRU; kernels/swap_plan.h states the order and why victims suffice.
+A plan holds slots and a list of copies. kv_copy executes the list once for each layer that shares the plan; the counts
+stay on the card. Replacement is exact LRU; kernels/swap_plan.h gives the order and proves that victims suffice.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import numpy as np
 from ..errors import LocalProtocolError
 from ..layout.geometry import Int64s
 from .card import Card, card
-from .kv_copy import CopyArgument
-from .standing import StandingCopy
+from .kv_copy import CopyArgument, PlannedCopy
 
 _THREADS_MAX = 1_024
-_SHARES = (2, 4), (4, 16)  # positions and places of a thread, as kernels/swap_plan.cu has them
+_SHARES = (2, 4), (4, 16)  # positions and places of one thread, as in kernels/swap_plan.cu
 _SHARED_BYTES_MAX = 227 << 10
 _TOP_MAX, _HOT_MAX = 4 * _THREADS_MAX, 16 * _THREADS_MAX
 _WORDS = 36
-_BUCKETS = 8  # for each position: with two, some thread of each warp has to look into many
+_BUCKETS = 8  # for each position: with fewer, some thread of each warp probes many buckets
 
 
 class SwapArgument(ctypes.Structure):
@@ -43,12 +42,12 @@ class SwapArgument(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HotBuffers:
-    """What is in each row's hot buffer, int32, all of numpy or all in a card's memory, contiguous.
+    """The hot buffer of each row: contiguous int32 arrays, all numpy or all in a card's memory.
 
-    `held` (rows, hot): the position in each place, -1 where there is none. `order` (rows, hot): the places, the one
-    used longest ago first; at first 0, 1, ... `hot_slots` (rows, hot): each place's slot in the device pool.
-    `host_slots` (rows, length): each position's slot in the arena. Either slot is -1 where there is none. While a
-    request has at most `hot` tokens, position p is in place p: whoever brings it there says so in `held`.
+    `held` (rows, hot): the position in each place, or -1. `order` (rows, hot): the places from least to most recently
+    used, initially 0, 1, ... `hot_slots` (rows, hot): each place's slot in the device pool, or -1. `host_slots`
+    (rows, length): each position's slot in the arena, or -1. While a request has at most `hot` tokens, position p is in
+    place p; the code that copies it there sets `held`.
     """
 
     held: Any
@@ -59,11 +58,11 @@ class HotBuffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SwapPlan:
-    """Where a plan is written, int32, where the tables are; it may be carried out for any number of layers.
+    """The output of a plan: int32 arrays in the tables' memory, valid for any number of layers.
 
-    `slots` (requests, top): the device slot of each position, -1 for none. The first counts[0] of `sources` and
-    `targets` (requests * top,) are arena slots and device slots to copy; counts[1] is how many positions were refused:
-    they were outside their request, or more than the hot buffer holds. `counts` (5,) is zero before the first plan.
+    `slots` (requests, top): each position's device slot, or -1. The first counts[0] elements of `sources` and `targets`
+    (requests * top,) are the arena slots and device slots to copy. counts[1] is the number of refused positions, which
+    are outside their request or exceed the hot buffer. `counts` (5,) must be zero before the first plan.
     """
 
     slots: Any
@@ -73,11 +72,11 @@ class SwapPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Told:
-    """What plans add to, where the tables are, and nobody but their owner ever takes from.
+class SwapCounts:
+    """Totals in the tables' memory that plans only increase.
 
-    `refused` int32 (rows,): each row's positions that got no slot, or have none in the arena to be brought from: its
-    request has to fail. `tally` int64 (2,): positions that were held, and that were not, of requests above `hot`.
+    `refused` int32 (rows,): each row's positions without a device slot or an arena slot; the request must fail.
+    `tally` int64 (2,): hits and misses of requests longer than `hot`.
     """
 
     refused: Any
@@ -85,7 +84,7 @@ class Told:
 
 
 def check_sizes(*, top: int, hot: int) -> None:
-    """Raises LocalProtocolError for more positions and places than a block of threads can plan for."""
+    """Raises LocalProtocolError for more positions or places than one block of threads can plan."""
     if not (0 < hot <= _HOT_MAX and 0 < top <= _TOP_MAX):
         raise LocalProtocolError(f"hot: {hot} is not in 1..{_HOT_MAX}, or top {top} not in 1..{_TOP_MAX}")
     if (shared := _shared_bytes(top, hot, 2 * _power(top))) > _SHARED_BYTES_MAX:
@@ -93,42 +92,35 @@ def check_sizes(*, top: int, hot: int) -> None:
 
 
 def swap_plan(
-    hot: HotBuffers,
-    positions: Any,
-    lengths: Any,
-    rows: Any,
-    plan: SwapPlan,
-    *,
-    real: Any = None,
-    told: Told | None = None,
-    bring: StandingCopy | None = None,
-    stream: int = 0,
-) -> None:
-    """Plans one step: positions int32 (requests, top), of which -1 is none and any may be there twice.
+    hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, *, real: Any = None,
+    totals: SwapCounts | None = None, bring: PlannedCopy | None = None, stream: int = 0,
+) -> None:  # fmt: skip
+    """Plans one step for positions int32 (requests, top); -1 is no position, and positions may repeat.
 
-    `lengths` (requests,) is tokens of each, `rows` (requests,) its row of the tables, no row twice; `real` (1,) how
-    many requests are no padding, where fewer than all, and what has no row of the tables is padding, too. What has no
-    slot in the arena is listed with -1, which a card's kv_copy skips. With `bring`, which is to carry out the list,
-    rows of requests that lack few may be copied by the plan itself: the list is then what is left. On a card this
-    queues one launch, a block for each request. Raises LocalProtocolError for shapes that do not fit together.
+    `lengths` (requests,) is each request's tokens, `rows` (requests,) its distinct row of the tables. `real` (1,) is
+    the number of requests without padding; a request without a row is padding, too. A position without an arena slot is
+    listed with -1, which a card's kv_copy skips. `bring` executes the list: with it, the plan itself may copy the rows
+    of a request with few misses and not list them. On a card this queues one launch with a block for each request.
+    Raises LocalProtocolError for shapes that do not match.
     """
     requests, top = int(positions.shape[0]), int(positions.shape[1])
     check_sizes(top=top, hot=hot.held.shape[1])
     if tuple(plan.slots.shape) != (requests, top) or plan.sources.shape[0] < requests * top:
         raise LocalProtocolError(f"plan: for {tuple(plan.slots.shape)}, not for {requests} requests of {top}")
     if not getattr(positions, "is_cuda", False):
-        _on_cpu(hot, positions, lengths, rows, plan, requests if real is None else int(real[0]), told)
+        _plan_on_cpu(hot, positions, lengths, rows, plan, requests if real is None else int(real[0]), totals)
     elif requests:
-        argument = argument_of(hot, positions, lengths, rows, plan, real, told)
+        argument = argument_of(hot, positions, lengths, rows, plan, real, totals)
         if bring is not None:
             argument.bring = bring.argument
         launch(card(positions.device.index), argument, stream)
 
 
 def argument_of(
-    hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, real: Any, told: Told | None = None
-) -> SwapArgument:
-    """What the kernel is told."""
+    hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, real: Any,
+    totals: SwapCounts | None = None,
+) -> SwapArgument:  # fmt: skip
+    """The kernel's argument."""
     requests, top = positions.shape
     return SwapArgument(
         positions=address_of("positions", positions), lengths=address_of("lengths", lengths),
@@ -137,15 +129,16 @@ def argument_of(
         hot_slots=address_of("hot_slots", hot.hot_slots), held=address_of("held", hot.held),
         order=address_of("order", hot.order), slots=address_of("slots", plan.slots),
         sources=address_of("sources", plan.sources), targets=address_of("targets", plan.targets),
-        counts=address_of("counts", plan.counts), refused=0 if told is None else address_of("refused", told.refused),
-        tally=0 if told is None else address_of("tally", told.tally, "<i8"), host_stride=hot.host_slots.shape[1],
+        counts=address_of("counts", plan.counts),
+        refused=0 if totals is None else address_of("refused", totals.refused),
+        tally=0 if totals is None else address_of("tally", totals.tally, "<i8"), host_stride=hot.host_slots.shape[1],
         requests=requests, top=top, hot=hot.held.shape[1], buckets=_buckets(top, hot.held.shape[1]),
         row_count=hot.held.shape[0],
     )  # fmt: skip
 
 
 def _buckets(top: int, hot: int) -> int:
-    """A power of two: as many as fit."""
+    """The number of hash buckets: a power of two, as many as fit in shared memory."""
     buckets = _BUCKETS * _power(top)
     while buckets > 2 * _power(top) and _shared_bytes(top, hot, buckets) > _SHARED_BYTES_MAX:
         buckets >>= 1
@@ -157,53 +150,48 @@ def _power(top: int) -> int:
 
 
 def _shared_bytes(top: int, hot: int, buckets: int) -> int:
-    """Words, keys, marks, two tables of the hot buffer, victims, and places of two bytes."""
+    """The size of: words, keys, marks, two tables of the hot buffer, victims, and places of two bytes."""
     hot = hot + 3 & ~3
     return 4 * (_WORDS + max(buckets, hot) + buckets + 2 * hot + top) + 2 * buckets
 
 
-class Shape(NamedTuple):
-    """How a launch is laid out: the function, threads of a block, and dynamic shared memory."""
+class SwapLaunch(NamedTuple):
+    """The shape of a launch: function, threads of a block, dynamic shared memory."""
 
     function: str
     threads: int
     shared_bytes: int
 
 
-def shape_of(argument: SwapArgument) -> Shape:
-    """The fewest threads that have a share each."""
+def shape_of(argument: SwapArgument) -> SwapLaunch:
+    """The fewest threads that cover all positions and places."""
     shared_bytes = _shared_bytes(argument.top, argument.hot, argument.buckets)
     for top, hot in _SHARES:
         threads = -(-max(-(-argument.top // top), -(-argument.hot // hot)) // 32) * 32
         if threads <= _THREADS_MAX:
-            return Shape(f"swap_plan_{top}x{hot}", threads, shared_bytes)
+            return SwapLaunch(f"swap_plan_{top}x{hot}", threads, shared_bytes)
     raise AssertionError(f"hot: {argument.hot}, top: {argument.top}")
 
 
-def launch(here: Card, argument: SwapArgument, stream: int) -> None:
-    """Queues it."""
+def launch(gpu: Card, argument: SwapArgument, stream: int) -> None:
+    """Queues the launch."""
     function, threads, shared_bytes = shape_of(argument)
-    here.launch(
-        "swap_plan",
-        argument,
-        blocks=argument.requests,
-        threads=threads,
-        stream=stream,
-        shared_bytes=shared_bytes,
-        function=function,
-    )
+    gpu.launch(
+        "swap_plan", argument, blocks=argument.requests, threads=threads, stream=stream,
+        shared_bytes=shared_bytes, function=function,
+    )  # fmt: skip
 
 
 def address_of(name: str, array: Any, kind: str = "<i4") -> int:
-    """Where it lies; LocalProtocolError for what is not of `kind`, or has gaps."""
-    described = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
-    if described["typestr"] != kind or described.get("strides") is not None:
-        raise LocalProtocolError(f"{name}: {described['typestr']}, not contiguous int{8 * int(kind[2])}")
-    return int(described["data"][0])
+    """The array's address. Raises LocalProtocolError unless it is contiguous and of type `kind`."""
+    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    if interface["typestr"] != kind or interface.get("strides") is not None:
+        raise LocalProtocolError(f"{name}: {interface['typestr']}, not contiguous int{8 * int(kind[2])}")
+    return int(interface["data"][0])
 
 
-def _on_cpu(
-    hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, real: int, told: Told | None
+def _plan_on_cpu(
+    hot: HotBuffers, positions: Any, lengths: Any, rows: Any, plan: SwapPlan, real: int, totals: SwapCounts | None
 ) -> None:
     plan.slots[:] = -1
     copies: list[Int64s] = []
@@ -213,48 +201,48 @@ def _on_cpu(
         if not 0 <= row < len(hot.held):
             continue
         inside = (top >= 0) & (top < length)
-        lost = 0
+        no_source = 0
         if length <= hot.held.shape[1]:
             plan.slots[request, inside] = hot.hot_slots[row][top[inside]]
-            lacking = int(((plan.slots[request] < 0) & (top != -1)).sum())
+            no_slot = int(((plan.slots[request] < 0) & (top != -1)).sum())
         else:
-            step = _swapped(hot, row, top, inside, plan.slots[request])
-            lacking, lost = int((~inside & (top != -1)).sum()) + step.lacking, int((step.copies[0] < 0).sum())
-            copies.append(step.copies)
-            if told is not None:
-                told.tally[:] += np.array((step.hits, step.copies.shape[1]))
-        refused += lacking
-        if told is not None:
-            told.refused[row] += lacking + lost
+            swap = _swap(hot, row, top, inside, plan.slots[request])
+            no_slot, no_source = int((~inside & (top != -1)).sum()) + swap.refused, int((swap.copies[0] < 0).sum())
+            copies.append(swap.copies)
+            if totals is not None:
+                totals.tally[:] += np.array((swap.hits, swap.copies.shape[1]))
+        refused += no_slot
+        if totals is not None:
+            totals.refused[row] += no_slot + no_source
     listed = np.concatenate(copies, axis=1) if copies else np.empty((2, 0), np.int64)
     count = listed.shape[1]
     plan.sources[:count], plan.targets[:count] = listed
     plan.counts[:2] = count, refused
 
 
-class _Swapped(NamedTuple):
-    """One request's step: arena slots and device slots to copy, int64 (2, n); positions that no place was left for."""
+class _Swap(NamedTuple):
+    """One request's step: arena slots and device slots to copy, int64 (2, n), hits, and positions without a place."""
 
     copies: Int64s
     hits: int
-    lacking: int
+    refused: int
 
 
-def _swapped(hot: HotBuffers, row: int, top: Any, inside: Any, slots: Any) -> _Swapped:
-    """Of a request above the buffer; answers in `slots`."""
+def _swap(hot: HotBuffers, row: int, top: Any, inside: Any, slots: Any) -> _Swap:
+    """Swaps for a request longer than the buffer, and writes its device slots to `slots`."""
     places, held, order = hot.hot_slots[row], hot.held[row], hot.order[row].copy()
-    asked, first = np.unique(top[inside], return_index=True)
-    asked = asked[np.argsort(first)]
-    hit = np.isin(held[order], asked) & (held[order] >= 0)
-    unused, missing = order[~hit], asked[~np.isin(asked, held)]
-    brought = missing[: len(unused)]
-    victims = unused[: len(brought)]
-    held[victims] = brought
-    hot.order[row] = np.concatenate((unused[len(brought) :], order[hit], victims))
-    place_of = np.full(hot.host_slots.shape[1] + 1, -1, np.int64)  # the last is for what is outside
+    distinct, first = np.unique(top[inside], return_index=True)
+    distinct = distinct[np.argsort(first)]
+    hit = np.isin(held[order], distinct) & (held[order] >= 0)
+    unused, missing = order[~hit], distinct[~np.isin(distinct, held)]
+    swapped_in = missing[: len(unused)]
+    victims = unused[: len(swapped_in)]
+    held[victims] = swapped_in
+    hot.order[row] = np.concatenate((unused[len(swapped_in) :], order[hit], victims))
+    place_of = np.full(hot.host_slots.shape[1] + 1, -1, np.int64)  # the last element is for positions outside
     filled = held >= 0
     place_of[held[filled]] = np.flatnonzero(filled)
-    found = place_of[np.where(inside, top, -1)]
-    slots[:] = np.where(found >= 0, places[found], -1)
-    copies = np.stack((hot.host_slots[row, brought], places[victims])).astype(np.int64)
-    return _Swapped(copies, int(hit.sum()), len(missing) - len(brought))
+    place = place_of[np.where(inside, top, -1)]
+    slots[:] = np.where(place >= 0, places[place], -1)
+    copies = np.stack((hot.host_slots[row, swapped_in], places[victims])).astype(np.int64)
+    return _Swap(copies, int(hit.sum()), len(missing) - len(swapped_in))

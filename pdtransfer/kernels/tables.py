@@ -1,39 +1,21 @@
-"""Tables that a card has been given: they stay while a launch may read them, and some while longer."""
+"""Tables that are uploaded to a card once and stay there while a launch may read them."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import WorldError
 
-TABLES_MAX = 1_024  # that nobody uses: who loads a request layer by layer has one a layer, each of some KiB
+if TYPE_CHECKING:
+    from .card import Card
 
-
-class Memory(Protocol):
-    """What tables take of a card."""
-
-    @property
-    def aside(self) -> int: ...
-
-    def allocate(self, byte_count: int, stream: int | None = None) -> int: ...
-
-    def free(self, address: int, stream: int | None = None) -> None: ...
-
-    def upload(self, address: int, content: NDArray[Any], stream: int) -> None: ...
-
-    def synchronise(self, stream: int) -> None: ...
-
-    def event(self) -> Any: ...
-
-    def record(self, event: Any, stream: int) -> None: ...
-
-    def passed(self, event: Any) -> bool: ...
+TABLES_MAX = 1_024  # unused tables that stay: a request that loads layer by layer has one for each layer
 
 
 @dataclass(slots=True)
@@ -43,59 +25,58 @@ class _Table:
     launched: dict[int, Any] = field(default_factory=dict[int, Any])  # by stream, the event after its last launch
 
 
-class Tables:
-    """By what names each for good. From any thread; nobody waits for what others have queued."""
+class DeviceTables:
+    """Uploaded tables by key. Any thread may call it; it does not wait for other work on the card."""
 
-    def __init__(self, card: Memory, *, most: int = TABLES_MAX) -> None:
+    def __init__(self, card: Card, *, most: int = TABLES_MAX) -> None:
         self._card, self._most = card, most
         self._lock = threading.Lock()
-        self._held: dict[object, _Table] = {}  # the one used last comes last
-        self._events: list[Any] = []  # of tables that are gone
+        self._tables: dict[object, _Table] = {}  # the most recently used table is last
+        self._events: list[Any] = []  # of evicted tables, for reuse
 
-    def kept(self, key: object, table: NDArray[np.int64]) -> int:
-        """Where the card has `table`. It stays there until `let` is called for it as often as this was.
+    def acquire(self, key: object, content: NDArray[np.int64]) -> int:
+        """Returns the device address of the table `key`, which stays until `release` was called as often as this.
 
-        Waits for the upload where the table is new to the card.
+        Uploads `content` and waits for the upload if the card does not have the table.
         """
         with self._lock:
-            held = self._held.pop(key, None)
-            if held is None:
-                self._make_place()
-                aside = self._card.aside
-                held = _Table(self._card.allocate(table.nbytes, aside))
-                self._card.upload(held.address, table, aside)
-                self._card.synchronise(aside)
-            held.users += 1
-            self._held[key] = held
-            return held.address
+            table = self._tables.pop(key, None)
+            if table is None:
+                self._evict()
+                stream = self._card.side_stream
+                table = _Table(self._card.allocate(content.nbytes, stream))
+                self._card.upload(table.address, content, stream)
+                self._card.synchronise(stream)
+            table.users += 1
+            self._tables[key] = table
+            return table.address
 
-    def let(self, key: object, stream: int | None = None) -> None:
-        """All launches from it are queued, on `stream` or ahead of what comes there next; without one, they have ended.
+    def release(self, key: object, stream: int | None = None) -> None:
+        """Ends one use: all its launches are queued on `stream`, or have ended if `stream` is None.
 
-        Raises WorldError where the card does not say when they end: then the table stays for good.
+        Raises WorldError if the card cannot record an event; then the table is never evicted.
         """
         with self._lock:
-            held = self._held[key]
+            table = self._tables[key]
             if stream is not None:
-                event = held.launched.get(stream)
+                event = table.launched.get(stream)
                 if event is None:
-                    event = held.launched[stream] = self._events.pop() if self._events else self._card.event()
+                    event = table.launched[stream] = self._events.pop() if self._events else self._card.event()
                 self._card.record(event, stream)
-            held.users -= 1
+            table.users -= 1
 
-    def _make_place(self) -> None:
-        """Whatever comes in a table's place would be read by a launch that is to be made from it, or has not ended:
-        those that may still be read go over the limit."""
-        if (over := len(self._held) + 1 - self._most) > 0:
-            for key in list(islice((key for key, held in self._held.items() if self._unread(held)), over)):
-                held = self._held.pop(key)
-                self._events += held.launched.values()
-                self._card.free(held.address, self._card.aside)
+    def _evict(self) -> None:
+        """Frees the oldest unused tables above the limit. Tables that a launch may still read stay, above it too."""
+        if (over := len(self._tables) + 1 - self._most) > 0:
+            for key in list(islice((key for key, table in self._tables.items() if self._is_unused(table)), over)):
+                table = self._tables.pop(key)
+                self._events += table.launched.values()
+                self._card.free(table.address, self._card.side_stream)
 
-    def _unread(self, held: _Table) -> bool:
-        """Whether nothing reads it, or ever will: a launch that a graph has captured may be made again, and its event
-        can't be asked."""
+    def _is_unused(self, table: _Table) -> bool:
+        """Whether no launch reads the table now or later. A captured graph may repeat a launch; its event cannot be
+        queried, and its table stays."""
         try:
-            return not held.users and all(self._card.passed(event) for event in held.launched.values())
+            return not table.users and all(self._card.passed(event) for event in table.launched.values())
         except WorldError:
             return False

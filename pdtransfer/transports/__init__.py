@@ -1,1 +1,1 @@
-"""Transports carry rows into a peer's arena; `base` says what each of them promises."""
+"""Transports carry rows into a peer's arena. `base` is what each has to promise, `registry` the list of them."""

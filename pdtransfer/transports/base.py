@@ -1,29 +1,38 @@
-"""What a transport promises: one-sided writes with honest outcomes, and a proof that a writer is quiet.
+"""What a transport is: one-sided writes with honest outcomes, and a proof that a writer is quiet.
 
-A writer (prefill) maps an arena and writes into it; an arena's owner (decode) hands it over and fences writers.
-Neither decides anything: sessions do. No error code of a vendor leaves a transport.
+A writer (prefill) maps an arena and writes into it. The arena's owner (decode) hands it over, and fences writers. Both
+carry out what sessions decide. No error code of a vendor leaves a transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from ..handoff.effects import Outcome, Write
-from ..handoff.ready_gate import Gate
+from ..handoff.ready_gate import ReadyGate
 from ..layout.layout import Component
+from ..memory.arena_memory import ArenaMemory
+from ..probe import Probe
 from ..wire import Reach
+from .options import ArenaOptions, Network, WriterOptions
+
+if TYPE_CHECKING:
+    from .card_launcher import WriterCard
 
 WriteDone = Callable[[Write, Outcome, str, int], None]
-"""Called once for each write, on the loop's thread and never from within write(): with a text where it did not land,
-and where it did and the order says verify, with the checksum of its rows as they were read."""
+"""Called once for each write, on the loop's thread and never from within write(). The text says why a write did not
+land. The number is the checksum of the rows as they were read, where the write has landed and its order says verify."""
 
 
 Near = Callable[[Write], None]
-"""Called on the loop's thread, again and again, while an urgent write that waited for its rows waits for the last of
-them, or is in flight."""
+"""Called on the loop's thread for an urgent write that waited for its rows: repeatedly while it waits for the last of
+them, and while it is in flight."""
 
 Ready = Callable[[int], None]
+LostArena = Callable[[int, str], None]
+LostWriter = Callable[[int], None]
+Components = tuple[Component, ...]
 
 
 class WriterTransport(Protocol):
@@ -32,29 +41,30 @@ class WriterTransport(Protocol):
     async def map(
         self, session: int, reach: Reach, components: tuple[Component, ...], more: Ready = lambda _: None
     ) -> int:
-        """Maps the arena that `reach` names; returns how many of its first bytes are ready, and tells `more` on the
-        loop's thread, until all are or the session is unmapped, whenever there are more.
+        """Maps the arena that `reach` names; returns how many of its first bytes are ready.
 
-        Raises TransportError where it cannot be reached, LayoutMismatchError where a component holds another model
-        than ours, RemoteProtocolError where its layout leaves the arena.
+        Calls `more` on the loop's thread whenever more are ready, until all are or the session is unmapped. Raises
+        TransportError where the arena cannot be reached, LayoutMismatchError where a component is of another model,
+        RemoteProtocolError where its layout leaves the arena.
         """
         ...
 
     def hbm_direct(self, session: int) -> bool:
-        """Of a mapped session: whether rows of HBM components go to the memory that they are for, and not to the
-        arena's range for them. The same as long as it is mapped."""
+        """Whether the rows of HBM components go to the memory that they are for, and not to the arena's range for them.
+        It is the same for as long as the session is mapped."""
         ...
 
     def unmap(self, session: int) -> None:
-        """Lets the mapping go once the session's writes have ended; idempotent."""
+        """Drops the mapping once the session's writes have ended; idempotent."""
         ...
 
-    def waits(self, gate: Gate) -> bool:
-        """Whether it waits for such a gate itself, off the loop; else it is given a write once its gate is open."""
+    def waits(self, gate: ReadyGate) -> bool:
+        """Whether this transport waits for such a gate itself, off the loop. Else it gets a write once its gate is
+        open."""
         ...
 
     def write(self, order: Write, done: WriteDone) -> None:
-        """Starts a write; fair between grants: a small one does not wait for a large one."""
+        """Starts a write. Grants take turns: a small one does not wait for a large one."""
         ...
 
     def cancel(self, session: int, grant: int) -> None:
@@ -62,30 +72,31 @@ class WriterTransport(Protocol):
         ...
 
     async def fence(self, session: int) -> bool:
-        """Ends whatever writes for this session, and returns when nothing of it reads the pool, or sends, any more:
-        True. False where only the end of this process could do that."""
+        """Ends everything that writes for this session. Returns True once nothing of it reads the pool or sends; False
+        where only the end of this process could ensure that."""
         ...
 
     async def close(self) -> None:
-        """Waits for what is in flight, unmaps everything."""
+        """Waits for what is in flight, and unmaps everything."""
         ...
 
 
 class ArenaTransport(Protocol):
     """The decode side: hands one arena over to writers, and proves them quiet."""
 
-    async def offer(self, session: int) -> Reach:
-        """Prepares one hand-over for this session, good for one writer. Raises TransportError where there can be none;
-        a fence ends what it has left."""
+    async def offer(self, session: int, host: str = "") -> Reach:
+        """Prepares one hand-over for this session, good for one writer. `host` is this host's address on the way to the
+        writer, empty for a transport within one host. Raises TransportError where it cannot be prepared; a fence then
+        ends what is left of it."""
         ...
 
     def revoke(self, session: int) -> None:
-        """No hand-over for this session any more; the first step of every fence. Idempotent. Where the kernel lets us
-        end every way to write that was handed over, it does."""
+        """Ends the hand-over for this session, the first step of every fence. Where the kernel can end every way to
+        write that was handed over, it does. Idempotent."""
         ...
 
     def quiet(self, session: int) -> bool:
-        """Whether the kernel proves that nobody can write through this session's hand-over, now or later."""
+        """Whether the kernel proves that no process can write through this session's hand-over, now or later."""
         ...
 
     def forget(self, session: int) -> None:
@@ -93,5 +104,48 @@ class ArenaTransport(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stops handing over; the arena itself is memory's to unmap."""
+        """Stops handing over; the arena itself stays mapped."""
+        ...
+
+
+class Transport(Protocol):
+    """One way for KV to reach an arena, as the registry lists it."""
+
+    @property
+    def name(self) -> str:
+        """What flags, logs, metrics and Identity.transports call it; at most 32 characters, without '!'."""
+        ...
+
+    @property
+    def any_host(self) -> bool:
+        """Whether it reaches arenas of other hosts; else only those of this host, namespaces and user."""
+        ...
+
+    def why_not(self) -> str:
+        """Why this host cannot use it, a colon, and the command that changes that; empty where it can."""
+        ...
+
+    def check(self, network: Network) -> None:
+        """Raises ConfigError where no writer could reach an arena under these options."""
+        ...
+
+    def arena(self, memory: ArenaMemory, options: ArenaOptions, *, hbm_direct: bool, lost: LostArena) -> ArenaTransport:
+        """Makes the decode side, on the loop's thread, for an arena that is open until after close.
+
+        Without `hbm_direct` all rows have to land in the arena. `lost` is called for a session whose hand-over has
+        ended by itself, with the reason: it is quiet.
+        """
+        ...
+
+    def writer(
+        self, components: Components, options: WriterOptions, *, card: WriterCard | None, lost: LostWriter, near: Near
+    ) -> WriterTransport:
+        """Makes the prefill side, on the loop's thread, for a pool that stays mapped until after close.
+
+        `card` is that of `options`. `lost` is called for a session that can write no more, and is to be fenced.
+        """
+        ...
+
+    def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
+        """What `pdtransfer doctor` tries for it, where daemons of this host listen on these ranges of `ports`."""
         ...

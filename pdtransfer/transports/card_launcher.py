@@ -1,4 +1,4 @@
-"""What a writer takes of the card that its pool is of: registered memory, launches that it can wait for and stop."""
+"""What a writer uses of the card whose memory its pool is: registered memory, and launches to wait for and to stop."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import numpy as np
 
 from ..engine_api import Spans
 from ..errors import WorldError
-from ..handoff.ready_gate import Gate
+from ..handoff.ready_gate import ReadyGate
 from ..kernels import lanes
 from ..kernels import push as pushing
-from ..kernels.cancel import Cancel
-from ..kernels.card import Card, card
-from ..kernels.event import Event
-from ..kernels.kv_copy import checked, kv_copy, prepared
+from ..kernels.cancel import CancelWord
+from ..kernels.card import Card, CudaEvent, card
+from ..kernels.kv_copy import check_copy, kv_copy, prepare
 from ..kernels.lanes import Staging
 from ..kernels.pools import PinnedCancel, Pool, Progress, Slots, State
 from ..kernels.registered import Registrar
@@ -26,38 +25,38 @@ from ..layout.layout import Layout
 from ..memory.cuda_ipc import Handle, Opened
 
 RUN_BYTES_MIN = 1 << 20  # of target slots, on average: where they are shorter nothing is planned
-PEER_BLOCKS = 16  # of a copy between cards, or within one
-IN_FLIGHT_MAX = 2  # one runs, one waits behind it: more would only delay who cancels
+PEER_BLOCKS = 16  # of a copy between cards, or within one card
+IN_FLIGHT_MAX = 2  # one runs, one waits behind it: more would only delay a cancel
 
 
-class Lane(Protocol):
-    """What pushing takes of a card. All but `word`, `reuse` and `wake` are called in one thread."""
+class Launcher(Protocol):
+    """Launches of a card for one thread, which calls everything but `word`, `reuse` and `wake`."""
 
-    def word(self) -> Cancel:
-        """A cancel word that launches look at, not set, for one write at a time."""
+    def word(self) -> CancelWord:
+        """A cancel word that launches can look at, not set, for one write at a time."""
         ...
 
-    def reuse(self, word: Cancel) -> None:
-        """No launch looks at it any more."""
+    def reuse(self, word: CancelWord) -> None:
+        """Takes back a word that no launch looks at any more."""
         ...
 
     def prepare(
         self, place: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
-        cancel: Cancel, *, spare: bool,
+        cancel: CancelWord, *, spare: bool,
     ) -> Callable[[], None]:  # fmt: skip
-        """Prepares a copy as launch `place`, one of IN_FLIGHT_MAX, in the stead of what was prepared there and not
-        queued. What it returns queues it; where that raises, the copy may have been queued. `spare`: there is time, and
-        the model needs the card more."""
+        """Prepares a copy as launch `place`, one of IN_FLIGHT_MAX; it replaces a copy that was prepared there and not
+        queued. Returns what queues it; where that raises, the copy may have been queued. `spare`: the copy has time,
+        and the model needs the card more."""
         ...
 
-    def wait(self, place: int | None, gates: Sequence[Gate], until_ns: int) -> bool:
-        """Sleeps until launch `place` has ended: True; or before that one of `gates`, which wait for CUDA events, has
-        got on, or `wake` was called since the last time, or it is `until_ns` by CLOCK_MONOTONIC. WorldError where none
-        can say of the launch."""
+    def wait(self, place: int | None, gates: Sequence[ReadyGate], until_ns: int) -> bool:
+        """Sleeps until launch `place` has ended, and returns True. Returns False before that when one of `gates`, which
+        wait for CUDA events, has come further, when `wake` was called since the last time, or at `until_ns` by
+        CLOCK_MONOTONIC. Raises WorldError where the card cannot report on the launch."""
         ...
 
-    def look(self, gate: Gate) -> None:
-        """Sees to it that a gate knows how far it has got."""
+    def look(self, gate: ReadyGate) -> None:
+        """Tells a gate which of its events have fired."""
         ...
 
     def wake(self) -> None:
@@ -65,62 +64,62 @@ class Lane(Protocol):
         ...
 
     def ended(self, place: int) -> tuple[State, int]:
-        """How launch `place`, which has been waited for, has ended, and how many rows it left out."""
+        """How launch `place`, which was waited for, has ended, and how many rows it left out."""
         ...
 
     def fetch(self, source: Pool, layout: Layout, slots: Slots, rows: int) -> int:
-        """Copies rows of the card's to rows 0 to rows - 1 of `layout`, and waits: the address of that in this process,
-        good until the next fetch. WorldError where it fails."""
+        """Copies rows of the card to rows 0 to rows - 1 of `layout`, and waits. Returns their address in this process,
+        valid until the next fetch. Raises WorldError where it fails."""
         ...
 
     def drain(self) -> None:
-        """Sleeps until all that was ever queued has ended. WorldError where none can say."""
+        """Sleeps until all that was ever queued has ended. Raises WorldError where the card cannot report it."""
         ...
 
 
-class CardLane:
-    """Streams of a card, its launches' words and events.
+class CardLauncher:
+    """A Launcher: streams of a card, and the events and progress words of its launches.
 
-    What a ring may carry has a stream a place, so that it gathers while the launch before drains. The kernel's launches
-    share one: two at once would hold twice the multiprocessors.
+    A copy that a ring may carry has a stream for each place, so that it gathers while the launch before drains. The
+    launches of the copy kernel share one stream: two at once would hold twice the multiprocessors.
     """
 
     def __init__(self, here: Card) -> None:
         self._card, self._streams = here, [here.stream() for _ in range(IN_FLIGHT_MAX)]
-        self._events = [Event(here) for _ in range(IN_FLIGHT_MAX)]
+        self._events = [CudaEvent(here) for _ in range(IN_FLIGHT_MAX)]
         self._progress = [Progress(here.ordinal) for _ in range(IN_FLIGHT_MAX)]
-        self._lists = [Staging(here.event()) for _ in range(IN_FLIGHT_MAX)]
+        self._stagings = [Staging(here.event()) for _ in range(IN_FLIGHT_MAX)]
         self._called = ctypes.c_uint32()
-        self._words: list[PinnedCancel] = []  # that are free: pinned memory is never given back
+        self._words: list[PinnedCancel] = []  # free ones: pinned memory is never given back
         self._fetched = (0, 0, 0)  # bytes that fetch may use, their address here and on the card
 
-    def word(self) -> Cancel:
+    def word(self) -> CancelWord:
         return self._words.pop() if self._words else PinnedCancel(self._card.ordinal)
 
-    def reuse(self, word: Cancel) -> None:
+    def reuse(self, word: CancelWord) -> None:
         assert isinstance(word, PinnedCancel)
         word.clear()
         self._words.append(word)
 
     def prepare(
         self, place: int, target: Pool, source: Pool, target_slots: range | Int64s, source_slots: Slots, rows: int,
-        cancel: Cancel, *, spare: bool,
+        cancel: CancelWord, *, spare: bool,
     ) -> Callable[[], None]:  # fmt: skip
-        progress, lists, stream = self._progress[place], self._lists[place], self._streams[0]
+        progress, staging, stream = self._progress[place], self._stagings[place], self._streams[0]
         self._card.enter()
         if not target.host:  # a card's memory: there is no bus to fill, and the model needs the multiprocessors
-            queue = prepared(
-                target, source, checked(target, source, target_slots, source_slots, rows), rows,
-                progress=progress, cancel=cancel, blocks=PEER_BLOCKS, stream=stream, lists=lists,
+            queue = prepare(
+                target, source, check_copy(target, source, target_slots, source_slots, rows), rows,
+                progress=progress, cancel=cancel, blocks=PEER_BLOCKS, stream=stream, staging=staging,
             )  # fmt: skip
         else:
             byte_count = rows * target.layout.row_bytes
             ringed = byte_count >= pushing.PLANNED_BYTES_MIN and in_runs(target_slots, byte_count)
             stream = self._streams[place if ringed else 0]
-            queue = pushing.prepared(
+            queue = pushing.prepare(
                 target, source, target_slots, source_slots, rows,
                 backend="spare" if spare else "auto" if ringed else "kernel",
-                progress=progress, cancel=cancel, stream=stream, lists=lists,
+                progress=progress, cancel=cancel, stream=stream, staging=staging,
             )  # fmt: skip
 
         def go() -> None:
@@ -129,27 +128,27 @@ class CardLane:
 
         return go
 
-    def wait(self, place: int | None, gates: Sequence[Gate], until_ns: int) -> bool:
+    def wait(self, place: int | None, gates: Sequence[ReadyGate], until_ns: int) -> bool:
         flying = [] if place is None else [self._events[place].cuda_event]
         asked = [(gate, found) for gate in gates if (found := gate.next) is not None]
-        # Gates first: where launches end as fast as they are made, nobody else would hear of one.
+        # Gates first: where launches end as fast as they are made, a gate would never be reported.
         at, failed = lanes.wait_any(self._card, [*(event for _, (_, event) in asked), *flying], self._called, until_ns)
         self._called.value = 0
         if 0 <= at < len(asked):
             gate, (number, _) = asked[at]
-            _tell(gate, number, failed)
+            _update(gate, number, failed)
             self.look(gate)
             return False
         if failed:
             raise WorldError(failed)
         return at >= 0
 
-    def look(self, gate: Gate) -> None:
+    def look(self, gate: ReadyGate) -> None:
         while (found := gate.next) is not None and not gate.broken:
             at, failed = lanes.wait_any(self._card, [found[1]], None)
             if at < 0:
                 return
-            _tell(gate, found[0], failed)
+            _update(gate, found[0], failed)
 
     def wake(self) -> None:
         self._called.value = 1
@@ -170,7 +169,7 @@ class CardLane:
         self._card.finish()  # a ring's own streams as well
 
 
-def _tell(gate: Gate, number: int, failed: str) -> None:
+def _update(gate: ReadyGate, number: int, failed: str) -> None:
     if failed:
         gate.broken = failed
     else:
@@ -178,13 +177,13 @@ def _tell(gate: Gate, number: int, failed: str) -> None:
 
 
 def in_runs(slots: range | Int64s, byte_count: int) -> bool:
-    """Whether so many bytes lie in runs of slots that are long enough for a ring to be looked into."""
+    """Whether so many bytes lie in runs of slots that are long enough to consider a ring."""
     runs = 1 if isinstance(slots, range) else 1 + int(np.count_nonzero(np.diff(slots) != 1))
     return byte_count >= RUN_BYTES_MIN * runs
 
 
 class Exported(Protocol):
-    """Memory of another process that a card reaches at `address`, until `close`, before which all writes have ended."""
+    """Memory of another process that a card reaches at `address`, until `close`. All writes have ended by then."""
 
     @property
     def address(self) -> int: ...
@@ -193,36 +192,36 @@ class Exported(Protocol):
     def byte_count(self) -> int: ...
 
     def close(self) -> None:
-        """WorldError where the card does not let go of it."""
+        """Raises WorldError where the card does not release it."""
         ...
 
 
 class WriterCard(Registrar, Protocol):
-    """A card, as a writer sees it. Called in worker threads; none of it waits for what the card computes."""
+    """The card of a writer. Called in worker threads; nothing here waits for what the card computes."""
 
     @property
     def ordinal(self) -> int: ...
 
     @property
     def spans(self) -> Spans | None:
-        """What hears of each launch, if anything does."""
+        """What gets each launch; None for nothing."""
         ...
 
     def open(self, handle: bytes) -> Exported:
-        """Another process's memory of a card, for this one to write. TransportError where it cannot be reached."""
+        """Opens another process's memory of a card, for this card to write. Raises TransportError where it cannot."""
         ...
 
     def prepare(self) -> None:
-        """Does now what the first launch would have to wait for; WorldError where there can be none."""
+        """Does now what the first launch would have to wait for. Raises WorldError where no launch is possible."""
         ...
 
-    def lane(self) -> Lane:
-        """A fresh one, for one thread."""
+    def launcher(self) -> Launcher:
+        """A new one, for one thread."""
         ...
 
 
 class PoolCard:
-    """Card `ordinal` of this host, a WriterCard. Raises WorldError where there is none."""
+    """Card `ordinal` of this host, a WriterCard. Raises WorldError where it does not exist."""
 
     def __init__(self, ordinal: int, spans: Spans | None = None) -> None:
         self.ordinal, self._card, self.spans = ordinal, card(ordinal), spans
@@ -240,5 +239,5 @@ class PoolCard:
         self._card.load("kv_copy", "kv_copy")  # may compile
         lanes.native()
 
-    def lane(self) -> Lane:
-        return CardLane(self._card)
+    def launcher(self) -> Launcher:
+        return CardLauncher(self._card)

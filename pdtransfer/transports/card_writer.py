@@ -1,9 +1,9 @@
 """Writes whose source is a card's memory: launches, at most two in flight, in turn between grants.
 
-A write's gate is waited for here, asleep: no launch is queued before it is open, and then it only has to be made. A
-launch looks at its write's cancel word between rows (between slots, where it goes by a ring), and a write has ended
-only when the card has passed the event behind its last launch. Where the card cannot say so any more, nobody knows how
-it ended.
+The thread here waits for a write's gate, asleep. No launch is queued before its gate is open, but it is prepared by
+then. A launch looks at its write's cancel word between rows, or between slots where it goes by a ring. A write has
+ended only when the card has passed the event behind its last launch. Where the card cannot report that any more, the
+outcome is unknown.
 """
 
 from __future__ import annotations
@@ -13,84 +13,170 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from ..engine_api import Spans
 from ..errors import PDTransferError, WorldError
-from ..handoff.effects import Outcome
+from ..handoff.effects import Outcome, Write
+from ..handoff.ready_gate import ReadyGate
 from ..kernels import checksum_copy
+from ..kernels.cancel import CancelWord
 from ..kernels.lanes import NEVER_NS
-from ..kernels.pools import State
-from ..layout.checksum import MASK, runs_of
+from ..kernels.pools import Pool, State
+from ..layout.checksum import MASK, Lines, lines_of, runs_of
 from ..layout.geometry import Int64s
-from .card_launcher import IN_FLIGHT_MAX, Lane
+from ..layout.layout import Layout, Plane
+from .base import WriteDone
+from .card_launcher import IN_FLIGHT_MAX, Launcher
 from .copier import CANCELLED
-from .pushes import Push, Turns
+from .turns import Turns
 
-NEAR_NS = 500_000  # between two words of a write that is near: who has slept for a millisecond is slow to wake again
-NEAR_MAX = 128  # words of one write: an engine may have a single event for all that it computes
+PIECE_BYTES = 16 << 20  # of one launch: some 0.3 ms of the bus
+NEAR_NS = 500_000  # between two reports of a near write: a thread that has slept for a millisecond is slow to wake
+NEAR_MAX = 128  # reports of one write: an engine may have a single event for all that it computes
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Where rows of a card's `pool` are put side by side, to be summed in this process: `lines` are of `layout`."""
+
+    pool: Pool
+    layout: Layout
+    lines: Lines
+
+    @classmethod
+    def of(cls, component: str, pool: Pool) -> Staged:
+        """For all planes of `pool`."""
+        planes, at, row = list[Plane](), 0, pool.layout.row_bytes
+        for plane in pool.layout.planes:
+            planes.append(msgspec.structs.replace(plane, base=at, page_stride=row, row_stride=row))
+            at += plane.row_bytes
+        layout = Layout(tuple(planes), 1, max(1, PIECE_BYTES // row))
+        return cls(pool, layout, lines_of(component, layout))
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class CardWrite:
+    """One write from a pool of a card to registered memory. `outcome` and `text` are final once it has ended."""
+
+    order: Write
+    done: WriteDone
+    source: Pool
+    target: Pool
+    row_bytes: int
+    staged: Staged | None = None  # where a checksum is wanted
+    outcome: Outcome = Outcome.LANDED
+    text: str = ""
+    checksum: int = 0
+    # For the CardWriter alone:
+    rows_taken: int = 0
+    running: int = 0
+    spare: bool = False
+    nears: int = 0  # times that it was reported as near
+    woken: Callable[[], None] = lambda: None
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of the next two
+    stopped: bool = False
+    word: CancelWord | None = None  # that its launches look at
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """What takes turns: session and grant."""
+        return self.order.session, self.order.grant
+
+    def stop(self) -> None:
+        """Ends it at its next rows, from any thread; never waits for the card."""
+        with self.lock:
+            self.stopped = True
+            if self.word is not None:
+                self.word.set()
+        self.woken()
+
+    @property
+    def gate(self) -> ReadyGate | None:
+        """The gate that it still waits for; None once it is stopped."""
+        gate = self.order.after
+        return None if gate is None or gate.opened_ns or gate.broken or self.stopped else gate
+
+    @property
+    def refusal(self) -> str:
+        """Why no more of it is launched; empty where more may be."""
+        return CANCELLED if self.stopped else self.order.after.broken if self.order.after is not None else ""
+
+    @property
+    def piece_end(self) -> int:
+        """The end of the rows that are launched next."""
+        rows = max(1, PIECE_BYTES // max(1, self.row_bytes))
+        return min(self.rows_taken + rows, len(self.order.source_slots))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing of it is left to launch."""
+        return self.outcome is not Outcome.LANDED or self.rows_taken == len(self.order.source_slots)
+
+
 @dataclass(slots=True)
 class _Launch:
-    job: Push
+    write: CardWrite
     place: int
     first: int
     end: int
-    begun_s: float  # 0 where nobody asks
+    begun_s: float  # 0 without spans
 
 
-class _Ahead(NamedTuple):
-    """A launch that is prepared, and only waits for its gate."""
+class _Prepared(NamedTuple):
+    """A launch that only waits for its gate."""
 
-    job: Push
+    write: CardWrite
     place: int
     queue: Callable[[], None]
 
 
-class Pusher:
-    """One thread that launches and waits; `ended` is called in it, and `lane` makes what it needs of the card there.
-    `spans` hears of each launch, `near` of an urgent write that waited for its rows, again and again: while it waits
-    for nothing but the last of them, and while it is in flight."""
+class CardWriter:
+    """One thread that launches and waits. It calls `ended` with each write, and makes its launcher by `launcher`.
+
+    `spans` gets each launch. `near` gets an urgent write that waited for its rows, repeatedly: while it waits for the
+    last of them alone, and while it is in flight.
+    """
 
     def __init__(
         self,
-        lane: Callable[[], Lane],
-        ended: Callable[[Push], None],
+        launcher: Callable[[], Launcher],
+        ended: Callable[[CardWrite], None],
         spans: Spans | None = None,
-        near: Callable[[Push], None] = lambda _: None,
+        near: Callable[[CardWrite], None] = lambda _: None,
     ) -> None:
-        self._make, self._ended, self._spans, self._near = lane, ended, spans, near
-        self._near_ns = 0  # when that is to hear again
+        self._make, self._ended, self._spans, self._near = launcher, ended, spans, near
+        self._near_ns = 0  # when the next report of a near write is due
         self._landed_s = 0.0  # when the latest launch had ended
         self._changed = threading.Condition()
-        self._turns = Turns()
+        self._turns: Turns[CardWrite] = Turns()
         self._closing = False
-        self._lane: Lane | None = None
-        self._ahead: _Ahead | None = None
-        self._broken = ""  # the card can say nothing any more: why
+        self._launcher: Launcher | None = None
+        self._prepared: _Prepared | None = None
+        self._broken = ""  # why the card cannot report any more
         self._thread = threading.Thread(target=self._work, name="pdtransfer-push", daemon=True)
         self._thread.start()
 
-    def add(self, job: Push) -> None:
+    def add(self, write: CardWrite) -> None:
         """Queues a write behind those of its own grant."""
         with self._changed:
             assert not self._closing
-            job.woken = self._wake
-            self._turns.add(job)
+            write.woken = self._wake
+            self._turns.add(write.turn, write)
         self._wake()
 
     def _wake(self) -> None:
         """Has the thread look again what there is to do."""
         with self._changed:
             self._changed.notify()
-        if self._lane is not None:
-            self._lane.wake()
+        if self._launcher is not None:
+            self._launcher.wake()
 
     def close(self) -> None:
         """Carries out what is queued, and joins the thread."""
@@ -101,238 +187,246 @@ class Pusher:
 
     def _work(self) -> None:
         try:
-            self._lane = self._make()
+            self._launcher = self._make()
         except Exception as error:  # noqa: BLE001 (it becomes every write's outcome)
             self._broken = str(error) or type(error).__name__
-        lane = self._lane
+        launcher = self._launcher
         flying: deque[_Launch] = deque()
         while True:
-            while len(flying) < IN_FLIGHT_MAX and (job := self._next()) is not None:
+            while len(flying) < IN_FLIGHT_MAX and (write := self._next()) is not None:
                 place = self._place(flying)
-                first, begun_s = job.rows_taken, 0.0 if self._spans is None else time.monotonic()
-                if self._launched(lane, job, place):
-                    flying.append(_Launch(job, place, first, job.rows_taken, begun_s))
+                first, begun_s = write.rows_taken, 0.0 if self._spans is None else time.monotonic()
+                if self._launch(launcher, write, place):
+                    flying.append(_Launch(write, place, first, write.rows_taken, begun_s))
             gated = self._gated()
             if not flying and not gated:
                 if not self._sleep():
                     return
                 continue
-            assert lane is not None
-            there = len(flying) < IN_FLIGHT_MAX
-            if gated and there and not self._prepare_ahead(lane, gated[0], self._place(flying)):
+            assert launcher is not None
+            room = len(flying) < IN_FLIGHT_MAX
+            if gated and room and not self._prepare_ahead(launcher, gated[0], self._place(flying)):
                 continue
-            self._wait(lane, flying, gated)
+            self._wait(launcher, flying, gated)
 
     def _sleep(self) -> bool:
-        """Until there is something to do; False where there never will be."""
+        """Until there is something to do; False once the writer is closed."""
         with self._changed:
-            while not self._turns.waiting and not self._closing:
+            while not self._turns and not self._closing:
                 self._changed.wait()
-            return bool(self._turns.waiting)
+            return bool(self._turns)
 
-    def _next(self) -> Push | None:
-        """Whose turn it is; None where nobody wants one now."""
+    def _next(self) -> CardWrite | None:
+        """The write whose turn it is; None where every one waits for a gate."""
         with self._changed:
-            if self._broken and self._turns.waiting:
-                return self._turns.waiting[0][0]
-            return self._turns.next()
+            if self._broken:
+                return next(self._turns.heads, None)
+            queue = self._turns.take(_is_open)
+            if queue is None:
+                return None
+            self._turns.put_back(queue)
+            return queue.items[0]
 
-    def _gated(self) -> list[Push]:
+    def _gated(self) -> list[CardWrite]:
+        """The first writes of the grants that wait for a gate, the earliest first."""
         with self._changed:
-            return self._turns.gated()
+            return [write for write in self._turns.heads if write.gate is not None]
 
     def _place(self, flying: deque[_Launch]) -> int:
-        """Where the next launch is made."""
+        """The place of the next launch."""
         if flying:
             return 1 - flying[-1].place
-        return 0 if self._ahead is None else self._ahead.place
+        return 0 if self._prepared is None else self._prepared.place
 
-    def _launched(self, lane: Lane | None, job: Push, place: int) -> bool:
-        """Launches the next rows of a write; False where none of these are in flight."""
-        launched, end = False, job.piece_end
+    def _launch(self, launcher: Launcher | None, write: CardWrite, place: int) -> bool:
+        """Launches the next rows of a write; whether any of them are in flight."""
+        launched, end = False, write.piece_end
         try:
-            queue = self._prepared(lane, job, place)
+            queue = self._prepare(launcher, write, place)
         except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
-            self._refused(lane, job, Outcome.FAILED, _text(error))
+            self._refuse(launcher, write, Outcome.FAILED, _text(error))
             return False
         if queue is not None:
             try:
                 queue()
             except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
-                self._refused(lane, job, self._drained(lane), _text(error))
+                self._refuse(launcher, write, self._drain(launcher), _text(error))
                 return False
             launched = True
         over = False
         with self._changed:
-            job.rows_taken = end
-            job.running += launched
-            if job.exhausted:
-                self._turns.drop(job)
-                over = not job.running
+            write.rows_taken = end
+            write.running += launched
+            if write.exhausted:
+                self._turns.remove(write.turn, write)
+                over = not write.running
         if over:
-            self._end(lane, job)
+            self._end(launcher, write)
         return launched
 
-    def _prepared(self, lane: Lane | None, job: Push, place: int) -> Callable[[], None] | None:
-        """What queues the next rows of a write; None where there is not a byte of them. Raises where none is launched
-        any more."""
-        if lane is None or self._broken:
+    def _prepare(self, launcher: Launcher | None, write: CardWrite, place: int) -> Callable[[], None] | None:
+        """What queues the next rows of a write; None where they have no bytes. Raises where no more are launched."""
+        if launcher is None or self._broken:
             raise WorldError(self._broken)
-        word = job.word or lane.word()
-        with job.lock:
-            job.word, refusal = word, job.refusal
+        word = write.word or launcher.word()
+        with write.lock:
+            write.word, refusal = word, write.refusal
         if refusal:
             raise WorldError(refusal)
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.job is job and ahead.place == place:
+        ahead, self._prepared = self._prepared, None
+        if ahead is not None and ahead.write is write and ahead.place == place:
             return ahead.queue
-        first, end = job.rows_taken, job.piece_end
-        if not job.row_bytes or end == first:
+        first, end = write.rows_taken, write.piece_end
+        if not write.row_bytes or end == first:
             return None
-        ours, theirs = _slots(job.order.target_slots[first:end]), _slots(job.order.source_slots[first:end])
-        if not first:  # who would wait for a write that is there before its rows computes meanwhile
-            job.spare = job.gate is not None and not job.order.urgent
-        return lane.prepare(place, job.target, job.source, ours, theirs, end - first, word, spare=job.spare)
+        ours, theirs = _slots(write.order.target_slots[first:end]), _slots(write.order.source_slots[first:end])
+        if not first:  # where a write came before its rows, the engine computes them meanwhile
+            write.spare = write.gate is not None and not write.order.urgent
+        return launcher.prepare(place, write.target, write.source, ours, theirs, end - first, word, spare=write.spare)
 
-    def _prepare_ahead(self, lane: Lane, job: Push, place: int) -> bool:
-        """Has the first rows of a write that waits for its gate ready for the card; False where it need not wait."""
-        if self._ahead is not None and self._ahead.job is job and self._ahead.place == place:
+    def _prepare_ahead(self, launcher: Launcher, write: CardWrite, place: int) -> bool:
+        """Prepares the first rows of a write that waits for its gate; False where it need not wait."""
+        if self._prepared is not None and self._prepared.write is write and self._prepared.place == place:
             return True
         try:
-            if (gate := job.gate) is not None:
-                lane.look(gate)
-            if job.gate is None:
+            if (gate := write.gate) is not None:
+                launcher.look(gate)
+            if write.gate is None:
                 return False
-            queue = self._prepared(lane, job, place)
+            queue = self._prepare(launcher, write, place)
         except Exception as error:  # noqa: BLE001 (it becomes the write's outcome)
-            self._refused(lane, job, Outcome.FAILED, _text(error))
+            self._refuse(launcher, write, Outcome.FAILED, _text(error))
             return False
-        self._ahead = None if queue is None else _Ahead(job, place, queue)
+        self._prepared = None if queue is None else _Prepared(write, place, queue)
         return True
 
-    def _drained(self, lane: Lane | None) -> Outcome:
-        """How a write has failed of which a launch may have been queued: only what has ended is known."""
-        assert lane is not None
+    def _drain(self, launcher: Launcher | None) -> Outcome:
+        """How a write ends that has failed when a launch of it may have been queued: known only once all has ended."""
+        assert launcher is not None
         try:
-            lane.drain()
-        except Exception as lost:  # noqa: BLE001 (whatever it is, nobody can say what has ended)
+            launcher.drain()
+        except Exception as lost:  # noqa: BLE001 (whatever it is, what has ended is unknown)
             self._broken = str(lost) or type(lost).__name__
             return Outcome.UNKNOWN
         return Outcome.FAILED
 
-    def _refused(self, lane: Lane | None, job: Push, outcome: Outcome, text: str) -> None:
-        """No more of a write is launched: it has failed once all that was queued has ended."""
+    def _refuse(self, launcher: Launcher | None, write: CardWrite, outcome: Outcome, text: str) -> None:
+        """Launches no more of a write: it has failed once all that was queued of it has ended."""
         with self._changed:
-            _fail(job, outcome, text)
-            self._turns.drop(job)
-            over = not job.running
+            _fail(write, outcome, text)
+            self._turns.remove(write.turn, write)
+            over = not write.running
         if over:
-            self._end(lane, job)
+            self._end(launcher, write)
 
-    def _wait(self, lane: Lane, flying: deque[_Launch], gated: list[Push]) -> None:
-        """For the oldest launch, or until one of these may go, or there is something else to do."""
-        gates = [gate for job in gated if (gate := job.gate) is not None]
+    def _wait(self, launcher: Launcher, flying: deque[_Launch], gated: list[CardWrite]) -> None:
+        """Until the oldest launch has ended, or a gate has opened, or there is something else to do."""
+        gates = [gate for write in gated if (gate := write.gate) is not None]
         if len(gates) < len(gated):
             return  # one has been opened meanwhile, by another thread
         try:
-            if not lane.wait(flying[0].place if flying else None, gates, self._told_near(flying, gated)):
+            if not launcher.wait(flying[0].place if flying else None, gates, self._report_near(flying, gated)):
                 return
-        except Exception as error:  # noqa: BLE001 (whatever it is, nobody can say what has ended)
+        except Exception as error:  # noqa: BLE001 (whatever it is, what has ended is unknown)
             text = str(error) or type(error).__name__
             self._broken = self._broken or text
             log.critical("no launch can be waited for any more: %s", text)
             if flying:
-                self._landed(lane, flying.popleft(), Outcome.UNKNOWN, text)
+                self._landed(launcher, flying.popleft(), Outcome.UNKNOWN, text)
             return
         launch = flying.popleft()
         if self._spans is not None:
-            self._report(self._spans, launch)
-        self._landed(lane, launch, *self._ending(lane, launch))
+            self._report_span(self._spans, launch)
+        self._landed(launcher, launch, *self._outcome_of(launcher, launch))
 
-    def _told_near(self, flying: deque[_Launch], gated: list[Push]) -> int:
-        """Tells of a write that is near, if there is one and it is time to; when that will be so again."""
-        for job in (*(launch.job for launch in flying), *gated[:1]):
-            gate = job.order.after
-            if job.order.urgent and gate is not None and gate.nearly and job.nears < NEAR_MAX:
+    def _report_near(self, flying: deque[_Launch], gated: list[CardWrite]) -> int:
+        """Reports a write that is near, if there is one and a report is due; returns when the next one is."""
+        for write in (*(launch.write for launch in flying), *gated[:1]):
+            gate = write.order.after
+            if write.order.urgent and gate is not None and gate.nearly and write.nears < NEAR_MAX:
                 if (now_ns := time.monotonic_ns()) >= self._near_ns:
-                    self._near_ns, job.nears = now_ns + NEAR_NS, job.nears + 1
-                    self._near(job)
+                    self._near_ns, write.nears = now_ns + NEAR_NS, write.nears + 1
+                    self._near(write)
                 return self._near_ns
         return NEVER_NS
 
-    def _ending(self, lane: Lane, launch: _Launch) -> tuple[Outcome, str]:
-        """How a launch has ended, that the card has passed."""
-        match lane.ended(launch.place):
+    def _outcome_of(self, launcher: Launcher, launch: _Launch) -> tuple[Outcome, str]:
+        """The outcome of a launch that the card has passed, and why it is no other."""
+        match launcher.ended(launch.place):
             case State.COMPLETE, 0:
-                return self._summed(lane, launch)
+                return self._sum(launcher, launch)
             case State.COMPLETE, left_out:
                 return Outcome.FAILED, f"{left_out} rows lie outside their pool"
             case State.CANCELLED, _:
                 return Outcome.FAILED, CANCELLED
             case _:
-                return Outcome.UNKNOWN, "the card has passed a launch that never said its end"
+                return Outcome.UNKNOWN, "the card has passed a launch that never reported its end"
 
-    def _landed(self, lane: Lane, launch: _Launch, outcome: Outcome, text: str) -> None:
-        job = launch.job
+    def _landed(self, launcher: Launcher, launch: _Launch, outcome: Outcome, text: str) -> None:
+        write = launch.write
         with self._changed:
-            job.running -= 1
+            write.running -= 1
             if outcome is not Outcome.LANDED:
-                if not job.exhausted:
-                    self._turns.drop(job)
-                _fail(job, outcome, text)
-            over = job.exhausted and not job.running
+                if not write.exhausted:
+                    self._turns.remove(write.turn, write)
+                _fail(write, outcome, text)
+            over = write.exhausted and not write.running
         if over:
-            self._end(lane, job)
+            self._end(launcher, write)
 
-    def _report(self, spans: Spans, launch: _Launch) -> None:
-        """From its launch, or the end of the one before it, behind which it waited."""
+    def _report_span(self, spans: Spans, launch: _Launch) -> None:
+        """From its launch, or from the end of the one that it waited for."""
         begin_s, self._landed_s = max(launch.begun_s, self._landed_s), time.monotonic()
-        order, rows = launch.job.order, range(launch.first, launch.end)
+        order, rows = launch.write.order, range(launch.first, launch.end)
         at = order.first_row + launch.first
         name = f"rows {at}-{at + len(rows)}, layers {order.layers[0]}-{order.layers[1]}"
         spans(
             "launch", name, begin_s, self._landed_s, room=order.room, layer=order.layers[0],
-            byte_count=len(rows) * launch.job.row_bytes,
+            byte_count=len(rows) * launch.write.row_bytes,
         )  # fmt: skip
 
-    def _summed(self, lane: Lane, launch: _Launch) -> tuple[Outcome, str]:
-        """Adds what the rows of a launch sum to, where that is wanted, as they lie in the pool."""
-        job, staged = launch.job, launch.job.staged
+    def _sum(self, launcher: Launcher, launch: _Launch) -> tuple[Outcome, str]:
+        """Adds the checksum of a launch's rows as they lie in the pool, where one is wanted."""
+        write, staged = launch.write, launch.write.staged
         if staged is None:
             return Outcome.LANDED, ""
         try:
             for first in range(launch.first, launch.end, staged.layout.slots):
-                slots = job.order.source_slots[first : min(first + staged.layout.slots, launch.end)]
-                address = lane.fetch(staged.pool, staged.layout, _slots(slots), len(slots))
-                runs = runs_of(np.array([0]), np.array([len(slots)]), job.order.first_row + first)
+                slots = write.order.source_slots[first : min(first + staged.layout.slots, launch.end)]
+                address = launcher.fetch(staged.pool, staged.layout, _slots(slots), len(slots))
+                runs = runs_of(np.array([0]), np.array([len(slots)]), write.order.first_row + first)
                 checksum = checksum_copy.checksum(staged.lines, runs, address)
                 assert checksum is not None
-                job.checksum = (job.checksum + checksum) & MASK
-        except Exception as error:  # noqa: BLE001 (the rows are where they should be, and nothing writes there any more)
+                write.checksum = (write.checksum + checksum) & MASK
+        except Exception as error:  # noqa: BLE001 (nothing writes the rows any more)
             return Outcome.FAILED, str(error) or type(error).__name__
         return Outcome.LANDED, ""
 
-    def _end(self, lane: Lane | None, job: Push) -> None:
-        with job.lock:
-            word, job.word = job.word, None
-        if word is not None and lane is not None and job.outcome is not Outcome.UNKNOWN:
-            lane.reuse(word)
-        self._ended(job)
+    def _end(self, launcher: Launcher | None, write: CardWrite) -> None:
+        with write.lock:
+            word, write.word = write.word, None
+        if word is not None and launcher is not None and write.outcome is not Outcome.UNKNOWN:
+            launcher.reuse(word)
+        self._ended(write)
+
+
+def _is_open(write: CardWrite) -> bool:
+    return write.gate is None
 
 
 def _text(error: Exception) -> str:
     return str(error) if isinstance(error, PDTransferError) else f"{type(error).__name__}: {error}"
 
 
-def _fail(job: Push, outcome: Outcome, text: str) -> None:
+def _fail(write: CardWrite, outcome: Outcome, text: str) -> None:
     """UNKNOWN outweighs FAILED; of two texts the first is kept."""
-    if job.outcome is not Outcome.UNKNOWN:
-        job.outcome = outcome
-    job.text = job.text or text
+    if write.outcome is not Outcome.UNKNOWN:
+        write.outcome = outcome
+    write.text = write.text or text
 
 
 def _slots(slots: Int64s) -> range | Int64s:
-    """A run as a range: nothing of it need go to the card."""
+    """One run of slots becomes a range: a range needs no list on the card."""
     first, count = int(slots[0]), len(slots)
     whole = int(slots[-1]) - first == count - 1 and bool((slots[1:] - slots[:-1] == 1).all())
     return range(first, first + count) if whole else slots

@@ -1,4 +1,4 @@
-"""Where a writer's components meet those of a session's Register."""
+"""Matches a writer's components with those of a session's Register, by name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Planes: TypeAlias = tuple[int, tuple[int, int]]  # a component of Register, and 
 
 
 def paired(ours: Mapping[str, Component], components: tuple[Component, ...], arena_bytes: int) -> tuple[Pairing, ...]:
-    """A pairing for each of `components`, theirs, in order.
+    """A pairing for each of `components`, the peer's, in order.
 
-    Raises LayoutMismatchError where one holds another model than ours, RemoteProtocolError where it leaves the arena.
+    Raises LayoutMismatchError where one is of another model than ours, RemoteProtocolError where it leaves the arena.
     """
     return tuple(_paired(ours, index, theirs, arena_bytes) for index, theirs in enumerate(components))
 
@@ -43,7 +43,7 @@ def _paired(held: Mapping[str, Component], index: int, theirs: Component, arena_
 def lines_for(
     order: Write, ours: Mapping[str, Component], components: tuple[Component, ...], kept: dict[Planes, Lines]
 ) -> Lines:
-    """Where the order's heads lie in our pool; reckoned once for each of `kept`'s keys."""
+    """Where the heads of the order's rows lie in our pool; computed once for each key of `kept`."""
     key = order.component, order.layers
     if (lines := kept.get(key)) is None:
         theirs = components[order.component]

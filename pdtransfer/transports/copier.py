@@ -1,11 +1,10 @@
-"""Threads that do queued works piece by piece, in turn between grants, copies above all: a small one waits for no
-large one. A turn is of PIECE_BYTES or so, be they in one piece or in several."""
+"""Threads that do queued works piece by piece, in turn between grants. A turn is some PIECE_BYTES, in one piece or in
+several."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,36 +14,35 @@ from .. import kernels
 from ..errors import TransportError
 from ..handoff.effects import Outcome, Write
 from ..kernels import checksum_copy
-from ..kernels.cancel import Cancel
+from ..kernels.cancel import CancelWord
 from ..layout.checksum import MASK, Lines
 from ..layout.pairing import Pairing
 from ..layout.plan import Plan, plan
 from .base import WriteDone
+from .turns import Queue, Turns
 
-PIECE_BYTES = 4 << 20  # copied between two turns: some 0.5 ms
-
-_LEFT_BYTES = PIECE_BYTES // 8  # of a turn that are not worth another piece: whole rows seldom fill one
+PIECE_BYTES = 4 << 20  # copied in one turn: some 0.5 ms
 
 CANCELLED = "cancelled"
-_NICE = 5  # a loop that has something to say, that a room is aborted for one, need not wait for a core that copies
+_NICE = 5  # so that a loop with a message to send does not wait for a core that copies
 _Result = TypeVar("_Result")
 
 Piece = Callable[[], int]
-"""Does a piece of a work, and returns its share of the work's checksum; raises TransportError when it is cancelled."""
+"""Does a piece of a work, and returns its share of the work's checksum. Raises TransportError when it is cancelled."""
 
 
-class Work(Protocol):
-    """What threads do piece by piece. When it has ended, `text` is "" if all of it was done."""
+class CopyWork(Protocol):
+    """What the threads do piece by piece. Once it has ended, `text` is empty if all of it was done, else the reason."""
 
     text: str
     checksum: int  # of what was done, mod 2**64
-    # The copier's own, for who holds its lock.
+    # For the Copier alone, under its lock:
     running: int
     exhausted: bool
 
     @property
     def piece_bytes(self) -> int:
-        """What the piece that it gave last counts for in its grant's turn."""
+        """What its latest piece counts for in its grant's turn."""
         ...
 
     @property
@@ -53,19 +51,17 @@ class Work(Protocol):
         ...
 
     def next(self) -> Piece | None:
-        """The next piece, or None when there is none. Only the thread whose turn it is asks."""
+        """The next piece; None when there is none. Only the thread that has taken the turn calls it."""
         ...
 
 
-AnyWork = TypeVar("AnyWork", bound=Work)
+AnyWork = TypeVar("AnyWork", bound=CopyWork)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job:
-    """One write between two mappings of this process. When it has ended, `text` is "" if all of it has landed.
-
-    Whatever it says, no byte of an ended job moves any more.
-    """
+class CopyJob:
+    """One write between two mappings of this process. Once it has ended, no byte of it moves any more, and `text` is
+    empty if all of it has landed."""
 
     order: Write
     done: WriteDone
@@ -73,7 +69,7 @@ class Job:
     source_address: int
     target_address: int
     lines: Lines | None = None  # of the source, where a checksum is wanted
-    cancel: Cancel = field(default_factory=Cancel)
+    cancel: CancelWord = field(default_factory=CancelWord)
     text: str = ""
     checksum: int = 0
     running: int = 0
@@ -89,7 +85,7 @@ class Job:
 
     @property
     def outcome(self) -> Outcome:
-        """How it has ended. FAILED is quiescent like LANDED: the copy has returned, and its stores with it."""
+        """Its outcome once it has ended. FAILED is as quiet as LANDED: the copy and its stores are complete."""
         return Outcome.FAILED if self.text else Outcome.LANDED
 
     def stop(self) -> None:
@@ -98,18 +94,18 @@ class Job:
 
     @property
     def byte_count(self) -> int:
-        """What it copies."""
+        """The bytes that it copies."""
         return len(self.order.source_slots) * self.pairing.row_bytes
 
     def carry(self) -> None:
-        """Does all of it, here and now."""
+        """Does all of it in the calling thread."""
         plan, self.text = attempt(self._plan)
         if plan is not None:
             checksum, self.text = attempt(partial(self._copy, plan, 0))
             self.checksum = checksum or 0
 
     def next(self) -> Piece | None:
-        """The next piece, or None when there is none; raises what planning raises."""
+        """As CopyWork.next; raises what planning raises."""
         if self.cancel.is_set:
             raise TransportError(CANCELLED)
         if self.pieces is None:
@@ -122,7 +118,7 @@ class Job:
         return partial(self._copy, plan, first)
 
     def _copy(self, piece: Plan, first: int) -> int:
-        """Copies a piece whose first row is row `first` of the order's; its checksum is of what it read."""
+        """Copies a piece whose first row is row `first` of the order. The checksum is of the bytes that it read."""
         between = piece, self.source_address, self.target_address
         if self.lines is None:
             checksum = 0 if kernels.copy(*between, cancel=self.cancel) else None
@@ -137,22 +133,13 @@ class Job:
         return plan(self.pairing, self.order.source_slots, self.order.target_slots)
 
 
-@dataclass(slots=True, eq=False)
-class _Grant(Generic[AnyWork]):
-    """Its works that are not exhausted, and how much of its turn is left."""
-
-    jobs: deque[AnyWork]
-    left_bytes: int = PIECE_BYTES
-
-
 class Copier(Generic[AnyWork]):
-    """`threads` threads, each of which takes one piece of one grant at a time; `ended` is called in them."""
+    """`threads` threads, each of which takes one piece of one grant at a time. They call `ended` with each work."""
 
     def __init__(self, threads: int, ended: Callable[[AnyWork], None], *, name: str = "copy") -> None:
         self._ended = ended
         self._changed = threading.Condition()
-        self._grants: dict[tuple[int, int], _Grant[AnyWork]] = {}  # that have works
-        self._turns: deque[_Grant[AnyWork]] = deque()  # the same, but for what some thread is just taking a piece of
+        self._turns: Turns[AnyWork] = Turns(PIECE_BYTES)
         self._closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"pdtransfer-{name}-{number}", daemon=True)
@@ -165,15 +152,11 @@ class Copier(Generic[AnyWork]):
         """Queues a work behind those of its own grant."""
         with self._changed:
             assert not self._closing
-            if (grant := self._grants.get(job.turn)) is not None:
-                grant.jobs.append(job)
-                return
-            grant = self._grants[job.turn] = _Grant(deque((job,)))
-            self._turns.append(grant)
-            self._changed.notify()
+            if self._turns.add(job.turn, job):
+                self._changed.notify()
 
     def close(self) -> None:
-        """Lets queued jobs end, and joins the threads; not on the loop."""
+        """Waits until queued works have ended, and joins the threads; not on the loop."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -182,50 +165,44 @@ class Copier(Generic[AnyWork]):
 
     def _work(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone
-        while (grant := self._turn()) is not None:
-            job = grant.jobs[0]
+        while (queue := self._take()) is not None:
+            job = queue.items[0]
             piece, text = (None, job.text) if job.text else attempt(job.next)
-            over = self._taken(grant, piece, text)
+            over = self._put_back(queue, piece, text)
             if piece is not None:
                 checksum, text = attempt(piece)
                 over = self._done(job, checksum or 0, text)
             if over:
                 self._ended(job)
 
-    def _turn(self) -> _Grant[AnyWork] | None:
-        """The grant whose turn it is; None when this is closed and all turns are given."""
+    def _take(self) -> Queue[AnyWork] | None:
+        """The queue of the grant whose turn it is; None when this is closed and nothing is queued."""
         with self._changed:
-            while not self._turns:
-                if self._closing and not self._grants:
+            while (queue := self._turns.take()) is None:
+                if self._closing and not self._turns:
                     return None
                 self._changed.wait()
-            return self._turns.popleft()
+            return queue
 
-    def _taken(self, grant: _Grant[AnyWork], piece: Piece | None, text: str) -> bool:
-        """Gives the turn on, if it is over; whether the grant's first job is."""
+    def _put_back(self, queue: Queue[AnyWork], piece: Piece | None, text: str) -> bool:
+        """Ends the turn, unless some of it is left; whether the grant's first work has ended."""
         with self._changed:
-            jobs = grant.jobs
-            job = jobs[0]
+            job = queue.items[0]
             if piece is None:
-                jobs.popleft()
+                queue.items.popleft()
                 job.exhausted, job.text = True, job.text or text
+                self._turns.put_back(queue)
             else:
                 job.running += 1
-                grant.left_bytes -= job.piece_bytes
-            if jobs and grant.left_bytes > _LEFT_BYTES:
-                self._turns.appendleft(grant)
-                self._changed.notify()
-            elif jobs:
-                grant.left_bytes = PIECE_BYTES
-                self._turns.append(grant)
+                self._turns.put_back(queue, job.piece_bytes)
+            if queue.items:
                 self._changed.notify()
             else:
-                del self._grants[job.turn]
-                self._changed.notify_all()  # who waits to close may have waited for this
+                self._changed.notify_all()  # a thread may wait for this to close
             return job.exhausted and not job.running
 
     def _done(self, job: AnyWork, checksum: int, text: str) -> bool:
-        """Whether that was the last piece of an exhausted job."""
+        """Whether that was the last piece of an exhausted work."""
         with self._changed:
             job.running -= 1
             job.checksum = (job.checksum + checksum) & MASK
@@ -234,10 +211,7 @@ class Copier(Generic[AnyWork]):
 
 
 def attempt(step: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """What a step of a job gives, or why it failed.
-
-    What fails fails its write and not the thread, which carries others; nothing of the step is in flight any more.
-    """
+    """What a step of a work returns, or why it failed: it fails this work alone, and the thread goes on."""
     try:
         return step(), ""
     except TransportError as error:

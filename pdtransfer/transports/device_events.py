@@ -1,4 +1,4 @@
-"""Calls that wait for a device's events. The loop asks whether an event has fired; it never waits for a GPU."""
+"""Calls that wait for a device's events. The loop polls whether an event has fired; it never waits for a GPU."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from typing import Any
 from ..engine_api import Event
 from ..errors import WorldError
 
-POLL_S = 0.0002  # how often an event that has not fired is asked again
+POLL_S = 0.0002  # between two queries of an event that has not fired
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class EventQueue:
-    """Calls of one key, a room's or whatever, happen in the order they were made, each once its event has fired; at
-    once, if it has."""
+    """Makes the calls of one key, such as a room, in order: each once its event has fired, at once if it has."""
 
     def __init__(self, broken: Callable[[Any, Exception], None]) -> None:
-        """`broken` hears of a key whose event can be asked no more: what came before it may still be under way."""
+        """`broken` gets a key whose event cannot be queried any more; earlier calls may still be under way."""
         self._broken = broken
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Hashable, deque[tuple[Event | None, Callable[[], None]]]] = {}
-        self._timer = _Timer(self._loop, self._ask)
+        self._timer = _Timer(self._loop, self._poll)
 
     def call(self, key: Hashable, after: Event | None, call: Callable[[], None]) -> None:
         """Calls after `after` and after every earlier call of this key."""
@@ -42,12 +41,12 @@ class EventQueue:
             self._advance(key)
 
     def forget(self, key: Hashable) -> None:
-        """Calls nothing more for this key, and asks its events no more."""
+        """Drops the calls of this key, and queries its events no more."""
         if (queue := self._waiting.pop(key, None)) is not None:
             queue.clear()
 
     def stop(self) -> None:
-        """Asks no more."""
+        """Queries no event any more."""
         self._waiting.clear()
         self._timer.close()
 
@@ -69,7 +68,7 @@ class EventQueue:
         if self._waiting.get(key) is queue:
             del self._waiting[key]
 
-    def _ask(self) -> None:
+    def _poll(self) -> None:
         for key in list(self._waiting):
             if key in self._waiting:
                 self._advance(key)
@@ -78,12 +77,12 @@ class EventQueue:
 
 
 class _Timer:
-    """Calls on the loop every POLL_S while it is started. uvloop's own timers count in milliseconds: what is due within
-    half of one it calls at once, again and again, and the loop takes a whole core."""
+    """Calls on the loop every POLL_S while it is started. uvloop's own timers count in milliseconds: a shorter one
+    fires at once, again and again, and the loop takes a whole core."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         self._loop, self._call, self._started = loop, call, False
-        # Now, and not when there is something to wait for: then there may be no descriptor, and nobody would be asked.
+        # Now, since no descriptor may be left once there is something to wait for.
         self._fd = int(_libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
         if self._fd < 0:
             raise WorldError(f"timerfd_create: {os.strerror(ctypes.get_errno())}")
@@ -100,14 +99,14 @@ class _Timer:
             self._set(0.0)
 
     def close(self) -> None:
-        """Calls no more."""
+        """Makes no more calls."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd, self._started = -1, False
 
     def _set(self, seconds: float) -> None:
-        """Two struct timespec, the interval and what is left; zeros disarm it."""
+        """Sets interval and first expiry, two struct timespec; zeros disarm the timer."""
         half = (0, int(seconds * 1e9))
         if _libc.timerfd_settime(self._fd, 0, (ctypes.c_long * 4)(*half, *half), None):
             raise OSError(ctypes.get_errno(), f"timerfd_settime: {os.strerror(ctypes.get_errno())}")

@@ -1,4 +1,4 @@
-"""What other threads tell the loop: many reports with one wake-up."""
+"""Reports of other threads to the loop: many of them with one wake-up."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Generic, TypeVar
 Report = TypeVar("Report")
 
 
-class Reports(Generic[Report]):
-    """Reports, in order, to `hear`, which is called on the loop's thread and never from within `tell`."""
+class LoopMailbox(Generic[Report]):
+    """Calls `receive` with each report, in order, on the loop's thread and never from within `post`."""
 
-    def __init__(self, hear: Callable[[Report], None]) -> None:
-        self._hear = hear
+    def __init__(self, receive: Callable[[Report], None]) -> None:
+        self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
-        self._told: deque[Report] = deque()
-        self._awaited = False  # the loop is going to look
+        self._posted: deque[Report] = deque()
+        self._scheduled = False  # the loop is going to deliver
 
-    def tell(self, report: Report) -> None:
+    def post(self, report: Report) -> None:
         """From any thread, while the loop lives."""
         with self._lock:
-            self._told.append(report)
-            if self._awaited:
+            self._posted.append(report)
+            if self._scheduled:
                 return
-            self._awaited = True
+            self._scheduled = True
         on_loop = threading.get_ident() == self._thread
-        (self._loop.call_soon if on_loop else self._loop.call_soon_threadsafe)(self._listen)
+        (self._loop.call_soon if on_loop else self._loop.call_soon_threadsafe)(self._deliver)
 
-    def _listen(self) -> None:
+    def _deliver(self) -> None:
         with self._lock:
-            told, self._told, self._awaited = self._told, deque(), False
-        while told:
+            posted, self._posted, self._scheduled = self._posted, deque(), False
+        while posted:
             try:
-                self._hear(told.popleft())
-            except Exception as error:  # noqa: BLE001 (one that fails must not cost the others; the loop is told)
-                self._loop.call_exception_handler({"message": "a report was not taken", "exception": error})
+                self._receive(posted.popleft())
+            except Exception as error:  # noqa: BLE001 (one that fails must not cost the others; the loop logs it)
+                self._loop.call_exception_handler({"message": "a report could not be received", "exception": error})

@@ -1,4 +1,4 @@
-"""Sums landed rows in decode's arena, off the loop: a small grant's on the loop, as small copies are."""
+"""Sums landed rows in decode's arena off the loop, but those of a small grant on the loop, as small copies are."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..errors import TransportError
-from ..handoff.effects import Rows, Verify
+from ..handoff.effects import LandedRows, Verify
 from ..kernels import checksum_copy
-from ..kernels.cancel import Cancel
+from ..kernels.cancel import CancelWord
 from ..layout.checksum import MASK, Lines, lines_of, pieces_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Component
 from .copier import CANCELLED, PIECE_BYTES, Copier, Piece, attempt
-from .loop_mailbox import Reports
+from .loop_mailbox import LoopMailbox
 
 VerifyDone = Callable[[Verify, int, str], None]
-"""Called once for each Verify, on the loop's thread and never from within verify(): the checksum, or why there is
-none."""
+"""Called once for each Verify, on the loop's thread and never from within verify(), with the checksum, or with the
+reason why there is none."""
 
-_INLINE_BYTES_MAX = 256 << 10  # some 30 us: less than waking a thread and being woken
-_INLINE_BYTES_TURN = 1 << 20  # and so many in one turn of the loop
-_LINES_MAX = 256  # components whose heads are kept in mind
+_INLINE_BYTES_MAX = 256 << 10  # of a grant: some 30 us, less than a thread takes to wake and to report
+_INLINE_BYTES_TURN = 1 << 20  # of all in one turn of the loop
+_LINES_MAX = 256  # components whose Lines are cached
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Reading:
-    """One grant's rows in a mapping of this process, as a copier's work."""
+    """One grant's rows in a mapping of this process, as a CopyWork."""
 
     order: Verify
     done: VerifyDone
     address: int
     rows: list[tuple[Lines, Int64s]]
-    cancel: Cancel = field(default_factory=Cancel)
+    cancel: CancelWord = field(default_factory=CancelWord)
     text: str = ""
     checksum: int = 0
     running: int = 0
@@ -51,16 +51,15 @@ class _Reading:
 
     @property
     def byte_count(self) -> int:
-        """What it reads."""
+        """The bytes that it reads."""
         return sum(lines.row_bytes * int(runs[:, 2].sum()) for lines, runs in self.rows)
 
     def carry(self) -> None:
-        """All of it, here and now."""
+        """Does all of it in the calling thread."""
         checksum, self.text = attempt(lambda: sum(piece() for piece in self.pieces) & MASK)
         self.checksum = checksum or 0
 
     def next(self) -> Piece | None:
-        """The next piece, or None when there is none."""
         if self.cancel.is_set:
             raise TransportError(CANCELLED)
         return next(self.pieces, None)
@@ -84,22 +83,22 @@ class Verifier:
         self._address = address
         self._loop = asyncio.get_running_loop()
         self._native = self._loop.run_in_executor(None, checksum_copy.native)  # may compile
-        self._reports: Reports[_Reading] = Reports(self._ended)
-        self._copier: Copier[_Reading] = Copier(threads, self._reports.tell, name="verify")
+        self._reports: LoopMailbox[_Reading] = LoopMailbox(self._ended)
+        self._copier: Copier[_Reading] = Copier(threads, self._reports.post, name="verify")
         self._lines: dict[Component, Lines] = {}
         self._readings: dict[tuple[int, int], _Reading] = {}  # by session and grant
         self._closing = False
         self._inline_bytes = 0  # read in this turn of the loop
 
     def verify(self, order: Verify, done: VerifyDone) -> None:
-        """Starts reading; fair between grants."""
+        """Starts reading, in turn between grants."""
         rows = [(self._lines_of(part.component), self._runs_of(part)) for part in order.parts]
         reading = self._readings[order.session, order.grant] = _Reading(
             order=order, done=done, address=self._address, rows=rows
         )
         if self._closing:
             reading.text = CANCELLED
-            self._reports.tell(reading)
+            self._reports.post(reading)
             return
         byte_count = reading.byte_count
         inline = byte_count <= _INLINE_BYTES_MAX and self._inline_bytes + byte_count <= _INLINE_BYTES_TURN
@@ -110,15 +109,15 @@ class Verifier:
             self._loop.call_soon(self._next_turn)
         self._inline_bytes += byte_count
         reading.carry()
-        self._reports.tell(reading)
+        self._reports.post(reading)
 
     def cancel(self, session: int, grant: int) -> None:
-        """Stops reading this grant at its next rows; it reports all the same. One that has ended is ignored."""
+        """Stops reading this grant at its next rows; it reports nevertheless. A grant that has ended is ignored."""
         if (reading := self._readings.get((session, grant))) is not None:
             reading.cancel.set()
 
     async def close(self) -> None:
-        """Stops what is being read, and returns when nothing of the arena is."""
+        """Stops reading, and returns once nothing of the arena is read."""
         self._closing = True
         for key in self._readings:
             self.cancel(*key)
@@ -133,7 +132,7 @@ class Verifier:
         return lines
 
     @staticmethod
-    def _runs_of(part: Rows) -> Int64s:
+    def _runs_of(part: LandedRows) -> Int64s:
         return runs_of(part.extents[:, 0], part.extents[:, 1], part.first_row)
 
     def _next_turn(self) -> None:

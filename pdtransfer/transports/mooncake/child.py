@@ -1,7 +1,7 @@
-"""What runs in an engine's own process: Mooncake's TransferEngine over one piece of shared memory, and nothing else.
+"""The program of an engine's own process: Mooncake's TransferEngine over one piece of shared memory, and nothing else.
 
-Started by its path, so that nothing of the package is imported: a start costs an interpreter and the engine. It ends
-when its parent does, whatever ended that. `process` is the parent's half of what is said here.
+It is started by its path and imports nothing of the package but `turns`, by its path as well: a start costs an
+interpreter and the engine. It ends with its parent, whatever ended that. `process` is the parent's half.
 """
 
 from __future__ import annotations
@@ -17,27 +17,36 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
-from typing import Any
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import TYPE_CHECKING, Any
 
-HELLO = struct.Struct("<BB")  # READY, and of how many engines the ports come after it; or NOT_READY, and a text
+if TYPE_CHECKING or __package__:
+    from ..turns import Turns
+else:
+    _spec = spec_from_file_location("turns", os.path.join(os.path.dirname(__file__), "..", "turns.py"))
+    _module = module_from_spec(_spec)
+    _spec.loader.exec_module(_module)
+    Turns = _module.Turns
+
+HELLO = struct.Struct("<BB")  # READY and the number of engines, whose ports follow; or NOT_READY, and a text follows
 PORT = struct.Struct("<H")
-ORDER = struct.Struct("<BxxxIIQQ")  # kind, slot, operations, where their table lies in the ring, turn
-REPLY = struct.Struct("<BxxxI")  # kind, slot; several in one packet
-OPERATION = struct.Struct("<QQQ")  # offset in the ring, or behind its end in the pool; address there; bytes
+ORDER = struct.Struct("<BxxxIIQQ")  # kind, slot, number of operations, offset of their table in the ring, turn
+REPLY = struct.Struct("<BxxxI")  # kind, slot; a packet has several
+OPERATION = struct.Struct("<QQQ")  # offset in the ring, or behind its end in the pool; target address; bytes
 
 READY, NOT_READY = 1, 2
 PUT, CANCEL = 1, 2  # orders
-DONE, CANCELLED, UNKNOWN = 1, 2, 3  # replies; after an UNKNOWN there is none
+DONE, CANCELLED, UNKNOWN = 1, 2, 3  # replies; UNKNOWN is the last one
 
-CHUNK_BYTES = 512 << 10  # of one operation: larger ones are erratic, much smaller ones cost 12 us each
-WINDOW_BYTES = 8 << 20  # in flight on up to two engines: some 3 ms, and no small room waits longer for a large one
-_WINDOW_BYTES_MIN = 4 << 20  # on each: what one sends between two looks, and as much again
+CHUNK_BYTES = 512 << 10  # of one operation: the time of larger ones varies much, smaller ones cost 12 us each
+WINDOW_BYTES = 8 << 20  # in flight on up to two engines: some 3 ms, and a small room waits no longer for a large one
+_WINDOW_BYTES_MIN = 4 << 20  # on each: twice what one sends between two polls
 WINDOW_OPERATIONS = 128  # on each
 _POLL_S = 0.0005
-_POLL_FULL_S = 0.001  # where windows are half full: a look costs as much as sending 256 KiB
-_PENDING_SEEN_MAX = 16  # of those in flight, oldest first: lanes overtake each other, but not by far
+_POLL_FULL_S = 0.001  # where windows are half full: a poll costs as much as sending 256 KiB
+_PENDING_SEEN_MAX = 16  # operations that a poll finds in flight, oldest first: lanes overtake each other little
 _ENTER_BYTES = 64 << 20  # at a time
-_ENTER_S, _ENTER_S_MAX = 0.05, 1.0  # how soon to look whether more is backed
+_ENTER_S, _ENTER_S_MAX = 0.05, 1.0  # before it looks again whether more is backed
 
 _PR_SET_PDEATHSIG, _MADV_POPULATE_WRITE = 1, 23
 _PROT_READ, _PROT_WRITE, _MAP_SHARED, _MAP_FIXED_NOREPLACE = 1, 2, 1, 0x100000
@@ -47,15 +56,15 @@ def main() -> None:
     """child.py arena|sender PARENT SOCKET PROTOCOL HOST ENGINES MEMORY BYTES BASE [SENDING...]
 
     SENDING is POOL POOL_BYTES TARGET_BASE TARGET...
-    A sender has an engine for each target, engines of one process that have the same memory. POOL is -1 for none. Where
-    not all ENGINES can be started, those do that can.
+    A sender has one engine for each target; the targets are engines of one process that have the same memory. POOL is
+    -1 for none. Where not all ENGINES can be started, it works with those that can.
     """
     role, parent, number, protocol, host, engine_count, memory, byte_count, base, *more = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
-        return  # it died before we asked to be told
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the whole group: the parent decides
+        return  # it died before prctl
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group: the parent decides
     pipe = socket.socket(fileno=int(number))
     try:
         address = _mapped(libc, int(memory), int(byte_count), int(base))
@@ -67,17 +76,17 @@ def main() -> None:
             serve = _Sender(lines, pipe, source).serve
         else:
             serve = partial(_enter, libc, pipe, int(memory), address, int(byte_count))
-        if role == "arena" or protocol != "tcp":  # where TCP reads from, nobody else need be able to read
+        if role == "arena" or protocol != "tcp":  # TCP reads its source without registration
             for engine in engines:
                 _check("register_memory", engine.register_memory(address, int(byte_count)))
-    except Exception as error:  # noqa: BLE001 (whatever it is, the parent is told)
+    except Exception as error:  # noqa: BLE001 (whatever it is, the parent gets it)
         text = f"{type(error).__name__}: {error}" if not isinstance(error, _NotReadyError) else str(error)
         pipe.send(HELLO.pack(NOT_READY, 0) + text.encode()[:400])
         return
     ports = b"".join(PORT.pack(engine.get_rpc_port()) for engine in engines)
     pipe.send(HELLO.pack(READY, len(engines)) + ports)
     serve()
-    os._exit(0)  # destroying an engine takes a second, and nobody needs it
+    os._exit(0)  # destroying an engine takes a second, for nothing
 
 
 class _NotReadyError(Exception):
@@ -97,34 +106,34 @@ def _mapped(libc: Any, fd: int, byte_count: int, base: int, access: int = _PROT_
 
 
 def _pool(libc: Any, fd: int, byte_count: int) -> int:
-    """Where the pool's memory can be read; 0 where there is none to be read from here."""
+    """The address of the pool's memory, mapped for reading; 0 for no pool."""
     if fd < 0:
         return 0
     address = _mapped(libc, fd, byte_count, 0, _PROT_READ)
-    os.close(fd)  # it could be written by
+    os.close(fd)  # the pool could be written through it
     return address
 
 
 def _enter(libc: Any, pipe: socket.socket, fd: int, address: int, byte_count: int) -> None:
-    """Enters what its owner has backed of the arena in this process's page table, lest the engine's threads do it as
-    they write, at half the speed; until the parent hangs up."""
+    """Enters in this process's page table what the arena's owner has backed, until the parent closes the pipe. Else the
+    engine's threads would do it as they write, at half the speed."""
     libc.madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
     done, backed, wait = 0, 0, _ENTER_S
     while done < byte_count:
-        if backed == done:  # looking takes 30 ns for each page that is there
+        if backed == done:  # a look takes 30 ns for each page that is backed
             backed = os.lseek(fd, done, os.SEEK_HOLE)
         end = min(backed, done + _ENTER_BYTES)
         if end > done and libc.madvise(address + done, end - done, _MADV_POPULATE_WRITE):
-            break  # an older kernel: page by page then
+            break  # an older kernel: the engine enters page by page then
         wait = _ENTER_S if end > done else min(2 * wait, _ENTER_S_MAX)
         done = end
         if select.select((pipe,), (), (), 0 if backed > done else wait)[0]:
             return
-    pipe.recv(1)  # only its end is ever read
+    pipe.recv(1)  # returns when the parent closes it
 
 
 def _engines(count: int, host: str, protocol: str) -> list[Any]:
-    """As many as there are ports for, one at least."""
+    """As many engines as there are ports for, at least one."""
     engines = [_engine(host, protocol)]
     while len(engines) < count:
         try:
@@ -135,7 +144,7 @@ def _engines(count: int, host: str, protocol: str) -> list[Any]:
 
 
 def _engine(host: str, protocol: str) -> Any:
-    engine: Any = import_module("mooncake.engine").TransferEngine()  # it has no types, and may not be there
+    engine: Any = import_module("mooncake.engine").TransferEngine()  # it has no types, and may not be installed
     _check("initialize", engine.initialize(host, "P2PHANDSHAKE", protocol, ""))
     return engine
 
@@ -145,7 +154,7 @@ def _check(what: str, status: int) -> None:
         raise _NotReadyError(f"{what} answers {status}")
 
 
-class _Batch:
+class _SlotBatch:
     """The operations of one slot of the ring."""
 
     __slots__ = ("cancelled", "flying", "operations", "slot", "turn")
@@ -156,7 +165,7 @@ class _Batch:
 
 
 class _Source:
-    """Where operations read: offsets in the ring, and behind its end in the pool."""
+    """What operations read: the ring, and behind its end the pool."""
 
     def __init__(self, address: int, byte_count: int, pool: int) -> None:
         self._address, self._byte_count, self._pool = address, byte_count, pool
@@ -171,23 +180,23 @@ class _Source:
         return OPERATION.iter_unpack(self._ring[table : table + count * OPERATION.size])
 
 
-class _Line:
-    """One engine, and the one there that it writes through: a thread on either side, so several take more cores."""
+class _EngineLine:
+    """One engine, and the peer's engine that it writes through. Each has one thread, so several use more cores."""
 
     def __init__(self, engine: Any, target: str, window: int) -> None:
         self._engine, self._target, self._window = engine, target, window
-        self._flying: deque[tuple[int, int, _Batch]] = deque()  # number, bytes
-        self.byte_count = 0  # of them
+        self._flying: deque[tuple[int, int, _SlotBatch]] = deque()  # number, bytes
+        self.byte_count = 0  # in flight
 
     def meet(self, base: int) -> None:
-        """The handshake, now: to a peer that does not answer it would hold every later write's thread."""
+        """Shakes hands now: with a peer that does not answer, it would block every later write."""
         found: int = self._engine.get_first_buffer_address(self._target)
         if found != base:
             raise _NotReadyError(f"no engine with this arena answers at {self._target}")
 
     @property
     def wait_s(self) -> float | None:
-        """How soon to look again."""
+        """The time until the next poll; None while nothing is in flight."""
         if not self._flying:
             return None
         return _POLL_S if 2 * self.byte_count < self._window else _POLL_FULL_S
@@ -196,8 +205,8 @@ class _Line:
     def full(self) -> bool:
         return self.byte_count >= self._window or len(self._flying) >= WINDOW_OPERATIONS
 
-    def submit(self, batch: _Batch, source: int, there: int, byte_count: int) -> bool:
-        """Whether the engine has taken it."""
+    def submit(self, batch: _SlotBatch, source: int, there: int, byte_count: int) -> bool:
+        """Whether the engine has accepted it."""
         number: int = self._engine.transfer_submit_write(self._target, source, there, byte_count)
         if number <= 0:
             return False
@@ -206,10 +215,10 @@ class _Line:
         self.byte_count += byte_count
         return True
 
-    def look(self, over: Callable[[_Batch], None]) -> _Batch | None:
-        """Asks how the oldest are; each that has ended is asked no more. Returns whose has failed, and asks nothing
-        behind it."""
-        pending: list[tuple[int, int, _Batch]] = []
+    def poll(self, over: Callable[[_SlotBatch], None]) -> _SlotBatch | None:
+        """Polls the oldest operations and drops finished ones. Returns the batch of the first that failed, and polls no
+        operation behind it."""
+        pending: list[tuple[int, int, _SlotBatch]] = []
         while self._flying and len(pending) < _PENDING_SEEN_MAX:
             number, byte_count, batch = each = self._flying.popleft()
             status = self._engine.transfer_check_status(number)
@@ -226,39 +235,39 @@ class _Line:
         return None
 
 
-def _lines(engines: list[Any], targets: list[str], base: int) -> list[_Line]:
-    """One for each target, or of the first as many as there are engines; they have shaken hands."""
+def _lines(engines: list[Any], targets: list[str], base: int) -> list[_EngineLine]:
+    """One for each target, for the first of them where there are fewer engines. All have shaken hands."""
     window = max(WINDOW_BYTES // len(engines), _WINDOW_BYTES_MIN)
-    lines = [_Line(engine, target, window) for engine, target in zip(engines, targets, strict=False)]
+    lines = [_EngineLine(engine, target, window) for engine, target in zip(engines, targets, strict=False)]
     for line in lines:
         line.meet(base)
     return lines
 
 
 class _Sender:
-    """Submits what is ordered, in turn between grants, and says of each slot when all of it is where it should be."""
+    """Submits what is ordered, in turn between grants, and replies for each slot once all of it is in place."""
 
-    def __init__(self, lines: list[_Line], pipe: socket.socket, source: _Source) -> None:
+    def __init__(self, lines: list[_EngineLine], pipe: socket.socket, source: _Source) -> None:
         self._lines, self._pipe, self._source = lines, pipe, source
-        self._turns: dict[int, deque[_Batch]] = {}
-        self._waiting: deque[int] = deque()  # the same, in the order of their turns
+        self._turns: Turns[_SlotBatch] = Turns()
         self._replies: list[bytes] = []
 
     def serve(self) -> None:
-        """Until the parent hangs up, or a write has failed: what that has left on its way nobody knows."""
+        """Until the parent closes the pipe, or a write has failed: what it has left in flight is unknown."""
         while True:
             timeout = min((wait for line in self._lines if (wait := line.wait_s) is not None), default=None)
-            if select.select((self._pipe,), (), (), timeout)[0] and not self._hear():
+            if select.select((self._pipe,), (), (), timeout)[0] and not self._receive():
                 return
-            known = self._look() and self._submit()
+            known = self._poll() and self._submit()
             if self._replies:
                 self._pipe.send(b"".join(self._replies))
                 self._replies.clear()
             if not known:
-                self._pipe.recv(1)  # nothing more is sent, and whoever is to end this says when
+                self._pipe.recv(1)  # sends nothing more, until the parent ends this process
                 return
 
-    def _hear(self) -> bool:
+    def _receive(self) -> bool:
+        """Takes the orders that have come; False once the parent has closed the pipe."""
         while True:
             try:
                 order = self._pipe.recv(ORDER.size, socket.MSG_DONTWAIT)
@@ -268,30 +277,25 @@ class _Sender:
                 return False
             kind, slot, count, table, turn = ORDER.unpack(order)
             if kind == PUT:
-                batch = _Batch(slot, turn, self._source.operations(table, count))
-                if turn not in self._turns:
-                    self._turns[turn] = deque()
-                    self._waiting.append(turn)
-                self._turns[turn].append(batch)
+                batch = _SlotBatch(slot, turn, self._source.operations(table, count))
+                self._turns.add(turn, batch)
             else:
                 self._cancel(turn)
 
     def _cancel(self, turn: int) -> None:
-        """Submits no more of it."""
-        for batch in self._turns.pop(turn, ()):
+        """Submits no more of a grant."""
+        for batch in self._turns.drop(turn):
             batch.cancelled = True
             batch.operations.clear()
             if not batch.flying:
                 self._over(batch)
-        if turn in self._waiting:
-            self._waiting.remove(turn)
 
     def _submit(self) -> bool:
-        """As much as the windows take, a chunk's bytes of each grant in turn; False where one was refused."""
-        while self._waiting and (line := self._next_line()) is not None:
-            turn = self._waiting[0]
-            self._waiting.rotate(-1)
-            batches, left = self._turns[turn], CHUNK_BYTES
+        """Submits as much as the windows take, one chunk of each grant in turn; False where an engine refused one."""
+        while self._turns and (line := self._next_line()) is not None:
+            queue = self._turns.take()
+            assert queue is not None
+            batches, left = queue.items, CHUNK_BYTES
             while batches and left > 0 and not line.full:
                 batch = batches[0]
                 source, there, byte_count = batch.operations.popleft()
@@ -305,32 +309,30 @@ class _Sender:
                 left -= byte_count
                 if not batch.operations:
                     batches.popleft()
-            if not batches:
-                del self._turns[turn]
-                self._waiting.remove(turn)
+            self._turns.put_back(queue)
         return True
 
-    def _next_line(self) -> _Line | None:
-        """The one with the least in flight of those that take more: small operations fill one long before its bytes
-        do."""
+    def _next_line(self) -> _EngineLine | None:
+        """The line with the least in flight of those that are not full. Small operations fill a line long before their
+        bytes do."""
         return min((line for line in self._lines if not line.full), key=_bytes_of, default=None)
 
-    def _look(self) -> bool:
+    def _poll(self) -> bool:
         """False where a write has failed."""
         for line in self._lines:
-            if (failed := line.look(self._over)) is not None:
+            if (failed := line.poll(self._over)) is not None:
                 self._unknown(failed)
                 return False
         return True
 
-    def _unknown(self, batch: _Batch) -> None:
+    def _unknown(self, batch: _SlotBatch) -> None:
         self._replies.append(REPLY.pack(UNKNOWN, batch.slot))
 
-    def _over(self, batch: _Batch) -> None:
+    def _over(self, batch: _SlotBatch) -> None:
         self._replies.append(REPLY.pack(CANCELLED if batch.cancelled else DONE, batch.slot))
 
 
-def _bytes_of(line: _Line) -> int:
+def _bytes_of(line: _EngineLine) -> int:
     return line.byte_count
 
 

@@ -1,33 +1,100 @@
-"""Who fills the slots of a send ring: threads of this process that copy, or the card that the pool is of."""
+"""Fills the slots of a send ring: by threads of this process that copy, or by the card whose memory the pool is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Protocol
+
+import numpy as np
+from msgspec import structs
 
 from ... import kernels
 from ...errors import TransportError
+from ...handoff.effects import Outcome, Write
+from ...handoff.sharing import facing
 from ...kernels import checksum_copy
-from ...layout.checksum import runs_of
+from ...kernels.cancel import CancelWord
+from ...kernels.pools import Pool
+from ...layout.checksum import Lines, runs_of
+from ...layout.geometry import Int64s
+from ...layout.layout import Component
 from ...layout.pairing import Pairing
-from ..copier import CANCELLED, Copier
+from ..base import WriteDone
+from ..card_launcher import WriterCard
+from ..card_writer import CardWrite, CardWriter, Staged
+from ..copier import CANCELLED, Copier, attempt
 from ..copier import Piece as Step
-from .jobs import Gather
-from .ring import Cut, Ring, cut
+from .ring import Cut, Piece, SendRing, cut
+
+_STAGED_MAX = 64
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Gather:
+    """One piece of a job on its way into a slot. Once it has ended, `text` is empty if all of it is there, and `runs`,
+    int64 (n, 3), is where its bytes go, as Cut.runs or Cut.straight."""
+
+    job: RingJob
+    piece: Piece
+    slot: int
+    ring: SendRing
+    cancel: CancelWord = field(default_factory=CancelWord)
+    runs: Int64s = field(default_factory=lambda: np.empty((0, 3), np.int64))
+    text: str = ""
+    checksum: int = 0
+    lost: bool = False  # it has ended here, but its rows may still be read, and its slot written
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RingJob:
+    """One write. Once it has ended, `text` is empty if all of it has landed."""
+
+    order: Write
+    done: WriteDone
+    cut: Cut
+    theirs: Component  # the order's component in the arena
+    lines: Lines | None  # of the source, where a checksum is wanted
+    straight: bool = False  # sent from the pool itself: its slots have only tables of operations
+    pieces: Iterator[Piece] = field(init=False)
+    text: str = ""
+    checksum: int = 0
+    exhausted: bool = False  # no piece of it is left to take
+    gathering: set[Gather] = field(default_factory=set[Gather])  # slots that are being filled
+    sent: set[int] = field(default_factory=set[int])  # slots that may still be under way
+    lost: bool = False  # a gather of it is
+
+    def __post_init__(self) -> None:
+        self.pieces = self.cut.pieces(len(self.order.source_slots), straight=self.straight)
+
+    def fail(self, text: str) -> None:
+        """Takes no more pieces of it."""
+        self.text, self.exhausted = self.text or text, True
+
+    def over(self, *, known: bool) -> bool:
+        """Whether the pool is not read for it any more, and nothing of it is under way; without `known` slots that were
+        sent do not count, since their end will never be reported."""
+        return self.exhausted and not self.gathering and (not self.sent or not known)
+
+    @property
+    def outcome(self) -> Outcome:
+        """Its outcome once it has ended."""
+        if self.sent or self.lost:
+            return Outcome.UNKNOWN
+        return Outcome.FAILED if self.text else Outcome.LANDED
 
 
 class Gatherer(Protocol):
-    """Fills slots, in turn between grants. Of each gather it says, once and in any thread, that it is over: nothing
-    reads its rows or writes its slot any more, unless it is lost."""
+    """Fills slots, in turn between grants. It reports the end of each gather once, in any thread. From then on nothing
+    reads the rows or writes the slot, unless the gather is lost."""
 
-    def prepare(self, ring: Ring) -> None:
-        """In a worker thread: does now what the ring's first slot would have to wait for. WorldError where it can't."""
+    def prepare(self, ring: SendRing) -> None:
+        """In a worker thread: does now what the ring's first slot would have to wait for. Raises WorldError."""
         ...
 
     def cut(self, pairing: Pairing) -> Cut:
-        """How it has rows of this pairing pass through a ring."""
+        """How rows of this pairing pass through a ring."""
         ...
 
     def add(self, gather: Gather) -> None:
@@ -35,7 +102,7 @@ class Gatherer(Protocol):
         ...
 
     def stop(self, gather: Gather) -> None:
-        """Ends a gather that was added at its next rows, if it is not over; never waits."""
+        """Ends a gather at its next rows, if it has not ended; never waits."""
         ...
 
     def close(self) -> None:
@@ -44,13 +111,13 @@ class Gatherer(Protocol):
 
 
 class CopyGatherer:
-    """A Gatherer of a pool that lies in this process's memory at `pool_address`; `over` is called in copy threads."""
+    """A Gatherer for a pool in this process's memory at `pool_address`. Copy threads call `over` with each gather."""
 
     def __init__(self, pool_address: int, threads: int, over: Callable[[Gather], None]) -> None:
         self._pool_address, self._over = pool_address, over
         self._copier: Copier[_Copy] = Copier(threads, self._ended, name="gather")
 
-    def prepare(self, ring: Ring) -> None:  # noqa: ARG002
+    def prepare(self, ring: SendRing) -> None:  # noqa: ARG002
         kernels.native()
         checksum_copy.native()
 
@@ -74,7 +141,7 @@ class CopyGatherer:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Copy:
-    """A gather, as a copier's work."""
+    """A gather, as a CopyWork."""
 
     gather: Gather
     source_address: int
@@ -86,7 +153,7 @@ class _Copy:
 
     @property
     def piece_bytes(self) -> int:
-        """What the slot sends."""
+        """The bytes that the slot sends."""
         return self.gather.job.cut.byte_count(self.gather.piece)
 
     @property
@@ -116,7 +183,7 @@ class _Copy:
             first_row = order.first_row + piece.first
             checksum = checksum_copy.copy(*between, lines=job.lines, first_row=first_row, cancel=cancel)
         elif kernels.copy(*between, cancel=cancel, by=_by()):
-            # The first planes of these rows: it sums for all of them.
+            # The piece with the first planes of these rows sums all of their planes.
             of = runs_of(rows.runs[:, 0], rows.runs[:, 2], order.first_row + piece.first)
             checksum = checksum_copy.checksum(job.lines, of, self.source_address, cancel=cancel)
         if checksum is None:
@@ -125,6 +192,78 @@ class _Copy:
         return checksum
 
 
-def _by() -> kernels.Native:
-    """This process's copy, without streaming stores: what is sent next should be in the cache."""
+def _by() -> kernels.NativeCopy:
+    """This process's copy, without streaming stores, since what is sent next should be in the cache."""
     return replace(kernels.native(), streams=0)
+
+
+class LaunchGatherer:
+    """A Gatherer for a pool at `pool_address` of a card's memory. A gather is one launch, so at most two are in flight
+    while full slots are sent. The thread that launches calls `over` with each gather.
+
+    `components` are the pool's own, by name.
+    """
+
+    def __init__(
+        self, card: WriterCard, pool_address: int, components: dict[str, Component], over: Callable[[Gather], None]
+    ) -> None:
+        self._card, self._pool_address, self._components, self._over = card, pool_address, components, over
+        self._card_writer = CardWriter(
+            card.launcher, lambda write: write.done(write.order, write.outcome, write.text, write.checksum), card.spans
+        )
+        self._writes: dict[Gather, CardWrite] = {}  # that have not ended
+
+    def prepare(self, ring: SendRing) -> None:
+        self._card.prepare()
+        checksum_copy.native()
+        ring.register(self._card)
+
+    def cut(self, pairing: Pairing) -> Cut:
+        return cut(pairing, paged=True)
+
+    def add(self, gather: Gather) -> None:
+        job, piece = gather.job, gather.piece
+        source, ring = job.cut.layouts(piece)
+        first = gather.slot * piece.room
+        card = self._card.ordinal
+        write = self._writes[gather] = CardWrite(
+            order=structs.replace(
+                job.order,
+                source_slots=job.order.source_slots[piece.first : piece.end],
+                target_slots=np.arange(first, first + piece.rows),
+                first_row=job.order.first_row + piece.first,
+            ),
+            done=partial(self._ended, gather),
+            source=Pool(layout=source, address=self._pool_address, card=card),
+            target=Pool(layout=ring, address=gather.ring.device_address, card=card, host=True),
+            row_bytes=ring.row_bytes,
+            staged=None if piece.low or not job.order.verify else self._staged(job.order, job.theirs),
+        )
+        self._card_writer.add(write)
+
+    def stop(self, gather: Gather) -> None:
+        if (write := self._writes.get(gather)) is not None:
+            write.stop()
+
+    def close(self) -> None:
+        self._card_writer.close()
+
+    def _ended(self, gather: Gather, _: Write, outcome: Outcome, text: str, checksum: int) -> None:
+        """In the thread that launches."""
+        del self._writes[gather]
+        gather.text, gather.checksum, gather.lost = text, checksum, outcome is Outcome.UNKNOWN
+        if outcome is Outcome.LANDED:
+            runs, gather.text = attempt(partial(gather.job.cut.runs, gather.piece, gather.job.order.target_slots))
+            gather.runs = gather.runs if runs is None else runs
+        self._over(gather)
+
+    def _staged(self, order: Write, theirs: Component) -> Staged:
+        """For all planes of the rows: the piece with the first planes sums all of them."""
+        ours = self._components[theirs.name]
+        return _staged(ours, theirs, order.layers, self._pool_address, self._card.ordinal)
+
+
+@lru_cache(_STAGED_MAX)
+def _staged(ours: Component, theirs: Component, layers: tuple[int, int], address: int, card: int) -> Staged:
+    source = facing(ours.layout, theirs.layout.layers(*layers))
+    return Staged.of(ours.name, Pool(layout=source, address=address, card=card))

@@ -1,11 +1,11 @@
-"""The send ring: rows leave their pool for it in the order in which they lie in the arena, in pieces of one slot.
+"""The send ring: rows are gathered into its slots in the order in which they lie in the arena, and sent from there.
 
-Where a piece's bytes lie in long runs on either side they may be sent from the pool itself: then its slot has no more
-than the table of its operations.
+Where a piece's bytes lie in long runs on both sides, they may be sent from the pool itself. Then its slot has only the
+table of its operations.
 
-A piece is some rows of some planes. Where a slot of the arena is one stretch of bytes, a piece holds whole rows, one
-after another; else it holds plane after plane, so that runs of slots are runs of bytes either way. To a card a ring is
-a pool, whose pages are the ring's slots.
+A piece is some rows of some planes, and fills one slot. Where a slot of the arena is one run of bytes, a piece holds
+whole rows, one after another. Else it holds plane after plane, so that runs of slots are runs of bytes in both cases.
+For a card a ring is a pool, whose pages are the ring's slots.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from ...layout.geometry import Int64s, read_only
 from ...layout.layout import Layout, Plane
 from ...layout.pairing import Pairing
 from ...layout.plan import Plan, plan
-from ...memory.arena_memory import Arena
+from ...memory.arena_memory import ArenaMemory
 from .child import OPERATION
 
 SLOTS = 16
-SLOT_BYTES = 4 << 20  # gathered at a time: what Python does for it costs less than a tenth
-FIRST_BYTES = 1 << 20  # of a write
-PIECE_BYTES = 16 << 20  # of what is sent from the pool
+SLOT_BYTES = 4 << 20  # gathered at a time: Python takes less than a tenth of the time of such a copy
+FIRST_BYTES = 1 << 20  # of a write's first piece
+PIECE_BYTES = 16 << 20  # of a piece that is sent from the pool
 OPERATIONS_MAX = 4_096  # of one slot
-STRAIGHT_BYTES_MIN = 64 << 10  # of an operation, in the mean: what it costs is then less than a copy of so much
-_SHAPES_MAX = 64  # of pieces that one cut remembers: of most writes all are alike, but the last
+STRAIGHT_BYTES_MIN = 64 << 10  # of an operation, on average: it costs less than a copy of so many bytes then
+_SHAPES_MAX = 64  # of pieces that one cut caches: most writes have pieces of one shape, but for the last
 _TABLE_BYTES = OPERATIONS_MAX * OPERATION.size
 
 
-class Ring:
+class SendRing:
     """Slots of shared memory, each with a table of the operations that send it."""
 
     def __init__(self) -> None:
-        self._memory = Arena.create(SLOTS * (SLOT_BYTES + _TABLE_BYTES), huge_pages="never", name="pdtransfer-ring")
+        self._memory = ArenaMemory.create(
+            SLOTS * (SLOT_BYTES + _TABLE_BYTES), huge_pages="never", name="pdtransfer-ring"
+        )
         self.free = list(range(SLOTS))
 
     def register(self, card: Registrar) -> None:
-        """Backs it, and lets a card reach it, until close; not on the loop. WorldError where that cannot be."""
+        """Backs it, and registers it with a card until close; not on the loop. Raises WorldError."""
         self._memory.card = card
         self._memory.prefault()
 
@@ -54,23 +56,23 @@ class Ring:
 
     @property
     def byte_count(self) -> int:
-        """All of it, tables included."""
+        """The length of all of it, tables included."""
         return self._memory.byte_count
 
     def address(self, slot: int) -> int:
-        """Where the slot's bytes are, in this process."""
+        """The address of the slot's bytes in this process."""
         return self._memory.mapping.address + slot * SLOT_BYTES
 
     @property
     def device_address(self) -> int:
-        """Where its card sees the first slot."""
+        """The address of the first slot for its card."""
         registered = self._memory.mapping.registered
         assert registered is not None
         return registered.device_address
 
-    def tell(self, slot: int, runs: Int64s, base: int, *, straight: bool = False) -> tuple[int, int]:
+    def write_table(self, slot: int, runs: Int64s, base: int, *, straight: bool = False) -> tuple[int, int]:
         """Writes the operations of `runs`, int64 (n, 3): offset in the slot, or if `straight` in the pool; offset in
-        the arena that is mapped at `base`; bytes. Returns where their table is in the ring, and how many there are."""
+        the arena that is mapped at `base`; bytes. Returns the table's offset in the ring, and its length."""
         assert len(runs) <= OPERATIONS_MAX
         offset = SLOTS * SLOT_BYTES + slot * _TABLE_BYTES
         table = self._memory.mapping.array[offset : offset + runs.nbytes].view(np.int64).reshape(-1, 3)
@@ -80,15 +82,15 @@ class Ring:
         return offset, len(runs)
 
     def close(self) -> None:
-        """Once nobody writes or reads it any more. Raises WorldError, and leaves it mapped, where its card does not let
-        go of it."""
+        """Unmaps it; nothing writes or reads it by then. Raises WorldError, and leaves it mapped, where its card keeps
+        it."""
         self._memory.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows [first, end) of a write and planes [low, high) of its pairing: what one slot holds, and for how many rows a
-    slot has room."""
+    """The content of one slot: rows [first, end) of a write, and planes [low, high) of its pairing. `room` rows fit a
+    slot."""
 
     first: int
     end: int
@@ -98,13 +100,13 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Their number."""
         return self.end - self.first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sides:
-    """Of pieces of one shape: from the pool into a slot, and from there into the arena."""
+    """The two steps of pieces of one shape: from the pool into a slot, and from there into the arena."""
 
     inwards: Pairing
     outwards: Pairing
@@ -122,10 +124,10 @@ class Cut:
     _sides: dict[tuple[int, int, int, int], _Sides] = field(default_factory=dict[Any, Any])
 
     def long(self, source_slots: Int64s, target_slots: Int64s) -> bool:
-        """Whether the bytes of these rows lie in runs of STRAIGHT_BYTES_MIN on either side, in the mean."""
+        """Whether the bytes of these rows lie in runs of STRAIGHT_BYTES_MIN on both sides, on average."""
         pairing, rows = self.pairing, len(source_slots)
         width = pairing.table[:, 6]
-        if (pairing.table[:, [2, 5]] != width[:, None]).any():  # a plane's rows do not touch: run by run it is a row
+        if (pairing.table[:, [2, 5]] != width[:, None]).any():  # a plane's rows do not touch: each run is one row
             return bool(width.mean() >= STRAIGHT_BYTES_MIN)
         breaks = 1
         for slots, page_size in (
@@ -138,11 +140,11 @@ class Cut:
     def pieces(self, rows: int, *, straight: bool = False) -> Iterator[Piece]:
         """All rows, in pieces of at most SLOT_BYTES, or of PIECE_BYTES that go straight, and OPERATIONS_MAX operations.
 
-        Of whole rows the first are few: what is sent while the next are gathered begins the sooner.
+        The first piece of whole rows is small, so that sending begins early, while the next one is gathered.
         """
         widths, woven = self.pairing.table[:, 6], self.woven or straight
         byte_count = PIECE_BYTES if straight else SLOT_BYTES
-        most = _page(2 * rows - 1) if self.paged else rows  # as many as there are, or the next power of two
+        most = _page(2 * rows - 1) if self.paged else rows  # their number, or the next power of two
         for low, high in self._groups(1 if woven else most, byte_count):
             row_bytes, first = int(widths[low:high].sum()), 0
             room = min(byte_count // row_bytes, OPERATIONS_MAX // (high - low))
@@ -156,7 +158,7 @@ class Cut:
                 first, step = end, min(2 * step, room)
 
     def byte_count(self, piece: Piece) -> int:
-        """All that it sends."""
+        """The bytes that it sends."""
         return piece.rows * int(self.pairing.table[piece.low : piece.high, 6].sum())
 
     def whole(self, piece: Piece) -> bool:
@@ -164,11 +166,11 @@ class Cut:
         return piece.high - piece.low == len(self.pairing.table)
 
     def last(self, piece: Piece, rows: int) -> bool:
-        """Whether no piece of so many rows comes behind it."""
+        """Whether it is the last piece of so many rows."""
         return piece.end == rows and piece.high == len(self.pairing.table)
 
     def _groups(self, rows: int, byte_count: int) -> Iterator[tuple[int, int]]:
-        """As many neighbouring planes at a time as `rows` rows of them, and an operation each, leave room for."""
+        """Groups of neighbouring planes, each so large that `rows` rows of it, and an operation each, fit a slot."""
         most, planes_max, low, held = max(1, byte_count // max(1, rows)), max(1, OPERATIONS_MAX // max(1, rows)), 0, 0
         widths = self.pairing.table[:, 6].tolist()
         for at, width in enumerate(widths):
@@ -187,7 +189,7 @@ class Cut:
         return plan(self._sides_of(piece).outwards, _rows(piece), target_slots[piece.first : piece.end]).byte_runs()
 
     def _sides_of(self, piece: Piece) -> _Sides:
-        """Made once for all pieces of a shape: it takes longer than a slot's plan."""
+        """Cached for each shape, since making it takes longer than planning a slot."""
         shape = piece.low, piece.high, piece.rows, piece.room
         if (found := self._sides.get(shape)) is None:
             if len(self._sides) >= _SHAPES_MAX:
@@ -207,8 +209,8 @@ class Cut:
         return _Sides(inwards=inwards, outwards=outwards.fused())
 
     def layouts(self, piece: Piece) -> tuple[Layout, Layout]:
-        """The piece's planes in the pool and in the ring, each slot of which is a page of `piece.room` rows. There are
-        few of them: the table that a card is given of two serves every slot, and writes of as many rows or so."""
+        """The piece's planes in the pool and in the ring, each slot of which is a page of `piece.room` rows. They are
+        cached: a card's tables of two layouts serve every slot, and all writes of about as many rows."""
         assert self.paged
         key = piece.low, piece.high, piece.room
         if (found := self._layouts.get(key)) is None:
@@ -244,7 +246,7 @@ class Cut:
 
 
 def _rows(piece: Piece) -> Int64s:
-    """A piece's, as they are counted in its slot."""
+    """The rows of a piece, as numbered in its slot."""
     return np.arange(piece.rows)
 
 
@@ -264,7 +266,7 @@ def _check_planes(pairing: Pairing) -> None:
 
 
 def _narrowed(pairing: Pairing) -> Pairing:
-    """The same bytes, in planes of which a slot holds a row."""
+    """The same bytes, in planes of which one row fits a slot."""
     table = pairing.table
     if (table[:, 6] <= SLOT_BYTES).all():
         return pairing
@@ -277,12 +279,12 @@ def _narrowed(pairing: Pairing) -> Pairing:
 
 
 def _table(source: Int64s, target: Int64s, width: Int64s) -> Int64s:
-    """A pairing's."""
+    """The table of a pairing."""
     return read_only(np.ascontiguousarray(np.concatenate((source, target, width), axis=1)))
 
 
 def _layout(places: Int64s, widths: Int64s, page_size: int, slots: int) -> Layout:
-    """Of planes at these bases and strides, int64 (n, 3), told apart by their number alone."""
+    """A layout of planes at these bases and strides, int64 (n, 3), which differ in their number alone."""
     planes = [
         Plane(at, "rows", "uint8", 0, 1, base, page_stride, row_stride, width)
         for at, ((base, page_stride, row_stride), width) in enumerate(
@@ -293,5 +295,5 @@ def _layout(places: Int64s, widths: Int64s, page_size: int, slots: int) -> Layou
 
 
 def _page(rows: int) -> int:
-    """The highest power of two up to `rows`."""
+    """The highest power of two that is not above `rows`."""
     return 1 << rows.bit_length() - 1

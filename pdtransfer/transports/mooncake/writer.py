@@ -1,7 +1,7 @@
-"""Prefill's side of Mooncake: rows are gathered into a session's ring here, and sent from there by its process.
+"""Prefill's side of Mooncake: this process gathers rows into a session's ring, and the session's process sends them.
 
-What a process may still send when a write's end is unknown is the ring, which is dropped with it. A pool in a memfd may
-be read by that process as well: then a write is over only once its end is known, or the process is dead.
+Where a write's outcome is unknown, its process may still send from the ring, which is dropped with it. The process may
+also read a pool in a memfd: then a write has ended only once its outcome is known, or the process is dead.
 """
 
 from __future__ import annotations
@@ -10,71 +10,127 @@ import asyncio
 import logging
 import os
 import re
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ...errors import TransportError, WorldError
 from ...handoff.effects import Outcome, Write
-from ...handoff.ready_gate import Gate
-from ...layout.checksum import MASK
+from ...handoff.ready_gate import ReadyGate
+from ...layout.checksum import MASK, Lines
 from ...layout.layout import Component
+from ...layout.pairing import Pairing
 from ...wire import Reach
 from ..base import Ready, WriteDone
 from ..card_launcher import WriterCard
-from ..component_match import lines_for, paired
+from ..component_match import Planes, lines_for, paired
 from ..copier import CANCELLED
-from ..loop_mailbox import Reports
-from ..network import Network, engines_left
+from ..loop_mailbox import LoopMailbox
+from ..options import WriterOptions
+from ..turns import Turns
 from . import child
-from .card import LaunchGatherer
-from .gather import CopyGatherer, Gatherer
-from .jobs import Gather, Job
+from .gather import CopyGatherer, Gather, Gatherer, LaunchGatherer, RingJob
 from .process import EngineProcess, Sending
-from .ring import Ring
-from .session import Session
+from .ring import Cut, SendRing
+from .settings import engines_left
 
 _PORTS = re.compile(r"([1-9][0-9]{0,4}(,[1-9][0-9]{0,4})*)?")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}:[1-9][0-9]{0,4}")
-_SHARE = 2  # slots that a grant may hold for each that is free: one alone takes two thirds, and leaves some for others
-_STALL_SECONDS = 10.0  # without a reply: the engine's own patience is 3 to 5 s
+_SHARE = 2  # slots that a grant may hold for each free one: a grant alone takes two thirds of them
+_STALL_SECONDS = 10.0  # without a reply: the engine's own timeouts are 3 to 5 s
 _LOOK_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
-_lost: list[Ring] = []  # that a card may write as long as this process lives
+_lost: list[SendRing] = []  # a card may write these as long as this process lives
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class MooncakeSession:
+    """One arena, and the process that writes there."""
+
+    id: int
+    reach: Reach
+    components: tuple[Component, ...]
+    pairings: tuple[Pairing, ...]
+    ring: SendRing
+    gatherer: Gatherer
+    process: EngineProcess | None = None
+    cuts: dict[Planes, Cut] = field(default_factory=dict[Planes, Cut])
+    lines: dict[Planes, Lines] = field(default_factory=dict[Planes, Lines])
+    turns: Turns[RingJob] = field(default_factory=Turns[RingJob])  # by grant, those that are not exhausted
+    jobs: dict[int, set[RingJob]] = field(default_factory=dict[int, set[RingJob]])  # not yet reported, by grant
+    straight: bool = False  # its process can read the pool
+    held: dict[int, int] = field(default_factory=dict[int, int])  # slots, by grant
+    batches: dict[int, RingJob] = field(default_factory=dict[int, RingJob])  # those under way, by slot
+    up: bool = False  # its process was ready
+    busy: int = 0  # slots that are being filled, and threads that prepare or close the ring
+    dropped: bool = False  # the ring
+    lost: bool = False  # a card may still write the ring
+    last_reply: float = 0.0  # when the process replied last, or got the first batch
+    watch: asyncio.TimerHandle | None = None
+    broken: str = ""  # why nothing more is sent, and the outcomes of what was sent are unknown
+    leaving: bool = False
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)  # its process is dead, and its ring dropped
+
+    @property
+    def gone(self) -> bool:
+        """Whether neither its process nor a thread uses its ring any more."""
+        return (self.process is None or self.process.dead) and not self.busy
+
+    @property
+    def known(self) -> bool:
+        """Whether the outcome of each write will be known, or at least the moment when the pool is read no more."""
+        return not self.broken or (self.straight and self.process is not None and not self.process.dead)
+
+    def cut(self, component: int, layers: tuple[int, int]) -> Cut:
+        """The component's planes of these layers, as they pass through the ring."""
+        if (found := self.cuts.get((component, layers))) is None:
+            pairing = self.pairings[component].within_layers(*layers).fused()
+            found = self.cuts[component, layers] = self.gatherer.cut(pairing)
+        return found
+
+    def may_take(self, job: RingJob) -> bool:
+        """Whether the job's grant may hold one more slot."""
+        held = self.held.get(job.order.grant, 0)
+        return not held or held < _SHARE * len(self.ring.free)
+
+    def release(self, slot: int, grant: int) -> None:
+        """Frees a slot."""
+        self.ring.free.append(slot)
+        self.held[grant] -= 1
+        if not self.held[grant]:
+            del self.held[grant]
 
 
 class MooncakeWriter:
     """A WriterTransport. Make it on the loop's thread.
 
-    `components` are the pool's own, whose bases are offsets from `pool_address`, or addresses where that is 0; the pool
-    lies in this process's memory, or in that of `card`, and stays until after close; `pool_fd` is its memfd, if it has
-    one. `lost` is called with a session whose process has died by itself: it writes no more, and is to be fenced.
+    `components` are the pool's own. The pool lies in this process's memory, or in that of `card`, and stays until after
+    close. `lost` is called for a session whose process has died by itself: it writes no more, and is to be fenced.
     """
 
     def __init__(
         self,
         components: tuple[Component, ...],
-        network: Network,
+        options: WriterOptions,
         *,
-        pool_address: int = 0,
-        pool_fd: int = -1,
-        copy_threads: int = 2,
         card: WriterCard | None = None,
         lost: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._components = {component.name: component for component in components}
-        self._network, self._lost = network, lost
+        self._network, self._lost = options.network, lost
         self._loop = asyncio.get_running_loop()
-        self._reports: Reports[Gather] = Reports(self._gathered)
-        self._pool_fd = pool_fd if network.protocol == "tcp" else -1  # else what is read has to be registered
+        self._reports: LoopMailbox[Gather] = LoopMailbox(self._gathered)
+        self._pool_fd = (
+            options.pool_fd if self._network.protocol == "tcp" else -1
+        )  # else what is read has to be registered
         self._gatherer: Gatherer = (
-            CopyGatherer(pool_address, copy_threads, self._reports.tell)
+            CopyGatherer(options.pool_address, options.copy_threads, self._reports.post)
             if card is None
-            else LaunchGatherer(card, pool_address, self._components, self._reports.tell)
+            else LaunchGatherer(card, options.pool_address, self._components, self._reports.post)
         )
-        self._sessions: dict[int, Session] = {}
-        self._ending: set[Session] = set()  # unmapped, but not gone
+        self._sessions: dict[int, MooncakeSession] = {}
+        self._ending: set[MooncakeSession] = set()  # unmapped, but not gone
         self._closing = False
 
     async def map(
@@ -84,7 +140,7 @@ class MooncakeWriter:
         components: tuple[Component, ...],
         more: Ready = lambda _: None,  # noqa: ARG002
     ) -> int:
-        """As WriterTransport says; all is ready at once, as decode grants no more than it has backed."""
+        """As WriterTransport. All is ready at once, since decode grants only what it has backed."""
         assert session not in self._sessions, f"session {session:#x} is mapped already"
         targets = targets_of(reach)
         pairings = paired(self._components, components, reach.arena_bytes)
@@ -92,9 +148,9 @@ class MooncakeWriter:
             raise TransportError("this writer is closing")
         sessions = (*self._sessions.values(), *self._ending)
         taken = sum(each.process.engines for each in sessions if each.process is not None)
-        engines = engines_left(self._network.engines, taken=taken)
-        mapped = self._sessions[session] = Session(
-            id=session, reach=reach, components=components, pairings=pairings, ring=Ring(), gatherer=self._gatherer
+        engines = engines_left(self._network, taken=taken)
+        mapped = self._sessions[session] = MooncakeSession(
+            id=session, reach=reach, components=components, pairings=pairings, ring=SendRing(), gatherer=self._gatherer
         )
         mapped.straight = self._pool_fd >= 0
         try:
@@ -104,9 +160,9 @@ class MooncakeWriter:
                 sending=Sending(
                     targets=targets[:engines], base=reach.base, pool=self._pool_fd, pool_bytes=pool_bytes
                 ),
-                heard=lambda packet: self._heard(mapped, packet), died=lambda: self._died(mapped),
+                received=lambda packet: self._on_replies(mapped, packet), died=lambda: self._died(mapped),
             )  # fmt: skip
-            await process.ready()  # it has met the engines there: only now is the ring worth its memory
+            await process.ready()  # it has met the peer's engines: a ring takes memory only from now on
             _check_wanted(mapped)
             await asyncio.shield(self._apart(mapped, self._gatherer.prepare, mapped.ring))
             _check_wanted(mapped)
@@ -120,7 +176,7 @@ class MooncakeWriter:
         return reach.arena_bytes
 
     def hbm_direct(self, session: int) -> bool:  # noqa: ARG002
-        """All rows land in the arena; decode copies up what belongs elsewhere."""
+        """Returns False: all rows land in the arena, and decode copies up those of HBM components."""
         return False
 
     def unmap(self, session: int) -> None:
@@ -130,7 +186,7 @@ class MooncakeWriter:
             if not mapped.jobs:
                 self._leave(mapped)
 
-    def _leave(self, mapped: Session) -> None:
+    def _leave(self, mapped: MooncakeSession) -> None:
         if self._sessions.get(mapped.id) is mapped:
             del self._sessions[mapped.id]
             self._ending.add(mapped)
@@ -140,7 +196,7 @@ class MooncakeWriter:
             mapped.process.kill()
         self._drop(mapped)
 
-    def _drop(self, mapped: Session) -> None:
+    def _drop(self, mapped: MooncakeSession) -> None:
         if mapped not in self._ending or not mapped.gone:
             return
         if not mapped.dropped:
@@ -152,12 +208,12 @@ class MooncakeWriter:
         self._ending.remove(mapped)
         mapped.quiet.set()
 
-    def _apart(self, mapped: Session, step: Callable[[Ring], None], ring: Ring) -> asyncio.Future[None]:
-        """Has a thread do this to a session's ring, which stays until it has."""
+    def _apart(self, mapped: MooncakeSession, step: Callable[[SendRing], None], ring: SendRing) -> asyncio.Future[None]:
+        """Runs a step on a session's ring in a thread; the ring stays until the step has ended."""
 
         def done(step: asyncio.Future[None]) -> None:
             mapped.busy -= 1
-            step.exception()  # nobody may be waiting
+            step.exception()  # retrieved: perhaps no caller waits
             self._drop(mapped)
 
         mapped.busy += 1
@@ -165,21 +221,21 @@ class MooncakeWriter:
         future.add_done_callback(done)
         return future
 
-    def waits(self, gate: Gate) -> bool:  # noqa: ARG002
-        """As WriterTransport says: a slot of its ring is not to wait for anything."""
+    def waits(self, gate: ReadyGate) -> bool:  # noqa: ARG002
+        """Returns False: a slot of the ring must not wait for a gate."""
         return False
 
     def write(self, order: Write, done: WriteDone) -> None:
-        """Gathers it piece by piece, in turn with other grants', as slots of the ring come free."""
+        """Gathers it piece by piece, in turn with other grants, as slots of the ring come free."""
         mapped = self._sessions.get(order.session)
         if mapped is None or mapped.leaving or mapped.broken:
             text = f"session {order.session:#x} is not mapped" if mapped is None or mapped.leaving else mapped.broken
             self._loop.call_soon(done, order, Outcome.FAILED, text, 0)
             return
         cut = mapped.cut(order.component, order.layers)
-        # A checksum is of what this process reads, which then copies it as well.
+        # For a checksum this process has to read the rows, so it gathers them as well.
         straight = mapped.straight and not order.verify and cut.long(order.source_slots, order.target_slots)
-        job = Job(
+        job = RingJob(
             order=order,
             done=done,
             cut=cut,
@@ -188,26 +244,18 @@ class MooncakeWriter:
             lines=lines_for(order, self._components, mapped.components, mapped.lines) if order.verify else None,
         )
         mapped.jobs.setdefault(order.grant, set()).add(job)
-        if order.grant not in mapped.grants:
-            mapped.grants[order.grant] = deque()
-            mapped.waiting.append(order.grant)
-        mapped.grants[order.grant].append(job)
+        mapped.turns.add(order.grant, job)
         self._advance(mapped)
 
-    def _advance(self, mapped: Session) -> None:
+    def _advance(self, mapped: MooncakeSession) -> None:
         """Gives the free slots of the ring to grants, in turn."""
-        ring, passed = mapped.ring, 0
-        while ring.free and passed < len(mapped.waiting):
-            grant = mapped.waiting[0]
-            mapped.waiting.rotate(-1)
-            held = mapped.held.get(grant, 0)
-            if held and held >= _SHARE * len(ring.free):
-                passed += 1
-                continue
-            passed, job = 0, mapped.grants[grant][0]
+        ring = mapped.ring
+        while ring.free and (queue := mapped.turns.take(mapped.may_take)) is not None:
+            job = queue.items[0]
+            mapped.turns.put_back(queue)
             piece = next(job.pieces)
             slot = ring.free.pop()
-            mapped.held[grant] = held + 1
+            mapped.held[job.order.grant] = mapped.held.get(job.order.grant, 0) + 1
             mapped.busy += 1
             gather = Gather(job=job, piece=piece, slot=slot, ring=ring)
             job.gathering.add(gather)
@@ -215,27 +263,20 @@ class MooncakeWriter:
             if job.cut.last(piece, len(job.order.source_slots)):
                 self._exhaust(mapped, job)
 
-    def _exhaust(self, mapped: Session, job: Job) -> None:
-        """Takes a job whose pieces are all taken, or that is to end, out of its grant's turns."""
+    def _exhaust(self, mapped: MooncakeSession, job: RingJob) -> None:
+        """Ends the turns of a job whose pieces are all taken, or that is to end."""
         job.exhausted = True
-        grant = job.order.grant
-        jobs = mapped.grants.get(grant)
-        if jobs is None or job not in jobs:
-            return
-        jobs.remove(job)
-        if not jobs:
-            del mapped.grants[grant]
-            mapped.waiting.remove(grant)
+        mapped.turns.remove(job.order.grant, job)
 
-    def _fail(self, mapped: Session, job: Job, text: str) -> None:
-        """No more of it is gathered."""
+    def _fail(self, mapped: MooncakeSession, job: RingJob, text: str) -> None:
+        """Gathers no more of it."""
         job.fail(text)
         self._exhaust(mapped, job)
         for gather in job.gathering:
             self._gatherer.stop(gather)
 
     def _gathered(self, gather: Gather) -> None:
-        """On the loop: a slot is full, or will not be."""
+        """On the loop: a slot is full, or will never be."""
         job, mapped = gather.job, self._sessions[gather.job.order.session]
         mapped.busy -= 1
         job.gathering.remove(gather)
@@ -251,25 +292,24 @@ class MooncakeWriter:
         self._advance(mapped)
         self._settle(mapped, job)
 
-    def _send(self, mapped: Session, job: Job, gather: Gather) -> None:
+    def _send(self, mapped: MooncakeSession, job: RingJob, gather: Gather) -> None:
         assert mapped.process is not None
-        table, count = mapped.ring.tell(gather.slot, gather.runs, mapped.reach.base, straight=job.straight)
+        table, count = mapped.ring.write_table(gather.slot, gather.runs, mapped.reach.base, straight=job.straight)
         if not mapped.batches:
-            mapped.heard = self._loop.time()
+            mapped.last_reply = self._loop.time()
             if mapped.watch is None:
                 mapped.watch = self._loop.call_later(_LOOK_SECONDS, self._watch, mapped)
         job.sent.add(gather.slot)
         mapped.batches[gather.slot] = job
         mapped.process.send(child.ORDER.pack(child.PUT, gather.slot, count, table, job.order.grant))
 
-    def _heard(self, mapped: Session, packet: bytes) -> None:
-        """Replies of the session's process."""
-        mapped.heard = self._loop.time()
+    def _on_replies(self, mapped: MooncakeSession, packet: bytes) -> None:
+        mapped.last_reply = self._loop.time()
         whole = len(packet) % child.REPLY.size == 0
         for kind, slot in child.REPLY.iter_unpack(packet) if whole else [(child.UNKNOWN, 0)]:
             job = mapped.batches.pop(slot, None) if kind in (child.DONE, child.CANCELLED) else None
-            if job is None:  # it does not know, or speaks of what it was never told
-                words = mapped.process.last_words() if mapped.process is not None else ""
+            if job is None:  # the process does not know the outcome, or replies to no order
+                words = mapped.process.last_log() if mapped.process is not None else ""
                 self._break(mapped, f"a write to {mapped.reach.host} has failed{words}")
                 return
             job.sent.remove(slot)
@@ -279,22 +319,20 @@ class MooncakeWriter:
             self._settle(mapped, job)
         self._advance(mapped)
 
-    def _watch(self, mapped: Session) -> None:
-        """An engine that says nothing, stopped or held by its own locks, is not waited for."""
+    def _watch(self, mapped: MooncakeSession) -> None:
+        """Gives up on an engine that does not reply, because it is stopped or in a deadlock."""
         mapped.watch = None
         if mapped.process is None or mapped.broken or not mapped.batches:
             return
-        mapped.process.look()  # it may have spoken while this process was the one that did not run
+        mapped.process.read()  # perhaps it was this process that did not run
         if mapped.batches and not mapped.broken:
-            silent = self._loop.time() - mapped.heard
+            silent = self._loop.time() - mapped.last_reply
             if silent >= _STALL_SECONDS:
-                self._break(
-                    mapped, f"the engine that writes to {mapped.reach.host} has said nothing for {silent:.0f} s"
-                )
+                self._break(mapped, f"the engine that writes to {mapped.reach.host} has not replied for {silent:.0f} s")
             else:
                 mapped.watch = self._loop.call_later(_LOOK_SECONDS, self._watch, mapped)
 
-    def _died(self, mapped: Session) -> None:
+    def _died(self, mapped: MooncakeSession) -> None:
         if self._sessions.get(mapped.id) is mapped:
             self._break(mapped, f"the engine that writes to {mapped.reach.host} has ended")
             if mapped.up and not mapped.leaving:
@@ -303,8 +341,8 @@ class MooncakeWriter:
             self._settle(mapped, job)  # what waited for this
         self._drop(mapped)
 
-    def _break(self, mapped: Session, text: str) -> None:
-        """Nobody can say any more what has landed: ends every write, those that were sent as unknown."""
+    def _break(self, mapped: MooncakeSession, text: str) -> None:
+        """Ends every write of a session that cannot report outcomes any more, those that were sent as unknown."""
         if mapped.broken:
             return
         mapped.broken = text
@@ -314,10 +352,10 @@ class MooncakeWriter:
             self._fail(mapped, job, text)
             self._settle(mapped, job)
 
-    def _settle(self, mapped: Session, job: Job) -> None:
-        """Reports a job that is over."""
+    def _settle(self, mapped: MooncakeSession, job: RingJob) -> None:
+        """Reports a job that has ended."""
         grant = job.order.grant
-        jobs = mapped.jobs.get(grant, set[Job]())
+        jobs = mapped.jobs.get(grant, set[RingJob]())
         if job not in jobs or not job.over(known=mapped.known):
             return
         jobs.remove(job)
@@ -330,7 +368,7 @@ class MooncakeWriter:
                 self._leave(mapped)
 
     def cancel(self, session: int, grant: int) -> None:
-        """Gathers and sends no more of this grant; each of its writes reports when nothing of it is in flight."""
+        """Gathers and sends no more of this grant. Each of its writes reports once nothing of it is in flight."""
         mapped = self._sessions.get(session)
         if mapped is None or mapped.process is None:
             return
@@ -342,8 +380,8 @@ class MooncakeWriter:
             mapped.process.send(child.ORDER.pack(child.CANCEL, 0, 0, 0, grant))
 
     async def fence(self, session: int) -> bool:
-        """Ends the session's process, and returns when it is dead and its ring dropped: True, nothing of it is sent any
-        more, and no source read, unless its card was lost. What it has sent before may lie in decode's sockets, until
+        """Ends the session's process, and returns once it is dead and its ring dropped. Then nothing of it is sent or
+        read any more: True, unless its card was lost. Bytes that were sent before may lie in decode's sockets, until
         decode's fence."""
         ending = [each for each in self._ending if each.id == session]
         if (mapped := self._sessions.get(session)) is not None:
@@ -366,15 +404,15 @@ class MooncakeWriter:
         await self._loop.run_in_executor(None, self._gatherer.close)
 
 
-def _check_wanted(mapped: Session) -> None:
+def _check_wanted(mapped: MooncakeSession) -> None:
     if mapped.leaving:
         raise TransportError("the session was unmapped while its arena was being mapped")
     if mapped.broken:
         raise TransportError(mapped.broken)
 
 
-def _close(ring: Ring) -> None:
-    """In a worker thread. What a card does not let go of stays mapped."""
+def _close(ring: SendRing) -> None:
+    """In a worker thread. A ring that its card does not release stays mapped."""
     try:
         ring.close()
     except WorldError as error:
@@ -383,10 +421,10 @@ def _close(ring: Ring) -> None:
 
 
 def targets_of(reach: Reach) -> tuple[str, ...]:
-    """The engines, host:port each, that an arena is reached by. Raises TransportError for what is not Mooncake's."""
+    """The engines, host:port each, that reach an arena. Raises TransportError for a Reach of another kind."""
     if reach.transport != "mooncake":
         raise TransportError(f"transport {reach.transport!r}, this is mooncake")
-    # A peer names it, and we knock: it must be nothing that the engine takes for more than a host and a port.
+    # A peer chose this text: the engine must take it for nothing but a host and a port.
     if not _HOST.fullmatch(reach.host):
         raise TransportError(f"host {reach.host!r}: must be a name or an IPv4 address, and a port")
     if not _PORTS.fullmatch(reach.address):

@@ -1,9 +1,49 @@
 """Shared memory on one host: prefill maps decode's arena and copies into it; the fence is a lock its mapping holds.
 
 For each writer the arena's memfd is reopened, an open-file-description lock is taken on a byte of that writer's own,
-and that descriptor is handed over and closed here. The lock is gone when the last mapping and descriptor of it is,
-whoever forked, froze or was killed: then, and only then, nobody can write.
+and that descriptor is handed over and closed here. The kernel drops the lock with the last mapping and descriptor of
+it, whichever process forked, froze or was killed. Only from then on no process can write.
 """
 
-from .arena import ShmArena as ShmArena
-from .writer import ShmWriter as ShmWriter
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...memory.arena_memory import ArenaMemory
+from ...probe import Probe
+from ..base import ArenaTransport, Components, LostArena, LostWriter, Near, WriterTransport
+from ..options import ArenaOptions, Network, WriterOptions
+
+if TYPE_CHECKING:
+    from ..card_launcher import WriterCard
+
+
+class ShmTransport:
+    """A Transport. Every host has it; doctor's probes of the kernel are about it."""
+
+    name, any_host = "shm", False
+
+    def why_not(self) -> str:
+        return ""
+
+    def check(self, network: Network) -> None:
+        pass
+
+    def arena(self, memory: ArenaMemory, options: ArenaOptions, *, hbm_direct: bool, lost: LostArena) -> ArenaTransport:
+        from .arena import ShmArena
+
+        del lost  # a hand-over ends with its lock alone
+        return ShmArena(memory, directory=options.socket_directory, hbm_direct=hbm_direct)
+
+    def writer(
+        self, components: Components, options: WriterOptions, *, card: WriterCard | None, lost: LostWriter, near: Near
+    ) -> WriterTransport:
+        from .writer import ShmWriter
+
+        del lost  # this process is the only writer
+        return ShmWriter(components, options, card=card, near=near)
+
+    def probes(self, ports: Sequence[tuple[int, int]]) -> Sequence[Probe]:
+        del ports
+        return ()

@@ -1,4 +1,4 @@
-"""Decode's side of shared memory: hands the arena to its writers, each with a lock, and asks the kernel for it."""
+"""Decode's side of shared memory: hands the arena to each writer with a lock, and reads that lock from the kernel."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ...memory.arena_memory import Arena
+from ...memory.arena_memory import ArenaMemory
 from ...wire import Reach
-from .handover import TOKEN_BYTES, Listener, host
+from .handover import TOKEN_BYTES, HandoverListener, host
 
-# From <fcntl.h>: Python's fcntl module has them on some builds only.
+# From <fcntl.h>: only some builds of Python have them in the fcntl module.
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _HandOver:
-    """One session's: a token until it is shown or revoked, and the bytes whose locks went away with descriptors."""
+    """The hand-over of one session: a token until it is used or revoked, and the bytes that were locked for writers."""
 
     token: bytes = b""
     locked: list[int] = field(default_factory=list[int])
@@ -35,30 +35,30 @@ class _HandOver:
 class ShmArena:
     """An ArenaTransport. Make it on the loop's thread, with the arena open until after close.
 
-    `directory` holds the socket, is made private and must be this user's alone; None takes the abstract namespace.
-    Writers of other users than `uids` (this one and root) are turned away.
+    `directory` holds the socket, and must be private to this user; None takes the abstract namespace. Writers of users
+    not in `uids` (by default this user and root) are refused.
     """
 
     def __init__(
         self,
-        arena: Arena,
+        arena: ArenaMemory,
         *,
         directory: Path | None,
         uids: frozenset[int] | None = None,
         hbm_direct: bool = True,
     ) -> None:
-        """Without `hbm_direct` nobody is told of a card's memory: all rows land in the arena."""
+        """Without `hbm_direct` no writer gets a card's memory: all rows land in the arena."""
         arena.use("served")
         self._arena, self._hbm_direct, self._closed = arena, hbm_direct, False
         if arena.hbm is not None:
             arena.hbm.watch(self._all_quiet)
         self._sessions: dict[int, _HandOver] = {}
-        self._next_byte = 0  # never used twice; a lock may lie beyond the file's end
-        self._host = host()  # read now: later there may be no descriptor left to read it with
-        self._listener = Listener(self._give, byte_count=arena.byte_count, directory=directory, uids=uids)
+        self._next_byte = 0  # each byte is used once; a lock may lie beyond the file's end
+        self._host = host()  # read now: later no descriptor may be left to read it with
+        self._listener = HandoverListener(self._give, byte_count=arena.byte_count, directory=directory, uids=uids)
 
-    async def offer(self, session: int) -> Reach:
-        """A fresh token for this session, good once; one that was offered before is good no more."""
+    async def offer(self, session: int, host: str = "") -> Reach:  # noqa: ARG002
+        """Makes a new token for this session, valid once; a token that was offered before is void."""
         token = secrets.token_bytes(TOKEN_BYTES)
         self._sessions.setdefault(session, _HandOver()).token = token
         reach = Reach(
@@ -75,12 +75,12 @@ class ShmArena:
         return replace(reach, hbm_handle=hbm.handle, hbm_base=hbm.base, hbm_bytes=hbm.byte_count)
 
     def revoke(self, session: int) -> None:
-        """The token is good no more. A descriptor that was handed over stays where it is."""
+        """Makes the token void. A descriptor that was handed over stays where it is."""
         if (hand := self._sessions.get(session)) is not None:
             hand.token = b""
 
     def quiet(self, session: int) -> bool:
-        """Whether no token is good and every lock that was handed over is free, which the kernel says."""
+        """Whether no token is valid and every lock that was handed over is free, by the kernel."""
         if (hand := self._sessions.get(session)) is None:
             return True
         hand.locked = [byte for byte in hand.locked if self._held(byte)]
@@ -92,12 +92,12 @@ class ShmArena:
         self._sessions.pop(session, None)
 
     async def close(self) -> None:
-        """Stops handing over. `quiet` answers as long as the arena is open."""
+        """Stops handing over. `quiet` works as long as the arena is open."""
         self._closed = True
         self._listener.close()
 
     def _all_quiet(self) -> bool:
-        """Whether nobody can be let in any more, and no lock is held that ever was."""
+        """Whether no writer can come any more, and no writer's lock is held."""
         return self._closed and not any(self._held(byte) for hand in self._sessions.values() for byte in hand.locked)
 
     def _give(self, session: int, token: bytes) -> int | None:
@@ -106,22 +106,22 @@ class ShmArena:
             return None
         try:
             fd = self._arena.reopen()
-        except OSError:  # out of descriptors: the token stays good
+        except OSError:  # out of descriptors: the token stays valid
             return None
         byte, self._next_byte = self._next_byte, self._next_byte + 1
         try:
             fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
         except OSError as error:
-            # Without its lock nothing would ever say that this writer is gone.
+            # Without its lock nothing would ever prove that this writer is gone.
             os.close(fd)
-            log.error("a writer of this arena holds locks that are not its own: nobody is let in (%s)", error.strerror)
+            log.error("a writer holds locks that are not its own: no writer is admitted (%s)", error.strerror)
             return None
         hand.token = b""
         hand.locked.append(byte)
         return fd
 
     def _held(self, byte: int) -> bool:
-        """Whether a description other than the arena's own, which never takes a lock, has the byte locked."""
+        """Whether another open file description than the arena's own, which takes no lock, has the byte locked."""
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
         kind: int = _FLOCK.unpack(fcntl.fcntl(self._arena.fd, _F_OFD_GETLK, asked))[0]
         return kind != fcntl.F_UNLCK

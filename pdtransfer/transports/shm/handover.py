@@ -1,7 +1,7 @@
-"""Both ends of the Unix socket over which an arena's descriptor goes to whoever shows the session's token.
+"""Both ends of the Unix socket over which an arena's descriptor goes to a peer that sends the session's token.
 
-The listener lives on the loop and never blocks it. A connection has 48 bytes to send and little time to send them;
-when there are too many, the one that has kept silent longest goes.
+The listener runs on the loop and never blocks it. A connection sends one short request within a short time; where there
+are too many connections, the oldest is closed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ _RETRY_SECONDS = 0.01
 TOKEN_BYTES = 32
 
 Give = Callable[[int, bytes], int | None]
-"""(session, token) to a descriptor, which the listener sends and closes, or None to refuse."""
+"""Of (session, token) the descriptor, which the listener sends and closes, or None to refuse."""
 
 
 def host() -> str:
-    """The kernel that this process runs on, and its network namespace: what Reach.host says over shm.
+    """The kernel that this process runs on, and its network namespace: Reach.host of shared memory.
 
-    Sockets in the file system connect wherever the file is seen, on one kernel; abstract ones within one namespace.
+    On one kernel a socket in the file system connects processes that see its file, an abstract one those of a network
+    namespace.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
@@ -51,11 +52,11 @@ class _Connection:
     shown: bytearray = field(default_factory=bytearray)
 
 
-class Listener:
-    """Hands descriptors over, on `address`, until close. Make it on the loop's thread.
+class HandoverListener:
+    """Hands descriptors over on `address`, until close. Make it on the loop's thread.
 
-    `directory` is made with mode 0700, and must be this user's alone; None binds in the abstract namespace, which every
-    process of the network namespace sees. Peers of other users than `uids` are turned away, whatever they show.
+    `directory` is made with mode 0700 and must be private to this user. None binds in the abstract namespace, which
+    every process of the network namespace sees. Peers of users not in `uids` are refused, whatever they send.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Listener:
             self._loop.add_reader(number, self._read, number)
 
     def _pause(self) -> None:
-        """Stops looking for a moment, lest a socket that stays readable keep the loop busy."""
+        """Stops accepting for a moment: a socket that stays readable would keep the loop busy."""
         self._loop.remove_reader(self._socket)
         self._resume = self._loop.call_later(0.1, self._loop.add_reader, self._socket, self._accept)
 
@@ -127,7 +128,7 @@ class Listener:
             # The socket's buffer is empty, so that this never waits.
             socket.send_fds(connection.socket, [_REPLY.pack(_MAGIC, self._byte_count)], [fd])
         except OSError:
-            pass  # the writer has left: with our copy closed nobody has the descriptor
+            pass  # the writer has left: once our copy is closed, no process has the descriptor
         finally:
             os.close(fd)
 
@@ -138,7 +139,7 @@ class Listener:
         connection.socket.close()
 
     def close(self) -> None:
-        """Turns everybody away and removes the socket; idempotent."""
+        """Closes all connections and removes the socket; idempotent."""
         for number in list(self._connections):
             self._drop(number)
         if self._resume is not None:
@@ -167,7 +168,7 @@ def _bound(directory: Path | None) -> tuple[socket.socket, Path | None]:
         _sweep(directory)
         listener.bind(str(aside))
         listener.listen(128)
-        aside.rename(path)  # only now: whoever sweeps takes one that does not listen for a dead process's
+        aside.rename(path)  # only now: a sweep removes sockets that do not listen
     except OSError as error:
         listener.close()
         raise TransportError(f"socket in {directory or 'the abstract namespace'}: {error.strerror}") from None
@@ -186,7 +187,7 @@ def _check_private(directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes the sockets that killed processes have left."""
+    """Removes the sockets that killed processes have left behind."""
     for path in directory.glob("arena-*"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
             try:
@@ -194,7 +195,7 @@ def _sweep(directory: Path) -> None:
             except ConnectionRefusedError:
                 path.unlink(missing_ok=True)
             except OSError:
-                continue  # busy, or no socket: not ours to judge
+                continue  # busy, or not a socket
 
 
 def _uid_of(peer: socket.socket) -> int:
@@ -204,9 +205,9 @@ def _uid_of(peer: socket.socket) -> int:
 
 
 async def receive(reach: Reach, session: int, *, seconds: float, uids: frozenset[int] | None = None) -> int:
-    """The arena's descriptor, the caller's to close. Raises TransportError, also when nobody answers in `seconds`.
+    """Receives the arena's descriptor, which the caller closes. Raises TransportError, also after `seconds`.
 
-    The owner must run as one of `uids`, by default this user or root: nobody else is shown the token.
+    The token is sent only to an owner that runs as one of `uids`, by default this user or root.
     """
     _check_reachable(reach)
     if uids is None:
@@ -216,7 +217,7 @@ async def receive(reach: Reach, session: int, *, seconds: float, uids: frozenset
             async with asyncio.timeout(seconds):
                 await _connect(peer, reach.address)
                 if (uid := _uid_of(peer)) not in uids:
-                    raise TransportError(f"{reach.address} is user {uid}'s, not one of {sorted(uids)}")
+                    raise TransportError(f"{reach.address} belongs to user {uid}, not to one of {sorted(uids)}")
                 peer.sendall(_REQUEST.pack(_MAGIC, session, reach.token))
                 return await _answer(peer, reach)
     except TimeoutError:
@@ -233,7 +234,7 @@ def _check_reachable(reach: Reach) -> None:
         raise TransportError(f"the arena is on another host: its boot id is {boot!r}, here it is {here[0]!r}")
     if reach.address.startswith("@") and namespace != here[2]:
         raise TransportError(f"{reach.address}: network namespace {namespace!r}, here it is {here[2]!r}")
-    # A peer names it, and we knock: that must not be at the door of any other program.
+    # A peer chose this address: it must not lead to the socket of another program.
     if not _NAME.fullmatch(reach.address):
         raise TransportError(f"address {reach.address!r} is no /.../arena-NUMBER and no @pdtransfer-NUMBER in hex")
     if len(os.fsencode(reach.address)) > _PATH_BYTES_MAX:
@@ -261,7 +262,7 @@ async def _connect(peer: socket.socket, address: str) -> None:
 
 @contextmanager
 def _found(address: str) -> Generator[str]:
-    """What to connect to: the very socket that has this name, and not what a symbolic link of this name leads to."""
+    """The name to connect to: that of the socket itself, never of what a symbolic link leads to."""
     if address.startswith("@"):
         yield "\0" + address[1:]
         return
@@ -275,10 +276,10 @@ def _found(address: str) -> Generator[str]:
 
 
 async def _answer(peer: socket.socket, reach: Reach) -> int:
-    """The one descriptor that comes with a whole and right reply; whatever else comes is closed."""
+    """The one descriptor that comes with a complete and correct reply; any others are closed."""
     await _readable(peer)
-    # One message on an empty stream arrives in one piece.
-    # Not socket.recv_fds: it drops the flag, and a child started just then would keep the arena, and its lock.
+    # One message on an empty stream arrives in one piece. socket.recv_fds cannot set the flag: without it a child that
+    # is started just now would keep the arena and its lock.
     reply, ancillary, flags, _ = peer.recvmsg(_REPLY.size, socket.CMSG_SPACE(4 * _INT.size), socket.MSG_CMSG_CLOEXEC)
     fds = [fd for *_, held in ancillary for (fd,) in _INT.iter_unpack(held[: len(held) // _INT.size * _INT.size])]
     right = reply == _REPLY.pack(_MAGIC, reach.arena_bytes) and len(fds) == 1 and not flags & socket.MSG_CTRUNC
@@ -296,11 +297,11 @@ async def _readable(peer: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
 
-    def told() -> None:
+    def set_ready() -> None:
         if not ready.done():
             ready.set_result(None)
 
-    loop.add_reader(peer, told)
+    loop.add_reader(peer, set_ready)
     try:
         await ready
     finally:

@@ -1,4 +1,4 @@
-"""Prefill's side of shared memory: maps arenas, and writes there from its own memory, or a card's."""
+"""Prefill's side of shared memory: maps arenas, and writes there from its own memory or a card's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ... import kernels
 from ...errors import TransportError, WorldError
 from ...handoff.effects import Outcome, Write
-from ...handoff.ready_gate import Gate
+from ...handoff.ready_gate import ReadyGate
 from ...handoff.sharing import facing
 from ...kernels import checksum_copy
 from ...kernels.pools import Pool
@@ -25,37 +25,36 @@ from ...memory.arena_memory import Mapping, enter_backed, map_received
 from ...wire import Reach
 from ..base import Near, Ready, WriteDone
 from ..card_launcher import Exported, WriterCard
-from ..card_writer import Pusher
+from ..card_writer import CardWrite, CardWriter, Staged
 from ..component_match import Planes, lines_for, paired
-from ..copier import Copier, Job
-from ..loop_mailbox import Reports
-from ..pushes import Push, Staged
+from ..copier import Copier, CopyJob
+from ..loop_mailbox import LoopMailbox
+from ..options import WriterOptions
 from .handover import receive
 
-_INLINE_BYTES_MAX = 256 << 10  # copied on the loop: some 30 us, less than waking a thread and being woken
-_INLINE_BYTES_TURN = 1 << 20  # and so many in one turn of the loop, lest it stall
+_INLINE_BYTES_MAX = 256 << 10  # of a write on the loop: some 30 us, less than a thread takes to wake and to report
+_INLINE_BYTES_TURN = 1 << 20  # of all writes in one turn of the loop: more would stall it
 _HANDOVER_SECONDS = 5.0
 _MAP_THREADS = 4
-_ENTER_BYTES = CHUNK_BYTES  # of an arena at a time, some 50 ms: rooms land in what is ready before the rest is
-_FOLLOW_SECONDS = 0.05  # an arena's owner backs some 100 MiB meanwhile
+_ENTER_BYTES = CHUNK_BYTES  # of an arena at a time, some 50 ms: rooms land in it before the rest is ready
+_FOLLOW_SECONDS = 0.05  # the arena's owner backs some 100 MiB meanwhile
 
 log = logging.getLogger(__name__)
 
 
-_lost: list[_Reached] = []  # that may be written as long as this process lives: they stay mapped, for all to see
+_lost: list[_WritableArena] = []  # they stay mapped and locked: a card may write them as long as this process lives
 
 
 @dataclass(frozen=True, slots=True)
-class _Reached:
-    """What a writer may write of one decode rank: its arena, and the memory of its HBM components if a card reaches
-    that."""
+class _WritableArena:
+    """What a writer may write of one decode rank: the arena, and the memory of HBM components if a card reaches it."""
 
     mapping: Mapping
     hbm: Exported | None = None
 
     def close(self) -> None:
-        """Lets HBM go first: whoever finds the arena's lock free may believe that nobody writes either. Raises
-        WorldError where the card keeps something, and what has a lock stays mapped then."""
+        """Releases HBM first: a free lock of the arena proves that neither is written. Raises WorldError where the card
+        keeps something; the locked mapping stays then."""
         if self.hbm is not None:
             self.hbm.close()
         self.mapping.close()
@@ -63,31 +62,31 @@ class _Reached:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """One mapped arena, or one that is being mapped (None)."""
+    """One arena; `reached` is None while it is being mapped."""
 
     components: tuple[Component, ...]
     reach: Reach
-    reached: _Reached | None = None
-    pairings: tuple[Pairing, ...] = ()  # a component of Register each, in order
+    reached: _WritableArena | None = None
+    pairings: tuple[Pairing, ...] = ()  # one for each component of Register
     cuts: dict[Planes, Pairing] = field(default_factory=dict[Planes, Pairing])
     lines: dict[Planes, Lines] = field(default_factory=dict[Planes, Lines])
     pools: dict[Planes, tuple[Pool, Pool]] = field(default_factory=dict[Planes, tuple[Pool, Pool]])
-    writes: int = 0  # not yet reported
-    unknown: bool = False  # how one of its writes ended
+    writes: int = 0  # that were not reported yet
+    unknown: bool = False  # whether one of its writes has ended so
     leaving: bool = False
     bytes_ready: int = 0
-    bytes_backed: int = 0  # by the arena's owner, as far as was looked
+    bytes_backed: int = 0  # by the arena's owner, when last looked
     fd: int = -1  # of the arena, until all of it is ready
-    growing: bool = False  # a thread enters more of it in the page table
+    growing: bool = False  # a thread is entering more of it in the page table
 
     def close_fd(self) -> None:
-        """The mapping alone is kept, and keeps the lock."""
+        """Closes the descriptor; the mapping keeps the lock."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def pairing(self, component: int, layers: tuple[int, int]) -> Pairing:
-        """The component's planes of these layers, neighbours made one."""
+        """The component's planes of these layers, neighbours fused."""
         if (cut := self.cuts.get((component, layers))) is None:
             cut = self.cuts[component, layers] = self.pairings[component].within_layers(*layers).fused()
         return cut
@@ -95,9 +94,9 @@ class _Session:
 
 @dataclass(frozen=True, slots=True)
 class _Attached:
-    """What was received and mapped; `fd` is open as long as not all of it is ready."""
+    """An arena that was received and mapped; `fd` is open until all of it is ready."""
 
-    reached: _Reached
+    reached: _WritableArena
     pairings: tuple[Pairing, ...]
     fd: int
     bytes_ready: int
@@ -111,42 +110,42 @@ class _Attached:
 class ShmWriter:
     """A WriterTransport. Make it on the loop's thread.
 
-    `components` are the pool's own, whose bases are offsets from `pool_address`, or addresses where that is 0; the pool
-    stays mapped until after close. They meet a session's components by name. With a `card` the addresses are the card's
-    own, and it writes: what is mapped is registered with it, and counts as ready from then on.
+    `components` are the pool's own, and meet a session's components by name. With a `card` their addresses are the
+    card's, and it writes: a mapped arena is registered with it, and is ready only then.
     """
 
     def __init__(
         self,
         components: tuple[Component, ...],
+        options: WriterOptions,
         *,
-        pool_address: int = 0,
-        copy_threads: int = 2,
         card: WriterCard | None = None,
         uids: frozenset[int] | None = None,
         near: Near = lambda _: None,
     ) -> None:
         self._components = {component.name: component for component in components}
-        self._pool_address, self._uids = pool_address, uids
+        self._pool_address, self._uids = options.pool_address, uids
         self._loop = asyncio.get_running_loop()
-        self._reports: Reports[Job | Push] = Reports(self._ended)
+        self._reports: LoopMailbox[CopyJob | CardWrite] = LoopMailbox(self._ended)
         self._card = card
-        self._soon: Reports[Push] = Reports(self._is_near)
+        self._nears: LoopMailbox[CardWrite] = LoopMailbox(self._report_near)
         self._near = near
-        self._pusher = None if card is None else Pusher(card.lane, self._reports.tell, card.spans, self._soon.tell)
-        self._copier: Copier[Job] = Copier(0 if card else copy_threads, self._reports.tell)
+        self._card_writer = (
+            None if card is None else CardWriter(card.launcher, self._reports.post, card.spans, self._nears.post)
+        )
+        self._copier: Copier[CopyJob] = Copier(0 if card else options.copy_threads, self._reports.post)
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
         self._sessions: dict[int, _Session] = {}
-        self._jobs: dict[tuple[int, int], set[Job | Push]] = {}  # by session and grant
+        self._jobs: dict[tuple[int, int], set[CopyJob | CardWrite]] = {}  # by session and grant
         self._inline_bytes = 0  # copied in this turn of the loop
-        self._small: deque[Job] = deque()  # that this turn has no bytes left for
+        self._small: deque[CopyJob] = deque()  # writes for the next turns of the loop
         self._closing = False
         self._unmapped = asyncio.Event()
 
     async def map(
         self, session: int, reach: Reach, components: tuple[Component, ...], more: Ready = lambda _: None
     ) -> int:
-        """As WriterTransport says; what is ready is in our page table, and was backed by the arena's owner."""
+        """As WriterTransport. What is ready is in our page table, and was backed by the arena's owner."""
         assert session not in self._sessions, f"session {session:#x} is mapped already"
         if self._closing:
             raise TransportError("this writer is closing")
@@ -174,8 +173,9 @@ class ShmWriter:
         return mapped.bytes_ready
 
     def _follow_later(self, session: int, mapped: _Session, more: Ready, entered: int) -> None:
-        """Enters the next piece, unless all is ready or nobody wants it any more: at once after a whole one, else soon,
-        since the arena's owner has come no further."""
+        """Schedules the next piece, unless all is ready or the session is being unmapped.
+
+        It comes at once after a whole piece: a partial one means that the arena's owner has backed no more yet."""
         assert mapped.reached is not None
         if mapped.bytes_ready == mapped.reached.mapping.byte_count:
             mapped.close_fd()
@@ -195,7 +195,7 @@ class ShmWriter:
     def _grown(self, session: int, mapped: _Session, more: Ready, done: Future[tuple[int, int]]) -> None:
         mapped.growing = False
         if (error := done.exception()) is not None:
-            log.error("session %#x: no more of its arena than %d bytes: %s", session, mapped.bytes_ready, error)
+            log.error("session %#x: only %d bytes of its arena can be used: %s", session, mapped.bytes_ready, error)
         elif not mapped.leaving:
             before, (mapped.bytes_ready, mapped.bytes_backed) = mapped.bytes_ready, done.result()
             if mapped.bytes_ready > before:
@@ -218,11 +218,11 @@ class ShmWriter:
             bytes_ready, bytes_backed = self._enter(mapping, fd, 0, 0)
             hbm = self._opened(reach) if any(each.memory == "hbm" for each in components) else None
             undo.pop_all()
-        return _Attached(_Reached(mapping, hbm), pairings, fd, bytes_ready, bytes_backed)
+        return _Attached(_WritableArena(mapping, hbm), pairings, fd, bytes_ready, bytes_backed)
 
     def _opened(self, reach: Reach) -> Exported | None:
-        """In a worker thread, under the arena's lock: the memory of HBM components, where our card reaches it. Else
-        their rows land in the arena, and are copied up there."""
+        """In a worker thread, under the arena's lock: the memory of HBM components. None where our card does not reach
+        it: then their rows land in the arena, and decode copies them up."""
         if self._card is None or not reach.hbm_handle:
             return None
         try:
@@ -232,21 +232,22 @@ class ShmWriter:
             return None
         if hbm.byte_count < reach.hbm_bytes:
             hbm.close()
-            raise TransportError(f"HBM components: {hbm.byte_count} bytes were found, {reach.hbm_bytes} were said")
+            text = f"HBM components: {hbm.byte_count} bytes were opened, {reach.hbm_bytes} were announced"
+            raise TransportError(text)
         return hbm
 
     def hbm_direct(self, session: int) -> bool:
-        """As WriterTransport says."""
+        """As WriterTransport."""
         mapped = self._sessions.get(session)
         return mapped is not None and mapped.reached is not None and mapped.reached.hbm is not None
 
     def _enter(self, mapping: Mapping, fd: int, first: int, backed: int) -> tuple[int, int]:
-        """In a worker thread: how much is ready once one more piece is, and how much its owner has backed."""
+        """In a worker thread: enters one more piece; returns how much is ready then, and how much its owner backs."""
         entered, backed = enter_backed(mapping, fd, first, _ENTER_BYTES, backed)
         return entered if self._card is None else mapping.register(self._card, entered), backed
 
     def unmap(self, session: int) -> None:
-        """Lets the mapping go, and with it the lock, once the session's writes have been reported; idempotent."""
+        """Drops the mapping, and with it the lock, once the session's writes have been reported; idempotent."""
         if (mapped := self._sessions.get(session)) is not None:
             mapped.leaving = True
             self._leave(session, mapped)
@@ -258,7 +259,7 @@ class ShmWriter:
             if mapped.unknown:
                 _lost.append(mapped.reached)
             else:
-                self._apart.submit(_unmap, mapped.reached)  # a large one takes its time
+                self._apart.submit(_unmap, mapped.reached)  # it takes long for a large one
             self._forget(session)
 
     def _forget(self, session: int) -> None:
@@ -266,24 +267,24 @@ class ShmWriter:
         if not self._sessions:
             self._unmapped.set()
 
-    def waits(self, gate: Gate) -> bool:
-        """As WriterTransport says: a card waits for its own events."""
-        return self._pusher is not None and gate.next is not None
+    def waits(self, gate: ReadyGate) -> bool:
+        """A card waits for its own events."""
+        return self._card_writer is not None and gate.next is not None
 
     def write(self, order: Write, done: WriteDone) -> None:
-        """A small write is copied on the loop, in this turn or a next one; a larger one in copy threads, in turn with
-        other grants'."""
+        """Copies a small write on the loop, in this turn or a later one, and a larger one in copy threads, in turn with
+        those of other grants."""
         mapped = self._sessions.get(order.session)
         if mapped is None or mapped.reached is None or mapped.leaving:
             self._loop.call_soon(done, order, Outcome.FAILED, f"session {order.session:#x} is not mapped", 0)
             return
         mapped.writes += 1
-        if self._pusher is not None:
-            push = self._push(mapped, mapped.reached, order, done)
-            self._jobs.setdefault(push.turn, set()).add(push)
-            self._pusher.add(push)
+        if self._card_writer is not None:
+            write = self._card_write(mapped, mapped.reached, order, done)
+            self._jobs.setdefault(write.turn, set()).add(write)
+            self._card_writer.add(write)
             return
-        job = Job(
+        job = CopyJob(
             order=order,
             done=done,
             pairing=mapped.pairing(order.component, order.layers),
@@ -299,7 +300,7 @@ class ShmWriter:
         else:
             self._small.append(job)
 
-    def _push(self, mapped: _Session, reached: _Reached, order: Write, done: WriteDone) -> Push:
+    def _card_write(self, mapped: _Session, reached: _WritableArena, order: Write, done: WriteDone) -> CardWrite:
         key = order.component, order.layers
         if (pools := mapped.pools.get(key)) is None:
             assert self._card is not None
@@ -317,24 +318,24 @@ class ShmWriter:
         source, target = pools
         staged = Staged.of(mapped.components[order.component].name, source) if order.verify else None
         row_bytes = target.layout.row_bytes
-        return Push(order=order, done=done, source=source, target=target, row_bytes=row_bytes, staged=staged)
+        return CardWrite(order=order, done=done, source=source, target=target, row_bytes=row_bytes, staged=staged)
 
-    def _has_turn(self, job: Job) -> bool:
+    def _has_turn(self, job: CopyJob) -> bool:
         return self._inline_bytes + job.byte_count <= _INLINE_BYTES_TURN
 
-    def _carry(self, job: Job) -> None:
+    def _carry(self, job: CopyJob) -> None:
         if not self._inline_bytes:
             self._loop.call_soon(self._next_turn)
         self._inline_bytes += job.byte_count
         job.carry()
-        self._reports.tell(job)
+        self._reports.post(job)
 
     def _next_turn(self) -> None:
         self._inline_bytes = 0
         while self._small and self._has_turn(self._small[0]):
             self._carry(self._small.popleft())
 
-    def _ended(self, job: Job | Push) -> None:
+    def _ended(self, job: CopyJob | CardWrite) -> None:
         """On the loop."""
         jobs = self._jobs[job.turn]
         jobs.remove(job)
@@ -348,18 +349,18 @@ class ShmWriter:
         finally:
             self._leave(job.order.session, mapped)
 
-    def _is_near(self, push: Push) -> None:
-        """On the loop, where it may have ended meanwhile."""
-        if push in self._jobs.get(push.turn, ()):
-            self._near(push.order)
+    def _report_near(self, write: CardWrite) -> None:
+        """On the loop; the write may have ended meanwhile."""
+        if write in self._jobs.get(write.turn, ()):
+            self._near(write.order)
 
     def cancel(self, session: int, grant: int) -> None:
-        """Stops this grant's writes at their next rows; each still reports, FAILED unless it was through."""
+        """Stops this grant's writes at their next rows. Each still reports: FAILED, unless it had ended."""
         for job in self._jobs.get((session, grant), ()):
             job.stop()
 
     async def fence(self, session: int) -> bool:  # noqa: ARG002 (of any session)
-        """False: the only writer here is this process, and what it left unknown stays so until it has ended."""
+        """Returns False: this process is the only writer, so an unknown outcome stays unknown until it has ended."""
         return False
 
     async def close(self) -> None:
@@ -373,14 +374,14 @@ class ShmWriter:
         await self._loop.run_in_executor(None, self._join)
 
     def _join(self) -> None:
-        if self._pusher is not None:
-            self._pusher.close()
+        if self._card_writer is not None:
+            self._card_writer.close()
         self._copier.close()
         self._apart.shutdown()
 
 
-def _unmap(reached: _Reached) -> None:
-    """In a worker thread. What a card does not let go of stays mapped, and its lock locked."""
+def _unmap(reached: _WritableArena) -> None:
+    """In a worker thread. Memory that the card does not release stays mapped, and its lock stays locked."""
     try:
         reached.close()
     except WorldError as error:
@@ -389,6 +390,6 @@ def _unmap(reached: _Reached) -> None:
 
 
 def _discard(attached: Future[_Attached]) -> None:
-    """In the worker thread, when nobody waits for its mapping any more."""
+    """In the worker thread: closes a mapping that no caller waits for any more."""
     if attached.exception() is None:
         attached.result().close()

@@ -1,0 +1,40 @@
+"""What the transports of a node are told: one object for a prefill rank, one for a decode rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Protocol = Literal["tcp", "rdma"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """How peers on other hosts reach the transports of a node."""
+
+    host: str = ""  # the name or IPv4 address that peers dial; by default this host's address on the way to the peer
+    ports: tuple[int, int] = (21_000, 21_999)  # [first, last], to listen on
+    protocol: Protocol = "tcp"
+    streams: int = 0  # parallel connections of a session, at most; 0: as this host's cores allow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterOptions:
+    """Where the pool of a prefill rank lies, and how its rows are copied and sent."""
+
+    pool_address: int = 0  # what the components' bases are offsets from; 0: the bases are addresses
+    pool_fd: int = -1  # the memfd that the pool is mapped from; -1: none
+    copy_threads: int = 2  # that copy rows of a pool in host memory
+    card: int | None = None  # the CUDA ordinal of the card whose memory the pool is: this card copies the rows
+    transport: str = "auto"  # a name in the registry; auto: all that this host can use
+    network: Network = field(default_factory=Network)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaOptions:
+    """How writers reach the arena of a decode rank."""
+
+    transport: str = "auto"  # a name in the registry; auto: for each writer the first that reaches it
+    network: Network = field(default_factory=Network)
+    socket_directory: Path | None = None  # for the socket that hands the arena over; None: an abstract socket

@@ -1,7 +1,7 @@
-"""The bus: messages to and from peers that are told apart by their keys, or on loopback by their Hello.
+"""The bus: exchanges messages with peers that are identified by key, or on loopback by the name in their Hello.
 
-A listener's peers come in over one ROUTER; every endpoint that is dialled has a DEALER of its own. Nothing here waits:
-what a full queue, a lost connection or a stranger makes impossible is dropped and counted, and the protocol repeats.
+The peers of a listener share one ROUTER socket; every dialled endpoint has a DEALER socket of its own. Nothing here
+waits. A message that cannot be sent (full queue, lost connection) is dropped and counted; the protocol repeats it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwa
 from .dialled import SOCKETS, Dialled
 from .keys import Address, AllowList, Endpoint, KeyPair, check_exposure
 from .limits import BusLimits
-from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, open_socket, resolve
-from .wires import Sweep, Wire
+from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, open_socket, resolve
 from .zap import DOMAIN, Authenticator
 
 
 class Bus:
     """Carries messages between this node and its peers on the running event loop.
 
-    `receive(peer, message)` gets every message of a peer; `refused(peer, error)` hears of breaches, by the peer's name
-    where the connection owns one, else "unknown:address". A peer's name is the endpoint text that was dialled, or
-    "key:NAME" of the allow-list, or without keys "node:NAME" of its Hello. Without keys only loopback is bound, unless
-    `insecure` says otherwise.
+    `receive(peer, message)` is called for every message of a peer, `refused(peer, error)` for every protocol breach.
+    `refused` gets the peer's name where the connection owns one, else "unknown:address". A peer's name is the dialled
+    endpoint, "key:NAME" with NAME from the allow-list, or without keys "node:NAME" with NAME from its Hello. Without
+    keys, only loopback may be bound, unless `insecure` is set. A later connection takes over a name; without
+    `supersede`, only once the earlier one is gone.
 
-    Counters for metrics: `sent`, `received` (handed to `receive`), `refused` (breaches and messages out of turn),
-    `dropped` (sends that failed, messages of connections that are muted or gone), `strangers` (handshakes refused).
+    Counters for metrics: `sent`, `received` (passed to `receive`), `refused` (breaches and messages out of turn),
+    `dropped` (failed sends, and messages of muted or closed connections), `strangers` (refused handshakes).
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Bus:
         refused: Callable[[str, RemoteProtocolError], None],
         insecure: bool = False,
         limits: BusLimits | None = None,
+        supersede: bool = True,
     ) -> None:
         assert (keys is None) == (allowed is None), "keys and an allow-list come together"
         self.node, self._keys, self._allowed, self._insecure = node, keys, allowed, insecure
@@ -57,9 +58,9 @@ class Bus:
         self._zap = None if allowed is None else Authenticator(self._context, self._loop, allowed, self._limits)
         self._router: zmq.Socket[bytes] | None = None
         self._router_drain: Drain | None = None
-        self._connections = Connections(self._limits)
+        self._connections = Connections(self._limits, supersede=supersede)
         self._dialled: dict[str, Dialled] = {}
-        self._met: set[str] = set()  # names on the allow-list that have said Hello, connected or not
+        self._known_names: set[str] = set()  # names on the allow-list that have sent a Hello, connected or not
         self._sweep: Sweep | None = None
         self._auditing = self._loop.call_later(self._limits.audit_ms / 1e3, self._audit)
         self.sent = self.received = self.refused = self.dropped = 0
@@ -70,9 +71,9 @@ class Bus:
         return 0 if self._zap is None else self._zap.refused
 
     async def bind(self, endpoint: str) -> str:
-        """Listens on tcp://host:port; port 0 is any, first-last the first free one. Returns the endpoint as bound.
+        """Listens on tcp://host:port (port 0: any, first-last: the first free one); returns the bound endpoint.
 
-        Raises ConfigError for what can never be bound, WorldError for what cannot be now.
+        Raises ConfigError for an endpoint that can never be bound, WorldError for a port in use.
         """
         assert self._router is None, "a bus has one listener"
         address = Address.parse(endpoint)
@@ -97,7 +98,7 @@ class Bus:
             router.close()
             raise
         self._router = router
-        frames = Frames(router, self._accepted, self._connections.count, routed=True)
+        frames = Frames(router, self._on_listener_frame, self._connections.count, routed=True)
         self._router_drain = Drain(self._loop, router, frames, self._limits)
         last = router.get(zmq.LAST_ENDPOINT)
         assert isinstance(last, bytes)
@@ -106,38 +107,44 @@ class Bus:
         return bound
 
     def dial(self, endpoint: str) -> str:
-        """Keeps a connection to `[KEY@]tcp://host:port` from now on; returns the peer's name, the same text.
+        """Keeps a connection to `[KEY@]tcp://host:port` from now on; returns the peer's name, which is the same text.
 
-        Idempotent. Raises ConfigError for an endpoint that is malformed, or not one that this node's keys may talk to;
-        WorldError at the limit of dialled endpoints, unless one of them has never been reached: that is given up.
+        Idempotent. Raises ConfigError for a malformed endpoint, or one that this node's keys do not allow. Raises
+        WorldError at the limit of dialled endpoints, unless one that was never reached can be evicted.
         """
         if endpoint in self._dialled:
             return endpoint
         key = Endpoint.parse(endpoint).server_key
         if self._allowed is None and key is not None:
-            raise ConfigError(f"endpoint {endpoint!r}: key: this node has no keys of its own to talk to it with")
+            raise ConfigError(f"endpoint {endpoint!r}: key: this node has no key pair to authenticate with")
         if self._allowed is not None and key is None:
             raise ConfigError(f"endpoint {endpoint!r}: key: missing; with keys on, an endpoint is KEY@tcp://host:port")
         if self._allowed is not None and key is not None and self._allowed.name_of(key) is None:
             raise ConfigError(f"endpoint {endpoint!r}: key: not on the allow-list")
-        if len(self._dialled) >= self._limits.dials_max and not self._give_one_up():
+        if len(self._dialled) >= self._limits.dials_max and not self._evict_unreachable():
             raise WorldError(f"endpoint {endpoint!r}: {len(self._dialled)} are dialled already, which is the limit")
         self._dialled[endpoint] = Dialled(
-            endpoint, self._answered, context=self._context, loop=self._loop, keys=self._keys, limits=self._limits
+            endpoint,
+            self._on_dialled_frame,
+            context=self._context,
+            loop=self._loop,
+            keys=self._keys,
+            limits=self._limits,
         )
         return endpoint
 
-    def _give_one_up(self) -> bool:
-        """Whoever names endpoints to us may name some where nobody is: they keep no place from others."""
-        hopeless = next((name for name, each in self._dialled.items() if each.hopeless), None)
-        if hopeless is not None:
-            self.hang_up(hopeless)
-        return hopeless is not None
+    def _evict_unreachable(self) -> bool:
+        """Frees the place of an endpoint that was never reached: peers may name endpoints where nothing listens."""
+        unreachable = next((name for name, each in self._dialled.items() if each.unreachable), None)
+        if unreachable is not None:
+            self.hang_up(unreachable)
+        return unreachable is not None
 
     def send(self, peer: str, message: Message) -> bool:
-        """Whether the message is on its way; messages to one peer stay in order. Never blocks, never raises for a peer.
+        """Sends a message; returns whether it was queued. Messages to one peer stay in order. Never blocks or raises.
 
-        False: the peer is not connected or does not read. A Hello to a dialled peer is kept, to open every connection.
+        Returns False where the peer is not connected or does not read. A Hello to a dialled peer is stored, and opens
+        every later connection.
         """
         sent = False
         dialled = self._dialled.get(peer)
@@ -158,30 +165,30 @@ class Bus:
         return sent
 
     def allow(self, allowed: AllowList) -> list[str]:
-        """Takes another allow-list in place of the one that it has; returns the names of peers that it has cut off.
+        """Replaces the allow-list; returns the names of the peers that lost access.
 
-        Those are whose key is listed no more, or under another name or with other roles, connected or not: what they
-        were promised is not over with a connection. Their connections end, and nothing that they have said is heard.
-        One that has never said a word ends when it does.
+        A peer loses access when its key is removed, renamed, or listed with other roles. Peers that are not connected
+        are returned too, since they may still hold grants. Connections of removed keys are closed, and their unread
+        messages are dropped. A connection without a Hello is closed at its first message.
         """
         assert self._zap is not None, "a bus without keys knows no allow-list"
         before, self._allowed, self._zap.allowed = self._allowed, allowed, allowed
         assert before is not None, "keys and an allow-list come together"
         expelled = self._connections.expel(lambda user: before.entry(user) == allowed.entry(user))
         for connection in expelled:
-            if connection.wire is not None:
-                connection.wire.end()
+            if connection.tcp is not None:
+                connection.tcp.end()
         changed = {f"key:{name}" for user, name in before.names.items() if before.entry(user) != allowed.entry(user)}
-        gone = sorted(self._met & changed)
-        self._met -= changed
+        revoked = sorted(self._known_names & changed)
+        self._known_names -= changed
         for endpoint, dialled in list(self._dialled.items()):
             if allowed.name_of(dialled.server_key or "") is None:
                 self.hang_up(endpoint)
-                gone.append(endpoint)
-        return gone
+                revoked.append(endpoint)
+        return revoked
 
     def hang_up(self, peer: str) -> None:
-        """Ends with a peer: closes what was dialled; one who dialled us has to say Hello again. Idempotent."""
+        """Closes a dialled peer's connection; a peer that dialled this node must send Hello again. Idempotent."""
         dialled = self._dialled.pop(peer, None)
         if dialled is not None:
             dialled.close()
@@ -190,7 +197,7 @@ class Bus:
             self._connections.forget(route)
 
     async def close(self) -> None:
-        """Ends all connections once last words have left, or linger_ms have passed. Idempotent."""
+        """Closes all connections once queued messages have left, or after linger_ms. Idempotent."""
         self._auditing.cancel()
         for dialled in self._dialled.values():
             dialled.close()
@@ -204,19 +211,19 @@ class Bus:
             self._zap.close()
         await self._loop.run_in_executor(None, self._context.destroy, self._limits.linger_ms)
 
-    def _accepted(self, route: bytes, frame: zmq.Frame) -> None:
+    def _on_listener_frame(self, route: bytes, frame: zmq.Frame) -> None:
         now = self._loop.time()
         user = "" if self._allowed is None else str(frame.get("User-Id"))
         if self._allowed is not None and self._allowed.name_of(user) is None:
-            self.dropped += 1  # it was listed when it came
-            if (wire := self._wire_of(frame)) is not None:
-                wire.end()
+            self.dropped += 1  # its key was removed after the handshake
+            if (tcp := self._tcp_of(frame)) is not None:
+                tcp.end()
             return
         connection = self._connections.find(route, user, now)
-        if connection.wire is None:
-            connection.wire = self._wire_of(frame)
-        if connection.wire is not None:
-            connection.wire.took(len(frame))
+        if connection.tcp is None:
+            connection.tcp = self._tcp_of(frame)
+        if connection.tcp is not None:
+            connection.tcp.count_frame(len(frame))
         if connection.departed:
             self.dropped += 1
             return
@@ -231,49 +238,49 @@ class Bus:
             if type(message) is Hello:
                 self._connections.introduce(connection, self._name(user, message), now)
                 if self._allowed is not None:
-                    self._met.add(connection.name)
+                    self._known_names.add(connection.name)
             else:
                 self._connections.check(connection)
         except RemoteProtocolError as error:
             self._refuse(connection, frame, error, now)
             return
-        connection.heard = now
+        connection.last_message_at = now
         self.received += 1
         self._receive(connection.name, message)
 
-    def _wire_of(self, frame: zmq.Frame) -> Wire | None:
-        return Wire.of(int(frame.get(zmq.SRCFD)), curve=self._keys is not None)
+    def _tcp_of(self, frame: zmq.Frame) -> TcpConnection | None:
+        return TcpConnection.of(int(frame.get(zmq.SRCFD)), curve=self._keys is not None)
 
     def _audit(self) -> None:
         now = self._loop.time()
         self._auditing = self._loop.call_later(self._limits.audit_ms / 1e3, self._audit)
-        known = self._connections.wires
-        for connection in self._connections.swamped():
-            assert connection.wire is not None
-            self._end(connection, "unread", f"{connection.wire.unread_bytes} bytes wait to be read", now)
+        known = self._connections.cookies
+        for connection in self._connections.backlogged():
+            assert connection.tcp is not None
+            self._end(connection, "unread", f"{connection.tcp.unread_bytes} bytes wait to be read", now)
         if self._sweep is not None:
-            for wire in self._sweep.swamped(known, unread_bytes_max=self._limits.unread_bytes_max):
+            for tcp in self._sweep.backlogged(known, unread_bytes_max=self._limits.unread_bytes_max):
                 self.refused += 1
                 self._on_refused("unknown:", RemoteProtocolError("frames", "the first message has no end"))
-                wire.end()
+                tcp.end()
         for dialled in self._dialled.values():
-            if dialled.swamped:
+            if dialled.backlogged:
                 self.refused += 1
                 self._on_refused(dialled.name, RemoteProtocolError("unread", "too much waits to be read"))
                 dialled.redial()
 
     def _end(self, connection: Connection, field: str, text: str, now: float) -> None:
-        """Who floods is hung up on, and its key gets no connection for a while."""
+        """Closes a connection that floods this node, and bans its key for a while."""
         self.refused += 1
         name = connection.name or "unknown:"
-        if connection.wire is not None:
-            connection.wire.end()
+        if connection.tcp is not None:
+            connection.tcp.end()
         self._connections.depart(connection.route)
         if self._zap is not None:
             self._zap.ban(connection.user, now + self._limits.banned_ms / 1e3)
         self._on_refused(name, RemoteProtocolError(field, text))
 
-    def _answered(self, dialled: Dialled, frame: zmq.Frame) -> None:
+    def _on_dialled_frame(self, dialled: Dialled, frame: zmq.Frame) -> None:
         now = self._loop.time()
         if now < dialled.muted_until:
             self.dropped += 1
@@ -287,22 +294,21 @@ class Bus:
             self._on_refused(dialled.name, error)
             return
         if type(message) is Reject and message.reason == HELLO_FIRST and dialled.hello is not None:
-            # The connection is a new one, and something overtook our Hello.
+            # The connection is new, and another message overtook the Hello.
             dialled.send(dialled.hello)
             return
         self.received += 1
         self._receive(dialled.name, message)
 
-    def peer_named(self, name: str) -> str:
-        """Whom `receive` names so: who dialled, by its public key or its name on the allow-list; without keys by its
-        node."""
+    def peer_name(self, name: str) -> str:
+        """Returns the name that `receive` uses for a dialling peer, from its key, its listed name, or its node."""
         return f"node:{name}" if self._allowed is None else f"key:{self._allowed.name_of(name) or name}"
 
     def _name(self, user: str, hello: Hello) -> str:
         if self._allowed is not None:
             name = self._allowed.name_of(user)
             assert name is not None, "the authenticator lets no other key in"
-            if not self._allowed.lets_be(user, hello.identity.role):
+            if not self._allowed.allows_role(user, hello.identity.role):
                 text = f"{hello.identity.role!r}, the allow-list lets {name} be {sorted(self._allowed.roles[user])}"
                 raise RemoteProtocolError("Hello.identity.role", text)
             return f"key:{name}"
@@ -315,10 +321,10 @@ class Bus:
         self.refused += 1
         until = now + self._limits.mute_ms / 1e3
         if isinstance(error, TurnedAwayError):
-            # A Hello would mend it, so what follows is read all the same; but one Reject at a time says so.
-            if now < connection.told_until:
+            # A Hello would fix it, so later messages are read. At most one Reject a period is sent.
+            if now < connection.next_reject_at:
                 return
-            reason, connection.told_until = error.reason, until
+            reason, connection.next_reject_at = error.reason, until
         else:
             reason = BREACH
             connection.mute(until)

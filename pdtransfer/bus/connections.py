@@ -1,7 +1,7 @@
-"""Who speaks on which connection of the listener; no I/O, times are arguments in seconds.
+"""The listener's connections and the names that they own; no I/O, times are arguments in seconds.
 
-A route is the id under which the listener's ROUTER files a connection. A name belongs to the connection that said Hello
-for it last, and to no other: what goes to a name goes there alone, what its older connections say is refused.
+A route is the id of a connection on the listener's ROUTER socket. A name belongs to the connection that last sent a
+Hello for it. Messages to the name go only there, and messages of older connections are refused.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from ..errors import RemoteProtocolError
 from .limits import BusLimits
-from .wires import Wire
+from .sockets import TcpConnection
 
-ROUTE_MARK, ROUTE_RANDOM_BYTES = b"\1", 8  # an id that the authenticator gave out
-_ROUTERS_MARK, _ROUTERS_BYTES = b"\0", 4  # one that the ROUTER did
+ROUTE_MARK, ROUTE_RANDOM_BYTES = b"\1", 8  # an id assigned by the authenticator
+_ROUTERS_MARK, _ROUTERS_BYTES = b"\0", 4  # an id assigned by the ROUTER
 
 
 class TurnedAwayError(RemoteProtocolError):
-    """No breach, but a connection without a name or a place; `reason` goes into the Reject."""
+    """The connection has no name or no place; this is no breach. `reason` goes into the Reject."""
 
     def __init__(self, reason: str, field: str, text: str) -> None:
         super().__init__(field, text)
@@ -29,36 +29,40 @@ class TurnedAwayError(RemoteProtocolError):
 HELLO_FIRST = "hello_first"
 SUPERSEDED = "superseded"
 FULL = "full"
+TAKEN = "taken"
 BREACH = "breach"
 
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One connection of the listener. `user` is its CURVE key, empty without keys; `name` is "" until its Hello."""
+    """One connection of the listener. `user` is its CURVE key, empty without keys; `name` is empty until its Hello."""
 
     route: bytes
     user: str
-    heard: float
+    last_message_at: float
     name: str = ""
     superseded: bool = False
-    departed: bool = False  # what is still read of it comes late, and is nobody's
-    muted_until: float = float("-inf")  # nothing is read before
-    told_until: float = float("-inf")  # no other Reject goes out before
-    rejects: int = 0  # that it has earned since
+    departed: bool = False  # closed; its late messages belong to no peer
+    muted_until: float = float("-inf")  # messages before this time are dropped
+    next_reject_at: float = float("-inf")  # no second Reject is sent before this time
+    rejects: int = 0  # Rejects sent to it since rejects_since
     rejects_since: float = float("-inf")
     ignored: int = 0  # messages since it was muted
-    wire: Wire | None = None
+    tcp: TcpConnection | None = None
 
     def mute(self, until: float) -> None:
-        """Nothing that it says is heard before."""
+        """Drops its messages until then."""
         self.muted_until, self.ignored = until, 0
 
 
 class Connections:
-    """The listener's table: bounded, nameless connections apart from named ones, which junk can never push out."""
+    """The listener's bounded table. Unnamed connections are kept apart, so that they never evict named ones.
 
-    def __init__(self, limits: BusLimits) -> None:
-        self._limits = limits
+    Without `supersede` a name stays with its connection for as long as that stands: a later Hello for it is refused.
+    """
+
+    def __init__(self, limits: BusLimits, *, supersede: bool = True) -> None:
+        self._limits, self._supersede = limits, supersede
         self._named: dict[bytes, Connection] = {}
         self._unnamed: dict[bytes, Connection] = {}
         self._routes: dict[str, bytes] = {}  # by name; values are keys of _named
@@ -67,7 +71,7 @@ class Connections:
         return len(self._named) + len(self._unnamed)
 
     def find(self, route: bytes, user: str, now: float) -> Connection:
-        """The connection that a frame came on; a new one where the route is new, or has come to another user."""
+        """Returns the connection of a route; a new one where the route is unknown or belongs to another user now."""
         known = self._named.get(route) or self._unnamed.get(route)
         if known is not None and known.user == user:
             return known
@@ -77,10 +81,10 @@ class Connections:
         return connection
 
     def introduce(self, connection: Connection, name: str, now: float) -> None:
-        """Takes a Hello: binds `name` to the connection, superseding whichever had it. Raises RemoteProtocolError.
+        """Handles a Hello: binds `name` to the connection and supersedes the earlier owner. Raises RemoteProtocolError.
 
-        A superseded connection gets its name back once the newer one has been silent for stale_ms: whoever it was, it
-        is gone, and two processes under one name by mistake must not go on to disturb each other.
+        A superseded connection regains its name once the newer one has been silent for stale_ms. Otherwise two
+        processes with the same name by mistake would keep superseding each other.
         """
         route = connection.route
         if connection.name == name and not connection.superseded:
@@ -89,33 +93,36 @@ class Connections:
             connection.superseded = False
         elif connection.name:
             self.check(connection)
-            raise RemoteProtocolError("Hello.identity.node", f"{name}, this connection is {connection.name}'s")
-        # An id of the peer's own choice could be that of a peer that has gone, and would get what is meant for it.
+            raise RemoteProtocolError("Hello.identity.node", f"{name}, on a connection of {connection.name}")
+        # A self-chosen id could be that of a closed connection, and would receive its messages.
         if not _is_given(route):
-            raise RemoteProtocolError("routing id", f"{route[:16].hex()} was chosen by the dialler, who must set none")
+            raise RemoteProtocolError("routing id", f"{route[:16].hex()} was set by the dialler; it must not be")
         elder = self._routes.get(name)
         if elder is not None:
+            tcp = self._named[elder].tcp
+            if not self._supersede and tcp is not None and tcp.is_open:
+                raise TurnedAwayError(TAKEN, "Hello.identity.node", f"{name} is connected already")
             self._demote(elder)
         elif len(self._named) >= self._limits.named_max:
             self._make_place(now)
         self._unnamed.pop(route, None)
-        connection.name, connection.heard = name, now
+        connection.name, connection.last_message_at = name, now
         self._named[route] = connection
         self._routes[name] = route
 
     def check(self, connection: Connection) -> None:
-        """Raises TurnedAwayError unless the connection has said Hello and nobody after it has for the same name."""
+        """Raises TurnedAwayError unless the connection has sent a Hello and still owns its name."""
         if not connection.name:
             raise TurnedAwayError(HELLO_FIRST, "kind", "the first message of a connection must be Hello")
         if connection.superseded:
-            raise TurnedAwayError(SUPERSEDED, "connection", f"{connection.name} speaks over a newer one")
+            raise TurnedAwayError(SUPERSEDED, "connection", f"{connection.name} has a newer connection")
 
     def route_of(self, name: str) -> bytes | None:
-        """Where to reach a name."""
+        """Returns the route of a name."""
         return self._routes.get(name)
 
     def rejected(self, route: bytes, now: float) -> None:
-        """A Reject went to this connection. Who earns them in floods is not read for a while: refusing costs, too."""
+        """Counts a Reject sent to this connection; mutes one that causes too many, since each Reject costs time."""
         connection, period_s = self._named.get(route), self._limits.mute_ms / 1e3
         if connection is None:
             return
@@ -126,45 +133,45 @@ class Connections:
             connection.mute(now + period_s)
 
     def forget(self, route: bytes) -> None:
-        """The connection is gone, or must say Hello again; unknown routes are ignored."""
+        """Removes the connection, which is closed or must send Hello again. Ignores unknown routes."""
         self._unnamed.pop(route, None)
-        gone = self._named.pop(route, None)
-        if gone is not None:
-            del self._routes[gone.name]
+        connection = self._named.pop(route, None)
+        if connection is not None:
+            del self._routes[connection.name]
 
     def depart(self, route: bytes) -> None:
-        """The connection has ended. What it said before may still be read; its id comes to nobody else."""
-        gone = self._named.get(route) or self._unnamed.get(route)
+        """Marks the connection as closed. Its earlier messages may still be read, and its id is not reused."""
+        connection = self._named.get(route) or self._unnamed.get(route)
         self.forget(route)
-        if gone is not None:
-            gone.name, gone.departed = "", True
-            self._keep_unnamed(gone)
+        if connection is not None:
+            connection.name, connection.departed = "", True
+            self._keep_unnamed(connection)
 
     def expel(self, stays: Callable[[str], bool]) -> list[Connection]:
-        """Forgets the connections of users that do not stay, and returns them."""
-        gone = [each for each in self._all() if not stays(each.user)]
-        for connection in gone:
+        """Removes and returns the connections of users that `stays` does not accept."""
+        removed = [each for each in self._all() if not stays(each.user)]
+        for connection in removed:
             self.forget(connection.route)
-        return gone
+        return removed
 
     def count(self, route: bytes, byte_count: int) -> None:
-        """One more frame of so many bytes was read of a message whose first one was heard."""
+        """Counts a further frame of a multi-frame message."""
         connection = self._named.get(route) or self._unnamed.get(route)
-        if connection is not None and connection.wire is not None:
-            connection.wire.took(byte_count)
+        if connection is not None and connection.tcp is not None:
+            connection.tcp.count_frame(byte_count)
 
     @property
-    def wires(self) -> set[bytes]:
-        """The cookies of all wires. Where two have one, a descriptor has changed hands: both are looked for anew."""
-        claims = Counter(each.wire.cookie for each in self._all() if each.wire is not None)
+    def cookies(self) -> set[bytes]:
+        """The cookies of all TCP connections. Two equal ones mean a reused descriptor: both are looked up again."""
+        claims = Counter(each.tcp.cookie for each in self._all() if each.tcp is not None)
         for connection in self._all():
-            if connection.wire is not None and claims[connection.wire.cookie] > 1:
-                connection.wire = None
+            if connection.tcp is not None and claims[connection.tcp.cookie] > 1:
+                connection.tcp = None
         return set(claims)
 
-    def swamped(self) -> list[Connection]:
-        """Those on whose wires too much waits to be read."""
-        return [each for each in self._all() if each.wire is not None and each.wire.swamped(self._limits)]
+    def backlogged(self) -> list[Connection]:
+        """Connections with too many unread bytes."""
+        return [each for each in self._all() if each.tcp is not None and each.tcp.backlogged(self._limits)]
 
     def _all(self) -> Iterator[Connection]:
         yield from self._named.values()
@@ -172,7 +179,7 @@ class Connections:
 
     def _is_stale(self, name: str, now: float) -> bool:
         route = self._routes.get(name)
-        return route is None or now - self._named[route].heard >= self._limits.stale_ms / 1e3
+        return route is None or now - self._named[route].last_message_at >= self._limits.stale_ms / 1e3
 
     def _demote(self, route: bytes) -> None:
         elder = self._named.pop(route)
@@ -185,13 +192,13 @@ class Connections:
         self._unnamed[connection.route] = connection
 
     def _make_place(self, now: float) -> None:
-        silent = min(self._named.values(), key=lambda connection: connection.heard)
-        if now - silent.heard < self._limits.stale_ms / 1e3:
+        silent = min(self._named.values(), key=lambda connection: connection.last_message_at)
+        if now - silent.last_message_at < self._limits.stale_ms / 1e3:
             text = f"{len(self._named)} peers are connected, the limit is {self._limits.named_max}"
             raise TurnedAwayError(FULL, "connections", text)
         self.forget(silent.route)
 
 
 def _is_given(route: bytes) -> bool:
-    """Whether a connection has its id from the authenticator or, where there is none, or it was late, the ROUTER."""
+    """Whether the id was assigned by the authenticator, or by the ROUTER (no keys, or a late answer)."""
     return (route[:1], len(route) - 1) in ((ROUTE_MARK, ROUTE_RANDOM_BYTES), (_ROUTERS_MARK, _ROUTERS_BYTES))

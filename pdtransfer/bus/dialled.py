@@ -1,8 +1,8 @@
-"""One endpoint that this node dials, and the sockets that keep a connection to it.
+"""One dialled endpoint, and the sockets that keep a connection to it.
 
-ZMQ reconnects by itself, except where the handshake was refused or the name now means another address: so an endpoint
-that stays unreachable is resolved and dialled afresh. ZMQ's IMMEDIATE would say whether there is a connection, but it
-drops what was received and not yet read when the connection ends, last words above all: so the socket is monitored.
+ZMQ reconnects by itself, except after a refused handshake or a change of the name's address. So an endpoint that stays
+unreachable is resolved and dialled again. The socket is monitored to learn whether it is connected. ZMQ's IMMEDIATE
+would do, but it drops unread messages when the connection ends.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from contextlib import ExitStack
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from ..handoff.timers import backoff_ms
 from .keys import Address, Endpoint, KeyPair
 from .limits import BusLimits
-from .sockets import NOBLOCK, Drain, Frames, open_socket, resolve
-from .wires import Wire
+from .sockets import NOBLOCK, Drain, Frames, TcpConnection, open_socket, resolve
 
-SOCKETS = 3  # that one endpoint takes: a DEALER and both ends of its monitor
+SOCKETS = 3  # for one endpoint: a DEALER and both ends of its monitor
 
-_TROUBLE = {
-    int(zmq.EVENT_CLOSED): "nobody listens there",
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it hung up on our handshake; is its key the one given?",
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "it does not speak as we do; has one side keys, the other none?",
-    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "it refused our key; is it on its allow-list?",
+_ERRORS = {
+    int(zmq.EVENT_CLOSED): "nothing listens there",
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "it closed the connection in the handshake; is its key the one given?",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "protocol mismatch; does only one side have keys?",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "it refused the key of this node; is it on the allow-list there?",
 }
 _UP, _DOWN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
-_MADE = int(zmq.EVENT_CONNECTED)  # before the handshake
+_CONNECTED = int(zmq.EVENT_CONNECTED)  # before the handshake
 
 _monitors = itertools.count()
 log = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 class Dialled:
     """Keeps a connection to one listener; `take` gets the first frame of each message.
 
-    Nothing is sent without a connection, so that nothing stale is delivered later; `hello`, once set, opens each one.
+    Nothing is sent without a connection, so no stale message is delivered later. `hello`, once set, opens each
+    connection.
     """
 
     def __init__(
@@ -58,36 +59,36 @@ class Dialled:
         self.hello: bytes | None = None
         self.connected = False
         self.muted_until = float("-inf")
-        self._line: _Line | None = None
-        self._wire: Wire | None = None
-        self._trouble = "no answer"
+        self._link: _Link | None = None
+        self._tcp: TcpConnection | None = None
+        self._last_error = "no answer"
         self._attempt, self._reached = 0, False
         self._redial_ms = limits.redial_ms
         self._timer: asyncio.TimerHandle | None = None
         self._dialling = loop.create_task(self._dial())
 
     @property
-    def hopeless(self) -> bool:
-        """Whether it was tried and has never been reached."""
+    def unreachable(self) -> bool:
+        """Whether it was dialled and never reached."""
         return self._attempt > 0 and not self._reached
 
     @property
-    def swamped(self) -> bool:
-        """Whether too much waits to be read."""
-        return self._wire is not None and self._wire.swamped(self._limits)
+    def backlogged(self) -> bool:
+        """Whether too many bytes are unread."""
+        return self._tcp is not None and self._tcp.backlogged(self._limits)
 
     def redial(self) -> None:
-        """Hangs up, and dials again after a while."""
-        self._trouble = "it was hung up on"
+        """Closes the connection, and dials again later."""
+        self._last_error = "closed because too much was unread"
         self._hang_up(linger_ms=0)
         self._set_timer(self._redial_ms)
 
     def send(self, frame: bytes) -> bool:
-        """Whether ZMQ took it; False without a connection or with a full queue."""
-        return self.connected and self._line is not None and self._line.send(frame)
+        """Returns whether ZMQ queued the frame; False without a connection or with a full queue."""
+        return self.connected and self._link is not None and self._link.send(frame)
 
     def close(self) -> None:
-        """Hangs up; what was sent before has the limits' linger_ms to leave."""
+        """Closes the connection; queued messages have linger_ms to leave."""
         self._dialling.cancel()
         self._set_timer(None)
         self._hang_up(self._limits.linger_ms)
@@ -96,26 +97,26 @@ class Dialled:
         self._set_timer(self._redial_ms)
         try:
             hosts = await resolve(self._loop, self._address.host)
-            self._line = _Line(
+            self._link = _Link(
                 self._dealer(),
                 self._address.at(hosts[self._attempt % len(hosts)], self._address.port_first),
                 context=self._context,
                 loop=self._loop,
                 limits=self._limits,
-                heard=self._heard,
-                spare=self._count,
-                noticed=self._noticed,
+                on_frame=self._on_frame,
+                on_extra=self._count,
+                on_event=self._on_event,
             )
         except (OSError, zmq.ZMQError) as error:
-            self._trouble = str(error)
+            self._last_error = str(error)
 
-    def _heard(self, route: bytes, frame: zmq.Frame) -> None:
+    def _on_frame(self, route: bytes, frame: zmq.Frame) -> None:
         self._count(route, len(frame))
         self._take(self, frame)
 
     def _count(self, _: bytes, byte_count: int) -> None:
-        if self._wire is not None:
-            self._wire.took(byte_count)
+        if self._tcp is not None:
+            self._tcp.count_frame(byte_count)
 
     def _dealer(self) -> zmq.Socket[bytes]:
         dealer = open_socket(self._context, zmq.DEALER, self._limits)
@@ -127,9 +128,9 @@ class Dialled:
 
     def _redial(self) -> None:
         if self._redial_ms < self._limits.redial_ms_max:
-            log.warning("no connection to %s: %s", self.name, self._trouble)
+            log.warning("no connection to %s: %s", self.name, self._last_error)
         self._attempt += 1
-        self._redial_ms = min(2 * self._redial_ms, self._limits.redial_ms_max)
+        self._redial_ms = backoff_ms(self._redial_ms, self._limits.redial_ms, self._limits.redial_ms_max)
         self._dialling.cancel()
         self._hang_up(linger_ms=0)
         self._dialling = self._loop.create_task(self._dial())
@@ -141,16 +142,16 @@ class Dialled:
 
     def _hang_up(self, linger_ms: int) -> None:
         self.connected = False
-        if self._line is not None:
-            self._line.close(linger_ms)
-        self._line = None
+        if self._link is not None:
+            self._link.close(linger_ms)
+        self._link = None
 
-    def _noticed(self, event: int, value: int) -> None:
-        if event == _MADE:
-            self._wire = Wire.of(value, curve=self._keys is not None)
+    def _on_event(self, event: int, value: int) -> None:
+        if event == _CONNECTED:
+            self._tcp = TcpConnection.of(value, curve=self._keys is not None)
         elif event == _UP:
             self.connected = self._reached = True
-            self._redial_ms, self._trouble = self._limits.redial_ms, "the connection was lost"
+            self._redial_ms, self._last_error = self._limits.redial_ms, "the connection was lost"
             self._set_timer(None)
             if self.hello is not None:
                 self.send(self.hello)
@@ -158,11 +159,11 @@ class Dialled:
             self.connected = False
             self._set_timer(self._redial_ms)
         else:
-            self._trouble = _TROUBLE.get(event, self._trouble)
+            self._last_error = _ERRORS.get(event, self._last_error)
 
 
-class _Line:
-    """The sockets of one attempt; `noticed` hears the monitor's events."""
+class _Link:
+    """The sockets of one dial attempt; `on_event` gets the monitor's events."""
 
     def __init__(
         self,
@@ -172,21 +173,21 @@ class _Line:
         context: zmq.Context[zmq.Socket[bytes]],
         loop: asyncio.AbstractEventLoop,
         limits: BusLimits,
-        heard: Callable[[bytes, zmq.Frame], None],
-        spare: Callable[[bytes, int], None],
-        noticed: Callable[[int, int], None],
+        on_frame: Callable[[bytes, zmq.Frame], None],
+        on_extra: Callable[[bytes, int], None],
+        on_event: Callable[[int, int], None],
     ) -> None:
         with ExitStack() as undo:
             undo.callback(dealer.close, linger=0)
             dealer.set(zmq.IPV6, int("[" in address))
-            self._dealer, self._monitor, self._noticed = dealer, context.socket(zmq.PAIR), noticed
+            self._dealer, self._monitor, self._on_event = dealer, context.socket(zmq.PAIR), on_event
             undo.callback(self._monitor.close, linger=0)
             where = f"inproc://dialled-{next(_monitors)}"
-            dealer.monitor(where, sum(_TROUBLE) + _MADE + _UP + _DOWN)
+            dealer.monitor(where, sum(_ERRORS) + _CONNECTED + _UP + _DOWN)
             self._monitor.connect(where)
             dealer.connect(address)
             undo.pop_all()
-        self._drain = Drain(loop, dealer, Frames(dealer, heard, spare, routed=False), limits)
+        self._drain = Drain(loop, dealer, Frames(dealer, on_frame, on_extra, routed=False), limits)
         self._monitor_drain = Drain(loop, self._monitor, self._take_event, limits)
 
     def send(self, frame: bytes) -> bool:
@@ -206,5 +207,5 @@ class _Line:
 
     def _take_event(self) -> int:
         event = parse_monitor_message(self._monitor.recv_multipart(NOBLOCK))
-        self._noticed(int(event["event"]), int(event["value"]))
+        self._on_event(int(event["event"]), int(event["value"]))
         return 0

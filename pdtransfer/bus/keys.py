@@ -1,6 +1,6 @@
-"""Who may talk to whom: CURVE key pairs, the allow-list of peers, endpoints with a pinned key, binds without keys.
+"""CURVE key pairs, the allow-list of peers, endpoints with a pinned key, and the check of binds without keys.
 
-Files are read strictly: every error is a ConfigError of one line that names file, line and field.
+Files are parsed strictly: every error is a ConfigError of one line that names file, line and field.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _ADDRESS = re.compile(r"tcp://(\[[0-9A-Za-z:.%_-]+\]|\*|[0-9A-Za-z._-]+):(\d{1,5
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """One node's CURVE keys, 40 Z85 characters each; the secret one never shows in a repr."""
+    """One node's CURVE keys, Z85 text of 40 characters each; the secret key is not part of the repr."""
 
     public: str
     secret: str = field(repr=False)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """The pair in NAME.key. Raises ConfigError where the file is malformed, or open to anyone but its owner."""
+        """Reads NAME.key. Raises ConfigError where the file is malformed, or accessible to other users."""
         text = _read(path, forbidden=0o077, advice=f"others may read or change it: chmod 600 {path}")
         found: dict[str, str] = {}
         for number, line in enumerate(text.splitlines(), 1):
@@ -50,25 +50,25 @@ class KeyPair:
                 raise ConfigError(f"{path}:{number}: a key file has one line 'public KEY' and one line 'secret KEY'")
             found[words[0]] = _checked_key(words[1], f"{path}:{number}: {words[0]}")
         for missing in sorted({"public", "secret"} - found.keys()):
-            raise ConfigError(f"{path}: {missing}: no such line; is it the .pub file?")
+            raise ConfigError(f"{path}: {missing}: line missing; is this the .pub file?")
         if zmq.curve_public(found["secret"].encode()).decode() != found["public"]:
             raise ConfigError(f"{path}: public: not the public key of this secret key")
         return cls(public=found["public"], secret=found["secret"])
 
 
 def generate_pair() -> KeyPair:
-    """A new pair that is in no file."""
+    """Returns a new pair; writes no file."""
     while True:
         public, secret = (key.decode() for key in zmq.curve_keypair())
-        # One in 85 begins so, and as KEY@tcp://... it would be taken for a flag, in a list for a comment.
+        # At the start, "-" would make KEY@tcp://... look like a flag, and "#" an allow-list line like a comment.
         if public[0] not in "-#":
             return KeyPair(public=public, secret=secret)
 
 
 def generate(path: str | Path) -> str:
-    """Writes NAME.key (both keys, mode 0600) and NAME.pub; returns the .pub's line, which is a line for an allow-list.
+    """Writes NAME.key (both keys, mode 0600) and NAME.pub; returns the line in NAME.pub, ready for an allow-list.
 
-    `path` is NAME, with a directory if need be. Raises ConfigError rather than overwrite either file.
+    `path` is NAME, optionally with a directory. Raises ConfigError if either file exists.
     """
     stem = Path(str(path).removesuffix(".key"))
     if not _NAME.fullmatch(stem.name):
@@ -88,39 +88,39 @@ def generate(path: str | Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AllowList:
-    """The peers that may talk to this node: `names` maps each public key to the name that its peer goes by.
+    """The peers that may connect to this node: `names` maps each public key to the peer's name.
 
-    `roles` holds what each of them may say that it is; a key that is not in there may say anything.
+    `roles` maps a public key to the roles that the peer may claim; a key without an entry may claim any role.
     """
 
     names: Mapping[str, str]
     roles: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
     def name_of(self, public: str) -> str | None:
-        """The name listed for a public key, None for a stranger's."""
+        """Returns the name listed for a public key, None for an unknown key."""
         return self.names.get(public)
 
     def entry(self, public: str) -> tuple[str | None, frozenset[str] | None]:
-        """All that is listed of a public key."""
+        """Returns the name and the roles listed for a public key."""
         return self.names.get(public), self.roles.get(public)
 
-    def lets_be(self, public: str, role: str) -> bool:
-        """Whether the peer of a listed key may say that it is of this role."""
+    def allows_role(self, public: str, role: str) -> bool:
+        """Whether the peer with this listed key may claim the role."""
         roles = self.roles.get(public)
         return roles is None or role in roles
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """The allow-list in a file; see `parse`."""
+        """Reads an allow-list from a file; see `parse`."""
         text = _read(path, forbidden=0o002, advice=f"anyone may change it: chmod o-w {path}")
         return cls.parse(text, source=str(path))
 
     @classmethod
     def parse(cls, text: str, *, source: str) -> Self:
-        """One line a peer, `name Z85-public-key [role[,role]] [# comment]`; empty lines and comments are skipped."""
+        """Parses one line a peer, `name Z85-public-key [role[,role]] [# comment]`. Raises ConfigError."""
         names: dict[str, str] = {}
         roles: dict[str, frozenset[str]] = {}
-        lines: dict[str, int] = {}  # by name
+        lines: dict[str, int] = {}  # line numbers by name
         for number, line in enumerate(text.splitlines(), 1):
             words = line.split()
             if not words or words[0].startswith("#"):
@@ -134,9 +134,9 @@ class AllowList:
             if len(words) > 2 and not words[2].startswith("#"):
                 roles[key] = _checked_roles(words[2], at)
                 if len(words) > 3 and not words[3].startswith("#"):
-                    raise ConfigError(f"{at}: comment: {words[3][:64]!r} does not open with #")
+                    raise ConfigError(f"{at}: comment: {words[3][:64]!r} does not start with #")
             if key in names:
-                raise ConfigError(f"{at}: key: the same as that of {names[key]!r} in line {lines[names[key]]}")
+                raise ConfigError(f"{at}: key: also listed for {names[key]!r} in line {lines[names[key]]}")
             if words[0] in lines:
                 raise ConfigError(f"{at}: name: {words[0]!r} is already in line {lines[words[0]]}")
             names[key], lines[words[0]] = words[0], number
@@ -145,15 +145,15 @@ class AllowList:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """`tcp://host:port` or `tcp://host:first-last`; IPv6 hosts stand in brackets on the outside, without them here."""
+    """`tcp://host:port` or `tcp://host:first-last`. IPv6 hosts have brackets in the text, and none in `host`."""
 
-    host: str  # a name, an address, or "*": every interface
+    host: str  # a name, an address, or "*" for every interface
     port_first: int
     port_last: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ConfigError that says what an address looks like."""
+        """Parses the text. Raises ConfigError with the expected form."""
         match = _ADDRESS.fullmatch(text) if len(text) <= ADDRESS_LENGTH_MAX else None
         if match is None:
             raise ConfigError(f"endpoint {text[:64]!r}: is not tcp://host:port (IPv6 as tcp://[::1]:port)")
@@ -164,37 +164,37 @@ class Address:
 
     @property
     def wildcard(self) -> bool:
-        """Whether it can be bound, and nobody can dial it."""
+        """Whether the address can be bound but not dialled."""
         return self.host == "*" or (is_literal(self.host) and ipaddress.ip_address(self.host).is_unspecified)
 
     def at(self, host: str, port: int) -> str:
-        """The text of one host and port, as ZMQ wants it."""
+        """Returns the address text of one host and port in ZMQ's form."""
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A peer to dial: `[KEY@]tcp://host:port`, KEY being the 40 Z85 characters of the listener's public key."""
+    """A peer to dial: `[KEY@]tcp://host:port`; KEY is the listener's public key, Z85 text of 40 characters."""
 
     address: str
     server_key: str | None
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ConfigError."""
+        """Parses the text. Raises ConfigError."""
         server_key, address = split_key(text)
         if server_key:
             _checked_key(server_key, f"endpoint {text[:64]!r}: key")
         parsed = Address.parse(address)
         if parsed.port_first != parsed.port_last or parsed.port_first == 0:
-            raise ConfigError(f"endpoint {text!r}: port: one port other than 0 is needed to dial")
+            raise ConfigError(f"endpoint {text!r}: port: dialling needs exactly one port, not 0")
         if parsed.wildcard:
-            raise ConfigError(f"endpoint {text!r}: host: {parsed.host} can be bound, not dialled")
+            raise ConfigError(f"endpoint {text!r}: host: {parsed.host} can be bound, but not dialled")
         return cls(address=address, server_key=server_key or None)
 
 
 def is_literal(host: str) -> bool:
-    """Whether `host` is an IPv4 or IPv6 address rather than a name to resolve."""
+    """Whether `host` is an IPv4 or IPv6 address, not a name to resolve."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -203,7 +203,7 @@ def is_literal(host: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach `tcp://host:port`: names are resolved, and every answer must be a loopback one.
+    """Whether only this host can reach `tcp://host:port`. A name counts if all its addresses are loopback addresses.
 
     Raises ConfigError for a name that does not resolve.
     """
@@ -218,12 +218,11 @@ def is_loopback(address: str) -> bool:
 
 
 def check_exposure(address: str, *, named: str, keyed: bool, insecure: bool) -> None:
-    """Raises ConfigError where `address`, to be bound, would let other hosts in without keys and nobody has said that
-    they may come."""
+    """Raises ConfigError where binding `address` would admit other hosts without keys and without `insecure`."""
     if not keyed and not insecure and not is_loopback(address):
         raise ConfigError(
-            f"{named}: other hosts could reach it and nothing would tell them apart: "
-            "make keys (pdtransfer keygen NAME) and give key and allow, or say insecure"
+            f"{named}: other hosts could reach it without authentication: "
+            "make keys (pdtransfer keygen NAME) and set key and allow, or set insecure"
         )
 
 

@@ -1,11 +1,11 @@
-"""Answers ZMQ's question whether a CURVE key may come in (ZAP, RFC 27), from the allow-list, on the bus's own loop.
+"""Answers ZMQ's authentication requests for CURVE keys (ZAP, RFC 27) from the allow-list, on the bus's own loop.
 
-A listed key's connection gets its routing id here as well: an id of the peer's own choice can be one that the ROUTER is
-about to give out, which then aborts the process (libzmq 4.3.5: routing ids are counted up, and a listed key could take
-many of those to come). The answer's Identity replaces the peer's if it is read after it, and so comes a moment later.
+The answer also assigns the connection's routing id. A self-chosen id could equal one that the ROUTER assigns next,
+which aborts the process (libzmq 4.3.5 assigns ids by counting). The id in the answer replaces the peer's own only if it
+is read later, so the answer is delayed.
 
-pyzmq's Authenticator runs a thread or a task of its own, answers by coroutine, reads keys from a directory of files and
-logs a line for every refusal; what is needed here is one look into a dict for each handshake.
+pyzmq's Authenticator runs a thread or task of its own, reads keys from a directory and logs every refusal. Here, each
+handshake needs one look-up in a dict.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zmq.utils import z85
 from .connections import ROUTE_MARK, ROUTE_RANDOM_BYTES
 from .keys import AllowList
 from .limits import BusLimits
-from .sockets import NOBLOCK, Drain, Seldom
+from .sockets import NOBLOCK, Drain, LogThrottle
 
 DOMAIN = "pdtransfer"
 _VERSION = b"1.0"
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Authenticator:
-    """The ZAP handler of one context. `refused` counts strangers; what they were is logged, at a bounded rate."""
+    """The ZAP server of one context. `refused` counts unknown keys, which are logged at a bounded rate."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class Authenticator:
     ) -> None:
         self._loop, self.allowed = loop, allowed  # may be replaced
         self.refused = 0
-        self._seldom = Seldom(limits.log_ms)
+        self._throttle = LogThrottle(limits.log_ms)
         self._naming_s = limits.naming_ms / 1e3
         self._banned: dict[str, float] = {}
-        self._socket = context.socket(zmq.ROUTER)  # not REP: answers overtake each other
+        self._socket = context.socket(zmq.ROUTER)  # not REP: answers may be sent out of order
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.SNDHWM, 0)
@@ -52,32 +52,33 @@ class Authenticator:
         self._drain = Drain(loop, self._socket, self._take, limits)
 
     def close(self) -> None:
-        """Answers no more; handshakes that are under way end with their sockets."""
+        """Stops answering; pending handshakes end with their sockets."""
         self._drain.stop()
         self._socket.close()
 
     def ban(self, user: str, until: float) -> None:
-        """Lets a key in no more before `until`, on the loop's clock."""
+        """Refuses a key until this time on the loop's clock."""
         self._banned[user] = until
 
     def _take(self) -> int:
         route, empty, *request = self._socket.recv_multipart(NOBLOCK)
         answer = [route, empty, *self.answer(request)]
         if answer[-1]:
-            self._loop.call_later(self._naming_s, self._say, answer)
+            self._loop.call_later(self._naming_s, self._send, answer)
         else:
-            self._say(answer)
+            self._send(answer)
         return 0
 
-    def _say(self, answer: list[bytes]) -> None:
+    def _send(self, answer: list[bytes]) -> None:
         if not self._socket.closed:
             self._drain.check()
             self._socket.send_multipart(answer, NOBLOCK)
 
     def answer(self, request: list[bytes]) -> list[bytes]:
-        """The reply to [version, request id, domain, address, routing id, mechanism, key]; its User-Id is the key.
+        """Returns the reply to [version, request id, domain, address, routing id, mechanism, key]; its User-Id is the
+        key.
 
-        With "OK" comes a routing id for the connection, as metadata.
+        With status 200, the metadata assigns the connection's routing id.
         """
         version, request_id, domain, address, _, mechanism, *credentials = request
         known = version == _VERSION and domain == DOMAIN.encode() and mechanism == b"CURVE"
@@ -90,10 +91,10 @@ class Authenticator:
             name = ROUTE_MARK + secrets.token_bytes(ROUTE_RANDOM_BYTES)
             return [_VERSION, request_id, b"200", b"OK", key, _property(b"Identity", name)]
         self.refused += 1
-        held_back = self._seldom.due(self._loop.time())
-        if held_back is not None:
-            text = "%s from %s is not on the allow-list, and %d others were not"
-            log.warning(text, key.decode() or "no CURVE key", address.decode(errors="replace"), held_back)
+        suppressed = self._throttle.due(self._loop.time())
+        if suppressed is not None:
+            text = "%s from %s is not on the allow-list, %d other refusals not logged"
+            log.warning(text, key.decode() or "no CURVE key", address.decode(errors="replace"), suppressed)
         return [_VERSION, request_id, b"400", b"not on the allow-list", b"", b""]
 
 

@@ -1,6 +1,6 @@
-"""The only loop and the only clock: a node hands inputs to its core and performs the effects that come back, in order.
+"""The only loop and the only clock: a node passes inputs to its core, and carries out the effects that come back.
 
-Everything here runs on one event loop's thread. What it performs effects with are `turn` and `events`.
+Everything here runs on the thread of one event loop. `core_driver` and `transports.device_events` carry out effects.
 """
 
 from .decode import DecodeNode as DecodeNode

@@ -1,4 +1,4 @@
-"""What turns a sans-I/O core on a loop: its time, its next time, and its effects, one after the other."""
+"""Drives a sans-I/O core on a loop: its clock, its next tick, and its effects, one after the other."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Generic, TypeVar
 Effect = TypeVar("Effect")
 
 
-class Clock:
-    """A core's time: the loop's, less what went by while this process did not run.
+class LoopClock:
+    """A core's time: the loop's time without the time in which this process did not run.
 
-    A process that was stopped, or whose host stood still, hears what was said meanwhile only after its timers have
-    fired: by the loop's time everybody else would have been silent. Here no tick is later than `slack_s`.
+    A process that was stopped, or whose host was suspended, reads the messages of that time only after its timers have
+    fired: by the loop's time all peers would have been silent. By this clock no tick is later than `slack_s`.
     """
 
     def __init__(self, slack_s: float) -> None:
@@ -23,7 +23,7 @@ class Clock:
         self.due: float | None = None  # when the next tick should be
 
     def now(self) -> float:
-        """Seconds; never less than before."""
+        """The time in seconds; it never goes back."""
         now = self._loop.time() - self._lost
         if self.due is not None and now > self.due + self._slack_s:
             self._lost += now - self.due - self._slack_s
@@ -32,20 +32,20 @@ class Clock:
         return self._latest
 
     def call_at(self, when: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-        """As the loop's."""
+        """As the loop's call_at."""
         return self._loop.call_at(when + self._lost, call)
 
 
 class Ticker:
-    """Calls `tick` when the core's next time has come by `clock`, which is this core's alone."""
+    """Calls `tick` when the core's next time has come by `clock`, which no other core uses."""
 
-    def __init__(self, next_tick: Callable[[], float | None], tick: Callable[[], None], clock: Clock) -> None:
+    def __init__(self, next_tick: Callable[[], float | None], tick: Callable[[], None], clock: LoopClock) -> None:
         self._next_tick, self._tick, self._clock = next_tick, tick, clock
         self._armed: asyncio.Handle | None = None
         self._when = 0.0
 
     def arm(self) -> None:
-        """Looks at the next time; cheap when what is armed comes no later."""
+        """Sets a timer for the next time; cheap when the timer is already early enough."""
         when = self._next_tick()
         if when is None or (self._armed is not None and self._when <= when):
             return
@@ -54,7 +54,7 @@ class Ticker:
         self._clock.due = when
 
     def stop(self) -> None:
-        """Calls no more."""
+        """Makes no more calls."""
         if self._armed is not None:
             self._armed.cancel()
             self._armed = self._clock.due = None
@@ -67,8 +67,8 @@ class Ticker:
         self.arm()
 
 
-class Performer(Generic[Effect]):
-    """Performs effects one after the other, also those that come while one is being performed."""
+class EffectRunner(Generic[Effect]):
+    """Carries out effects one after the other, also those that are added while one is carried out."""
 
     def __init__(self, perform: Callable[[Effect], None], ticker: Ticker) -> None:
         self._perform, self.ticker = perform, ticker

@@ -7,11 +7,10 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from ..bus.keys import AllowList
 from ..errors import Cause, ConfigError, LocalProtocolError, TransportError, WorldError
-from ..handoff.decode.records import SessionState
+from ..handoff.decode.room_request import RoomRequest
 from ..handoff.decode.sessions import DecodeSessions
 from ..handoff.effects import (
     DecodeEffect,
@@ -19,58 +18,55 @@ from ..handoff.effects import (
     Fence,
     Forget,
     HangUp,
-    Leased,
     Lift,
     Offer,
     PeerRefused,
-    Ready,
     RoomFailed,
+    RoomLeased,
+    RoomReady,
     Send,
     SessionLost,
     StopLifting,
     StopVerifying,
     Verify,
 )
+from ..handoff.states import SessionState
 from ..layout.layout import Component
-from ..memory.arena_memory import Arena
+from ..memory.arena_memory import ArenaMemory
 from ..transports.device_events import Event, EventQueue
-from ..transports.hbm_copier import Lifter
-from ..transports.network import NETWORK, Network, Transport
-from ..transports.select import ArenaChoice
+from ..transports.hbm_copier import HbmCopier
+from ..transports.options import ArenaOptions
+from ..transports.select import DecodeTransports
 from ..transports.verifier import Verifier
 from ..wire import Goodbye, Message
-from .core_driver import Clock, Performer, Ticker
+from .core_driver import EffectRunner, LoopClock, Ticker
 from .settings import NodeSettings, Others, revoked
 
 log = logging.getLogger(__name__)
 
 
 class DecodeNode:
-    """One decode rank. `tell` gets what the engine has to hear."""
+    """One decode rank. `tell` gets the events for the engine."""
 
     def __init__(
         self,
         settings: NodeSettings,
         components: Sequence[Component],
-        arena: Arena,
+        arena: ArenaMemory,
         tell: Callable[[DecodeEvent], None],
         *,
-        socket_directory: Path | None = None,
+        options: ArenaOptions | None = None,
         enable_hisparse: bool = False,
         prefix_cache: bool = True,
         verify: bool = False,
         others: Others | None = None,
         leased: Callable[[int], None] = lambda _: None,
-        transport: Transport = "auto",
-        network: Network = NETWORK,
     ) -> None:
-        """`leased` hears of rooms that have got their slots, some time before they are READY."""
+        """`leased` gets each room that has its slots, some time before it is READY."""
         self._tell, self._others, self._leased = tell, others, leased
-        self._clock = Clock(settings.limits.ping_ms / 2e3)
-        # What is to be read back has to be where this process reads, and so lands in the arena.
-        self.transport = ArenaChoice(
-            arena, transport, network, directory=socket_directory, hbm_direct=not verify, lost=self._unoffered
-        )
+        self._clock = LoopClock(settings.limits.ping_ms / 2e3)
+        # To be verified, rows have to land where this process can read them: in the arena.
+        self.transport = DecodeTransports(arena, options or ArenaOptions(), hbm_direct=not verify, lost=self._unoffered)
         core = self.core = DecodeSessions(
             settings.identity("decode", transports=self.transport.taken),
             components,
@@ -79,15 +75,15 @@ class DecodeNode:
             enable_hisparse=enable_hisparse,
             prefix_cache=prefix_cache,
             verify=verify,
-            bytes_ready=arena.bytes_ready or None,  # one that nobody prefaults is backed as it is written
+            bytes_ready=arena.bytes_ready or None,  # an arena that is not prefaulted is backed as it is written
             hbm_apart=arena.hbm is not None,
         )
         self._offers: set[asyncio.Task[None]] = set()
         self._verifier = Verifier(arena.mapping.address) if verify else None
-        self._lifter = Lifter(arena, arena.hbm) if arena.hbm is not None else None
+        self._lifter = HbmCopier(arena, arena.hbm) if arena.hbm is not None else None
         self.bus = settings.bus(self.receive)
         ticker = Ticker(core.next_tick, lambda: self._run(core.tick(self._clock.now())), self._clock)
-        self._run: Performer[DecodeEffect] = Performer(self._perform, ticker)
+        self._run: EffectRunner[DecodeEffect] = EffectRunner(self._perform, ticker)
         self._events = EventQueue(self._never_quiet)
 
     def dial(self, source: str) -> None:
@@ -96,73 +92,60 @@ class DecodeNode:
         self._run(self.core.dial(source, self._clock.now()))
 
     def introduce(self, sources: Sequence[str]) -> None:
-        """As `dial`, of ranks that rooms may name, as long as there are places to spare. Who may not be dialled is left
-        to the room that names it, which says why."""
+        """As `dial`, of ranks that rooms may name, as long as there is room for them. A rank that may not be dialled is
+        skipped: a room that names it fails with the reason."""
         for source in sources:
             if self.core.may_dial_ahead(source):
                 with suppress(ConfigError, WorldError):
                     self.dial(source)
 
-    def expect(
-        self,
-        room: int,
-        *,
-        tokens: int,
-        sources: Sequence[str],
-        time_left_s: float,
-        growth: int = 0,
-        prefix: int = 0,
-        keys: tuple[bytes, ...] = (),
-        enable_hisparse: bool = False,
-    ) -> None:
-        """As DecodeSessions.expect; what makes no sense, and a source that may or can not be dialled, fail the room."""
+    def expect(self, request: RoomRequest) -> None:
+        """As DecodeSessions.expect; an invalid request and a source that cannot be dialled fail the room."""
         now = self._clock.now()
         try:
-            for source in sources:
+            for source in request.sources:
                 self.bus.dial(source)
-            effects = self.core.expect(
-                room, tokens=tokens, sources=sources, now=now, deadline=now + time_left_s, growth=growth, prefix=prefix,
-                keys=keys, enable_hisparse=enable_hisparse,
-            )  # fmt: skip
-        except (LocalProtocolError, WorldError) as error:  # of the world is that no more can be dialled: others can
+            effects = self.core.expect(request, now)
+        except (LocalProtocolError, WorldError) as error:  # WorldError: this node can dial no more, others may
             cause = Cause.PEER_LOST if isinstance(error, WorldError) else Cause.REFUSED
-            self._tell(RoomFailed(room, cause, str(error)))
+            self._tell(RoomFailed(request.room, cause, str(error)))
             return
         self._run(effects)
 
     def ready(self, bytes_ready: int) -> None:
-        """So many of the arena's first bytes are prefaulted now."""
+        """Reports that so many of the arena's first bytes are prefaulted."""
         self._run(self.core.ready(bytes_ready, self._clock.now()))
 
     def release(self, room: int, *, after: Event | None = None) -> None:
-        """The engine is done with a READY room once `after` has fired. A room that is not READY fails."""
+        """Releases a READY room once `after` has fired: the engine does not use it any more. A room that is not READY
+        fails."""
         self._events.call(room, after, lambda: self._release(room))
 
     def abort(self, room: int, cause: Cause = Cause.ABORTED, detail: str = "") -> None:
-        """Gives a room up that is not READY."""
+        """Gives up a room that is not READY."""
         self._run(self.core.abort(room, self._clock.now(), cause, detail))
 
     def receive(self, peer: str, message: Message) -> None:
-        """A message of a prefill rank, unless it is somebody else's."""
+        """Takes a message of a prefill rank, unless `others` has taken it."""
         if self._others is None or not self._others(peer, message):
             self._run(self.core.receive(peer, message, self._clock.now()))
 
     def allow(self, allowed: AllowList) -> None:
-        """Takes another allow-list. Who is on it no more loses its sessions; its leases wait for the fence."""
+        """Takes another allow-list. A peer that is not on it loses its sessions; its leases wait for the fence."""
         for peer in self.bus.allow(allowed):
             self.receive(peer, revoked())
 
     async def close(self) -> None:
-        """Fails what is not READY, says goodbye, stops the clock and the hand-over.
+        """Fails rooms that are not READY, sends Goodbye, stops the clock and the hand-over.
 
-        Peers may write on until they have heard it: the arena's bytes are nobody else's until its last mapping is gone.
-        This node reads none of them any more.
+        Peers may write until they have received it, so the arena's memory must not be reused before its last mapping is
+        gone. This node reads none of it any more.
         """
         for room in list(self.core.rooms):
             self.abort(room, Cause.SHUTDOWN, "this node is closed")
-        for name, peer in self.core.links.peers.items():
+        for name, peer in self.core.prefill_peers.peers.items():
             if peer.identity is not None:
-                self.bus.send(name, Goodbye(self.core.links.identity.incarnation, Cause.SHUTDOWN.value))
+                self.bus.send(name, Goodbye(self.core.prefill_peers.identity.incarnation, Cause.SHUTDOWN.value))
         self._run.ticker.stop()
         self._events.stop()
         for task in self._offers:
@@ -175,7 +158,7 @@ class DecodeNode:
         await self.bus.close()
 
     def _never_quiet(self, room: int, error: Exception) -> None:
-        log.critical("room %#x keeps its slots, nothing says when they are quiet: %s", room, error)
+        log.critical("room %#x keeps its slots, since its event cannot be queried: %s", room, error)
 
     def _release(self, room: int) -> None:
         try:
@@ -187,17 +170,16 @@ class DecodeNode:
         match effect:
             case Send():  # without sub-patterns, which cost as much as the call
                 self.bus.send(effect.peer, effect.message)
-            case Ready() | RoomFailed():
+            case RoomReady() | RoomFailed():
                 self._tell(effect)
-            case Leased():
+            case RoomLeased():
                 self._leased(effect.room)
             case Offer(peer, session):
                 task = asyncio.get_running_loop().create_task(self._offer(peer, session))
                 self._offers.add(task)
                 task.add_done_callback(self._offers.discard)
             case Fence(session):
-                self.transport.revoke(session)
-                if self.transport.quiet(session):
+                if self.transport.fence(session):
                     self._run(self.core.fenced(session, self._clock.now()))
             case Forget(session):
                 self.transport.forget(session)
@@ -229,9 +211,9 @@ class DecodeNode:
         self._run(self.core.lifted(order.session, order.grant, detail, self._clock.now()))
 
     async def _offer(self, peer: str, session: int) -> None:
-        known, mine = self.core.links.peers.get(peer), self.core.links.sessions.get(session)
+        known, mine = self.core.prefill_peers.peers.get(peer), self.core.prefill_peers.sessions.get(session)
         if known is None or known.identity is None or mine is None or mine.state is not SessionState.OFFERING:
-            return  # it has ended meanwhile: nobody would ever end what is begun for it
+            return  # it has ended meanwhile: nothing would ever end what is begun for it
         try:
             reach = await self.transport.offer(session, peer, known.identity)
         except TransportError as error:

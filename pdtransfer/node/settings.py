@@ -1,4 +1,4 @@
-"""Who a node is, and how it meets its peers."""
+"""The identity of a node among its peers, and its sockets."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Literal
 
 from ..bus import Bus
 from ..bus.keys import AllowList, KeyPair
+from ..bus.limits import BusLimits
 from ..errors import Cause
 from ..limits import Limits
 from ..transports.select import place
@@ -18,42 +19,44 @@ from ..wire import Holds, Identity, Member, Message, Ranks, Reject
 log = logging.getLogger(__name__)
 
 Others = Callable[[str, Message], bool]
-"""Takes what is no node's business, a router's messages say; says whether it did."""
+"""Takes a message of (peer, message) that is not for the node, such as a router's; whether it did."""
 
 REVOKED = "its key was revoked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """Who a node is, and how it meets its peers. `weights` is a digest: equal weights, equal digest."""
+    """The identity of a node among its peers, and what it allows them. Peers pair only if `model` and `weights` are
+    equal. Without `keys` and `allowed` a node serves loopback alone, unless it is `insecure`."""
 
-    node: str
-    model: str
-    weights: bytes
-    keys: KeyPair | None = None
-    allowed: AllowList | None = None
-    insecure: bool = False
-    ranks: Ranks = field(default_factory=Ranks)
-    group: tuple[Member, ...] = ()  # of the rank that leads a worker of several: all its ranks, itself first
+    node: str  # a name that no other node of the fleet has; at most 128 letters, digits, '.', '_', '-'
+    model: str  # at most 128 characters
+    weights: bytes  # a digest of the weights, at most 64 bytes: equal weights, equal digest
+    keys: KeyPair | None = None  # this node's own; they need an allow-list as well
+    allowed: AllowList | None = None  # the peers that may connect
+    insecure: bool = False  # lets other hosts connect without keys
+    ranks: Ranks = field(default_factory=Ranks)  # this rank's place in its model
+    group: tuple[Member, ...] = ()  # for the leader of a worker of several ranks: all of them, the leader first
     limits: Limits = field(default_factory=Limits)
+    bus_limits: BusLimits = field(default_factory=BusLimits)
 
     def identity(
         self, role: Literal["prefill", "decode"], holds: tuple[Holds, ...] = (), transports: tuple[str, ...] = ("shm",)
     ) -> Identity:
-        """A new life under this name."""
+        """A new incarnation under this name."""
         return Identity(
             self.node, role, secrets.randbits(64), self.ranks, self.model, self.weights, self.limits.window,
             holds=holds, group=self.group, transports=transports, place=place(),
         )  # fmt: skip
 
     def bus(self, receive: Callable[[str, Message], None]) -> Bus:
-        """This node's sockets; breaches that the bus itself finds are logged."""
+        """This node's sockets; breaches that the bus finds are logged."""
         return Bus(
             node=self.node, keys=self.keys, allowed=self.allowed, insecure=self.insecure, receive=receive,
-            refused=lambda peer, error: log.warning("%s: %s", peer, error),
+            limits=self.bus_limits, refused=lambda peer, error: log.warning("%s: %s", peer, error),
         )  # fmt: skip
 
 
 def revoked() -> Message:
-    """What a peer would say that wants no more of us: it is never asked again."""
+    """The message of a peer that refuses this node for good: the node never dials it again."""
     return Reject(0, Cause.REFUSED.value, (REVOKED,))

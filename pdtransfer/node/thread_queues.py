@@ -1,4 +1,4 @@
-"""The two bounded queues between an engine's thread and the loop; what waits on one end wakes the other."""
+"""The two bounded queues between an engine's thread and the loop. An entry in one wakes the thread at its other end."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Generic, TypeVar
 
 from ..errors import WorldError
 
-CALLS_MAX = 65_536  # not yet run on the loop: an engine so far ahead has lost its loop
-Said = TypeVar("Said")
+CALLS_MAX = 65_536  # that the loop has not run yet: the loop of an engine so far ahead has stopped
+EventForEngine = TypeVar("EventForEngine")
 
 
-class Port(Generic[Said]):
-    """`submit` from the engine's side, `tell` from the loop's; `fileno` is readable while `poll` has something."""
+class ThreadQueues(Generic[EventForEngine]):
+    """The engine's side calls `to_loop`, the loop's side `to_engine`. `fileno` is readable while `poll` has events."""
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
-        self._said: deque[Said] = deque()
+        self._events: deque[EventForEngine] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waking = False
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -33,45 +33,45 @@ class Port(Generic[Said]):
 
     # The engine's side: any thread
 
-    def submit(self, call: Callable[[], None]) -> None:
-        """Runs `call` on the loop, in the order of submission. Raises WorldError when the loop takes no more."""
+    def to_loop(self, call: Callable[[], None]) -> None:
+        """Runs `call` on the loop; calls keep their order. Raises WorldError when too many wait."""
         if len(self._calls) >= CALLS_MAX:
             raise WorldError(f"calls: {len(self._calls)} wait for the loop, the limit is {CALLS_MAX}")
         self._calls.append(call)
         if not self._waking:
             self._wake()
 
-    def poll(self) -> list[Said]:
-        """Takes everything that was said; never waits. After close it takes what was left."""
+    def poll(self) -> list[EventForEngine]:
+        """Takes all events; never waits. After close it takes those that were left."""
         if self._fd >= 0:
             try:
                 os.eventfd_read(self._fd)
             except BlockingIOError:
                 return []
-        said: list[Said] = []
-        while self._said:
-            said.append(self._said.popleft())
-        return said
+        events: list[EventForEngine] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Waits until `poll` has something to say, or the time is over."""
+        """Waits until `poll` has events, or for so long; whether it has."""
         waiting = select.poll()
         waiting.register(self._fd, select.POLLIN)
         return bool(waiting.poll(None if timeout_s is None else timeout_s * 1e3))
 
     def fileno(self) -> int:
-        """For select, poll, epoll: readable while something was said that was not polled; -1 after close."""
+        """For select, poll and epoll: readable while there are events that were not polled; -1 after close."""
         return self._fd
 
     # The loop's side
 
-    def tell(self, said: Said) -> None:
-        """Says something to the engine's side."""
-        self._said.append(said)
+    def to_engine(self, event: EventForEngine) -> None:
+        """Gives the engine's side an event."""
+        self._events.append(event)
         os.eventfd_write(self._fd, 1)
 
     def close(self) -> None:
-        """Gives the descriptor back; both sides are done."""
+        """Closes the descriptor, once both sides are done."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -83,7 +83,7 @@ class Port(Generic[Said]):
             loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
-        # Lowered first: a call that is appended behind the last one here wakes the loop again.
+        # Cleared first: a call that is appended after the last one here wakes the loop again.
         self._waking = False
         for left in reversed(range(len(self._calls))):
             try:

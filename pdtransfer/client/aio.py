@@ -1,4 +1,4 @@
-"""The clients for asyncio: their events, read on the caller's own loop, resolve futures."""
+"""The clients for asyncio: their events are read on the caller's own loop, and resolve futures."""
 
 from __future__ import annotations
 
@@ -9,46 +9,47 @@ from typing import Generic, Protocol, Self, TypeVar
 from numpy.typing import ArrayLike
 
 from ..errors import RoomFailedError
-from ..handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
+from ..handoff.effects import DecodeEvent, PrefillEvent, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from ..transports.device_events import Event
 from .clients import DecodeClient, PrefillClient
 
 Said = TypeVar("Said")
 
 
-class _Client(Protocol[Said]):
+class _AsyncClient(Protocol[Said]):
     def fileno(self) -> int: ...
     def poll(self) -> list[Said]: ...
     def close(self) -> None: ...
 
 
 class _Events(Generic[Said]):
-    """A client's events, taken on the caller's own loop until the client is closed."""
+    """Passes a client's events to `take` on the caller's own loop, until the client is closed."""
 
-    def __init__(self, client: _Client[Said], take: Callable[[Said], None]) -> None:
+    def __init__(self, client: _AsyncClient[Said], take: Callable[[Said], None]) -> None:
         self._client, self._take = client, take
         self._loop, self._fd = asyncio.get_running_loop(), client.fileno()
         self._loop.add_reader(self._fd, self._poll)
 
     async def close(self) -> None:
-        """Closes the client, and takes its last words: every room that was under way has failed."""
+        """Closes the client and passes on its last events: every room under way has failed."""
         self._loop.remove_reader(self._fd)
         await asyncio.to_thread(self._client.close)
         self._poll()
 
     def _poll(self) -> None:
-        for said in self._client.poll():
-            self._take(said)
+        for event in self._client.poll():
+            self._take(event)
 
 
 class DecodeHand:
-    """One room on the decode side, for asyncio."""
+    """One room of an AsyncDecode."""
 
-    def __init__(self, client: DecodeClient, room: int, ready: asyncio.Future[Ready]) -> None:
+    def __init__(self, client: DecodeClient, room: int, ready: asyncio.Future[RoomReady]) -> None:
         self._client, self.room, self._ready = client, room, ready
 
-    async def ready(self) -> Ready:
-        """The landing: slots per component, aux, bytes. Raises RoomFailedError with the root cause."""
+    async def ready(self) -> RoomReady:
+        """Waits for the room to land, and returns its slots per component, its aux and the bytes that crossed.
+        Raises RoomFailedError with the root cause."""
         return await asyncio.shield(self._ready)
 
     def release(self, *, after: Event | None = None) -> None:
@@ -65,11 +66,11 @@ class AsyncDecode:
 
     def __init__(self, client: DecodeClient) -> None:
         self.client = client
-        self._ready: dict[int, asyncio.Future[Ready]] = {}
+        self._ready: dict[int, asyncio.Future[RoomReady]] = {}
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.client.start)
-        self._events = _Events(self.client, self._heard)
+        self._events = _Events(self.client, self._on_event)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -103,23 +104,23 @@ class AsyncDecode:
         future = self._ready[room] = asyncio.get_running_loop().create_future()
         return DecodeHand(self.client, room, future)
 
-    def _heard(self, event: DecodeEvent) -> None:
+    def _on_event(self, event: DecodeEvent) -> None:
         future = self._ready.pop(event.room, None)
         if future is None:
-            return  # expected through the client itself
-        if isinstance(event, Ready):
+            return  # the caller used the client itself for this room
+        if isinstance(event, RoomReady):
             _resolve(future, event)
         else:
             _fail(future, event)
 
 
 class PrefillHand:
-    """One room on the prefill side, for asyncio."""
+    """One room of an AsyncPrefill: `landed` and `drained` are its futures."""
 
     def __init__(self, client: PrefillClient, room: int) -> None:
         loop = asyncio.get_running_loop()
         self._client, self.room = client, room
-        self.landed: asyncio.Future[Landed] = loop.create_future()
+        self.landed: asyncio.Future[RoomLanded] = loop.create_future()
         self.drained: asyncio.Future[None] = loop.create_future()
 
     def push(
@@ -135,14 +136,15 @@ class PrefillHand:
         """As PrefillClient.push."""
         self._client.push(self.room, pages, rows=rows, layers=layers, component=component, skip=skip, after=after)
 
-    async def finish(self, *, aux: bytes = b"", after: Event | None = None) -> Landed:
-        """Returns when the room has landed and the pages may be reused. Raises RoomFailedError, drained as well."""
+    async def finish(self, *, aux: bytes = b"", after: Event | None = None) -> RoomLanded:
+        """Returns when the room has landed and its pages may be reused. Raises RoomFailedError, and then too the pages
+        may be reused."""
         self._client.finish(self.room, aux=aux, after=after)
         await asyncio.shield(self.drained)
         return self.landed.result()
 
     async def abort(self) -> None:
-        """Returns when the pages may be reused."""
+        """Gives the room up, and returns when its pages may be reused."""
         self._client.abort(self.room)
         await asyncio.shield(self.drained)
 
@@ -156,7 +158,7 @@ class AsyncPrefill:
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.client.start)
-        self._events = _Events(self.client, self._heard)
+        self._events = _Events(self.client, self._on_event)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -176,28 +178,28 @@ class AsyncPrefill:
         handing = self._open[room] = PrefillHand(self.client, room)
         return handing
 
-    def _heard(self, event: PrefillEvent) -> None:
+    def _on_event(self, event: PrefillEvent) -> None:
         handing = self._open.get(event.room)
         if handing is None:
             return
         match event:
-            case Landed():
+            case RoomLanded():
                 _resolve(handing.landed, event)
             case RoomFailed():
                 _fail(handing.landed, event)
-            case Drained(room):
+            case RoomDrained(room):
                 del self._open[room]
                 _resolve(handing.drained, None)
-            case Leased():
+            case RoomLeased():
                 pass
 
 
 def _resolve(future: asyncio.Future[Said], result: Said) -> None:
-    if not future.done():  # whoever awaited it may have been cancelled, and the future with them
+    if not future.done():  # its waiter may have been cancelled, and the future with it
         future.set_result(result)
 
 
 def _fail(future: asyncio.Future[Said], event: RoomFailed) -> None:
     if not future.done():
         future.set_exception(RoomFailedError(event.room, event.cause, event.detail))
-        future.exception()  # whoever never asks is not scolded for it
+        future.exception()  # no warning about a caller that never awaits it

@@ -1,8 +1,8 @@
-"""What an inference engine embeds: submit from any thread, poll when fileno is readable; `aio` wraps it for asyncio.
+"""The clients that an inference engine embeds: calls from any thread, events by `poll` when `fileno` is readable.
 
 A client runs its node on a loop of its own, in a thread, so a scheduler that computes for a second delays no peer.
-Nothing here blocks but `start` and `close`. Misuse raises LocalProtocolError where it can be seen at once; what only
-the node can see, a cell offered twice say, fails the room.
+Only `start` and `close` block. A call raises LocalProtocolError for misuse that it can detect at once. Misuse that only
+the node can detect, such as a cell that is pushed twice, fails the room. `aio` wraps the clients for asyncio.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -24,31 +23,30 @@ from numpy.typing import ArrayLike
 from ..bus.keys import AllowList
 from ..environment import share_the_interpreter
 from ..errors import LocalProtocolError, PDTransferError
-from ..handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
-from ..handoff.prefill.sessions import Cell
+from ..handoff.decode.room_request import RoomRequest
+from ..handoff.effects import DecodeEvent, PrefillEvent, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from ..handoff.prefill.cells import Cell
 from ..handoff.sharing import Replicas
 from ..layout.layout import Component, slots_of_rows
 from ..limits import TOKENS_MAX
-from ..memory.arena_memory import Arena
+from ..memory.arena_memory import ArenaMemory
 from ..node import DecodeNode, NodeSettings, PrefillNode
-from ..node.thread_queues import Port
+from ..node.thread_queues import ThreadQueues
 from ..transports.device_events import Event
-from ..transports.network import NETWORK, Network, Transport
+from ..transports.options import ArenaOptions, WriterOptions
 from ..wire import pack_ids
 
-STATES_MAX = 65_536  # of ended rooms, kept for schedulers that ask late
+STATES_MAX = 65_536  # ended rooms whose state is kept
 Node = TypeVar("Node", DecodeNode, PrefillNode)
 Said = TypeVar("Said")
 
 
 class KVPoll(IntEnum):
-    """A room as SGLang's schedulers ask for it: one integer, of which min() over ranks is the room's."""
+    """The state of a room on one rank, as SGLang's schedulers poll it: the minimum over all ranks is the room's."""
 
     FAILED = 0
-    BOOTSTRAPPING = (
-        1  # prefill: not every decode rank has leased slots; decode: the room waits, or its bytes are coming
-    )
-    WAITING_FOR_INPUT = 2  # prefill: slots are leased, cells may be pushed
+    BOOTSTRAPPING = 1  # prefill: a decode rank has not leased slots yet; decode: the room has not landed yet
+    WAITING_FOR_INPUT = 2  # prefill: every decode rank has leased slots, so a pushed cell leaves at once
     TRANSFERRING = 3  # prefill: finish was called
     SUCCESS = 4  # prefill: landed everywhere; decode: READY
 
@@ -56,19 +54,19 @@ class KVPoll(IntEnum):
 class _Thread(Generic[Node]):
     """One node on its own loop and thread."""
 
-    def __init__(self, port: Port[Said], start: Callable[[], Awaitable[Node]]) -> None:
+    def __init__(self, port: ThreadQueues[Said], start: Callable[[], Awaitable[Node]]) -> None:
         self._port, self._start = port, start
         self._thread = threading.Thread(target=self._run, name="pdtransfer", daemon=True)
         self._standing: Future[Callable[[], None]] = Future()  # what ends it
         self.node: Node | None = None
 
     def start(self) -> None:
-        """Returns when the node stands; raises what kept it from standing."""
+        """Returns when the node runs; raises the error that kept it from starting."""
         self._thread.start()
         self._standing.result()
 
     def close(self) -> None:
-        """Ends the node in good order, and the thread; idempotent."""
+        """Ends the node and the thread; idempotent."""
         if self._thread.is_alive():
             if self._standing.exception() is None:
                 self._standing.result()()
@@ -96,10 +94,10 @@ def _call(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 
 
 class _Client(Generic[Node, Said]):
-    """What both sides share: the port, the states, the life of the thread."""
+    """What both clients share: the queues to and from the node, the states of rooms, the thread."""
 
     def __init__(self, start: Callable[[], Awaitable[Node]], *, has_keys: bool) -> None:
-        self._port: Port[Said] = Port()
+        self._port: ThreadQueues[Said] = ThreadQueues()
         self._has_keys = has_keys
         self._thread: _Thread[Node] = _Thread(self._port, start)
         self._states: dict[int, KVPoll] = {}
@@ -116,36 +114,43 @@ class _Client(Generic[Node, Said]):
         self.close()
 
     def start(self) -> None:
-        """Opens sockets and the thread that serves them; threads of this process take shorter turns from now on
-        (sys.setswitchinterval). Raises ConfigError and WorldError."""
+        """Opens the sockets and starts the thread that serves them. Blocks until both are up.
+
+        Threads of this process take shorter turns from now on (sys.setswitchinterval). Raises ConfigError for settings
+        that can never work, and WorldError for what fails now, such as a port that is taken.
+        """
         share_the_interpreter()
         self._thread.start()
 
     def close(self) -> None:
-        """Fails what is under way, says goodbye to peers, ends the thread; idempotent.
+        """Fails every room under way, says goodbye to the peers and ends the thread; idempotent, and blocks until then.
 
-        `poll` has the last words. No page is read any more; into an arena peers may write until they have heard it.
+        `poll` still returns the last events. From now on no page of a pool is read. Peers may write into an arena until
+        they have received the goodbye.
         """
         self._closed = True
         self._thread.close()
         self._port.close()
 
     def allow(self, allowed: AllowList) -> None:
-        """Takes another allow-list in place of the one in its settings.
+        """Replaces the allow-list of the settings.
 
-        Who is on it no more, or under another name or in other roles, loses its connections and its sessions: their
-        rooms fail. LocalProtocolError where this client has no keys.
+        A peer that is not on the new list, or has another name or other roles there, loses its connections and its
+        sessions, and their rooms fail. Raises LocalProtocolError for a client without keys.
         """
         if not self._has_keys:
             raise LocalProtocolError("allowed: a client without keys knows no allow-list")
-        self._port.submit(lambda: self._node.allow(allowed))
+        self._port.to_loop(lambda: self._node.allow(allowed))
 
     def fileno(self) -> int:
-        """For select, poll, epoll, or loop.add_reader: readable while `poll` has something to say."""
+        """A descriptor for select, poll, epoll or loop.add_reader: readable while `poll` has events to return."""
         return self._port.fileno()
 
     def state(self, room: int) -> KVPoll:
-        """Where the room is, as far as `poll` has said; of ended rooms the last STATES_MAX. KeyError for others."""
+        """The state of a room after the events that `poll` has returned.
+
+        Raises KeyError for a room that was never begun, and for all but the last STATES_MAX rooms that have ended.
+        """
         return self._states[room]
 
     def _begin(self, room: int, tokens: int) -> None:
@@ -159,7 +164,7 @@ class _Client(Generic[Node, Said]):
         self._states[room] = KVPoll.BOOTSTRAPPING
 
     def _end(self, room: int) -> None:
-        """Nobody holds anything of the room; its state is kept for a while."""
+        """The room has ended; its state is kept for a while."""
         self._ended[room] = None
         if len(self._ended) > STATES_MAX:
             oldest = next(iter(self._ended))
@@ -172,14 +177,21 @@ class _Client(Generic[Node, Said]):
 
 
 class PrefillClient(_Client[PrefillNode, PrefillEvent]):
-    """A prefill rank. `components` are the engine's pools, their bases addresses, or offsets from `pool_address`.
+    """A prefill rank: it sends the KV of its rooms to the decode ranks that ask for them.
 
-    Of a model spread over several ranks they hold this rank's layers and heads, and `settings.ranks` says which it
-    is. Where n ranks hold the same rows of a component, `replicas` has it as {name: (which of them this is, n)}. Where
-    the pools lie in the memory of a `card`, that card writes them; then `condemned`, if it is given, is called from
-    another thread once a write's end is unknown: nothing but the end of this process proves it, so end it.
+    `components` describe the engine's pools. The bases of their planes are addresses, or offsets in bytes from
+    `pool_address`. If a model is spread over several ranks, they hold this rank's layers and heads, and
+    `settings.ranks` is its place. If n ranks hold the same rows of a component, `replicas` maps its name to
+    (index of this rank among them, n).
 
-    The engine: `open`, then `push` and `finish`, or `abort`. It may reuse a room's pages once `poll` says Drained.
+    `bind` is the tcp://host:port to listen on, port 0 for any; `endpoint` is where it listens once started.
+    `copy_threads` copy rows in host memory. `card` is the CUDA ordinal if the pools are in that card's memory: the card
+    then writes the rows itself. `condemned` is then called, from another thread, if nobody can know whether a write of
+    the card has ended. Only the end of this process proves it, so end the process. `transport` restricts how rows
+    travel, and `network` configures transports to other hosts.
+
+    Each room takes `open`, then `push` and `finish`, or `abort`. Once `poll` returns RoomDrained, its pages may be
+    reused.
     """
 
     def __init__(
@@ -188,13 +200,9 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         components: Sequence[Component],
         *,
         bind: str = "tcp://127.0.0.1:0",
-        pool_address: int = 0,
-        copy_threads: int = 2,
-        card: int | None = None,
+        writer: WriterOptions | None = None,
         replicas: Replicas | None = None,
         condemned: Callable[[], None] | None = None,
-        transport: Transport = "auto",
-        network: Network = NETWORK,
     ) -> None:
         self.endpoint = bind  # as bound, once started
         self._components = {component.name: component for component in components}
@@ -203,13 +211,9 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
             node = PrefillNode(
                 settings,
                 components,
-                self._port.tell,
-                pool_address=pool_address,
-                copy_threads=copy_threads,
-                card=card,
+                self._port.to_engine,
+                writer=writer,
                 replicas=replicas,
-                transport=transport,
-                network=network,
             )
             node.condemned = condemned or node.condemned
             try:
@@ -230,13 +234,15 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         grants: int = 1,
         peers: Collection[str] | None = None,
     ) -> None:
-        """A room of `tokens` tokens in all, for `grants` decode ranks; before or after their grants arrive.
+        """Begins a room of `tokens` tokens for `grants` decode ranks, before or after these have asked for it.
 
-        `room` is a u64 that both sides know it by, and no other room, before or after. `peers`, if given, names the
-        only ranks it is for: by public key or as the allow-list does; where there are no keys, by their nodes.
+        `room` is a u64 by which both sides know the room; no other room may ever have it. The room fails if it has not
+        ended after `time_left_s` seconds. `peers` restricts it to these decode ranks, each given by its public key or
+        its name on the allow-list, or without keys by its node's name. Raises LocalProtocolError for a room number that
+        was used before, and for a count of tokens that is out of bounds.
         """
         self._begin(room, tokens)
-        self._port.submit(
+        self._port.to_loop(
             lambda: self._node.open(room, tokens=tokens, time_left_s=time_left_s, grants=grants, peers=peers),
         )
 
@@ -251,85 +257,93 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         skip: int = 0,
         after: Event | None = None,
     ) -> None:
-        """Offers rows [first, end) of layers [first, end), by default all, to be read once `after` has fired.
+        """Offers rows [first, end) of layers [first, end), by default all layers, to be read once `after` has fired.
 
-        A cell without `after` waits as the one pushed before it. `pages` are page indices of the room's rows from 0 to
-        at least rows[1], row 0 `skip` slots into the first, as a sliding window's may be; they must not change or be
-        freed before Drained. Raises LocalProtocolError where they do not fit.
+        `pages` are integers (n,): the indices of the pages that hold the room's rows from row 0 to at least rows[1], in
+        order. Row 0 is `skip` slots into the first page, as in a sliding window. The rows must not change and the pages
+        must not be freed, before RoomDrained. A cell without `after` waits for the event of the cell pushed before it.
+        Raises LocalProtocolError for an unknown component and for pages that do not cover the rows.
         """
         held = self._components.get(component)
         if held is None:
             raise LocalProtocolError(f"component: {component!r} is none of {sorted(self._components)}")
         slots = slots_of_rows(pages, held.layout.page_size, rows, skip=skip)
         cell = Cell(component, rows[0], layers or held.layout.layer_range, slots)
-        self._port.submit(lambda: self._node.push(room, cell, after=after))
+        self._port.to_loop(lambda: self._node.push(room, cell, after=after))
 
     def finish(self, room: int, *, aux: bytes = b"", after: Event | None = None) -> None:
-        """Every cell was pushed, if its event has fired or not. `aux` is what decode needs to go on.
+        """Every cell of the room has been pushed; their events need not have fired.
 
-        Landed follows, then Drained.
+        `aux` is at most 64 KiB that decode needs to continue, such as the first token. RoomLanded follows, then
+        RoomDrained.
         """
         if self._states.get(room) in (KVPoll.BOOTSTRAPPING, KVPoll.WAITING_FOR_INPUT):
             self._states[room] = KVPoll.TRANSFERRING
-        self._port.submit(lambda: self._node.finish(room, aux=aux, after=after))
+        self._port.to_loop(lambda: self._node.finish(room, aux=aux, after=after))
 
     def abort(self, room: int) -> None:
-        """Gives the room up. Its pages are safe when Drained says so, not before."""
-        self._port.submit(lambda: self._node.abort(room))
+        """Gives the room up. RoomFailed follows, then RoomDrained: only then may its pages be reused."""
+        self._port.to_loop(lambda: self._node.abort(room))
 
     def poll(self) -> list[PrefillEvent]:
-        """What has happened since; never waits."""
+        """The events since the last call, oldest first; never waits."""
         events = self._port.poll()
         for event in events:
             match event:
-                case Leased(room) if self._states[room] is KVPoll.BOOTSTRAPPING:
+                case RoomLeased(room) if self._states[room] is KVPoll.BOOTSTRAPPING:
                     self._states[room] = KVPoll.WAITING_FOR_INPUT
-                case Leased():
+                case RoomLeased():
                     pass
-                case Landed(room):
+                case RoomLanded(room):
                     self._states[room] = KVPoll.SUCCESS
                 case RoomFailed(room):
                     self._states[room] = KVPoll.FAILED
-                case Drained(room):
+                case RoomDrained(room):
                     self._end(room)
         return events
 
 
 class DecodeClient(_Client[DecodeNode, DecodeEvent]):
-    """A decode rank, over its arena. The engine: `expect`, then `release` after Ready, or `abort` before it."""
+    """A decode rank: it leases slots of its arena to rooms, and prefill ranks write their KV there.
+
+    `components` describe the arena, with bases that are offsets in bytes from its first byte. Those of memory "hbm" lie
+    in `arena.hbm` if that is set. The caller keeps `arena`, and closes it after the client. Peers of this host fetch
+    the arena at a Unix socket in `socket_directory`, which is made private to this user, or by default at an abstract
+    one. With `prefix_cache` the blocks of earlier prompts stay in free slots for rooms that begin with the same tokens.
+    With `verify` every row that landed is read back and compared with the sender's checksum before RoomReady.
+    `transport` restricts how rows travel, and `network` configures transports from other hosts.
+
+    Each room takes `expect`, then `release` after RoomReady, or `abort` before it.
+    """
 
     def __init__(
         self,
         settings: NodeSettings,
         components: Sequence[Component],
-        arena: Arena,
+        arena: ArenaMemory,
         *,
-        socket_directory: Path | None = None,
+        options: ArenaOptions | None = None,
         enable_hisparse: bool = False,
         prefix_cache: bool = True,
         verify: bool = False,
-        transport: Transport = "auto",
-        network: Network = NETWORK,
     ) -> None:
         async def start() -> DecodeNode:
             return DecodeNode(
                 settings,
                 components,
                 arena,
-                self._port.tell,
-                socket_directory=socket_directory,
+                self._port.to_engine,
+                options=options,
                 enable_hisparse=enable_hisparse,
                 prefix_cache=prefix_cache,
                 verify=verify,
-                transport=transport,
-                network=network,
             )
 
         super().__init__(start, has_keys=settings.keys is not None)
 
     def dial(self, source: str) -> None:
-        """Opens the session with a prefill rank ahead of its first room."""
-        self._port.submit(lambda: self._node.dial(source))
+        """Opens the session with the prefill rank at `source`, [KEY@]tcp://host:port, ahead of its first room."""
+        self._port.to_loop(lambda: self._node.dial(source))
 
     def expect(
         self,
@@ -344,46 +358,47 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         time_left_s: float = 60.0,
         enable_hisparse: bool = False,
     ) -> None:
-        """Leases slots for `tokens` and `growth` more, and has the prefill ranks at `sources` write them.
+        """Leases slots for `tokens` and `growth` more tokens, and has the prefill ranks at `sources` write the former.
 
-        `room` is the label under which they open it. With `prompt`, its token ids, the blocks that an earlier prompt of
-        equal tokens and `salt` has left in the arena do not cross, and this one's are left for others: no engine may
-        write the prompt's rows. `prefix` is for engines that keep prefixes elsewhere: so many tokens do not cross.
-        Ends as Ready, whose slots are one a row, growth included, or as RoomFailed.
+        `room` is the u64 under which they open it, and `sources` are their endpoints, [KEY@]tcp://host:port. Ends as
+        RoomReady, whose slots are one a row with growth included, or as RoomFailed, at the latest after `time_left_s`.
+
+        `prompt` is the room's token ids, integers (tokens,). Blocks that an earlier prompt with the same first tokens
+        and the same `salt` has left in the arena are not sent again, and this prompt's blocks stay for later rooms; the
+        engine must not write the rows of the prompt. `prefix` is the number of first tokens that are not sent because
+        the engine has them elsewhere. With `enable_hisparse`, which the client must allow as well, a component that
+        exists in both memories has its rows in DRAM.
+
+        Raises LocalProtocolError for a room number that was used before, a count of tokens that is out of bounds, and a
+        prompt that is not `tokens` u32 ids.
         """
         keys = () if prompt is None else self._node.core.cache.keys(_token_ids(prompt, tokens), salt)
         self._begin(room, tokens)
-        self._port.submit(
-            lambda: self._node.expect(
-                room,
-                tokens=tokens,
-                sources=sources,
-                time_left_s=time_left_s,
-                growth=growth,
-                prefix=prefix,
-                keys=keys,
-                enable_hisparse=enable_hisparse,
-            ),
-        )
+        request = RoomRequest(
+            room=room, tokens=tokens, sources=sources, time_left_s=time_left_s, growth=growth, prefix=prefix, keys=keys,
+            enable_hisparse=enable_hisparse,
+        )  # fmt: skip
+        self._port.to_loop(lambda: self._node.expect(request))
 
     def release(self, room: int, *, after: Event | None = None) -> None:
-        """The engine touches no slot of this READY room any more, once `after` has fired; idempotent."""
+        """Returns the slots of a room that is ready, once `after` has fired: the engine must not touch them afterwards.
+        Idempotent."""
         if self._states.get(room) is KVPoll.SUCCESS:
             self._end(room)
-        self._port.submit(lambda: self._node.release(room, after=after))
+        self._port.to_loop(lambda: self._node.release(room, after=after))
 
     def abort(self, room: int) -> None:
-        """Gives a room up that is not READY; RoomFailed follows at once, its slots come back by proof.
+        """Gives up a room that is not ready. RoomFailed follows at once; its slots return when no write can reach them.
 
-        Ready may have been on its way already: such a room is to be released like any other.
+        If RoomReady was already on its way, the room has to be released like any other.
         """
-        self._port.submit(lambda: self._node.abort(room))
+        self._port.to_loop(lambda: self._node.abort(room))
 
     def poll(self) -> list[DecodeEvent]:
-        """What has happened since; never waits."""
+        """The events since the last call, oldest first; never waits."""
         events = self._port.poll()
         for event in events:
-            if isinstance(event, Ready):
+            if isinstance(event, RoomReady):
                 self._states[event.room] = KVPoll.SUCCESS
             else:
                 self._states[event.room] = KVPoll.FAILED
@@ -392,7 +407,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
 
 
 def _token_ids(prompt: ArrayLike, tokens: int) -> bytes:
-    """As the wire has them. Raises LocalProtocolError for what are not `tokens` ids."""
+    """The token ids as bytes on the wire. Raises LocalProtocolError for anything but `tokens` u32 ids."""
     ids = np.asarray(prompt)
     if ids.shape != (tokens,) or ids.dtype.kind not in "iu":
         raise LocalProtocolError(f"prompt: {ids.dtype} of shape {ids.shape}, not integers ({tokens},)")

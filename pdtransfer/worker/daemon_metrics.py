@@ -1,4 +1,4 @@
-"""The daemons' figures for /metrics; what the core knows anyhow is read when somebody asks."""
+"""The daemons' metrics. Figures that the core keeps are read when /metrics is requested."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 
 from ..bus import Bus
 from ..engine_api import HotFigures
-from ..handoff.decode.prefill_peers import SessionState
 from ..handoff.prefix import PrefixCache
+from ..handoff.states import SessionState
 from ..node import DecodeNode, PrefillNode
 
 LIFTED = {"index": "Of grants: rows of an index in HBM", "dense": "Of grants: dense requests' rows"}
@@ -19,7 +19,7 @@ COPY_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 class RoomMetrics:
-    """What both roles count as it happens."""
+    """Counters of both roles."""
 
     def __init__(self, of: CollectorRegistry) -> None:
         self.begun = Counter("pdtransfer_rooms_begun", "Rooms that were begun; each of them ends once", registry=of)
@@ -28,7 +28,7 @@ class RoomMetrics:
 
 
 class PrefillMetrics(Collector):
-    """A prefill daemon's figures."""
+    """Metrics of a prefill daemon."""
 
     def __init__(self, node: PrefillNode, registry: CollectorRegistry) -> None:
         self._node, self.rooms = node, RoomMetrics(registry)
@@ -38,9 +38,9 @@ class PrefillMetrics(Collector):
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges of the moment, and counters that live elsewhere."""
+        """Current gauges, and counters kept elsewhere."""
         core = self._node.core
-        grants = sum(len(session.duties) for session in core.sessions.values())
+        grants = sum(len(session.grants) for session in core.sessions.values())
         yield GaugeMetricFamily("pdtransfer_rooms", "Rooms that are open, or not drained", len(core.rooms))
         yield GaugeMetricFamily("pdtransfer_sessions", "Decode ranks that this one may write to", len(core.sessions))
         yield GaugeMetricFamily("pdtransfer_grants", "Grants whose end is not acknowledged", grants)
@@ -49,19 +49,19 @@ class PrefillMetrics(Collector):
 
 
 class DecodeMetrics(Collector):
-    """A decode daemon's figures."""
+    """Metrics of a decode daemon."""
 
     def __init__(
         self, node: DecodeNode, registry: CollectorRegistry, figures: Callable[[], HotFigures] | None = None
     ) -> None:
-        """`figures` of HiSparse requests, where the daemon takes them."""
+        """`figures` returns the HiSparse figures; None if the daemon takes no HiSparse requests."""
         self._node, self.rooms, self._figures = node, RoomMetrics(registry), figures
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges of the moment, and counters that live elsewhere."""
+        """Current gauges, and counters kept elsewhere."""
         core = self._node.core
-        sessions = core.links.sessions.values()
+        sessions = core.prefill_peers.sessions.values()
         yield GaugeMetricFamily("pdtransfer_rooms", "Rooms that have not ended", len(core.rooms))
         yield GaugeMetricFamily("pdtransfer_rooms_queued", "Rooms that wait for slots", len(core.admission))
         leases = sum(len(session.leases) for session in sessions)
@@ -78,7 +78,7 @@ class DecodeMetrics(Collector):
         fragmentation = GaugeMetricFamily(
             "pdtransfer_fragmentation_ratio", "1 - longest free run / free slots", labels=["component", "memory"]
         )
-        # What the prefix cache gives up when it is asked for counts as free: only what somebody holds does not.
+        # Blocks that the prefix cache would give up count as free; only claimed slots do not.
         each = zip(core.arena.components, core.arena.free, core.cache.free_slots, strict=True)
         for component, extents, free_slots in each:
             which = [component.name, component.memory]
@@ -90,11 +90,11 @@ class DecodeMetrics(Collector):
         yield fragmentation
         quarantined = core.leases.quarantined_bytes
         yield GaugeMetricFamily("pdtransfer_quarantined_bytes", "Leased to writers not proven quiet", quarantined)
-        matched, mismatched = core.settling.verifications.matched, core.settling.verifications.mismatched
+        matched, mismatched = core.post_landing.verifications.matched, core.post_landing.verifications.mismatched
         yield CounterMetricFamily("pdtransfer_grants_verified", "Grants read back that hold what was sent", matched)
         yield CounterMetricFamily("pdtransfer_grants_mismatched", "Grants with another checksum, or none", mismatched)
         for of, what in LIFTED.items():
-            lifts = core.settling.lifts
+            lifts = core.post_landing.hbm_copies
             yield CounterMetricFamily(f"pdtransfer_{of}_copies", f"{what} that landed in DRAM first", lifts.copies[of])
             yield CounterMetricFamily(f"pdtransfer_{of}_copied_bytes", f"{what} copied up from DRAM", lifts.bytes[of])
         inflight = core.admission.inflight_bytes

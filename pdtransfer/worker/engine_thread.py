@@ -1,7 +1,7 @@
-"""The engine's thread: takes orders from its port, steps the engine while there is work, submits what came out.
+"""The engine's thread: takes orders from its port, steps the engine while there is work, and returns the outcomes.
 
-The engine is touched by this thread alone. One step's outcomes go to the loop in one call. A turn is some orders and
-one step: in a group of ranks the leader's thread makes the turns, and those of its followers repeat them.
+Only this thread touches the engine. The outcomes of one step go to the loop in one call. In a group, the leader's
+thread decides which orders come before each step, and the followers' threads repeat them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine_api import Broken, Computed, DecodeEngine, Event, Finished, Prefilled, PrefillEngine, Request, Token
+from ..engine_api import Broken, Computed, DecodeEngine, Event, Finished, Prefilled, PrefillEngine, Push, Request, Token
 from ..errors import LocalProtocolError, WorldError
-from ..handoff.prefill.sessions import Cell
+from ..handoff.prefill.cells import Cell
 from ..layout.layout import slots_of_rows
-from ..node.thread_queues import Port
-from .cell_batching import Offers, Push
+from ..limits import STEP_ORDERS_MAX
+from ..node.thread_queues import ThreadQueues
+from .cell_batching import CellBatcher
 
 log = logging.getLogger(__name__)
-
-TURN_ORDERS_MAX = 32  # each may carry AUX_BYTES_MAX, and a group's ranks hear of a turn in one frame of 4 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    """Drop the room; answered by Dropped on decode."""
+class Drop:
+    """Forget the room; answered by Dropped on decode."""
 
     room: int
 
@@ -87,73 +86,73 @@ class Offered:
     after: Event | None = None
 
 
-Order: TypeAlias = Compute | Generate | Cancel | Free | Quit
+Order: TypeAlias = Compute | Generate | Drop | Free | Quit
 PrefillOutcome: TypeAlias = Offered | Prefilled | Broken | Refused
 DecodeOutcome: TypeAlias = Token | Finished | Broken | Dropped
 
 
-Turns: TypeAlias = Iterator[list[Order]]
-"""What to do before each step. The last turn holds Quit."""
+Steps: TypeAlias = Iterator[list[Order]]
+"""What to do before each step. The last orders hold Quit."""
 
 
-def leading(
-    engine: PrefillEngine | DecodeEngine, port: Port[Order], told: Callable[[list[Order]], None] | None = None
-) -> Turns:
-    """Whatever was said, TURN_ORDERS_MAX at once, and steps as long as there is something to compute; `told` hears of
-    each turn, on the loop, before it is done here."""
+def leader_steps(
+    engine: PrefillEngine | DecodeEngine, port: ThreadQueues[Order], announce: Callable[[list[Order]], None] | None
+) -> Steps:
+    """Yields the orders before each step, STEP_ORDERS_MAX at most. `announce` gets each step's orders on the loop
+    before the step, for the followers; None without followers."""
     while True:
         if engine.idle:
             port.wait(None)
-        orders = port.poll()
-        for at in range(0, max(1, len(orders)), TURN_ORDERS_MAX):
-            turn = orders[at : at + TURN_ORDERS_MAX]
-            if told is not None:
-                port.submit(lambda turn=turn: told(turn))
-            yield turn
+        polled = port.poll()
+        for at in range(0, max(1, len(polled)), STEP_ORDERS_MAX):
+            orders = polled[at : at + STEP_ORDERS_MAX]
+            if announce is not None:
+                port.to_loop(lambda orders=orders: announce(orders))
+            yield orders
 
 
-def following(port: Port[list[Order]]) -> Turns:
-    """The leader's turns, one by one."""
+def follower_steps(port: ThreadQueues[list[Order]]) -> Steps:
+    """Yields the leader's orders, one step at a time."""
     while True:
         port.wait(None)
         yield from port.poll()
 
 
 class PrefillThread:
-    """Prompts wait here, in order, for the engine to have pages for them."""
+    """Steps a prefill engine; prompts wait in order until the engine has pages for them."""
 
     def __init__(
         self,
         engine: PrefillEngine,
-        port: Port[Any],
-        heard: Callable[[list[PrefillOutcome]], None],
-        turns: Turns | None = None,
+        port: ThreadQueues[Any],
+        on_outcomes: Callable[[list[PrefillOutcome]], None],
+        steps: Steps,
         *,
         push: Push = "auto",
     ) -> None:
-        self._engine, self._port, self._heard = engine, port, heard
-        self._turns = leading(engine, port) if turns is None else turns
+        self._engine, self._port, self._on_outcomes = engine, port, on_outcomes
+        self._steps = steps
         self._waiting: deque[Request] = deque()
-        self._offers = Offers(engine.card.components, push)
+        self._offers = CellBatcher(engine.card.components, push)
         self._page_size = {component.name: component.layout.page_size for component in engine.card.components}
 
     def warm_up(self) -> None:
-        """Before `run`."""
+        """Runs on the thread before `run`."""
         _warm_up(self._engine)
 
     @property
     def waiting(self) -> int:
-        """Prompts that wait for pages; any thread may ask."""
+        """Prompts that wait for pages; callable from any thread."""
         return len(self._waiting)
 
     def run(self) -> None:
-        """Until Quit."""
-        for orders in self._turns:
+        """Runs until Quit."""
+        for orders in self._steps:
             for order in orders:
                 match order:
                     case Compute(request):
                         self._waiting.append(request)
-                    case Cancel(room):
+                    case Drop(room):
                         self._waiting = deque(request for request in self._waiting if request.room != room)
                         self._engine.cancel(room)
                         self._offers.drop(room)
@@ -167,7 +166,7 @@ class PrefillThread:
             made = [self._known(each) for each in self._engine.step()]
             outcomes += [self._outcome(each) for each in self._offers.take(made)]
             if outcomes:
-                self._port.submit(lambda outcomes=outcomes: self._heard(outcomes))
+                self._port.to_loop(lambda outcomes=outcomes: self._on_outcomes(outcomes))
 
     def _admit(self) -> list[PrefillOutcome]:
         refused: list[PrefillOutcome] = []
@@ -181,7 +180,7 @@ class PrefillThread:
         return refused
 
     def _known(self, outcome: Computed | Prefilled | Broken) -> Computed | Prefilled | Broken:
-        """A cell of no component breaks its room, like any other that the engine gets wrong."""
+        """Turns a cell of an unknown component into a failure of its room, as any other error of the engine."""
         if not isinstance(outcome, Computed) or outcome.component in self._page_size:
             return outcome
         detail = f"the engine's cells: component {outcome.component!r} is none of {sorted(self._page_size)}"
@@ -199,25 +198,25 @@ class PrefillThread:
 
 
 class DecodeThread:
-    """Rooms that have landed go straight into the engine's batch."""
+    """Steps a decode engine; landed rooms join its batch at once."""
 
     def __init__(
         self,
         engine: DecodeEngine,
-        port: Port[Any],
-        heard: Callable[[list[DecodeOutcome]], None],
-        turns: Turns | None = None,
+        port: ThreadQueues[Any],
+        on_outcomes: Callable[[list[DecodeOutcome]], None],
+        steps: Steps,
     ) -> None:
-        self._engine, self._port, self._heard = engine, port, heard
-        self._turns = leading(engine, port) if turns is None else turns
+        self._engine, self._port, self._on_outcomes = engine, port, on_outcomes
+        self._steps = steps
 
     def warm_up(self) -> None:
-        """Before `run`."""
+        """Runs on the thread before `run`."""
         _warm_up(self._engine)
 
     def run(self) -> None:
-        """Until Quit."""
-        for orders in self._turns:
+        """Runs until Quit."""
+        for orders in self._steps:
             outcomes: list[DecodeOutcome] = []
             for order in orders:
                 match order:
@@ -226,7 +225,7 @@ class DecodeThread:
                             self._engine.admit(request, slots, aux)
                         except ValueError as error:
                             outcomes.append(Broken(room=request.room, detail=str(error)))
-                    case Cancel(room):
+                    case Drop(room):
                         self._engine.cancel(room)
                         outcomes.append(Dropped(room))
                     case Quit():
@@ -235,11 +234,11 @@ class DecodeThread:
                         raise AssertionError("a decode engine computes no prompt")
             outcomes += self._engine.step()
             if outcomes:
-                self._port.submit(lambda outcomes=outcomes: self._heard(outcomes))
+                self._port.to_loop(lambda outcomes=outcomes: self._on_outcomes(outcomes))
 
 
 def _warm_up(engine: PrefillEngine | DecodeEngine) -> None:
-    """Where the engine has something to warm up."""
+    """Calls the engine's `warm_up` if it has one."""
     warm_up: Callable[[], None] = getattr(engine, "warm_up", lambda: None)
     warm_up()
 
@@ -249,8 +248,8 @@ def start(
     died: Callable[[BaseException], None],
     warm: Callable[[], None] = lambda: None,
 ) -> threading.Thread:
-    """Runs the work on a thread of its own; `warm` hears, there, when the engine has warmed up, and `died` of one that
-    broke down altogether."""
+    """Runs the work on a thread of its own. On that thread, `warm` is called after the warm-up, and `died` after a
+    failure of the whole engine."""
 
     def run() -> None:
         try:

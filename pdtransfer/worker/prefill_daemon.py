@@ -1,45 +1,41 @@
-"""A prefill daemon: prompts in, KV out. The engine computes, the node writes, the router hears how it ended.
+"""A prefill daemon: prompts in, KV out. The engine computes, the node writes, and the router gets the result.
 
-A daemon is three parties that never wait for each other: the router's Service, the node, the engine's thread. Every
-room that the router began ends with one End, whoever of the three ends it. Where this process leads a group of ranks,
-a room has landed when it has on every rank, fails on all when it fails on one, and its pages are free when all are.
+Three parties never wait for each other: the router's Service, the node, and the engine's thread. Every room that a
+router began ends with one End, whichever party ends it. The leader of several ranks waits for all of them: a room has
+landed once it has landed on every rank, fails on all once it fails on one, and its pages are free once every rank has
+drained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 
 from ..config.config import PrefillConfig
-from ..engine_api import Broken, CardMemory, Prefilled, PrefillEngine, SharedMemory, Spans
+from ..engine_api import PrefillEngine
 from ..errors import Cause, RemoteProtocolError
-from ..handoff.effects import Drained, Landed, Leased, PrefillEvent, RoomFailed
-from ..node import NodeSettings, Others, PrefillNode
-from ..node.thread_queues import Port
+from ..node import NodeSettings
+from ..node.thread_queues import ThreadQueues
 from ..tracing.timeline import Journeys
-from ..wire import Begin, End, Hello, Load, Message
-from . import engine_thread
-from .daemon_metrics import PrefillMetrics
-from .engine_thread import Cancel, Compute, Free, Offered, Order, PrefillOutcome, Refused
-from .group import frames
-from .group.leader import Follower, Lead
-from .router_link import Desk, failure, request_of
+from ..wire import Begin, End, Hello, Load, Message, RankDrained, RankFailed, RankLanded, RankPicked
+from .engine_thread import Compute, Drop, Order, leader_steps
+from .group.leader import GroupLeader, JoinedRank, RankReport
+from .prefill_rank import PrefillRank
+from .router_link import RouterLink, failure, request_of
 from .service import Service
 
 
 @dataclass(slots=True, eq=False)
-class Work:
-    """One room that the engine computes, or will; the counts are of ranks."""
+class PrefillWork:
+    """A room that the engines compute, or will. Sets hold ranks by their numbers in the group."""
 
-    room: int  # its label, which the node and the router know it by
-    serial: int  # which the engine and the other ranks know it by
+    room_id: int  # the router's id; nodes know the room by it
+    local_id: int  # used once; engines and other ranks know the room by it
     tokens: int
-    landed: int = 0
-    drained: int = 0
+    landed: set[int] = field(default_factory=set[int])
+    drained: set[int] = field(default_factory=set[int])
     computed: bool = False
     aux: bytes | None = None
     ended: bool = False
@@ -48,84 +44,42 @@ class Work:
     stamp_ns: int = 0
 
 
-def open_room(node: PrefillNode, begin: Begin, tokens: int) -> None:
-    """What one rank opens for a room: the same on every rank of a group."""
-    time_left_s = begin.time_left_ms / 1e3
-    node.open(begin.room, tokens=tokens, time_left_s=time_left_s, grants=len(begin.peers), peers=begin.peers)
-
-
-def node_of(
-    config: PrefillConfig,
-    settings: NodeSettings,
-    engine: PrefillEngine,
-    tell: Callable[[PrefillEvent], None],
-    *,
-    others: Others | None = None,
-    spans: Spans | None = None,
-) -> PrefillNode:
-    """One rank's node: the same on every rank of a group, but that only the leader hears `others`."""
-    pool, fd = engine.pool, -1
-    if isinstance(pool, SharedMemory):
-        pool, fd = pool.view, pool.fd
-    on_card = isinstance(pool, CardMemory)
-    return PrefillNode(
-        settings,
-        engine.card.components,
-        tell,
-        pool_address=pool.address if on_card else np.frombuffer(pool, dtype=np.uint8).ctypes.data,
-        pool_fd=fd,
-        copy_threads=config.copy_threads,
-        card=pool.card if on_card else None,
-        replicas=engine.card.replicas,
-        others=others,
-        transport=config.transport,
-        network=config.network,
-        spans=spans,
-    )
-
-
-def landed(serial: int, event: Landed, node: PrefillNode, metrics: PrefillMetrics) -> frames.Landed:
-    """Counts what has landed from this rank, and says it as its leader adds it up."""
-    copy_us = node.copy_ns.get(event.room, 0) // 1_000
-    metrics.rooms.kv_bytes.inc(event.kv_bytes)
-    metrics.copy_seconds.observe(copy_us / 1e6)
-    return frames.Landed(serial, event.kv_bytes, copy_us, node.stamp_ns)
-
-
 class PrefillDaemon:
-    """Prompts in, KV out: the engine computes, the node writes, the router hears how it ended."""
+    """Joins the rank of this process, the reports of the other ranks, and the routers."""
 
     def __init__(
         self,
         config: PrefillConfig,
         settings: NodeSettings,
         engine: PrefillEngine,
-        port: Port[Order],
+        port: ThreadQueues[Order],
         registry: CollectorRegistry,
-        group: Lead | None = None,
+        group: GroupLeader | None = None,
         journeys: Journeys | None = None,
     ) -> None:
-        self.config, self._engine, self.port, self.group = config, engine, port, group or Lead()
-        self._journeys = journeys or Journeys()
-        self.group.heard = self._reported
-        self.node = node_of(config, settings, engine, self._told, others=self._receive, spans=self._journeys.spans)
+        self.config, self.port, self.group = config, port, group or GroupLeader()
+        self.group.reported = self._on_report
+        announce = None if self.group.size == 1 else self.group.step
+        steps = leader_steps(engine, port, announce)
+        self.rank = PrefillRank(
+            config, settings, engine, port, steps, self, registry, journeys or Journeys(), others=self._receive
+        )
+        self.node, self.thread = self.rank.node, self.rank.thread
+        self._rooms_ended, self._rooms_begun = self.rank.metrics.rooms.ended, self.rank.metrics.rooms.begun
         service = Service(self.node.core.identity, config.limits)
-        self.desk = Desk(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
-        self._work: dict[int, Work] = {}  # by serial number: rooms whose pages the engine has, or waits for
-        self._rooms: dict[int, Work] = {}  # the same, by label
-        self._tokens = 0  # theirs, all together
-        self._serials = count(1)
-        self.metrics = PrefillMetrics(self.node, registry)
-        turns = engine_thread.leading(engine, port, self.group.turn)
-        self.thread = engine_thread.PrefillThread(engine, port, self._heard, turns, push=config.push)
+        self.desk = RouterLink(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
+        self._work: dict[int, PrefillWork] = {}  # by local id: rooms whose pages an engine has, or waits for
+        self._rooms: dict[int, PrefillWork] = {}  # by room id
+        self._tokens = 0  # prompt tokens of all of them
+        self._local_ids = count(1)
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, nothing waits to be acknowledged by anybody who lives."""
-        return self.node.idle and self.desk.idle and not self._work
+        """Whether nothing runs and nothing waits for an acknowledgement of a live peer."""
+        return self.rank.idle and self.desk.idle and not self._work
 
     def load(self) -> Load:
-        """What there is and what is left, in tokens of the pool."""
+        """Total and free tokens of the pool."""
         waiting = min(self.thread.waiting, len(self._work))
         return Load(
             ready=True,
@@ -136,122 +90,115 @@ class PrefillDaemon:
             slots_total=self.config.slots,
         )
 
+    def end_all(self, cause: Cause, detail: str) -> None:
+        """Ends all rooms under way because the worker cannot go on, so that the routers get the reason."""
+        for work in list(self._work.values()):
+            self._fail(work, cause, detail)
+
+    # Reports of this process's rank
+
+    def computed(self, local_id: int, aux: bytes | None) -> None:
+        work = self._work[local_id]
+        work.computed = True
+        self._finish(work, aux)
+
+    def landed(self, local_id: int, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
+        self._landed(self._work[local_id], 0, kv_bytes, copy_us, stamp_ns)
+
+    def failed(self, local_id: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        self._fail(self._work[local_id], cause, detail, retry_ms)
+
+    def engine_failed(self, local_id: int, cause: Cause, detail: str) -> None:
+        self._fail(self._work[local_id], cause, detail)
+
+    def drained(self, local_id: int) -> None:
+        self._drained(self._work[local_id], 0)
+
+    # Reports of the other ranks
+
+    def _on_report(self, rank: JoinedRank, report: RankReport) -> None:
+        work = self._work.get(report.local_id)
+        if work is None:
+            return  # The room was over on all ranks when that rank's engine made this.
+        match report:
+            case RankLanded(_, _, kv_bytes, copy_us, stamp_ns) if rank.place not in work.landed:
+                self._landed(work, rank.place, kv_bytes, copy_us, stamp_ns)
+            case RankFailed(_, _, cause, detail, retry_ms):
+                self._fail(work, Cause.of(cause), f"{rank.name}: {detail}", retry_ms)
+            case RankDrained() if rank.place not in work.drained:
+                self._drained(work, rank.place)
+            case RankPicked(_, _, aux) if work.aux is None:
+                self._finish(work, aux)
+            case _:
+                raise RemoteProtocolError("kind", f"{type(report).__name__} of room {report.local_id}, not due")
+
+    # Requests of routers
+
     def _receive(self, peer: str, message: Message) -> bool:
-        """Whether the message is the router's business, who says so in its Hello."""
+        """Whether the message is a router's; its Hello decides."""
         router = message.identity.role == "router" if isinstance(message, Hello) else self.desk.service.knows(peer)
         if router:
             self.desk.receive(peer, message)
         return router
 
     def _start(self, begin: Begin) -> None:
-        self.metrics.rooms.begun.inc()
+        self._rooms_begun.inc()
         try:
-            request = request_of(begin, next(self._serials))
-            if begin.room in self._rooms:  # another router's, over and not drained yet: its pages are still read
+            request = request_of(begin, next(self._local_ids))
+            if begin.room in self._rooms:  # another router's, which has ended; its pages are still read
                 raise ValueError(f"room: {begin.room:#x} is in use")
         except (ValueError, RemoteProtocolError) as error:
             self._end(failure(begin.room, Cause.REFUSED, str(error)))
             return
-        work = Work(begin.room, request.room, len(request.prompt))
-        self._work[work.serial] = self._rooms[work.room] = work
+        work = PrefillWork(begin.room, request.room, len(request.prompt))
+        self._work[work.local_id] = self._rooms[work.room_id] = work
         self._tokens += work.tokens
-        self._journeys.begin(work.room, work.serial)
-        self.group.start(work.serial, begin)
-        open_room(self.node, begin, work.tokens)
-        if not work.ended:  # open may have failed at once
-            self.port.tell(Compute(request))
+        self.group.room(work.local_id, begin)
+        self.rank.start(begin, request)
+        if not work.ended:  # it may have failed at once
+            self.port.to_engine(Compute(request))
 
-    def _stop(self, room: int, cause: Cause) -> None:
-        self._fail(self._rooms.get(room), cause, "the router gave it up")
+    def _stop(self, room_id: int, cause: Cause) -> None:
+        work = self._rooms.get(room_id)
+        if work is not None:
+            self._fail(work, cause, "the router gave it up")
 
-    def end_all(self, cause: Cause, detail: str) -> None:
-        """The worker cannot go on: ends what is under way, for the routers to hear why."""
-        for work in list(self._work.values()):
-            self._fail(work, cause, detail)
+    # Steps of a room
 
-    def _heard(self, outcomes: list[PrefillOutcome]) -> None:
-        """What the engine's thread has done."""
-        for outcome in outcomes:
-            work = self._work.get(outcome.room)
-            if work is None:
-                continue  # It was over when the engine made this.
-            match outcome:
-                case Offered(cell=cell, after=after):
-                    self.node.push(work.room, cell, after=after)
-                case Prefilled(aux=aux):
-                    work.computed = True
-                    self._finish(work, aux or None)
-                case Broken(detail=detail):
-                    self._fail(work, Cause.ENGINE, detail)
-                case Refused(detail=detail):
-                    self._fail(work, Cause.REFUSED, detail)
-
-    def _told(self, event: PrefillEvent) -> None:
-        """What has become of a room; Drained always comes last."""
-        work = self._rooms[event.room]
-        match event:
-            case Leased(room):
-                self._journeys.reached(room, "control", "begin to grant")
-            case Landed(room):
-                self._journeys.reached(room, "control", "grant to landed")
-                self._landed(work, landed(work.serial, event, self.node, self.metrics))
-            case RoomFailed(_, cause, detail, retry_ms):
-                self._fail(work, cause, detail, retry_ms)
-            case Drained(room):
-                self._journeys.forget(room)
-                self._drained(work)
-
-    def _reported(self, follower: Follower, report: frames.Report) -> None:
-        """What has become of a room on another rank."""
-        work = self._work.get(report.serial)
-        if work is None:
-            return  # It was over everywhere when that rank's engine made this.
-        match report:
-            case frames.Landed():
-                self._landed(work, report)
-            case frames.Failed(_, cause, detail, retry_ms):
-                self._fail(work, Cause.of(cause), f"{follower.name}: {detail}", retry_ms)
-            case frames.Drained():
-                self._drained(work)
-            case frames.Picked(_, aux):
-                self._finish(work, aux)
-            case frames.Ready():
-                raise AssertionError("nothing lands in a prefill rank")
-
-    def _finish(self, work: Work, aux: bytes | None) -> None:
-        """Of a pipeline the last stage picks the token, and this rank, the first, tells decode when both are done."""
+    def _finish(self, work: PrefillWork, aux: bytes | None) -> None:
+        """In a pipeline, the last stage picks the token; this rank sends it once both stages are done."""
         work.aux = work.aux if aux is None else aux
         if work.computed and work.aux is not None:
-            self.node.finish(work.room, aux=work.aux)
+            self.rank.finish(work.local_id, work.aux)
 
-    def _landed(self, work: Work, on: frames.Landed) -> None:
-        """On one rank; the room has landed when it has on all."""
-        work.landed += 1
-        work.kv_bytes += on.kv_bytes
-        work.copy_us += on.copy_us
-        work.stamp_ns = max(work.stamp_ns, on.stamp_ns)
-        if work.landed == self.group.size and not work.ended:
+    def _landed(self, work: PrefillWork, place: int, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
+        """The room has landed on one rank; it has landed once it has on all."""
+        work.landed.add(place)
+        work.kv_bytes += kv_bytes
+        work.copy_us += copy_us
+        work.stamp_ns = max(work.stamp_ns, stamp_ns)
+        if len(work.landed) == self.group.size and not work.ended:
             work.ended = True
-            end = End(work.room, "done", "", 0, kv_bytes=work.kv_bytes, copy_us=work.copy_us, stamp_ns=work.stamp_ns)
+            end = End(work.room_id, "done", "", 0, kv_bytes=work.kv_bytes, copy_us=work.copy_us, stamp_ns=work.stamp_ns)
             self._end(end)
 
-    def _fail(self, work: Work | None, cause: Cause, detail: str, retry_ms: int = 0) -> None:
-        """On every rank, for the first reason that there is."""
-        if work is None or work.ended:
+    def _fail(self, work: PrefillWork, cause: Cause, detail: str, retry_ms: int = 0) -> None:
+        """Fails the room on every rank, with the first cause."""
+        if work.ended:
             return
         work.ended = True
-        self.port.tell(Cancel(work.serial))
-        self._end(failure(work.room, cause, detail, retry_ms))
-        self.group.abort(work.serial, cause, detail)
-        self.node.abort(work.room, cause, detail)
+        self.port.to_engine(Drop(work.local_id))
+        self._end(failure(work.room_id, cause, detail, retry_ms))
+        self.group.abort(work.local_id, cause, detail)
+        self.rank.abort(work.local_id, cause, detail)
 
-    def _drained(self, work: Work) -> None:
-        work.drained += 1
-        if work.drained == self.group.size:
-            del self._work[work.serial], self._rooms[work.room]
+    def _drained(self, work: PrefillWork, place: int) -> None:
+        work.drained.add(place)
+        if len(work.drained) == self.group.size:
+            del self._work[work.local_id], self._rooms[work.room_id]
             self._tokens -= work.tokens
-            self.port.tell(Free(work.serial))
+            self.port.to_engine(self.rank.free(work.local_id))
 
     def _end(self, end: End) -> None:
-        self.metrics.rooms.ended.labels(end.reason).inc()
+        self._rooms_ended.labels(end.reason).inc()
         self.desk.end(end)

@@ -1,4 +1,4 @@
-"""The router's Service on the loop: performs its effects, and hands what a router starts and stops to the daemon."""
+"""Runs the router's Service on the loop: performs its effects, and passes a router's requests to the daemon."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..engine_api import Request
 from ..errors import Cause, RemoteProtocolError
 from ..handoff.effects import Send
 from ..limits import TEXT_LENGTH_MAX
-from ..node.core_driver import Clock, Ticker
+from ..node.core_driver import LoopClock, Ticker
 from ..wire import Begin, End, Load, Message, Reject, unpack_ids
-from .service import Introduce, Service, ServiceEffect, Start, Stop
+from .service import IntroducePeers, Service, ServiceEffect, StartRoom, StopRoom
 
 log = logging.getLogger(__name__)
 
 
 def request_of(begin: Begin, serial: int) -> Request:
-    """What the engine has to do, under a number that no other room has had. A label may come again from another router:
-    what is then still said of the room before it must not find the new one.
+    """The engine's request under a local id that no other room has had. Another router may use the same room id again;
+    late reports of the earlier room must not reach the new one.
 
-    Raises RemoteProtocolError and ValueError for a prompt that is none.
+    Raises RemoteProtocolError and ValueError for an invalid prompt.
     """
     prompt = unpack_ids("prompt", begin.prompt)
     if not len(prompt):
@@ -35,12 +35,12 @@ def request_of(begin: Begin, serial: int) -> Request:
 
 
 def failure(room: int, cause: Cause, detail: str, retry_ms: int = 0) -> End:
-    """The End of a room that failed."""
+    """The End of a failed room."""
     return End(room, cause.value, detail[:TEXT_LENGTH_MAX], 0, retry_ms=retry_ms)
 
 
-class Desk:
-    """The service on the loop: performs its effects, and hands `start`, `stop` and `introduce` to the daemon."""
+class RouterLink:
+    """Performs the service's effects, and passes `start`, `stop` and `introduce` to the daemon."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Desk:
     ) -> None:
         self.service, self._send, self._load = service, send, load
         self._start, self._stop, self._introduce = start, stop, introduce
-        self._clock = Clock(service.limits.ping_ms / 2e3)
+        self._clock = LoopClock(service.limits.ping_ms / 2e3)
         self.ticker = Ticker(service.next_tick, lambda: self.run(service.tick(self._clock.now())), self._clock)
 
     @property
@@ -63,7 +63,7 @@ class Desk:
         return self.service.idle(self._clock.now())
 
     def receive(self, peer: str, message: Message) -> None:
-        """A message of a router; a breach is answered, and costs only that message."""
+        """Takes a message of a router. A breach is answered, and costs only that message."""
         try:
             self.run(self.service.receive(peer, message, self._clock.now()))
         except RemoteProtocolError as error:
@@ -71,7 +71,7 @@ class Desk:
             self._send(peer, Reject(0, Cause.BREACH.value, (str(error)[:TEXT_LENGTH_MAX],)))
 
     def tokens(self, room: int, ids: list[int]) -> None:
-        """The engine has generated these."""
+        """The engine has generated these ids."""
         self.run(self.service.tokens(room, ids, self._clock.now()))
 
     def end(self, end: End) -> None:
@@ -79,7 +79,7 @@ class Desk:
         self.run(self.service.end(end, self._clock.now()))
 
     def run(self, effects: list[ServiceEffect]) -> None:
-        """Performs, and tells the routers what is left then."""
+        """Performs effects, then reports the load to the routers."""
         self._perform(effects)
         self._perform(self.service.load(self._load(), self._clock.now()))
         self.ticker.arm()
@@ -89,9 +89,9 @@ class Desk:
             match effect:
                 case Send(peer, message):
                     self._send(peer, message)
-                case Start(_, begin):
+                case StartRoom(_, begin):
                     self._start(begin)
-                case Stop(room, cause):
+                case StopRoom(room, cause):
                     self._stop(room, cause)
-                case Introduce(peers):
+                case IntroducePeers(peers):
                     self._introduce(peers)

@@ -1,7 +1,7 @@
-"""The daemon's side of the router, sans I/O: rooms are started, streamed and ended, each once.
+"""The daemon's side of the router, without I/O: rooms are started, streamed and ended, each once.
 
-A room's label belongs to the router that began it. A router that falls silent, says Goodbye or comes back as another
-process has its rooms stopped; what has ended is remembered, bounded, so that a late Begin revives nothing.
+A room's id belongs to the router that began it. When a router is silent, sends Goodbye or restarts, its rooms are
+stopped. Ended rooms are remembered, up to a bound, so that a late Begin revives nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from ..ends import SUCCESSES, cause_of
-from ..errors import Cause, LocalProtocolError, RemoteProtocolError
+from ..errors import SUCCESSES, Cause, LocalProtocolError, RemoteProtocolError
 from ..handoff.effects import Send
-from ..handoff.liveness import Lives
+from ..handoff.liveness import Liveness
 from ..handoff.states import step
-from ..handoff.timers import Timers
+from ..handoff.timers import Timers, backoff_ms
 from ..limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX, Limits
 from ..wire import (
     VERSION,
@@ -43,46 +42,46 @@ from .service_rooms import SERVICE_ROOM, ServedRoom, ServedRouter, ServiceEvent,
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Do this room's work; said once a room. Answer with `tokens` and one `end`."""
+class StartRoom:
+    """Do this room's work; sent once a room. Answer with `tokens` and one `end`."""
 
     peer: str
     begin: Begin
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
-    """Nobody wants this room any more; said at most once. It still ends with `end`."""
+class StopRoom:
+    """The room is not needed any more; sent at most once. It still ends with `end`."""
 
     room: int
     cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
-class Introduce:
+class IntroducePeers:
     """Rooms may name these prefill ranks: sessions with them may be opened ahead."""
 
     peers: tuple[str, ...]
 
 
-ServiceEffect: TypeAlias = Send | Start | Stop | Introduce
+ServiceEffect: TypeAlias = Send | StartRoom | StopRoom | IntroducePeers
 
 
 class Service:
-    """One daemon towards its routers: peers whose Hello says role "router"."""
+    """One daemon towards its routers: peers whose Hello has role "router"."""
 
     def __init__(self, identity: Identity, limits: Limits) -> None:
         self._identity, self.limits = identity, limits
         self._routers: dict[str, ServedRouter] = {}
         self._rooms: dict[int, ServedRoom] = {}
-        self._prompts_bytes = 0  # theirs
+        self._prompts_bytes = 0  # of these rooms
         self._timers: Timers[tuple[str, str | int]] = Timers()
         self._load: Load | None = None
-        self._load_due = 0.0  # no Load is told unasked before
+        self._load_due = 0.0  # the earliest time for the next Load that is not an answer
         self._effects: list[ServiceEffect] = []
 
     def knows(self, peer: str) -> bool:
-        """Whether this peer has said Hello as a router."""
+        """Whether this peer sent Hello as a router."""
         return peer in self._routers
 
     @property
@@ -91,17 +90,17 @@ class Service:
         return len(self._rooms)
 
     def idle(self, now: float) -> bool:
-        """Whether nothing runs, and no router that lives has still to acknowledge an End."""
-        return all(room.end is not None and self._silent(room.router, now) for room in self._rooms.values())
+        """Whether nothing runs, and no live router has an End to acknowledge."""
+        return all(room.end is not None and room.router.liveness.silent(now) for room in self._rooms.values())
 
     def next_tick(self) -> float | None:
         """When `tick` has something to do; None when nothing is due."""
         return self._timers.next()
 
     def receive(self, peer: str, message: Message, now: float) -> list[ServiceEffect]:
-        """Takes a message of the router `peer`; RemoteProtocolError for a breach.
+        """Takes a message of the router `peer`; raises RemoteProtocolError for a breach.
 
-        What comes before its Hello is dropped: the answer to its Ping tells it who we are.
+        Messages before its Hello are dropped: the Pong that answers its Ping makes it send Hello.
         """
         router = self._routers.get(peer)
         match message:
@@ -109,10 +108,10 @@ class Service:
                 self._hello(peer, message, now)
             case Ping():
                 self._ping(peer, router, message, now)
-            case Goodbye() if router is not None and message.incarnation == router.incarnation:
+            case Goodbye() if router is not None and message.incarnation == router.liveness.incarnation:
                 self._quit(router, now)
             case Reject() if router is not None:
-                self._stop_all(router, cause_of(message.reason, Cause.BREACH))
+                self._stop_all(router, Cause.of(message.reason, Cause.BREACH))
             case Begin() if router is not None:
                 self._begin(router, message, now)
             case Cancel() if router is not None:
@@ -128,7 +127,7 @@ class Service:
         return self._take()
 
     def tokens(self, room_id: int, ids: list[int], now: float) -> list[ServiceEffect]:
-        """The engine has generated `ids`. Those of a room that was stopped or has ended go nowhere."""
+        """The engine generated `ids`. Those of a stopped or ended room are dropped."""
         room = self._rooms.get(room_id)
         if room is None or room.state is not ServiceRoom.RUNNING:
             return []
@@ -138,13 +137,13 @@ class Service:
         room.unacked += ids
         room.generated += len(ids)
         if room.sent == room.acked:
-            room.repeat_ms = 0  # Nothing was on its way: the first repetition comes soon.
+            room.repeat_ms = 0  # Nothing was in flight: the first repetition comes soon.
             self._schedule(room, now)
         self._stream(room)
         return self._take()
 
     def end(self, end: End, now: float) -> list[ServiceEffect]:
-        """The room has ended here; only its first end counts. `tokens` is filled in; one that was stopped fails."""
+        """The room ended here; only its first end counts. `tokens` is filled in; a stopped room fails."""
         room = self._rooms.get(end.room)
         if room is None or room.state is ServiceRoom.ENDING:
             return []
@@ -157,7 +156,7 @@ class Service:
         return self._take()
 
     def load(self, load: Load, now: float) -> list[ServiceEffect]:
-        """What this daemon has left now; told when it changed, but not too often. While it drains no room is begun."""
+        """The daemon's free resources; sent when they change, at a bounded rate. A draining daemon begins no room."""
         if load != self._load:
             self._load = load
             if now >= self._load_due:
@@ -167,7 +166,7 @@ class Service:
         return self._take()
 
     def tick(self, now: float) -> list[ServiceEffect]:
-        """Repeats what is unacknowledged, and stops the rooms of routers that have gone silent."""
+        """Repeats what is unacknowledged, and stops the rooms of silent routers."""
         while (key := self._timers.pop(now)) is not None:
             match key:
                 case ("room", int(room_id)):
@@ -179,7 +178,7 @@ class Service:
         return self._take()
 
     def goodbye(self, reason: str) -> list[ServiceEffect]:
-        """This process ends: tells every router. Unended rooms are the routers' to give up."""
+        """This process ends: informs every router, which gives up the rooms that have not ended."""
         self._effects += [Send(peer, Goodbye(self._identity.incarnation, reason)) for peer in self._routers]
         return self._take()
 
@@ -197,29 +196,27 @@ class Service:
                 text = f"routers: {len(self._routers)} are known, the limit is {ROUTERS_MAX}"
                 self._effects.append(Send(peer, Reject(0, Cause.FULL.value, (text,))))
                 return
-            router = self._routers[peer] = ServedRouter(peer, theirs.incarnation, now, Lives(self.limits.silence_ms))
-        elif router.lives.late(theirs.incarnation, now):
-            return  # A late word of a process that is gone.
-        elif theirs.incarnation != router.incarnation:
-            router.lives.end(router.incarnation, now)
-            router.incarnation = theirs.incarnation
+            router = self._routers[peer] = ServedRouter(peer, Liveness(self.limits, now, theirs.incarnation))
+        elif router.liveness.late(theirs.incarnation, now):
+            return
+        elif router.liveness.restarted(theirs.incarnation, now):
             self._stop_all(router, Cause.PEER_RESTARTED)
-        router.heard = now
+        router.liveness.last_seen = now
         self._timers.set(("router", peer), now + self.limits.ping_ms / 1e3)
         self._effects.append(Send(peer, Welcome(version, self._identity)))
         if self._load is not None:
             self._effects.append(Send(peer, self._load))
 
     def _ping(self, peer: str, router: ServedRouter | None, message: Ping, now: float) -> None:
-        if router is not None and message.incarnation != router.incarnation:
+        if router is not None and message.incarnation != router.liveness.incarnation:
             return
         self._effects.append(Send(peer, Pong(self._identity.incarnation)))
         if router is not None:
-            router.heard = now
+            router.liveness.last_seen = now
             if self._load is not None:
                 self._effects.append(Send(peer, self._load))
             if message.peers:
-                self._effects.append(Introduce(message.peers))
+                self._effects.append(IntroducePeers(message.peers))
 
     def _begin(self, router: ServedRouter, begin: Begin, now: float) -> None:
         room = self._owned(router, begin.room)
@@ -227,8 +224,8 @@ class Service:
             self._send(room, Begun(room.id) if room.end is None else room.end)
         elif begin.room in router.ended:
             self._effects.append(Send(router.peer, router.ended[begin.room]))
-        elif self._silent(router, now):
-            pass  # Its rooms were just stopped; it repeats this once its Ping is through.
+        elif router.liveness.silent(now):
+            pass  # Its rooms were just stopped; it repeats Begin once its Ping arrives.
         elif self._load is not None and self._load.draining:
             self._refuse(router, End(begin.room, Cause.SHUTDOWN.value, f"{self._identity.node} is draining", 0))
         elif (text := self._full(begin)) is not None:
@@ -238,12 +235,12 @@ class Service:
             room = ServedRoom(begin.room, router, begin.sampling.max_tokens, len(begin.prompt))
             self._rooms[room.id] = router.rooms[room.id] = room
             self._prompts_bytes += room.prompt_bytes
-            self._effects.append(Start(router.peer, begin))
+            self._effects.append(StartRoom(router.peer, begin))
             self._send(room, Begun(room.id))
             self._schedule(room, now)
 
     def _full(self, begin: Begin) -> str | None:
-        """Why no such room may be begun now, if so."""
+        """Why no such room may be begun now; None if it may."""
         rooms, held, more, limits = len(self._rooms), self._prompts_bytes, len(begin.prompt), self.limits
         if rooms >= limits.rooms_max:
             return f"rooms: {rooms} of rooms_max {limits.rooms_max}"
@@ -252,25 +249,25 @@ class Service:
         return None
 
     def _refuse(self, router: ServedRouter, end: End) -> None:
-        """Answers with an End that is only remembered: the Begin repeats until it arrives."""
+        """Answers with an End that is only remembered: Begin repeats until it arrives."""
         self._remember(router, end)
         self._effects.append(Send(router.peer, end))
 
     def _cancel(self, router: ServedRouter, message: Cancel) -> None:
         room = self._owned(router, message.room)
         if room is not None:
-            self._stop(room, cause_of(message.reason, Cause.ABORTED))
+            self._stop(room, Cause.of(message.reason, Cause.ABORTED))
             if room.end is not None:
                 self._send(room, room.end)
             return
         if message.room not in router.ended:
-            # Its Begin may still be on its way: refuse it for ever.
+            # Its Begin may still arrive: refuse it for ever.
             self._remember(router, End(message.room, Cause.ABORTED.value, "cancelled before it began", 0))
         self._effects.append(Send(router.peer, router.ended[message.room]))
 
     def _acked(self, router: ServedRouter, message: TokensAcked, now: float) -> None:
         room = self._owned(router, message.room)
-        # More than were generated: meant for a process that was here before us and had the same room.
+        # Beyond what was generated: meant for an earlier process with the same room.
         if room is None or not room.acked < message.next <= room.generated:
             return
         del room.unacked[: message.next - room.acked]
@@ -282,7 +279,7 @@ class Service:
     def _acknowledged(self, router: ServedRouter, message: Ended) -> None:
         room = self._owned(router, message.room)
         if room is None or room.end is None:
-            return  # An answer to a process that was here before us.
+            return  # Meant for an earlier process.
         room.state = step(SERVICE_ROOM, room.state, ServiceEvent.ACKNOWLEDGE)
         self._forget(room, room.end)
 
@@ -298,7 +295,7 @@ class Service:
             router.ended.popitem(last=False)
 
     def _owned(self, router: ServedRouter, room_id: int) -> ServedRoom | None:
-        """The unended room of that label; another router's is a breach."""
+        """The room of that id that has not ended. Raises RemoteProtocolError if it belongs to another router."""
         room = self._rooms.get(room_id)
         if room is not None and room.router is not router:
             raise RemoteProtocolError("room", f"{room_id:#x} is not {router.peer}'s")
@@ -307,7 +304,7 @@ class Service:
     def _stop(self, room: ServedRoom, cause: Cause) -> None:
         if room.state is ServiceRoom.RUNNING:
             room.cause = cause
-            self._effects.append(Stop(room.id, cause))
+            self._effects.append(StopRoom(room.id, cause))
         room.state = step(SERVICE_ROOM, room.state, ServiceEvent.STOP)
         room.unacked.clear()
         room.acked = room.sent = room.generated
@@ -321,18 +318,16 @@ class Service:
                 self._stop(room, cause)
 
     def _quit(self, router: ServedRouter, now: float) -> None:
-        router.heard = min(router.heard, now - self.limits.silence_ms / 1e3)
+        router.liveness.leave(now)
         self._stop_all(router, Cause.SHUTDOWN)
 
-    def _silent(self, router: ServedRouter, now: float) -> bool:
-        return (now - router.heard) * 1e3 >= self.limits.silence_ms
-
     def _alive(self, router: ServedRouter, now: float) -> None:
-        """A silent router's rooms stop; one that stays away, with nothing left running, is forgotten with its Ends."""
-        if self._silent(router, now):
+        """Stops a silent router's rooms. A router that stays away with nothing running is forgotten with its Ends."""
+        if router.liveness.silent(now):
             self._stop_all(router, Cause.PEER_LOST)
             away_ms = max(self.limits.room_deadline_ms, 2 * self.limits.silence_ms)
-            if (now - router.heard) * 1e3 >= away_ms and all(room.end is not None for room in router.rooms.values()):
+            ended = all(room.end is not None for room in router.rooms.values())
+            if ended and router.liveness.silent_ms(now) >= away_ms:
                 for room in router.rooms.values():
                     del self._rooms[room.id]
                     self._prompts_bytes -= room.prompt_bytes
@@ -342,7 +337,7 @@ class Service:
         self._timers.set(("router", router.peer), now + self.limits.ping_ms / 1e3)
 
     def _stream(self, room: ServedRoom) -> None:
-        """Sends what was not sent yet, as far as the window goes."""
+        """Sends what was not sent yet, within the window."""
         upto = min(room.generated, room.acked + TOKENS_BURST_MAX)
         if room.sent < upto:
             ids = room.unacked[room.sent - room.acked : upto - room.acked]
@@ -350,9 +345,9 @@ class Service:
             room.sent = upto
 
     def _repeat(self, room: ServedRoom, now: float) -> None:
-        """Says again what is unacknowledged. A room with nothing to say says Begun: a router that has forgotten it
-        answers Cancel. A silent router is told nothing: it may be gone."""
-        if not self._silent(room.router, now):
+        """Repeats what is unacknowledged, but not to a silent router. Without tokens or an end it repeats Begun: a
+        router that has forgotten the room answers Cancel."""
+        if not room.router.liveness.silent(now):
             room.sent = room.acked
             self._stream(room)
             if room.end is not None:
@@ -362,7 +357,7 @@ class Service:
         self._schedule(room, now)
 
     def _schedule(self, room: ServedRoom, now: float) -> None:
-        room.repeat_ms = min(max(2 * room.repeat_ms, self.limits.resend_ms), self.limits.resend_ms_max)
+        room.repeat_ms = backoff_ms(room.repeat_ms, self.limits.resend_ms, self.limits.resend_ms_max)
         pause_ms = room.repeat_ms if room.unacked or room.end is not None else self.limits.resend_ms_max
         self._timers.set(("room", room.id), now + pause_ms / 1e3)
 
@@ -370,7 +365,8 @@ class Service:
         assert self._load is not None
         self._load_due = now + LOAD_MS / 1e3
         self._timers.clear(("load", ""))
-        self._effects += [Send(peer, self._load) for peer, each in self._routers.items() if not self._silent(each, now)]
+        alive = [peer for peer, router in self._routers.items() if not router.liveness.silent(now)]
+        self._effects += [Send(peer, self._load) for peer in alive]
 
     def _send(self, room: ServedRoom, message: Message) -> None:
         self._effects.append(Send(room.router.peer, message))

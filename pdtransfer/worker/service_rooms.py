@@ -1,4 +1,4 @@
-"""A room as a daemon keeps it for the router that began it, with its table, and that router."""
+"""A room as a daemon keeps it for the router that began it, its state table, and that router."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from ..errors import Cause
-from ..handoff.liveness import Lives
+from ..handoff.liveness import Liveness
 from ..handoff.states import Word
 from ..wire import End
 
@@ -15,7 +15,7 @@ class ServiceRoom(Word):
     """A router's room on a daemon."""
 
     RUNNING = "running"
-    STOPPING = "stopping"  # the router has given it up, the daemon has not ended it yet
+    STOPPING = "stopping"  # the router gave it up; the daemon has not ended it yet
     ENDING = "ending"  # End repeats until Ended
     ENDED = "ended"
 
@@ -42,12 +42,10 @@ SERVICE_ROOM: dict[tuple[ServiceRoom, ServiceEvent], ServiceRoom] = {
 
 @dataclass(slots=True, eq=False)
 class ServedRouter:
-    """One process that begins rooms; `ended` holds what a late Begin or Cancel is answered with."""
+    """One router process that begins rooms; `ended` holds the answers to a late Begin or Cancel."""
 
     peer: str
-    incarnation: int
-    heard: float
-    lives: Lives
+    liveness: Liveness
     rooms: dict[int, ServedRoom] = field(default_factory=dict[int, "ServedRoom"])
     ended: OrderedDict[int, End] = field(default_factory=OrderedDict[int, End])
 

@@ -1,1 +1,1 @@
-"""A worker that is several processes, one a rank: how they meet, what its leader orders, and what the others report."""
+"""A worker of several ranks: a leader and its followers take the same steps in the same order."""

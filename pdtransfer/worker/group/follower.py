@@ -1,65 +1,92 @@
-"""A follower's side of a group: it joins its leader, and ends when the leader says so or is gone."""
+"""A follower's side of a group: it joins its leader, and ends with it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from contextlib import suppress
+from collections.abc import Callable
+from typing import Literal
 
-from ...errors import ConfigError, WorldError
-from .frames import Frame, Join, Joined, Quit, Refuse
-from .link import Link, LinkLostError
-
-log = logging.getLogger(__name__)
-
-PATIENCE_S = 1e6  # ranks are started by hand, or load a model: the leader's going is what ends a wait
-PAUSE_S, PAUSE_S_MAX = 0.05, 2.0  # between two looks for a leader that is not there yet
+from ...bus.keys import AllowList
+from ...errors import Cause, ConfigError, RemoteProtocolError, WorldError
+from ...node import NodeSettings
+from ...wire import VERSION, Goodbye, Hello, Message, Ping, RankBound, RankJoin, RankMeet, Reject, Welcome
+from .link import RankBus
 
 
-async def join(address: tuple[str, int], words: Join, stop: asyncio.Event) -> tuple[Link, Joined] | None:
-    """Joins as soon as the leader and all other ranks are there; None when `stop`, or the leader's end, comes first.
+class GroupFollower:
+    """The connection to the leader at `endpoint`. `take` gets its orders, and raises RemoteProtocolError for invalid
+    ones."""
 
-    Raises ConfigError when the leader refuses, WorldError when it goes.
-    """
-    link = await _connect(address, stop)
-    if link is None:
-        return None
-    link.send(words)
-    answer = asyncio.create_task(link.read(PATIENCE_S))
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait((answer, stopped), return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not answer.done():
-        answer.cancel()
-        await link.close()
-        return None
-    joined = _joined(address, answer)
-    return None if joined is None else (link, joined)
+    def __init__(
+        self, settings: NodeSettings, role: Literal["prefill", "decode"], endpoint: str, join: RankJoin
+    ) -> None:
+        self.endpoint, self._join = endpoint, join
+        self.bus = RankBus(settings, role, self._take, self._lose)
+        self.take: Callable[[Message], None] = _unexpected
+        self.over = asyncio.Event()  # the leader ended the group
+        self.lost = asyncio.Event()  # the leader cannot be reached
+        self.why = ""  # why the leader is lost
+        self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
+    async def join(self, stop: asyncio.Event) -> int | None:
+        """Joins once the leader and all other ranks are there; returns the port of the rendezvous.
 
-def _joined(address: tuple[str, int], answer: asyncio.Task[Frame]) -> Joined | None:
-    try:
-        said = answer.result()
-    except LinkLostError as lost:
-        raise WorldError(f"the leader at {address[0]}:{address[1]}: {lost}") from None
-    if isinstance(said, Refuse):
-        raise ConfigError(f"the leader refuses this rank: {said.detail}")
-    if isinstance(said, Quit):
-        return None
-    if not isinstance(said, Joined):
-        raise WorldError(f"the leader at {address[0]}:{address[1]} says {type(said).__name__}")
-    return said
-
-
-async def _connect(address: tuple[str, int], stop: asyncio.Event) -> Link | None:
-    pause_s = PAUSE_S
-    while not stop.is_set():
+        Returns None when `stop`, or the leader's end, comes first. Raises ConfigError when the leader refuses this
+        rank, WorldError when the leader is lost.
+        """
+        self.bus.bus.dial(self.endpoint)
+        self.bus.bus.send(self.endpoint, Hello(VERSION, VERSION, self.bus.identity))
+        waits = [asyncio.ensure_future(each.wait()) for each in (stop, self.over)]
         try:
-            return Link(*await asyncio.open_connection(*address))
-        except OSError as error:
-            if pause_s == PAUSE_S_MAX:
-                log.info("waiting for the leader at %s:%d: %s", *address, error.strerror or error)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), pause_s)
-        pause_s = min(2 * pause_s, PAUSE_S_MAX)
-    return None
+            await asyncio.wait((self._port, *waits), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self._port.result() if self._port.done() else None
+
+    def bound(self, endpoint: str, http: str) -> None:
+        """This rank is ready: from now on each side watches the other for silence."""
+        self.bus.watch()
+        self.bus.post(RankBound(endpoint, http))
+
+    def ask(self) -> None:
+        """This process was asked to end, which ends the whole group."""
+        self.bus.post(Goodbye(self.bus.identity.incarnation, Cause.SHUTDOWN.value))
+
+    def allow(self, allowed: AllowList) -> None:
+        """Replaces the allow-list."""
+        self.bus.allow(allowed)
+
+    async def close(self) -> None:
+        """Closes the connection once the last messages have left."""
+        if self._port.done() and not self._port.cancelled():
+            self._port.exception()  # retrieve the exception, which nobody may have waited for
+        await self.bus.close()
+
+    def _take(self, peer: str, message: Message) -> None:
+        match message:
+            case Welcome():
+                self.bus.link(peer)
+                self.bus.post(self._join)
+            case Reject(_, reason, fields) if not self._port.done():
+                self._port.set_exception(ConfigError(f"the leader refuses this rank: {'; '.join(fields) or reason}"))
+            case Reject(_, reason, fields):
+                self.bus.lose(peer, f"it refuses ({reason}): {'; '.join(fields)}")
+            case RankMeet(port) if not self._port.done():
+                self._port.set_result(port)
+            case Goodbye():
+                self.over.set()
+            case Ping(peers=()):
+                pass
+            case _:
+                self.take(message)
+
+    def _lose(self, peer: str, why: str) -> None:  # noqa: ARG002
+        if not self._port.done():
+            self._port.set_exception(WorldError(f"the leader at {self.endpoint}: {why}"))
+        self.why = self.why or why
+        self.lost.set()
+
+
+def _unexpected(message: Message) -> None:
+    raise RemoteProtocolError("kind", f"{type(message).__name__}, before this rank is ready")

@@ -1,6 +1,7 @@
 """The engine's collectives over torch.distributed's gloo: tensors only, nothing is pickled.
 
-A rank that dies fails the collectives of all others at once; one that is frozen stops them until the link says so.
+A rank that dies fails the collectives of all others at once. A frozen rank stops them until the bus reports its
+silence.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from ...wire import Ranks
 _torch: Any = torch
 _dist: Any = torch.distributed
 
-MEET_S = 60.0  # until all ranks have found each other
-STEP_S = 3600.0  # no step takes so long: what ends a wait for a rank that is frozen is the link to it
+MEET_S = 60.0  # seconds until all ranks have found each other
+STEP_S = 3600.0  # seconds; longer than any step, since the bus ends a wait for a frozen rank
 AHEAD_MAX = 2  # chunks that a stage may be ahead of the next
 
 
 class Gloo:
-    """An engine.base.Group; `meet` comes first."""
+    """Implements engine_api.Group; `meet` must be called first."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -40,7 +41,7 @@ class Gloo:
 
     @staticmethod
     def store_socket(host: str) -> socket.socket:
-        """Where the ranks meet: the store by itself would listen on every address."""
+        """The socket of the rendezvous; by itself the store would listen on every address."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.bind((host, 0))
@@ -48,8 +49,8 @@ class Gloo:
         return listening
 
     def meet(self, host: str, port: int, own: str, listening: socket.socket | None = None) -> None:
-        """Finds the other ranks at host:port; the leader brings the socket that they meet at. `own` is the address of
-        this host on which they reach this rank. Raises RuntimeError."""
+        """Finds the other ranks at host:port; the leader passes its listening socket. `own` is this host's address for
+        the other ranks. Raises RuntimeError."""
         tp_size, place = self.ranks.tp_size, self.ranks.pp_rank * self.ranks.tp_size + self.ranks.tp_rank
         leads = {} if listening is None else {"is_master": True, "master_listen_fd": listening.detach()}
         self._store = _dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=MEET_S), **leads)
@@ -80,7 +81,7 @@ class Gloo:
 
 @contextmanager
 def _ranks_that_may_be_gone() -> Generator[None]:
-    """Raises WorldError where a rank has: it may be known before anything is sent, or while that is waited for."""
+    """Raises WorldError for a lost rank, which may be detected before a send or while waiting for it."""
     try:
         yield
     except RuntimeError as error:

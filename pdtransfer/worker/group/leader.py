@@ -1,224 +1,260 @@
-"""The leader's side of a group: its followers join, and from then on hear the same orders in the same order.
+"""The leader's side of a group: its followers join, and then get the same orders in the same order.
 
-A worker that is one process leads nobody: every call is made all the same, and costs nothing.
+A worker with one process has no followers and no sockets for them; it builds no message for followers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
+from ...bus.keys import AllowList
 from ...config.ranks import label, place_of
-from ...errors import Cause, WorldError
+from ...errors import Cause, RemoteProtocolError, WorldError
 from ...limits import TEXT_LENGTH_MAX
-from ...wire import Begin, Member, Ranks
-from ..engine_thread import Cancel, Compute, Free, Generate, Order
-from .frames import Abort, Asked, Bound, Frame, Introduce, Join, Joined, Op, Quit, Refuse, Reload, Report, Start, Turn
-from .link import Link, LinkLostError
+from ...node import NodeSettings
+from ...wire import (
+    VERSION,
+    Begin,
+    Goodbye,
+    Hello,
+    Member,
+    Message,
+    Ping,
+    RankBound,
+    RankDrained,
+    RankFailed,
+    RankJoin,
+    RankLanded,
+    RankMeet,
+    RankPicked,
+    RankReady,
+    RankReload,
+    RankRoom,
+    Ranks,
+    Reject,
+    Setting,
+    StepOrder,
+    StepOrders,
+    Welcome,
+    negotiate,
+)
+from ..engine_thread import Compute, Drop, Free, Generate, Order
+from .link import RankBus
 
 log = logging.getLogger(__name__)
 
-JOIN_S = 5.0  # a connection that does not say who it is by then is nobody
+RankReport: TypeAlias = RankReady | RankLanded | RankDrained | RankFailed | RankPicked
 
 
 @dataclass(slots=True, eq=False)
-class Follower:
+class JoinedRank:
     """A rank that has joined."""
 
     ranks: Ranks
     node: str
-    link: Link
-    bound: Bound | None = None
+    bound: RankBound | None = None
+
+    @property
+    def place(self) -> int:
+        """Its number in the group; 0 is the leader."""
+        return place_of(self.ranks)
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """Its name for people."""
         return f"rank {label(self.ranks)} ({self.node})"
 
 
-class Lead:
-    """The followers of this process. `heard` gets what they report, `asked` is called when one was told to end."""
+class GroupLeader:
+    """The followers of this process. `reported` takes reports about rooms, and raises RemoteProtocolError for invalid
+    ones. `asked` is called when a follower was asked to end."""
 
-    def __init__(self, ranks: Ranks | None = None, common: Mapping[str, str] | None = None) -> None:
-        self.ranks, self._common = ranks or Ranks(), dict(common or {})
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks()
         self.size = self.ranks.tp_size * self.ranks.pp_size
-        self.followers: dict[int, Follower] = {}
-        self.heard: Callable[[Follower, Report], None] = _nobody
+        self.followers: dict[str, JoinedRank] = {}  # by the bus's peer name
+        self.reported: Callable[[JoinedRank, RankReport], None] = _unexpected
         self.asked: Callable[[], None] = lambda: None
-        self.lost = asyncio.Event()  # the group cannot go on
-        self.why = ""  # it was lost, or nobody can join
-        self._news = asyncio.Event()
-        self._quitting = False
-        self._server: asyncio.Server | None = None
-        self._listening: list[asyncio.Task[None]] = []
+        self.lost = asyncio.Event()  # set when the group cannot go on
+        self.why = ""
+        self._settings: tuple[Setting, ...] = ()
+        self._bus: RankBus | None = None
+        self._changed = asyncio.Event()
+        self._ending = False
 
-    # They meet
+    # Meeting
 
-    async def open(self, host: str, port: int) -> str:
-        """Lets followers join; returns host:port as bound. Raises WorldError."""
-        try:
-            self._server = await asyncio.start_server(self._joins, host, port)
-        except OSError as error:
-            raise WorldError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+    async def open(
+        self,
+        settings: NodeSettings,
+        role: Literal["prefill", "decode"],
+        must_equal: tuple[Setting, ...],
+        endpoint: str,
+    ) -> str:
+        """Listens for followers; returns the endpoint as bound. Raises as Bus.bind."""
+        self._settings = must_equal
+        self._bus = RankBus(settings, role, self._take, self._lose)
+        return await self._bus.bus.bind(endpoint)
 
     async def joined(self) -> None:
-        """Waits for every rank to be here. Raises WorldError for one that has gone again."""
+        """Waits until every rank has joined. Raises WorldError for one that has left again."""
         await self._until(lambda: len(self.followers) == self.size - 1)
-        assert self._server is not None
-        self._server.close()
 
     def meet(self, port: int) -> None:
-        """Tells where the collectives meet."""
-        self._say(Joined(port))
+        """Announces the port of the rendezvous."""
+        assert self._bus is not None
+        self._bus.post(RankMeet(port))
 
     async def members(self, own: str) -> tuple[Member, ...]:
-        """Waits for every follower to be bound: all ranks, this node first. Raises WorldError as `joined`."""
+        """Waits until every follower is bound; returns all ranks, this node first, or none for a single process. Raises
+        as `joined`."""
+        if self._bus is None:
+            return ()
         await self._until(lambda: all(each.bound for each in self.followers.values()))
-        self._listening += [asyncio.create_task(self._listen(each)) for each in self.followers.values()]
+        self._bus.watch()
         return (Member(own, ""), *(Member(each.node, each.bound.endpoint) for each in self._sorted() if each.bound))
 
     def described(self) -> list[dict[str, str]]:
-        """Every follower, for whoever has started this process."""
+        """Describes every follower, for the process that started this one."""
         bound = [(each.node, each.bound) for each in self._sorted() if each.bound]
         return [{"node": node, "endpoint": each.endpoint, "http": each.http} for node, each in bound]
 
-    @property
-    def nobody(self) -> bool:
-        """Whether this process is a worker of its own."""
-        return self.size == 1
+    # Following
 
-    # They follow
+    def room(self, local_id: int, begin: Begin) -> None:
+        """Announces a room, before any order for it."""
+        if self._bus is not None:
+            self._bus.send(RankRoom, local_id, begin)
 
-    def start(self, serial: int, begin: Begin) -> None:
-        """Before the room can get an order."""
-        self._say(Start(serial, begin))
-
-    def turn(self, orders: Sequence[Order]) -> None:
-        """What the leader's own engine is about to do."""
-        if self.nobody:
+    def step(self, orders: Sequence[Order]) -> None:
+        """Announces the orders of the leader's next step."""
+        if self._bus is None:
             return
-        said: list[tuple[Op, int, bytes]] = []
+        said: list[StepOrder] = []
         for order in orders:
             match order:
                 case Compute(request):
-                    said.append(("compute", request.room, b""))
+                    said.append(StepOrder("compute", request.room))
                 case Generate(request, _, aux):
-                    said.append(("generate", request.room, aux))
-                case Cancel(room):
-                    said.append(("cancel", room, b""))
+                    said.append(StepOrder("generate", request.room, aux))
+                case Drop(room):
+                    said.append(StepOrder("drop", room))
                 case Free(room):
-                    said.append(("free", room, b""))
+                    said.append(StepOrder("free", room))
                 case _:
-                    return  # the engine ends, and so do theirs, by Quit
-        self._say(Turn(said))
+                    return  # the engine ends, and the followers' engines end by Goodbye
+        self._bus.send(StepOrders, tuple(said))
 
-    def abort(self, serial: int, cause: Cause, detail: str) -> None:
-        """The room has failed before it generates."""
-        self._say(Abort(serial, cause.value, detail[:TEXT_LENGTH_MAX]))
+    def abort(self, local_id: int, cause: Cause, detail: str) -> None:
+        """Announces that the room failed before it generated."""
+        if self._bus is not None:
+            self._bus.send(RankFailed, local_id, cause.value, detail[:TEXT_LENGTH_MAX])
 
     def introduce(self, peers: tuple[str, ...]) -> None:
-        """Rooms may name these prefill ranks, and every rank has sessions of its own."""
-        self._say(Introduce(peers))
+        """Announces prefill ranks that rooms may name; every rank opens sessions of its own."""
+        if self._bus is not None:
+            self._bus.post(Ping(self._bus.identity.incarnation, peers))
 
-    def reload(self) -> None:
-        """This rank was told to read its allow-list anew."""
-        self._say(Reload())
+    def allow(self, allowed: AllowList) -> None:
+        """Replaces the allow-list, here and on all followers."""
+        if self._bus is not None:
+            self._bus.allow(allowed)
+            self._bus.send(RankReload)
 
     def fail(self, why: str) -> None:
         """The group cannot go on; the first reason counts."""
-        if not self._quitting:
+        if not self._ending:
             self.why = self.why or why
             self.lost.set()
-            self._news.set()
-
-    async def quit(self, timeout_s: float) -> None:
-        """Sends all home, and waits for them to go."""
-        self._quitting = True
-        self._say(Quit())
-        if self._listening:
-            await asyncio.wait(self._listening, timeout=timeout_s)
-        await self.close()
+            self._changed.set()
 
     async def close(self) -> None:
-        """Lets all links go: followers that were not told to quit know that something is wrong."""
-        self._quitting = True
-        if self._server is not None:
-            self._server.close()
-        for each in self.followers.values():
-            await each.link.close()
-        for task in self._listening:
-            task.cancel()
+        """Ends the group."""
+        self._ending = True
+        if self._bus is not None:
+            self._bus.post(Goodbye(self._bus.identity.incarnation, Cause.SHUTDOWN.value))
+            await self._bus.close()
 
-    # The links
+    # Messages of followers
 
-    def _sorted(self) -> list[Follower]:
-        return [self.followers[place] for place in sorted(self.followers)]
+    def _sorted(self) -> list[JoinedRank]:
+        return sorted(self.followers.values(), key=lambda each: each.place)
 
-    def _say(self, frame: Frame) -> None:
-        for each in self.followers.values():
-            each.link.send(frame)
-
-    async def _until(self, there: Callable[[], bool]) -> None:
-        while not there():
-            self._news.clear()
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
             if self.why:
                 raise WorldError(self.why)
-            await self._news.wait()
+            await self._changed.wait()
 
-    async def _joins(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, until it is bound; then `_listen` reads it."""
-        link, follower = Link(reader, writer), None
+    def _lose(self, peer: str, why: str) -> None:
+        self.fail(f"{self.followers[peer].name} of this worker is lost: {why}")
+
+    def _take(self, peer: str, message: Message) -> None:
+        follower = self.followers.get(peer)
+        match message:
+            case Hello():
+                self._greet(peer, message)
+            case RankJoin():
+                self._join(peer, message)
+            case Ping():
+                pass
+            case RankBound() if follower is not None:
+                follower.bound = message
+                self._changed.set()
+            case Goodbye() if follower is not None:
+                self.asked()
+            case RankReady() | RankLanded() | RankDrained() | RankFailed() | RankPicked() if follower is not None:
+                self.reported(follower, message)
+            case _:
+                raise RemoteProtocolError("kind", f"{type(message).__name__} is nothing that a rank sends its leader")
+
+    def _greet(self, peer: str, message: Hello) -> None:
+        assert self._bus is not None
         try:
-            join = await link.read(JOIN_S)
-            refusal = self._refusal(join)
-            if refusal:
-                link.send(Refuse(refusal[:TEXT_LENGTH_MAX]))
-                log.warning("a rank cannot join: %s", refusal)
-                await link.close()
-                return
-            assert isinstance(join, Join)
-            follower = self.followers[place_of(join.ranks)] = Follower(join.ranks, join.node, link)
-            self._news.set()
-            bound = await link.read(timeout_s=1e6)  # its engine may have to load a model first
-            if not isinstance(bound, Bound):
-                raise LinkLostError(f"says {type(bound).__name__} where it should be bound")
-            follower.bound = bound
-        except LinkLostError as lost:
-            await link.close()
-            if follower is not None:
-                self.fail(f"{follower.name}: {lost}")
-        self._news.set()
+            version = negotiate(ours=(VERSION, VERSION), theirs=(message.version_min, message.version_max))
+            if (role := message.identity.role) != self._bus.identity.role:
+                raise RemoteProtocolError("role", f"{role!r} there, {self._bus.identity.role!r} here")
+        except RemoteProtocolError as error:
+            self._refuse(peer, str(error))
+            self._bus.bus.hang_up(peer)  # no further message of it is taken before another Hello
+            return
+        self._bus.bus.send(peer, Welcome(version, self._bus.identity))
 
-    def _refusal(self, join: Frame) -> str:
-        if not isinstance(join, Join):
-            return f"{type(join).__name__} where a rank should join"
-        if (join.ranks.tp_size, join.ranks.pp_size) != (self.ranks.tp_size, self.ranks.pp_size):
-            ours, theirs = self.ranks, join.ranks
-            return f"tp_size, pp_size: {theirs.tp_size}, {theirs.pp_size} there, {ours.tp_size}, {ours.pp_size} here"
-        place = place_of(join.ranks)
-        if not 0 < place < self.size or place in self.followers:
-            return f"rank {label(join.ranks)} is here already"
-        for name in sorted(self._common.keys() | join.common.keys()):
-            here, there = self._common.get(name, ""), join.common.get(name, "")
-            if here != there:
-                return f"{name}: {there!r} on rank {label(join.ranks)}, {here!r} on its leader"
+    def _join(self, peer: str, message: RankJoin) -> None:
+        refusal = self._refusal(message)
+        if refusal:
+            self._refuse(peer, refusal)
+            return
+        assert self._bus is not None
+        self.followers[peer] = JoinedRank(message.ranks, message.node)
+        self._bus.link(peer)
+        self._changed.set()
+
+    def _refuse(self, peer: str, text: str) -> None:
+        assert self._bus is not None
+        log.warning("a rank cannot join: %s", text)
+        self._bus.bus.send(peer, Reject(0, Cause.REFUSED.value, (text[:TEXT_LENGTH_MAX],)))
+
+    def _refusal(self, join: RankJoin) -> str:
+        ours, theirs, place = self.ranks, join.ranks, place_of(join.ranks)
+        for axis in ("tp", "pp", "dp"):
+            if (there := getattr(theirs, f"{axis}_size")) != (here := getattr(ours, f"{axis}_size")):
+                return f"{axis}_size: {there} on rank {label(theirs)}, {here} on its leader"
+            if (rank := getattr(theirs, f"{axis}_rank")) >= there:
+                return f"{axis}_rank: {rank}, {axis}_size is {there}"
+        if place == 0 or any(each.place == place for each in self.followers.values()):
+            return f"rank {label(theirs)} is here already"
+        there_, here_ = ({each.name: each.value for each in some} for some in (join.settings, self._settings))
+        for name in sorted(there_.keys() | here_.keys()):
+            if (there := there_.get(name, "")) != (here := here_.get(name, "")):
+                return f"{name}: {there!r} on rank {label(theirs)}, {here!r} on its leader"
         return ""
 
-    async def _listen(self, follower: Follower) -> None:
-        why = await follower.link.listen(lambda frame: self._of(follower, frame))
-        self.fail(f"{follower.name} of this worker is lost: {why}")
 
-    def _of(self, follower: Follower, frame: Frame) -> None:
-        if isinstance(frame, Asked):
-            self.asked()
-        elif isinstance(frame, Report):
-            self.heard(follower, frame)
-        else:
-            log.error("%s says %s", follower.name, type(frame).__name__)
-
-
-def _nobody(follower: Follower, report: Report) -> None:
-    raise AssertionError((follower, report))
+def _unexpected(rank: JoinedRank, report: RankReport) -> None:
+    raise RemoteProtocolError("kind", f"{type(report).__name__} of {rank.name}, before any room")

@@ -1,93 +1,157 @@
-"""One connection between a follower and its leader: frames in order, beats between them, and one word when it ends."""
+"""The ranks of one worker on a bus of their own: numbered messages, pings, and one verdict for a rank: lost.
+
+The bus may drop messages, but no order to an engine may be lost. Over one connection ZMQ keeps the order and loses
+nothing that it accepted. So a refused send, a wrong number, and a second greeting, which means a new connection, each
+end the link. Nothing is acknowledged or repeated, and a step waits for no answer.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import socket
+import logging
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass
+from typing import Concatenate, Literal, ParamSpec
 
-from . import frames
-from .frames import Beat, Frame
+from ...bus import Bus, BusLimits
+from ...bus.keys import AllowList
+from ...errors import RemoteProtocolError
+from ...node import NodeSettings
+from ...node.core_driver import LoopClock, Ticker
+from ...wire import (
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    RankDrained,
+    RankFailed,
+    RankLanded,
+    RankPicked,
+    RankReady,
+    RankReload,
+    RankRoom,
+    StepOrders,
+    Welcome,
+)
 
-BEAT_S = 1.0
-SILENCE_BEATS = 10  # of ours, in which a rank that says nothing is frozen, and the group with it
-BUFFER_BYTES_MAX = 64 << 20  # not yet sent: its reader has stopped long ago
+# Times silence_ms until a rank is lost: it ends its whole worker, where another peer's loss ends some rooms.
+SILENCES = 5
+LIMITS = BusLimits(send_queue=1 << 14)  # enough for every room of a worker to begin or end in one turn of the loop
+
+log = logging.getLogger(__name__)
+
+Numbered = RankDrained | RankFailed | RankLanded | RankPicked | RankReady | RankReload | RankRoom | StepOrders
+Fields = ParamSpec("Fields")
 
 
-class LinkLostError(Exception):
-    """The other rank has gone, or makes no sense."""
+@dataclass(slots=True)
+class RankLink:
+    """The stream of messages from one rank."""
+
+    heard: float
+    taken: int = 0  # number of the latest message
 
 
-class Link:
-    """Send at any time; one task reads. A link that was lost sends nothing more."""
+class RankBus:
+    """This rank's sockets to the others. `take` gets their messages; `lost` gets a lost rank once, with the reason."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._loop = asyncio.get_running_loop()
-        self._beating: asyncio.TimerHandle | None = None
-        self._unheard = 0  # beats of ours since the last frame of theirs
-        connected: socket.socket = writer.get_extra_info("socket")
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(
+        self,
+        settings: NodeSettings,
+        role: Literal["prefill", "decode"],
+        take: Callable[[str, Message], None],
+        lost: Callable[[str, str], None],
+    ) -> None:
+        self.identity = settings.identity(role)
+        self._take, self._lost = take, lost
+        self._links: dict[str, RankLink] = {}
+        self._sent = 0  # number of the latest message; numbered messages go to all ranks
+        self._watched = False
+        self._ping_s = settings.limits.ping_ms / 1e3
+        self._silence_s = SILENCES * settings.limits.silence_ms / 1e3
+        self._clock = LoopClock(self._ping_s / 2)
+        self._due = self._clock.now() + self._ping_s
+        self._ticker = Ticker(lambda: self._due, self._tick, self._clock)
+        self._ticker.arm()
+        self.bus = Bus(
+            node=settings.node, keys=settings.keys, allowed=settings.allowed, insecure=settings.insecure,
+            receive=self._receive, refused=self._refused, limits=LIMITS, supersede=False,
+        )  # fmt: skip
 
-    @property
-    def host(self) -> str:
-        """This host's address, as the other rank sees it."""
-        return str(self._writer.get_extra_info("sockname")[0])
+    def link(self, peer: str) -> None:
+        """Accepts the peer as a rank of this worker."""
+        self._links[peer] = RankLink(self._clock.now())
 
-    def send(self, frame: Frame) -> None:
-        """In order, some time; lost with the link."""
-        if self._writer.is_closing():
-            return
-        self._writer.write(frames.encode(frame))
-        if self._writer.transport.get_write_buffer_size() > BUFFER_BYTES_MAX:
-            self._writer.transport.abort()
+    def watch(self) -> None:
+        """Starts to watch for silence: every rank can answer now."""
+        self._watched = True
+        for link in self._links.values():
+            link.heard = self._clock.now()
 
-    async def read(self, timeout_s: float | None) -> Frame:
-        """The next frame. Raises LinkLostError."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                size = int.from_bytes(await self._reader.readexactly(frames.LENGTH_BYTES), "little")
-                if size > frames.BYTES_MAX:
-                    raise LinkLostError(f"a frame of {size} bytes, at most {frames.BYTES_MAX} are allowed")
-                return frames.decode(await self._reader.readexactly(size))
-        except TimeoutError:
-            raise LinkLostError(f"silent for {timeout_s} s") from None
-        except (asyncio.IncompleteReadError, ConnectionError, OSError):
-            silent = self._unheard > SILENCE_BEATS
-            raise LinkLostError(f"silent for {SILENCE_BEATS * BEAT_S:g} s" if silent else "gone") from None
-        except ValueError as error:
-            raise LinkLostError(f"says what is no frame: {error}") from None
+    def send(
+        self, kind: Callable[Concatenate[int, Fields], Message], *args: Fields.args, **more: Fields.kwargs
+    ) -> None:
+        """Sends a numbered message to every linked rank."""
+        self._sent += 1
+        self.post(kind(self._sent, *args, **more))
 
-    async def listen(self, heard: Callable[[Frame], None]) -> str:
-        """Beats, and hands on all that comes, until the link is lost: returns why."""
-        self._beat()
-        try:
-            while True:
-                frame = await self.read(timeout_s=None)
-                self._unheard = 0
-                if not isinstance(frame, Beat):
-                    heard(frame)
-        except LinkLostError as lost:
-            return str(lost)
-        finally:
-            self._writer.close()
+    def post(self, message: Message) -> None:
+        """Sends a message without a number to every linked rank."""
+        for peer in list(self._links):
+            self._post(peer, message)
+
+    def allow(self, allowed: AllowList) -> None:
+        """Replaces the allow-list."""
+        for peer in self.bus.allow(allowed):
+            self.lose(peer, "its key was revoked")
+
+    def lose(self, peer: str, why: str) -> None:
+        """Gives the link up. Idempotent."""
+        if self._links.pop(peer, None) is not None:
+            self._lost(peer, why)
 
     async def close(self) -> None:
-        """Sends what is left, and ends."""
-        if self._beating is not None:
-            self._beating.cancel()
-        self._writer.close()
-        with suppress(ConnectionError, OSError, TimeoutError):
-            async with asyncio.timeout(BEAT_S):
-                await self._writer.wait_closed()
+        """Closes all connections once the last messages have left."""
+        self._ticker.stop()
+        await self.bus.close()
 
-    def _beat(self) -> None:
-        # Beats are counted, not seconds: those in which this process did not run itself say nothing of the other.
-        self._unheard += 1
-        if self._unheard > SILENCE_BEATS:
-            self._writer.transport.abort()
+    def _post(self, peer: str, message: Message) -> None:
+        if not self.bus.send(peer, message):
+            self.lose(peer, "gone")
+
+    def _receive(self, peer: str, message: Message) -> None:
+        link = self._links.get(peer)
+        if link is not None and isinstance(message, Hello | Welcome):
+            self.lose(peer, "its connection was lost")
             return
-        self.send(Beat())
-        if not self._writer.is_closing():
-            self._beating = self._loop.call_later(BEAT_S, self._beat)
+        try:
+            if link is not None:
+                self._count(peer, link, message)
+            if link is None or not isinstance(message, Pong):
+                self._take(peer, message)
+        except RemoteProtocolError as error:
+            self._refused(peer, error)
+
+    def _count(self, peer: str, link: RankLink, message: Message) -> None:
+        link.heard = self._clock.now()
+        if isinstance(message, Ping):
+            self._post(peer, Pong(self.identity.incarnation))
+        elif isinstance(message, Numbered):
+            link.taken += 1
+            if message.number != link.taken:
+                text = f"{message.number}, expected {link.taken}: messages are missing"
+                raise RemoteProtocolError(f"{type(message).__name__}.number", text)
+
+    def _refused(self, peer: str, error: RemoteProtocolError) -> None:
+        if peer in self._links:
+            self.lose(peer, f"it broke the protocol: {error}")
+        else:
+            log.warning("%s: %s", peer, error)
+
+    def _tick(self) -> None:
+        now = self._clock.now()
+        self._due = now + self._ping_s
+        for peer, link in list(self._links.items()):
+            if self._watched and now - link.heard >= self._silence_s:
+                self.lose(peer, f"silent for {self._silence_s:g} s")
+            else:
+                self._post(peer, Ping(self.identity.incarnation))

@@ -1,54 +1,57 @@
-"""How the ranks of a worker find each other: a leader that waits, or starts the others; a follower that joins.
+"""How the ranks of a worker meet: a leader waits for the others or starts them; a follower joins.
 
-A rank builds its engine first, so what makes no sense is said once, and before anybody is started or waits.
+A rank builds its engine first, so that invalid settings are reported once, before any rank is started or waits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import socket
 import sys
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from ... import __version__
+from ...bus.keys import Address, AllowList, KeyPair
 from ...config.config import DecodeConfig, PrefillConfig
-from ...config.config_to_argv import arguments
-from ...config.ranks import group_address, key_of, label, ranks_of
-from ...engine_api import EngineCard
+from ...config.config_to_argv import config_to_argv
+from ...config.ranks import group_endpoint, key_of, label, ranks_of
+from ...engine_api import EngineDescription
 from ...environment import child_environment
 from ...errors import ConfigError, WorldError
+from ...limits import TEXT_LENGTH_MAX
+from ...node import NodeSettings
 from ...process.signals import end_with_parent
-from ...wire import Ranks
-from .follower import join
-from .frames import Join
-from .leader import Lead
-from .link import Link
+from ...wire import RankJoin, Setting
+from .follower import GroupFollower
+from .leader import GroupLeader
 
 if TYPE_CHECKING:
     from .gloo import Gloo
 
 log = logging.getLogger(__name__)
 
-QUIT_S = 5.0  # a follower that is told to go is gone by then
+QUIT_S = 5.0  # seconds until a follower that was told to end is gone
 
 Config = PrefillConfig | DecodeConfig
 
 
 class StoppedError(Exception):
-    """Somebody asked this process to end before the group was complete."""
+    """This process was asked to end before the group was complete."""
 
 
-def common(config: Config, card: EngineCard) -> dict[str, str]:
-    """What must be the same on all ranks, for their engines to be in step."""
+def common(config: Config, card: EngineDescription) -> dict[str, str]:
+    """Settings that must be the same on all ranks, to keep their engines in step."""
     decode = "batch_max", "verify", "enable_hisparse", "device_slots", "hot_tokens", "dense_slots"
     own = decode if isinstance(config, DecodeConfig) else ("chunk_tokens",)
     return {
         "version": __version__,
         "role": config.role,
-        "keys": "none" if config.key is None else "given",
         "model": card.model,
         "weights": card.weights.hex(),
         "engine_option": " ".join(sorted(f"{name}={value}" for name, value in config.engine_options.items())),
@@ -57,53 +60,97 @@ def common(config: Config, card: EngineCard) -> dict[str, str]:
     }
 
 
-@asynccontextmanager
-async def leading(config: Config, card: EngineCard, gloo: Gloo | None, stop: asyncio.Event) -> AsyncGenerator[Lead]:
-    """This worker's group, complete and connected; its followers are gone, or sent away, when this is left.
+def _settings(config: Config, card: EngineDescription) -> tuple[Setting, ...]:
+    """The same for the wire; a long value is replaced by its digest."""
+    return tuple(
+        Setting(name, value if len(value) <= TEXT_LENGTH_MAX else hashlib.sha256(value.encode()).hexdigest())
+        for name, value in common(config, card).items()
+    )
 
-    Raises WorldError for one that does not come, StoppedError when `stop` comes first.
+
+@asynccontextmanager
+async def leading(
+    config: Config, card: EngineDescription, settings: NodeSettings, gloo: Gloo | None, stop: asyncio.Event
+) -> AsyncGenerator[GroupLeader]:
+    """This worker's group, complete and connected. Its followers have ended when the context is left.
+
+    Raises WorldError for a rank that does not come, StoppedError when `stop` comes first.
     """
-    lead = Lead(config.ranks, common(config, card))
+    group = GroupLeader(config.ranks)
     if gloo is None:
-        yield lead
+        yield group
         return
     children: list[asyncio.subprocess.Process] = []
+    watches: list[asyncio.Task[None]] = []
     try:
-        host, port = group_address(config.group)
-        bound = await lead.open(host, port)
+        bound = await group.open(settings, _role(config), _settings(config, card), _listen_at(config, settings))
         if not config.group:
-            await _start(rank_configs(config, bound), children)
-            others = ranks_of(config.ranks.tp_size, config.ranks.pp_size)[1:]
-            watches = [asyncio.create_task(_watch(lead, *each)) for each in zip(others, children, strict=True)]
+            key = "" if settings.keys is None else f"{settings.keys.public}@"
+            configs = rank_configs(config, key + bound.removeprefix("tcp://"))
+            await _start(configs, children)
+            watches += [asyncio.create_task(_watch(group, *each)) for each in zip(configs, children, strict=True)]
         else:
-            log.info("waiting for %d more ranks at %s", lead.size - 1, bound)
-            watches = []
-        await _unless(stop, lead.joined())
+            log.info("waiting for %d more ranks at %s", group.size - 1, bound)
+        await _unless(stop, group.joined())
+        host = Address.parse(bound).host
         listening = gloo.store_socket(host)
         port = listening.getsockname()[1]
-        lead.meet(port)
+        group.meet(port)
         await _meet(gloo, host, port, host, listening)
-        yield lead
+        yield group
     finally:
-        await lead.quit(QUIT_S)
+        await group.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(child.wait() for child in children)), QUIT_S)
         for child in children:
             if child.returncode is None:
                 child.kill()
-        for child in children:
             await child.wait()
     for watch in watches:
         watch.cancel()
 
 
-async def following(config: Config, card: EngineCard, gloo: Gloo, stop: asyncio.Event) -> Link:
-    """The link to the leader, once all ranks have met. Raises ConfigError, WorldError, StoppedError."""
-    words = Join(config.ranks, config.node, common(config, card))
-    found = await join(group_address(config.group), words, stop)
-    if found is None:
-        raise StoppedError
-    link, joined = found
-    await _meet(gloo, group_address(config.group)[0], joined.port, link.host, None)
-    return link
+def _listen_at(config: Config, settings: NodeSettings) -> str:
+    """Where the leader listens; by default any free port of this host. Raises ConfigError."""
+    if not config.group:
+        return "tcp://127.0.0.1:0"
+    endpoint = group_endpoint(config.group)
+    if endpoint.server_key is not None and (settings.keys is None or endpoint.server_key != settings.keys.public):
+        raise ConfigError(f"group = {config.group!r}: key: rank 0 leads, and its public key is another")
+    return endpoint.address
+
+
+@asynccontextmanager
+async def following(
+    config: Config, card: EngineDescription, settings: NodeSettings, gloo: Gloo, stop: asyncio.Event
+) -> AsyncGenerator[GroupFollower]:
+    """The connection to the leader, once all ranks have met. Raises ConfigError, WorldError, StoppedError."""
+    endpoint = group_endpoint(config.group)
+    address = Address.parse(endpoint.address)
+    join = RankJoin(config.ranks, config.node, _settings(config, card))
+    key = "" if endpoint.server_key is None else f"{endpoint.server_key}@"
+    group = GroupFollower(settings, _role(config), key + endpoint.address, join)
+    try:
+        port = await group.join(stop)
+        if port is None:
+            raise StoppedError
+        own = await asyncio.to_thread(_own_address, address.host, port)
+        await _meet(gloo, address.host, port, own, None)
+        yield group
+    finally:
+        await group.close()
+
+
+def _role(config: Config) -> Literal["prefill", "decode"]:
+    return "prefill" if isinstance(config, PrefillConfig) else "decode"
+
+
+def _own_address(host: str, port: int) -> str:
+    """This host's address on the way to another. Sends nothing."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
 
 
 async def _meet(gloo: Gloo, host: str, port: int, own: str, listening: Any) -> None:
@@ -124,17 +171,21 @@ async def _unless(stop: asyncio.Event, wait: Coroutine[Any, Any, None]) -> None:
 
 
 def rank_configs(config: Config, bound: str) -> list[Config]:
-    """This very config for every other rank, each with a name, a key and ports of its own.
+    """This config for every other rank, each with its own name, key and ports.
 
-    Raises ConfigError for a key that is not there.
+    Raises ConfigError for a missing key, or one that is not on the allow-list that all ranks share.
     """
     found: list[Config] = []
+    if config.key is not None:
+        _check_listed(config, config.key, "this rank")
     for ranks in ranks_of(config.ranks.tp_size, config.ranks.pp_size)[1:]:
         key = None if config.key is None else key_of(config.key, ranks)
         if key is not None and not key.exists():
             stem = str(key).removesuffix(".key")
             text = f"rank {label(ranks)} is a peer of its own and needs a key: pdtransfer keygen {stem}"
             raise ConfigError(f"key = '{config.key}': there is no {key.name} beside it; {text}")
+        if key is not None:
+            _check_listed(config, key, f"rank {label(ranks)}")
         found.append(
             replace(
                 config,
@@ -151,18 +202,28 @@ def rank_configs(config: Config, bound: str) -> list[Config]:
     return found
 
 
+def _check_listed(config: Config, key: Path, who: str) -> None:
+    """Checks that a rank's key is listed: the ranks of a worker are peers of each other."""
+    assert config.allowed is not None
+    public = KeyPair.read(key).public
+    allowed = AllowList.read(config.allowed)
+    if allowed.name_of(public) is None or not allowed.allows_role(public, config.role):
+        text = f"the ranks of a worker list each other: add the line of {key.with_suffix('.pub')}"
+        raise ConfigError(f"allow = '{config.allowed}': {who} is not on it as {config.role}; {text}")
+
+
 async def _start(configs: list[Config], children: list[asyncio.subprocess.Process]) -> None:
-    """Every other rank as a child of this process."""
+    """Starts every other rank as a child process."""
     for child in configs:
         children.append(  # noqa: PERF401 -- whoever gives up in the middle has to find the first ones
             await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "pdtransfer", child.role, *arguments(child),
+                sys.executable, "-m", "pdtransfer", child.role, *config_to_argv(child),
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
                 env=child_environment(), start_new_session=True, preexec_fn=end_with_parent,
             )
         )  # fmt: skip
 
 
-async def _watch(lead: Lead, ranks: Ranks, child: asyncio.subprocess.Process) -> None:
+async def _watch(group: GroupLeader, config: Config, child: asyncio.subprocess.Process) -> None:
     status = await child.wait()
-    lead.fail(f"rank {label(ranks)} of this worker has ended with status {status}")
+    group.fail(f"rank {label(config.ranks)} ({config.node}) of this worker has ended with status {status}")

@@ -1,6 +1,6 @@
-"""OpenAI's /v1/completions as bytes and objects: what a body may ask, and what is answered; no I/O.
+"""OpenAI's /v1/completions: parses request bodies and builds answers; no I/O.
 
-The tokeniser is the reference model's: a text is its UTF-8 bytes as ids 0 to 255, and other ids stand for no text.
+The tokeniser is the reference model's: a text's UTF-8 bytes are the ids 0 to 255, and other ids have no text.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..errors import LocalProtocolError
 from ..limits import NAME_LENGTH_MAX, PROMPT_BYTES_MAX, TOKENS_MAX
 from ..wire import Sampling, pack_ids
 from .router_effects import Finish
-from .router_rooms import Request
+from .router_rooms import CompletionRequest
 
 PROMPT_TOKENS_MAX = PROMPT_BYTES_MAX // 4
-MAX_TOKENS_DEFAULT = 16  # OpenAI's
-SALT_LENGTH_MAX = 4_096  # of a cache_salt, which travels as a digest
+MAX_TOKENS_DEFAULT = 16  # OpenAI's default
+SALT_LENGTH_MAX = 4_096  # characters of a cache_salt, which is sent as a digest
 SALT_BYTES = 32
 
 
 class BadRequestError(LocalProtocolError):
-    """The body asks for what cannot be; `param` is the field, None where it is the body as a whole, `code` OpenAI's."""
+    """The body is invalid. `param` is the field, None for the body as a whole; `code` is OpenAI's error code."""
 
     def __init__(self, param: str | None, text: str, *, code: str | None = None) -> None:
         super().__init__(f"{param}: {text}" if param else text)
@@ -36,13 +36,13 @@ class BadRequestError(LocalProtocolError):
 
 
 class StreamOptions(Struct):
-    """Accepted for its clients' sake: the last chunk of a stream carries `usage` either way."""
+    """Accepted for compatibility: the last chunk of a stream always carries `usage`."""
 
     include_usage: bool | None = None
 
 
 class Body(Struct):
-    """The body's fields that mean something here; null is as good as absent, and others are ignored."""
+    """The supported fields of the body. Null means absent; unknown fields are ignored."""
 
     prompt: (
         Annotated[str, Meta(max_length=PROMPT_TOKENS_MAX)]
@@ -57,9 +57,9 @@ class Body(Struct):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     enable_hisparse: bool | None = None
-    # Requests of different ones share no cached prefix, so that none can tell by its speed what another has asked.
+    # Requests with different salts share no cached prefix, so response times reveal nothing about others' prompts.
     cache_salt: Annotated[str, Meta(min_length=1, max_length=SALT_LENGTH_MAX)] | None = None
-    # What OpenAI has and this router has not: only the values that ask for nothing.
+    # Not supported: only the values in UNSUPPORTED are accepted.
     n: int | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -71,7 +71,7 @@ class Body(Struct):
     suffix: str | None = None
 
 
-NOTHING_ASKED: dict[str, tuple[object, ...]] = {
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
     "echo": (None, False),
@@ -86,9 +86,9 @@ NOTHING_ASKED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a body asks: the router's request, and how it is to be answered."""
+    """A parsed body: the router's request, and the form of the answer."""
 
-    request: Request
+    request: CompletionRequest
     prompt_tokens: int
     stream: bool
 
@@ -99,55 +99,54 @@ _MISSING = re.compile(r"^Object missing required field `(\w+)`$")
 
 
 def parse(body: bytes, *, seed: int, enable_hisparse: bool = False) -> Completion:
-    """The completion that a body asks for; `seed` and `enable_hisparse` are used where it names none. BadRequestError
-    names the field."""
+    """Parses a body; `seed` and `enable_hisparse` are defaults. Raises BadRequestError that names the field."""
     try:
-        asked = _BODY.decode(body)
+        fields = _BODY.decode(body)
     except msgspec.ValidationError as error:
-        raise _blame(str(error)) from None
+        raise _bad_request(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequestError(None, f"the body is not JSON: {error}") from None
     except RecursionError:
-        raise BadRequestError(None, "the body is nested too deep") from None
-    for name, values in NOTHING_ASKED.items():
-        value: object = getattr(asked, name)
+        raise BadRequestError(None, "the body is nested too deeply") from None
+    for name, values in UNSUPPORTED.items():
+        value: object = getattr(fields, name)
         if value not in values:
             raise BadRequestError(name, f"{str(value)[:64]!r} is not supported")
-    return _completion(asked, seed, enable_hisparse=enable_hisparse)
+    return _completion(fields, seed, enable_hisparse=enable_hisparse)
 
 
-def _completion(asked: Body, seed: int, *, enable_hisparse: bool) -> Completion:
-    if isinstance(asked.prompt, str):
-        prompt, unit = np.frombuffer(asked.prompt.encode(), np.uint8).astype("<u4").tobytes(), "bytes"
+def _completion(fields: Body, seed: int, *, enable_hisparse: bool) -> Completion:
+    if isinstance(fields.prompt, str):
+        prompt, unit = np.frombuffer(fields.prompt.encode(), np.uint8).astype("<u4").tobytes(), "bytes"
     else:
-        prompt, unit = pack_ids(asked.prompt), "ids"
+        prompt, unit = pack_ids(fields.prompt), "ids"
     count = len(prompt) // 4
     most = PROMPT_TOKENS_MAX
     if not 1 <= count <= most:
         raise BadRequestError("prompt", f"{count} {unit}, must be 1 to {most}")
-    max_tokens = MAX_TOKENS_DEFAULT if asked.max_tokens is None else asked.max_tokens
+    max_tokens = MAX_TOKENS_DEFAULT if fields.max_tokens is None else fields.max_tokens
     if count + max_tokens > TOKENS_MAX:
-        raise BadRequestError("max_tokens", f"{max_tokens} after {count} of prompt, {TOKENS_MAX} in all is the limit")
+        raise BadRequestError("max_tokens", f"{max_tokens} after {count} of prompt, the total limit is {TOKENS_MAX}")
     sampling = Sampling(
         max_tokens=max_tokens,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        seed=(seed if asked.seed is None else asked.seed) & (1 << 64) - 1,
-        ignore_eos=bool(asked.ignore_eos),
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        seed=(seed if fields.seed is None else fields.seed) & (1 << 64) - 1,
+        ignore_eos=bool(fields.ignore_eos),
     )
-    salt = b"" if asked.cache_salt is None else blake2b(asked.cache_salt.encode(), digest_size=SALT_BYTES).digest()
-    request = Request(
+    salt = b"" if fields.cache_salt is None else blake2b(fields.cache_salt.encode(), digest_size=SALT_BYTES).digest()
+    request = CompletionRequest(
         prompt=prompt,
         sampling=sampling,
-        model=asked.model or None,
-        enable_hisparse=enable_hisparse if asked.enable_hisparse is None else asked.enable_hisparse,
+        model=fields.model or None,
+        enable_hisparse=enable_hisparse if fields.enable_hisparse is None else fields.enable_hisparse,
         salt=salt,
     )
-    return Completion(request, count, bool(asked.stream))
+    return Completion(request, count, bool(fields.stream))
 
 
-def _blame(text: str) -> BadRequestError:
-    """msgspec's text, with the field that it names in front."""
+def _bad_request(text: str) -> BadRequestError:
+    """Splits msgspec's message into field and text."""
     missing = _MISSING.match(text)
     if missing is not None:
         return BadRequestError(missing[1], "missing")
@@ -156,19 +155,19 @@ def _blame(text: str) -> BadRequestError:
 
 
 class Text:
-    """Ids as text, piece by piece: half a character waits for its other half."""
+    """Decodes ids to text incrementally: an incomplete character is held back."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, ids: list[int], *, final: bool = False) -> str:
-        """The text that `ids` complete."""
+        """Returns the text that `ids` complete."""
         return self._decoder.decode(bytes(each for each in ids if each < 256), final)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Makes the objects that answer one request. `created` is Unix time in seconds."""
+class CompletionAnswer:
+    """Builds the JSON objects that answer one request. `created` is Unix time in seconds."""
 
     request: int
     model: str
@@ -176,11 +175,11 @@ class Answer:
     prompt_tokens: int
 
     def piece(self, text: str) -> bytes:
-        """A chunk of a stream."""
+        """Returns one chunk of a stream."""
         return msgspec.json.encode(self._object(text, None))
 
     def last(self, text: str, finish: Finish) -> bytes:
-        """The whole answer, or the last chunk of a stream: usage, and what this project has to say."""
+        """Returns the whole answer, or the last chunk of a stream, with `usage` and the `pdtransfer` extension."""
         tokens = finish.decode.tokens
         usage = {
             "prompt_tokens": self.prompt_tokens,
@@ -203,7 +202,7 @@ class Answer:
 
 
 def extension(finish: Finish) -> dict[str, object]:
-    """How the request fared. `handoff_us` is from the last byte written to READY, null where not both are known."""
+    """Returns this project's fields. `handoff_us` is from the last byte written to READY, null if either is unknown."""
     decode, prefill = finish.decode, finish.prefill
     stamped = prefill is not None and prefill.stamp_ns > 0 and decode.stamp_ns > 0
     return {
@@ -221,13 +220,13 @@ def extension(finish: Finish) -> dict[str, object]:
 
 
 def error(status: int, text: str, *, param: str | None = None, code: str | None = None) -> bytes:
-    """OpenAI's error object."""
+    """Returns OpenAI's error object."""
     kinds = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return msgspec.json.encode({"error": {"message": text, "type": kind, "param": param, "code": code}})
 
 
 def models(names: list[str], created: int) -> bytes:
-    """The answer to /v1/models."""
+    """Returns the answer to /v1/models."""
     listed = [{"id": name, "object": "model", "created": created, "owned_by": "pdtransfer"} for name in names]
     return msgspec.json.encode({"object": "list", "data": listed})

@@ -1,4 +1,4 @@
-"""The router's shell: OpenAI's HTTP on one side, the bus on the other, on one loop. It imports no torch."""
+"""The router's process: OpenAI's HTTP API and the bus on one event loop. It imports no torch."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from ..engine_api import Spans
 from ..errors import ArenaFullError, Cause, ConfigError, RemoteProtocolError
 from ..handoff.effects import Send
 from ..limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
-from ..node.core_driver import Clock, Performer, Ticker
-from ..process.http import Health, Listener, application
+from ..node.core_driver import EffectRunner, LoopClock, Ticker
+from ..process.http import Health, HttpListener, application
 from ..process.setup import prepare
-from ..process.signals import Stop, reload, reload_on_hangup
+from ..process.signals import StopSignal, reload, reload_on_hangup
 from ..tracing.trace import recorded
 from ..wire import Identity, Message, Ranks
-from .completions import Answer, BadRequestError, Completion, Text, error, models, parse
-from .router_effects import Emit, Fail, Finish, Noticed, Refusal, RoutingEffect
+from .completions import BadRequestError, Completion, CompletionAnswer, Text, error, models, parse
+from .router_effects import Emit, Fail, Finish, Refusal, RoutingEffect, WorkerChanged
 from .router_metrics import RouterMetrics
 from .routing import Routing
-from .worker_pool import named
+from .worker_pool import model_text
 
 log = logging.getLogger(__name__)
 
 JSON = "application/json"
-BODY_S = 20.0  # a body has come by then
+BODY_S = 20.0  # time limit for a body
 
 
 class Reply:
-    """What a request has been answered and its client's task has not taken yet: at most max_tokens ids."""
+    """Buffers the answer of a request for its HTTP task: at most max_tokens ids."""
 
     def __init__(self, began_s: float) -> None:
         self.began_s = self.first_s = began_s
@@ -51,18 +51,18 @@ class Reply:
         self.end: Finish | Fail | None = None
 
     def put(self, ids: list[int]) -> None:
-        """More ids."""
+        """Appends ids."""
         self.streaming = True
         self._ids += ids
         self._news.set()
 
     def close(self, end: Finish | Fail) -> None:
-        """No more ids."""
+        """Ends the answer."""
         self.end = end
         self._news.set()
 
     async def take(self) -> tuple[list[int], Finish | Fail | None]:
-        """All ids that have come since the last time, and the end if nothing follows them; waits for either."""
+        """Waits for ids or the end; returns all new ids, and the end if it was reached."""
         await self._news.wait()
         if self.end is None:
             self._news.clear()
@@ -76,8 +76,8 @@ class Router:
     def __init__(self, config: RouterConfig, spans: Spans | None = None) -> None:
         workers = (*config.prefill, *config.decode)
         if len(set(workers)) < len(workers):
-            twice = next(each for each in workers if workers.count(each) > 1)
-            raise ConfigError(f"prefill, decode = {twice!r}: named twice")
+            duplicate = next(each for each in workers if workers.count(each) > 1)
+            raise ConfigError(f"prefill, decode = {duplicate!r}: listed twice")
         self._config, self._spans = config, spans
         self._loop = asyncio.get_running_loop()
         self.incarnation = secrets.randbits(64)
@@ -97,18 +97,18 @@ class Router:
             limits=config.limits,
             mint=lambda: secrets.randbits(64),
         )
-        self._clock = Clock(config.limits.ping_ms / 2e3)
-        self._perform = Performer(self._perform_one, Ticker(self.routing.next_tick, self._tick, self._clock))
+        self._clock = LoopClock(config.limits.ping_ms / 2e3)
+        self._perform = EffectRunner(self._perform_one, Ticker(self.routing.next_tick, self._tick, self._clock))
         self._replies: dict[int, Reply] = {}
-        self._idle = asyncio.Event()  # set while there are none
+        self._idle = asyncio.Event()  # set while no reply is pending
         self._idle.set()
         self.metrics = RouterMetrics(self.routing, self._bus)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
-        app.middlewares.append(_as_objects)
+        app.middlewares.append(_openai_errors)
         app.add_routes([web.post("/v1/completions", self._completions), web.get("/v1/models", self._models)])
-        self._listener = Listener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
-        self._bodies_bytes = 0  # of bodies that are on their way
-        self._prompts_bytes = 0  # of requests that are not over
+        self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
+        self._bodies_bytes = 0  # of bodies being received
+        self._prompts_bytes = 0  # of unfinished requests
         self._draining = False
 
     async def open(self) -> str:
@@ -119,23 +119,23 @@ class Router:
         return await self._listener.open(self._config.listen)
 
     def allow(self, allowed: AllowList) -> None:
-        """Takes another allow-list: a worker that is on it no more is lost, and one that is again is sought again."""
+        """Replaces the allow-list: disconnects workers that it no longer lists, and dials listed ones again."""
         self._bus.allow(allowed)
         for endpoint in (*self._config.prefill, *self._config.decode):
             with suppress(ConfigError):  # not on the list
                 self._bus.dial(endpoint)
 
     async def drain(self, hurry: asyncio.Event) -> None:
-        """Takes no more requests, and waits a bounded time for those under way, less if somebody is in a hurry."""
+        """Accepts no more requests; waits for unfinished ones until the room deadline or `hurry`."""
         self._draining = True
         self.routing.drain()
         waits = [self._loop.create_task(each.wait()) for each in (self._idle, hurry)]
-        await asyncio.wait(waits, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waits, timeout=self._deadline_s, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:
             each.cancel()
 
     async def close(self) -> None:
-        """Fails what is still under way, says goodbye to the workers, and lets everything go."""
+        """Fails unfinished requests, sends Goodbye to the workers, and releases everything."""
         self._perform(self.routing.close(self._clock.now()))
         self._perform.ticker.stop()
         await self._listener.close()
@@ -150,7 +150,7 @@ class Router:
         self._perform(effects)
 
     def _refused(self, peer: str, breach: RemoteProtocolError) -> None:
-        """A worker broke the protocol; the bus finds what is no message, the core what makes no sense."""
+        """Handles a breach: the bus reports undecodable messages, the core invalid ones."""
         self.metrics.breaches.inc()
         log.warning("%s broke the protocol: %s", peer, breach)
         self._perform(self.routing.breach(peer, breach, self._clock.now()))
@@ -171,11 +171,11 @@ class Router:
                 self.metrics.generated_tokens.inc(len(ids))
             case Finish() | Fail():
                 self._replies[effect.request].close(effect)
-            case Noticed(peer, ""):
+            case WorkerChanged(peer, ""):
                 worker = self.routing.workers.by_peer[peer]
                 assert worker.identity is not None
-                log.info("%s %s is there, at %s", worker.role, worker.identity.node, peer)
-            case Noticed(_, why):
+                log.info("%s %s is connected at %s", worker.role, worker.identity.node, peer)
+            case WorkerChanged(_, why):
                 log.warning("%s", why)
 
     def _health(self) -> Health:
@@ -184,7 +184,7 @@ class Router:
                 "peer": each.peer,
                 "role": each.role,
                 "usable": each.usable,
-                "model": named(each.model) if each.identity is not None else None,
+                "model": model_text(each.model) if each.identity is not None else None,
                 "why": each.why or None,
             }
             for each in self.routing.workers.by_peer.values()
@@ -199,7 +199,7 @@ class Router:
         try:
             async with asyncio.timeout(BODY_S):
                 body = await self._body(http)
-            asked = self._of_one_model(
+            completion = self._of_one_model(
                 parse(body, seed=secrets.randbits(63), enable_hisparse=self._config.enable_hisparse)
             )
         except TimeoutError:
@@ -208,38 +208,39 @@ class Router:
             return self._refuse(_error(404 if bad.code else 400, str(bad), param=bad.param, code=bad.code))
         except ArenaFullError as full:
             return self._refuse(_error(429, str(full), code=Cause.FULL.value, retry_ms=full.retry_ms or 0))
-        limits, prompt_bytes = self._config.limits, len(asked.request.prompt)
+        limits, prompt_bytes = self._config.limits, len(completion.request.prompt)
         if len(self._replies) >= limits.rooms_max or self._prompts_bytes + prompt_bytes > limits.prompts_bytes_max:
             return self._refuse(_error(429, "too many answers are still being read", code=Cause.FULL.value))
-        taken = self.routing.submit(asked.request, self._clock.now())
-        if isinstance(taken, Refusal):
-            return self._refuse(_failed(taken))
-        reply = self._replies[taken.request] = Reply(time.monotonic())
+        accepted = self.routing.submit(completion.request, self._clock.now())
+        if isinstance(accepted, Refusal):
+            return self._refuse(_failed(accepted))
+        reply = self._replies[accepted.request] = Reply(time.monotonic())
         self._idle.clear()
         self._prompts_bytes += prompt_bytes
-        self._perform(taken.effects)
-        self.metrics.prompt_tokens.inc(asked.prompt_tokens)
-        answer = Answer(taken.request, asked.request.model or "", int(time.time()), asked.prompt_tokens)
+        self._perform(accepted.effects)
+        self.metrics.prompt_tokens.inc(completion.prompt_tokens)
+        model = completion.request.model or ""
+        answer = CompletionAnswer(accepted.request, model, int(time.time()), completion.prompt_tokens)
         try:
-            return await (self._stream(http, reply, answer) if asked.stream else self._whole(reply, answer))
+            return await (self._stream(http, reply, answer) if completion.stream else self._whole(reply, answer))
         except (ConnectionError, TimeoutError):
             if http.transport is not None:
                 http.transport.abort()
-            return web.Response()  # Nobody reads it.
+            return web.Response()  # The client does not read it.
         finally:
             if reply.end is None:
-                self._perform(self.routing.cancel(taken.request, self._clock.now()))
-            del self._replies[taken.request]
+                self._perform(self.routing.cancel(accepted.request, self._clock.now()))
+            del self._replies[accepted.request]
             self._prompts_bytes -= prompt_bytes
             if not self._replies:
                 self._idle.set()
             self._count(reply)
 
     async def _body(self, http: web.Request) -> bytes:
-        """The whole body. HTTPRequestEntityTooLarge, or ArenaFullError where all that are on their way are too much."""
-        body, said = bytearray(), http.content_length or 0
-        if said > HTTP_BODY_BYTES_MAX:
-            raise web.HTTPRequestEntityTooLarge(HTTP_BODY_BYTES_MAX, said)
+        """Reads the body. Raises HTTPRequestEntityTooLarge, or ArenaFullError when all bodies are too large."""
+        body, length = bytearray(), http.content_length or 0
+        if length > HTTP_BODY_BYTES_MAX:
+            raise web.HTTPRequestEntityTooLarge(HTTP_BODY_BYTES_MAX, length)
         try:
             async for piece in http.content.iter_any():
                 body += piece
@@ -247,23 +248,23 @@ class Router:
                 if len(body) > HTTP_BODY_BYTES_MAX:
                     raise web.HTTPRequestEntityTooLarge(HTTP_BODY_BYTES_MAX, len(body))
                 if self._bodies_bytes > HTTP_BODIES_BYTES_MAX:
-                    raise ArenaFullError("too many bodies are on their way", retry_ms=1_000)
+                    raise ArenaFullError("too many request bodies at once", retry_ms=1_000)
         finally:
             self._bodies_bytes -= len(body)
         return bytes(body)
 
-    def _of_one_model(self, asked: Completion) -> Completion:
-        """With its model filled in; BadRequestError where the one it names is not served, or it names none of many."""
-        served, model = self.routing.workers.models(), asked.request.model
+    def _of_one_model(self, completion: Completion) -> Completion:
+        """Fills in the model. Raises BadRequestError for a model that is not served, or a missing one among several."""
+        served, model = self.routing.workers.models(), completion.request.model
         if not served or model in served:
-            return asked
+            return completion
         if model is not None:
-            raise BadRequestError("model", f"{model!r} is not served, {', '.join(served)} is", code="model_not_found")
+            raise BadRequestError("model", f"{model!r} is not served: {', '.join(served)}", code="model_not_found")
         if len(served) > 1:
-            raise BadRequestError("model", f"missing, and there are {', '.join(served)}")
-        return replace(asked, request=replace(asked.request, model=served[0]))
+            raise BadRequestError("model", f"missing, one of: {', '.join(served)}")
+        return replace(completion, request=replace(completion.request, model=served[0]))
 
-    async def _whole(self, reply: Reply, answer: Answer) -> web.StreamResponse:
+    async def _whole(self, reply: Reply, answer: CompletionAnswer) -> web.StreamResponse:
         ids, end = await reply.take()
         while end is None:
             more, end = await reply.take()
@@ -272,30 +273,30 @@ class Router:
             return _failed(end)
         return web.Response(body=answer.last(Text().feed(ids, final=True), end), content_type=JSON)
 
-    async def _stream(self, http: web.Request, reply: Reply, answer: Answer) -> web.StreamResponse:
+    async def _stream(self, http: web.Request, reply: Reply, answer: CompletionAnswer) -> web.StreamResponse:
         (ids, end), text = await reply.take(), Text()
         if isinstance(end, Fail):
-            return _failed(end)  # Nothing was promised yet: a status can still say it.
+            return _failed(end)  # Nothing was sent yet, so the status can report the failure.
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
         while end is None:
-            await self._say(response, answer.piece(text.feed(ids)))
+            await self._write_event(response, answer.piece(text.feed(ids)))
             ids, end = await reply.take()
         if isinstance(end, Finish):
-            await self._say(response, answer.last(text.feed(ids, final=True), end))
-            await self._say(response, b"[DONE]")
+            await self._write_event(response, answer.last(text.feed(ids, final=True), end))
+            await self._write_event(response, b"[DONE]")
         else:
-            await self._say(response, error(end.status, end.detail, code=end.cause.value))
+            await self._write_event(response, error(end.status, end.detail, code=end.cause.value))
         await response.write_eof()
         return response
 
-    async def _say(self, response: web.StreamResponse, event: bytes) -> None:
-        """A client that does not read holds up its own task and nobody else; not for ever, though."""
-        async with asyncio.timeout(self._patience_s):
+    async def _write_event(self, response: web.StreamResponse, event: bytes) -> None:
+        """Writes one event. A client that does not read delays only its own task, for a bounded time."""
+        async with asyncio.timeout(self._deadline_s):
             await response.write(b"data: " + event + b"\n\n")
 
     @property
-    def _patience_s(self) -> float:
+    def _deadline_s(self) -> float:
         return self._config.limits.room_deadline_ms / 1e3
 
     def _refuse(self, response: web.Response) -> web.Response:
@@ -308,7 +309,7 @@ class Router:
         self.metrics.requests.labels(str(status)).inc()
         now = time.monotonic()
         self.metrics.request_seconds.observe(now - reply.began_s)
-        if self._spans is not None and isinstance(reply.end, Finish):  # who is given up has no room to name
+        if self._spans is not None and isinstance(reply.end, Finish):  # a failed one has no room to name
             self._spans("request", "to the first token", reply.began_s, reply.first_s, room=reply.end.room)
             self._spans("request", "from the first token on", reply.first_s, now, room=reply.end.room)
 
@@ -326,8 +327,8 @@ def _error(
 
 
 @web.middleware
-async def _as_objects(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refusals of the HTTP library, in OpenAI's form where its clients look."""
+async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns the HTTP library's refusals into OpenAI's form on OpenAI's paths."""
     try:
         return await handler(request)
     except web.HTTPException as refusal:
@@ -340,21 +341,21 @@ async def _as_objects(request: web.Request, handler: Handler) -> web.StreamRespo
 
 
 async def serve(config: RouterConfig) -> None:
-    """Runs a router until SIGTERM or SIGINT, drains it, and closes it; a later signal cuts the draining short."""
+    """Runs a router until SIGTERM or SIGINT, drains it, and closes it; a later signal ends the drain."""
     prepare()
     with recorded(config.timeline, config.node) as spans:
-        await _served(config, spans)
+        await _run_until_stopped(config, spans)
 
 
-async def _served(config: RouterConfig, spans: Spans | None) -> None:
-    stop, router = Stop(), Router(config, spans)
+async def _run_until_stopped(config: RouterConfig, spans: Spans | None) -> None:
+    stop, router = StopSignal(), Router(config, spans)
     try:
         address = await router.open()
         reload_on_hangup(config.allow, lambda: reload(config.allow, router.allow))
         log.info("%s listens on %s", config.node, address)
         for role, endpoints in (("prefill", config.prefill), ("decode", config.decode)):
             if not endpoints:
-                log.warning("nothing can be answered: name a %s daemon with --%s tcp://host:port", role, role)
+                log.warning("no request can be served: name a %s daemon with --%s tcp://host:port", role, role)
         if config.json:
             line = {"ready": True, "role": config.role, "node": config.node, "http": address}
             print(msgspec.json.encode(line).decode(), flush=True)

@@ -1,4 +1,4 @@
-"""What a router's core says of a request: that it is under way, its tokens, its one end; and what that is in HTTP."""
+"""Effects of the router's core: accepted or refused requests, tokens, one end each, and their HTTP statuses."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ STATUSES = {
     Cause.TRANSFER: 502,
     Cause.ENGINE: 500,
     Cause.SHUTDOWN: 503,
-}  # what a client is told, as HTTP says it
-FINAL_CAUSES = frozenset({Cause.ABORTED, Cause.DEADLINE})  # nobody waits any more: not tried again
-# Who says so speaks of what is between the two: either may be at fault.
+}  # HTTP statuses
+FINAL_CAUSES = frozenset({Cause.ABORTED, Cause.DEADLINE})  # no client waits any more: no retry
+# The reporting worker means the link between the two, so either may be at fault.
 MUTUAL_CAUSES = frozenset({Cause.PEER_LOST, Cause.PEER_RESTARTED, Cause.TRANSFER, Cause.BREACH, Cause.REFUSED})
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """The next generated ids of a request, in order, each once."""
+    """The next generated ids of a request, in order, each sent once."""
 
     request: int
     ids: list[int]
@@ -36,7 +36,7 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The request has all its tokens. `prefill` is None where that worker was lost after its part was done."""
+    """The request is complete. `prefill` is None where that worker was lost after it had done its part."""
 
     request: int
     room: int
@@ -49,7 +49,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The request will get no more tokens; `retry_ms` says when it is worth asking again, 0 that nobody knows."""
+    """The request failed. `retry_ms` is the time after which a retry may succeed, 0 for unknown."""
 
     request: int
     cause: Cause
@@ -59,19 +59,19 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Noticed:
-    """A worker is there from now on, or is not, for the reason in `why`; said as often as that changes."""
+class WorkerChanged:
+    """A worker was connected (empty `why`) or lost, for the reason `why`. Reported at every change."""
 
     peer: str
     why: str
 
 
-RoutingEffect: TypeAlias = Send | Emit | Finish | Fail | Noticed
+RoutingEffect: TypeAlias = Send | Emit | Finish | Fail | WorkerChanged
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request is under way; it ends with one Finish or one Fail."""
+    """The request was accepted; it ends with one Finish or one Fail."""
 
     request: int
     effects: list[RoutingEffect]
@@ -79,7 +79,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The request was not taken: the same fields as Fail."""
+    """The request was refused; fields as in Fail."""
 
     cause: Cause
     detail: str

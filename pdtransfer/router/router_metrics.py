@@ -1,4 +1,4 @@
-"""The router's figures for /metrics; what its core knows anyhow is read when somebody asks."""
+"""The router's metrics for /metrics; the core's own counters are read at each scrape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 
 class RouterMetrics(Collector):
-    """The router's figures; what the core knows anyhow is read when somebody asks."""
+    """The router's metrics in a registry of their own."""
 
     def __init__(self, routing: Routing, bus: Bus) -> None:
         self.registry = CollectorRegistry()
@@ -24,26 +24,30 @@ class RouterMetrics(Collector):
         self.requests = Counter("pdtransfer_requests", "Completions answered", ["status"], registry=of)
         self.prompt_tokens = Counter("pdtransfer_prompt_tokens", "Tokens of accepted prompts", registry=of)
         self.generated_tokens = Counter("pdtransfer_generated_tokens", "Tokens generated", registry=of)
-        self.breaches = Counter("pdtransfer_breaches", "Messages of workers that broke the protocol", registry=of)
-        seconds = "pdtransfer_first_token_seconds", "From a request's acceptance to its first token"
+        self.breaches = Counter("pdtransfer_breaches", "Protocol breaches of workers", registry=of)
+        seconds = "pdtransfer_first_token_seconds", "Time from accepting a request to its first token"
         self.first_token_seconds = Histogram(*seconds, buckets=SECONDS_BUCKETS, registry=of)
-        seconds = "pdtransfer_request_seconds", "From a request's acceptance to its end"
+        seconds = "pdtransfer_request_seconds", "Time from accepting a request to its end"
         self.request_seconds = Histogram(*seconds, buckets=SECONDS_BUCKETS, registry=of)
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges of the moment, and counters that live elsewhere."""
-        yield GaugeMetricFamily("pdtransfer_requests_open", "Requests under way", self._routing.request_count)
-        yield GaugeMetricFamily("pdtransfer_rooms", "Rooms not ended on every worker", self._routing.room_count)
-        yield CounterMetricFamily("pdtransfer_retries", "Rooms that were prefilled again", self._routing.retries)
+        """Yields current gauges, and counters of the core and the bus."""
+        yield GaugeMetricFamily("pdtransfer_requests_open", "Unfinished requests", self._routing.request_count)
+        yield GaugeMetricFamily(
+            "pdtransfer_rooms", "Rooms that have not ended on both workers", self._routing.room_count
+        )
+        yield CounterMetricFamily("pdtransfer_retries", "Rooms prefilled again after a failure", self._routing.retries)
         placed = self._routing.prefix_tokens
-        yield CounterMetricFamily("pdtransfer_prefix_placed_tokens", "Tokens sent where they were known", placed)
+        yield CounterMetricFamily(
+            "pdtransfer_prefix_placed_tokens", "Prompt tokens placed where they were cached", placed
+        )
         yield CounterMetricFamily("pdtransfer_bus_sent", "Messages sent", self._bus.sent)
         yield CounterMetricFamily("pdtransfer_bus_received", "Messages received", self._bus.received)
         yield CounterMetricFamily("pdtransfer_bus_dropped", "Messages that could not be sent", self._bus.dropped)
         labels = ["peer", "role"]
-        usable = GaugeMetricFamily("pdtransfer_worker_usable", "1 where rooms may be begun", labels=labels)
-        free = GaugeMetricFamily("pdtransfer_worker_slots_free", "As the worker said last", labels=labels)
+        usable = GaugeMetricFamily("pdtransfer_worker_usable", "1 if the worker accepts rooms", labels=labels)
+        free = GaugeMetricFamily("pdtransfer_worker_slots_free", "Free slots in the last Load", labels=labels)
         for worker in self._routing.workers.by_peer.values():
             usable.add_metric([worker.peer, worker.role], worker.usable)
             if worker.load is not None:

@@ -1,4 +1,4 @@
-"""A room as its router keeps it: one leg on each of two workers, with a table each; the request behind it."""
+"""The router's view of a room: one leg on each of two workers, a state table for each, and the request."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .worker_pool import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What a client wants. `prompt` holds the wire's u32 token ids; `model` None takes whatever is served."""
+class CompletionRequest:
+    """A client's request. `prompt` holds u32 token ids as on the wire; a `model` of None accepts any."""
 
     prompt: bytes
     sampling: Sampling
@@ -21,8 +21,8 @@ class Request:
     salt: bytes = b""
 
 
-def dense(request: Request) -> Request:
-    """The same without HiSparse."""
+def dense(request: CompletionRequest) -> CompletionRequest:
+    """Returns the same request without HiSparse."""
     return replace(request, enable_hisparse=False)
 
 
@@ -32,7 +32,7 @@ class Leg(Word):
     BEGINNING = "beginning"  # Begin repeats
     RUNNING = "running"
     CANCELLING = "cancelling"  # Cancel repeats
-    ENDED = "ended"  # its End has arrived, with all tokens that it counts, or its worker is lost
+    ENDED = "ended"  # its End and all tokens that it counts have arrived, or its worker is lost
 
 
 class LegEvent(Word):
@@ -91,7 +91,7 @@ class RoomLeg:
     begin: Begin
     node: str
     state: Leg = Leg.BEGINNING
-    held: End | None = None  # a success that waits for its tokens
+    pending_end: End | None = None  # a success that waits for missing tokens
     end: End | None = None
     repeat_ms: int = 0
 
@@ -101,15 +101,15 @@ class RoutedRoom:
     """One attempt at a request."""
 
     id: int
-    label: int  # the request's: its first room's id
-    request: Request
+    request_id: int  # the id of the request's first room
+    request: CompletionRequest
     prefill: RoomLeg
     decode: RoomLeg
     deadline: float
     retried: bool
     state: RouterRoom = RouterRoom.OPEN
     received: int = 0
-    cause: Cause = Cause.ABORTED  # of its failure
+    cause: Cause = Cause.ABORTED  # why it failed
 
     @property
     def legs(self) -> tuple[RoomLeg, RoomLeg]:
@@ -118,5 +118,5 @@ class RoutedRoom:
 
     @property
     def landed(self) -> bool:
-        """Whether decode has what prefill had to give: from then on prefill's fate does not matter."""
+        """Whether decode has the prompt's KV, so that the prefill worker no longer matters."""
         return self.received > 0 or self.decode.state is Leg.ENDED

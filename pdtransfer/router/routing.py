@@ -1,7 +1,7 @@
-"""The router's core, sans I/O: each request gets a room on two workers, is streamed in order and ended once.
+"""The router's core, sans I/O: each request gets a room on two workers, is streamed in order, and ends once.
 
-A request is known by the label of its first room. A room that fails before a token was streamed is prefilled again
-once, under a new label. What workers say of rooms that are gone is answered, never believed: Cancel, or Ended.
+A request is identified by the id of its first room. A room that fails before its first token is prefilled again once,
+under a new id. Messages about unknown rooms are answered with Cancel or Ended and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from ..ends import SUCCESSES, cause_of
-from ..errors import Cause, RemoteProtocolError
+from ..errors import SUCCESSES, Cause, RemoteProtocolError
 from ..handoff.effects import Send
 from ..handoff.states import step
-from ..handoff.timers import Timers
+from ..handoff.timers import Timers, backoff_ms
 from ..limits import TEXT_LENGTH_MAX, Limits
 from ..wire import Begin, Begun, Cancel, End, Ended, Identity, Message, Reject, Tokens, TokensAcked, unpack_ids
 from .router_effects import (
@@ -25,16 +24,27 @@ from .router_effects import (
     Emit,
     Fail,
     Finish,
-    Noticed,
     Refusal,
     RoutingEffect,
+    WorkerChanged,
 )
-from .router_rooms import LEG, ROUTER_ROOM, Leg, LegEvent, Request, RoomLeg, RoutedRoom, RouterEvent, RouterRoom, dense
-from .worker_pool import NoPair, Pair, Prompt, Worker, Workers
+from .router_rooms import (
+    LEG,
+    ROUTER_ROOM,
+    CompletionRequest,
+    Leg,
+    LegEvent,
+    RoomLeg,
+    RoutedRoom,
+    RouterEvent,
+    RouterRoom,
+    dense,
+)
+from .worker_pool import NoPair, RoutedPrompt, Worker, WorkerPair, WorkerPool
 
 
 class Routing:
-    """All requests of one router. Peers are the endpoints of its workers, as decode dials prefill too."""
+    """All requests of one router. A peer is the endpoint of a worker; decode dials prefill by the same endpoint."""
 
     def __init__(
         self,
@@ -47,39 +57,39 @@ class Routing:
     ) -> None:
         self._limits, self._mint = limits, mint
         self._effects: list[RoutingEffect] = []
-        self.workers = Workers(identity, prefill, decode, limits, self._effects_append, self._lost)
+        self.workers = WorkerPool(identity, prefill, decode, limits, self._effects_append, self._lost)
         self._rooms: dict[int, RoutedRoom] = {}
-        self._requests: dict[int, RoutedRoom] = {}  # by label: the one room that still may answer
+        self._requests: dict[int, RoutedRoom] = {}  # by request id: the room that may still answer
         self._timers: Timers[tuple[str, int]] = Timers()
         self._draining = False
         self.retries = 0
-        self.prefix_tokens = 0  # of prompts that went where they were known
+        self.prefix_tokens = 0  # prompt tokens placed where they were cached
 
     @property
     def request_count(self) -> int:
-        """Requests that were neither finished nor failed."""
+        """Requests that have neither finished nor failed."""
         return len(self._requests)
 
     @property
     def room_count(self) -> int:
-        """Rooms that have not ended on every worker."""
+        """Rooms that have not ended on both workers."""
         return len(self._rooms)
 
     def start(self, now: float) -> list[RoutingEffect]:
-        """Greets the workers."""
+        """Sends the first Hello to each worker."""
         self.workers.start(now)
         return self._take()
 
     def next_tick(self) -> float | None:
-        """When `tick` has something to do; None when nothing is due."""
+        """Returns when `tick` is due next, None when nothing is."""
         due = [when for when in (self._timers.next(), self.workers.timers.next()) if when is not None]
         return min(due, default=None)
 
-    def submit(self, request: Request, now: float) -> Accepted | Refusal:
-        """Begins a room for the request on the pair with the least to do."""
+    def submit(self, request: CompletionRequest, now: float) -> Accepted | Refusal:
+        """Begins a room for the request on the least loaded pair of workers."""
         if self._draining:
             return Refusal(Cause.SHUTDOWN, "the router is draining", 503, self._limits.resend_ms_max)
-        # Rooms that are still being cancelled count: their workers hold them.
+        # Rooms being cancelled count, because their workers still hold them.
         if len(self._rooms) >= self._limits.rooms_max:
             text = f"rooms: {len(self._rooms)} of rooms_max {self._limits.rooms_max}"
             return Refusal(Cause.FULL, text, 429, self._limits.resend_ms_max)
@@ -89,25 +99,25 @@ class Routing:
                 return Refusal(Cause.PEER_LOST, pair.detail, 503, self._limits.resend_ms_max)
             return Refusal(Cause.FULL, pair.detail, 429, pair.retry_ms)
         room = self._open(request, pair, None, now + self._limits.room_deadline_ms / 1e3, now)
-        return Accepted(room.label, self._take())
+        return Accepted(room.request_id, self._take())
 
     def cancel(self, request: int, now: float) -> list[RoutingEffect]:
-        """The client has left. A request that has ended is ignored."""
+        """The client disconnected. Ignores a request that has ended."""
         room = self._requests.get(request)
         if room is not None:
-            self._fail(room, (), Cause.ABORTED, "the client has left", 0, now)
+            self._fail(room, (), Cause.ABORTED, "the client disconnected", 0, now)
         return self._take()
 
     def receive(self, peer: str, message: Message, now: float) -> list[RoutingEffect]:
-        """Takes a message of the worker `peer`; RemoteProtocolError for a breach."""
+        """Handles a message of the worker `peer`. Raises RemoteProtocolError for a breach."""
         worker = self.workers.by_peer[peer]
         if not self.workers.receive(worker, message, now):
             if not isinstance(message, Begun | Tokens | End):
                 raise RemoteProtocolError("kind", f"a worker sends a router no {type(message).__name__}")
             room = self._rooms.get(message.room)
             if room is None:
-                gone = Ended(message.room) if isinstance(message, End) else Cancel(message.room, Cause.ABORTED.value)
-                self._effects.append(Send(peer, gone))
+                answer = Ended(message.room) if isinstance(message, End) else Cancel(message.room, Cause.ABORTED.value)
+                self._effects.append(Send(peer, answer))
                 return self._take()
             leg = next((each for each in room.legs if each.worker is worker), None)
             if leg is None:
@@ -122,14 +132,14 @@ class Routing:
         return self._take()
 
     def breach(self, peer: str, error: RemoteProtocolError, now: float) -> list[RoutingEffect]:
-        """The worker `peer` broke the protocol: ends with it, and greets it afresh in a while."""
+        """The worker `peer` broke the protocol: loses it, and connects again later."""
         worker = self.workers.by_peer[peer]
         self._effects.append(Send(peer, Reject(0, Cause.BREACH.value, (str(error)[:TEXT_LENGTH_MAX],))))
         self.workers.refuse(worker, Cause.BREACH, f"{peer} broke the protocol: {error}", now)
         return self._take()
 
     def tick(self, now: float) -> list[RoutingEffect]:
-        """Repeats what is unanswered, and ends what has waited too long."""
+        """Repeats unanswered messages, and ends rooms at their deadlines."""
         self.workers.tick(now)
         while (key := self._timers.pop(now)) is not None:
             what, room_id = key
@@ -141,18 +151,20 @@ class Routing:
         return self._take()
 
     def drain(self) -> None:
-        """Takes no more requests; those under way go on."""
+        """Accepts no more requests; unfinished ones continue."""
         self._draining = True
 
     def close(self, now: float) -> list[RoutingEffect]:
-        """Fails what is still under way, and tells the workers that this router is gone."""
+        """Fails unfinished requests, and sends Goodbye to the workers."""
         self._draining = True
         for room in list(self._requests.values()):
             self._fail(room, (), Cause.SHUTDOWN, "the router shuts down", 0, now)
         self.workers.goodbye(Cause.SHUTDOWN.value)
         return self._take()
 
-    def _open(self, request: Request, pair: Pair, label: int | None, deadline: float, now: float) -> RoutedRoom:
+    def _open(
+        self, request: CompletionRequest, pair: WorkerPair, request_id: int | None, deadline: float, now: float
+    ) -> RoutedRoom:
         room_id = self._mint()
         while room_id in self._rooms or room_id in self._requests:
             room_id = self._mint()
@@ -167,8 +179,8 @@ class Routing:
             begin = Begin(room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse, request.salt)
             legs.append(RoomLeg(worker, begin, node))
             worker.rooms.add(room_id)
-        first = room_id if label is None else label
-        room = RoutedRoom(room_id, first, request, legs[0], legs[1], deadline, retried=label is not None)
+        first = room_id if request_id is None else request_id
+        room = RoutedRoom(room_id, first, request, legs[0], legs[1], deadline, retried=request_id is not None)
         self._rooms[room_id] = self._requests[first] = room
         pair.prefill.prompt_tokens += len(request.prompt) // 4
         self.prefix_tokens += pair.decode.known.count(pair.keys) * self._limits.prefix_block_tokens
@@ -190,56 +202,56 @@ class Routing:
         ids = unpack_ids("Tokens.ids", message.ids)
         self._begun(room, leg)
         if leg.state is not Leg.RUNNING:
-            return  # Its End is on the way, or has arrived: nobody waits for tokens.
+            return  # Its End is in flight or has arrived: the tokens are not needed.
         upto = message.first + len(ids)
         if upto > room.request.sampling.max_tokens:
             text = f"{leg.node} sends {upto} tokens, max_tokens is {room.request.sampling.max_tokens}"
             self._fail(room, (leg.worker,), Cause.BREACH, text, 0, now)
             return
         if message.first <= room.received < upto:
-            fresh: list[int] = ids[room.received - message.first :].tolist()
+            new_ids: list[int] = ids[room.received - message.first :].tolist()
             room.received = upto
             room.deadline = now + self._limits.room_deadline_ms / 1e3
-            self._effects.append(Emit(room.label, fresh))
-        # Of a gap nothing is kept: what is below it comes again, and this with it.
+            self._effects.append(Emit(room.request_id, new_ids))
+        # After a gap nothing is kept: the missing tokens are repeated, and these with them.
         self._effects.append(Send(leg.worker.peer, TokensAcked(room.id, room.received)))
-        if leg.held is not None and room.received >= leg.held.tokens:
-            self._ended(room, leg, leg.held, now)
+        if leg.pending_end is not None and room.received >= leg.pending_end.tokens:
+            self._ended(room, leg, leg.pending_end, now)
 
     def _end(self, room: RoutedRoom, leg: RoomLeg, end: End, now: float) -> None:
         if leg.state is Leg.ENDED:
             self._effects.append(Send(leg.worker.peer, Ended(room.id)))
             return
         if leg is room.decode and room.state is RouterRoom.OPEN and end.reason in SUCCESSES:
-            most = room.request.sampling.max_tokens
-            if not room.received <= end.tokens <= most:
-                text = f"End counts {end.tokens} tokens, {room.received} came, max_tokens is {most}"
+            tokens_max = room.request.sampling.max_tokens
+            if not room.received <= end.tokens <= tokens_max:
+                text = f"End counts {end.tokens} tokens, {room.received} came, max_tokens is {tokens_max}"
                 end = replace(end, reason=Cause.BREACH.value, detail=text)
             elif room.received < end.tokens:
-                leg.held = end  # Unanswered, so that it and the missing tokens are repeated.
+                leg.pending_end = end  # Left unanswered, so that it and the missing tokens are repeated.
                 self._begun(room, leg)
                 return
         self._ended(room, leg, end, now)
 
     def _ended(self, room: RoutedRoom, leg: RoomLeg, end: End, now: float) -> None:
         leg.end = end
-        self._leave(room, leg, LegEvent.END)
+        self._end_leg(room, leg, LegEvent.END)
         self._effects.append(Send(leg.worker.peer, Ended(room.id)))
         if end.reason not in SUCCESSES:
-            cause = cause_of(end.reason, Cause.ENGINE)
+            cause = Cause.of(end.reason, Cause.ENGINE)
             text = f"{leg.node}: {end.detail or end.reason}"
-            self._suffer(room, leg, room.legs if cause in MUTUAL_CAUSES else (leg,), cause, text, end.retry_ms, now)
+            self._leg_failed(room, leg, room.legs if cause in MUTUAL_CAUSES else (leg,), cause, text, end.retry_ms, now)
         self._settle(room)
 
     def _lost(self, worker: Worker, cause: Cause, detail: str, now: float) -> None:
         for room_id in list(worker.rooms):
             room = self._rooms[room_id]
             leg = room.prefill if room.prefill.worker is worker else room.decode
-            self._leave(room, leg, LegEvent.LOSE)
-            self._suffer(room, leg, (leg,), cause, detail, 0, now)
+            self._end_leg(room, leg, LegEvent.LOSE)
+            self._leg_failed(room, leg, (leg,), cause, detail, 0, now)
             self._settle(room)
 
-    def _suffer(
+    def _leg_failed(
         self,
         room: RoutedRoom,
         leg: RoomLeg,
@@ -249,21 +261,23 @@ class Routing:
         retry_ms: int,
         now: float,
     ) -> None:
-        """One leg has failed, and the room with it, unless it was a prefill that had done its part."""
+        """One leg failed. The room fails too, unless the leg was a prefill that had done its part."""
         if room.state is RouterRoom.OPEN and (leg is room.decode or not room.landed):
             self._fail(room, tuple(each.worker for each in faulty), cause, detail, retry_ms, now)
 
     def _settle(self, room: RoutedRoom) -> None:
-        """Answers a room that has all it needs, and drops one that has ended everywhere."""
+        """Finishes a room whose legs have both ended, and removes it."""
         if any(leg.state is not Leg.ENDED for leg in room.legs):
             return
         if room.state is RouterRoom.OPEN:
             assert room.decode.end is not None
             room.state = step(ROUTER_ROOM, room.state, RouterEvent.FINISH)
-            del self._requests[room.label]
+            del self._requests[room.request_id]
             nodes = room.decode.node, room.prefill.node
             self._effects.append(
-                Finish(room.label, room.id, room.decode.end, room.prefill.end, *nodes, room.request.enable_hisparse)
+                Finish(
+                    room.request_id, room.id, room.decode.end, room.prefill.end, *nodes, room.request.enable_hisparse
+                )
             )
         del self._rooms[room.id]
         self._timers.clear(("deadline", room.id))
@@ -271,29 +285,29 @@ class Routing:
     def _fail(
         self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, detail: str, retry_ms: int, now: float
     ) -> None:
-        """Tries again where that makes sense, else answers; either way this room is over."""
+        """Ends this room; retries the request where that can help, else fails it."""
         if cause is Cause.FULL:
             for worker in blamed:
-                worker.fill(now + retry_ms / 1e3, enable_hisparse=room.request.enable_hisparse)
-        second = self._second(room, blamed, cause, now)
+                worker.mark_full(now + retry_ms / 1e3, enable_hisparse=room.request.enable_hisparse)
+        retry = self._retry(room, blamed, cause, now)
         room.state, room.cause = step(ROUTER_ROOM, room.state, RouterEvent.FAIL), cause
         self._timers.set(("deadline", room.id), now + self._limits.room_deadline_ms / 1e3)
         for leg in room.legs:
             if leg.state is not Leg.ENDED:
                 leg.state, leg.repeat_ms = step(LEG, leg.state, LegEvent.CANCEL), 0
                 self._repeat(room, leg, now)
-        if second is not None:
+        if retry is not None:
             self.retries += 1
-            self._open(*second, room.label, room.deadline, now)
+            self._open(*retry, room.request_id, room.deadline, now)
         else:
-            del self._requests[room.label]
-            self._effects.append(Fail(room.label, cause, detail, STATUSES[cause], retry_ms))
+            del self._requests[room.request_id]
+            self._effects.append(Fail(room.request_id, cause, detail, STATUSES[cause], retry_ms))
 
-    def _second(
+    def _retry(
         self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, now: float
-    ) -> tuple[Request, Pair] | None:
-        """Where a failed room is tried again, once; not by a pair that refused it, nor by who is full. Of HiSparse that
-        was refused by whoever could, dense is another question."""
+    ) -> tuple[CompletionRequest, WorkerPair] | None:
+        """Returns the request and pair for a retry, or None. Never retries a refusing pair or a full worker; retries
+        densely what every worker capable of HiSparse refused."""
         if room.retried or room.received or cause in FINAL_CAUSES or self._draining:
             return None
         request, pair = self._choose(room.request, blamed, now)
@@ -308,16 +322,18 @@ class Routing:
             return None if isinstance(pair, NoPair) else (request, pair)
         return None if cause is Cause.FULL and any(again) else (request, pair)
 
-    def _choose(self, request: Request, avoid: tuple[Worker, ...], now: float) -> tuple[Request, Pair | NoPair]:
-        """Where it goes, and what it is there: HiSparse that no worker can do is decoded densely."""
+    def _choose(
+        self, request: CompletionRequest, avoid: tuple[Worker, ...], now: float
+    ) -> tuple[CompletionRequest, WorkerPair | NoPair]:
+        """Chooses a pair. A HiSparse request that no worker supports is decoded densely."""
         pair = self._pair(request, avoid, now)
         if request.enable_hisparse and isinstance(pair, NoPair) and pair.retry_ms is None:
             request = dense(request)
             pair = self._pair(request, avoid, now)
         return request, pair
 
-    def _pair(self, request: Request, avoid: tuple[Worker, ...], now: float) -> Pair | NoPair:
-        prompt = Prompt(request.prompt, request.sampling.max_tokens, request.salt)
+    def _pair(self, request: CompletionRequest, avoid: tuple[Worker, ...], now: float) -> WorkerPair | NoPair:
+        prompt = RoutedPrompt(request.prompt, request.sampling.max_tokens, request.salt)
         return self.workers.choose(
             prompt, model=request.model, enable_hisparse=request.enable_hisparse, avoid=avoid, now=now
         )
@@ -330,13 +346,13 @@ class Routing:
                 text = f"no progress in {self._limits.room_deadline_ms} ms"
                 self._fail(room, (), Cause.DEADLINE, text, 0, now)
             return
-        # Its workers live and yet never ended it: whatever they still say of it is answered as of any unknown room.
+        # Its workers are alive and never ended it: their later messages count as those of an unknown room.
         for leg in room.legs:
             if leg.state is not Leg.ENDED:
-                self._leave(room, leg, LegEvent.LOSE)
+                self._end_leg(room, leg, LegEvent.LOSE)
         self._settle(room)
 
-    def _leave(self, room: RoutedRoom, leg: RoomLeg, event: LegEvent) -> None:
+    def _end_leg(self, room: RoutedRoom, leg: RoomLeg, event: LegEvent) -> None:
         leg.state = step(LEG, leg.state, event)
         self._timers.clear((leg.worker.role, room.id))
         leg.worker.rooms.discard(room.id)
@@ -344,7 +360,7 @@ class Routing:
             leg.worker.prompt_tokens -= len(room.request.prompt) // 4
 
     def _repeat(self, room: RoutedRoom, leg: RoomLeg, now: float) -> None:
-        """Sends what this leg's worker has to answer, and does so again until it has."""
+        """Sends the message that this leg's worker must answer, and schedules its repetition."""
         match leg.state:
             case Leg.BEGINNING:
                 left_ms = max(0, int((room.deadline - now) * 1e3))
@@ -353,11 +369,11 @@ class Routing:
                 message = Cancel(room.id, room.cause.value)
             case _:
                 return
-        leg.repeat_ms = min(max(2 * leg.repeat_ms, self._limits.resend_ms), self._limits.resend_ms_max)
+        leg.repeat_ms = backoff_ms(leg.repeat_ms, self._limits.resend_ms, self._limits.resend_ms_max)
         self._timers.set((leg.worker.role, room.id), now + leg.repeat_ms / 1e3)
         self._effects.append(Send(leg.worker.peer, message))
 
-    def _effects_append(self, effect: Send | Noticed) -> None:
+    def _effects_append(self, effect: Send | WorkerChanged) -> None:
         self._effects.append(effect)
 
     def _take(self) -> list[RoutingEffect]:

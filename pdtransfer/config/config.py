@@ -1,8 +1,7 @@
-"""What a process is told: TOML < environment PDTRANSFER_* < flags.
+"""The settings of each process: TOML < environment PDTRANSFER_* < flags.
 
-The dataclasses are plain values that check themselves, so a program that embeds a node builds them directly; the
-command line binds the same classes to its flags, over the two lower levels that `config_sources` reads. A wrong value
-is a ConfigError of one line.
+The dataclasses check their own values, so a program that embeds a node builds them directly. The command line binds the
+same classes to its flags; `commands.cli` reads the lower two levels. A wrong value is a ConfigError of one line.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ from typing import Annotated, ClassVar, Literal
 from cyclopts import Group, Parameter
 
 from ..bus.keys import Address, Endpoint, check_exposure, is_loopback
-from ..engine_api import EngineConfig, HiSparse
+from ..engine_api import EngineConfig, HiSparse, Push
 from ..environment import socket_directory
 from ..errors import ConfigError
 from ..limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
-from ..transports.network import Network, Protocol, Transport
+from ..transports.options import Network, Protocol
+from ..transports.registry import TRANSPORTS, check_name
 from ..wire import Ranks
-from ..worker.cell_batching import Push
 from .bounds import bound, card_of, check_limits, match, port_range, power_of_two
 from .ranks import FREE, check_advertise, check_device, check_ranks, device_of
 
 PAGE_SIZE_MAX = 65_536
-SLOTS_MAX = 1 << 32  # slots travel as u32
-SOCKET_DIRECTORY_LENGTH_MAX = 72  # a Unix socket's whole path ends at 107 bytes
+SLOTS_MAX = 1 << 32  # slots are u32 on the wire
+SOCKET_DIRECTORY_LENGTH_MAX = 72  # the whole path of a Unix socket has at most 107 bytes
 
 Attention = Literal["mla", "gqa"]
-BenchModel = Literal["deepseek", "mla", "gqa"]  # 61 planes of MLA in bfloat16, or the reference model's own
+BenchModel = Literal["deepseek", "mla", "gqa"]  # deepseek: 61 planes of MLA; else the reference model
 HostLayout = Literal["layer_first", "page_first", "page_first_direct", "page_head"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def node_name(role: str) -> str:
-    """A name that no other process of this host has."""
+    """Returns a name that is unique on this host."""
     return f"{role}-{socket.gethostname()[:64]}-{os.getpid()}"
 
 
@@ -46,40 +45,38 @@ def _help(text: str) -> Parameter:
     return Parameter(help=text)
 
 
-_LIMITS = Group("Limits", help="What each bounds, and why, is in proto/v1/README.md.")
+_LIMITS = Group("Limits", help="Meanings and reasons: proto/v1/README.md.")
 _NODE = Parameter(help="Name among peers; by default role-host-pid.", show_default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
-    """What every daemon is told. Peers off this host need keys: `insecure` says that one knows better."""
+    """Settings of every daemon. Peers on other hosts need keys, unless `insecure` is set."""
 
     role: ClassVar[Literal["prefill", "decode", "router"]]
 
     node: Annotated[str, _NODE]
     key: Annotated[Path | None, _help("This node's secret key, as `pdtransfer keygen` writes it.")] = None
     allow: Annotated[Path | None, _help("The list of peers: their names and public keys.")] = None
-    insecure: Annotated[bool, _help("Talk to other hosts without keys, for all to read and to write.")] = False
+    insecure: Annotated[bool, _help("Allow other hosts without keys: anyone may then read and write.")] = False
     log_level: Annotated[LogLevel, _help("How much is logged.")] = "info"
     log_file: Annotated[Path | None, _help("Log here; by default to standard error.")] = None
     timeline: Annotated[
-        Path | None, _help("Write into this directory, as NODE.json, where the time goes, for `pdtransfer timeline`.")
+        Path | None, _help("Write a timeline into this directory, as NODE.json, for `pdtransfer timeline`.")
     ] = None
-    json: Annotated[bool, _help("Say on standard output, one JSON object a line, when ready and where.")] = False
+    json: Annotated[bool, _help("Print one JSON object a line on standard output: ready, and the addresses.")] = False
     limits: Annotated[Limits, Parameter(group=_LIMITS)] = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         match("node", self.node, rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", "letters, digits, . _ -")
         if self.key is not None and self.allow is None:
-            raise ConfigError(
-                f"key = '{self.key}': lets nobody in and dials nobody by itself: name the list of peers as allow"
-            )
+            raise ConfigError(f"key = '{self.key}': useless without a list of peers: set allow")
         if self.allow is not None and self.key is None:
-            raise ConfigError(f"allow = '{self.allow}': keeps nobody out without keys: name this node's own as key")
+            raise ConfigError(f"allow = '{self.allow}': useless without keys: set key to this node's own")
         check_limits(self.limits)
 
     def _check_bind(self, name: str, value: str, *, scheme: str = "") -> None:
-        """`value` is to be bound: scheme + host:port, and keys stand before whatever other hosts reach."""
+        """Checks an address to bind, scheme + host:port; one that other hosts can reach needs keys."""
         named, address = f"{name} = {value!r}", "tcp://" + value.removeprefix(scheme)
         try:
             Address.parse(address if value.startswith(scheme) else value)
@@ -90,18 +87,18 @@ class NodeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(NodeConfig):
-    """What a daemon with an engine is told besides."""
+    """Settings of a daemon with an engine."""
 
     bind: Annotated[str, _help("Where peers reach this daemon; port 0 takes a free one.")] = "tcp://127.0.0.1:0"
     advertise: Annotated[str, _help("The host that peers dial, if it is not the one in bind.")] = ""
     transport: Annotated[
-        Transport, _help("How KV reaches decode's arena: auto takes shm on one host, and Mooncake between two.")
+        str, _help(f"How KV reaches decode's arena: auto takes the first of {', '.join(TRANSPORTS)} that reaches it.")
     ] = "auto"
-    transport_ports: Annotated[str, _help("Where Mooncake's engines listen, first-last: two each.")] = "21000-21999"
-    transport_protocol: Annotated[Protocol, _help("What Mooncake's engines speak; rdma has run on no hardware.")] = (
-        "tcp"
-    )
-    http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for nowhere.")] = ""
+    transport_ports: Annotated[str, _help("Ports of transports between hosts, first-last.")] = "21000-21999"
+    transport_protocol: Annotated[
+        Protocol, _help("Protocol of transports between hosts; rdma is untested on hardware.")
+    ] = "tcp"
+    http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for none.")] = ""
     engine: Annotated[str, _help("The engine's factory, module:attribute.")] = "pdtransfer.reference.factory:create"
     engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
     attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
@@ -113,9 +110,10 @@ class WorkerConfig(NodeConfig):
         _help("Where the engine computes: cpu, cuda (each rank on a card of its own), cuda:N, or cuda:N,cuda:M,..."),
     ] = "cpu"
     tp_size: Annotated[int, _help("Processes that share the heads of each layer.")] = 1
-    tp_rank: Annotated[int, _help("Which of them this is; rank 0 leads, and is the one that routers name.")] = 0
+    tp_rank: Annotated[int, _help("This process's number among them; 0 leads, and routers name it.")] = 0
     group: Annotated[
-        str, _help("host:port where the leader waits for its ranks; by default it starts them itself, on this host.")
+        str,
+        _help("Where the leader waits for its ranks, [KEY@]host:port; by default it starts them itself, on this host."),
     ] = ""
 
     def __post_init__(self) -> None:
@@ -127,77 +125,78 @@ class WorkerConfig(NodeConfig):
         match("engine", self.engine, r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:attribute")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")
+        check_name(self.transport)
         port_range("transport_ports", self.transport_ports)
         power_of_two("page_size", self.page_size, PAGE_SIZE_MAX)
         bound("slots", self.slots, 1, SLOTS_MAX)
         if self.slots % self.page_size:
             raise ConfigError(f"slots = {self.slots}: must be a multiple of page_size {self.page_size}")
-        check_ranks(self.ranks, self.group, insecure=self.insecure)
+        check_ranks(self.ranks, self.group, keyed=self.key is not None, insecure=self.insecure)
         check_device(self.device, self.ranks)
         if not self.leads:
-            # What a leader listens on by default, it has already where all ranks are on one host.
+            # The defaults are taken by the leader where all ranks are on one host.
             for each in fields(self):
                 if each.name in FREE and getattr(self, each.name) == each.default:
                     object.__setattr__(self, each.name, FREE[each.name])
-        # Where a leader is the router knows; where the others are they tell, those that it starts at its own address.
-        check_advertise(self.advertise, self.bind, told=self.grouped and not (self.leads and self.group))
+        # A router knows the leader's endpoint. The other ranks report theirs, some at the leader's address.
+        check_advertise(self.advertise, self.bind, shared=self.grouped and not (self.leads and self.group))
 
     @property
     def ranks(self) -> Ranks:
-        """This process's place in its worker."""
+        """This process's place in its worker's group."""
         return Ranks(self.tp_rank, self.tp_size)
 
     @property
     def network(self) -> Network:
-        """Where Mooncake's engines are reached."""
+        """How peers on other hosts reach this daemon's transports."""
         ports = port_range("transport_ports", self.transport_ports)
         return Network(host=self.advertise, ports=ports, protocol=self.transport_protocol)
 
     @property
     def own_device(self) -> str:
-        """What of `device` is this rank's."""
+        """The part of `device` that this rank uses."""
         return device_of(self.device, self.ranks)
 
     @property
     def card(self) -> int | None:
-        """The card that this rank computes on, if it is one."""
+        """The index of the card that this rank computes on, None for cpu."""
         return card_of(self.own_device)
 
     @property
     def grouped(self) -> bool:
-        """Whether the worker is several processes."""
+        """Whether the worker has several processes."""
         return self.ranks.tp_size * self.ranks.pp_size > 1
 
     @property
     def leads(self) -> bool:
-        """Whether routers talk to this process."""
+        """Whether this process is the leader, to which routers connect."""
         return self.ranks.tp_rank == self.ranks.pp_rank == 0
 
     @property
     def allowed(self) -> Path | None:
-        """The allow-list, where there are keys."""
+        """The allow-list, None without keys."""
         return self.allow if self.key is not None else None
 
     @property
     def engine_options(self) -> dict[str, str]:
-        """`engine_option` as a mapping; of a name given twice the last one holds."""
+        """`engine_option` as a mapping; the last value of a name counts."""
         return {name: value for name, _, value in (option.partition("=") for option in self.engine_option)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig(WorkerConfig):
-    """A prefill daemon."""
+    """Settings of a prefill daemon."""
 
     role: ClassVar[Literal["prefill", "decode", "router"]] = "prefill"
 
     node: Annotated[str, _NODE] = field(default_factory=partial(node_name, "prefill"))
     bind: Annotated[str, _help("Where decode and router reach it; port 0 takes a free one.")] = "tcp://127.0.0.1:7101"
-    http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for nowhere.")] = "127.0.0.1:7102"
+    http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for none.")] = "127.0.0.1:7102"
     chunk_tokens: Annotated[int, _help("Tokens that are computed, and offered to decode, at a time.")] = 512
-    push: Annotated[Push, _help("When KV leaves: auto goes by size, end waits for the whole prompt.")] = "auto"
+    push: Annotated[Push, _help("When KV is sent: auto decides by size, end waits for the whole prompt.")] = "auto"
     copy_threads: Annotated[int, _help("Threads that copy rows into arenas.")] = 2
     pp_size: Annotated[int, _help("Stages that share the layers, each of tp_size processes.")] = 1
-    pp_rank: Annotated[int, _help("Which of them this is.")] = 0
+    pp_rank: Annotated[int, _help("This process's stage.")] = 0
 
     def __post_init__(self) -> None:
         WorkerConfig.__post_init__(self)
@@ -206,12 +205,12 @@ class PrefillConfig(WorkerConfig):
 
     @property
     def ranks(self) -> Ranks:
-        """This process's place in its worker."""
+        """This process's place in its worker's group."""
         return Ranks(self.tp_rank, self.tp_size, self.pp_rank, self.pp_size)
 
     @property
     def engine_config(self) -> EngineConfig:
-        """What the engine's factory is given."""
+        """The argument of the engine's factory."""
         return EngineConfig(
             role="prefill",
             attention=self.attention,
@@ -229,7 +228,7 @@ _OF_HISPARSE = ("device_slots", "hot_tokens", "dense_slots", "retract_policy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig(WorkerConfig):
-    """A decode daemon; `slots`, `page_size` and `host_layout` are those of its arena."""
+    """Settings of a decode daemon; `slots`, `page_size` and `host_layout` describe its arena."""
 
     role: ClassVar[Literal["prefill", "decode", "router"]] = "decode"
 
@@ -237,7 +236,7 @@ class DecodeConfig(WorkerConfig):
     bind: Annotated[str, _help("Where the router reaches this daemon; port 0 takes a free one.")] = (
         "tcp://127.0.0.1:7201"
     )
-    http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for nowhere.")] = "127.0.0.1:7202"
+    http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for none.")] = "127.0.0.1:7202"
     slots: Annotated[int, _help("Tokens that the arena holds.")] = 131_072
     page_size: Annotated[int, _help("Tokens a page of the arena; a power of two.")] = 1
     host_layout: Annotated[HostLayout, _help("How the arena is laid out.")] = "page_first"
@@ -247,38 +246,36 @@ class DecodeConfig(WorkerConfig):
         Path, Parameter(help="Where the arena is handed over; by default private to this user.", show_default=False)
     ] = field(default_factory=socket_directory)
     enable_hisparse: Annotated[bool, _help("Admit requests that keep their whole KV in host memory.")] = False
-    device_slots: Annotated[int, _help("Tokens of all of these that the device holds.")] = 65_536
-    hot_tokens: Annotated[int, _help("Tokens of one of these that the device holds.")] = 4_096
+    device_slots: Annotated[int, _help("Tokens of all HiSparse requests that the device holds.")] = 65_536
+    hot_tokens: Annotated[int, _help("Tokens of one HiSparse request that the device holds.")] = 4_096
     dense_slots: Annotated[int, _help("Tokens of other requests that the device holds.")] = 16_384
     retract_policy: Annotated[
         Literal["longest", "shortest", "newest"],
-        _help("Who makes room for those that wait: who has most left to generate, least, or came last."),
+        _help("Request retracted for waiting ones: most tokens left to generate, fewest, or newest."),
     ] = "longest"
     prefix_cache: Annotated[
-        bool, Parameter(help="Keep prompts that have landed, for others to share.", negative="--no-prefix-cache")
+        bool, Parameter(help="Keep landed prompts for later requests to share.", negative="--no-prefix-cache")
     ] = True
     verify: Annotated[bool, _help("Read back what has landed, and compare its checksum with prefill's.")] = False
 
     def __post_init__(self) -> None:
         WorkerConfig.__post_init__(self)
-        if self.transport == "mooncake" and ":" in self.advertise:
-            raise ConfigError(
-                f"advertise = {self.advertise!r}: transport mooncake is reached by a name or an IPv4 address alone"
-            )
+        if self.transport != "auto":
+            TRANSPORTS[self.transport].check(self.network)
         bound("batch_max", self.batch_max, 1, 65_536)
         for name in _OF_HISPARSE:
             value, default = getattr(self, name), DecodeConfig.__dataclass_fields__[name].default
             if name != "retract_policy":
                 bound(name, value, 1, SLOTS_MAX)
             if value != default and not self.enable_hisparse:
-                raise ConfigError(f"{name} = {value}: it says nothing without enable_hisparse")
+                raise ConfigError(f"{name} = {value}: has no effect without enable_hisparse")
         if len(os.fsencode(self.socket_directory)) > SOCKET_DIRECTORY_LENGTH_MAX:
             text = f"socket_directory = '{self.socket_directory}': longer than {SOCKET_DIRECTORY_LENGTH_MAX} bytes"
             raise ConfigError(text)
 
     @property
     def engine_config(self) -> EngineConfig:
-        """What the engine's factory is given."""
+        """The argument of the engine's factory."""
         return EngineConfig(
             role="decode",
             attention=self.attention,
@@ -306,7 +303,7 @@ class DecodeConfig(WorkerConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(NodeConfig):
-    """The router: an HTTP listener and the workers behind it; it takes `limits.rooms_max` requests at once."""
+    """Settings of the router: an HTTP listener and its workers; accepts `limits.rooms_max` requests at once."""
 
     role: ClassVar[Literal["prefill", "decode", "router"]] = "router"
 
@@ -314,7 +311,9 @@ class RouterConfig(NodeConfig):
     listen: Annotated[str, _help("Where /v1/completions, /health, /live and /metrics are served.")] = "127.0.0.1:8000"
     prefill: Annotated[tuple[str, ...], _help("A prefill daemon, [KEY@]tcp://host:port; may be repeated.")] = ()
     decode: Annotated[tuple[str, ...], _help("A decode daemon, [KEY@]tcp://host:port; may be repeated.")] = ()
-    enable_hisparse: Annotated[bool, _help("Have requests that do not say keep their KV in host memory.")] = False
+    enable_hisparse: Annotated[bool, _help("Default of requests without this field: keep their KV in host memory.")] = (
+        False
+    )
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)
@@ -330,11 +329,9 @@ class RouterConfig(NodeConfig):
         except ConfigError as error:
             raise ConfigError(f"{name} = {value!r}: {error}") from None
         if not guarded:
-            raise ConfigError(
-                f"{name} = {value!r}: is on another host: write its public key first, KEY@tcp://host:port"
-            )
+            raise ConfigError(f"{name} = {value!r}: on another host, so it needs its public key: KEY@tcp://host:port")
         if peer.server_key is not None and self.key is None:
-            raise ConfigError(f"{name} = {value!r}: wants keys, and this node has no key")
+            raise ConfigError(f"{name} = {value!r}: has a key, but this node has none")
 
 
 Config = PrefillConfig | DecodeConfig | RouterConfig

@@ -1,30 +1,31 @@
-"""The command line that makes a process of one of our own what a config says."""
+"""Turns a config into the command line of a child process."""
 
 from __future__ import annotations
 
 from dataclasses import MISSING, Field, fields
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from ..commands.demo_config import DemoConfig
 from ..limits import Limits
-from .config import Config
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
-def arguments(config: Config | DemoConfig) -> list[str]:
-    """The flags that make a process build this very config: for those who start daemons."""
-    given: list[str] = []
+def config_to_argv(config: DataclassInstance) -> list[str]:
+    """Returns the flags from which a child process builds an equal config (a dataclass)."""
+    flags: list[str] = []
     for each in fields(config):
         value = cast("object", getattr(config, each.name))
         if isinstance(value, Limits):
-            given += [
+            flags += [
                 f"--limits.{f.name.replace('_', '-')}={v}"
                 for f in fields(value)
                 if (v := getattr(value, f.name)) != f.default
             ]
         elif value != _default(each):
-            many = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
-            given += [_flag(each.name, one) for one in many]
-    return given
+            values = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,)
+            flags += [_flag(each.name, item) for item in values]
+    return flags
 
 
 def _flag(name: str, value: object) -> str:

@@ -1,7 +1,7 @@
-"""Who may stay connected over HTTP: a bound on connections, and on how long one may stand there and ask nothing.
+"""Bounds the HTTP connections of one listener, and how long each may stay open without a request.
 
-aiohttp bounds a request's line, headers and body, but neither how many connections there are nor how long a first
-request may take. Whoever has waited longest without a request goes first when there are too many.
+aiohttp bounds a request's line, headers and body. It bounds neither the number of connections nor the time until the
+first request. At the bound, the connection that has waited longest without a request is closed first.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-WAIT_S = 20.0  # a connection that has asked nothing for so long ends; half a request is none
+WAIT_S = 20.0  # a connection without a complete request for this long is closed
 
 
-class Doors:
-    """Every connection of one listener; `serving` and `served` say which of them have a request under way."""
+class ConnectionLimiter:
+    """All connections of one listener. `serving` and `served` report which of them have a request under way."""
 
     def __init__(self, make: Callable[[], asyncio.Protocol], *, connections_max: int, wait_s: float = WAIT_S) -> None:
-        """`make` is the protocol of one connection."""
+        """`make` builds the protocol of one connection."""
         self._make, self._connections_max, self._wait_s = make, connections_max, wait_s
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}  # oldest first
         self._serving: set[asyncio.BaseTransport] = set()
-        self.refused = 0  # connections that were ended for want of a place
+        self.refused = 0  # connections closed because the limit was reached
 
     def __call__(self) -> asyncio.Protocol:
-        """The protocol of a new connection."""
-        return _Door(self, self._make())
+        """Returns the protocol of a new connection."""
+        return _LimitedConnection(self, self._make())
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._serving)
 
     def came(self, transport: asyncio.BaseTransport) -> bool:
-        """A new connection; False where nobody makes place for it."""
+        """Registers a new connection; returns False where no idle connection can be closed to make room."""
         if len(self) >= self._connections_max:
             self.refused += 1
             if not self._waiting:
@@ -41,20 +41,20 @@ class Doors:
         return True
 
     def serving(self, transport: asyncio.BaseTransport | None) -> None:
-        """A request has come, whole but for its body: it has its own times."""
+        """A request line and its headers have arrived; the body has a timeout of its own."""
         timer = self._waiting.pop(transport, None) if transport is not None else None
         if transport is not None and timer is not None:
             timer.cancel()
             self._serving.add(transport)
 
     def served(self, transport: asyncio.BaseTransport | None) -> None:
-        """It was answered."""
+        """The request was answered."""
         if transport in self._serving:
             self._serving.remove(transport)
             self._wait(transport)
 
     def left(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is gone."""
+        """The connection is closed."""
         self._serving.discard(transport)
         timer = self._waiting.pop(transport, None)
         if timer is not None:
@@ -71,10 +71,10 @@ class Doors:
             transport.close()
 
 
-class _Door(asyncio.Protocol):
-    """One connection: everything goes on to the protocol behind it."""
+class _LimitedConnection(asyncio.Protocol):
+    """One connection; forwards every call to the wrapped protocol."""
 
-    def __init__(self, doors: Doors, behind: asyncio.Protocol) -> None:
+    def __init__(self, doors: ConnectionLimiter, behind: asyncio.Protocol) -> None:
         self._doors, self._behind = doors, behind
         self._transport: asyncio.BaseTransport | None = None
 

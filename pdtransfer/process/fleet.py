@@ -1,4 +1,4 @@
-"""Daemons as child processes: started by their own command line, awaited until ready, ended in good order."""
+"""Starts daemons as child processes with their own command lines, waits until they are ready, and stops them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..config.config import DecodeConfig, PrefillConfig, RouterConfig
-from ..config.config_to_argv import arguments
+from ..config.config_to_argv import config_to_argv
 from ..environment import child_environment
 from ..errors import WorldError
 from .signals import end_with_parent
 
-READY_S = 120.0  # an arena of some GiB is prefaulted within it, on a busy host too
+READY_S = 120.0  # enough to prefault an arena of some GiB on a busy host
 STOP_S = 30.0
-END_S = 1.0  # from the end of a daemon's output to its own
-LOG_LINES = 15  # of a daemon that failed, for the person who reads the error
+END_S = 1.0  # from the end of a daemon's output to its exit
+LOG_LINES = 15  # log lines of a failed daemon that the error shows
 
 
 class Daemon:
-    """One child process of `pdtransfer ROLE`; `ready` is what it said of itself."""
+    """One child process of `pdtransfer ROLE`; `ready` is the ready message that it printed."""
 
     def __init__(self, role: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.role, self.process, self.log = role, process, log
@@ -34,35 +34,35 @@ class Daemon:
     async def start(
         cls, config: PrefillConfig | DecodeConfig | RouterConfig, log: Path, *, within: Sequence[str] = ()
     ) -> Daemon:
-        """Starts it with the flags that make this very config; its log goes to `log`.
+        """Starts the daemon with the flags for this config; its log goes to the file `log`.
 
-        `within` is what the command line begins with, where that has it run in a namespace, say.
+        `within` is a command prefix, for example to run the daemon in a network namespace.
         """
         with log.open("ab") as stderr:
             process = await asyncio.create_subprocess_exec(
-                *within, sys.executable, "-m", "pdtransfer", config.role, *arguments(replace(config, json=True)),
+                *within, sys.executable, "-m", "pdtransfer", config.role, *config_to_argv(replace(config, json=True)),
                 stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=stderr,
                 env=child_environment(), start_new_session=True, preexec_fn=end_with_parent,
             )  # fmt: skip
         return cls(config.role, process, log)
 
     async def wait_ready(self) -> dict[str, Any]:
-        """What the daemon says when it is ready. Raises WorldError, with the end of its log, when it does not."""
+        """Returns the daemon's ready message. Raises WorldError with the end of its log if the daemon fails first."""
         assert self.process.stdout is not None
         try:
             line = await asyncio.wait_for(self.process.stdout.readline(), READY_S)
         except TimeoutError:
             line = b""
         if not line:
-            with suppress(TimeoutError):  # its output ends a moment before it does
+            with suppress(TimeoutError):  # the daemon closes its output just before it exits
                 await asyncio.wait_for(self.process.wait(), END_S)
             last = "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-            raise WorldError(f"the {self.role} daemon did not get ready (status {self.process.returncode}):\n{last}")
+            raise WorldError(f"the {self.role} daemon did not become ready (status {self.process.returncode}):\n{last}")
         self.ready = json.loads(line)
         return self.ready
 
     async def stop(self) -> int:
-        """SIGTERM, and SIGKILL for one that does not end in time; its exit status."""
+        """Sends SIGTERM, then SIGKILL if the daemon does not stop in time; returns its exit status."""
         if self.process.returncode is None:
             self.process.terminate()
             try:
@@ -73,9 +73,9 @@ class Daemon:
 
 
 class Fleet:
-    """A router before some prefill and decode daemons, all of this host: `async with Fleet(...) as fleet`.
+    """A router with prefill and decode daemons on this host: `async with Fleet(...) as fleet`.
 
-    `within` says for a node's name what Daemon.start does.
+    `within` maps a node's name to the command prefix that Daemon.start takes.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Fleet:
         await asyncio.gather(*(daemon.stop() for daemon in reversed(self.daemons)))
 
     async def _start(self, config: PrefillConfig | DecodeConfig | RouterConfig, log: Path) -> None:
-        """Whoever gives up in the middle of it finds the process among the others all the same."""
+        """Registers the process before it waits, so that a cancelled start still finds it."""
         start = asyncio.ensure_future(Daemon.start(config, log, within=self._within(config.node)))
         try:
             await asyncio.shield(start)
@@ -116,23 +116,23 @@ class Fleet:
             self.daemons.append(await start)
 
     def of(self, role: str) -> list[Daemon]:
-        """The daemons of one role."""
+        """Returns the daemons of one role."""
         return [daemon for daemon in self.daemons if daemon.role == role]
 
     @property
     def url(self) -> str:
-        """Where the router listens."""
+        """The URL of the router."""
         return f"http://{self.of('router')[0].ready['http']}"
 
     @property
     def metrics(self) -> list[str]:
-        """Where each decode rank says its figures, host:port."""
+        """The host:port of each decode rank's metrics."""
         return [rank["http"] for daemon in self.of("decode") for rank in daemon.ready["ranks"]]
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A fleet that somebody else has started, and ends: where its router listens, and its decode ranks' figures are."""
+    """A fleet that somebody else starts and stops: its router's URL and its decode ranks' metrics addresses."""
 
     url: str
     metrics: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""What every process serves over HTTP, /health, /live and /metrics, and the listener below it."""
+"""The HTTP endpoints of every process: /health, /live and /metrics, and the listener that serves them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from ..errors import WorldError
 from ..limits import HTTP_CONNECTIONS_MAX
-from .connection_limit import Doors
+from .connection_limit import ConnectionLimiter
 
-disable_created_metrics()  # a second series for each counter, which says nothing that the first one does not
+disable_created_metrics()  # they double every counter's series and add nothing
 
 BACKLOG = 128
-CLOSE_S = 2.0  # how long answers may take to leave once the listener closes
+CLOSE_S = 2.0  # answers may take this long to leave once the listener closes
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether this process does its work now, and what a person should know about it."""
+    """Whether this process works now, and details for people."""
 
     ready: bool
     detail: dict[str, object]
@@ -34,7 +34,7 @@ class Health:
 def application(
     health: Callable[[], Health], registry: CollectorRegistry, *, body_bytes_max: int = 1 << 16
 ) -> web.Application:
-    """/health is 503 until ready; /live is 200 as long as the loop turns; /metrics is the registry as text."""
+    """/health returns 503 until ready; /live returns 200 while the loop runs; /metrics returns the registry as text."""
 
     async def on_health(_: web.Request) -> web.Response:
         now = health()
@@ -52,25 +52,25 @@ def application(
     return app
 
 
-class Listener:
-    """An application on one host:port. A client that leaves has its task cancelled."""
+class HttpListener:
+    """Serves an application on one host:port. The task of a request is cancelled when its client disconnects."""
 
     def __init__(self, app: web.Application, *, connections_max: int = HTTP_CONNECTIONS_MAX) -> None:
         app.middlewares.insert(0, self._through)
-        # What a body says is as long as it is: none is inflated here.
+        # Bodies are never decompressed: a small body must not become a large one.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S, auto_decompress=False
         )
         self._connections_max = connections_max
-        self.doors: Doors | None = None
+        self.doors: ConnectionLimiter | None = None
         self._server: asyncio.Server | None = None
 
     async def open(self, listen: str) -> str:
-        """Listens on host:port, port 0 for any; returns host:port as bound. Raises WorldError."""
+        """Listens on host:port (port 0: any free port); returns host:port as bound. Raises WorldError."""
         host, _, port = listen.rpartition(":")
         await self._runner.setup()
         assert self._runner.server is not None
-        self.doors = Doors(self._runner.server, connections_max=self._connections_max)
+        self.doors = ConnectionLimiter(self._runner.server, connections_max=self._connections_max)
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(self.doors, host.strip("[]"), int(port), backlog=BACKLOG)
@@ -81,7 +81,7 @@ class Listener:
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
-        """Takes no more connections, and ends those there are."""
+        """Stops accepting connections and closes the open ones."""
         if self._server is not None:
             self._server.close()
         await self._runner.cleanup()

@@ -1,4 +1,4 @@
-"""Where a process's log goes: one line a record whatever peers put into it, and no flood of one kind of line."""
+"""Formats and limits log records: one line a record whatever peers send, and no flood of one kind of line."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import logging.handlers
 import time
 from pathlib import Path
 
-BURST = 50  # lines of one kind in PERIOD_S; peers bring about most of them
+BURST = 50  # lines of one kind in PERIOD_S; most are caused by peers
 PERIOD_S = 10.0
 KINDS_MAX = 1_024
 
 
 def printable(text: str) -> str:
-    """The text with every character escaped that is not printed: line ends above all, and what steers a terminal."""
+    """Returns the text with every unprintable character escaped, above all line ends and terminal control codes."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-class Lines(logging.Formatter):
-    """Escapes messages: a peer's names and reasons are in them. A traceback keeps its lines, indented."""
+class LineFormatter(logging.Formatter):
+    """Escapes messages, since they contain names and reasons sent by peers. A traceback keeps its lines, indented."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         record.message = printable(record.message)
@@ -31,18 +31,20 @@ class Lines(logging.Formatter):
         return "\n".join("  " + printable(line) for line in text.split("\n"))
 
 
-class Seldom(logging.Filter):
-    """Lets BURST lines of one kind through in PERIOD_S; the first one after that says how many were held back.
+class LogRateLimit(logging.Filter):
+    """Passes BURST lines of one kind in each PERIOD_S. The next line reports how many were suppressed.
 
-    A kind is a line's text before its arguments are put in, so nothing that a peer says makes a new one.
+    The kind is the record's format string, so arguments that a peer sends never create a new kind.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}  # when its period ends, and how many came in it
+        self._kinds: dict[
+            tuple[str, int, str], tuple[float, int]
+        ] = {}  # the end of the kind's period, and the count in it
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be logged; it may grow by a remark."""
+        """Whether the record is to be logged; appends the count of suppressed lines."""
         now, kind = time.monotonic(), (record.name, record.levelno, str(record.msg))
         ends, count = self._kinds.get(kind, (0.0, 0))
         if now >= ends:
@@ -57,9 +59,9 @@ class Seldom(logging.Filter):
 
 
 def start(*, node: str, level: str, file: Path | None) -> None:
-    """Logs go to the file, or to standard error, from now on."""
-    # A watched file is opened anew once log rotation has moved it.
+    """Sends logs to `file`, or to standard error without one."""
+    # Log rotation may move the file: it is reopened then.
     handler = logging.handlers.WatchedFileHandler(file) if file else logging.StreamHandler()
-    handler.setFormatter(Lines(f"%(asctime)s %(levelname)s {node} %(name)s: %(message)s"))
-    handler.addFilter(Seldom())
+    handler.setFormatter(LineFormatter(f"%(asctime)s %(levelname)s {node} %(name)s: %(message)s"))
+    handler.addFilter(LogRateLimit())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,4 +1,4 @@
-"""What every process of ours settles before it serves."""
+"""Process-wide settings that every command makes before it serves."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import resource
 from ..environment import share_the_interpreter
 
 _libc = ctypes.CDLL(None)
-_PR_SET_TIMERSLACK = 29  # of this thread and of those that it starts, in ns: the system adds 50 us to each nap
+_PR_SET_TIMERSLACK = 29  # of this thread and the threads that it starts, in ns: the default adds 50 us to each sleep
 
 
 def prepare() -> None:
-    """Short turns between threads, naps that last as long as is said, and as many descriptors as may be had.
+    """Sets a short switch interval, a minimal timer slack, and the highest limit of descriptors.
 
-    The soft limit is 1,024 on many hosts, for the sake of select(), which nothing here uses. A flood of connections
-    would use them up, and the listeners would have none left for the peers that mean well.
+    Many hosts set a low soft limit of descriptors for the sake of select(), which this package does not use. A flood of
+    connections would use them up and lock out legitimate peers.
     """
     share_the_interpreter()
     _libc.prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), ctypes.c_ulong(), ctypes.c_ulong(), ctypes.c_ulong())

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, for every process: the first one drains, another one a second later means now. SIGHUP reloads."""
+"""Signals of every process: SIGTERM and SIGINT drain, a second one later stops at once, SIGHUP reloads."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ log = logging.getLogger(__name__)
 Allow = Callable[[AllowList], None]
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT)
-HURRY_S = 1.0  # two signals at once are one: timeout(1) and terminals send them to the process and to its group
+HURRY_S = 1.0  # signals within this time count once: timeout(1) and terminals signal the process and its group
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _libc = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """In a child: it gets SIGTERM when the thread that started it is gone, however that went."""
+    """Makes a child process receive SIGTERM when the thread that started it ends, for whatever reason."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-class Stop:
-    """Two events of the running loop: `asked`, and `hurried`."""
+class StopSignal:
+    """Two events of the running loop: `asked` (drain) and `hurried` (stop now)."""
 
     def __init__(self) -> None:
         self.asked, self.hurried = asyncio.Event(), asyncio.Event()
@@ -38,7 +38,7 @@ class Stop:
             self._loop.add_signal_handler(number, self._signalled)
 
     def close(self) -> None:
-        """The process ends by itself now, with its own status: signals change nothing any more."""
+        """The process is about to exit with its own status; later signals are ignored."""
         for number in _NUMBERS:
             self._loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
@@ -53,22 +53,19 @@ class Stop:
 
 
 def reload_on_hangup(path: Path | None, reload: Callable[[], None]) -> None:
-    """From now on SIGHUP is for reading the allow-list anew.
-
-    Without a list it does what it does to any process: it ends it.
-    """
+    """Reads the allow-list again on SIGHUP. Without an allow-list, SIGHUP keeps its default: it ends the process."""
     if path is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
 def reload(path: Path | None, allow: Allow) -> None:
-    """Reads the allow-list anew, if there is one; one that makes no sense changes nothing."""
+    """Reads the allow-list again, if there is one. An invalid list changes nothing."""
     if path is None:
         return
     try:
         allowed = AllowList.read(path)
     except ConfigError as error:
-        log.error("the allow-list stays as it was: %s", error)
+        log.error("the allow-list is unchanged: %s", error)
         return
     allow(allowed)
     log.info("allow-list: %d peers", len(allowed.names))

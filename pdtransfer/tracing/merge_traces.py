@@ -1,7 +1,7 @@
-"""The command `pdtransfer timeline`: files of several processes as one, and what each room's first token waited for.
+"""The command `pdtransfer timeline`: merges the files of several processes and splits each room's time to first token.
 
-Processes of one host share CLOCK_MONOTONIC. Those of another are placed by the wall clocks of both, and whatever these
-differ by is an error of all times between the two hosts.
+Processes of one host share CLOCK_MONOTONIC. Another host's files are placed by the wall clocks of both hosts, so the
+clocks' difference is an error of all times between them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import ConfigError
-from .timeline import Span
+from .timeline import TimedSpan
 from .trace import Traced, read, write
 from .ttft import Split, split_of
 
-SHOWN_MAX = 10  # rooms in the table, the slowest
+SHOWN_MAX = 10  # rooms in the table, slowest first
 DRAWN_MAX = 256  # rooms with a track of their own
-_DRAWN = "first tokens"  # the process that their tracks are of
+_DRAWN = "first tokens"  # the process name of these tracks
 _PARTS = (
     ("wait", "ask_s"), ("compute", "compute_s"), ("exposed", "exposed_s"), ("admission", "admission_s"),
     ("first step", "step_s"),
@@ -32,8 +32,8 @@ _PARTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """One that has told its first token, and when it was asked for."""
+class RoomTimes:
+    """One room whose first token was reported, and when it was requested."""
 
     label: int
     asked_s: float
@@ -41,17 +41,17 @@ class Room:
 
 
 def files(paths: Iterable[Path]) -> list[Path]:
-    """These, and of directories all that is in them. Raises ConfigError where there is none."""
+    """Returns these files, and all files of these directories. Raises ConfigError where there are none."""
     found = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     if not found:
-        raise ConfigError("no timeline there: processes write theirs with --timeline DIRECTORY")
+        raise ConfigError("no timeline files: processes write them with --timeline DIRECTORY")
     return found
 
 
-def merge(traced: Sequence[Traced]) -> tuple[list[Span], list[str]]:
-    """All spans by the clock of the first file's host, in order, and what is to be said of those of other hosts."""
+def merge(traced: Sequence[Traced]) -> tuple[list[TimedSpan], list[str]]:
+    """Returns all spans in order, by the clock of the first file's host, and remarks about files of other hosts."""
     clocks = [each.clock for each in traced if each.clock is not None]
-    spans: list[Span] = []
+    spans: list[TimedSpan] = []
     remarks: dict[str, str] = {}
     for each in traced:
         shift_s = 0.0
@@ -70,29 +70,29 @@ def merge(traced: Sequence[Traced]) -> tuple[list[Span], list[str]]:
     return sorted(spans, key=lambda span: (span.begin_s, -span.end_s)), list(remarks.values())
 
 
-def rooms_of(spans: Sequence[Span]) -> list[Room]:
-    """Those whose first token was told, by when they were asked for."""
-    by_room: dict[int, list[Span]] = {}
-    steps: dict[str, list[Span]] = {}
+def rooms_of(spans: Sequence[TimedSpan]) -> list[RoomTimes]:
+    """Returns the rooms whose first token was reported, in the order of their requests."""
+    by_room: dict[int, list[TimedSpan]] = {}
+    steps: dict[str, list[TimedSpan]] = {}
     for span in spans:
         if span.room:
             by_room.setdefault(span.room, []).append(span)
         if span.lane == "step":
             steps.setdefault(span.process, []).append(span)
-    found: list[Room] = []
+    found: list[RoomTimes] = []
     for label, own in by_room.items():
         told = next((span for span in own if span.lane == "first token"), None)
         if told is not None:
             asked_s = min(span.begin_s for span in own)
-            found.append(Room(label, asked_s, split_of(own, steps.get(told.process, ()), asked_s)))
+            found.append(RoomTimes(label, asked_s, split_of(own, steps.get(told.process, ()), asked_s)))
     return sorted(found, key=lambda room: room.asked_s)
 
 
-def drawn(rooms: Iterable[Room]) -> list[Span]:
-    """A track for each room: the time to its first token, and beneath it what that went into."""
-    spans: list[Span] = []
+def drawn(rooms: Iterable[RoomTimes]) -> list[TimedSpan]:
+    """Returns a track for each room: its time to first token, and beneath it the parts."""
+    spans: list[TimedSpan] = []
     for room in rooms:
-        whole = Span(
+        whole = TimedSpan(
             process=_DRAWN, lane=f"{room.label:#x}", name=f"{1e3 * room.split.ttft_s:.2f} ms",
             begin_s=room.asked_s, end_s=room.asked_s + room.split.ttft_s, room=room.label,
         )  # fmt: skip
@@ -106,10 +106,10 @@ def drawn(rooms: Iterable[Room]) -> list[Span]:
 
 
 def run(paths: Sequence[Path], *, output: Path | None, json: bool) -> int:
-    """Tells, and writes `output` if it is named; returns a command's status."""
+    """Prints the table, writes `output` if it is given, and returns the command's status."""
     traced = [read(path) for path in files(paths)]
     own = [each for each in traced if all(span.process != _DRAWN for span in each.spans)]
-    spans, remarks = merge(own or traced)  # what this command wrote says all of it again
+    spans, remarks = merge(own or traced)  # files that this command wrote repeat all spans
     rooms = rooms_of(spans)
     slowest = sorted(rooms, key=lambda room: -room.split.ttft_s)
     if output is not None:
@@ -133,7 +133,7 @@ def _figures(split: Split) -> dict[str, float]:
     return {name: round(1e3 * seconds, 3) for name, seconds in times.items()} | {"bytes": split.byte_count}
 
 
-def _show(spans: Sequence[Span], rooms: Sequence[Room], slowest: Sequence[Room]) -> None:
+def _show(spans: Sequence[TimedSpan], rooms: Sequence[RoomTimes], slowest: Sequence[RoomTimes]) -> None:
     console = Console(highlight=False)
     processes = sorted({span.process for span in spans})
     console.print(f"{len(spans):,} spans of {', '.join(processes)}", markup=False)
@@ -151,7 +151,7 @@ def _show(spans: Sequence[Span], rooms: Sequence[Room], slowest: Sequence[Room])
 
 
 def _cells(splits: Sequence[Split]) -> list[str]:
-    """Medians, each by itself."""
+    """The median of each part."""
     times = (median(getattr(split, field) for split in splits) for field in ("ttft_s", *(field for _, field in _PARTS)))
     return [_short(1e3 * seconds) for seconds in times] + [_short(median(s.byte_count for s in splits) / 1e6)]
 

@@ -1,7 +1,7 @@
-"""Spans on disk as trace events, which ui.perfetto.dev and chrome://tracing open: a JSON array, one event a line.
+"""Writes spans as trace events for ui.perfetto.dev and chrome://tracing: a JSON array with one event a line.
 
-The array is closed again behind each batch of events, so that a file is whole whenever its process dies. Viewers draw
-no two events of one track that overlap, so a lane is as many tracks as it has spans at once.
+The array is closed again after each batch of events, so a file is valid whenever its process dies. Viewers draw no two
+overlapping events on one track, so a lane gets as many tracks as it has spans at once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 import msgspec
 
 from ..errors import ConfigError
-from .timeline import Span, Timeline
+from .timeline import TimedSpan, Timeline
 
-FILE_BYTES_MAX = 64 << 20  # of one of the two files that a process keeps
-TRACKS_MAX = 64  # of one lane; what overlaps beyond that is not drawn
+FILE_BYTES_MAX = 64 << 20  # of each of the two files that a process keeps
+TRACKS_MAX = 64  # of one lane; more overlapping spans are not drawn
 PERIOD_S = 0.25
-CLOSE_S = 5.0  # for what is left: a disk that hangs keeps no process from ending
+CLOSE_S = 5.0  # for the last batch: a hanging disk must not keep the process from ending
 _BATCH = 4_096  # spans that are written at once: about a MiB
 
 _HEAD, _COMMA, _TAIL = b"[\n", b",\n", b"\n]\n"
@@ -32,8 +32,8 @@ _HEAD, _COMMA, _TAIL = b"[\n", b",\n", b"\n]\n"
 log = logging.getLogger(__name__)
 
 
-class Clock(msgspec.Struct, frozen=True):
-    """What CLOCK_MONOTONIC counts from: processes of one `boot` share it, and `wall_s` is the Unix time of its zero."""
+class TraceClock(msgspec.Struct, frozen=True):
+    """The zero of CLOCK_MONOTONIC: processes of one `boot` share it; `wall_s` is its Unix time."""
 
     host: str
     boot: str
@@ -41,7 +41,7 @@ class Clock(msgspec.Struct, frozen=True):
 
 
 class _Event(msgspec.Struct, kw_only=True):
-    """`ph` X: something from `ts` on for `dur` us; M: what a process or a track is called."""
+    """`ph` X: an event of `dur` us from `ts` on. `ph` M: the name of a process or a track."""
 
     ph: str
     name: str
@@ -57,10 +57,10 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-def own_clock() -> Clock:
-    """This process's."""
+def own_clock() -> TraceClock:
+    """The clock of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return Clock(socket.gethostname(), boot, time.time() - time.monotonic())
+    return TraceClock(socket.gethostname(), boot, time.time() - time.monotonic())
 
 
 @dataclass(slots=True)
@@ -69,8 +69,8 @@ class _Track:
     open: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])  # each within the one before
     closed_s: float = 0.0
 
-    def takes(self, span: Span) -> bool:
-        """Whether it overlaps none that is there, unless it lies within that one."""
+    def takes(self, span: TimedSpan) -> bool:
+        """Whether the span overlaps no open span of this track, unless it lies within it."""
         while self.open and self.open[-1][1] <= span.begin_s:
             self.closed_s = max(self.closed_s, self.open.pop()[1])
         within = not self.open or (self.open[-1][0] <= span.begin_s and span.end_s <= self.open[-1][1])
@@ -78,18 +78,18 @@ class _Track:
 
 
 class Events:
-    """Spans as lines; before a track's first event stands what it is called."""
+    """Formats spans as lines; a track's name comes before its first event."""
 
-    def __init__(self, clock: Clock | None = None, pids: dict[str, int] | None = None) -> None:
+    def __init__(self, clock: TraceClock | None = None, pids: dict[str, int] | None = None) -> None:
         self._clock, self._pids = clock, dict(pids or {})
         self._tracks: dict[tuple[str, str], list[_Track]] = {}  # by process and lane
         self._tids = 0
-        self.names: list[bytes] = []  # of all so far, for a file that goes on with these
+        self.names: list[bytes] = []  # names so far, repeated at the start of the next file
         for process in self._pids:
             self._name_process(process)
 
-    def lines(self, spans: Iterable[Span]) -> list[bytes]:
-        """The spans' events, in this order."""
+    def lines(self, spans: Iterable[TimedSpan]) -> list[bytes]:
+        """Returns the spans' events as lines, in order."""
         made: list[bytes] = []
         for span in spans:
             named = len(self.names)
@@ -101,8 +101,8 @@ class Events:
             made.append(_encode(_of(span, pid, tid)))
         return made
 
-    def _track(self, span: Span) -> int:
-        """The first of its lane's that takes it."""
+    def _track(self, span: TimedSpan) -> int:
+        """Returns the lane's first track that can take the span."""
         tracks = self._tracks.setdefault((span.process, span.lane), [])
         track = next((track for track in tracks if track.takes(span)), None)
         if track is None and len(tracks) == TRACKS_MAX:
@@ -125,39 +125,42 @@ class Events:
         self.names.append(_encode(msgspec.structs.replace(event, args=dict(args))))
 
 
-def _of(span: Span, pid: int, tid: int) -> _Event:
+def _of(span: TimedSpan, pid: int, tid: int) -> _Event:
     args: dict[str, str | int | float] = {}
     if span.room:
-        args["room"] = f"{span.room:#x}"  # viewers' numbers have 53 bits
+        args["room"] = f"{span.room:#x}"  # viewers read numbers with 53 bits
     if span.layer >= 0:
         args["layer"] = span.layer
     if span.byte_count:
         args["bytes"] = span.byte_count
-    begin_ns, end_ns = round(1e9 * span.begin_s), round(1e9 * span.end_s)  # whole: what ends together does so here, too
+    begin_ns, end_ns = (
+        round(1e9 * span.begin_s),
+        round(1e9 * span.end_s),
+    )  # rounded to ns: spans that end together stay together
     ts, dur = begin_ns / 1e3, (end_ns - begin_ns) / 1e3
     return _Event(ph="X", name=span.name, pid=pid, tid=tid, cat=span.lane, ts=ts, dur=dur, args=args)
 
 
-def write(path: Path, spans: Iterable[Span], clock: Clock | None = None) -> None:
-    """A whole file, of any number of processes."""
+def write(path: Path, spans: Iterable[TimedSpan], clock: TraceClock | None = None) -> None:
+    """Writes a whole file with the spans of any number of processes."""
     path.write_bytes(_HEAD + _COMMA.join(Events(clock).lines(spans)) + _TAIL)
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What a file has to tell; it may say nothing of its clock."""
+    """The contents of one file; its clock may be missing."""
 
     path: Path
-    clock: Clock | None = None
-    spans: list[Span] = field(default_factory=list[Span])
+    clock: TraceClock | None = None
+    spans: list[TimedSpan] = field(default_factory=list[TimedSpan])
 
 
 def read(path: Path) -> Traced:
-    """As `write` or a Recorder wrote it. Raises ConfigError, naming the line, for what is no event, unless that is the
-    last one, which its process did not come to the end of."""
-    clock: Clock | None = None
+    """Reads a file written by `write` or a Recorder. Raises ConfigError with the line number for an invalid event; an
+    incomplete last line is ignored, since its process may have died in the middle."""
+    clock: TraceClock | None = None
     processes: dict[int, str] = {}
-    spans: list[Span] = []
+    spans: list[TimedSpan] = []
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -173,17 +176,17 @@ def read(path: Path) -> Traced:
             elif event.name == "process_name":
                 processes[event.pid] = str(event.args["name"])
             elif event.name == "clock":
-                clock = msgspec.convert(event.args, Clock)
+                clock = msgspec.convert(event.args, TraceClock)
         except (msgspec.MsgspecError, ValueError, KeyError) as error:
             if number == len(lines) and not isinstance(error, KeyError):
                 break
-            raise ConfigError(f"{path}:{number}: no event of a timeline: {error}") from None
+            raise ConfigError(f"{path}:{number}: not a timeline event: {error}") from None
     return Traced(path, clock, spans)
 
 
-def _span(event: _Event, process: str) -> Span:
+def _span(event: _Event, process: str) -> TimedSpan:
     args = event.args
-    return Span(
+    return TimedSpan(
         process=process, lane=event.cat, name=event.name, begin_s=event.ts / 1e6, end_s=(event.ts + event.dur) / 1e6,
         room=int(str(args.get("room", "0x0")), 16), layer=int(args.get("layer", -1)),
         byte_count=int(args.get("bytes", 0)),
@@ -192,7 +195,7 @@ def _span(event: _Event, process: str) -> Span:
 
 @contextmanager
 def recorded(directory: Path | None, process: str) -> Generator[Timeline | None]:
-    """What hears the spans of this process, if they are to be written."""
+    """Returns the sink for this process's spans, or None where no directory is given."""
     if directory is None:
         yield None
         return
@@ -204,17 +207,18 @@ def recorded(directory: Path | None, process: str) -> Generator[Timeline | None]
 
 
 class Recorder:
-    """Writes what `timeline` hears to DIRECTORY/PROCESS.json, from a thread of its own: who reports waits for no disk.
+    """Writes the spans of `timeline` to DIRECTORY/PROCESS.json from a thread of its own, so that no caller waits for a
+    disk.
 
-    A file that is full, or that an earlier process of this name has left, becomes PROCESS.1.json in the place of the
-    one before. Raises ConfigError where nothing can be written; where that happens later, it is logged, once.
+    A full file, or the file of an earlier process, is renamed to PROCESS.1.json and replaces the one before. Raises
+    ConfigError where the file cannot be written at first; a later failure is logged once.
     """
 
     def __init__(self, directory: Path, process: str, *, bytes_max: int = FILE_BYTES_MAX) -> None:
         self.timeline = Timeline(process)
         self._path, self._older = directory / f"{process}.json", directory / f"{process}.1.json"
         self._bytes_max = bytes_max
-        self._fd, self._end = -1, 0  # where the array's last event ends
+        self._fd, self._end = -1, 0  # the end of the array's last event
         try:
             self._events = Events(own_clock(), {process: os.getpid()})
             directory.mkdir(parents=True, exist_ok=True)
@@ -226,7 +230,7 @@ class Recorder:
         self._thread.start()
 
     def close(self) -> None:
-        """Writes what is left, if that can be done in time."""
+        """Writes the remaining spans, within CLOSE_S."""
         self._closing.set()
         self._thread.join(CLOSE_S)
 
@@ -239,12 +243,12 @@ class Recorder:
                 for at in range(0, len(spans) if self._fd >= 0 else 0, _BATCH):
                     self._append(self._events.lines(spans[at : at + _BATCH]))
             except OSError as error:
-                log.warning("timeline: %s: %s: nothing more is written", self._path, error.strerror)
+                log.warning("timeline: %s: %s: writing has stopped", self._path, error.strerror)
                 self._let()
         self._let()
 
     def _begin(self) -> None:
-        """A file with the names of all tracks so far, and no events yet."""
+        """Starts a file with the names of all tracks so far."""
         if self._path.exists():
             os.replace(self._path, self._older)
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -257,7 +261,7 @@ class Recorder:
         self._put(self._end, _COMMA, lines)
 
     def _put(self, at: int, before: bytes, lines: Sequence[bytes]) -> None:
-        """These and the array's end, over its former end."""
+        """Writes the lines and the array's end over the former end."""
         data = before + _COMMA.join(lines) + _TAIL
         self._end = at + len(data) - len(_TAIL)
         while data:

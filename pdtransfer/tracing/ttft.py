@@ -1,40 +1,41 @@
-"""What the time to one prompt's first token went into, by the spans of all processes that had a part in it."""
+"""Splits the time to one prompt's first token into parts, from the spans of all processes involved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .timeline import Span
+from .timeline import TimedSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Seconds of one prompt. The first five follow one another from the asking to the first token that decode tells."""
+    """Parts of one prompt's time in seconds. The first five follow one another, from the request to the first token
+    from decode."""
 
-    ask_s: float  # until the engine begins: pipes or sockets, threads, other prompts
-    compute_s: float  # to the end of the pick of the first token, gaps between layers included
-    exposed_s: float  # from there to READY; 0 where nothing crossed
-    admission_s: float  # from READY to the first step's begin
+    ask_s: float  # until prefill computes: pipes, sockets, threads, other prompts
+    compute_s: float  # until the first token is picked, gaps between layers included
+    exposed_s: float  # from there to READY; 0 without a transfer
+    admission_s: float  # from READY to the start of the first step
     step_s: float
     tail_s: float  # from the end of the last layer to READY
-    push_s: float  # from the first write's begin to the last one's end
+    push_s: float  # from the start of the first write to the end of the last
     writes: int
-    last_bytes: int  # of the write that ended last
-    byte_count: int  # that crossed
+    last_bytes: int  # bytes of the write that ended last
+    byte_count: int  # bytes that crossed
 
     @property
     def ttft_s(self) -> float:
-        """From the asking to the first token that decode computed."""
+        """From the request to the first token that decode computed."""
         return self.ask_s + self.compute_s + self.exposed_s + self.admission_s + self.step_s
 
 
-def split_of(spans: Sequence[Span], steps: Sequence[Span], asked_s: float) -> Split:
-    """Of one room's `spans`, where `steps` are those of the decode that has it, in order; more than one room may be in
-    a step. The first step is the last one that was over when the first token was told; where nobody says when that
-    was, it is the first after READY."""
+def split_of(spans: Sequence[TimedSpan], steps: Sequence[TimedSpan], asked_s: float) -> Split:
+    """Splits one room's `spans`. `steps` are the steps of its decode worker, in order; a step may hold several rooms.
+    The first step is the last one that ended before the first token was reported, or, where that is unknown, the first
+    after READY."""
 
-    def of(*lanes: str) -> list[Span]:
+    def of(*lanes: str) -> list[TimedSpan]:
         return sorted((span for span in spans if span.lane in lanes), key=lambda span: span.begin_s)
 
     layers, pushes = of("compute"), of("push")

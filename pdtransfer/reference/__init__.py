@@ -1,1 +1,1 @@
-"""Inference engines behind the daemons: `base` is what a daemon asks of one, the rest is the reference model."""
+"""The reference model: a small engine with bitwise reproducible results, and a deep variant at real dimensions."""

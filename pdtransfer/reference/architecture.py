@@ -1,7 +1,7 @@
-"""What the reference model is: its sizes, its options, and its weights from a seed, with a digest to compare.
+"""The reference model's sizes, options, shards, and weights from a seed with a digest to compare.
 
-With `top_k` it has an indexer: each group of `index_share` layers keeps a small key a token, by which a decode step
-picks the tokens that those layers attend to. Its weights are drawn apart: the rest is that of the dense model.
+With `top_k` the model has an indexer: each group of `index_share` layers keeps one small key for each token, with which
+a decode step picks the tokens that those layers attend to. The other weights equal the dense model's.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..wire import Ranks
 from .tokens import EOS, VOCABULARY
 
 DIGEST_BYTES = 16
 INDEX_HEADS, INDEX_DIM = 4, 128  # of the indexer's queries; a token has one key
-TOP_MAX = 4_096  # what one step's plan of swaps takes of a request
+TOP_MAX = 4_096  # positions that one swap plan takes from a request
 
-# Random weights alone make attention nearly uniform and each token a function of the last one: sharpen it.
+# Random weights make attention nearly uniform and each token a function of the previous one: sharpen it.
 _GAINS = {"query": 3.0, "output": 3.0, "head": 2.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Sizes in elements of `dtype`. MLA keeps latent_dim + rope_dim a token and layer, GQA 2 * kv_heads * head_dim."""
+    """Sizes in elements of `dtype`. For each token and layer MLA keeps latent_dim + rope_dim elements, GQA keeps
+    2 * kv_heads * head_dim."""
 
     family: ClassVar[str] = "reference"
     dtype: ClassVar[Literal["float32", "bfloat16"]] = "float32"
@@ -49,7 +51,7 @@ class Architecture:
     gqa_heads: int = 8
     kv_heads: int = 4
     top_k: int = 0  # tokens that a decode step attends to besides its own; 0: all
-    index_share: int = 2  # layers, of which the first picks for all
+    index_share: int = 2  # layers of a group; the first layer picks for all
 
     @property
     def name(self) -> str:
@@ -57,12 +59,12 @@ class Architecture:
 
     @property
     def head_bytes(self) -> int:
-        """Of what the cache keeps of one kind for one head of a token in a layer."""
+        """Bytes of one kind for one head of a token in a layer."""
         return self.cache_dim * (4 if self.dtype == "float32" else 2)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the cache keeps for one token in one layer: of each kind `cache_heads` of `cache_dim` elements."""
+        """The kinds in the cache; each has `cache_heads` heads of `cache_dim` elements for a token in a layer."""
         return ("latent",) if self.attention == "mla" else ("k", "v")
 
     @property
@@ -78,14 +80,14 @@ class Architecture:
         return self.latent_dim + self.rope_dim if self.attention == "mla" else self.head_dim
 
     def index_layers(self, own: range) -> range:
-        """Those of the layers that have an indexer, and pick for themselves and those that follow."""
+        """The layers within `own` that have an indexer and pick for their group."""
         if not self.top_k:
             return range(0)
         return range(-(-own.start // self.index_share) * self.index_share, own.stop, self.index_share)
 
     @property
     def index_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Weights of an indexer, as `shapes`."""
+        """Weights of an indexer; like `shapes`."""
         return {
             "index_query": (self.width, INDEX_HEADS * INDEX_DIM),
             "index_key": (self.width, INDEX_DIM),
@@ -94,7 +96,7 @@ class Architecture:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Weights of one layer in order; the last but one dimension is summed over."""
+        """Weights of one layer, in order. The second last dimension is summed over."""
         width, head = self.width, self.head_dim
         match self.attention:
             case "mla":
@@ -121,18 +123,18 @@ class Architecture:
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `--engine-option name=value` may say to any model."""
+    """Options of any model, set by `--engine-option name=value`."""
 
     seed: Annotated[int, Meta(ge=0)] = 0
     context_tokens: Annotated[int, Meta(ge=2, le=1 << 20)] = 16_384
     top_k: Annotated[int, Meta(ge=0, le=TOP_MAX)] = 0  # tokens that a decode step attends to; 0: all
     index_share: Annotated[int, Meta(ge=1, le=64)] = 2  # layers that attend to the same picks
-    layers_per_cell: Annotated[int, Meta(ge=0, le=64)] = 0  # prefill offers so many layers at a time; 0: all at once
+    layers_per_cell: Annotated[int, Meta(ge=0, le=64)] = 0  # layers in each cell that prefill offers; 0: all
     eos: Annotated[int, Meta(ge=0, lt=VOCABULARY)] = EOS
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Self:
-        """Raises ConfigError that names the option: unknown, no integer, or out of bounds."""
+        """Raises ConfigError, naming the option, if one is unknown, not an integer or out of bounds."""
         try:
             return msgspec.convert(dict(options), cls, strict=False)
         except msgspec.ValidationError as error:
@@ -145,23 +147,57 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Options(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What it may say to the reference engine."""
+    """Options of the reference engine."""
 
     layers: Annotated[int, Meta(ge=1, le=64)] = 4
     kv_heads: Annotated[int, Meta(ge=1, le=8)] = 4  # of GQA's 8 query heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One rank's part: `layers` and `kv_heads` are in its cache, as replica `replica` of `replicas`.
+
+    If there are more ranks than key-value heads, neighbouring ranks hold the same heads. An MLA latent is on all ranks.
+    """
+
+    layers: range
+    query_heads: range
+    kv_heads: range
+    replica: int
+    replicas: int
+
+    @classmethod
+    def of(cls, architecture: Architecture, ranks: Ranks) -> Shard:
+        """Raises ConfigError if the model cannot be divided among the ranks."""
+        tp, pp, queries, kept = ranks.tp_size, ranks.pp_size, architecture.query_heads, architecture.cache_heads
+        if queries % tp:
+            raise ConfigError(f"tp_size = {tp}: does not divide the {queries} query heads of {architecture.name}")
+        if kept % tp and tp % kept:
+            raise ConfigError(f"tp_size = {tp}: neither divides {kept} kv_heads nor is a multiple of them")
+        if pp > architecture.layers:
+            raise ConfigError(f"pp_size = {pp}: more stages than the {architecture.layers} layers of the model")
+        own, replicas = max(1, kept // tp), max(1, tp // kept)
+        first_kept = ranks.tp_rank // replicas * own
+        return cls(
+            layers=range(ranks.pp_rank * architecture.layers // pp, (ranks.pp_rank + 1) * architecture.layers // pp),
+            query_heads=range(ranks.tp_rank * queries // tp, (ranks.tp_rank + 1) * queries // tp),
+            kv_heads=range(first_kept, first_kept + own),
+            replica=ranks.tp_rank % replicas,
+            replicas=replicas,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Normal float32 weights, drawn by numpy so that a seed means the same on every platform."""
+    """Normal float32 weights, drawn by numpy so that a seed gives the same weights on every platform."""
 
     embedding: Tensor  # (vocabulary, width)
-    layers: list[dict[str, Tensor]]  # by Architecture.shapes; empty for a layer that another stage computes
+    layers: list[dict[str, Tensor]]  # by Architecture.shapes; empty for other stages' layers
     head: Tensor  # (width, vocabulary)
     digest: bytes  # of the architecture and every weight
 
     def of_layers(self, own: range) -> Weights:
-        """Without the layers of other stages; the digest is still that of the whole model."""
+        """Drops other stages' layers. The digest stays the whole model's."""
         return replace(self, layers=[layer if at in own else {} for at, layer in enumerate(self.layers)])
 
     @classmethod

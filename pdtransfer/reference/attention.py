@@ -1,48 +1,116 @@
-"""Batch-invariant attention: blocks of KEY_BLOCK keys at absolute positions, folded in order with an online softmax.
+"""Batches of rows, the keys that they attend to, and batch-invariant attention.
 
-A query row meets blocks 0 .. position // KEY_BLOCK, whatever else is computed beside it; a block that would be masked
-entirely changes nothing and is not visited. Blocks are read from the cache as they are folded: no copy outlives a call.
-Only tiles of one height agree bitwise: decode (1 row) and prefill (64 rows) of one position may differ in last bits.
+Attention folds blocks of KEY_BLOCK keys at absolute positions, in order, with an online softmax. A query row reads
+blocks 0 .. position // KEY_BLOCK, whatever else is computed with it; a fully masked block would change nothing and is
+skipped. Blocks are read from the cache when they are folded, and no copy outlives a call. Only tiles of one height
+agree bitwise: decode (1 row) and prefill (64 rows) of one position may differ in the last bits.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from .cache import Cache
 from .numerics import exp2, products, total
+from .projection import Layer
 
 KEY_BLOCK = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Neighbouring tiles of query rows that are folded together: the rows of a tile have one last key block in common.
+    """Neighbouring tiles of query rows that are folded together; the rows of a tile share their last key block.
 
-    Either one request owns all tiles, or each tile is a request of its own.
+    Either all tiles belong to one request, or each tile to a request of its own.
     """
 
-    first: int  # place of the first tile in the batch
+    first: int  # index of the first tile in the batch
     depths: list[int]  # ascending; the last key block of each tile
-    bias: Tensor  # (tiles, rows, KEY_BLOCK) float32: 0, or -inf where a tile's last block holds keys after the row
+    bias: Tensor  # (tiles, rows, KEY_BLOCK) float32: 0, or -inf for keys after the row in a tile's last block
     sources: list[Tensor]  # for each block int64 cache rows: (KEY_BLOCK,), or (tiles that reach it * KEY_BLOCK,)
-    ends: list[int]  # of each owner: keys from here on are not there yet
+    ends: list[int]  # each request's number of keys
 
     @cached_property
     def rows(self) -> Tensor:
-        """The one owner's keys in order, cache rows int64 (whole blocks,), for who does not fold; in place of what is
-        not there is the first row, which is."""
+        """Cache rows of the only request's keys in order, int64 (whole blocks,); padding repeats row 0."""
         (end,) = self.ends
         if end == len(self.sources[0]):
-            return self.sources[0]  # all of it is there
+            return self.sources[0]  # one full block
         rows = torch.cat(self.sources)
         rows[end:] = rows[0]
         return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """All keys of neighbouring rows, one row for each request, for attention without folding."""
+
+    first: int  # index of the first row in the batch
+    rows: Tensor  # (requests, keys) int64 cache rows, all valid
+    absent: Tensor  # (requests, keys) bool: padding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Keys and their cache. A model that folds reads only Tiles."""
+
+    tiles: Tiles | Whole
+    cache: Cache
+
+
+class Keys(Protocol):
+    """Writes a batch's own keys and selects the keys that it attends to."""
+
+    @property
+    def readings(self) -> Sequence[Reading]:
+        """All tiles of the batch for the layer that was entered."""
+        ...
+
+    def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
+        """Called once for each layer, in order, before its keys are written or read; `hidden` is (rows, width)."""
+        ...
+
+    def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
+        """Writes the batch's keys: by kind (own rows, kv_heads, dim)."""
+        ...
+
+
+class EveryKey:
+    """The Keys of a batch that attends to all keys in one cache. `targets` are its own rows there."""
+
+    def __init__(self, cache: Cache, targets: Tensor, tiles: Sequence[Tiles]) -> None:
+        self.cache, self.targets = cache, targets
+        self.readings: Sequence[Reading] = [Reading(tiles=each, cache=cache) for each in tiles]
+
+    def enter(self, layer: int, weights: Layer, hidden: Tensor) -> None:
+        pass
+
+    def write(self, layer: int, kept: Mapping[str, Tensor]) -> None:
+        for kind, rows in kept.items():
+            self.cache.write(kind, layer, self.targets, rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBatch:
+    """Rows that pass through the layers together, padded to a multiple of BLOCK_ROWS.
+
+    Rows outside `own` are padding, whose results are dropped. Each `tile_rows` rows form a tile; rows after the last
+    tile attend to nothing.
+    """
+
+    ids: Tensor  # (rows,) int64
+    positions: Tensor  # (rows,) int64, absolute
+    own: slice
+    tile_rows: int
+    tile_count: int
+    keys: Keys
 
 
 ReadKeys = Callable[[Tensor], tuple[Tensor, ...]]
@@ -59,7 +127,7 @@ def causal_bias(positions: Tensor) -> Tensor:
 def attend(query: Tensor, tiles: Tiles, read: ReadKeys, value_dim: int) -> Tensor:
     """(kv_heads, tiles, rows * group, key_dim) -> (kv_heads, tiles, rows * group, value_dim).
 
-    The query carries the softmax's scale times log2(e). Every row sees at least one key of each block that it meets.
+    The query is scaled by the softmax's scale times log2(e). Every row has at least one key in each block it reads.
     """
     heads, count, height, _ = query.shape
     rows = tiles.bias.shape[1]
@@ -92,14 +160,14 @@ def attend(query: Tensor, tiles: Tiles, read: ReadKeys, value_dim: int) -> Tenso
 
 
 def _blocks(tiles: Tiles, read: ReadKeys, block: int, first: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of one block, (owners, KEY_BLOCK, kv_heads, dim), zero where there is no key yet.
+    """Keys and values of one block, (requests, KEY_BLOCK, kv_heads, dim), zero after each request's last key.
 
-    A slot that was never written may hold NaN, which no mask undoes: 0 * NaN is NaN.
+    An unwritten slot may hold NaN, which no mask removes: 0 * NaN is NaN.
     """
     planes = [plane.view(-1, KEY_BLOCK, *plane.shape[1:]) for plane in read(tiles.sources[block])]
-    owners = tiles.ends[first:] if len(tiles.ends) > 1 else tiles.ends
-    for owner, end in enumerate(owners):
+    ends = tiles.ends[first:] if len(tiles.ends) > 1 else tiles.ends
+    for request, end in enumerate(ends):
         if end < (block + 1) * KEY_BLOCK:
             for plane in planes:
-                plane[owner, end - block * KEY_BLOCK :] = 0.0
+                plane[request, end - block * KEY_BLOCK :] = 0.0
     return planes[0], planes[-1]

@@ -1,7 +1,7 @@
-"""A KV cache read and written through its layout's table, whatever the layout is; and the pages of a paged pool.
+"""A KV cache of any layout, and the free pages of a paged pool.
 
-A row's place is (slot // page_size) * page_stride + (slot % page_size) * row_stride past its plane's base, so with one
-unit that divides both strides every plane is a two-dimensional view, and one index vector serves them all.
+A row's offset in its plane is (slot // page_size) * page_stride + (slot % page_size) * row_stride. With a unit that
+divides both strides, every plane is a two-dimensional view, and one index vector serves all planes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from torch import Tensor
 
 from ..layout.layout import Layout, Plane
 from .architecture import DIGEST_BYTES, Architecture
-from .sending import sent
+from .stream import upload
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_DIGEST_ROWS = 1_024  # rows read at once: the digest needs no copy of a whole request
+_DIGEST_ROWS = 1_024  # rows read at once: a digest does not copy a whole request
 
 
 class Cache:
-    """Views of one flat float32 tensor, which is the whole pool or arena of a rank, as rows of the model's dtype;
-    `heads` are those that it keeps."""
+    """A rank's whole pool or arena, one flat float32 tensor, as rows of the model's dtype. `heads` are its heads."""
 
     def __init__(self, flat: Tensor, layout: Layout, architecture: Architecture, heads: range) -> None:
         strides = {(plane.page_stride, plane.row_stride) for plane in layout.planes}
@@ -42,17 +41,17 @@ class Cache:
             self._planes.setdefault((plane.kind, plane.layer), []).append((place, _view(held, plane, unit)))
 
     def index(self, slots: NDArray[np.int64], multiple: int) -> Tensor:
-        """Slots int64 (n,) -> cache rows int64, good for every plane; filled up to a multiple with the first one."""
+        """Slots int64 (n,) -> cache rows int64 for all planes, padded to a multiple with the first row."""
         pages, rows = np.divmod(np.pad(slots, (0, -len(slots) % multiple), constant_values=slots[0]), self._page_size)
-        return sent(torch.as_tensor(pages * self._page_step + rows * self._row_step), self._device)
+        return upload(torch.as_tensor(pages * self._page_step + rows * self._row_step), self._device)
 
     def rows(self, slots: Tensor) -> Tensor:
-        """As `index`, of integers of any shape that are where the cache is; -1 becomes the first row."""
+        """Slots of any shape, on the cache's device -> cache rows; -1 becomes row 0."""
         slots = slots.clamp(min=0).to(torch.int64)
         return slots // self._page_size * self._page_step + slots % self._page_size * self._row_step
 
     def read(self, kind: str, layer: int, index: Tensor) -> Tensor:
-        """Cache rows (n,) -> a fresh (n, heads, dim)."""
+        """Cache rows (n,) -> a new tensor (n, heads, dim)."""
         heads, dim = self._head_count, self._architecture.cache_dim
         parts = self._planes[kind, layer]
         if len(parts) == 1:
@@ -63,13 +62,15 @@ class Cache:
         return rows
 
     def write(self, kind: str, layer: int, index: Tensor, rows: Tensor) -> None:
-        """(n, heads, dim) to cache rows (n,)."""
+        """Writes (n, heads, dim) to cache rows (n,)."""
         for place, view in self._planes[kind, layer]:
             view.index_copy_(0, index, rows[:, place].reshape(len(index), -1))
 
     def digests(self, index: Tensor) -> NDArray[np.uint8]:
-        """Of the rows' bytes by (layer, kind, position), uint8 (heads, DIGEST_BYTES): the same for equal KV in any
-        layout, and of a head whichever rank keeps it."""
+        """Digests of the rows' bytes by (layer, kind, position), uint8 (heads, DIGEST_BYTES).
+
+        Equal KV has equal digests in any layout and on any rank.
+        """
         digests = [blake2b(digest_size=DIGEST_BYTES) for _ in range(self._head_count)]
         for layer in range(self._architecture.layers):
             for kind in self._architecture.kinds:
@@ -80,8 +81,8 @@ class Cache:
         return np.stack([np.frombuffer(digest.digest(), np.uint8) for digest in digests])
 
 
-class _Reached:
-    """Host memory as a card sees it, for torch to take."""
+class _CardView:
+    """Host memory at a device address, for torch."""
 
     def __init__(self, address: int, elements: int) -> None:
         self.__cuda_array_interface__ = {
@@ -89,13 +90,13 @@ class _Reached:
         }  # fmt: skip
 
 
-def reached(address: int, byte_count: int, device: torch.device) -> Tensor:
-    """Registered host memory as a flat float32 tensor of the card, at the card's address; it has to stay."""
-    return torch.as_tensor(_Reached(address, byte_count // 4), device=device)
+def device_tensor(address: int, byte_count: int, device: torch.device) -> Tensor:
+    """Memory at a device address as a flat float32 tensor. The caller keeps the memory alive."""
+    return torch.as_tensor(_CardView(address, byte_count // 4), device=device)
 
 
 def _view(flat: Tensor, plane: Plane, unit: int) -> Tensor:
-    """The plane as (units, row elements): row i begins i units past the base; where a unit is less, rows overlap."""
+    """The plane as (units, row elements). Row i begins i units after the base; rows overlap if a unit is shorter."""
     size = flat.element_size()
     assert _DTYPES[plane.dtype] is flat.dtype, plane.dtype
     assert not any(number % size for number in (plane.base, unit, plane.row_bytes)), (plane, unit)
@@ -103,8 +104,8 @@ def _view(flat: Tensor, plane: Plane, unit: int) -> Tensor:
     return flat.as_strided((1 + (flat.numel() - base - elements) // step, elements), (step, 1), base)
 
 
-class Pages:
-    """The free pages of a pool, as a stack: in time the pages of one request come to lie anywhere."""
+class FreePages:
+    """The free pages of a pool, a stack: over time the pages of a request become scattered."""
 
     def __init__(self, *, count: int, page_size: int) -> None:
         self.page_size = page_size
@@ -114,7 +115,7 @@ class Pages:
         return -(-tokens // self.page_size)
 
     def take(self, tokens: int) -> NDArray[np.int64] | None:
-        """Pages for so many tokens, in order of their rows; None when there are not enough."""
+        """Takes pages for `tokens` tokens, in row order. Returns None if there are not enough."""
         count = self.needed(tokens)
         if count > len(self._free):
             return None
@@ -123,5 +124,5 @@ class Pages:
         return np.array(taken[::-1], dtype=np.int64)
 
     def give(self, pages: NDArray[np.int64]) -> None:
-        """Takes back pages that nobody reads any more."""
+        """Returns pages that are no longer read."""
         self._free.extend(int(page) for page in pages)

@@ -1,4 +1,4 @@
-"""The decode side of the reference model: continuous batches of steps, each reading its keys where they are."""
+"""The decode side of the reference model: continuous batching, with keys read from the arena or the device pool."""
 
 from __future__ import annotations
 
@@ -11,51 +11,49 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..engine_api import Broken, CardMemory, EngineCard, EngineConfig, Finished, HotFigures, Request, Token
+from ..engine_api import Broken, CardMemory, EngineConfig, EngineDescription, Finished, HotFigures, Request, Token
 from ..errors import CapacityError, ConfigError
 from ..kernels.pools import Pool
 from ..layout.layout import Layout, check_slots
 from .architecture import EngineOptions
 from .attention import KEY_BLOCK
-from .cache import Cache, reached
-from .description import COMPONENT, INDEX, build_card, check_request
+from .cache import Cache, device_tensor
+from .description import COMPONENT, INDEX, check_request, describe
 from .hot import Hot, capacity_of
 from .indexer import IndexCache
 from .model import Transformer
 from .numerics import first_product
-from .residency import AllResident, Part
 from .sampling import Handoff, chain, pick, tokens_digest
-from .steps import Step
-from .stream import Fetched, Marks, several
+from .steps import AllResident, Step, StepPart
+from .stream import DeviceSpans, Download, span_of
 
 
 @dataclass(slots=True)
-class _Room:
-    """A landed request. The keys of rows [0, position) are in the arena; the last id's are not yet."""
+class _DecodingRoom:
+    """A landed request. The arena has the keys of rows [0, position), without the last id's."""
 
     request: Request
-    landed: Cache  # where its KV is
-    rows: Tensor  # int64 rows of it by position, growth included, whole key blocks
+    landed: Cache  # with its KV
+    rows: Tensor  # int64 cache rows by position, growth included, whole key blocks
     indexed: Tensor | None  # rows of the index cache, (2, whole key blocks)
-    hot: bool  # whether it decodes from the device's hot tokens, when it has a place there
+    hot: bool  # whether it decodes with HiSparse, from the device pool
     logits_digest: bytes
     ids: list[int] = field(default_factory=list[int])
-    told: bool = False  # whether step() has returned the first id, which came with aux
+    reported: bool = False  # whether step() has returned the first id, which came with aux
 
     @property
     def position(self) -> int:
         return len(self.request.prompt) + len(self.ids) - 1
 
     def end(self, eos: int) -> Literal["stop", "length"] | None:
-        """Why the last id was the last one, if it was."""
+        """The reason why the last id ends the request, or None."""
         if self.ids[-1] == eos and not self.request.sampling.ignore_eos:
             return "stop"
         return "length" if len(self.ids) == self.request.sampling.max_tokens else None
 
 
 class ReferenceDecode:
-    """A base.DecodeEngine. Rooms beyond batch_max wait for a step and take turns; those that want HiSparse wait for
-    the device first."""
+    """A DecodeEngine. Rooms beyond batch_max take turns. HiSparse rooms first wait for a place on the device."""
 
     def __init__(self, config: EngineConfig, options: EngineOptions, model: Transformer) -> None:
         if config.group.ranks.pp_size > 1:
@@ -63,19 +61,19 @@ class ReferenceDecode:
         self._config, self._options, self._model = config, options, model
         hisparse = config.hisparse
         self._capacity = capacity_of(config, hisparse, options.top_k) if hisparse is not None else None
-        self._card = build_card(config, model, options)
-        # Of two components of one name the later one, in HBM, is for requests that do not want HiSparse.
-        self._layouts = {component.name: component.layout for component in self._card.components}
-        self._sparse = self._layouts | {COMPONENT: self._card.components[0].layout}
+        self._description = describe(config, model, options)
+        # If a component has two variants, the second, in HBM, is for requests without HiSparse.
+        self._layouts = {component.name: component.layout for component in self._description.components}
+        self._sparse = self._layouts | {COMPONENT: self._description.components[0].layout}
         self._index: IndexCache | None = None
         self._resident: AllResident | None = None
         self._hot: Hot | None = None
-        self._rooms: dict[int, _Room] = {}
-        self._marks = Marks(config.spans, model.device)
+        self._rooms: dict[int, _DecodingRoom] = {}
+        self._spans = DeviceSpans(config.spans, model.device)
 
     @property
-    def card(self) -> EngineCard:
-        return self._card
+    def card(self) -> EngineDescription:
+        return self._description
 
     def warm_up(self) -> None:
         self._model.enter()
@@ -90,32 +88,27 @@ class ReferenceDecode:
         return HotFigures() if self._hot is None else self._hot.figures
 
     def attach(self, arena: memoryview, *, device_address: int = 0, hbm: memoryview | CardMemory | None = None) -> None:
-        card, device = self._card, self._model.device
-        if arena.nbytes < card.memory_bytes or arena.readonly:
+        description, device = self._description, self._model.device
+        if arena.nbytes < description.memory_bytes or arena.readonly:
             kind = "read-only" if arena.readonly else "writable"
-            raise ValueError(f"arena: {arena.nbytes} {kind} bytes, expected {card.memory_bytes} writable ones")
+            raise ValueError(f"arena: {arena.nbytes} {kind} bytes, expected {description.memory_bytes} writable ones")
         on_card = device.type == "cuda"
         if on_card and not device_address:
             raise ValueError(f"arena: it was not registered with {device}")
-        flat = (
-            reached(device_address, card.memory_bytes, device)
-            if on_card
-            else torch.frombuffer(arena, dtype=torch.float32, count=card.memory_bytes // 4)
-        )
-        self.take(flat, None if hbm is None else _flat(hbm, card.hbm_bytes, device))
+        if on_card:
+            flat = device_tensor(device_address, description.memory_bytes, device)
+        else:
+            flat = torch.frombuffer(arena, dtype=torch.float32, count=description.memory_bytes // 4)
+        self.take(flat, None if hbm is None else _flat(hbm, description.hbm_bytes, device))
         if self._config.hisparse is not None and self._capacity is not None:
-            host = Pool(
-                layout=self._sparse[COMPONENT],
-                address=flat.data_ptr(),
-                card=flat.get_device() if on_card else None,
-                host=on_card,
-            )
+            number = flat.get_device() if on_card else None
+            host = Pool(layout=self._sparse[COMPONENT], address=flat.data_ptr(), card=number, host=on_card)
             hot_cache = Cache(flat, host.layout, self._model.architecture, self._model.shard.kv_heads)
             hisparse, capacity = self._config.hisparse, self._capacity
-            self._hot = Hot(self._config, hisparse, capacity, self._model, host, hot_cache, self._marks)
+            self._hot = Hot(self._config, hisparse, capacity, self._model, host, hot_cache, self._spans)
 
     def take(self, flat: Tensor, hbm: Tensor | None = None) -> None:
-        """Decodes out of this memory, which the model's device reads and writes."""
+        """Decodes from this memory, which the model's device reads and writes."""
         assert self._resident is None, "attach is called once"
         near = flat if hbm is None else hbm
         sizes, heads = self._model.architecture, self._model.shard.kv_heads
@@ -139,14 +132,14 @@ class ReferenceDecode:
         assert self._resident is not None, "attach comes before admit"
         self.check(request)
         if request.room in self._rooms:
-            raise ValueError(f"room {request.room:#x} is here already")
+            raise ValueError(f"room {request.room:#x} exists already")
         handoff = Handoff.unpack(aux, len(request.prompt))
         self._check_slots(request, slots)
         hot = self._hot if request.enable_hisparse else None
         landed = self._resident.cache if hot is None else hot.arena
         if hot is not None:
             hot.offer(request.room, slots[COMPONENT], tokens=len(request.prompt), growth=request.sampling.max_tokens)
-        self._rooms[request.room] = _Room(
+        self._rooms[request.room] = _DecodingRoom(
             request=request,
             landed=landed,
             rows=landed.index(slots[COMPONENT], KEY_BLOCK),
@@ -160,43 +153,43 @@ class ReferenceDecode:
     def step(self) -> list[Token | Finished | Broken]:
         self._model.enter()
         if self._rooms:
-            self._marks.anchor()
+            self._spans.anchor()
         if self._hot is not None:
             self._hot.turn()
-        made: list[Token | Finished | Broken] = []
-        running: list[_Room] = []
-        able = (number for number, room in self._rooms.items() if not room.told or self._placed(room))
-        for number in list(islice(able, self._config.batch_max)):
-            # To the end of the queue: every room has its turn.
+        events: list[Token | Finished | Broken] = []
+        running: list[_DecodingRoom] = []
+        ready = (number for number, room in self._rooms.items() if not room.reported or self._placed(room))
+        for number in list(islice(ready, self._config.batch_max)):
+            # Moved to the end of the queue, so that rooms take turns.
             room = self._rooms[number] = self._rooms.pop(number)
-            if (room.told or not self._tell(room, made)) and self._placed(room):
+            if (room.reported or not self._report(room, events)) and self._placed(room):
                 running.append(room)
         if running:
             running.sort(key=lambda room: (room.hot, room.position))
-            name, alone = several([room.request.room for room in running])
-            with self._marks.span("step", name, room=alone):
-                found = self._forward(running)
+            name, alone = span_of([room.request.room for room in running])
+            with self._spans.span("step", name, room=alone):
+                logits = self._forward(running)
             refused = self._hot.refused() if self._hot is not None else ()
-            for room, logits in zip(running, found, strict=True):
-                self._advance(room, logits, made, refused=room.request.room in refused)
-        self._marks.tell()
+            for room, row in zip(running, logits, strict=True):
+                self._advance(room, row, events, refused=room.request.room in refused)
+        self._spans.report()
         if self._hot is not None:
-            self._hot.count(thoroughly=any(isinstance(each, Finished | Broken) for each in made))
-        return made
+            self._hot.count(exact=any(isinstance(each, Finished | Broken) for each in events))
+        return events
 
     def cancel(self, room: int) -> None:
-        self._let(room, drop=True)
+        self._release(room, drop=True)
 
-    def _placed(self, room: _Room) -> bool:
-        """Whether a step may have it."""
+    def _placed(self, room: _DecodingRoom) -> bool:
+        """Whether a step may run the room."""
         return not room.hot or (self._hot is not None and self._hot.placed(room.request.room))
 
-    def _let(self, room: int, *, drop: bool) -> None:
-        """Nothing reads or writes the room's slots from here on."""
+    def _release(self, room: int, *, drop: bool) -> None:
+        """Ends the room. When this returns, nothing reads or writes its slots."""
         if self._rooms.pop(room, None) is None:
             return
         if self._hot is not None:
-            self._hot.let(room, drop=drop)
+            self._hot.release(room, drop=drop)
 
     def _check_slots(self, request: Request, slots: dict[str, NDArray[np.int64]]) -> None:
         layouts = self._layouts_of(request)
@@ -209,13 +202,13 @@ class ReferenceDecode:
             check_slots(own, layouts[name].slots, f"slots of {name}")
 
     def _layouts_of(self, request: Request) -> dict[str, Layout]:
-        """By component, those that such a request has rows of."""
+        """The layouts of the components in which this request has rows."""
         return self._sparse if request.enable_hisparse else self._layouts
 
-    def _forward(self, rooms: list[_Room]) -> NDArray[np.float32]:
-        """One row a room through all layers: each room's last id at its position. (rooms, vocabulary)."""
+    def _forward(self, rooms: list[_DecodingRoom]) -> NDArray[np.float32]:
+        """Logits (rooms, vocabulary) of each room's last id at its position."""
         parts = [
-            Part(
+            StepPart(
                 residency=residency,
                 rooms=[room.request.room for room in own],
                 positions=[room.position for room in own],
@@ -226,47 +219,48 @@ class ReferenceDecode:
             if residency is not None and (own := [room for room in rooms if room.hot == (residency is self._hot)])
         ]
         ids = [room.ids[-1] for room in rooms]
-        logits = self._model.step(Step(ids=ids, parts=parts, index=self._index, marks=self._marks))
+        logits = self._model.step(Step(ids=ids, parts=parts, index=self._index, spans=self._spans))
         if self._hot is not None:
             self._hot.stepped()
-        return Fetched(logits).get().numpy()
+        return Download(logits).get().numpy()
 
     def _advance(
-        self, room: _Room, logits: NDArray[np.float32], made: list[Token | Finished | Broken], *, refused: bool
+        self,
+        room: _DecodingRoom,
+        logits: NDArray[np.float32],
+        events: list[Token | Finished | Broken],
+        *,
+        refused: bool,
     ) -> None:
-        wrong = "the device has no place for what it picked" if refused else ""
+        error = "the device has no place for its picks" if refused else ""
         if not np.isfinite(logits).all():
-            wrong = "the logits are not finite"
-        if wrong:
-            self._let(room.request.room, drop=True)
-            made.append(Broken(room=room.request.room, detail=f"at position {room.position}: {wrong}"))
+            error = "the logits are not finite"
+        if error:
+            self._release(room.request.room, drop=True)
+            events.append(Broken(room=room.request.room, detail=f"at position {room.position}: {error}"))
             return
         room.logits_digest = chain(room.logits_digest, logits)
         room.ids.append(pick(logits, room.request.sampling, len(room.ids)))
-        self._tell(room, made)
+        self._report(room, events)
 
-    def _tell(self, room: _Room, made: list[Token | Finished | Broken]) -> bool:
-        """Reports the last id, and the end if it was the last one; returns whether it was."""
-        room.told = True
+    def _report(self, room: _DecodingRoom, events: list[Token | Finished | Broken]) -> bool:
+        """Reports the last id, and the end if it ends the request. Returns whether it does."""
+        room.reported = True
         number = room.request.room
-        made.append(Token(room=number, index=len(room.ids) - 1, id=room.ids[-1]))
+        events.append(Token(room=number, index=len(room.ids) - 1, id=room.ids[-1]))
         reason = room.end(self._options.eos)
         if reason is None:
             return False
-        made.append(
-            Finished(
-                room=number,
-                reason=reason,
-                tokens_digest=tokens_digest(room.ids),
-                logits_digest=room.logits_digest,
-                kv_digest=self._model.whole_digest(self._digests(room)) if self._model.digests else b"",
-            )
-        )
-        self._let(number, drop=False)
+        kv_digest = self._model.whole_digest(self._digests(room)) if self._model.digests else b""
+        events.append(Finished(
+            room=number, reason=reason, tokens_digest=tokens_digest(room.ids), logits_digest=room.logits_digest,
+            kv_digest=kv_digest,
+        ))  # fmt: skip
+        self._release(number, drop=False)
         return True
 
-    def _digests(self, room: _Room) -> NDArray[np.uint8]:
-        """Of what is kept of the room: by head, then of the index."""
+    def _digests(self, room: _DecodingRoom) -> NDArray[np.uint8]:
+        """Digests of the room's rows: by head, then of the index."""
         heads = room.landed.digests(room.rows[: room.position])
         if self._index is None or room.indexed is None:
             return heads
@@ -274,9 +268,9 @@ class ReferenceDecode:
 
 
 def _flat(memory: memoryview | CardMemory, byte_count: int, device: torch.device) -> Tensor:
-    """Raises ValueError for memory that is not the device's."""
+    """The memory as a flat float32 tensor. Raises ValueError for memory of another device."""
     if isinstance(memory, CardMemory) != (device.type == "cuda"):
         raise ValueError(f"hbm: {type(memory).__name__}, the engine computes on {device}")
     if isinstance(memory, CardMemory):
-        return reached(memory.address, byte_count, device)
+        return device_tensor(memory.address, byte_count, device)
     return torch.frombuffer(memory, dtype=torch.float32, count=byte_count // 4)

@@ -1,8 +1,7 @@
 """Decode steps of the deep model: each request's row attends to all of its keys at once.
 
-On a card a step is hundreds of kernels, which are the CPU's time to launch. So all that differs between two steps of a
-shape, whose requests and positions they are, is in tensors; of a shape that comes often everything is captured, swap-in
-and attention and logits alike, and a step is one launch.
+A step on a card is hundreds of kernels, whose launches take much CPU time. So requests and positions are in tensors,
+and a shape that comes often is captured whole, from swap-in to logits: a step is then one launch.
 """
 
 from __future__ import annotations
@@ -16,33 +15,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import KEY_BLOCK
-from .batch import Batch, Keys, Reading, Whole
+from .attention import KEY_BLOCK, Keys, Reading, RowBatch, Whole
 from .capture import Captures, captured
 from .indexer import IndexCache, IndexerMath, Queries
 from .projection import Layer
-from .residency import Begun, Part, Tables, reach
-from .steps import Own, PickedKeys, Step
-from .stream import Within
+from .steps import BegunStep, Own, PickedKeys, PositionTables, Step, StepPart, reach
+from .stream import CapturedSpan
 
-SHAPES_MAX = 32  # the latest ones
-WORTH = 3  # steps of a shape: a capture takes as long as one or two of them
-KEYS_TOGETHER = 1 << 18  # gathered or scored at once: beyond, memory is what it costs
+SHAPES_MAX = 32  # captured shapes
+WORTH = 3  # steps of a shape before a capture, which costs as much as one or two steps
+KEYS_TOGETHER = 1 << 18  # keys gathered or scored at once; bounds the memory
 
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What a step is told by, beside its shape."""
+    """The tensors that differ between steps of one shape."""
 
     rows: Tensor  # Step.rows
-    begun: list[Begun]  # of each part
-    index: list[Tensor]  # one (requests, 2, n) of the index cache, where there is any
+    begun: list[BegunStep]  # of each part
+    index: list[Tensor]  # with an index, one tensor (requests, 2, n) of its rows
 
     def __iter__(self) -> Iterator[Tensor]:
         return chain((self.rows,), *self.begun, self.index)
 
     def copy(self) -> _Inputs:
-        begun = [Begun(newest.clone(), tables.clone()) for newest, tables in self.begun]
+        begun = [BegunStep(newest.clone(), tables.clone()) for newest, tables in self.begun]
         return _Inputs(self.rows.clone(), begun, [each.clone() for each in self.index])
 
 
@@ -51,23 +48,18 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     inputs: _Inputs
     logits: Tensor
-    spans: list[Within]
+    spans: list[CapturedSpan]
 
 
 class DeepSteps:
-    """`run` takes a batch through the model, to logits of all its rows."""
+    """Runs steps. `run` computes a batch's logits of all rows."""
 
     def __init__(
-        self,
-        run: Callable[[Batch], Tensor],
-        device: torch.device,
-        *,
-        top: int,
-        indexer: IndexerMath | None,
+        self, run: Callable[[RowBatch], Tensor], device: torch.device, *, top: int, indexer: IndexerMath | None,
         graphs: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._run, self._device, self._top, self._indexer = run, device, top, indexer
-        self._tables = Tables()  # of the index
+        self._tables = PositionTables()  # of the index
         self._captures: Captures[_Captured] | None = Captures(SHAPES_MAX, WORTH) if graphs else None
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
 
@@ -75,30 +67,30 @@ class DeepSteps:
         """As Transformer.step."""
         inputs = self._inputs(step)
         if self._captures is None:
-            return self._made(step, inputs)
+            return self._queue(step, inputs)
         shape = _shape(step, inputs)
         if (known := self._captures.get(shape)) is not None:
             for own, given in zip(known.inputs, inputs, strict=True):
                 own.copy_(given)
             known.graph.replay()
-            step.marks.replayed(known.spans, step.parts[-1].rooms)  # hot ones come last, of others nothing is told
+            step.spans.replayed(known.spans, step.parts[-1].rooms)  # hot rooms come last; only they have spans
             return known.logits
         if not self._captures.due(shape):
-            return self._made(step, inputs)
-        with self._captures.aside():
-            logits = self._made(step, inputs)
+            return self._queue(step, inputs)
+        with self._captures.side_stream():
+            logits = self._queue(step, inputs)
             own = inputs.copy()
-            with step.marks.captured() as spans, captured(self._pool) as graph:
-                made = self._made(step, own)
-        self._captures.keep(shape, _Captured(graph, own, made, spans))
+            with step.spans.captured() as spans, captured(self._pool) as graph:
+                result = self._queue(step, own)
+        self._captures.keep(shape, _Captured(graph, own, result, spans))
         return logits
 
     def _inputs(self, step: Step) -> _Inputs:
         index = [] if step.index is None else [self._tables.of(step.index_rows, max(step.positions) + 1)]
         return _Inputs(step.rows(self._device), step.begin(), index)
 
-    def _made(self, step: Step, inputs: _Inputs) -> Tensor:
-        """Queues the step, for whichever requests and positions the inputs say."""
+    def _queue(self, step: Step, inputs: _Inputs) -> Tensor:
+        """Queues the step for the requests and positions in `inputs`."""
         owns, count, positions = step.owns(inputs.begun), len(step.ids), inputs.rows[1]
         if step.index is None or self._indexer is None:
             keys: Keys = _Every(owns[0], positions)
@@ -114,20 +106,20 @@ class DeepSteps:
 
 
 def _shape(step: Step, inputs: _Inputs) -> Hashable:
-    """Steps for which it is equal are the same work."""
+    """Steps with equal shapes are the same work."""
     runs = () if step.index is not None else tuple(run for part in step.parts for run in _runs(part))
     return tuple(part.residency for part in step.parts), tuple(each.shape for each in inputs), runs
 
 
 class _Run(NamedTuple):
-    """Neighbouring rows of a part whose keys are gathered together."""
+    """Neighbouring rows of a part, whose keys are gathered together."""
 
     first: int
     end: int
     width: int  # keys of each
 
 
-def _runs(part: Part) -> list[_Run]:
+def _runs(part: StepPart) -> list[_Run]:
     runs: list[_Run] = []
     at = 0
     for width, group in groupby(reach(position + 1) for position in part.positions):
@@ -139,7 +131,7 @@ def _runs(part: Part) -> list[_Run]:
 
 
 class _Every:
-    """The batch.Keys of a step that attends to all that it may, of which one residency has everything."""
+    """The Keys of a step that attends to all keys, in one residency."""
 
     def __init__(self, own: Own, positions: Tensor) -> None:
         self._own, self._positions = own, positions
@@ -155,27 +147,27 @@ class _Every:
         some = slice(run.first, run.end)
         tables = self._own.tables[some, : run.width]
         absent = _after(self._positions[some], run.width)
-        # What is not there may be anything, also NaN, which no mask undoes.
+        # An unwritten row may hold NaN, which no mask removes.
         rows = torch.where(absent, tables[:, :1], tables)
         return Reading(tiles=Whole(first=run.first, rows=rows, absent=absent), cache=self._own.part.residency.cache)
 
 
-def _scores(index: IndexCache, tables: Tensor, ends: Tensor, layer: int, asked: Queries) -> Tensor:
-    """As indexer.scores, of rows in `tables` (requests, 2, n); bits may depend on what is scored together."""
+def _scores(index: IndexCache, tables: Tensor, ends: Tensor, layer: int, queries: Queries) -> Tensor:
+    """As indexer.scores, for rows in `tables` (requests, 2, n). Bits may depend on the batch."""
     count, _, width = tables.shape
-    found = asked.heads.new_empty(count, width)
+    result = queries.heads.new_empty(count, width)
     together = max(1, KEYS_TOGETHER // width)
     for first in range(0, count, together):
         some = slice(first, min(first + together, count))
         keys, scales = index.read(layer, tables[some].transpose(0, 1).reshape(2, -1))
-        each = asked.heads[some] @ keys.view(-1, width, keys.shape[1]).transpose(1, 2)
-        summed = each.relu_().mul_(asked.shares[some].unsqueeze(-1)).sum(1)
-        torch.mul(summed, scales.view(-1, width), out=found[some])
-    return found.masked_fill_(_after(ends - 1, width), -torch.inf)
+        each = queries.heads[some] @ keys.view(-1, width, keys.shape[1]).transpose(1, 2)
+        summed = each.relu_().mul_(queries.shares[some].unsqueeze(-1)).sum(1)
+        torch.mul(summed, scales.view(-1, width), out=result[some])
+    return result.masked_fill_(_after(ends - 1, width), -torch.inf)
 
 
 def _readings(ends: Tensor, own: Own, picked: Tensor) -> list[Reading]:
-    """Each request's picks in order, and its newest row; that again in whole blocks."""
+    """Each request's picks in order, then its newest row, repeated to whole blocks."""
     top = picked.shape[1]
     rows = own.newest.unsqueeze(1).repeat(1, (top // KEY_BLOCK + 1) * KEY_BLOCK)
     rows[:, :top] = picked
@@ -184,5 +176,5 @@ def _readings(ends: Tensor, own: Own, picked: Tensor) -> list[Reading]:
 
 
 def _after(places: Tensor, width: int) -> Tensor:
-    """Of `width` places those behind each of these, bool (places, width)."""
+    """Which of `width` places are behind each of `places`, bool (places, width)."""
     return torch.arange(width, device=places.device) > places.unsqueeze(1)

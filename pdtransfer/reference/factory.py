@@ -1,6 +1,6 @@
-"""The reference engine: the factory that daemons call, and a single process that generates with nothing transferred.
+"""The reference engine: the factory that daemons call, and generation in a single process without transfers.
 
-`generate_many` is what a disaggregated run is compared with: the same prefill and decode, both on one pool of pages.
+Tests compare disaggregated runs with `generate_many`, which runs the same prefill and decode on one pool of pages.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from numpy.typing import NDArray
 
 from ..engine_api import Broken, DecodeEngine, EngineConfig, Finished, Prefilled, PrefillEngine, Request, Token
 from ..wire import Sampling
-from .architecture import Options
+from .architecture import EngineOptions, Options
 from .decode import ReferenceDecode
 from .description import build_model
+from .model import Transformer
 from .prefill import ReferencePrefill
 
 
 def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
-    """The engine that `config.role` names. Raises ConfigError."""
+    """The engine for `config.role`. Raises ConfigError."""
     options = Options.parse(config.options)
-    model = build_model(config, options)
+    return engine_of(config, options, build_model(config, options))
+
+
+def engine_of(config: EngineConfig, options: EngineOptions, model: Transformer) -> PrefillEngine | DecodeEngine:
+    """The engine for `config.role` with this model."""
     match config.role:
         case "prefill":
             return ReferencePrefill(config, options, model)
@@ -33,7 +38,7 @@ def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One request's outcome, with DESIGN 10's three digests."""
+    """One request's outcome, with digests of its tokens, logits and KV."""
 
     tokens: tuple[int, ...]
     reason: str  # "stop" or "length"
@@ -43,14 +48,14 @@ class Generation:
 
 
 def generate(config: EngineConfig, prompt: NDArray[np.int64], sampling: Sampling) -> Generation:
-    """One request in this process. Raises ValueError for a request that makes no sense or does not fit."""
+    """Runs one request in this process. Raises ValueError for an invalid request or one that does not fit."""
     return generate_many(config, [(prompt, sampling)])[0]
 
 
 def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int64], Sampling]]) -> list[Generation]:
-    """Requests in this process, as many at a time as `config.slots` holds, outcomes in the order of requests.
+    """Runs requests in this process, as many at a time as fit `config.slots`, and returns outcomes in their order.
 
-    `config.role` does not matter, and no other field but `attention`, `options` and `device` changes a bit of it.
+    Only `attention`, `options` and `device` of `config` affect the outcomes.
     """
     options = Options.parse(config.options)
     model = build_model(config, options)
@@ -77,12 +82,9 @@ def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int6
                 case Finished(room=room):
                     prefill.free(room)
                     outcomes[room] = Generation(
-                        tokens=tuple(tokens[room]),
-                        reason=event.reason,
-                        tokens_digest=event.tokens_digest,
-                        logits_digest=event.logits_digest,
-                        kv_digest=event.kv_digest,
-                    )
+                        tokens=tuple(tokens[room]), reason=event.reason, tokens_digest=event.tokens_digest,
+                        logits_digest=event.logits_digest, kv_digest=event.kv_digest,
+                    )  # fmt: skip
                 case Broken(room=room, detail=detail):
                     raise RuntimeError(f"request {room}: {detail}")
                 case _:

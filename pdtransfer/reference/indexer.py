@@ -1,8 +1,8 @@
-"""Which tokens a decode step attends to: a key a token and group of layers, scored by a few small heads, top-k picked.
+"""Picks the tokens that a decode step attends to, as in DeepSeek's sparse attention.
 
-The shape of DeepSeek's sparse attention: scores are sums over heads of relu(query . key), each times a weight of the
-row's own; keys are float8 with a scale a token. Rule: a row's picks depend on its own scores alone, ties going to the
-lower position, and so do a score's bits.
+Each token has one key for each group of layers, float8 with a scale. A score is the sum over a few small heads of
+relu(query . key) times the row's weight of the head, and a row attends to its top-k tokens. Rule: a row's picks, and
+the bits of its scores, depend only on its own scores; ties go to the lower position.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from ..layout.layout import Layout, Plane
 from .architecture import DIGEST_BYTES, INDEX_DIM, INDEX_HEADS
 from .attention import KEY_BLOCK
 from .numerics import Rope, linear, products, rms_norm
-from .sending import sent
+from .stream import upload
 
 _FLOAT8_MAX = 448.0
 _SCALE_MIN = 2.0**-64  # of a row of zeros
-_BLOCKS_TOGETHER = 32  # whose keys, as float32, stay in the core's cache
+_BLOCKS_TOGETHER = 32  # their keys, as float32, stay in the CPU's cache
 _DIGEST_ROWS = 4_096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queries:
-    """Of n rows: (n, INDEX_HEADS, INDEX_DIM), and each head's weight (n, INDEX_HEADS)."""
+    """Queries of n rows, (n, INDEX_HEADS, INDEX_DIM), and the heads' weights (n, INDEX_HEADS)."""
 
     heads: Tensor
     shares: Tensor
 
 
 class IndexCache:
-    """Views of one flat float32 tensor by an index component's layout; rows of a plane are named by `index`."""
+    """Views of one flat float32 tensor by an index component's layout. `index` converts slots to rows."""
 
     def __init__(self, flat: Tensor, layout: Layout) -> None:
         self._page_size, self._device = layout.page_size, flat.device
@@ -51,13 +51,13 @@ class IndexCache:
         self._values = every.view(torch.float8_e4m3fn).to(torch.float32).to(flat.device)
 
     def index(self, slots: NDArray[np.int64], multiple: int) -> Tensor:
-        """Slots int64 (n,) -> int64 (2, n): rows of the keys, rows of the scales; filled up with the first one."""
+        """Slots int64 (n,) -> int64 (2, n): rows of the keys, rows of the scales; padded with the first slot."""
         pages, rows = np.divmod(np.pad(slots, (0, -len(slots) % multiple), constant_values=slots[0]), self._page_size)
         both = [pages * self._steps[kind][0] + rows * self._steps[kind][1] for kind in ("index", "scale")]
-        return sent(torch.as_tensor(np.stack(both)), self._device)
+        return upload(torch.as_tensor(np.stack(both)), self._device)
 
     def write(self, layer: int, index: Tensor, keys: Tensor) -> None:
-        """Float32 keys (n, INDEX_DIM) to rows (2, n), as float8."""
+        """Writes float32 keys (n, INDEX_DIM) to rows (2, n), as float8."""
         scales = (keys.abs().amax(-1, keepdim=True) / _FLOAT8_MAX).clamp_min(_SCALE_MIN)
         small = (keys / scales).clamp(-_FLOAT8_MAX, _FLOAT8_MAX).to(torch.float8_e4m3fn)
         self._planes["index", layer].index_copy_(0, index[0], small.view(torch.uint8))
@@ -71,7 +71,7 @@ class IndexCache:
         return keys, scales.view(torch.float32).view(-1)
 
     def digest(self, index: Tensor) -> NDArray[np.uint8]:
-        """Of the rows' bytes by (layer, kind, position), uint8 (DIGEST_BYTES,)."""
+        """The digest of the rows' bytes by (layer, kind, position), uint8 (DIGEST_BYTES,)."""
         digest = blake2b(digest_size=DIGEST_BYTES)
         for layer in self.layers:
             for at, kind in enumerate(("index", "scale")):
@@ -82,19 +82,19 @@ class IndexCache:
 
 
 class IndexerMath(Protocol):
-    """The arithmetic; holds no state of any request. Row counts are multiples of numerics.BLOCK_ROWS."""
+    """The arithmetic, without any request's state. Row counts are multiples of numerics.BLOCK_ROWS."""
 
     def keys(self, layer: dict[str, Tensor], x: Tensor, positions: Tensor) -> Tensor:
         """(n, width) -> float32 (n, INDEX_DIM)."""
         ...
 
     def queries(self, layer: dict[str, Tensor], x: Tensor, positions: Tensor) -> Queries:
-        """Float32, of each row."""
+        """The float32 queries of each row."""
         ...
 
 
 class Indexer:
-    """That of the model whose bits are the same in any batch."""
+    """The IndexerMath whose bits are the same in any batch."""
 
     def __init__(self, positions: int, device: torch.device) -> None:
         self._rope = Rope(positions=positions, dim=INDEX_DIM, device=device)
@@ -108,15 +108,15 @@ class Indexer:
 
 
 def scores(queries: Queries, cache: IndexCache, layer: int, indices: Sequence[Tensor], lengths: list[int]) -> Tensor:
-    """Each row's scores of its request's first positions, (rows, most of `lengths`), -inf from its own length on.
+    """Scores of each request's first positions, (rows, max(lengths)), with -inf from the request's length on.
 
-    `indices`: each request's cache rows (2, whole key blocks). A block's products have one shape wherever it stands.
+    `indices` are each request's cache rows (2, whole key blocks). All blocks' products have the same shape.
     """
     counts = [-(-length // KEY_BLOCK) for length in lengths]
     device = queries.heads.device
-    owner = sent(torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)), device)
+    owner = upload(torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)), device)
     rows = torch.cat([each[:, : count * KEY_BLOCK] for each, count in zip(indices, counts, strict=True)], dim=1)
-    found = queries.heads.new_empty(len(owner), KEY_BLOCK)
+    values = queries.heads.new_empty(len(owner), KEY_BLOCK)
     for first in range(0, len(owner), _BLOCKS_TOGETHER):
         own = owner[first : first + _BLOCKS_TOGETHER]
         keys, scales = cache.read(layer, rows[:, first * KEY_BLOCK : (first + len(own)) * KEY_BLOCK])
@@ -126,31 +126,31 @@ def scores(queries: Queries, cache: IndexCache, layer: int, indices: Sequence[Te
         summed = each[:, 0]
         for head in range(1, INDEX_HEADS):
             summed = summed + each[:, head]
-        found[first : first + len(own)] = summed * scales.view(len(own), KEY_BLOCK)
-    whole = found.new_full((len(counts), max(counts) * KEY_BLOCK), -torch.inf)
+        values[first : first + len(own)] = summed * scales.view(len(own), KEY_BLOCK)
+    whole = values.new_full((len(counts), max(counts) * KEY_BLOCK), -torch.inf)
     first = 0
     for row, count in enumerate(counts):
-        whole[row, : count * KEY_BLOCK] = found[first : first + count].view(-1)
+        whole[row, : count * KEY_BLOCK] = values[first : first + count].view(-1)
         first += count
     whole = whole[:, : max(lengths)]
-    places, ends = torch.arange(max(lengths), device=device), sent(torch.tensor(lengths), device)
+    places, ends = torch.arange(max(lengths), device=device), upload(torch.tensor(lengths), device)
     return whole.masked_fill_(places >= ends.unsqueeze(1), -torch.inf)
 
 
-def pick_top(found: Tensor, top: int) -> Tensor:
-    """Scores (rows, n), -inf for no position -> the positions of the `top` highest, int64 (rows, top), ascending; of
-    equal ones the lower positions; -1 where there are no more. What is not a number counts as the highest.
+def pick_top(values: Tensor, top: int) -> Tensor:
+    """Scores (rows, n), with -inf for no position -> the positions of the `top` highest, int64 (rows, top), ascending.
 
-    Only the value of the last one picked is asked of torch.topk, whose choice among equals is not the same everywhere.
+    Ties go to the lower position, missing positions are -1, and NaN counts as the highest score. torch.topk supplies
+    only the lowest picked value, since its choice among equal values differs between devices.
     """
-    rows, count = found.shape
-    found = found.masked_fill(found.isnan(), torch.inf)
-    least = found.topk(min(top, count), sorted=False).values.amin(-1, keepdim=True)
-    above, level = found > least, (found == least) & (found > -torch.inf)
+    rows, count = values.shape
+    values = values.masked_fill(values.isnan(), torch.inf)
+    least = values.topk(min(top, count), sorted=False).values.amin(-1, keepdim=True)
+    above, level = values > least, (values == least) & (values > -torch.inf)
     chosen = above | (level & (level.cumsum(-1) <= top - above.sum(-1, keepdim=True)))
     places = torch.where(chosen, chosen.cumsum(-1) - 1, top)
-    picks = torch.full((rows, top + 1), -1, dtype=torch.int64, device=found.device)
-    picks.scatter_(1, places, torch.arange(count, device=found.device).expand(rows, -1))
+    picks = torch.full((rows, top + 1), -1, dtype=torch.int64, device=values.device)
+    picks.scatter_(1, places, torch.arange(count, device=values.device).expand(rows, -1))
     return picks[:, :top]
 
 
@@ -159,12 +159,12 @@ def _unit(plane: Plane) -> int:
 
 
 def _steps(plane: Plane) -> tuple[int, int]:
-    """How many rows of its view lie between two pages, and between two slots of a page."""
+    """Rows of the view between two pages, and between two slots of a page."""
     return plane.page_stride // _unit(plane), plane.row_stride // _unit(plane)
 
 
 def _view(held: Tensor, plane: Plane) -> Tensor:
-    """The plane as (units, row bytes), as cache.Cache sees its own."""
+    """The plane as (units, row bytes), as in cache.Cache."""
     unit = _unit(plane)
     return held.as_strided(
         (1 + (held.numel() - plane.base - plane.row_bytes) // unit, plane.row_bytes), (unit, 1), plane.base

@@ -1,4 +1,4 @@
-"""The reference transformer: one forward pass for prefill and decode alike, which reads its keys from the cache."""
+"""The reference transformer: one forward pass for prefill and decode, which reads its keys from the cache."""
 
 from __future__ import annotations
 
@@ -12,25 +12,22 @@ from torch import Tensor
 
 from ..engine_api import Alone, Group
 from ..wire import Ranks
-from .architecture import DIGEST_BYTES, Architecture, Weights
-from .attention import Tiles, attend
-from .batch import Batch
+from .architecture import DIGEST_BYTES, Architecture, Shard, Weights
+from .attention import RowBatch, Tiles, attend
 from .cache import Cache
 from .indexer import Indexer, IndexerMath
 from .numerics import Rope, linear, rms_norm, silu, single_threaded
 from .projection import GroupedProjection, LatentProjection, Projection
-from .sending import sent
-from .shard import Shard
 from .steps import Step, folded_keys
-from .stream import Fetched
+from .stream import Download, upload
 
-_INDEX = -1  # among heads: what every rank has of the index
+_INDEX = -1  # stands for the index among heads
 
 
 class Transformer(Protocol):
-    """What prefill and decode drive: weights and a forward pass, which hold no state of any request.
+    """Weights and a forward pass without any request's state.
 
-    Row counts are multiples of BLOCK_ROWS. On a card nothing but `whole_digest` waits for it.
+    Row counts are multiples of BLOCK_ROWS. Only `whole_digest` waits for a card.
     """
 
     architecture: Architecture
@@ -39,19 +36,19 @@ class Transformer(Protocol):
     shard: Shard
     indexer: IndexerMath | None
     digest: bytes  # of the architecture and every weight
-    digests: bool  # whether who ends a request digests its KV
-    tiles_together: int  # of a prompt, in one Tiles
+    digests: bool  # whether a request's KV is digested at its end
+    tiles_together: int  # a prompt's tiles in one Tiles
 
     def enter(self) -> None:
-        """Makes the calling thread compute as this model has to."""
+        """Prepares the calling thread to compute for this model."""
         ...
 
-    def embed(self, batch: Batch) -> Tensor:
+    def embed(self, batch: RowBatch) -> Tensor:
         """(rows,) ids -> (rows, width)."""
         ...
 
-    def layers(self, x: Tensor, batch: Batch, first: int, end: int) -> Tensor:
-        """Layers [first, end) over (rows, width); each writes its rows' keys before any row attends."""
+    def layers(self, x: Tensor, batch: RowBatch, first: int, end: int) -> Tensor:
+        """Layers [first, end) over (rows, width). Each layer writes its rows' keys before any row attends."""
         ...
 
     def logits(self, x: Tensor) -> Tensor:
@@ -59,27 +56,26 @@ class Transformer(Protocol):
         ...
 
     def step(self, step: Step) -> Tensor:
-        """Decode's: float32 (requests, vocabulary), good until the next call."""
+        """A decode step: float32 logits (requests, vocabulary), valid until the next call."""
         ...
 
     def whole_digest(self, own: NDArray[np.uint8]) -> bytes:
-        """Of all heads' digests, from every rank's own (heads, DIGEST_BYTES), and of the index's, which follows them
-        where there is one."""
+        """Digests all ranks' digests. `own` (heads, DIGEST_BYTES) are this rank's heads, then the index if any."""
         ...
 
 
 class Model:
-    """The Transformer whose bits depend on nothing but a row and what it attends to."""
+    """The Transformer whose bits depend only on a row and the keys it attends to."""
 
     digests = True
-    tiles_together = 4  # of 64 query rows: what they share of a key block stays in the core's cache
+    tiles_together = 4  # of 64 query rows: the key block that they share stays in the CPU's cache
 
     def __init__(self, architecture: Architecture, device: torch.device, group: Group | None = None) -> None:
         self.architecture, self.device = architecture, device
         self.group: Group = group or Alone()
         self.shard = Shard.of(architecture, self.group.ranks)
         self.weights = Weights.draw(architecture, device).of_layers(self.shard.layers)
-        # Padding in a prompt's last tile has positions past the prompt's end.
+        # Padding in a prompt's last tile has positions after the prompt's end.
         positions = architecture.context_tokens + 64
         self.digest = self.weights.digest
         self.indexer: IndexerMath | None = Indexer(positions, device) if architecture.top_k else None
@@ -92,17 +88,14 @@ class Model:
                 self._projection = GroupedProjection(architecture, self.shard, rope)
 
     def enter(self) -> None:
-        """Makes the calling thread compute as this model has to: with one thread of the CPU, on its own card."""
         single_threaded()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def embed(self, batch: Batch) -> Tensor:
-        """(rows,) ids -> (rows, width)."""
+    def embed(self, batch: RowBatch) -> Tensor:
         return self.weights.embedding[batch.ids]
 
-    def layers(self, x: Tensor, batch: Batch, first: int, end: int) -> Tensor:
-        """Layers [first, end) over (rows, width); each writes its rows' keys before any row attends."""
+    def layers(self, x: Tensor, batch: RowBatch, first: int, end: int) -> Tensor:
         for number in range(first, end):
             weights = self.weights.layers[number]
             hidden = rms_norm(x)
@@ -116,7 +109,6 @@ class Model:
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """(rows, width) -> (rows, vocabulary); rows is a multiple of BLOCK_ROWS."""
         return linear(rms_norm(x), self.weights.head)
 
     def step(self, step: Step) -> Tensor:
@@ -127,21 +119,19 @@ class Model:
         return self.logits(hidden)[: len(step.ids)]
 
     def whole_digest(self, own: NDArray[np.uint8]) -> bytes:
-        """Replicas that differ spoil it."""
-        held: dict[int, set[bytes]] = {}
+        digests: dict[int, set[bytes]] = {}  # of each head; replicas that differ change the result
         for rank, part in enumerate(self.group.gather(own)):
             shard = Shard.of(self.architecture, Ranks(tp_rank=rank, tp_size=self.group.ranks.tp_size))
             names = [*shard.kv_heads, *((_INDEX,) if self.indexer else ())]
             for head, digest in zip(names, part, strict=True):
-                held.setdefault(head, set()).add(digest.tobytes())
-        every = b"".join(digest for head in sorted(held) for digest in sorted(held[head]))
+                digests.setdefault(head, set()).add(digest.tobytes())
+        every = b"".join(digest for head in sorted(digests) for digest in sorted(digests[head]))
         return blake2b(every, digest_size=DIGEST_BYTES).digest()
 
-    def _attend(self, query: Tensor, batch: Batch, layer: int) -> Tensor:
+    def _attend(self, query: Tensor, batch: RowBatch, layer: int) -> Tensor:
         """(rows, own heads, key_dim) -> (rows, own heads, value_dim), zero for rows after the last tile.
 
-        A rank that has only some of the heads that share keys computes the others as zeros: bits depend on a tile's
-        height.
+        Bits depend on a tile's height, so a rank with some of the heads that share keys pads with zeros for the others.
         """
         rows, own, _ = query.shape
         heads, group = len(self.shard.kv_heads), self.architecture.query_heads // self.architecture.cache_heads
@@ -171,6 +161,6 @@ class Model:
     def _all_heads(self, own: Tensor) -> Tensor:
         """(rows, own heads, head_dim) -> (rows, all heads * head_dim)."""
         if self.group.ranks.tp_size > 1:
-            parts = self.group.gather(np.ascontiguousarray(Fetched(own).get().numpy()))
-            own = torch.cat([sent(torch.as_tensor(part), self.device) for part in parts], dim=1)
+            parts = self.group.gather(np.ascontiguousarray(Download(own).get().numpy()))
+            own = torch.cat([upload(torch.as_tensor(part), self.device) for part in parts], dim=1)
         return own.reshape(len(own), -1)

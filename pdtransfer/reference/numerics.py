@@ -1,9 +1,9 @@
-"""The arithmetic of the reference model; rule: no row's result may depend on how many rows share a call.
+"""The arithmetic of the reference model. Rule: a row's result must not depend on how many rows share a call.
 
-Matrix products run in zero-padded blocks of BLOCK_ROWS rows, since a library picks its order of summation by shape.
-On a card so do sums, and batches of products: it takes those apart. Even so equal bits need equal processors: the
-library picks its code by instruction set, too.
-Elementwise functions run over whole vectors, since the scalar code for a tail rounds differently from the vector code.
+Matrix products run in zero-padded blocks of BLOCK_ROWS rows, since a library chooses its order of summation by shape.
+On a card sums and batched products are split for the same reason. Equal bits still need equal processors, since the
+library also chooses its code by instruction set. Elementwise functions run over whole vectors, since the scalar code
+for a tail rounds differently.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _EPSILON = 1e-6
 
 
 def single_threaded() -> None:
-    """Makes torch use one thread on the calling thread: with more, the split of the work would depend on its size."""
+    """Limits torch to one thread in the calling thread: otherwise the split of work would depend on its size."""
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
 
 
 def first_product(device: torch.device) -> None:
-    """Has libraries make what they keep of the calling thread: on a card its first product waits 20-70 ms for that."""
+    """Makes libraries create their state for the calling thread, for which the first product on a card would wait."""
     if device.type == "cuda":
         for dtype in (torch.float32, torch.bfloat16):
             square = torch.zeros(BLOCK_ROWS, BLOCK_ROWS, dtype=dtype, device=device)
@@ -38,7 +38,7 @@ def block_up(rows: int) -> int:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """(rows, k) @ (k, n); rows is a multiple of BLOCK_ROWS."""
+    """(rows, k) @ (k, n). rows is a multiple of BLOCK_ROWS."""
     rows = x.shape[0]
     assert rows % BLOCK_ROWS == 0, rows
     product = x.new_empty(rows, weight.shape[1])
@@ -48,12 +48,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Rows of unit root mean square; (rows, k), rows is a multiple of BLOCK_ROWS."""
+    """Scales rows (rows, k) to unit root mean square. rows is a multiple of BLOCK_ROWS."""
     return x * torch.rsqrt(total(x * x) / x.shape[-1] + _EPSILON)
 
 
 def total(x: Tensor) -> Tensor:
-    """(..., k) -> (..., 1); on a card by halves, in one order whatever the shape: k is a power of two there."""
+    """(..., k) -> (..., 1). On a card it sums by halves, in an order independent of the shape; k is a power of two."""
     if not x.is_cuda:
         return x.sum(-1, keepdim=True)
     while (k := x.shape[-1]) > 1:
@@ -63,7 +63,7 @@ def total(x: Tensor) -> Tensor:
 
 
 def products(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """(n, a, k) @ (n, k, b) to (n, a, b); on a card one by one."""
+    """(n, a, k) @ (n, k, b) -> (n, a, b); on a card one product at a time."""
     if not left.is_cuda:
         torch.bmm(left, right, out=out)
         return
@@ -79,7 +79,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def exp2(x: Tensor) -> Tensor:
-    """2 ** x, over whole vectors. Unlike exp it does not slow down for -inf."""
+    """2 ** x, over whole vectors. Unlike exp it is not slower for -inf."""
     count = x.numel()
     whole = -(-count // VECTOR) * VECTOR
     if whole == count:
@@ -90,7 +90,7 @@ def exp2(x: Tensor) -> Tensor:
 
 
 class Rope:
-    """Rotary embedding at absolute positions below `positions`; `dim` is even, float32 tables from float64 angles."""
+    """Rotary embedding at absolute positions below `positions`: float32 tables from float64 angles. `dim` is even."""
 
     def __init__(self, *, positions: int, dim: int, device: torch.device) -> None:
         frequency = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -103,7 +103,10 @@ class Rope:
         return self._cos[positions].unsqueeze(1).to(dtype), self._sin[positions].unsqueeze(1).to(dtype)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x (rows, heads, dim), positions int64 (rows,). Product and sum are separate ops: a fused one rounds once."""
+        """Rotates x (rows, heads, dim) at positions int64 (rows,).
+
+        Products and sums are separate operations, since a fused operation rounds once.
+        """
         cos, sin = self.at(positions, torch.float32)
         low, high = x.chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)

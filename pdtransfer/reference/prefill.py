@@ -1,6 +1,6 @@
 """The prefill side of the reference model: chunks of prompts into a paged pool, cell by cell.
 
-It attends to every key also where decode will pick: with `top_k` it only computes the index's keys besides.
+Prefill attends to every key, even if decode will pick: with `top_k` it also computes the index's keys.
 """
 
 from __future__ import annotations
@@ -19,36 +19,44 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..engine_api import Broken, CardMemory, Computed, EngineCard, EngineConfig, Event, Prefilled, Request, SharedMemory
+from ..engine_api import (
+    Broken,
+    CardMemory,
+    Computed,
+    EngineConfig,
+    EngineDescription,
+    Event,
+    Prefilled,
+    Request,
+    SharedMemory,
+)
 from ..errors import WorldError
 from ..layout.layout import expand_pages
-from ..memory.available_memory import headroom
+from ..memory.available_memory import available_memory
 from ..wire import Ranks
-from .architecture import EngineOptions
-from .attention import KEY_BLOCK, Tiles, causal_bias
-from .batch import Batch, EveryKey, Keys
-from .cache import Cache, Pages
-from .description import COMPONENT, INDEX, build_card, check_request
+from .architecture import EngineOptions, Shard
+from .attention import KEY_BLOCK, EveryKey, Keys, RowBatch, Tiles, causal_bias
+from .cache import Cache, FreePages
+from .description import COMPONENT, INDEX, check_request, describe
 from .indexer import IndexCache
 from .model import Transformer
 from .numerics import BLOCK_ROWS, block_up, first_product
 from .projection import Layer
-from .sampling import Handoff, chain
-from .sampling import pick as picked
-from .sending import sent
-from .shard import Shard
-from .stream import Fetched, Marks, passed
+from .sampling import Handoff, chain, pick
+from .stream import DeviceSpans, Download, upload, wait_event
 
-# fcntl's own names for these come with Python 3.13.
-_F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4 | 0x10  # seals, shrinking, growing, writing by mappings yet to come
-AHEAD_MAX = 8  # cells that are queued on a card: a full queue of launches would hold up every other thread's
+# fcntl has names for these from Python 3.13 on.
+_F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4 | 0x10  # further seals, shrinking, growing, writing by later mappings
+AHEAD_MAX = 8  # cells that are queued on a card: a full launch queue would block other threads' launches
 
 
 @dataclass(slots=True)
-class _Room:
-    """A prompt on its way: rows [0, done) are in the pool in every layer of this stage, rows [done, end) in those
-    below `layer`. The chunk [done, end) takes the same `turns` of every stage, so that all stages agree on what is
-    computed when; the first stage divides its layers among them, the others compute when it has ended."""
+class _PromptRoom:
+    """A prompt in progress. The pool has rows [0, done) in all layers of this stage, and [done, end) below `layer`.
+
+    The chunk [done, end) takes the same number of `turns` on every stage, so that all stages compute in one order. The
+    first stage divides its layers among the turns; the others compute in the last turn.
+    """
 
     request: Request
     pages: dict[str, NDArray[np.int64]]
@@ -58,7 +66,7 @@ class _Room:
     end: int = 0
     turns: int = 0
     layer: int = 0
-    batch: Batch | None = None
+    batch: RowBatch | None = None
     hidden: Tensor | None = None
 
     @property
@@ -68,14 +76,14 @@ class _Room:
 
 @dataclass(slots=True)
 class _Pick:
-    """A prompt whose last row's logits are on their way."""
+    """A prompt whose last row's logits are being copied to the CPU."""
 
     request: Request
-    logits: Fetched
+    logits: Download
 
 
 class _IndexedKeys:
-    """Every key, and besides each row's key of the index, for the decode steps to come."""
+    """Every key, and the index's key of each row, which decode steps read."""
 
     def __init__(
         self, every: EveryKey, model: Transformer, cache: IndexCache, targets: Tensor, positions: Tensor, own: slice
@@ -92,52 +100,52 @@ class _IndexedKeys:
 
 
 class ReferencePrefill:
-    """A base.PrefillEngine. The oldest room and the one with the least left take turns.
+    """A PrefillEngine. The oldest room and the room with the fewest remaining tokens take turns.
 
-    So a short prompt waits for one chunk of a long one, and a long one gets half of the time at the least.
+    So a short prompt waits for one chunk of a long prompt, and a long prompt gets at least half of the time.
     """
 
     def __init__(self, config: EngineConfig, options: EngineOptions, model: Transformer) -> None:
         self._config, self._options, self._model = config, options, model
-        self._card = build_card(config, model, options)
+        self._description = describe(config, model, options)
         ranks = config.group.ranks
         self._first, self._last = ranks.pp_rank == 0, ranks.pp_rank == ranks.pp_size - 1
         opening = Shard.of(model.architecture, replace(ranks, pp_rank=0)).layers
         self._turns = -(-len(opening) // options.layers_per_cell) if options.layers_per_cell else 1
-        elements = self._card.memory_bytes // 4
+        elements = self._description.memory_bytes // 4
         if model.device.type == "cuda":
             self._flat = torch.zeros(elements, dtype=torch.float32, device=model.device)
-            torch.cuda.current_stream(model.device).synchronize()  # others read it in streams of their own
-        else:  # torch.zeros would touch every page of a pool that may never be full
-            self._shared = _shared(self._card.memory_bytes, self)
+            torch.cuda.current_stream(model.device).synchronize()  # other streams read it
+        else:  # torch.zeros would touch every page of the pool
+            self._shared = _shared_memory(self._description.memory_bytes, self)
             self._flat = torch.frombuffer(self._shared.view, dtype=torch.float32, count=elements)
-        layouts = {component.name: component.layout for component in self._card.components}
+        layouts = {component.name: component.layout for component in self._description.components}
         self._cache = Cache(self._flat, layouts[COMPONENT], model.architecture, model.shard.kv_heads)
         self._index = IndexCache(self._flat, layouts[INDEX]) if INDEX in layouts else None
         self._pages = {
-            name: Pages(count=layout.slots // layout.page_size, page_size=layout.page_size)
+            name: FreePages(count=layout.slots // layout.page_size, page_size=layout.page_size)
             for name, layout in layouts.items()
         }
-        self._marks = Marks(config.spans, model.device)
-        self._ahead: deque[Event] = deque()  # of cells that the card may not have computed yet
-        self._picks: deque[_Pick] = deque()  # of prompts that are computed, or queued
+        self._spans = DeviceSpans(config.spans, model.device)
+        self._ahead: deque[Event] = deque()  # of cells that the card may still compute
+        self._picks: deque[_Pick] = deque()  # of prompts that are computed or queued
         self._held: dict[int, dict[str, NDArray[np.int64]]] = {}
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, _PromptRoom] = {}
         self._turn = 0
 
     @property
-    def card(self) -> EngineCard:
-        return self._card
+    def card(self) -> EngineDescription:
+        return self._description
 
     @property
     def flat(self) -> Tensor:
-        """The pool, for who decodes out of it in this process."""
+        """The pool, for a decode engine in this process."""
         return self._flat
 
     @property
     def pool(self) -> SharedMemory | CardMemory:
         if self._flat.is_cuda:
-            number, byte_count = self._flat.get_device(), self._card.memory_bytes
+            number, byte_count = self._flat.get_device(), self._description.memory_bytes
             return CardMemory(card=number, address=self._flat.data_ptr(), byte_count=byte_count)
         return self._shared
 
@@ -151,18 +159,18 @@ class ReferencePrefill:
 
     @property
     def telling(self) -> bool:
-        """Whether spans of what was computed are still to be told: they are once no room has pages, since the loop has
-        its last rows to send before, and would wait for the interpreter."""
-        return self._marks.pending
+        """Whether spans must still be reported. They are reported once no room has pages: the writer first sends its
+        last rows, which reporting would delay."""
+        return self._spans.pending
 
     def admit(self, request: Request) -> bool:
         return self.admit_with_growth(request, 0) is not None
 
     def admit_with_growth(self, request: Request, growth: int) -> dict[str, NDArray[np.int64]] | None:
-        """As `admit`, with pages for `growth` more tokens for who decodes out of this pool; returns every slot."""
+        """As `admit`, with pages for `growth` more tokens for decode from this pool. Returns slots by component."""
         check_request(request, self._model.architecture)
         if request.room in self._held:
-            raise ValueError(f"room {request.room:#x} is here already")
+            raise ValueError(f"room {request.room:#x} exists already")
         tokens = len(request.prompt) + growth
         if tokens > self._config.slots:
             raise ValueError(f"{tokens} tokens, the pool has {self._config.slots} slots")
@@ -171,27 +179,27 @@ class ReferencePrefill:
             self._give(pages)
             return None
         if self.idle:
-            self._marks.anchor()
+            self._spans.anchor()
         self._held[request.room] = pages
         slots = {name: expand_pages(own, self._pages[name].page_size, tokens) for name, own in pages.items()}
         index = self._cache.index(slots[COMPONENT][: len(request.prompt)], KEY_BLOCK).view(-1, KEY_BLOCK)
         indexed = self._index.index(slots[INDEX][: len(request.prompt)], 1) if self._index else None
-        self._rooms[request.room] = _Room(request=request, pages=pages, index=index, indexed=indexed)
+        self._rooms[request.room] = _PromptRoom(request=request, pages=pages, index=index, indexed=indexed)
         return slots
 
     @torch.inference_mode()
     def step(self) -> list[Computed | Prefilled | Broken]:
         self._model.enter()
-        made = self._advance() if self._rooms else []
-        # Only who has nothing else to do, or to say, waits for the card.
-        while self._picks and (self._picks[0].logits.here or not (self._rooms or made)):
-            made.append(self._picked(self._picks.popleft()))
+        events = self._advance() if self._rooms else []
+        # Waits for the card only if there is nothing else to compute or to report.
+        while self._picks and (self._picks[0].logits.ready or not (self._rooms or events)):
+            events.append(self._first_token(self._picks.popleft()))
         if not self._held:
-            self._marks.tell()
-        return made
+            self._spans.report()
+        return events
 
     def _advance(self) -> list[Computed | Prefilled | Broken]:
-        """The next cells of whose turn it is."""
+        """Computes the next cells of the room whose turn it is."""
         self._turn += 1
         oldest = next(iter(self._rooms.values()))
         room = oldest if self._turn % 2 else min(self._rooms.values(), key=lambda room: room.left)
@@ -204,17 +212,17 @@ class ReferencePrefill:
         if not (self._first or ends):
             return []
         if room.hidden is None:
-            room.hidden = self._model.embed(room.batch) if self._first else self._taken_over(room.batch)
-        made: list[Computed | Prefilled | Broken] = [*self._compute(room)]
+            room.hidden = self._model.embed(room.batch) if self._first else self._from_previous_stage(room.batch)
+        events: list[Computed | Prefilled | Broken] = [*self._compute(room)]
         while ends and room.layer < self._model.shard.layers.stop:
-            made += self._compute(room)
+            events += self._compute(room)
         if ends:
             hidden, room.hidden, room.batch, room.turns, room.done = room.hidden, None, None, 0, room.end
             if not self._last:
-                self._config.group.hand_on(Fetched(hidden).get().numpy())
+                self._config.group.hand_on(Download(hidden).get().numpy())
             if room.left == 0:
-                made += self._finish(room, hidden)
-        return made
+                events += self._finish(room, hidden)
+        return events
 
     def cancel(self, room: int) -> None:
         self._rooms.pop(room, None)
@@ -228,13 +236,13 @@ class ReferencePrefill:
         for name, own in pages.items():
             self._pages[name].give(own)
 
-    def _compute(self, room: _Room) -> list[Computed]:
-        """The next cells, one of each component: the room's chunk through the next layers."""
+    def _compute(self, room: _PromptRoom) -> list[Computed]:
+        """Computes the room's chunk through the next layers. Returns one cell for each component."""
         assert room.batch is not None
         assert room.hidden is not None
         first, end = room.layer, self._model.shard.layers.stop
         room.layer = min(end, first + self._options.layers_per_cell) if self._options.layers_per_cell else end
-        with self._marks.span("compute", f"rows {room.done}-{room.end}", room=room.request.room, layer=first):
+        with self._spans.span("compute", f"rows {room.done}-{room.end}", room=room.request.room, layer=first):
             room.hidden = self._model.layers(room.hidden, room.batch, first, room.layer)
         after = self._event()
         cells = [(COMPONENT, (first, room.layer))]
@@ -253,24 +261,24 @@ class ReferencePrefill:
         ]
 
     def _event(self) -> Event | None:
-        """Fires when all that was computed so far is in the pool."""
+        """Fires when everything computed so far is in the pool."""
         if not self._flat.is_cuda:
             return None
         event = torch.cuda.Event()
         event.record()
         self._ahead.append(event)
         if len(self._ahead) > AHEAD_MAX:
-            passed(self._ahead.popleft())
+            wait_event(self._ahead.popleft())
         return event
 
-    def _taken_over(self, batch: Batch) -> Tensor:
-        """What the stage before has made of the chunk."""
+    def _from_previous_stage(self, batch: RowBatch) -> Tensor:
+        """The previous stage's hidden rows of the chunk."""
         hidden = np.empty((len(batch.ids), self._model.architecture.width), np.float32)
         self._config.group.take_over(hidden)
-        return sent(torch.as_tensor(hidden), self._model.device)
+        return upload(torch.as_tensor(hidden), self._model.device)
 
-    def _batch(self, room: _Room) -> Batch:
-        """Rows [done, end) at their places in tiles that lie at multiples of BLOCK_ROWS of the prompt."""
+    def _batch(self, room: _PromptRoom) -> RowBatch:
+        """Rows [done, end), in tiles that begin at multiples of BLOCK_ROWS of the prompt."""
         first = room.done // BLOCK_ROWS * BLOCK_ROWS
         rows = block_up(room.end - first)
         own = slice(room.done - first, room.end - first)
@@ -293,8 +301,8 @@ class ReferencePrefill:
         keys: Keys = EveryKey(self._cache, room.index.view(-1)[room.done : room.end], tiles)
         if self._index is not None and room.indexed is not None:
             keys = _IndexedKeys(keys, self._model, self._index, room.indexed[:, room.done : room.end], positions, own)
-        return Batch(
-            ids=sent(ids, self._model.device),
+        return RowBatch(
+            ids=upload(ids, self._model.device),
             positions=positions,
             own=own,
             tile_rows=BLOCK_ROWS,
@@ -302,45 +310,47 @@ class ReferencePrefill:
             keys=keys,
         )
 
-    def _finish(self, room: _Room, hidden: Tensor) -> list[Computed | Prefilled | Broken]:
-        """The prompt is computed, or queued. On a card its first token follows in a later step, so that its last cells
-        need not wait for it; ranks of a group, which take equal turns, end it at once."""
+    def _finish(self, room: _PromptRoom, hidden: Tensor) -> list[Computed | Prefilled | Broken]:
+        """Ends a prompt that is computed or queued. On a card the first token follows in a later step, so that the last
+        cells need not wait for it; the ranks of a group end the prompt at once, since they must take equal turns."""
         request = room.request
         del self._rooms[request.room]
         if not self._last:
             return [Prefilled(room=request.room, aux=b"")]
         row = (len(request.prompt) - 1) % BLOCK_ROWS
-        with self._marks.span("pick", "", room=request.room):
-            pick = _Pick(request, Fetched(self._model.logits(hidden[-BLOCK_ROWS:])[row]))
+        with self._spans.span("pick", "", room=request.room):
+            picking = _Pick(request, Download(self._model.logits(hidden[-BLOCK_ROWS:])[row]))
         if hidden.is_cuda and self._config.group.ranks == Ranks():
-            self._picks.append(pick)
+            self._picks.append(picking)
             return []
-        return [self._picked(pick)]
+        return [self._first_token(picking)]
 
-    def _picked(self, pick: _Pick) -> Prefilled | Broken:
-        """The first token, by the logits of the prompt's last row."""
-        request, logits = pick.request, pick.logits.get().numpy()
+    def _first_token(self, picking: _Pick) -> Prefilled | Broken:
+        """Picks the first token by the logits of the prompt's last row."""
+        request, logits = picking.request, picking.logits.get().numpy()
         if not np.isfinite(logits).all():
             return Broken(room=request.room, detail="the logits are not finite")
         handoff = Handoff.of(
             prompt_tokens=len(request.prompt),
-            first_token=picked(logits, request.sampling, 0),
+            first_token=pick(logits, request.sampling, 0),
             logits_digest=chain(b"", logits),
         )
         return Prefilled(room=request.room, aux=handoff.pack())
 
 
-def _shared(byte_count: int, owner: object) -> SharedMemory:
-    """A memfd of zeroes, not yet backed, for as long as `owner` lives. Whoever is handed it can neither map it to write
-    nor change its size, by which this process would end with SIGBUS. WorldError where the host has not so much memory.
+def _shared_memory(byte_count: int, owner: object) -> SharedMemory:
+    """A memfd of zeroes, not yet backed, that lives as long as `owner`.
+
+    It is sealed: other processes can neither map it for writing nor change its size, which could end this process with
+    SIGBUS. Raises WorldError if the host has too little memory.
     """
-    if (left := headroom()).bytes < byte_count:
+    if (left := available_memory()).bytes < byte_count:
         raise WorldError(f"a pool of {byte_count} bytes: {left.what} is {left.bytes} bytes")
     fd = os.memfd_create("pdtransfer-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     weakref.finalize(owner, os.close, fd)
     os.ftruncate(fd, byte_count)
     mapped = mmap.mmap(fd, byte_count)
     fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # the kernel may not support huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return SharedMemory(fd=fd, view=memoryview(mapped))

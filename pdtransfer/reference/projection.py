@@ -1,47 +1,34 @@
-"""What differs between MLA and GQA: the way from hidden rows to queries and cache rows, and back from mixed values."""
+"""MLA and GQA: projections from hidden rows to queries and cache rows, and from attention's output back to heads.
+
+Each class serves the heads of one rank. Row counts are multiples of numerics.BLOCK_ROWS. Every rank computes linears of
+all heads whole, since a narrower one may sum in another order.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import e, log2
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from .architecture import Architecture
+from .architecture import Architecture, Shard
 from .numerics import Rope, linear, rms_norm
-from .shard import Shard
 
 Layer = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projected:
-    """Of n rows: the query (n, heads, key_dim), scaled for a base-2 softmax; cache rows by kind."""
+    """The query (n, heads, key_dim), scaled for a base-2 softmax, and the cache rows by kind."""
 
     query: Tensor
     kept: dict[str, Tensor]  # (n, kv_heads, dim)
 
 
-class Projection(Protocol):
-    """One kind of attention, for the heads of one rank. Row counts are multiples of numerics.BLOCK_ROWS.
-
-    Linears that serve all heads are computed whole by every rank: a narrower one may sum in another order.
-    """
-
-    @property
-    def value_dim(self) -> int: ...
-
-    def project(self, layer: Layer, x: Tensor, positions: Tensor) -> Projected: ...
-
-    def outputs(self, layer: Layer, mixed: Tensor) -> Tensor:
-        """(n, heads, value_dim) -> (n, heads, head_dim): what the output projection takes of all ranks' heads."""
-        ...
-
-
 class LatentProjection:
-    """MLA, absorbed: the query goes into the latent's space, and attention reads latents as they lie in the cache."""
+    """MLA, absorbed: the query is projected into the latent space, so attention reads latents from the cache."""
 
     def __init__(self, architecture: Architecture, shard: Shard, rope: Rope) -> None:
         self._sizes, self._heads, self._rope = architecture, shard.query_heads, rope
@@ -63,6 +50,7 @@ class LatentProjection:
         return Projected(query=query, kept={"latent": kept})
 
     def outputs(self, layer: Layer, mixed: Tensor) -> Tensor:
+        """(n, heads, value_dim) -> (n, heads, head_dim), the output projection's input."""
         return torch.stack(
             [linear(mixed[:, at], layer["value_up"][head]) for at, head in enumerate(self._heads)], dim=1
         )
@@ -90,5 +78,8 @@ class GroupedProjection:
         kept = {"k": self._rope(key[:, self._kept], positions), "v": value[:, self._kept]}
         return Projected(query=query, kept=kept)
 
-    def outputs(self, layer: Layer, mixed: Tensor) -> Tensor:  # noqa: ARG002 -- values have a head's own width already
+    def outputs(self, layer: Layer, mixed: Tensor) -> Tensor:  # noqa: ARG002 -- values have a head's width
         return mixed
+
+
+Projection: TypeAlias = LatentProjection | GroupedProjection

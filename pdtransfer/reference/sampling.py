@@ -1,4 +1,4 @@
-"""How a token is picked from one row of logits, and what of it prefill hands to decode: all of it repeatable."""
+"""Picks tokens reproducibly from logits, and packs the data that prefill hands to decode."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from .tokens import VOCABULARY
 
 
 def pick(logits: NDArray[np.float32], sampling: Sampling, index: int) -> int:
-    """The generated id at `index`: the first highest logit at temperature 0, else drawn by (seed, index)."""
+    """The generated id at `index`: the first highest logit at temperature 0, else a draw by (seed, index)."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     shares = np.exp((logits.astype(np.float64) - float(logits.max())) / sampling.temperature)
     order = np.argsort(-shares, kind="stable")
     running: NDArray[np.float64] = np.cumsum(shares[order])
-    # The nucleus is the fewest tokens that reach top_p, the most likely always among them.
+    # The nucleus is the fewest tokens that reach top_p; the most likely token is always in it.
     nucleus = running[: 1 + np.count_nonzero(running < sampling.top_p * running[-1])]
     drawn = _uniform(sampling.seed, index) * nucleus[-1]
     return int(order[min(np.count_nonzero(nucleus <= drawn), len(nucleus) - 1)])
 
 
 def _uniform(seed: int, index: int) -> float:
-    """In [0, 1), 53 bits, by the hash of seed and index: no state to carry from prefill to decode."""
+    """A number in [0, 1) with 53 bits, from a hash of seed and index, so that no state goes from prefill to decode."""
     digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def chain(before: bytes, logits: NDArray[np.float32]) -> bytes:
-    """The logits' digest after one more token: prefill begins it with b"", decode goes on."""
+    """The logits' digest after one more token. Prefill begins with b""; decode continues."""
     return blake2b(before + logits.tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def tokens_digest(ids: list[int]) -> bytes:
-    """Of generated ids as little-endian u32."""
+    """The digest of generated ids, as little-endian u32."""
     return blake2b(np.array(ids, dtype="<u4").tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 class Handoff(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What decode needs besides the KV, as a room's aux: a msgpack array of these fields."""
+    """The data that decode needs besides the KV: a room's aux, a msgpack array of these fields."""
 
     format: Literal["reference/1"]
     prompt_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
@@ -62,7 +62,7 @@ class Handoff(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     @classmethod
     def unpack(cls, aux: bytes, prompt_tokens: int) -> Handoff:
-        """Raises ValueError unless these are the bytes that `pack` makes for a prompt of this length."""
+        """Raises ValueError unless `pack` produces exactly these bytes for a prompt of this length."""
         try:
             handoff = msgspec.msgpack.decode(aux, type=cls)
         except (msgspec.DecodeError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""What of a device's stream is over: waiting for it without holding anybody up, and when it did what.
+"""Works with a device's stream without blocking other threads: transfers, waits for events, and timed spans.
 
-A call that waits inside the driver may keep its lock, and then no thread of the process asks for an event or launches a
-copy until the stream is idle. So events are asked, and waited for asleep.
+A call that waits inside the driver may hold its lock, which blocks other threads' event queries and launches until the
+stream is idle. So this module polls events and sleeps between polls.
 """
 
 from __future__ import annotations
@@ -18,74 +18,82 @@ from torch import Tensor
 from ..engine_api import Event, Spans
 
 POLL_S = 0.00005
-UNTOLD_MAX = 1_024  # spans: who is never idle tells those that are over as it goes
+PENDING_SPANS_MAX = 1_024  # a device that is never idle reports finished spans at this bound
 
 _Mark: TypeAlias = "torch.cuda.Event | float"
-_Anchor: TypeAlias = "tuple[_Mark, float]"  # and its second of CLOCK_MONOTONIC
+_Anchor: TypeAlias = "tuple[_Mark, float]"  # a mark and its time, in seconds of CLOCK_MONOTONIC
 
 
-class Within(NamedTuple):
-    """A span of a graph, at each replay of which the device passes its marks."""
-
-    lane: str
-    layer: int
-    byte_count: int
-    begun: _Mark
-    ended: _Mark
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """Copies a CPU tensor to the device through pinned memory; from pageable memory the driver would wait."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
-def passed(event: Event) -> None:
+class Download:
+    """A small tensor's copy to the CPU, queued behind the work that computes it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensor = x
+        if x.is_cuda:
+            self._tensor = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._tensor.copy_(x, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether `get` returns at once."""
+        return self._event is None or self._event.query()
+
+    def get(self) -> Tensor:
+        """Waits for the copy and returns it."""
+        if self._event is not None:
+            wait_event(self._event)
+        return self._tensor
+
+
+def wait_event(event: Event) -> None:
     """Sleeps until the event has fired."""
     while not event.query():
         time.sleep(POLL_S)
 
 
-def several(rooms: Sequence[int]) -> tuple[str, int]:
-    """What a span of these rooms is called, and the room that it is of: none, where they are more than one."""
+def span_of(rooms: Sequence[int]) -> tuple[str, int]:
+    """The name of a span of these rooms, and its room, or 0 for several."""
     return (f"{len(rooms)} requests", 0) if len(rooms) > 1 else ("1 request", rooms[0])
 
 
-class Fetched:
-    """A small tensor on its way to the CPU, behind what computes it."""
+class CapturedSpan(NamedTuple):
+    """A span in a graph. The device passes its marks at each replay."""
 
-    def __init__(self, x: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._held = x
-        if x.is_cuda:
-            self._held = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            self._held.copy_(x, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    @property
-    def here(self) -> bool:
-        """Whether `get` returns at once."""
-        return self._event is None or self._event.query()
-
-    def get(self) -> Tensor:
-        """It, on the CPU."""
-        if self._event is not None:
-            passed(self._event)
-        return self._held
+    lane: str
+    layer: int
+    byte_count: int
+    begin: _Mark
+    end: _Mark
 
 
-class Marks:
-    """Marks in the device's own order, told as spans once it has passed them; nothing at all where nobody listens."""
+class DeviceSpans:
+    """Times spans with marks in the device's stream, and reports them once the device has passed them.
+
+    Does nothing if `spans` is None.
+    """
 
     def __init__(self, spans: Spans | None, device: torch.device) -> None:
-        self._spans, self._on_card = spans, device.type == "cuda"
+        self._report, self._on_card = spans, device.type == "cuda"
         self._anchor: _Anchor = (0.0, 0.0)
-        self._ended: deque[tuple[str, str, int, int, int, _Anchor, _Mark, _Mark]] = deque()
-        self._within: list[Within] | None = None  # of the graph that is being captured
+        self._pending: deque[tuple[str, str, int, int, int, _Anchor, _Mark, _Mark]] = deque()
+        self._captured: list[CapturedSpan] | None = None  # spans of the graph that is being captured
 
     @property
     def pending(self) -> bool:
-        """Whether there is something left to tell."""
-        return bool(self._ended)
+        """Whether spans wait to be reported."""
+        return bool(self._pending)
 
     def anchor(self) -> None:
-        """Sets the device's clock by this process's. To be called while the device has nothing to do."""
-        if self._spans is None:
+        """Relates the device's clock to this process's. Call it while the device is idle."""
+        if self._report is None:
             return
         mark = self._mark()
         if isinstance(mark, torch.cuda.Event):
@@ -94,55 +102,55 @@ class Marks:
 
     @contextmanager
     def span(self, lane: str, name: str, *, room: int, layer: int = -1, byte_count: int = 0) -> Generator[None]:
-        """What is queued within is of this span. One may lie in another."""
-        if self._spans is None:
+        """Times the work queued within. Spans may be nested."""
+        if self._report is None:
             yield
             return
-        begun = self._mark()
+        begin = self._mark()
         yield
-        if self._within is not None:
-            self._within.append(Within(lane, layer, byte_count, begun, self._mark()))
+        if self._captured is not None:
+            self._captured.append(CapturedSpan(lane, layer, byte_count, begin, self._mark()))
             return
-        self._ended.append((lane, name, room, layer, byte_count, self._anchor, begun, self._mark()))
-        if len(self._ended) > UNTOLD_MAX:
-            self.tell()
+        self._pending.append((lane, name, room, layer, byte_count, self._anchor, begin, self._mark()))
+        if len(self._pending) > PENDING_SPANS_MAX:
+            self.report()
 
     @contextmanager
-    def captured(self) -> Generator[list[Within]]:
-        """The spans of what is captured within: they happen when it is replayed."""
-        self._within = []
+    def captured(self) -> Generator[list[CapturedSpan]]:
+        """Collects the spans of a graph that is captured within."""
+        self._captured = []
         try:
-            yield self._within
+            yield self._captured
         finally:
-            self._within = None
+            self._captured = None
 
-    def replayed(self, spans: Sequence[Within], rooms: Sequence[int]) -> None:
-        """A graph was queued once more, for these rooms. They have to be told before it is the next time."""
+    def replayed(self, spans: Sequence[CapturedSpan], rooms: Sequence[int]) -> None:
+        """Adds the spans of a replay for these rooms. They must be reported before the next replay."""
         if spans:
-            name, alone = several(rooms)
-            for lane, layer, byte_count, begun, ended in spans:
-                self._ended.append((lane, name, alone, layer, byte_count, self._anchor, begun, ended))
+            name, alone = span_of(rooms)
+            for lane, layer, byte_count, begin, end in spans:
+                self._pending.append((lane, name, alone, layer, byte_count, self._anchor, begin, end))
 
-    def tell(self) -> None:
-        """Tells of all that the device has passed."""
-        while self._spans is not None and self._ended:
-            lane, name, room, layer, byte_count, anchor, begun, ended = self._ended[0]
-            if isinstance(ended, torch.cuda.Event) and not ended.query():
+    def report(self) -> None:
+        """Reports all spans that the device has passed."""
+        while self._report is not None and self._pending:
+            lane, name, room, layer, byte_count, anchor, begin, end = self._pending[0]
+            if isinstance(end, torch.cuda.Event) and not end.query():
                 return
-            times = _seconds(anchor, begun), _seconds(anchor, ended)
-            self._spans(lane, name, *times, room=room, layer=layer, byte_count=byte_count)
-            self._ended.popleft()
+            times = _seconds(anchor, begin), _seconds(anchor, end)
+            self._report(lane, name, *times, room=room, layer=layer, byte_count=byte_count)
+            self._pending.popleft()
 
     def _mark(self) -> _Mark:
         if not self._on_card:
             return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True, external=self._within is not None)
+        event = torch.cuda.Event(enable_timing=True, external=self._captured is not None)
         event.record()
         return event
 
 
 def _seconds(anchor: _Anchor, mark: _Mark) -> float:
-    """A mark that was passed, as a second of CLOCK_MONOTONIC."""
+    """The time of a passed mark, in seconds of CLOCK_MONOTONIC."""
     if isinstance(mark, torch.cuda.Event):
         assert isinstance(anchor[0], torch.cuda.Event)
         return anchor[1] + anchor[0].elapsed_time(mark) / 1e3

@@ -1,4 +1,4 @@
-"""The reference model's tokeniser: ids 0 to 255 are bytes, EOS follows; no torch here, so that a router may use it."""
+"""The reference model's tokeniser: ids 0 to 255 are bytes, 256 is EOS. Imports no torch, so a router may use it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ VOCABULARY = 257
 
 
 def encode(text: bytes) -> NDArray[np.int64]:
-    """One id a byte, int64; nothing is put in front of the text or behind it."""
+    """One id for each byte, int64 (bytes,), without special tokens."""
     return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
 
 def decode(ids: Iterable[int]) -> bytes:
-    """The bytes among the ids, in order; EOS stands for no byte. Raises ValueError for an id out of the vocabulary."""
+    """The bytes among the ids, in order, without EOS. Raises ValueError for an id outside the vocabulary."""
     ids = list(ids)
     for at, token in enumerate(ids):
         if not 0 <= token < VOCABULARY:

@@ -1,4 +1,4 @@
-"""Hostile processes for `bench siege`: each does one thing to a listener for as long as its pipe is open."""
+"""Hostile processes for `siege`: each does one thing to a listener for as long as its pipe is open."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BURST = 64  # frames between two looks at the pipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Whom to attack, and with what: `guest` is a key that is let in; `connections` is for those that hold many."""
+    """What to attack, and with what: `guest` is a key on the list; `connections` is for attacks that hold many."""
 
     endpoint: str
     guest: KeyPair
@@ -66,7 +66,7 @@ class Target:
 
 
 class Line:
-    """A DEALER to the target, which is opened anew where it was refused: ZMQ itself gives up then."""
+    """A DEALER to the target. It is opened anew where it was refused, since ZMQ itself gives up then."""
 
     def __init__(self, target: Target, keys: KeyPair | None, server_key: str) -> None:
         self._target, self._keys, self._server_key = target, keys, server_key
@@ -83,8 +83,8 @@ class Line:
             self.socket.set(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
         self.socket.connect("tcp://{}:{}".format(*self._target.address))
 
-    def say(self, frame: bytes) -> bool:
-        """Sends if there is a place in the queue within a moment, and reads away what has come. Says whether it did."""
+    def send(self, frame: bytes) -> bool:
+        """Sends if the queue has a place within a moment, and discards what has come. Returns whether it did."""
         with suppress(zmq.Again):
             while True:
                 self.socket.recv(zmq.NOBLOCK)
@@ -102,7 +102,7 @@ def no_key(target: Target) -> Iterator[int]:
 
 
 def wrong_key(target: Target) -> Iterator[int]:
-    """A listed key, for a server that this one is not."""
+    """A listed key, for the key of another server."""
     other = generate_pair()
     yield from _handshakes(target, lambda: (target.guest, other.public))
 
@@ -126,7 +126,7 @@ def _handshakes(target: Target, keys: Callable[[], tuple[KeyPair | None, str]]) 
 
 
 def replay(target: Target) -> Iterator[int]:
-    """What a peer that is let in has sent, byte for byte, on connections of its own."""
+    """The bytes that a listed peer has sent, on connections of its own."""
     recorded, held = record(target), deque[socket.socket]()
     for number in itertools.count(1):
         if (made := _connect(target)) is not None:
@@ -139,7 +139,7 @@ def replay(target: Target) -> Iterator[int]:
 
 
 def record(target: Target) -> bytes:
-    """The bytes of the guest's Hello and a Ping, handshake and all, as one who listens on the way has them."""
+    """The bytes of the guest's Hello and a Ping, with their handshake, as an eavesdropper records them."""
     with socket.create_server(("127.0.0.1", 0)) as between:
         near = Target(
             endpoint=f"{target.server_key}@tcp://127.0.0.1:{between.getsockname()[1]}",
@@ -148,8 +148,8 @@ def record(target: Target) -> bytes:
             connections=0,
         )
         line = Line(near, near.guest, near.server_key)
-        line.say(encode(_hello("guest")))
-        line.say(encode(Ping(1)))
+        line.send(encode(_hello("guest")))
+        line.send(encode(Ping(1)))
         theirs, _ = between.accept()
         with theirs, socket.create_connection(target.address) as ours:
             recorded, until = bytearray(), time.monotonic() + 0.5
@@ -168,15 +168,15 @@ def oversize(target: Target) -> Iterator[int]:
     """A listed key whose frames are longer than any may be; each ends its connection."""
     frame = bytes(FRAME_BYTES_MAX + 4_096)
     line = Line(target, target.guest, target.server_key)
-    said = 0
+    sent = 0
     while True:
-        said += line.say(frame)
+        sent += line.send(frame)
         time.sleep(_PAUSE_SECONDS)
-        yield said
+        yield sent
 
 
 def slow(target: Target) -> Iterator[int]:
-    """Handshakes of one byte now and then; who is hung up on comes again."""
+    """Handshakes of one byte now and then; a closed connection is opened again."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)
     held: list[tuple[socket.socket, int]] = []
     count = min(target.connections, 500)
@@ -189,7 +189,7 @@ def slow(target: Target) -> Iterator[int]:
 
 
 def junk(target: Target) -> Iterator[int]:
-    """Very many connections that say something without meaning and stay; who is hung up on comes again."""
+    """Very many connections that send random bytes and stay open; a closed one is opened again."""
     held: list[socket.socket] = []
     made = 0
     while True:
@@ -208,10 +208,10 @@ def trespass(target: Target) -> Iterator[int]:
     line = Line(target, target.guest, target.server_key)
     frames = [encode(each) for each in _trespasses(target.component)]
     hello = encode(_hello("guest"))
-    said = 0
+    sent = 0
     while True:
-        said += sum(line.say(frame) for frame in (hello, *frames))
-        yield said
+        sent += sum(line.send(frame) for frame in (hello, *frames))
+        yield sent
 
 
 def _trespasses(component: Component) -> list[Message]:
@@ -229,12 +229,12 @@ def _trespasses(component: Component) -> list[Message]:
 
 
 def flood(target: Target) -> Iterator[int]:
-    """A listed key that asks whether we live, as fast as it can: nothing in it is wrong."""
+    """A listed key that sends pings as fast as it can: each is correct."""
     line, ping, hello = Line(target, target.guest, target.server_key), encode(Ping(1)), encode(_hello("guest"))
-    said = 0
+    sent = 0
     while True:
-        said += sum(line.say(frame) for frame in (hello, *[ping] * _BURST))
-        yield said
+        sent += sum(line.send(frame) for frame in (hello, *[ping] * _BURST))
+        yield sent
 
 
 ATTACKS: dict[str, Callable[[Target], Iterator[int]]] = {
@@ -243,12 +243,12 @@ ATTACKS: dict[str, Callable[[Target], Iterator[int]]] = {
 
 
 def run(pipe: Connection, name: str, target: Target) -> None:
-    """Attacks until the pipe says otherwise; says once that it is under way, and at last how often it did its thing."""
+    """Attacks until the pipe has a message. Reports first that it is under way, and at last how often it attacked."""
     os.nice(NICE)
     prepare()
     attack = ATTACKS[name](target)
     done = next(attack)
-    with suppress(OSError):  # whoever asked has gone
+    with suppress(OSError):  # the benchmark has ended
         pipe.send(None)
         while not pipe.poll():
             done = next(attack)

@@ -1,4 +1,4 @@
-"""What a room that crosses a network is held against: a bare engine's writes, and a socket, between two processes."""
+"""What rooms over a network are compared with: a bare engine's writes, and a socket, between two processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pdtransfer.bench.orders import begun
+from pdtransfer.bench.processes import begun
 from pdtransfer.environment import enter_environment
 from pdtransfer.errors import WorldError
 from pdtransfer.process.setup import prepare
-from pdtransfer.transports.mooncake import environment
-from pdtransfer.transports.network import Network
+from pdtransfer.transports.mooncake.settings import environment
+from pdtransfer.transports.options import Network
 
 BYTES = 128 << 20
 _HOST = "127.0.0.1"
@@ -31,28 +31,28 @@ class Bare:
     def __init__(self, stack: ExitStack) -> None:
         self._pipe = stack.enter_context(_process(_send))
         there = stack.enter_context(_process(_receive))
-        self._pipe.send(_said(there))
+        self._pipe.send(_answered(there))
 
     def sync_write(self) -> float:
         """One synchronous write of BYTES."""
-        return self._asked("sync", BYTES)
+        return self._ask("sync", BYTES)
 
     def socket(self) -> float:
         """BYTES through one TCP connection."""
-        return self._asked("socket", BYTES)
+        return self._ask("socket", BYTES)
 
     def rows(self, row_bytes: int, rows: int) -> float:
         """Rows one after another, each an operation that is waited for before the next."""
-        return self._asked("rows", row_bytes, rows)
+        return self._ask("rows", row_bytes, rows)
 
-    def _asked(self, what: str, *numbers: int) -> float:
+    def _ask(self, what: str, *numbers: int) -> float:
         self._pipe.send((what, *numbers))
-        return _said(self._pipe)
+        return _answered(self._pipe)
 
 
-def _said(pipe: Connection) -> Any:
+def _answered(pipe: Connection) -> Any:
     if not pipe.poll(_SECONDS):
-        raise WorldError(f"a bare engine has said nothing for {_SECONDS:.0f} s")
+        raise WorldError(f"a bare engine has sent nothing for {_SECONDS:.0f} s")
     try:
         return pipe.recv()
     except EOFError:
@@ -71,7 +71,7 @@ def _process(run: Callable[[Connection], None]) -> Generator[Connection, None, N
 
 def _engine() -> Any:
     enter_environment(environment(Network()))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it logs what is no news
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its log is of no use here
     engine: Any = import_module("mooncake.engine").TransferEngine()
     if engine.initialize(_HOST, "P2PHANDSHAKE", "tcp", ""):
         raise WorldError("the bare engine cannot be initialised")

@@ -13,16 +13,15 @@ from statistics import median
 import numpy as np
 
 from pdtransfer.bench.models import PAGE_SIZE, latent_layout
-from pdtransfer.bench.orders import Failure, answer, begun
+from pdtransfer.bench.processes import Failure, answer, begun
 from pdtransfer.errors import PDTransferError, WorldError
 from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.kernels.card import card
 from pdtransfer.kernels.pools import Pool
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.process.setup import prepare
 from pdtransfer.transports.card_launcher import PoolCard
-from pdtransfer.transports.card_writer import Pusher
-from pdtransfer.transports.pushes import Push
+from pdtransfer.transports.card_writer import CardWrite, CardWriter
 
 _SLOTS, _TOKENS, _WRITES = 8_192, 4_096, 64  # 288 MB a write; some 0.35 s in all
 _ROUNDS = 3
@@ -63,7 +62,7 @@ def _push(pipes: Sequence[Connection]) -> list[float]:
 
 
 def _serve(pipe: Connection, ordinal: int) -> None:
-    """Pushes whenever it is told a time, until the pipe ends."""
+    """Pushes from each time on that the pipe brings, until the pipe ends."""
     prepare()
     try:
         pushing = _Pushing(ordinal)
@@ -84,7 +83,7 @@ class _Pushing:
         here = card(ordinal)
         near = latent_layout("layer_first", slots=_SLOTS, page_size=PAGE_SIZE)
         far = latent_layout("page_first", slots=_TOKENS, page_size=1)
-        arena = Arena.create(far.end)
+        arena = ArenaMemory.create(far.end)
         if (node := here.numa_node) is not None:
             arena.mapping.bind(node)
         arena.prefault()
@@ -96,7 +95,7 @@ class _Pushing:
         writer = PoolCard(ordinal)
         writer.prepare()
         self._left, self._over, self._text = 0, threading.Event(), ""
-        self._pusher = Pusher(writer.lane, self._ended)
+        self._pusher = CardWriter(writer.launcher, self._ended)
         self.rate(0.0)
 
     def rate(self, start_s: float) -> float:
@@ -113,15 +112,15 @@ class _Pushing:
             raise WorldError(f"a push ended otherwise: {self._text or 'not at all'}")
         return _WRITES * _TOKENS * self._target.layout.row_bytes / (time.monotonic() - begin_s) / 1e9
 
-    def _write(self, number: int) -> Push:
+    def _write(self, number: int) -> CardWrite:
         order = Write(
             session=1, grant=1, room=1, write=number, component=0, layers=self._target.layout.layer_range,
             source_slots=self._slots, target_slots=np.arange(_TOKENS, dtype=np.int64),
         )  # fmt: skip
         row_bytes = self._target.layout.row_bytes
-        return Push(order=order, done=_nobody, source=self._source, target=self._target, row_bytes=row_bytes)
+        return CardWrite(order=order, done=_nobody, source=self._source, target=self._target, row_bytes=row_bytes)
 
-    def _ended(self, push: Push) -> None:
+    def _ended(self, push: CardWrite) -> None:
         """In the writer's thread."""
         if push.outcome is not Outcome.LANDED:
             self._text = push.text or push.outcome.name
@@ -131,4 +130,4 @@ class _Pushing:
 
 
 def _nobody(order: Write, outcome: Outcome, text: str, checksum: int) -> None:
-    """Nobody waits for one write."""
+    """The pusher reports the last write."""

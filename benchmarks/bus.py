@@ -11,7 +11,7 @@ from statistics import median
 import uvloop
 import zmq
 
-from pdtransfer.bench.orders import begun
+from pdtransfer.bench.processes import begun
 from pdtransfer.bench.report import Figures, Line
 from pdtransfer.bus import Bus
 from pdtransfer.bus.keys import AllowList, KeyPair, generate_pair

@@ -12,15 +12,17 @@ import numpy as np
 import uvloop
 
 from pdtransfer.bench.models import components
-from pdtransfer.bench.ranks import Ranks
+from pdtransfer.bench.ranks import RankPair
 from pdtransfer.bench.report import Figures, Line
 from pdtransfer.config.config import BenchModel, HostLayout
 from pdtransfer.environment import share_the_interpreter
 from pdtransfer.errors import WorldError
 from pdtransfer.handoff.effects import Outcome, Write
-from pdtransfer.memory.arena_memory import Arena, allocate
-from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, why_not
-from pdtransfer.transports.network import NETWORK
+from pdtransfer.memory.arena_memory import ArenaMemory, allocate
+from pdtransfer.transports.mooncake.arena import MooncakeArena
+from pdtransfer.transports.mooncake.settings import engines_for, why_not
+from pdtransfer.transports.mooncake.writer import MooncakeWriter
+from pdtransfer.transports.options import Network, WriterOptions
 
 from .bare import Bare
 
@@ -59,7 +61,7 @@ def measure(
     if reason := why_not():
         raise WorldError(reason)
     figures: Figures = {"tokens": tokens, "model": model, "rooms": rooms}
-    figures |= {"engines": NETWORK.engines, "cores": len(os.sched_getaffinity(0))}
+    figures |= {"engines": engines_for(), "cores": len(os.sched_getaffinity(0))}
     beside = _Beside()
     with ExitStack() as stack:
         beside.bare = Bare(stack)
@@ -99,7 +101,7 @@ def _rooms(
     )
     room_bytes, bare = tokens * source.layout.row_bytes, beside.bare
     figures: Figures = {"room_mib": room_bytes / (1 << 20)}
-    with Ranks(source, target, transport="mooncake") as ranks:
+    with RankPair(source, target, transport="mooncake") as ranks:
         for arena, run in arenas.items():
             if run:
                 ranks.fragment(run)
@@ -123,10 +125,11 @@ async def _behind(large_bytes: int) -> Figures:
     """How long small writes take while a large one is under way, and alone."""
     tokens = large_bytes // (61 * ROW_BYTES)
     source, target = components("deepseek", source_slots=tokens + 64, target_slots=tokens + 64)
-    pool, arena, loop = allocate(source.layout.end), Arena.create(target.layout.end), asyncio.get_running_loop()
+    pool, arena, loop = allocate(source.layout.end), ArenaMemory.create(target.layout.end), asyncio.get_running_loop()
     arena.prefault()
     pool.array[:] = 7
-    owner, writer = MooncakeArena(arena, NETWORK), MooncakeWriter((source,), NETWORK, pool_address=pool.address)
+    owner = MooncakeArena(arena, Network())
+    writer = MooncakeWriter((source,), WriterOptions(pool_address=pool.address))
     await writer.map(1, await owner.offer(1), (target,))
 
     async def write(grant: int, first: int, end: int) -> float:

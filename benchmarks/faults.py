@@ -1,4 +1,4 @@
-"""What faults cost those who have none: how soon aborted slots are free, and hand-offs beside a peer that is frozen."""
+"""What faults of one peer cost others: how soon aborted slots are free, and hand-offs beside a frozen peer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from statistics import median
 import numpy as np
 
 from pdtransfer.bench.models import PAGE_SIZE, components
-from pdtransfer.bench.ranks import Ranks
 from pdtransfer.bench.report import Figures, Line
+
+from .ranks import FaultyRankPair
 
 _ABORT_TOKENS = 4_096  # some tens of milliseconds of copying: there is time to interfere
 _TOKENS = 16
 _STALLED = 64  # grants that the frozen peer holds
-_FROZEN_SECONDS = 4.0  # its silence is noticed after two, what follows is quarantine and looking at the fence
+_FROZEN_SECONDS = 4.0  # its silence is noticed after two; then come quarantine and the fence
 
 LINES = (
     Line(
@@ -34,7 +35,7 @@ def measure(*, rooms: int = 1_000, aborts: int = 1_000, rounds: int = 5) -> Figu
     """Two faults among three processes, two prefills and a decode, without engines.
 
     Abort: rooms of 4,096 tokens of the deepseek model on an idle pair, one at a time, each aborted by decode at a
-    random moment of its transfer. Timed from `abort` until decode has heard that writing has ended, and the slots are
+    random moment of its transfer. Timed from `abort` until decode has received the end of writing, and the slots are
     free; rooms that were READY before are left out.
 
     Frozen: hand-offs of 16 tokens of the reference model from a healthy prefill, one at a time, from `expect` to READY.
@@ -48,12 +49,12 @@ def measure(*, rooms: int = 1_000, aborts: int = 1_000, rounds: int = 5) -> Figu
 
 def _aborts(count: int) -> Figures:
     source, target = components("deepseek", source_slots=2 * _ABORT_TOKENS + PAGE_SIZE, target_slots=2 * _ABORT_TOKENS)
-    with Ranks(source, target) as ranks:
+    with FaultyRankPair(source, target) as ranks:
         ranks.hand_off(3, tokens=_ABORT_TOKENS)
         stamps = ranks.hand_off(5, tokens=_ABORT_TOKENS)
         whole_s = float(np.median(stamps.ready - stamps.expected)) / 1e9
         after_s = np.random.default_rng(1).uniform(0, whole_s, count).tolist()
-        after_s[0] = 0.0  # which none is too fast for: there is a figure, whatever the others come to
+        after_s[0] = 0.0  # no room is READY before: there is always a figure
         taken = ranks.abort(after_s, tokens=_ABORT_TOKENS)
     p50, p99 = np.percentile(taken, (50, 99)) / 1e3
     return {"aborts": len(taken), "abort_us_p50": float(p50), "abort_us_p99": float(p99)}
@@ -62,7 +63,7 @@ def _aborts(count: int) -> Figures:
 def _frozen(rooms: int, rounds: int) -> Figures:
     source, target = components("mla", source_slots=64 * PAGE_SIZE, target_slots=(_STALLED + 8) * _TOKENS)
     quiet, beside = list[float](), list[float]()
-    with Ranks(source, target, bystander=True) as ranks:
+    with FaultyRankPair(source, target, bystander=True) as ranks:
         _us(ranks, rooms)
         for _ in range(rounds):
             quiet.append(float(np.percentile(_us(ranks, rooms), 99)))
@@ -87,6 +88,6 @@ def _frozen(rooms: int, rounds: int) -> Figures:
     }
 
 
-def _us(ranks: Ranks, rooms: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _us(ranks: FaultyRankPair, rooms: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     stamps = ranks.hand_off(rooms, tokens=_TOKENS)
     return (stamps.ready - stamps.expected) / 1e3

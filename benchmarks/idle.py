@@ -59,8 +59,8 @@ class Memory(NamedTuple):
 def measure(*, seconds: int = 10) -> Figures:
     """One prefill and one decode daemon with the reference engine, pools of 1,024 tokens, HTTP on, no load.
 
-    CPU is user and system time of /proc/PID/stat over `seconds`, in percent of one core: first when nobody has spoken
-    to them, then with the session between them that one completion has opened, and the router's pings. Memory is
+    CPU is user and system time of /proc/PID/stat over `seconds`, in percent of one core: first before any peer has sent
+    a message, then with the session between them that one completion has opened, and the router's pings. Memory is
     /proc/PID/smaps_rollup behind each. `torch` is a Python process of its own, before and after `import torch`.
     """
     return uvloop.run(_measure(seconds))
@@ -129,7 +129,7 @@ def _mib(memory: Memory) -> Mapping[str, float]:
 
 
 def memory_of(pid: int) -> Memory:
-    """What the kernel says of a process's memory."""
+    """A process's memory, as the kernel reports it."""
     sizes: dict[str, int] = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, size, _ = line.split()

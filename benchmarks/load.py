@@ -9,10 +9,10 @@ import numpy as np
 
 from pdtransfer.bench.handoff import ROOM_BYTES_MAX
 from pdtransfer.bench.models import PAGE_SIZE, components
-from pdtransfer.bench.ranks import Ranks
 from pdtransfer.bench.report import Figures, Line
 
 from .idle import cpu_seconds, memory_of
+from .ranks import FaultyRankPair
 
 CROWD = (1, 10, 100)
 _SIDES = ("decode", "prefill")  # which of the two is many
@@ -76,16 +76,16 @@ def measure(
         return figures | _memory(ranks, memory_rooms, concurrency)
 
 
-def _meeting(side: str, peers: int, concurrency: int) -> Ranks:
+def _meeting(side: str, peers: int, concurrency: int) -> FaultyRankPair:
     arenas = peers if side == "decode" else 1
     rooms = max(16, 2 * concurrency // arenas)  # that each arena holds
     source, target = components("mla", source_slots=_POOL_PAGES * PAGE_SIZE, target_slots=_TOKENS * rooms)
     assert _TOKENS * source.layout.row_bytes <= ROOM_BYTES_MAX
     prefill, decode = (1, peers) if side == "decode" else (peers, 1)
-    return Ranks(source, target, copy_threads=1, prefill_nodes=prefill, decode_nodes=decode)
+    return FaultyRankPair(source, target, copy_threads=1, prefill_nodes=prefill, decode_nodes=decode)
 
 
-def _rate(ranks: Ranks, rooms: int, concurrency: int) -> Figures:
+def _rate(ranks: FaultyRankPair, rooms: int, concurrency: int) -> Figures:
     count, taken = min(max(1, rooms // _ROUNDS), _BATCH_ROOMS), list[Figures]()
     for _ in range(_ROUNDS):
         stamps = ranks.hand_off(count, tokens=_TOKENS, at_once=concurrency)
@@ -102,7 +102,7 @@ def _rate(ranks: Ranks, rooms: int, concurrency: int) -> Figures:
     return {name: median(float(each[name]) for each in taken) for name in taken[0]}
 
 
-def _idle(ranks: Ranks, side: str, seconds: int) -> Figures:
+def _idle(ranks: FaultyRankPair, side: str, seconds: int) -> Figures:
     """Of the one, and of the crowd's process."""
     time.sleep(_SETTLE_SECONDS)
     pids = (ranks.prefill_pid, ranks.decode_pid) if side == "decode" else (ranks.decode_pid, ranks.prefill_pid)
@@ -113,7 +113,7 @@ def _idle(ranks: Ranks, side: str, seconds: int) -> Figures:
     return {"idle_percent": one, "idle_crowd_percent": crowd}
 
 
-def _memory(ranks: Ranks, rooms: int, concurrency: int) -> Figures:
+def _memory(ranks: FaultyRankPair, rooms: int, concurrency: int) -> Figures:
     step = max(1, rooms // _MEMORY_POINTS)
     points: list[tuple[float, float]] = []
     for _ in range(_MEMORY_POINTS):

@@ -25,7 +25,7 @@ from pdtransfer.layout.geometry import Int64s
 from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import plan
-from pdtransfer.memory.arena_memory import Arena, HugePages, Mapping, allocate, map_received
+from pdtransfer.memory.arena_memory import ArenaMemory, HugePages, Mapping, allocate, map_received
 
 KINDS: dict[str, HugePages] = {"small": "never", "auto": "auto"}
 _GATHER_ROW, _GATHER_ROWS, _GATHERS = 656, 16_384, 48
@@ -52,14 +52,14 @@ _ON_CARD = (
 
 
 def lines(figures: Figures) -> tuple[Line, ...]:
-    """What there is to say of these."""
+    """Lines for these figures."""
     return _ON_CPU + (_ON_CARD if "small_register_ms" in figures else ())
 
 
 def measure(*, gib: float = 1.0, repeats: int = _REPEATS) -> Figures:
     """Two arenas of `gib` GiB, both backed, in turn: medians of `repeats`, but for what can be done only once.
 
-    `pages` is what the kernel says that the arena lies in. `enter` is a second mapping's prefault, in this process;
+    `pages` is the size that the kernel reports. `enter` is a second mapping's prefault, in this process;
     `memcpy` is of an eighth of the arena. Rows anywhere are tokens of 61 planes, page_first in the arena, one by one
     to and from a layer_first pool on one thread. On card 0, if there is one: registering in chunks of 256 MiB, one DMA
     of such a chunk, and kernels from and to all of the arena; there gathers take other rows each time.
@@ -68,9 +68,9 @@ def measure(*, gib: float = 1.0, repeats: int = _REPEATS) -> Figures:
     figures: Figures = {"gib": gib}
     here = card(0) if count() else None
     with ExitStack() as held:
-        arenas: dict[str, Arena] = {}
+        arenas: dict[str, ArenaMemory] = {}
         for name, pages in KINDS.items():
-            arena = arenas[name] = Arena.create(byte_count, huge_pages=pages)
+            arena = arenas[name] = ArenaMemory.create(byte_count, huge_pages=pages)
             held.callback(arena.close)
             start = perf_counter()
             arena.prefault()
@@ -99,7 +99,7 @@ def _in_turn(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, 
 
 
 def _copies(
-    arenas: dict[str, Arena], pool: Mapping, tokens: int, byte_count: int
+    arenas: dict[str, ArenaMemory], pool: Mapping, tokens: int, byte_count: int
 ) -> dict[str, tuple[int, dict[str, Callable[[], object]]]]:
     """By name: how many bytes each moves, and how, for each arena."""
     rng = np.random.default_rng(0)
@@ -118,7 +118,7 @@ def _copies(
     }
 
 
-def _entered(arena: Arena) -> float:
+def _entered(arena: ArenaMemory) -> float:
     """Seconds that a writer needs to enter what its owner has backed in its own page table."""
     mapping = map_received(arena.fd, arena.byte_count)
     start = perf_counter()
@@ -136,7 +136,7 @@ def _seen(mapping: Mapping) -> str:
     return "2 MiB, transparent" if huge else "4 KiB"
 
 
-def _on_card(here: Card, arena: Arena, gib: float, repeats: int) -> Figures:
+def _on_card(here: Card, arena: ArenaMemory, gib: float, repeats: int) -> Figures:
     start = perf_counter()
     registered = here.register(arena.mapping.address, arena.byte_count)
     figures: Figures = {"register_ms": 1e3 * (perf_counter() - start) / gib}

@@ -1,4 +1,4 @@
-"""How long a plan takes: the figures that say whether planning can stay off the list of costs."""
+"""How long a plan takes: whether planning can stay off the list of costs."""
 
 from __future__ import annotations
 

@@ -7,9 +7,10 @@ from statistics import median
 import numpy as np
 
 from pdtransfer.bench.models import components
-from pdtransfer.bench.ranks import Ranks
 from pdtransfer.bench.report import Figures, Line
 from pdtransfer.limits import Limits
+
+from .ranks import FaultyRankPair
 
 # One room's arena: each new prompt has to evict the one before, and rooms write the same slots with the cache and
 # without. In an arena that is full of prompts a copy takes a tenth longer, for its target is in no core's cache.
@@ -40,7 +41,7 @@ LINES = (
 def measure(*, tokens: int = 80, rooms: int = 500, rounds: int = 10) -> Figures:
     """Hand-offs of the reference model's KV over shm, one at a time, between a node in one process and one in another.
 
-    In each round take turns: rooms whose prompts decode is not told (`off`); with prompts of their own (`own`): each is
+    In each round take turns: rooms without keys of their prompts (`off`); with prompts of their own (`own`): each is
     looked for, evicts what is oldest and is kept; with prompts that differ only in their last block (`shared`).
     `handoff` and `ready` as `bench handoff` has them; ratios are of the same round's p50s; each figure is the median
     over rounds.
@@ -50,14 +51,14 @@ def measure(*, tokens: int = 80, rooms: int = 500, rounds: int = 10) -> Figures:
     source, target = components("mla", source_slots=_POOL_ROOMS * tokens, target_slots=_ARENA_ROOMS * tokens)
     shared = max(0, tokens - 1) // block * block
     taken: dict[str, list[float]] = {}
-    with Ranks(source, target) as ranks:
+    with FaultyRankPair(source, target) as ranks:
         for known in (-1, 0, shared):
-            ranks.hand_off(_WARM_ROOMS, tokens=tokens, shared=known)
+            ranks.hand_off_prompts(_WARM_ROOMS, tokens=tokens, shared=known)
         for _ in range(rounds):
             ready: dict[str, float] = {}
             handed: dict[str, float] = {}
             for name, known in (("off", -1), ("own", 0), ("shared", shared)):
-                stamps = ranks.hand_off(count, tokens=tokens, shared=known)
+                stamps = ranks.hand_off_prompts(count, tokens=tokens, shared=known)
                 handed[name] = float(np.median(stamps.ready - stamps.written)) / 1e3
                 ready[name] = float(np.median(stamps.ready - stamps.expected)) / 1e3
                 taken.setdefault(f"{name}_handoff_us", []).append(handed[name])

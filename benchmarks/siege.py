@@ -1,4 +1,4 @@
-"""Whether service to the others goes on while somebody attacks: healthy hand-offs beside each attack, p99 over p99."""
+"""Whether others are served while a peer attacks: healthy hand-offs beside each attack, p99 over p99."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from pdtransfer.bench.models import PAGE_SIZE, components
-from pdtransfer.bench.orders import begun
-from pdtransfer.bench.ranks import Ranks
+from pdtransfer.bench.processes import begun
 from pdtransfer.bench.report import Figures, Line
 from pdtransfer.bus.keys import generate_pair
 from pdtransfer.errors import WorldError
 
 from .attacks import ATTACKS, Target, run
+from .ranks import FaultyRankPair
 
 _WHAT = {
     "no_key": "handshakes without a key",
@@ -55,14 +55,14 @@ def measure(*, rooms: int = 500, rounds: int = 5, connections: int = 10_000) -> 
     guest = generate_pair()
     source, target = components("mla", source_slots=64 * PAGE_SIZE, target_slots=4 * _TOKENS)
     figures: Figures = {"rooms": rooms, "rounds": rounds, "connections": connections}
-    with Ranks(source, target, keys=True, guest=guest) as ranks:
-        whom = Target(endpoint=ranks.endpoints[0], guest=guest, component=target, connections=connections)
+    with FaultyRankPair(source, target, keys=True, guest=guest) as ranks:
+        target_of_attack = Target(endpoint=ranks.endpoints[0], guest=guest, component=target, connections=connections)
         _hand_off(ranks, rooms)
         for name in ATTACKS:
             pairs, count = list[tuple[_Batch, _Batch]](), 0
             for _ in range(rounds):
                 quiet = _hand_off(ranks, rooms)
-                with _attack(name, whom) as done:
+                with _attack(name, target_of_attack) as done:
                     pairs.append((quiet, _hand_off(ranks, rooms)))
                 count += done[0]
             ratios = [besieged.p99_us / quiet.p99_us for quiet, besieged in pairs]
@@ -79,20 +79,20 @@ def measure(*, rooms: int = 500, rounds: int = 5, connections: int = 10_000) -> 
 
 
 class _Batch(NamedTuple):
-    """Some hand-offs, and what they and whatever else happened cost the prefill process."""
+    """Some hand-offs, and the CPU time of the prefill process meanwhile."""
 
     p99_us: float
     cpu_us: float
 
 
-def _hand_off(ranks: Ranks, rooms: int) -> _Batch:
+def _hand_off(ranks: FaultyRankPair, rooms: int) -> _Batch:
     stamps = ranks.hand_off(rooms, tokens=_TOKENS)
     return _Batch(float(np.percentile(stamps.ready - stamps.expected, 99)) / 1e3, stamps.prefill_cpu_ns / 1e3)
 
 
 @contextmanager
 def _attack(name: str, target: Target) -> Generator[list[int]]:
-    """With the attack under way; how often it did its thing is in the list afterwards."""
+    """With the attack under way; how often it attacked is in the list afterwards."""
     process, ours = begun(run, name, target)
     done: list[int] = []
     try:

@@ -15,16 +15,17 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from pdtransfer.bench.models import PAGE_SIZE, components
-from pdtransfer.bench.orders import Failure, answer, begun
+from pdtransfer.bench.processes import Failure, answer, begun
 from pdtransfer.bench.report import Figures, Line
 from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.errors import PDTransferError, WorldError
-from pdtransfer.handoff.effects import Drained, Leased, RoomFailed
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLeased
 from pdtransfer.kernels.card import card
 from pdtransfer.kernels.driver import count
 from pdtransfer.layout.layout import Component
-from pdtransfer.memory.arena_memory import Arena, allocate
+from pdtransfer.memory.arena_memory import ArenaMemory, allocate
 from pdtransfer.node import NodeSettings
+from pdtransfer.transports.options import WriterOptions
 
 _STEP_S = 1e-3  # a scheduler waits so long for its card in each turn, without the interpreter's lock
 _CHUNK_TOKENS = 512  # prefill offers a room in as many
@@ -60,7 +61,7 @@ LINES = (
 def measure(*, tokens: int = 4_096, rooms: int = 96, at_once: int = 4) -> Figures:
     """Rooms of `tokens` tokens of 61 x 1,152 bytes; each side's scheduler takes a turn every millisecond.
 
-    A turn is `poll` and whatever follows from what it said: expect and release, or open, push (a chunk of 512 tokens of
+    A turn is `poll` and what its events ask for: expect and release, or open, push (a chunk of 512 tokens of
     each room) and finish. `turn` is what these calls took together, `work` 5,000 rounds of an empty loop in the same
     thread, which the loop's thread may interrupt. Prefill's pool is on card 0 where there is one, and that card
     writes; else copy threads do. Quantiles are over all turns of one run but those before the first room has ended,
@@ -75,12 +76,12 @@ def measure(*, tokens: int = 4_096, rooms: int = 96, at_once: int = 4) -> Figure
         with DecodeClient(_settings("decode"), (target,), arena, prefix_cache=False) as client:
             scheduler = _Decode(client, _answer(ours), tokens=tokens, rooms=rooms, at_once=at_once)
             turns = scheduler.run()
-            ours.send(None)  # every room is released: nobody needs the other side's last words
+            ours.send(None)  # every room is released: the other side may end
             figures = _answer(ours)
     return {
         "where": "the CPU" if not count() else card(0).architecture, "tokens": tokens, "rooms": rooms,
         "at_once": at_once, "room_mib": room_bytes / (1 << 20), "gb_s": rooms * room_bytes / scheduler.seconds / 1e9,
-    } | _told("prefill", figures) | _told("decode", turns)  # fmt: skip
+    } | _figures("prefill", figures) | _figures("decode", turns)  # fmt: skip
 
 
 class Turns:
@@ -152,8 +153,8 @@ def _prefill(pipe: Connection, source: Component, tokens: int, rooms: int, at_on
         if pool is not None:
             pool.array[:] = 7
         address = card(0).allocate(source.layout.end) if pool is None else pool.address
-        settings, where = _settings("prefill"), 0 if on_card else None
-        with PrefillClient(settings, (source,), pool_address=address, card=where) as client:
+        writer = WriterOptions(pool_address=address, card=0 if on_card else None)
+        with PrefillClient(_settings("prefill"), (source,), writer=writer) as client:
             pipe.send(client.endpoint)
             turns = Turns()
             turns.rest()
@@ -172,9 +173,9 @@ def _offer(client: PrefillClient, turns: Turns, *, tokens: int, rooms: int, at_o
     while drained < rooms:
         for event in turns.call(client.poll):
             _check(event)
-            if isinstance(event, Leased):
+            if isinstance(event, RoomLeased):
                 under_way[event.room] = 0
-            drained += isinstance(event, Drained)
+            drained += isinstance(event, RoomDrained)
         while opened < min(rooms, drained + at_once):
             opened += 1
             turns.call(client.open, opened, tokens=tokens)
@@ -189,8 +190,8 @@ def _offer(client: PrefillClient, turns: Turns, *, tokens: int, rooms: int, at_o
         turns.end(counts=bool(drained))
 
 
-def _arena(target: Component, held: ExitStack) -> Arena:
-    arena = Arena.create(target.layout.end)
+def _arena(target: Component, held: ExitStack) -> ArenaMemory:
+    arena = ArenaMemory.create(target.layout.end)
     held.callback(arena.close)
     if count():
         arena.card = card(0)
@@ -207,7 +208,7 @@ def _check(event: object) -> None:
         raise WorldError(f"room {event.room} failed: {event.detail}")
 
 
-def _told(side: str, turns: Turns) -> Figures:
+def _figures(side: str, turns: Turns) -> Figures:
     figures: Figures = {f"{side}_turns": len(turns.calls), f"{side}_turn_max_us": max(turns.calls) / 1e3}
     for name, times in (("turn", turns.calls), ("work", turns.work), ("quiet", turns.quiet)):
         figures |= {f"{side}_{name}_p{share}_us": _quantile(times, share) for share in (50, 99)}

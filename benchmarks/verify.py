@@ -12,18 +12,19 @@ from time import perf_counter
 import numpy as np
 
 from pdtransfer.bench.models import PAGE_SIZE, components, latent_layout
-from pdtransfer.bench.ranks import Ranks
 from pdtransfer.bench.report import Figures, Line
 from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import Lines, lines_of, pieces_of, runs_of
 from pdtransfer.layout.geometry import Int64s
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import plan
-from pdtransfer.memory.arena_memory import Arena, Mapping, allocate
+from pdtransfer.memory.arena_memory import ArenaMemory, Mapping, allocate
 from pdtransfer.transports.copier import PIECE_BYTES
 
+from .ranks import FaultyRankPair
+
 _LAYOUTS = ("layer_first", "page_first")
-_NUMPY_ROWS = 64  # it is slow: so many tell its rate
+_NUMPY_ROWS = 64  # it is slow: its rate is of so many
 
 LINES = (
     Line("one memcpy", "{memcpy_gb_s:.1f} GB/s", "{bytes:,} bytes; what follows are shares of it"),
@@ -48,8 +49,9 @@ def measure(*, tokens: int = 4_096, rooms: int = 1_000, repeats: int = 7) -> Fig
     A checksum reads what a memcpy reads and writes, so a share may pass 1; "copied as well" is a writer's way, into an
     arena that is page_first, in the order of the slots. Each figure is the median over `repeats` of
     (time of a memcpy of the same bytes) / (time of the checksum), timed one after the other; numpy's is of a few rows.
-    Hand-offs are those of `bench handoff`, one at a time, `rooms` of 16 tokens of the reference model; the room is that
-    of `bench transfer`, two copy threads, a fresh arena. Two pairs of ranks, one of which verifies, take turns.
+    Hand-offs are those of `pdtransfer bench handoff`, one at a time, `rooms` of 16 tokens of the reference model; the
+    room is that of `pdtransfer bench transfer`, two copy threads, a fresh arena. Two pairs of ranks, one of which
+    verifies, take turns.
     """
     tokens = -(-tokens // PAGE_SIZE) * PAGE_SIZE
     figures: Figures = {"native": checksum_copy.native().text}
@@ -68,7 +70,7 @@ def _rates(tokens: int, repeats: int) -> Figures:
     }
     all_lines = {name: lines_of("kv", latent_layout(name, slots=slots, page_size=PAGE_SIZE)) for name in _LAYOUTS}
     byte_count = tokens * all_lines["layer_first"].row_bytes
-    source, target = allocate(2 * byte_count), Arena.create(byte_count, huge_pages="never")
+    source, target = allocate(2 * byte_count), ArenaMemory.create(byte_count, huge_pages="never")
     try:
         source.array[:] = 7
         target.prefault()
@@ -110,7 +112,7 @@ def _summing(lines: Lines, runs: Int64s, memory: Mapping, threads: int) -> Calla
     return sum_up
 
 
-def _copying(name: str, runs: Int64s, memory: Mapping, arena: Arena) -> Callable[[], None]:
+def _copying(name: str, runs: Int64s, memory: Mapping, arena: ArenaMemory) -> Callable[[], None]:
     """The same rows, carried into the first slots of the arena, in a copy thread's pieces."""
     slots = np.repeat(runs[:, 0] - runs[:, 1], runs[:, 2]) + np.arange(int(runs[:, 2].sum()))
     ours = latent_layout(name, slots=2 * len(slots), page_size=PAGE_SIZE)
@@ -129,7 +131,7 @@ def _copying(name: str, runs: Int64s, memory: Mapping, arena: Arena) -> Callable
 def _hand_offs(rooms: int, repeats: int) -> Figures:
     source, target = components("mla", source_slots=64 * PAGE_SIZE, target_slots=1_024)
     count, taken = max(1, rooms // repeats), dict[str, list[float]]()
-    with Ranks(source, target) as plain, Ranks(source, target, verify=True) as verified:
+    with FaultyRankPair(source, target) as plain, FaultyRankPair(source, target, verify=True) as verified:
         for ranks in (plain, verified):
             ranks.hand_off(count, tokens=16)
         for _ in range(repeats):
@@ -144,7 +146,7 @@ def _hand_offs(rooms: int, repeats: int) -> Figures:
 def _rooms(tokens: int, repeats: int) -> Figures:
     source, target = components("deepseek", source_slots=2 * tokens, target_slots=2 * tokens)
     room_bytes, taken = tokens * source.layout.row_bytes, dict[str, list[float]]()
-    with Ranks(source, target) as plain, Ranks(source, target, verify=True) as verified:
+    with FaultyRankPair(source, target) as plain, FaultyRankPair(source, target, verify=True) as verified:
         for ranks in (plain, verified):
             ranks.hand_off(2, tokens=tokens)
         for _ in range(repeats):

@@ -1,8 +1,9 @@
-"""What a probe says, and how it reads files that may not be there."""
+"""Probes of `pdtransfer doctor`: their results, and how they read files of the host that may not exist."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,40 +17,40 @@ KERNEL = "a Linux kernel from 5.10 on, and a container that lets its calls throu
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one probe saw: ok, a warning (slower, or for fewer), or missing (pdtransfer does not run without it)."""
+    """The result of a probe: ok, a warning (slower, or limited), or missing (pdtransfer does not run without it)."""
 
     state: State
     found: str
-    mend: str = ""  # the command that changes it
+    mend: str = ""  # the command that fixes it
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One look at the host whose files lie below the path that it is given: everywhere but in tests, /."""
+    """One check of the host whose files lie below a given root, which is / outside tests."""
 
     name: str
     look: Callable[[Path], Seen]
-    mend: str = ""  # where it cannot even be tried
-    required: bool = False  # where it cannot be tried, nothing runs
+    mend: str = ""  # the advice if the probe itself fails
+    required: bool = False  # a failed probe counts as missing
 
 
 def ok(found: str) -> Seen:
-    """Nothing is amiss."""
+    """No problem."""
     return Seen("ok", found)
 
 
 def warn(found: str, mend: str) -> Seen:
-    """It works all the same."""
+    """A problem that pdtransfer works around."""
     return Seen("warn", found, mend)
 
 
 def missing(found: str, mend: str) -> Seen:
-    """It is required."""
+    """A required feature is missing."""
     return Seen("missing", found, mend)
 
 
 def read(path: Path) -> str:
-    """A small file's text without the white space around it; empty where there is none that may be read."""
+    """Returns a small file's stripped text; empty where it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -57,7 +58,7 @@ def read(path: Path) -> str:
 
 
 def names(directory: Path) -> list[str]:
-    """What lies in a directory, in order; nothing where there is none that may be read."""
+    """Returns the sorted names in a directory; none where it cannot be read."""
     try:
         return sorted(each.name for each in directory.iterdir())
     except OSError:
@@ -65,5 +66,21 @@ def names(directory: Path) -> list[str]:
 
 
 def within(root: Path, path: str | Path) -> Path:
-    """An absolute path of the host as one below `root`."""
+    """Returns the host's absolute path as one below `root`."""
     return root / str(path).lstrip("/")
+
+
+def sockets(root: Path) -> Iterator[tuple[str, str, int]]:
+    """Yields state, address and port of every local socket, those in TIME_WAIT included."""
+    for name in ("tcp", "tcp6"):
+        for line in read(within(root, f"/proc/net/{name}")).splitlines()[1:]:
+            words = line.split()
+            if len(words) < 4 or ":" not in words[1]:
+                continue
+            host, _, port = words[1].partition(":")
+            try:
+                packed = b"".join(bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8))
+                text = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
+                yield words[3], text, int(port, 16)
+            except ValueError:
+                continue

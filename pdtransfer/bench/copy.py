@@ -10,16 +10,16 @@ from time import perf_counter
 import numpy as np
 
 from .. import kernels
-from ..kernels import Native
+from ..kernels import NativeCopy
 from ..layout.geometry import Int64s
 from ..layout.layout import expand_pages
 from ..layout.pairing import pair
 from ..layout.plan import Plan, plan
-from ..memory.arena_memory import Arena, Mapping, allocate
+from ..memory.arena_memory import ArenaMemory, Mapping, allocate
 from .models import PAGE_SIZE, latent_layout
 from .report import Figures, Line
 
-_NUMPY = Native(path=None, text="numpy")
+_NUMPY = NativeCopy(path=None, text="numpy")
 
 _CASES = (
     ("pages_layer_first_to_layer_first", "pages to pages, layer_first to layer_first"),
@@ -70,7 +70,7 @@ def measure(*, tokens: int = 4_096, repeats: int = 9) -> Figures:
     }
     native, bytes_copied = kernels.native(), next(iter(cases.values())).bytes
     pool_bytes = 2 * bytes_copied
-    source, arena = allocate(pool_bytes), Arena.create(pool_bytes, huge_pages="never")
+    source, arena = allocate(pool_bytes), ArenaMemory.create(pool_bytes, huge_pages="never")
     try:
         source.array[:] = 7
         arena.prefault()
@@ -99,7 +99,7 @@ def _memcpy(source: Mapping, target: Mapping, byte_count: int) -> Callable[[], o
     return lambda: function(target.address, source.address, byte_count)
 
 
-def _copy(work: Plan, source: Mapping, target: Mapping, threads: int, by: Native) -> Callable[[], object]:
+def _copy(work: Plan, source: Mapping, target: Mapping, threads: int, by: NativeCopy) -> Callable[[], object]:
     return lambda: kernels.copy(work, source.address, target.address, threads=threads, by=by)
 
 

@@ -5,20 +5,30 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from json import dumps
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from re import findall
 from statistics import median, median_low
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from benchmarks import both_cards
+import msgspec
+from rich.console import Console
+from rich.table import Table
 
 from ..config.config import Attention, DecodeConfig, PrefillConfig
 from ..errors import WorldError
 from ..kernels import driver
 from ..limits import Limits
-from ..tracing.ttft import Split
-from .pd_pair import Pair, Run
-from .pd_rank import Way
+from ..tracing.timeline import TimedSpan
+from ..tracing.ttft import Split, split_of
+from .pd_rank import Prompt, Report, Roof, Way, run_decode, run_prefill
+from .processes import answer, begun
+from .report import about
 
 ENGINE = "pdtransfer.reference.deep:create"
 TOKENS = (128, 1_024, 8_192, 32_768)
@@ -31,26 +41,32 @@ WAYS: tuple[Way, ...] = ("auto", "layers", "end", "none")
 REST_S = 0.25  # before each prompt that is counted: a card that has just computed may compute slower
 LONG = 16_384  # tokens, from which on `auto` goes by layers anyway, and a prompt takes its time
 PAGE_SIZE = 64
-CARDS = 0, 1
 LIMITS = Limits(room_deadline_ms=600_000, silence_ms=20_000)
+LATE_S_MAX = 3e-3  # by which a card's clock may be set wrong
+_ANSWER_S = 180.0  # weights are drawn and an arena is backed within it
+_answer = partial(answer, who="a process of the bench", within_s=_ANSWER_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
-    """What is to be reached; `value` is None where this host cannot say."""
+class Run:
+    """One prompt: when it was asked, what both processes did, and whether its rows were the same where they landed."""
 
-    name: str
-    value: float | None
-    aim: float
-    at_least: bool = False
-    unit: str = ""
+    prompt: Prompt
+    asked_s: float
+    spans: tuple[TimedSpan, ...]
+    same: bool | None  # None: not compared
+
+    def of(self, process: str, *lanes: str) -> list[TimedSpan]:
+        """What one process did in these lanes, by when it began."""
+        found = (span for span in self.spans if span.process == process and span.lane in lanes)
+        return sorted(found, key=lambda span: span.begin_s)
 
     @property
-    def met(self) -> bool | None:
-        """Whether it is reached."""
-        if self.value is None:
-            return None
-        return self.value >= self.aim if self.at_least else self.value <= self.aim
+    def split(self) -> Split:
+        """Where its time went. Raises WorldError where the engine reports no spans of its layers."""
+        if self.prompt.way != "alone" and not self.of("prefill", "compute"):
+            raise WorldError("the engine reports no spans of its layers: EngineConfig.spans")
+        return split_of(self.spans, self.of("decode", "step"), self.asked_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +79,6 @@ class Point:
     roof_s: float  # the copy engine, or a memcpy, with the same bytes
     splits: dict[Way, Split]
     shown: dict[Way, Run]
-
-    @property
-    def tail_aim_s(self) -> float:
-        """The last write's bytes at 0.95 of the copy engine's rate, and half a millisecond."""
-        return self.splits["auto"].last_bytes / self.byte_count * self.roof_s / 0.95 + 0.5e-3
 
 
 class Pushed(NamedTuple):
@@ -96,7 +107,11 @@ class Result:
     chunk_tokens: int
     rounds: int
     series: list[Series] = field(default_factory=list[Series])
-    both: tuple[tuple[float, float], tuple[float, float]] | None = None  # GB/s of two cards, each alone, and at once
+
+    @property
+    def roof(self) -> str:
+        """What no write can beat here."""
+        return "memcpy" if "cpu" in self.devices else "DMA"
 
 
 def devices() -> tuple[str, str]:
@@ -118,8 +133,8 @@ def measure(
     chunk_tokens: int = 8_192,
     engine_option: tuple[str, ...] = (),
     hisparse: bool = False,
-    on: tuple[str, str] | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    on: tuple[str, str] = ("", ""),
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Prompts of each size, one at a time, from a prefill process to a decode process: `on` are their devices.
 
@@ -129,9 +144,10 @@ def measure(
     time went into is by spans: of the card's own events where it computes, of the clock elsewhere. Then rows alone, as
     many as there are of each size, of pages anywhere in the pool. The roof is one copy of as many bytes by the copy
     engine from the same pool into registered memory, in pieces of 256 MiB; without a card a memcpy into shared memory.
-    Each figure is the median over rounds. WorldError where rows have landed that are not the same.
+    Each figure is the median over rounds. Raises WorldError where rows that landed differ.
     """
-    on = on or devices()
+    found = devices()
+    on = on[0] or found[0], on[1] or found[1]
     small = on == ("cpu", "cpu")
     sizes = tuple(tokens) or (SMALL if small else TOKENS)
     top_k, hot_tokens = SMALL_SPARSE if small else SPARSE
@@ -142,18 +158,15 @@ def measure(
     for attention in attentions:
         series = Series(attention=attention)
         result.series.append(series)
-        say(f"{attention}: starting a prefill process on {on[0]} and a decode process on {on[1]}")
+        progress(f"{attention}: starting a prefill process on {on[0]} and a decode process on {on[1]}")
         with tempfile.TemporaryDirectory(prefix="pdtransfer-bench-") as sockets:
             configs = _configs(attention, max(sizes), on, chunk_tokens, options, hot, Path(sockets))
             with Pair(*configs) as pair:
                 for size in sizes:
-                    say(f"{attention}: prompts of {size:,} tokens")
+                    progress(f"{attention}: prompts of {size:,} tokens")
                     series.points.append(_point(pair, size, rounds, on_card=not small))
-                say(f"{attention}: rows alone")
+                progress(f"{attention}: rows alone")
                 _push_alone(pair, series, sorted({*(each for each in SWEPT if each <= max(sizes)), *sizes}), rounds)
-    if len(set(on)) == len(CARDS) and not small:
-        say("both cards at once")
-        result.both = both_cards.measure(CARDS)
     return result
 
 
@@ -215,25 +228,179 @@ def _median(splits: Iterable[Split]) -> Split:
     return Split(**{name: of(getattr(split, name) for split in found) for name, of in middle.items()})
 
 
-def goals(result: Result) -> list[Goal]:
-    """What the project has set itself, for each size that it is about."""
-    found: list[Goal] = []
+class Pair:
+    """Both processes, each with its engine. A failure in one of them is raised here as WorldError."""
+
+    def __init__(self, prefill: PrefillConfig, decode: DecodeConfig) -> None:
+        self._processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+        self._hisparse, self._on_card = decode.enable_hisparse, prefill.card is not None
+        self._rooms = 0
+        try:
+            self._prefill = self._start(run_prefill, prefill)
+            self._decode = self._start(run_decode, decode)
+            self._decode.send(_answer(self._prefill))
+            _answer(self._decode)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends both."""
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.close()
+        for process in self._processes:
+            process.join(10.0)
+            process.kill()
+
+    def prompt(self, tokens: int, way: Way, *, steps: int = 2, check: bool = False) -> Run:
+        """One prompt, from the asking until both sides are done with it."""
+        self._rooms += 1
+        order = Prompt(self._rooms, tokens, way, steps, check, self._hisparse)
+        asked_s = time.monotonic()
+        self._prefill.send(order)
+        self._decode.send(order)
+        prefill: Report = _answer(self._prefill)
+        decode: Report = _answer(self._decode)
+        spans = tuple(span for span in (*prefill.spans, *decode.spans) if span.room in (0, order.room))
+        if self._on_card:
+            spans = _set_right(spans)
+        same = _same(prefill, decode) if check else None
+        return Run(prompt=order, asked_s=asked_s, spans=spans, same=same)
+
+    def roof(self, byte_counts: Sequence[int], *, repeats: int = 5) -> list[float]:
+        """Seconds that so many bytes take at the least, each the median of several."""
+        self._prefill.send(Roof(tuple(byte_counts), repeats))
+        return _answer(self._prefill)
+
+    def _start(self, run: Callable[..., None], *arguments: object) -> Connection:
+        process, ours = begun(run, *arguments)
+        self._processes.append(process)
+        self._pipes.append(ours)
+        return ours
+
+
+def _set_right(spans: tuple[TimedSpan, ...]) -> tuple[TimedSpan, ...]:
+    """What a card has computed is known by its own clock, which is set by a thread that may wait for the interpreter
+    in between: so it may seem later than it was, but not later than the begin of the write that waited for it.
+
+    Raises WorldError where it is out by more than that can be: rows would have left that were not there yet.
+    """
+    late_s = 0.0
+    for push in (span for span in spans if span.lane == "push"):
+        first, end, low, high = map(int, findall(r"\d+", push.name)[:4])
+        for span in (span for span in spans if span.lane == "compute" and low <= span.layer < high):
+            own_first, own_end = map(int, findall(r"\d+", span.name)[:2])
+            if own_first < end and first < own_end:
+                late_s = max(late_s, span.end_s - push.begin_s)
+    if late_s > LATE_S_MAX:
+        raise WorldError(f"rows have left {1e3 * late_s:.1f} ms before they were computed")
+    return tuple(
+        msgspec.structs.replace(span, begin_s=span.begin_s - late_s, end_s=span.end_s - late_s)
+        if span.lane in ("compute", "pick")
+        else span
+        for span in spans
+    )
+
+
+def _same(prefill: Report, decode: Report) -> bool:
+    """What landed in DRAM is what was in the pool; components whose rows went elsewhere are not looked at."""
+    return bool(decode.sums) and all(prefill.sums.get(key) == value for key, value in decode.sums.items())
+
+
+def figures(result: Result) -> dict[str, object]:
+    """All of it as plain values, times in milliseconds."""
+    return {
+        "devices": {"prefill": result.devices[0], "decode": result.devices[1]},
+        "chunk_tokens": result.chunk_tokens,
+        "rounds": result.rounds,
+        "prompts": {
+            series.attention: {str(point.tokens): _of_point(point) for point in series.points}
+            for series in result.series
+        },
+        "rows_alone": {
+            series.attention: {
+                str(tokens): {
+                    "bytes": pushed.byte_count,
+                    "gb_s": rounded(pushed.byte_count / pushed.push_s / 1e9),
+                    "to_ready_gb_s": rounded(pushed.byte_count / pushed.ready_s / 1e9),
+                    "roof_gb_s": rounded(pushed.byte_count / pushed.roof_s / 1e9),
+                    "share": rounded(pushed.roof_s / pushed.push_s),
+                }
+                for tokens, pushed in series.pushed.items()
+            }
+            for series in result.series
+        },
+    }
+
+
+def _of_point(point: Point) -> dict[str, object]:
+    ways: dict[str, object] = {}
+    for way, split in point.splits.items():
+        times = {f"{name[:-2]}_ms": rounded(1e3 * value) for name, value in asdict(split).items() if name[-2:] == "_s"}
+        ways[way] = {
+            "ttft_ms": rounded(1e3 * split.ttft_s),
+            "exposed_of_ttft": rounded(split.exposed_s / split.ttft_s),
+            **times,
+            "writes": split.writes,
+            "last_bytes": split.last_bytes,
+        }
+    return {
+        "bytes": point.byte_count,
+        "tokens_s": round(point.tokens / point.splits["auto"].compute_s),
+        "roof_ms": rounded(1e3 * point.roof_s),
+        "roof_gb_s": rounded(point.byte_count / point.roof_s / 1e9),
+        **ways,
+    }
+
+
+def rounded(value: float) -> float:
+    """To four digits."""
+    return float(f"{value:.4g}")
+
+
+def tables(result: Result) -> list[list[list[str]]]:
+    """What prompts' time went into, in ms, and the rates of rows alone; of each table the first row is the head."""
+    parts = "ask", "compute", "exposed", "admission", "step"
+    splits = [["prompt", "rows leave", "TTFT", *parts, "last layer to READY", "writes", "tokens/s"]]
+    rates = [["rows alone", "MB", "writes GB/s", "to READY GB/s", "roof GB/s", "writes of the roof"]]
     for series in result.series:
         for point in series.points:
-            auto, serial, alone = (point.splits[way] for way in ("auto", "end", "none"))
-            name = f"{series.attention}, {point.tokens:,} tokens: "
-            if point.tokens >= 1_024:
-                share = auto.exposed_s / serial.exposed_s
-                found.append(Goal(name=name + "exposed transfer, of the serial transfer", value=share, aim=0.1))
-            if point.tokens >= 8_192:
-                share = auto.exposed_s / auto.compute_s
-                found.append(Goal(name=name + "exposed transfer, of prefill's compute", value=share, aim=0.01))
-            tail = 1e3 * auto.tail_s, 1e3 * point.tail_aim_s
-            found.append(Goal(name=name + "last layer computed to READY", value=tail[0], aim=tail[1], unit="ms"))
-            slower = auto.compute_s / alone.compute_s - 1
-            found.append(Goal(name=name + "prefill slowed by the push", value=slower, aim=0.02))
-    alone, together = result.both or ((1.0, 1.0), (0.0, 0.0))
-    for number in range(2):
-        share = together[number] / alone[number] if result.both else None
-        found.append(Goal(name=f"card {number} while both push, of it alone", value=share, aim=0.95, at_least=True))
-    return found
+            for way, split in point.splits.items():
+                times = [split.ttft_s, *(getattr(split, f"{part}_s") for part in parts), split.tail_s]
+                cells = [*(f"{1e3 * seconds:,.3f}" for seconds in times), str(split.writes)]
+                if not split.writes:  # nothing crossed
+                    cells = ["", *cells[1:3], "", "", "", "", ""]
+                name = f"{series.attention} {point.tokens:,}"
+                splits.append([name, way, *cells, f"{point.tokens / split.compute_s:,.0f}"])
+        for tokens, pushed in sorted(series.pushed.items()):
+            seconds = pushed.push_s, pushed.ready_s, pushed.roof_s
+            each = [f"{pushed.byte_count / took_s / 1e9:.2f}" for took_s in seconds]
+            name, share = f"{series.attention} {tokens:,}", f"{pushed.roof_s / pushed.push_s:.2f}"
+            rates.append([name, f"{pushed.byte_count / 1e6:,.2f}", *each, share])
+    return [splits, rates]
+
+
+def show(result: Result, *, json: bool) -> int:
+    """Prints it. Returns 0, a command's status."""
+    if json:
+        print(dumps(figures(result) | about(measure) | {"tables": tables(result)}))
+        return 0
+    prefill, decode = result.devices
+    title = f"prefill on {prefill}, decode on {decode}; ms, medians of {result.rounds}"
+    for head, *rows in tables(result):
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for name in head:
+            table.add_column(name, justify="left" if name in ("prompt", "rows leave", "rows alone") else "right")
+        for row in rows:
+            table.add_row(*row)
+        Console(highlight=False, width=120).print(table)
+        title = ""
+    return 0

@@ -1,18 +1,22 @@
 """The two processes of `bench pd`: an engine's thread and a node on a loop, as a daemon has, and one prompt at a time.
 
-What a daemon would hear from its router comes by a pipe; everything else is the daemons' own.
+A pipe stands for the router; everything else is the daemons' own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any, Literal, NamedTuple
+from statistics import median
+from typing import Any, Literal, NamedTuple, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import uvloop
@@ -20,30 +24,34 @@ import uvloop
 from ..config.config import DecodeConfig, PrefillConfig
 from ..engine_api import Broken, CardMemory, Finished, Prefilled, Request, SharedMemory
 from ..errors import PDTransferError
-from ..handoff.effects import DecodeEvent, Drained, Landed, Leased, PrefillEvent, Ready, RoomFailed
-from ..handoff.prefill.sessions import Cell
+from ..handoff.decode.room_request import RoomRequest
+from ..handoff.effects import DecodeEvent, PrefillEvent, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from ..handoff.prefill.cells import Cell
+from ..kernels import numpy_copy
 from ..kernels.card import card
-from ..layout.layout import expand_pages
-from ..memory.arena_memory import Arena
+from ..layout.geometry import Int64s
+from ..layout.layout import Layout, expand_pages
+from ..memory.arena_memory import ArenaMemory
 from ..memory.hbm import Hbm
 from ..node import DecodeNode, NodeSettings, PrefillNode
-from ..node.thread_queues import Port
+from ..node.thread_queues import ThreadQueues
 from ..process.setup import prepare
-from ..tracing.timeline import Span, Timeline
+from ..tracing.timeline import TimedSpan, Timeline
+from ..transports.options import ArenaOptions, WriterOptions
 from ..wire import Sampling
 from ..worker import engine_thread
 from ..worker.cell_batching import Push
 from ..worker.daemon import attach, create_engine
 from ..worker.engine_thread import Compute, DecodeOutcome, Free, Generate, Offered, PrefillOutcome, Quit, Refused
-from .orders import Failure
-from .pd_roof import roof
-from .pd_sums import Sums, card_sums, host_sums
+from .processes import Failure
+from .replays import registered
 
 Way = Literal["auto", "layers", "end", "none", "alone"]
 """How rows leave: the three that `--push` knows; not at all; or with nothing computed."""
 
 ROOM_S = 120.0
 _IDLE_POLL_S = 0.002
+_DMA_BYTES = 256 << 20  # an arena is registered in such chunks
 
 
 class Prompt(NamedTuple):
@@ -59,16 +67,21 @@ class Prompt(NamedTuple):
 
 
 class Roof(NamedTuple):
-    """How long do copies of so many bytes take that nothing can be faster than?"""
+    """The seconds that one copy of so many bytes takes, which no write can beat: by the card's copy engine, from the
+    pool into registered memory, or without a card by memcpy into shared memory."""
 
     byte_counts: tuple[int, ...]
     repeats: int
 
 
-class Told(NamedTuple):
-    """What one side has to say of a prompt."""
+Sums: TypeAlias = dict[tuple[str, int, str, int], int]
+"""CRC of a prompt's rows in their order, by component, layer, kind and first head."""
 
-    spans: list[Span]
+
+class Report(NamedTuple):
+    """What one side reports of a prompt."""
+
+    spans: list[TimedSpan]
     sums: Sums
 
 
@@ -78,9 +91,73 @@ def ids_of(prompt: Prompt) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 
 def request_of(prompt: Prompt) -> Request:
-    """What both engines hear of it."""
+    """What both engines get of it."""
     sampling = Sampling(prompt.steps + 1, ignore_eos=True)
     return Request(room=prompt.room, prompt=ids_of(prompt), sampling=sampling, enable_hisparse=prompt.hisparse)
+
+
+def add_rows(
+    sums: Sums, component: str, layout: Layout, address: int, slots: Int64s, *, card: int | None = None
+) -> None:
+    """Continues the sums with the rows of `slots`, in memory of this process or of a card, and waits for the card."""
+    for plane in layout.planes:
+        where = [plane.base, plane.page_stride, plane.row_stride]
+        if card is None:
+            rows = numpy_copy.gather(address, where, slots, (layout.slots, layout.page_size), plane.row_bytes)
+        else:
+            rows = _gather_from_card(address, where, slots, layout, plane.row_bytes, card)
+        key = component, plane.layer, plane.kind, plane.head_start
+        sums[key] = crc32(np.ascontiguousarray(rows).data, sums.get(key, 0))
+
+
+class _CardBytes:
+    """Bytes of a card, as torch takes them over."""
+
+    def __init__(self, address: int, byte_count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (byte_count,), "typestr": "|u1", "version": 3,
+        }  # fmt: skip
+
+
+def _gather_from_card(address: int, where: list[int], slots: Int64s, layout: Layout, width: int, card: int) -> Any:
+    """As numpy_copy.gather."""
+    import torch
+
+    device, (base, *strides) = torch.device("cuda", card), where
+    shape = layout.slots // layout.page_size, layout.page_size, width
+    plane = torch.as_tensor(_CardBytes(address, layout.end), device=device).as_strided(shape, (*strides, 1), base)
+    at = torch.as_tensor(slots, device=device)
+    return plane[at // layout.page_size, at % layout.page_size].cpu().numpy()
+
+
+def roof(on: int | None, source: int, byte_counts: Sequence[int], repeats: int) -> list[float]:
+    """As Roof says, from the pool at `source`: the median for each of `byte_counts`."""
+    with ExitStack() as held:
+        if on is None:
+            arena = ArenaMemory.create(max(byte_counts))
+            held.callback(arena.close)
+            arena.prefault()
+
+            def crossed(byte_count: int) -> float:
+                start = time.perf_counter()
+                ctypes.memmove(arena.mapping.address, source, byte_count)
+                return time.perf_counter() - start
+        else:
+            here = card(on)
+            target, stream = held.enter_context(registered(here, max(byte_counts))), here.stream()
+            start, end = (here.call("cuEventCreate", 0) for _ in range(2))
+
+            def crossed(byte_count: int) -> float:
+                here.record(start, stream)
+                for at in range(0, byte_count, _DMA_BYTES):
+                    here.copy(target + at, source + at, min(_DMA_BYTES, byte_count - at), stream)
+                here.record(end, stream)
+                here.synchronise(stream)
+                return float(here.call("cuEventElapsedTime", start, end)) / 1e3
+
+        for each in byte_counts:
+            crossed(each)  # what only the first copy waits for
+        return [median(crossed(each) for _ in range(repeats)) for each in byte_counts]
 
 
 class _Side(ABC):
@@ -91,14 +168,14 @@ class _Side(ABC):
         self._engine, self._timeline = engine, timeline
         self._prompt = Prompt(0, 0, "none")
         self._loop.set_exception_handler(self._broke)
-        self._loop.add_reader(pipe.fileno(), self._asked)
+        self._loop.add_reader(pipe.fileno(), self._receive)
 
     async def wait(self) -> None:
         """Until the pipe ends."""
         await self._over.wait()
         self._loop.remove_reader(self._pipe.fileno())
 
-    def _asked(self) -> None:
+    def _receive(self) -> None:
         try:
             order = self._pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -113,12 +190,12 @@ class _Side(ABC):
 
     @property
     def quiet(self) -> bool:
-        """Whether the engine has nothing to do, and no span left to tell."""
+        """Whether the engine has nothing to do, and no span left to report."""
         return self._engine.idle
 
     @abstractmethod
     def perform(self, order: object) -> None:
-        """Does what was asked, and answers now or when it is done."""
+        """Executes an order, and answers now or when it is done."""
 
     def _fail(self, text: str) -> None:
         if not self._over.is_set():
@@ -130,15 +207,15 @@ class _Side(ABC):
         text = f"the engine broke down: {type(error).__name__}: {error}"
         self._loop.call_soon_threadsafe(self._fail, text)
 
-    def _tell(self, sums: Sums | None = None) -> None:
-        """Once the engine has nothing more to say: it tells of its spans when nobody waits for it."""
+    def _report(self, sums: Sums | None = None) -> None:
+        """Reports once the engine is quiet: it reports its spans when it has nothing else to do."""
         if self.quiet:
-            self._pipe.send(Told(self._timeline.take(), sums or {}))
+            self._pipe.send(Report(self._timeline.take(), sums or {}))
         else:
-            self._loop.call_later(_IDLE_POLL_S, self._tell, sums)
+            self._loop.call_later(_IDLE_POLL_S, self._report, sums)
 
 
-class _Prefill(_Side):
+class _PrefillSide(_Side):
     def __init__(self, pipe: Connection, config: PrefillConfig, engine: Any, timeline: Timeline) -> None:
         super().__init__(pipe, engine, timeline)
         pool, pool_fd = engine.pool, -1
@@ -149,12 +226,14 @@ class _Prefill(_Side):
             pool.address if isinstance(pool, CardMemory) else np.frombuffer(pool, dtype=np.uint8).ctypes.data
         )
         self.node = PrefillNode(
-            _settings(config, engine), engine.card.components, self._told,
-            pool_address=self._address, pool_fd=pool_fd, copy_threads=config.copy_threads, card=self._on_card,
+            _settings(config, engine), engine.card.components, self._on_event,
+            writer=WriterOptions(
+                pool_address=self._address, pool_fd=pool_fd, copy_threads=config.copy_threads, card=self._on_card
+            ),
             replicas=engine.card.replicas, spans=self._timeline,
         )  # fmt: skip
-        self._ports: dict[Push, Port[Any]] = {}
-        self._port: Port[Any] = Port()
+        self._ports: dict[Push, ThreadQueues[Any]] = {}
+        self._port: ThreadQueues[Any] = ThreadQueues()
         self._cells: list[Cell] = []
         self._opened_s = self._finished_s = 0.0
 
@@ -167,7 +246,7 @@ class _Prefill(_Side):
         self._pipe.send(await self.node.bus.bind("tcp://127.0.0.1:0"))
         await self.wait()
         for port in self._ports.values():
-            port.tell(Quit())
+            port.to_engine(Quit())
         await self.node.close()
 
     def _run(self, how: Push) -> None:
@@ -176,9 +255,10 @@ class _Prefill(_Side):
         if (port := self._ports.get(how)) is not None:
             self._port = port
             return
-        self._port = self._ports[how] = Port()
+        self._port = self._ports[how] = ThreadQueues()
         self._port.attach(self._loop)
-        work = engine_thread.PrefillThread(self._engine, self._port, self._heard, push=how)
+        steps = engine_thread.leader_steps(self._engine, self._port, None)
+        work = engine_thread.PrefillThread(self._engine, self._port, self._on_outcomes, steps, push=how)
         engine_thread.start(work, self._died)
 
     def perform(self, order: object) -> None:
@@ -189,13 +269,13 @@ class _Prefill(_Side):
                     self.node.open(room, tokens=tokens, time_left_s=ROOM_S)
                 if way != "alone":
                     self._run("end" if way == "none" else way)
-                    self._port.tell(Compute(request_of(order)))
+                    self._port.to_engine(Compute(request_of(order)))
             case Roof():
                 self._pipe.send(roof(self._on_card, self._address, order.byte_counts, order.repeats))
             case _:
                 raise AssertionError(order)
 
-    def _heard(self, outcomes: list[PrefillOutcome]) -> None:
+    def _on_outcomes(self, outcomes: list[PrefillOutcome]) -> None:
         for outcome in outcomes:
             match outcome:
                 case Offered(room=room, cell=cell, after=after):
@@ -207,30 +287,30 @@ class _Prefill(_Side):
                     if self._prompt.way != "none":
                         self.node.finish(room, aux=aux)
                     else:
-                        self._port.tell(Free(room))
-                        self._tell()
+                        self._port.to_engine(Free(room))
+                        self._report()
                 case Broken(detail=detail) | Refused(detail=detail):
                     self._fail(detail)
 
-    def _told(self, event: PrefillEvent) -> None:
+    def _on_event(self, event: PrefillEvent) -> None:
         now = time.monotonic()
         match event:
-            case Leased(room):
+            case RoomLeased(room):
                 self._timeline("control", "open to grant", self._opened_s, now, room=room)
                 if self._prompt.way == "alone":
                     self._loop.call_soon(self._offer, room)
-            case Landed(room):
+            case RoomLanded(room):
                 self._timeline("control", "finish to Landed", self._finished_s, now, room=room)
             case RoomFailed(detail=detail):
                 self._fail(f"failed at prefill: {detail}")
-            case Drained(room):
+            case RoomDrained(room):
                 sums = self._sums() if self._prompt.check else None
                 if self._prompt.way != "alone":
-                    self._port.tell(Free(room))
-                self._tell(sums)
+                    self._port.to_engine(Free(room))
+                self._report(sums)
 
     def _offer(self, room: int) -> None:
-        """All rows of every component at once, of pages anywhere in the pool, whatever they hold."""
+        """All rows of every component at once, of pages anywhere in the pool, with any content."""
         for component in self._engine.card.components:
             layout, tokens = component.layout, self._prompt.tokens
             pages = np.random.default_rng(room).permutation(layout.slots // layout.page_size)
@@ -242,75 +322,72 @@ class _Prefill(_Side):
     def _sums(self) -> Sums:
         sums: Sums = {}
         layouts = {component.name: component.layout for component in self._engine.card.components}
-        for cell in self._cells:
+        for cell in self._cells:  # of one layer in the order of their rows
             layout = layouts[cell.component].layers(*cell.layers)
-            rows = cell.source_slots, cell.first_row
-            if self._on_card is None:
-                own = host_sums(cell.component, layout, self._address, *rows)
-            else:
-                own = card_sums(cell.component, layout, self._on_card, self._address, *rows)
-            for key, value in own.items():
-                sums[key] = (sums.get(key, 0) + value) % (1 << 64)
+            add_rows(sums, cell.component, layout, self._address, cell.source_slots, card=self._on_card)
         return sums
 
 
-class _Decode(_Side):
+class _DecodeSide(_Side):
     def __init__(
-        self, pipe: Connection, config: DecodeConfig, engine: Any, arena: Arena, endpoint: str, timeline: Timeline
+        self, pipe: Connection, config: DecodeConfig, engine: Any, arena: ArenaMemory, endpoint: str, timeline: Timeline
     ) -> None:
         super().__init__(pipe, engine, timeline)
         self._arena, self._endpoint = arena, endpoint
         self.node = DecodeNode(
-            _settings(config, engine), engine.card.arena_components, arena, self._told,
-            socket_directory=config.socket_directory, enable_hisparse=config.enable_hisparse, prefix_cache=False,
+            _settings(config, engine), engine.card.arena_components, arena, self._on_event,
+            options=ArenaOptions(socket_directory=config.socket_directory),
+            enable_hisparse=config.enable_hisparse, prefix_cache=False,
             leased=self._leased,
         )  # fmt: skip
-        self._port: Port[Any] = Port()
+        self._port: ThreadQueues[Any] = ThreadQueues()
         self._expected_s = self._leased_s = 0.0
         self._slots: dict[str, Any] = {}
 
     async def serve(self) -> None:
         """Opens the session, then does what it is asked."""
         self._port.attach(self._loop)
-        engine_thread.start(engine_thread.DecodeThread(self._engine, self._port, self._heard), self._died)
+        steps = engine_thread.leader_steps(self._engine, self._port, None)
+        engine_thread.start(engine_thread.DecodeThread(self._engine, self._port, self._on_outcomes, steps), self._died)
         self.node.dial(self._endpoint)
-        sessions = self.node.core.links.sessions
+        sessions = self.node.core.prefill_peers.sessions
         async with asyncio.timeout(ROOM_S):
-            while not any(session.whole for session in sessions.values()):  # noqa: ASYNC110 (nobody tells)
+            while not any(session.whole for session in sessions.values()):  # noqa: ASYNC110 (no event for it)
                 await asyncio.sleep(_IDLE_POLL_S)
         self._pipe.send(None)
         await self.wait()
-        self._port.tell(Quit())
+        self._port.to_engine(Quit())
         await self.node.close()
 
     def perform(self, order: object) -> None:
         assert isinstance(order, Prompt)
         self._prompt, self._expected_s = order, time.monotonic()
         if order.way == "none":
-            self._tell()
+            self._report()
             return
-        self.node.expect(
-            order.room, tokens=order.tokens, sources=(self._endpoint,), time_left_s=ROOM_S, growth=order.steps + 1,
+        request = RoomRequest(
+            room=order.room, tokens=order.tokens, sources=(self._endpoint,), time_left_s=ROOM_S, growth=order.steps + 1,
             enable_hisparse=order.hisparse,
         )  # fmt: skip
+        self.node.expect(request)
 
     def _leased(self, room: int) -> None:
         self._leased_s = time.monotonic()
         self._timeline("control", "expect to lease", self._expected_s, self._leased_s, room=room)
 
-    def _told(self, event: DecodeEvent) -> None:
+    def _on_event(self, event: DecodeEvent) -> None:
         match event:
-            case Ready(room, slots, aux, kv_bytes):
+            case RoomReady(room, slots, aux, kv_bytes):
                 self._timeline("landing", "READY", self._leased_s, time.monotonic(), room=room, byte_count=kv_bytes)
                 self._slots = slots
                 if self._prompt.way == "alone":
                     self._over_with(room)
                 else:
-                    self._port.tell(Generate(request_of(self._prompt), slots, aux))
+                    self._port.to_engine(Generate(request_of(self._prompt), slots, aux))
             case RoomFailed(detail=detail):
                 self._fail(f"failed at decode: {detail}")
 
-    def _heard(self, outcomes: list[DecodeOutcome]) -> None:
+    def _on_outcomes(self, outcomes: list[DecodeOutcome]) -> None:
         for outcome in outcomes:
             match outcome:
                 case Finished(room=room):
@@ -326,9 +403,9 @@ class _Decode(_Side):
             for component in self._engine.card.components:
                 if component.memory == "dram":
                     slots = self._slots[component.name][: self._prompt.tokens]
-                    sums |= host_sums(component.name, component.layout, self._arena.mapping.address, slots, 0)
+                    add_rows(sums, component.name, component.layout, self._arena.mapping.address, slots)
         self.node.release(room)
-        self._tell(sums)
+        self._report(sums)
 
 
 def _settings(config: PrefillConfig | DecodeConfig, engine: Any) -> NodeSettings:
@@ -341,27 +418,27 @@ def run_prefill(pipe: Connection, config: PrefillConfig) -> None:
     async def serve() -> None:
         timeline = Timeline("prefill")
         engine = create_engine(config.engine, replace(config.engine_config, spans=timeline))
-        await _Prefill(pipe, config, engine, timeline).serve()
+        await _PrefillSide(pipe, config, engine, timeline).serve()
 
     _run(pipe, serve)
 
 
 def run_decode(pipe: Connection, config: DecodeConfig) -> None:
-    """The decode process: is told first a prefill's endpoint, and answers when its arena is there."""
+    """The decode process: receives a prefill's endpoint, and answers when its arena is mapped."""
 
     async def serve() -> None:
         timeline = Timeline("decode")
         engine = create_engine(config.engine, replace(config.engine_config, spans=timeline))
         arena = await asyncio.to_thread(_arena, config, engine)
         endpoint = await asyncio.to_thread(pipe.recv)
-        await _Decode(pipe, config, engine, arena, endpoint, timeline).serve()
+        await _DecodeSide(pipe, config, engine, arena, endpoint, timeline).serve()
 
     _run(pipe, serve)
 
 
-def _arena(config: DecodeConfig, engine: Any) -> Arena:
+def _arena(config: DecodeConfig, engine: Any) -> ArenaMemory:
     """As a daemon's, ready as a whole; it lasts as long as the process."""
-    arena = Arena.create(engine.card.arena_bytes, huge_pages=config.huge_pages, name=config.node)
+    arena = ArenaMemory.create(engine.card.arena_bytes, huge_pages=config.huge_pages, name=config.node)
     if config.card is not None:
         arena.card = here = card(config.card)
         if (node := here.numa_node) is not None:

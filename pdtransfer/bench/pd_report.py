@@ -1,230 +1,248 @@
-"""The report of `bench pd`: a page with every figure and picture in it, the pictures as files, and the spans."""
+"""The report of `bench pd`: a page with every table, its charts as SVG and PNG beside it, and the spans as a trace."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeAlias
 
+from ..errors import WorldError
+from ..tracing.timeline import TimedSpan
 from ..tracing.trace import write
-from .pd import Goal, Point, Result, Series, goals
-from .pd_drawing import throughput, timeline
+from .pd import Point, Pushed, Result, Run, Series, tables
 from .pd_rank import Way
-from .svg import FONT, Picture, style
 
-_PARTS = (  # of a time to the first token, and in which colour
-    ("ask", "ask_s", "control"),
-    ("prefill's compute", "compute_s", "compute"),
-    ("exposed transfer", "exposed_s", "push"),
-    ("admission", "admission_s", "admission"),
-    ("first step", "step_s", "step"),
+_NAMES: dict[Way, str] = {"auto": "as chosen by size", "layers": "layer by layer", "end": "all at the end"}
+_PARTS = (  # of a time to the first token: its name, Split's field, and its colour
+    ("ask", "ask_s", "#8a63c9"),
+    ("prefill's compute", "compute_s", "#2f6fdb"),
+    ("exposed transfer", "exposed_s", "#e07b1a"),
+    ("admission", "admission_s", "#c2255c"),
+    ("first step", "step_s", "#168f6a"),
 )
-_NAMES: dict[Way, str] = {
-    "auto": "as chosen by size",
-    "layers": "layer by layer",
-    "end": "all at the end",
-    "none": "nothing leaves",
+_LANES = (  # process, what is written beside the lane, and the lanes of spans in it
+    ("prefill", "control", ("control",)),
+    ("prefill", "compute", ("compute", "pick")),
+    ("prefill", "push", ("push",)),
+    ("prefill", "launches", ("launch",)),
+    ("decode", "control", ("control", "landing")),
+    ("decode", "admission", ("admission",)),
+    ("decode", "swap-in", ("swap-in",)),
+    ("decode", "steps", ("step",)),
+)
+_COLOURS = {  # of spans by lane; neighbours of a pair alternate
+    "control": ("#8a63c9",),
+    "compute": ("#2f6fdb", "#7ca6ec"),
+    "pick": ("#123a80",),
+    "push": ("#e07b1a", "#f2b274"),
+    "launch": ("#a85a10",),
+    "landing": ("#c9ced6",),
+    "admission": ("#c2255c",),
+    "swap-in": ("#0c8599", "#66c5d3"),
+    "step": ("#168f6a",),
 }
-_READING = (
-    "Rest on a bar to read what it is. A push begins when the writer is given it and ends when its loop has heard so; "
-    "what a card computes is timed by the card's own events."
-)
-_UNLIKE = (
-    "What others have published of transfers between hosts, over networks of up to 200 GB/s with all cards of a node, "
-    "and larger models; here rows cross within one host, from one card at most. Shares of a line and of a time compare "
-    "in kind, not in size; how much pipelining saves depends on how long the transfer is beside the computing, and "
-    "compares in its sign alone."
-)
-_OTHERS = (  # what, and what is published
-    (
-        "transfer, of the time to the first token",
-        "2.4 % (SGLang, Mooncake), 4.2 % (vLLM, Mooncake), 32 K tokens, 12.6 GB",
-    ),
-    ("sent as computed, against all at the end: time to the first token", "-48 to -68 % at 1-8 K tokens, +18 % at 256"),
-    ("of the line's rate", "12 % at 49 MB, 50 % at 394 MB, 71-82 % at 12.6 GB"),
-)
-_CSS = f"""
-body{{margin:0 auto;max-width:1220px;padding:24px 20px 60px;font:15px/1.5 {FONT}}}
-body{{background:var(--paper);color:var(--ink)}}.faint{{color:var(--faint)}}p{{max-width:78ch}}
-h1{{font-size:25px;margin:8px 0 2px}}h2{{font-size:19px;margin:38px 0 6px}}
-table{{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:10px 0 18px}}
-th{{font-weight:600;text-align:left;color:var(--faint);font-size:13px}}
-th,td{{padding:4px 14px 4px 0;border-bottom:1px solid var(--rule);vertical-align:top}}td.n,th.n{{text-align:right}}
-.good{{color:var(--good);font-weight:600}}.bad{{color:var(--bad);font-weight:600}}
-figure{{margin:14px 0 26px;overflow-x:auto}}svg{{max-width:100%;height:auto}}
-details>summary{{cursor:pointer;margin:6px 0}}.key span{{display:inline-block;margin-right:18px}}
-.key i{{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;vertical-align:-1px}}
+_PALE = ("#7ca6ec", "#f2b274", "#c9ced6", "#66c5d3")
+_FAINT, _RULE, _PANEL = "#667085", "#dfe3e8", "#f6f7f9"
+_TRACKS_MAX = 4  # of one lane: writes wait for one another
+_Lane: TypeAlias = tuple[str, list[list[TimedSpan]]]  # its name, and its spans on tracks below one another
+_STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "pdtransfer", "font.size": 9, "axes.facecolor": _PANEL,
+    "axes.edgecolor": _RULE, "axes.titlesize": 9, "grid.color": _RULE,
+    "axes.grid": True, "axes.axisbelow": True, "xtick.color": _FAINT, "ytick.color": _FAINT,
+}  # fmt: skip
+_CSS = """
+body{margin:0 auto;max-width:1220px;padding:24px 20px 60px;font:15px/1.5 ui-sans-serif,system-ui,sans-serif}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:10px 0 18px}
+th,td{padding:4px 14px 4px 0;border-bottom:1px solid #dfe3e8;text-align:right}
+th:first-child,td:first-child{text-align:left}th{color:#667085;font-size:13px}img{max-width:100%}
 """
 
 
+def require_matplotlib() -> None:
+    """Raises WorldError where the charts cannot be drawn: before anything is measured for them."""
+    if find_spec("matplotlib") is None:
+        raise WorldError("--report draws with matplotlib, which is not installed: pip install '.[report]'")
+
+
 def write_report(result: Result, directory: Path) -> list[Path]:
-    """report.html, timeline.svg, throughput.svg and spans.json in `directory`, which is made; nothing in them fetches
-    anything."""
+    """Writes the page, its charts and spans.json into `directory`, which is made. Returns the paths, the page's first;
+    nothing in them is fetched from elsewhere."""
     directory.mkdir(parents=True, exist_ok=True)
-    page, shown, chart, spans = (
-        directory / name for name in ("report.html", "timeline.svg", "throughput.svg", "spans.json")
-    )
-    series, point = _foremost(result)
-    page.write_text(_page(result))
-    shown.write_text(_timeline(series, point, "auto").alone())
-    chart.write_text(_throughput(result).alone())
+    with import_module("matplotlib").rc_context(_STYLE):
+        charts = {"throughput": throughput({each.attention: each.pushed for each in result.series}, result.roof)}
+        for series in result.series:
+            charts[f"splits-{series.attention}"] = splits(series)
+            for point in series.points:
+                for way in ("auto", "end"):
+                    name = f"timeline-{series.attention}-{point.tokens}-{way}"
+                    charts[name] = timeline(point.shown[way], _title(series, point, way))
+        paths = [directory / f"{name}.{suffix}" for name in charts for suffix in ("svg", "png")]
+        for path in paths:
+            charts[path.stem].savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+    page, spans = directory / "report.html", directory / "spans.json"
+    page.write_text(_page(result, list(charts)))
     points = (point for each in result.series for point in each.points)
     write(spans, [span for point in points for run in point.shown.values() for span in run.spans])
-    return [page, shown, chart, spans]
+    return [page, *paths, spans]
 
 
-def _foremost(result: Result) -> tuple[Series, Point]:
-    """What a picture alone shows: of the first attention the longest prompt of no more than 8,192 tokens."""
-    series = result.series[0]
-    return series, [point for point in series.points if point.tokens <= 8_192 or point is series.points[0]][-1]
+def _figure(width: float, height: float) -> Any:
+    return import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
 
 
-def _timeline(series: Series, point: Point, way: Way) -> Picture:
-    run = point.shown[way]
-    split = run.split
+def _title(series: Series, point: Point, way: Way) -> str:
     what = f"{series.attention.upper()}, a prompt of {point.tokens:,} tokens, {point.byte_count / 1e6:,.1f} MB of KV"
-    parts = (
-        ("prefill", split.compute_s), ("exposed transfer", split.exposed_s), ("admission", split.admission_s),
-        ("first step", split.step_s),
-    )  # fmt: skip
-    told = ", ".join(f"{name} {1e3 * seconds:.3f}" for name, seconds in parts)
-    label = f"decode's first token after {1e3 * split.ttft_s:.2f} ms: {told}"
-    return timeline(run, named=f"{what}, {_NAMES[way]}", label=label)
+    split = point.shown[way].split
+    parts = ", ".join(f"{name} {1e3 * getattr(split, field):.3f}" for name, field, _ in _PARTS)
+    return f"{what}, {_NAMES[way]}\nTime to the first token {1e3 * split.ttft_s:.2f} ms: {parts}"
 
 
-def _throughput(result: Result) -> Picture:
-    cards = "cpu" not in result.devices
-    return throughput(
-        {series.attention.upper(): series.pushed for series in result.series},
-        named="Rows alone, from anywhere in prefill's pool into one run of decode's arena",
-        roof="DMA" if cards else "memcpy",
-    )
-
-
-def _page(result: Result) -> str:
+def _page(result: Result, charts: Sequence[str]) -> str:
     prefill, decode = result.devices
     about = f"pdtransfer bench pd: prefill on {prefill}, decode on {decode}, chunks of {result.chunk_tokens:,} tokens; "
-    about += f"medians of {result.rounds} rounds, pictures of the round nearest to them."
-    body = ["<h1>Where the time to the first token goes</h1>", f'<p class="faint">{about}</p>']
-    body += ["<h2>Goals</h2>", _goals(goals(result)), "<h2>By size</h2>", _legend()]
-    for series in result.series:
-        body.append(f"<h3>{series.attention.upper()}</h3>")
-        body += [f"<figure>{_bars(point).inline()}</figure>" for point in series.points]
-        body.append(_splits(series))
-    body += ["<h2>Beside other systems</h2>", f"<p>{_UNLIKE}</p>", _beside(result)]
-    body += ["<h2>GB/s by size</h2>", f"<figure>{_throughput(result).inline()}</figure>", _rates(result)]
-    if result.both is not None:
-        alone, together = result.both
-        pairs = ", ".join(f"card {at}: {together[at]:.1f} GB/s beside {alone[at]:.1f} alone" for at in range(2))
-        body.append(f"<p>Both cards at once: {pairs}.</p>")
-    body += ["<h2>Layer by layer</h2>", f"<p>{_READING}</p>"]
-    for series in result.series:
-        for point in series.points:
-            body += [_unfolding(series, point, way) for way in ("auto", "end")]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-    head += f"<title>pdtransfer bench pd</title><style>{style()}{_CSS}</style>"
+    about += f"times in ms, medians of {result.rounds} rounds; timelines of the rounds nearest to them."
+    body = ["<h1>Where the time to the first token goes</h1>", f"<p>{about} spans.json opens in ui.perfetto.dev.</p>"]
+    for head, *rows in tables(result):
+        lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+        names = "".join(f"<th>{escape(name)}</th>" for name in head)
+        body.append(f"<table><tr>{names}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>")
+    body += [f'<p><img src="{name}.svg" alt="{name}"></p>' for name in charts]
+    head = f'<meta charset="utf-8"><title>pdtransfer bench pd</title><style>{_CSS}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
 
 
-def _unfolding(series: Series, point: Point, way: Way) -> str:
-    """A timeline that a reader opens, or is open already."""
-    title = f"{series.attention.upper()}, {point.tokens:,} tokens, {_NAMES[way]}"
-    drawn = _timeline(series, point, way).inline()
-    opened = " open" if way == "auto" else ""
-    return f"<details{opened}><summary>{escape(title)}</summary><figure>{drawn}</figure></details>"
-
-
-def _goals(found: list[Goal]) -> str:
-    rows: list[str] = []
-    for goal in found:
-        value = "" if goal.value is None else _told(goal, goal.value)
-        met = {
-            True: '<span class="good">met</span>', False: '<span class="bad">missed</span>', None: "not measured here",
-        }[goal.met]  # fmt: skip
-        aim = f"{'at least' if goal.at_least else 'at most'} {_told(goal, goal.aim)}"
-        rows.append(f'<tr><td>{escape(goal.name)}</td><td class="n">{value}</td><td>{aim}</td><td>{met}</td></tr>')
-    return f'<table><tr><th>goal</th><th class="n">measured</th><th>aim</th><th></th></tr>{"".join(rows)}</table>'
-
-
-def _told(goal: Goal, value: float) -> str:
-    return f"{value:.4g} {goal.unit}" if goal.unit else f"{100 * value:.4g} %"
-
-
-def _legend() -> str:
-    keys = "".join(f'<span><i style="background:var(--{colour})"></i>{name}</span>' for name, _, colour in _PARTS)
-    return f'<p class="key">{keys}</p>'
-
-
-def _bars(point: Point) -> Picture:
-    """One below another, to one scale: how long each way takes to the first token, and what of."""
-    ways: list[Way] = [way for way in point.splits if way != "none"]
-    picture = Picture(1_180, 34 + 26 * len(ways), named=f"{point.tokens:,} tokens")
-    picture.text(0, 18, f"{point.tokens:,} tokens", kind="title")
-    most = max(point.splits[way].ttft_s for way in ways)
-    for number, way in enumerate(ways):
-        split, x, y = point.splits[way], 150.0, 28.0 + 26 * number
-        picture.text(140, y + 14, _NAMES[way], kind="small faint", anchor="end")
+def splits(series: Series) -> Any:
+    """A matplotlib Figure: the parts of the time to the first token, for each size to its own scale, by way."""
+    ways: list[Way] = [way for way in _NAMES if any(way in point.splits for point in series.points)]
+    figure = _figure(11, 0.8 + 1.0 * len(series.points))
+    axes = figure.subplots(len(series.points), squeeze=False)[:, 0]
+    for panel, point in zip(axes, series.points, strict=True):
+        shown: list[Way] = [way for way in reversed(ways) if way in point.splits]
+        left = [0.0] * len(shown)
         for name, field, colour in _PARTS:
-            seconds = float(getattr(split, field))
-            width = seconds / most * 900
-            picture.rect(x, y, width, 19, colour, title=f"{name}: {1e3 * seconds:,.3f} ms")
-            x += width
-        picture.text(x + 8, y + 14, f"{1e3 * split.ttft_s:,.2f} ms", kind="small")
-    return picture
+            times = [1e3 * float(getattr(point.splits[way], field)) for way in shown]
+            panel.barh([_NAMES[way] for way in shown], times, left=left, color=colour, label=name)
+            left = [before + time for before, time in zip(left, times, strict=True)]
+        panel.set_title(f"{series.attention.upper()}, {point.tokens:,} tokens: ms to the first token", loc="left")
+        panel.grid(axis="y", visible=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(_PARTS), frameon=False)
+    return figure
 
 
-def _splits(series: Series) -> str:
-    parts = tuple(f"{name} ms" for name, _, _ in _PARTS)
-    names = ("tokens", "rows leave", "TTFT ms", *parts, "tokens/s", "last layer to READY ms", "writes")
-    rows: list[list[str]] = []
-    for point in series.points:
-        for way, split in point.splits.items():
-            crossed = way != "none"
-            cells = [f"{point.tokens:,}", _NAMES[way], f"{1e3 * split.ttft_s:,.2f}" if crossed else ""]
-            for _, field, _ in _PARTS:
-                value = f"{1e3 * getattr(split, field):,.3f}"
-                cells.append(value if crossed or field in ("ask_s", "compute_s") else "")
-            cells.append(f"{point.tokens / split.compute_s:,.0f}")
-            rows.append(cells + ([f"{1e3 * split.tail_s:,.3f}", str(split.writes)] if crossed else ["", ""]))
-    return _table(names, rows, words=1)
+def throughput(pushed: Mapping[str, Mapping[int, Pushed]], roof: str) -> Any:
+    """A matplotlib Figure: GB/s of rows alone by bytes, for each attention in `pushed`, beside one copy, the `roof`."""
+    figure = _figure(9, 4.2)
+    panel = figure.subplots()
+    every = sorted({each for points in pushed.values() for each in points.values()})
+    curves = [("", roof, every, [each.roof_s for each in every], {"color": _FAINT})]
+    for number, (attention, points) in enumerate(pushed.items()):
+        colour, ordered = ("#e07b1a", "#2f6fdb")[number % 2], sorted(points.values())
+        ready = [each.ready_s for each in ordered]
+        curves += [
+            (attention, "writes", ordered, [each.push_s for each in ordered], {"color": colour, "marker": "o"}),
+            (attention, "to READY", ordered, ready, {"color": colour, "linestyle": "--"}),
+        ]
+    for attention, what, ordered, seconds, look in curves:
+        sizes = [each.byte_count for each in ordered]
+        rates = [size / took_s / 1e9 for size, took_s in zip(sizes, seconds, strict=True)]
+        panel.plot(sizes, rates, label=f"{attention.upper()} {what}".strip(), **look)
+    panel.set_xscale("log")
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("bytes of one prompt's KV")
+    panel.set_ylabel("GB/s")
+    panel.set_title("Rows alone, from anywhere in prefill's pool into one run of decode's arena", loc="left")
+    panel.legend(frameon=False)
+    return figure
 
 
-def _beside(result: Result) -> str:
-    """Published figures, and those of this run that they may be compared with."""
-    rows: list[list[str]] = []
-    for series in result.series:
-        own: tuple[list[str], list[str], list[str]] = [], [], []
-        for point in series.points:
-            auto, end = point.splits["auto"], point.splits["end"]
-            shares = (f"{100 * split.exposed_s / split.ttft_s:.3g} %" for split in (auto, end))
-            own[0].append(f"{point.tokens:,} tokens: {' (all at the end '.join(shares)})")
-            own[1].append(f"{point.tokens:,} tokens: {100 * (auto.ttft_s / end.ttft_s - 1):+.3g} %")
-        for tokens, pushed in sorted(series.pushed.items()):
-            own[2].append(
-                f"{pushed.byte_count / 1e6:,.3g} MB ({tokens:,}): {100 * pushed.roof_s / pushed.push_s:.3g} %"
-            )
-        for (what, published), here in zip(_OTHERS, own, strict=True):
-            rows.append([what, series.attention.upper(), published, "; ".join(here)])
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("", "", "published", "here"))
-    lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+def timeline(run: Run, title: str) -> Any:
+    """A matplotlib Figure: the whole of a prompt, what follows its last layers, and the first step that swaps in."""
+    lanes = [(f"{process} {name}", _tracks(run.of(process, *of))) for process, name, of in _LANES]
+    if admission := _admission(run):
+        lanes = [(name, [[admission]] if name == "decode admission" else tracks) for name, tracks in lanes]
+    lanes = [(name, tracks) for name, tracks in lanes if tracks]
+    windows = _windows(run)
+    rows = sum(len(tracks) for _, tracks in lanes) + 0.4 * len(lanes)
+    figure = _figure(11.8, 0.7 + len(windows) * (0.55 + 0.19 * rows))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    panels = figure.subplots(len(windows), squeeze=False)[:, 0]
+    for panel, (name, window) in zip(panels, windows, strict=True):
+        _draw(panel, lanes, run, window)
+        panel.set_title(name, loc="left")
+    panels[-1].set_xlabel("ms since the prompt was sent")
+    return figure
 
 
-def _rates(result: Result) -> str:
-    rows: list[list[str]] = []
-    for series in result.series:
-        for tokens, pushed in sorted(series.pushed.items()):
-            rates = [pushed.byte_count / took_s / 1e9 for took_s in (pushed.push_s, pushed.ready_s, pushed.roof_s)]
-            cells = [f"{tokens:,}", series.attention.upper(), f"{pushed.byte_count / 1e6:,.2f}"]
-            cells += [*(f"{rate:.2f}" for rate in rates), f"{pushed.roof_s / pushed.push_s:.2f}"]
-            rows.append(cells)
-    names = ("tokens", "", "MB", "writes GB/s", "to READY GB/s", "roof GB/s", "writes of the roof")
-    return _table(names, rows, words=1)
+def _draw(
+    panel: Any, lanes: Sequence[tuple[str, list[list[TimedSpan]]]], run: Run, window: tuple[float, float]
+) -> None:
+    """Lanes from the top downwards, their spans in ms."""
+    y, ticks = 0.0, list[float]()
+    for _, tracks in lanes:
+        ticks.append(y + (len(tracks) - 1) / 2)
+        for track in tracks:
+            shown = [span for span in track if window[0] < 1e3 * (span.end_s - run.asked_s)]
+            for number, span in enumerate(shown):
+                begin, width = 1e3 * (span.begin_s - run.asked_s), 1e3 * span.seconds
+                if begin >= window[1]:
+                    continue
+                colours = _COLOURS[span.lane]
+                turn = span.layer if span.layer >= 0 and span.lane != "swap-in" else number
+                colour = colours[turn % len(colours)]
+                panel.broken_barh([(begin, width)], (y - 0.42, 0.84), facecolor=colour)
+                left, right = max(begin, window[0]), min(begin + width, window[1])
+                text = str(span.layer) if span.layer >= 0 else span.name
+                if right - left > (window[1] - window[0]) * (0.003 + 0.005 * len(text)):
+                    ink = "black" if colour in _PALE else "white"
+                    panel.text((left + right) / 2, y, text, color=ink, size=6.5, ha="center", va="center")
+            y += 1.0
+        y += 0.4
+    split = run.split
+    ready = 1e3 * (split.ask_s + split.compute_s + split.exposed_s)
+    panel.axvline(ready, color="#c2255c", linestyle="--", linewidth=1)
+    panel.annotate("READY", (ready, -0.9), color="#c2255c", size=8, annotation_clip=True)
+    panel.set_xlim(*window)
+    panel.set_ylim(y - 0.8, -1.0)
+    panel.set_yticks(ticks, [name for name, _ in lanes])
+    panel.grid(axis="y", visible=False)
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]], *, words: int) -> str:
-    """All but column `words` are numbers."""
-    kinds = ["" if at == words else ' class="n"' for at in range(len(names))]
-    head = "".join(f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, names, strict=True))
-    lines = ("".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) for row in rows)
-    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+def _windows(run: Run) -> list[tuple[str, tuple[float, float]]]:
+    """The whole, then its parts that are drawn larger: their titles, and from when to when in ms."""
+    split, steps, layers = run.split, run.of("decode", "step"), run.of("prefill", "compute")
+    end_s = max(span.end_s for span in run.spans) - run.asked_s
+    ready_s, tail_s = split.ask_s + split.compute_s + split.exposed_s, max(split.tail_s, 1e-4)
+    begin_s = max(layers[-1].end_s - run.asked_s - 2.2 * tail_s, 0.0) if layers else 0.0
+    windows = [
+        ("The whole", (0.0, end_s)),
+        ("Its end, drawn larger", (begin_s, min(end_s, ready_s + split.admission_s + 0.8 * tail_s))),
+    ]
+    if steps and run.of("decode", "swap-in"):
+        step = steps[0].begin_s - run.asked_s, steps[0].end_s - run.asked_s
+        windows.append(("Decode's first step, drawn larger", step))
+    return [(name, (1e3 * begin, 1e3 * end)) for name, (begin, end) in windows]
+
+
+def _admission(run: Run) -> TimedSpan | None:
+    """READY to the first step, which no process reports as a span: two threads take part in it."""
+    landing, steps = run.of("decode", "landing"), run.of("decode", "step")
+    if not landing or not steps:
+        return None
+    return TimedSpan(
+        process="decode", lane="admission", name="READY to the first step", begin_s=landing[0].end_s,
+        end_s=steps[0].begin_s, room=run.prompt.room,
+    )  # fmt: skip
+
+
+def _tracks(spans: Sequence[TimedSpan]) -> list[list[TimedSpan]]:
+    """Spans in order of their begin; those that overlap lie below one another, as far as there is room."""
+    tracks: list[list[TimedSpan]] = []
+    for span in spans:
+        free = next((track for track in tracks if track[-1].end_s <= span.begin_s), None)
+        if free is None and len(tracks) < _TRACKS_MAX:
+            tracks.append(free := [])
+        (free if free is not None else min(tracks, key=lambda track: track[-1].end_s)).append(span)
+    return tracks

@@ -1,4 +1,4 @@
-"""Prefill and decode ranks in two processes, seen from the bench that drives them."""
+"""Prefill and decode ranks in two processes, driven from a benchmark."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bus.keys import AllowList, KeyPair, generate_pair
 from ..layout.layout import Component
 from ..node import NodeSettings
-from ..transports.network import Transport
-from .orders import Batch, Echoes, Fragment, GiveUp, Memcpy, Stall, answer, begun
-from .rank import run_decode, run_prefill
+from .processes import answer, begun
+from .rank import Fragment, Memcpy, RoomBatch, run_decode, run_prefill
 
 _ANSWER_SECONDS = 120.0
-_answer = partial(answer, who="a rank", within_s=_ANSWER_SECONDS)
+rank_answer = partial(answer, who="a rank", within_s=_ANSWER_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +38,10 @@ class Stamps:
         return float(self.ready.max() - self.expected.min()) / 1e9
 
 
-class Ranks:
+class RankPair:
     """Both processes: nodes on a loop each, no engine. `source` is what prefill's pool holds, `target` an arena.
 
-    A room goes to each side's nodes in turn. A `bystander` is one more prefill process, for rooms that stall. With
-    `keys` they talk over CURVE, and `guest` is one more key that prefill lets in. Whatever fails in one of them is
-    raised here as WorldError.
+    Rooms go to each side's nodes in turn. A failure in one of the processes is raised here as WorldError.
     """
 
     def __init__(
@@ -54,41 +50,26 @@ class Ranks:
         target: Component,
         *,
         copy_threads: int = 2,
-        prefill_nodes: int = 1,
-        decode_nodes: int = 1,
-        bystander: bool = False,
-        keys: bool = False,
-        guest: KeyPair | None = None,
-        verify: bool = False,
-        transport: Transport = "auto",
+        transport: str = "auto",
+        prefill: Sequence[NodeSettings] = (),
+        decode: Sequence[NodeSettings] = (),
+        run: tuple[Callable[..., None], Callable[..., None]] = (run_prefill, run_decode),
+        options: Sequence[object] = (),
     ) -> None:
+        """`prefill` and `decode` are the nodes, by default one each; `run` are the processes' functions, and `options`
+        decode's further arguments."""
         self._processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
-        sources = [(f"prefill-{n}", generate_pair() if keys else None) for n in range(prefill_nodes)]
-        targets = [(f"decode-{n}", generate_pair() if keys else None) for n in range(decode_nodes)]
-        known = _allowed([*sources, *targets, ("guest", guest)]) if keys else None
-        self._prefill = self._start(run_prefill, source, copy_threads, _settings(sources, known), transport)
-        bound, bare = _answer(self._prefill)
-        self.endpoints: list[str] = [
-            each if pair is None else f"{pair.public}@{each}" for each, (_, pair) in zip(bound, sources, strict=True)
-        ]
-        self._decode = self._start(
-            run_decode, target, self.endpoints, bare, _settings(targets, known), verify, transport
-        )
         self._next_room = 1
-        if bystander:
-            self._bystander = self._start(run_prefill, source, 1, _settings([("bystander", None)], None), transport)
-            (self._stalling,), _ = _answer(self._bystander)
-
-    @property
-    def prefill_pid(self) -> int:
-        """The process of all prefill nodes."""
-        return self._processes[0].pid or 0
-
-    @property
-    def decode_pid(self) -> int:
-        """The process of all decode nodes."""
-        return self._processes[1].pid or 0
+        prefill = prefill or (node_settings("prefill-0"),)
+        self._prefill = self._start(run[0], source, copy_threads, prefill, transport)
+        bound = rank_answer(self._prefill)
+        self.endpoints: list[str] = [
+            address if each.keys is None else f"{each.keys.public}@{address}"
+            for address, each in zip(bound, prefill, strict=True)
+        ]
+        decode = decode or (node_settings("decode-0"),)
+        self._decode = self._start(run[1], target, self.endpoints, decode, transport, *options)
 
     def __enter__(self) -> Self:
         return self
@@ -102,40 +83,33 @@ class Ranks:
             process.join(10.0)
             process.kill()
 
-    @property
-    def bystander_pid(self) -> int:
-        """The process of the bystander."""
-        return self._processes[2].pid or 0
+    def hand_off(self, rooms: int, *, tokens: int, at_once: int = 1) -> Stamps:
+        """Moves `rooms` rooms of `tokens` tokens, `at_once` of them under way at any time."""
+        batch = self._batch(rooms, tokens, at_once)
+        return self._stamps(batch, batch)
 
-    def stall(self, rooms: int, *, tokens: int) -> None:
-        """Has the bystander hold so many grants, and write nothing."""
-        order = Stall(rooms, tokens, self._stalling)
-        self._bystander.send(order)
-        self._decode.send(order)
-        _answer(self._bystander)
+    def memcpy(self, byte_count: int) -> int:
+        """Nanoseconds of one memcpy in the prefill process, from the pool into shared memory."""
+        self._prefill.send(Memcpy(byte_count))
+        return rank_answer(self._prefill)
 
-    def abort(self, abort_s: Sequence[float], *, tokens: int) -> NDArray[np.int64]:
-        """Expects rooms, one at a time, and aborts each after so long; nanoseconds from there until its slots are free,
-        for those that were not READY before."""
-        stamps = self._hand_off(len(abort_s), tokens, 1, tuple(abort_s))
-        return (stamps.ready - stamps.expected)[stamps.expected > 0]
+    def fragment(self, run: int = 1) -> int:
+        """From here on half of the arena is free, in runs of `run` slots; returns how many the longest one has."""
+        self._decode.send(Fragment(run))
+        return rank_answer(self._decode)
 
-    def hand_off(self, rooms: int, *, tokens: int, at_once: int = 1, shared: int = -1) -> Stamps:
-        """Moves `rooms` rooms of `tokens` tokens, `at_once` of them under way at any time.
+    def _batch(self, rooms: int, tokens: int, at_once: int) -> RoomBatch:
+        first, self._next_room = self._next_room, self._next_room + rooms
+        return RoomBatch(first, rooms, tokens, at_once)
 
-        Of each prompt `shared` tokens are those of every other; -1: decode knows none, and keeps nothing.
-        """
-        return self._hand_off(rooms, tokens, at_once, (), shared)
-
-    def _hand_off(self, rooms: int, tokens: int, at_once: int, abort_s: tuple[float, ...], shared: int = -1) -> Stamps:
-        batch = Batch(self._next_room, rooms, tokens, at_once, abort_s, shared)
-        self._next_room += rooms
-        self._prefill.send(batch)
-        self._decode.send(batch)
-        expected, ready, decode_cpu_ns = _answer(self._decode)
-        if abort_s:
-            self._prefill.send(GiveUp())
-        written, prefill_cpu_ns = _answer(self._prefill)
+    def _stamps(self, prefill: object, decode: object, *, then: object = None) -> Stamps:
+        """Of a batch that these orders begin; prefill gets the order `then` once decode has ended."""
+        self._prefill.send(prefill)
+        self._decode.send(decode)
+        expected, ready, decode_cpu_ns = rank_answer(self._decode)
+        if then is not None:
+            self._prefill.send(then)
+        written, prefill_cpu_ns = rank_answer(self._prefill)
         return Stamps(
             expected=expected,
             written=written,
@@ -144,31 +118,6 @@ class Ranks:
             decode_cpu_ns=decode_cpu_ns,
         )
 
-    def echo(self, trips: int, *, blocking: bool) -> NDArray[np.int64]:
-        """Nanoseconds of `trips` bare ROUTER/DEALER round trips between the two processes, one after the other.
-
-        The sockets are blocking ones, or drained by the same two loops that the nodes run on, as their buses are.
-        """
-        order = Echoes(trips, blocking)
-        if blocking:
-            self._prefill.send(order)
-            _answer(self._prefill)
-        self._decode.send(order)
-        trips_ns = _answer(self._decode)
-        if blocking:
-            _answer(self._prefill)
-        return trips_ns
-
-    def memcpy(self, byte_count: int) -> int:
-        """Nanoseconds of one memcpy in the prefill process, from the pool into shared memory."""
-        self._prefill.send(Memcpy(byte_count))
-        return _answer(self._prefill)
-
-    def fragment(self, run: int = 1) -> int:
-        """From here on half of the arena is free, in runs of `run` slots; returns how many the longest one has."""
-        self._decode.send(Fragment(run))
-        return _answer(self._decode)
-
     def _start(self, run: Callable[..., None], *arguments: object) -> Connection:
         process, ours = begun(run, *arguments)
         self._processes.append(process)
@@ -176,11 +125,6 @@ class Ranks:
         return ours
 
 
-def _settings(nodes: Sequence[tuple[str, KeyPair | None]], allowed: AllowList | None) -> tuple[NodeSettings, ...]:
-    return tuple(
-        NodeSettings(node=name, model="bench", weights=b"", keys=pair, allowed=allowed) for name, pair in nodes
-    )
-
-
-def _allowed(nodes: Sequence[tuple[str, KeyPair | None]]) -> AllowList:
-    return AllowList({pair.public: name for name, pair in nodes if pair is not None})
+def node_settings(name: str) -> NodeSettings:
+    """Of a node without keys."""
+    return NodeSettings(node=name, model="bench", weights=b"")

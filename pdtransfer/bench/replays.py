@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..kernels.card import Card
-from ..memory.arena_memory import Arena
+from ..memory.arena_memory import ArenaMemory
 
 
 class Seconds(NamedTuple):
@@ -59,7 +59,7 @@ class Replays:
 @contextmanager
 def registered(here: Card, byte_count: int) -> Generator[int]:
     """The address at which the card sees an arena of so many bytes, which is backed."""
-    arena = Arena.create(byte_count)
+    arena = ArenaMemory.create(byte_count)
     try:
         arena.prefault()
         chunks = here.register(arena.mapping.address, arena.byte_count)

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..kernels.card import Card, card
+from ..kernels.kv_copy import PlannedCopy
 from ..kernels.pools import Pool
 from ..kernels.set_mla import argument_of, launch
-from ..kernels.standing import StandingCopy
 from ..kernels.swap import HotBuffers, SwapPlan, swap_plan
 from ..layout.layout import Layout, Plane
 from .replays import Replays, registered
@@ -137,7 +137,7 @@ class _Swapping:
         self._source = Pool(layout=Layout((plane,), 1, 3 * _GIB // row), address=arena, card=0, host=True)
         self._target = Pool(layout=Layout((plane,), 1, batch * _HOT), address=self._device.data_ptr(), card=0)
         listed = self._plan.targets, self._plan.sources
-        self._copy = StandingCopy(self._target, self._source, *listed, counts=self._plan.counts)
+        self._copy = PlannedCopy(self._target, self._source, *listed, counts=self._plan.counts)
         self._turn = 0
 
     def microseconds(self, replays: Replays, runs: int, *, copy: bool, bring: bool = True) -> float:

@@ -6,12 +6,17 @@ from statistics import median
 
 import numpy as np
 
-from ..config.config import BenchModel
+from ..config.config import BenchModel, HostLayout
 from .models import components
-from .ranks import Ranks
+from .ranks import RankPair
 from .report import Figures, Line
 
 THREADS = (1, 2)
+# Prefix of figures, layout of the pool, and arenas by the slots of their free runs: every second run is taken; 0: none.
+NETWORK_CASES: tuple[tuple[str, HostLayout, dict[str, int]], ...] = (
+    ("", "layer_first", {"fresh": 0, "half": 64, "scattered": 1}),
+    ("straight_", "page_first", {"fresh": 0, "half": 64}),
+)
 
 LINES = (
     Line("one room", "{room_mib:.0f} MiB", "{tokens} tokens of {model}; one memcpy of it: {memcpy_gb_s:.1f} GB/s"),
@@ -24,6 +29,14 @@ LINES = (
         for threads in THREADS
         for arena in ("fresh", "fragmented")
     ),
+)
+NETWORK_LINES = (
+    Line("one room", "{room_mib:.0f} MiB", "{tokens} tokens of {model}; what follows is over {transport} on loopback"),
+    Line("rows gathered, fresh arena", "{fresh_gb_s:.2f} GB/s"),
+    Line("rows gathered, free runs of 64 slots", "{half_gb_s:.2f} GB/s"),
+    Line("straight from the pool, fresh arena", "{straight_fresh_gb_s:.2f} GB/s"),
+    Line("straight from the pool, free runs of 64 slots", "{straight_half_gb_s:.2f} GB/s"),
+    Line("no two free slots together", "{scattered_gb_s:.2f} GB/s"),
 )
 
 
@@ -40,7 +53,7 @@ def measure(*, tokens: int = 4_096, rooms: int = 32, model: BenchModel = "deepse
     figures: Figures = {"tokens": tokens, "model": model, "rooms": rooms, "room_mib": room_bytes / (1 << 20)}
     memcpy_ns: list[int] = []
     for threads in THREADS:
-        with Ranks(source, target, copy_threads=threads) as ranks:
+        with RankPair(source, target, copy_threads=threads) as ranks:
             for arena in ("fresh", "fragmented"):
                 if arena == "fragmented":
                     ranks.fragment()
@@ -54,8 +67,29 @@ def measure(*, tokens: int = 4_096, rooms: int = 32, model: BenchModel = "deepse
     return figures
 
 
-def _beside_memcpy(ranks: Ranks, tokens: int, room_bytes: int) -> tuple[int, int]:
+def _beside_memcpy(ranks: RankPair, tokens: int, room_bytes: int) -> tuple[int, int]:
     """Nanoseconds of a memcpy, and of a room."""
     memcpy_ns = ranks.memcpy(room_bytes)
     room = ranks.hand_off(1, tokens=tokens)
     return memcpy_ns, int(room.ready[0] - room.expected[0])
+
+
+def measure_network(*, transport: str, tokens: int, rooms: int, model: BenchModel = "deepseek") -> Figures:
+    """Rooms of `tokens` tokens, one at a time, from `expect` to READY, over a transport between hosts, on loopback.
+
+    Source and target are those of shared memory, but that rows go straight from a pool that is page_first: its pages
+    are runs of bytes in the arena as well. GB/s are medians over `rooms` rooms.
+    """
+    figures: Figures = {"tokens": tokens, "model": model, "rooms": rooms, "transport": transport}
+    for prefix, layout, arenas in NETWORK_CASES:
+        source, target = components(model, source_slots=2 * tokens, target_slots=2 * tokens + 128, source_layout=layout)
+        room_bytes = tokens * source.layout.row_bytes
+        figures["room_mib"] = room_bytes / (1 << 20)
+        with RankPair(source, target, transport=transport) as ranks:
+            for arena, run in arenas.items():
+                if run:
+                    ranks.fragment(run)
+                ranks.hand_off(1, tokens=tokens)
+                stamps = ranks.hand_off(rooms, tokens=tokens)
+                figures[f"{prefix}{arena}_gb_s"] = room_bytes / float(np.median(stamps.ready - stamps.expected))
+    return figures

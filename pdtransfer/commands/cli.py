@@ -1,41 +1,50 @@
-"""The command pdtransfer: binds flags, environment and file to a config, and calls what does the work.
+"""The command pdtransfer: binds flags, environment and file to a config, and runs the command.
 
-Every command imports its own implementation when it runs, so that --help and the router never wait for torch. Exit
-status: 0 done, 1 failed, 2 misused, 130 interrupted; what went wrong is one line on standard error.
+Each command imports its implementation when it runs, so that --help and the router do not wait for torch. Exit status:
+0 done, 1 failed, 2 misused, 130 interrupted. An error is one line on standard error.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
-from cyclopts import App, CycloptsError, Parameter
-from cyclopts.config import Env
+from cyclopts import App, ArgumentCollection, CycloptsError, Parameter, Token
+from cyclopts.config import Dict, Env
 
 from .. import __version__
 from ..config.bounds import port_range
-from ..config.config import DecodeConfig, PrefillConfig, RouterConfig
-from ..environment import PREFIX
-from ..errors import ConfigError, PDTransferError
+from ..config.config import Config, DecodeConfig, PrefillConfig, RouterConfig
+from ..config.ranks import launched
+from ..environment import PREFIX, launcher_variables
+from ..errors import ConfigError, PDTransferError, missing_extra
+from ..limits import Limits
 from ..process import logs
 from .bench_commands import Json, bench, counted
-from .config_sources import sources
 from .demo_config import DemoConfig
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
 _FLAT = Parameter(name="*")
 
+COMMANDS: dict[str, type[Config | DemoConfig]] = {
+    "prefill": PrefillConfig, "decode": DecodeConfig, "router": RouterConfig, "demo": DemoConfig,
+}  # fmt: skip
+
 
 app = App(
     name="pdtransfer",
     help="Carries the KV cache of a prefill worker straight into a decode worker's host DRAM.",
-    help_epilogue="Any flag of a command may stand in the environment instead, as PDTRANSFER_FLAG_NAME, or in the file "
-    "that --config names; a flag wins over the environment, and the environment over the file.",
+    help_epilogue="Any flag may be set in the environment (PDTRANSFER_FLAG_NAME), or in the file that --config names. "
+    "A flag wins over the environment, and the environment over the file. Below all of them, torchrun's RANK, "
+    "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set the rank flags.",
     version=__version__,
     default_parameter=Parameter(negative=()),
     result_action="return_value",
@@ -81,7 +90,7 @@ def router(config: Annotated[RouterConfig | None, _FLAT] = None) -> int:
 def demo(
     config: Annotated[DemoConfig | None, _FLAT] = None,
     *,
-    router: Annotated[str, Parameter(help="Asks the router at this URL, and starts nothing.")] = "",
+    router: Annotated[str, Parameter(help="Use the running router at this URL, and start nothing.")] = "",
     metrics: Annotated[
         tuple[str, ...], Parameter(help="host:port of a decode daemon behind it; may be repeated.")
     ] = (),
@@ -91,7 +100,7 @@ def demo(
 
     config = config or DemoConfig()
     if metrics and not router:
-        raise ConfigError(f"metrics = {metrics[0]!r}: only where --router names a fleet that runs")
+        raise ConfigError(f"metrics = {metrics[0]!r}: needs --router, the URL of a running fleet")
     return run(config, router=router, metrics=metrics) if router else run(config)
 
 
@@ -101,7 +110,7 @@ def timeline(
     output: Annotated[Path | None, Parameter(help="Writes all of them as one file, for ui.perfetto.dev.")] = None,
     json: Json = False,
 ) -> int:
-    """Says what the time to each room's first token went into, by what prefill, decode and router have written."""
+    """Breaks down the time to each room's first token, from the timelines of prefill, decode and router."""
     from ..tracing.merge_traces import run
 
     return run(files, output=output, json=json)
@@ -111,11 +120,12 @@ def timeline(
 def doctor(
     *,
     transport_ports: Annotated[
-        tuple[str, ...], Parameter(help="What daemons of this host are told, first-last; may be repeated.")
+        tuple[str, ...], Parameter(help="Port range of this host's daemons, first-last; may be repeated.")
     ] = (),
     json: Json = False,
 ) -> int:
-    """Says what this host has and lacks, and the command that mends each; status 1 if something required is missing."""
+    """Lists what this host has and lacks, with a command to fix each problem; status 1 if something required is
+    missing."""
     from .doctor import run
 
     for each in transport_ports:
@@ -125,7 +135,7 @@ def doctor(
 
 @app.command
 def keygen(
-    name: Annotated[str, Parameter(help="The node's name, after a directory if need be.")],
+    name: Annotated[str, Parameter(help="The node's name, optionally with a directory.")],
     /,
     *,
     tp_size: Annotated[
@@ -134,7 +144,7 @@ def keygen(
     pp_size: Annotated[int, counted("Stages of a worker that share the layers: the same.")] = 1,
     json: Json = False,
 ) -> int:
-    """Makes NAME.key, which stays secret, and NAME.pub, whose line goes into the allow-list of every peer."""
+    """Writes NAME.key, which stays secret, and NAME.pub, a line for the allow-list of every peer."""
     from ..bus.keys import generate
     from ..config.ranks import key_of, ranks_of
 
@@ -151,7 +161,7 @@ def kernels_build(
     arch: Annotated[tuple[str, ...], Parameter(help="Architectures such as sm_90; by default the cards' own.")] = (),
     json: Json = False,
 ) -> int:
-    """Compiles every kernel into the cache ahead of time; with --arch on a host without a card, too."""
+    """Compiles every kernel into the cache ahead of time; with --arch also on a host without a card."""
     from ..kernels.build import run
 
     return run(arch, json=json)
@@ -163,30 +173,32 @@ def launch(
     config: Annotated[Path | None, Parameter(help="A TOML file of settings.")] = None,
     debug: Annotated[bool, Parameter(help="Show the traceback of a failure.")] = False,
 ) -> int:
-    """Binds what stands below the flags, runs the command, and answers with its status."""
+    """Loads environment and file, runs the command, and returns its status."""
     try:
         app.config = sources(config)
         return app(tokens, exit_on_error=False, print_error=False, verbose=False) or 0
     except (CycloptsError, ConfigError):
         raise
     except BrokenPipeError:
-        # Whoever read our output has gone: nothing is left to say, at interpreter exit either.
+        # The reader has closed our output: print nothing more, not even at interpreter exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except Exception as error:  # the last place that can turn a failure into one line
+    except Exception as error:  # the last place that can turn an error into one line
         if debug:
             raise
-        return _complain(_line(error), FAILED)
+        if missing := missing_extra(error):
+            raise missing from error
+        return _print_error(_line(error), FAILED)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns the exit status; never raises but under --debug."""
+    """Runs one command line and returns the exit status; raises only under --debug."""
     app.meta.config = [Env(PREFIX, command=False, show=False)]
     try:
-        given = sys.argv[1:] if arguments is None else list(arguments)
-        return app.meta(given, exit_on_error=False, print_error=False, verbose=False) or 0
+        tokens = sys.argv[1:] if arguments is None else list(arguments)
+        return app.meta(tokens, exit_on_error=False, print_error=False, verbose=False) or 0
     except (CycloptsError, ConfigError) as error:
-        return _complain(str(error), MISUSED)
+        return _print_error(str(error), MISUSED)
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -201,6 +213,63 @@ def _line(error: Exception) -> str:
             return f"a bug, not a misuse: {type(error).__name__}: {error}; --debug shows where"
 
 
-def _complain(text: str, status: int) -> int:
+def _print_error(text: str, status: int) -> int:
     print("pdtransfer: " + logs.printable(" ".join(text.split())), file=sys.stderr)
     return status
+
+
+def sources(path: Path | None) -> list[Callable[..., None]]:
+    """Returns the sources, strongest first. Raises ConfigError for an invalid file.
+
+    Ignores variables that no command knows: container platforms set PDTRANSFER_*_PORT and similar ones.
+    """
+    environment = Env(PREFIX, command=False, show=False)
+    if path is None:
+        return [environment, _launcher]
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config = '{path}': {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"config = '{path}': not TOML: {error}") from error
+    return [environment, Dict(data=_sections(path, table), source=str(path)), _launcher]
+
+
+def _launcher(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:  # noqa: ARG001
+    """Sets rank flags that are not given from torchrun's variables. Raises ConfigError."""
+    if commands not in (("prefill",), ("decode",)):
+        return
+    by_field = {each.name.lstrip("-").replace("-", "_"): each for each in arguments}
+    given = {name: each.tokens[-1].value for name, each in by_field.items() if each.tokens}
+    for name, value in launched(launcher_variables(), given, stages=commands == ("prefill",)).items():
+        by_field[name].tokens[:] = [Token(keyword=name, value=value, source="launcher")]
+
+
+def _sections(path: Path, table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns one table for each command: its own keys over those above all tables."""
+    known = {command: [each.name for each in fields(kind)] for command, kind in COMMANDS.items()}
+    limits = [each.name for each in fields(Limits)]
+    shared = {key: value for key, value in table.items() if key not in COMMANDS}
+    _known(path, "", shared, sorted({name for names in known.values() for name in names}))
+    sections: dict[str, dict[str, Any]] = {}
+    for command, names in known.items():
+        own = cast("dict[str, Any]", table.get(command, {}))
+        _known(path, f"[{command}] ", own, names)
+        for place, each in (("[limits] ", shared), (f"[{command}.limits] ", own)):
+            _known(path, place, each.get("limits", {}), limits)
+        merged = {key: value for key, value in shared.items() if key in names} | own
+        if "limits" in merged:
+            merged["limits"] = shared.get("limits", {}) | own.get("limits", {})
+        sections[command] = merged
+    # Doctor checks the ports of all daemons in the file.
+    ports = {each["transport_ports"] for each in sections.values() if "transport_ports" in each}
+    return sections | ({"doctor": {"transport_ports": sorted(ports)}} if ports else {})
+
+
+def _known(path: Path, place: str, table: object, names: list[str]) -> None:
+    if not isinstance(table, dict):
+        raise ConfigError(f"config = '{path}': {place}must be a table")
+    for key in cast("dict[str, object]", table):
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            raise ConfigError(f"config = '{path}': {place}{key} is unknown" + (f"; is it {near[0]}?" if near else ""))

@@ -1,4 +1,4 @@
-"""The main job, shown and checked: daemons as processes, prompts, each answer held against a single process."""
+"""The demo: runs daemons as processes, sends prompts, and checks each answer against a single process."""
 
 from __future__ import annotations
 
@@ -11,48 +11,65 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from math import ceil
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from ..config.config import DecodeConfig, PrefillConfig, RouterConfig
-from ..errors import PDTransferError, WorldError
+from ..errors import ConfigError, PDTransferError, WorldError
 from ..kernels import driver
 from ..limits import Limits
 from ..process.fleet import Fleet, Standing
 from ..process.signals import end_with_parent
 from .demo_config import DemoConfig
-from .demo_report import Answer, good, hot_report, report_of, show
 
 TEXT = (
     "the cache of a prefill worker crosses once and lands where decode will read it no copy between them "
     "a slot is free when its last lease has ended and not before because a timeout proves nothing about what is still "
     "in flight"
 )
-CONTEXT_TOKENS = 16_384  # the reference model's own, unless a prompt is longer
-SETTLE_S = 10.0  # by then every slot is back
-COMPLAINT = re.compile(r" (WARNING|ERROR|CRITICAL) ")
-COMPLAINTS_MAX = 20  # lines of the daemons' logs that are shown where the demo fails
-RETRIES = 100  # of one request that meets a full fleet
+CONTEXT_TOKENS = 16_384  # the reference model's default; a longer prompt raises it
+SETTLE_S = 10.0  # every slot must be free by then
+WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
+WARNINGS_MAX = 20  # log lines of the daemons that a failed demo shows
+RETRIES = 100  # of one request, while the fleet is full
 SLOTS_MAX = 131_072
-TOP_K = 64  # of --hisparse: what a step reads of a request, and the least that the device holds of a long one, ...
+TOP_K = 64  # with --hisparse: tokens that a step reads of a request, and the fewest that the device holds of a long one
 HOT_TOKENS = 128
-HOT_REQUESTS = 3  # ... of so many at once: the others wait, and take turns
-LIMITS = Limits(room_deadline_ms=600_000)  # the last of 32 prompts waits for the others, on a slow host for long
+HOT_REQUESTS = 3  # such requests on the device at once; the others wait and take turns
+LIMITS = Limits(room_deadline_ms=600_000)  # the last prompt waits for all others, on a slow host for long
+
+
+@dataclass(slots=True)
+class DemoAnswer:
+    """The answer to one prompt."""
+
+    prompt: str
+    seconds: float = 0.0
+    tokens: int = 0
+    cached: int = 0  # prompt tokens that decode had cached
+    error: str = ""
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])  # the router's `pdtransfer` object
+    differs: tuple[str, ...] = ()  # digests that differ from the single process's
+    identical: bool = False
 
 
 def prompts(config: DemoConfig) -> list[str]:
-    """Text of 1 to prompt_bytes_max bytes, spaced log-uniformly, in random order; the same for the same seed.
+    """Returns texts of 1 to prompt_bytes_max bytes, log-uniform in length, in random order; determined by the seed.
 
-    Before each come shared_prefix bytes that are the same in all.
+    Each starts with the same shared_prefix bytes.
     """
     rng = random.Random(config.seed)  # noqa: S311 (text to look at, not a secret)
     sizes = [round(config.prompt_bytes_max ** (at / max(1, config.requests - 1))) for at in range(config.requests)]
@@ -64,10 +81,12 @@ def prompts(config: DemoConfig) -> list[str]:
 
 
 def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) -> int:
-    """The command `pdtransfer demo`; exit status 1 when an answer is not identical, or a slot is lost.
+    """The command `pdtransfer demo`; returns 1 when an answer is not identical, or a slot is leaked.
 
-    With `router`, the URL of one that runs, nothing is started; `metrics` is host:port of each decode rank behind it.
+    With `router`, the URL of a running one, it starts nothing; `metrics` is host:port of each decode rank.
     """
+    if find_spec("torch") is None:
+        raise ConfigError("the demo runs the reference engine, which needs torch: pip install '.[reference]'")
     for number in config.cards:
         if number is not None:
             driver.check(number)
@@ -75,7 +94,7 @@ def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) ->
 
 
 async def _until_stopped(config: DemoConfig, standing: Standing | None) -> int:
-    """Whoever ends it, by SIGTERM or by closing the terminal, ends the daemons with it, as Ctrl-C does."""
+    """SIGTERM or closing the terminal stops the daemons too, as Ctrl-C does."""
     loop, demo = asyncio.get_running_loop(), asyncio.ensure_future(_run(config, standing))
     stopped: list[int] = []
 
@@ -98,25 +117,25 @@ async def _run(config: DemoConfig, standing: Standing | None) -> int:
         try:
             status = await _show(config, Path(logs), standing)
         except PDTransferError:
-            _complain(Path(logs))
+            _print_warnings(Path(logs))
             raise
         if status:
-            _complain(Path(logs))
+            _print_warnings(Path(logs))
     return status
 
 
 async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> int:
-    """Starts, asks, compares, prints; the exit status."""
+    """Starts the fleet, sends, compares, prints; returns the exit status."""
     console = Console(stderr=True, quiet=config.json)
     texts = prompts(config)
     text = f"starting {config.prefill} prefill, {config.decode} decode and a router"
-    with _stage(console, f"asking the router at {standing.url}" if standing else text):
+    with _stage(console, f"using the router at {standing.url}" if standing else text):
         fleet = await (standing or _fleet(config, texts, logs)).__aenter__()
     try:
         answers, seconds = await _ask(config, fleet, texts, console)
         leaked = await _leaked(fleet)
         verified = await _verified(fleet) if config.verify else (0, 0)
-        hot = await _counted(fleet) if config.hisparse else {}
+        hot = await _metrics(fleet) if config.hisparse else {}
     finally:
         await fleet.__aexit__()
     with _stage(console, "the same prompts in a single process, nothing transferred"):
@@ -124,7 +143,7 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
     for answer, expected in zip(answers, reference, strict=True):
         answer.differs = tuple(name for name in expected if answer.facts.get(name) != expected[name])
         answer.identical = not answer.error and not answer.differs
-    report = report_of(config, answers, seconds, leaked)
+    report = make_report(config, answers, seconds, leaked)
     if config.verify:
         report |= {"grants_verified": verified[0], "grants_mismatched": verified[1]}
     if config.hisparse:
@@ -133,13 +152,13 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
         print(json.dumps(report))
     else:
         show(answers, report)
-    return 0 if good(report) else 1
+    return 0 if succeeded(report) else 1
 
 
-def _complain(logs: Path) -> None:
-    """Says what the daemons have complained of: their logs go with the demo."""
+def _print_warnings(logs: Path) -> None:
+    """Prints the daemons' warnings and errors, because their logs are deleted with the demo."""
     lines = [line for log in sorted(logs.glob("*.log")) for line in log.read_text(errors="replace").splitlines()]
-    for line in [line for line in lines if COMPLAINT.search(line)][-COMPLAINTS_MAX:]:
+    for line in [line for line in lines if WARNING.search(line)][-WARNINGS_MAX:]:
         print(line, file=sys.stderr)
 
 
@@ -148,7 +167,7 @@ def _stage(console: Console, text: str) -> AbstractContextManager[object]:
 
 
 def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
-    """Pools that hold the whole load, up to a bound: beyond it requests wait their turn."""
+    """A fleet whose pools hold the whole load, up to a bound; beyond it requests queue."""
     wanted = sum(len(text) + config.max_tokens for text in texts) + max(map(len, texts))
     slots = min(SLOTS_MAX, -(-wanted // 65_536) * 65_536)
     options = tuple(f"{name}={value}" for name, value in _engine_options(config).items())
@@ -184,7 +203,7 @@ def _engine_options(config: DemoConfig) -> dict[str, str]:
 
 
 def _hisparse(hot: int) -> dict[str, Any]:
-    """Settings of a decode daemon whose device has places for few such requests."""
+    """Settings of a decode daemon whose device has room for few HiSparse requests."""
     return {
         "enable_hisparse": True, "hot_tokens": hot, "device_slots": HOT_REQUESTS * (hot + 1), "dense_slots": 64,
     }  # fmt: skip
@@ -197,9 +216,9 @@ def _hot_tokens(config: DemoConfig) -> int:
 
 async def _ask(
     config: DemoConfig, fleet: Fleet | Standing, texts: Sequence[str], console: Console
-) -> tuple[list[Answer], float]:
-    """Sends every prompt, some at a time, and streams what comes back."""
-    answers = [Answer(text) for text in texts]
+) -> tuple[list[DemoAnswer], float]:
+    """Sends every prompt, limited by the concurrency, and streams the answers."""
+    answers = [DemoAnswer(text) for text in texts]
     gate = asyncio.Semaphore(config.concurrency)
     progress = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -213,15 +232,15 @@ async def _ask(
         async with aiohttp.ClientSession(fleet.url, timeout=timeout, connector=connector) as session:
             await _ready(session)
 
-            async def one(answer: Answer) -> None:
+            async def run_one(answer: DemoAnswer) -> None:
                 async with gate:
                     await _complete(config, session, answer, lambda count: progress.advance(tokens, count))
                     progress.advance(requests)
 
             start = time.perf_counter()
-            ahead = 1 if config.shared_prefix else 0  # it leaves the others what they share
-            for some in (answers[:ahead], answers[ahead:]):
-                await asyncio.gather(*(one(answer) for answer in some))
+            first = 1 if config.shared_prefix else 0  # the first request caches the shared prefix
+            for batch in (answers[:first], answers[first:]):
+                await asyncio.gather(*(run_one(answer) for answer in batch))
     return answers, time.perf_counter() - start
 
 
@@ -238,16 +257,16 @@ async def _ready(session: aiohttp.ClientSession) -> None:
 
 
 async def _complete(
-    config: DemoConfig, session: aiohttp.ClientSession, answer: Answer, heard: Callable[[int], None]
+    config: DemoConfig, session: aiohttp.ClientSession, answer: DemoAnswer, on_tokens: Callable[[int], None]
 ) -> None:
     try:
-        await _attempts(config, session, answer, heard)
+        await _attempts(config, session, answer, on_tokens)
     except (aiohttp.ClientError, TimeoutError) as error:
         answer.error = f"{type(error).__name__}: {error}"
 
 
 async def _attempts(
-    config: DemoConfig, session: aiohttp.ClientSession, answer: Answer, heard: Callable[[int], None]
+    config: DemoConfig, session: aiohttp.ClientSession, answer: DemoAnswer, on_tokens: Callable[[int], None]
 ) -> None:
     greedy = {"temperature": 0, "ignore_eos": True}
     body = {"prompt": answer.prompt, "max_tokens": config.max_tokens, "stream": True, **greedy}
@@ -263,14 +282,14 @@ async def _attempts(
                 return
             async for line in response.content:
                 if line.startswith(b"data: {"):
-                    _event(answer, json.loads(line[6:]), heard)
+                    _event(answer, json.loads(line[6:]), on_tokens)
         answer.seconds = time.perf_counter() - start
         return
     answer.error = "the fleet stayed full"
 
 
-def _event(answer: Answer, event: dict[str, Any], heard: Callable[[int], None]) -> None:
-    """A piece holds one token at least; how many there were in all, the last one says."""
+def _event(answer: DemoAnswer, event: dict[str, Any], on_tokens: Callable[[int], None]) -> None:
+    """Handles one event. A piece counts as one token until the last event gives the total."""
     if "error" in event:
         answer.error = str(event["error"].get("message", event["error"]))
         return
@@ -279,12 +298,12 @@ def _event(answer: Answer, event: dict[str, Any], heard: Callable[[int], None]) 
         answer.facts = event["pdtransfer"]
         tokens = event["usage"]["completion_tokens"]
         answer.cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
-    heard(tokens - answer.tokens)
+    on_tokens(tokens - answer.tokens)
     answer.tokens = tokens
 
 
-async def _figures(fleet: Fleet | Standing, session: aiohttp.ClientSession) -> dict[str, int]:
-    """Of all decode ranks together, by name."""
+async def _sum_metrics(fleet: Fleet | Standing, session: aiohttp.ClientSession) -> dict[str, int]:
+    """Returns the sums of all decode ranks' metrics, by name."""
     from prometheus_client.parser import text_string_to_metric_families
 
     total: dict[str, int] = {}
@@ -293,62 +312,62 @@ async def _figures(fleet: Fleet | Standing, session: aiohttp.ClientSession) -> d
             async with session.get(f"http://{address}/metrics") as response:
                 families = text_string_to_metric_families(await response.text())
         except aiohttp.ClientError as error:
-            raise WorldError(f"a decode daemon is gone: {error}") from error
+            raise WorldError(f"a decode daemon does not answer: {error}") from error
         for family in families:
             total[family.name] = total.get(family.name, 0) + int(sum(sample.value for sample in family.samples))
     return total
 
 
 async def _leaked(fleet: Fleet | Standing) -> int | None:
-    """Slots of all decode daemons that have not come back, once nothing runs any more; None where nobody could ask."""
+    """Returns the slots that decode daemons have not freed once nothing runs; None without metrics addresses."""
     if not fleet.metrics:
         return None
     deadline = time.monotonic() + SETTLE_S
     async with aiohttp.ClientSession() as session:
         while True:
-            figures = await _figures(fleet, session)
+            figures = await _sum_metrics(fleet, session)
             leaked = figures["pdtransfer_slots"] - figures["pdtransfer_slots_free"]
             if not leaked or time.monotonic() >= deadline:
                 return leaked
             await asyncio.sleep(0.05)
 
 
-async def _counted(fleet: Fleet | Standing) -> dict[str, int]:
+async def _metrics(fleet: Fleet | Standing) -> dict[str, int]:
     async with aiohttp.ClientSession() as session:
-        return await _figures(fleet, session)
+        return await _sum_metrics(fleet, session)
 
 
 async def _verified(fleet: Fleet | Standing) -> tuple[int, int]:
-    """Grants whose rows were read back and are what was sent, and those that are something else."""
-    figures = await _counted(fleet)
+    """Returns the numbers of grants whose rows were read back and matched, and that did not."""
+    figures = await _metrics(fleet)
     return figures["pdtransfer_grants_verified"], figures["pdtransfer_grants_mismatched"]
 
 
 async def _reference(config: DemoConfig, texts: Sequence[str]) -> list[dict[str, str]]:
-    """In a process of its own: it needs torch, and can be left at any time."""
+    """Generates in a process of its own: it needs torch, and can be killed at any time."""
     spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_tell, args=(theirs, config, list(texts)), daemon=True)
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_send_reference, args=(sender, config, list(texts)), daemon=True)
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        return await asyncio.to_thread(ours.recv)
+        return await asyncio.to_thread(receiver.recv)
     except EOFError:
-        raise WorldError("the single process that answers are held against has failed") from None
+        raise WorldError("the single process for comparison has failed") from None
     finally:
         process.kill()
         process.join()
-        ours.close()
+        receiver.close()
 
 
-def _tell(pipe: Connection, config: DemoConfig, texts: list[str]) -> None:
+def _send_reference(pipe: Connection, config: DemoConfig, texts: list[str]) -> None:
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us hears it, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which kills this process
     pipe.send(_generate(config, texts))
 
 
 def _generate(demo: DemoConfig, texts: list[str]) -> list[dict[str, str]]:
-    """The digests that each answer has to have."""
+    """Returns the digests that each answer must have."""
     import numpy as np
 
     from ..config.ranks import device_of
@@ -376,3 +395,120 @@ def _generate(demo: DemoConfig, texts: list[str]) -> list[dict[str, str]]:
         }
         for outcome in generate_many(config, [(prompt, sampling) for prompt in prompts])
     ]
+
+
+def make_report(
+    config: DemoConfig, answers: Sequence[DemoAnswer], seconds: float, leaked: int | None
+) -> dict[str, Any]:
+    """Returns the report that `--json` prints."""
+    done = [answer for answer in answers if answer.facts]
+    handoffs_ms = sorted(a.facts["handoff_us"] / 1e3 for a in done if a.facts.get("handoff_us") is not None)
+    copied = [(a.facts["kv_bytes"], a.facts["copy_us"]) for a in done]
+    copy_us = sum(us for _, us in copied)
+    tokens = sum(answer.tokens for answer in answers)
+    return {
+        "requests": len(answers),
+        "identical": sum(answer.identical for answer in answers),
+        "all_identical": all(answer.identical for answer in answers),
+        "differ": sorted({name for answer in answers for name in answer.differs}),
+        "failed": sum(bool(answer.error) for answer in answers),
+        "attention": config.attention,
+        "prefill": config.prefill,
+        "decode": config.decode,
+        "prefill_tp": config.prefill_tp,
+        "prefill_pp": config.prefill_pp,
+        "decode_tp": config.decode_tp,
+        "bytes": sum(byte_count for byte_count, _ in copied),
+        "prompt_tokens": sum(len(answer.prompt) for answer in done),
+        "cached_tokens": sum(answer.cached for answer in done),
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "requests_per_s": round(len(done) / seconds, 2),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "handoff_ms_p50": round(median(handoffs_ms), 3) if handoffs_ms else None,
+        "handoff_ms_p99": round(handoffs_ms[ceil(0.99 * (len(handoffs_ms) - 1))], 3) if handoffs_ms else None,
+        "copy_gb_s": round(sum(b for b, _ in copied) / copy_us / 1e3, 3) if copy_us else None,
+        "slots_leaked": leaked,
+    }
+
+
+def hot_report(
+    figures: Mapping[str, int], *, ranks: int, hot_tokens: int, answers: Sequence[DemoAnswer]
+) -> dict[str, Any]:  # fmt: skip
+    """Returns HiSparse's part of the report.
+
+    `figures` are sums over `ranks` decode ranks, by metric. Ranks of a group swap in the same tokens, each its own
+    heads.
+    """
+    hits, misses = (figures.get(f"pdtransfer_hot_{name}", 0) for name in ("hits", "misses"))
+    others = ("swapped_bytes", "retracts", "staging_copies", "index_copies")
+    return {
+        "hot_tokens": hot_tokens,
+        "longer_than_hot": sum(len(answer.prompt) > hot_tokens for answer in answers),
+        "hot_ranks": ranks,
+        "hot_hits": hits,
+        "hot_misses": misses,
+        "hit_rate": round(hits / (hits + misses), 4) if hits + misses else None,
+    } | {name: figures.get(f"pdtransfer_{name}", 0) for name in others}
+
+
+def succeeded(report: dict[str, Any]) -> bool:
+    """Whether the run succeeded.
+
+    A mismatch is a failure even if every answer is identical: the room failed, and a second prefill hid it.
+    """
+    wrong = ("slots_leaked", "grants_mismatched", "staging_copies")
+    verified = report.get("grants_verified", report["requests"]) >= report["requests"]
+    return report["all_identical"] and verified and not any(report.get(name) for name in wrong)
+
+
+def show(answers: Sequence[DemoAnswer], report: dict[str, Any]) -> None:
+    """Prints the table of answers and the summary."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("prompt", "cached", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
+        table.add_column(name, justify="right")
+    for answer in sorted(answers, key=lambda each: len(each.prompt)):
+        facts = answer.facts
+        if answer.error:
+            table.add_row(f"{len(answer.prompt)} B", "", "", "", "", "", "", f"[red]failed: {answer.error}")
+            continue
+        handoff_us, copy_us = facts.get("handoff_us"), facts["copy_us"]
+        table.add_row(
+            f"{len(answer.prompt):,} B",
+            f"{answer.cached:,}" if answer.cached else "-",
+            f"{facts['kv_bytes']:,}",
+            f"{facts['kv_bytes'] / copy_us / 1e3:.2f}" if copy_us else "-",
+            f"{handoff_us / 1e3:.2f} ms" if handoff_us is not None else "-",
+            str(answer.tokens),
+            f"{answer.seconds:.2f} s",
+            "[green]yes" if answer.identical else "[red]NO",
+        )
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(table)
+    leaked = "slots not counted" if report["slots_leaked"] is None else f"{report['slots_leaked']} slots leaked"
+    verified, color = "", "green" if succeeded(report) else "red"
+    if "grants_verified" in report:
+        verified = f"; {report['grants_verified']} grants verified, {report['grants_mismatched']} mismatched"
+    console.print(
+        f"\n{report['requests']} requests, {report['bytes'] / 1e6:,.1f} MB of KV in {report['seconds']:.1f} s: "
+        f"{report['requests_per_s']:.1f} requests/s, {report['tokens_per_s']:.0f} tokens/s, "
+        f"copies at {report['copy_gb_s']} GB/s\n"
+        f"{report['cached_tokens']:,} of {report['prompt_tokens']:,} prompt tokens were cached\n"
+        f"hand-off, last cell written to READY: p50 {report['handoff_ms_p50']} ms, p99 {report['handoff_ms_p99']} ms\n"
+        f"[{color}]{report['identical']} of {report['requests']} identical to a single process "
+        f"(tokens, logits, KV); {leaked}{verified}{_hot(report)}"
+    )
+
+
+def _hot(report: dict[str, Any]) -> str:
+    """Returns the summary's line for HiSparse."""
+    if "hot_tokens" not in report:
+        return ""
+    where = f"on {report['hot_ranks']} ranks together, " if report["hot_ranks"] > 1 else ""
+    found = "nothing swapped" if report["hit_rate"] is None else f"{report['hit_rate']:.1%} of picks were hot"
+    return (
+        f"\n{report['longer_than_hot']} prompts are longer than the {report['hot_tokens']} tokens that the device "
+        f"holds of each: {found}, {where}{report['hot_misses']:,} swapped in, {report['swapped_bytes'] / 1e6:,.1f} MB; "
+        f"{report['retracts']} retracts, {report['staging_copies']} staging copies, "
+        f"{report['index_copies']} index copies"
+    )

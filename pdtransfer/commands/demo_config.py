@@ -1,4 +1,4 @@
-"""What the demo is told: a fleet, prompts for it, and where all of it computes."""
+"""Settings of the demo: the fleet, the prompts, and the devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..config.bounds import bound, card_of, match, power_of_two
 from ..config.config import PAGE_SIZE_MAX, Attention, HostLayout
 from ..config.ranks import SIZE_MAX, check_device, device_of, ranks_of
 from ..errors import ConfigError
-from ..transports.network import Transport
+from ..transports.registry import TRANSPORTS, check_name
 from ..wire import Ranks
 
 
@@ -22,19 +22,19 @@ def _help(text: str) -> Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """One router, some prefill and decode daemons, and prompts whose answers are held against a single process."""
+    """A router, prefill and decode workers, and prompts whose answers are compared with a single process."""
 
     requests: Annotated[int, _help("Prompts to send.")] = 32
-    concurrency: Annotated[int, _help("Requests under way at once.")] = 32
-    prompt_bytes_max: Annotated[int, _help("Prompts are of 1 to this many bytes.")] = 8_192
-    shared_prefix: Annotated[int, _help("Bytes before each that all have in common; the first goes ahead.")] = 0
+    concurrency: Annotated[int, _help("Concurrent requests.")] = 32
+    prompt_bytes_max: Annotated[int, _help("Prompts have 1 to this many bytes.")] = 8_192
+    shared_prefix: Annotated[int, _help("Bytes of a common prefix; the first prompt is sent ahead.")] = 0
     max_tokens: Annotated[int, _help("Tokens to generate for each.")] = 32
-    seed: Annotated[int, _help("Decides the prompts.")] = 0
+    seed: Annotated[int, _help("Determines the prompts.")] = 0
     attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
     engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
-    device: Annotated[str, _help("Where all of them compute: cpu, cuda or cuda:N.")] = "cpu"
-    prefill_device: Annotated[str, _help("Where prefill does, if not there; cuda:N,cuda:M,... is a card a rank.")] = ""
-    decode_device: Annotated[str, _help("Where decode does, likewise.")] = ""
+    device: Annotated[str, _help("Device of prefill and decode: cpu, cuda or cuda:N.")] = "cpu"
+    prefill_device: Annotated[str, _help("Device of prefill, if another; cuda:N,cuda:M,... is a card a rank.")] = ""
+    decode_device: Annotated[str, _help("Device of decode, likewise.")] = ""
     prefill: Annotated[int, _help("Prefill workers.")] = 1
     decode: Annotated[int, _help("Decode workers.")] = 1
     prefill_tp: Annotated[int, _help("Processes of a prefill worker that share the heads of each layer.")] = 1
@@ -46,18 +46,15 @@ class DemoConfig:
     decode_layout: Annotated[
         HostLayout, Parameter(name=("--decode-layout", "--host-layout"), help="How decode's arena is laid out.")
     ] = "page_first"
-    transport: Annotated[Transport, _help("How KV reaches decode's arena: auto takes shm, all being on one host.")] = (
-        "auto"
-    )
+    transport: Annotated[str, _help(f"How KV reaches decode's arena: auto, {' or '.join(TRANSPORTS)}.")] = "auto"
     verify: Annotated[bool, _help("Have decode compare the checksum of every row with prefill's.")] = False
     hisparse: Annotated[bool, _help("Decode from the arena, with the hot tokens on the device.")] = False
-    timeline: Annotated[Path | None, _help("Where all of them write their timelines, for `pdtransfer timeline`.")] = (
-        None
-    )
+    timeline: Annotated[Path | None, _help("Directory for all timelines, for `pdtransfer timeline`.")] = None
     json: Annotated[bool, _help("Print one JSON object instead of the table.")] = False
 
     def __post_init__(self) -> None:
         card_of(self.device)
+        check_name(self.transport)
         bound("requests", self.requests, 1, 1_000_000)
         bound("concurrency", self.concurrency, 1, 4_096)
         bound("prompt_bytes_max", self.prompt_bytes_max, 1, 1 << 19)
@@ -76,16 +73,16 @@ class DemoConfig:
             check_device(device, ranks, name if getattr(self, name) else "device")
         if len({number is None for number in self.cards}) > 1:
             text = f"prefill_device = {self.devices[0]!r}, decode_device = {self.devices[1]!r}"
-            raise ConfigError(f"{text}: no card has the CPU's bits, so nothing would be identical")
+            raise ConfigError(f"{text}: a card computes other bits than the CPU, so no answer would be identical")
 
     @property
     def devices(self) -> tuple[str, str]:
-        """Prefill's and decode's."""
+        """The devices of prefill and of decode."""
         return self.prefill_device or self.device, self.decode_device or self.device
 
     @property
     def cards(self) -> set[int | None]:
-        """What any rank computes on: the number of a card, or None for the CPU."""
+        """The cards of all ranks; None stands for the CPU."""
         return {
             card_of(device_of(device, ranks))
             for _, device, own in self._workers

@@ -1,4 +1,4 @@
-"""What this host has and lacks, and the command that mends each; status 1 if something required is missing."""
+"""Lists what this host has and lacks, with a command to fix each problem."""
 
 from __future__ import annotations
 
@@ -11,15 +11,46 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from .probes import PROBES, Probe, Seen, State, missing, told, warn
+from ..config.bounds import port_range
+from ..config.config import PrefillConfig
+from ..probe import KERNEL, VENV, Probe, Seen, State, missing, warn
+from ..transports.registry import TRANSPORTS
+from .probes import builds, cards, host, kernel, network
 
 COLORS: dict[State, str] = {"ok": "green", "warn": "yellow", "missing": "red"}
-FOUND_COLUMNS_MIN = 30  # of a narrow terminal
+FOUND_COLUMNS_MIN = 30  # on a narrow terminal
+
+PROBES = (
+    Probe("python", builds.python, required=True),
+    Probe("packages", builds.packages, VENV, required=True),
+    Probe("torch", builds.torch, "pip install '.[reference]'"),
+    Probe("native copy", builds.copy, VENV),
+    Probe("kernel cache", builds.cache, "export PDTRANSFER_CACHE=<a directory of this user>"),
+    Probe("cards", cards.cards, "nvidia-smi"),
+    Probe("card links", cards.links, "lspci -vv"),
+    Probe("card kernels", cards.kernels, "pdtransfer kernels build"),
+    Probe("MPS", cards.mps, "pgrep -l nvidia-cuda-mps"),
+    Probe("sealed memfd", kernel.memfd, KERNEL, required=True),
+    Probe("fence lock", kernel.lock, KERNEL, required=True),
+    Probe("descriptor passing", kernel.unix_socket, KERNEL, required=True),
+    Probe("boot id", kernel.boot_id, "mount -t proc proc /proc", required=True),
+    Probe("memory", host.memory, "mount -t proc proc /proc"),
+    Probe("huge pages", host.huge_pages, "mount -t sysfs sysfs /sys"),
+    Probe("NUMA", host.numa, "mount -t sysfs sysfs /sys"),
+    Probe("shared memory mount", host.shm, "mount -t tmpfs tmpfs /dev/shm"),
+    Probe("memlock limit", host.memlock, "ulimit -l"),
+    Probe("open files limit", host.descriptors, "ulimit -n"),
+    Probe("clock", host.clock, "mount -t sysfs sysfs /sys"),
+    Probe("CURVE", builds.curve, VENV),
+    Probe("RDMA", network.rdma, "ibv_devinfo"),
+    Probe("addresses", network.addresses, "ip address"),
+    Probe("ports", network.ports, "ss -ltnp"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line: `found` says what is there, `mend` is the command that changes it, empty where nothing is amiss."""
+    """One line: `found` describes the host, `mend` is the command that fixes a problem, empty for none."""
 
     name: str
     state: State
@@ -28,9 +59,9 @@ class Finding:
 
 
 def run(*, json: bool, transport_ports: Sequence[str] = ()) -> int:
-    """Looks at everything, prints a table or one JSON object, and answers 1 if something required is missing.
+    """Runs every probe, and prints a table or one JSON object; returns 1 if something required is missing.
 
-    `transport_ports` are the ranges that daemons of this host are told, first-last.
+    `transport_ports` are the port ranges of this host's daemons, first-last.
     """
     findings = examine(transport_ports=transport_ports)
     lacking = [each.name for each in findings if each.state == "missing"]
@@ -42,8 +73,15 @@ def run(*, json: bool, transport_ports: Sequence[str] = ()) -> int:
 
 
 def examine(root: Path = Path("/"), *, transport_ports: Sequence[str] = ()) -> list[Finding]:
-    """Every finding about the host whose files lie below `root`. Whatever the host is like, this never raises."""
-    return [_finding(probe, root) for probe in told(PROBES, transport_ports)]
+    """Returns the findings of all probes for the host's files below `root`. Never raises."""
+    return [_finding(probe, root) for probe in probes(transport_ports)]
+
+
+def probes(transport_ports: Sequence[str] = ()) -> list[Probe]:
+    """Returns all probes, of every transport as well, for daemons with these port ranges, by default the default."""
+    ports = sorted({port_range("transport_ports", each) for each in transport_ports}) or [PrefillConfig().network.ports]
+    own = (probe for each in TRANSPORTS.values() for probe in each.probes(ports))
+    return [*PROBES, *own, Probe("transport", network.transport)]
 
 
 def _finding(probe: Probe, root: Path) -> Finding:
@@ -73,7 +111,7 @@ def _show(findings: list[Finding], lacking: list[str]) -> None:
         for more in lines[1:]:
             console.print(Text(indent + more), soft_wrap=True)
         if each.mend:
-            # In one line, so that it can be copied.
+            # On one line, so that it can be copied.
             console.print(Text(f"{indent}-> {each.mend}", style="bold"), soft_wrap=True)
     warned = sum(each.state == "warn" for each in findings)
     rest = f"{warned} warning{'s' * (warned != 1)}." if warned else ""

@@ -1,4 +1,4 @@
-"""Cards of this host: the driver's and the bus's word for them, and what must not stand between them and a process."""
+"""Probes of this host's cards: driver, kernels, PCIe links and MPS."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 from ...kernels import UnusableError
 from ...kernels.card import card
-from ...kernels.compiled import KERNELS, compiler, kept
+from ...kernels.compiled import KERNELS, compiler, is_cached
 from ...kernels.driver import count
 from ...probe import Seen, missing, names, ok, read, warn, within
 
 _PCI = "/sys/bus/pci/devices"
 _NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")  # a VGA or a 3D controller
-_MPS = "nvidia-cuda-mps"  # a process's name ends after 15 characters
+_MPS = "nvidia-cuda-mps"  # /proc truncates a process's name to 15 characters
 _MPS_PIPE = "/tmp/nvidia-mps/control"  # noqa: S108 (looked for, not made)
 _NO_CARD = "no card that the bindings see: copies run on the CPU"
 
 
 def cards(_root: Path) -> Seen:
-    """Whether kernels can run: a host with a card needs the bindings, and something that compiles."""
+    """Whether kernels can run: a card needs the bindings and a compiler."""
     number = count()
     if not number:
         return ok(_NO_CARD)
@@ -27,7 +27,7 @@ def cards(_root: Path) -> Seen:
     try:
         return ok(f"{number} x {named}, {compiler().version.splitlines()[-1]}")
     except UnusableError as error:
-        return warn(f"{number} x {named}, and {error}", "pip install cuda-bindings nvidia-cuda-nvrtc")
+        return warn(f"{number} x {named}, and {error}", "pip install '.[cuda]'")
 
 
 def kernels(_root: Path) -> Seen:
@@ -36,7 +36,7 @@ def kernels(_root: Path) -> Seen:
     if not number:
         return ok("no card: none is needed")
     wanted = [(kernel, architecture) for architecture in _architectures(number) for kernel in KERNELS]
-    lacking = [f"{kernel} for {architecture}" for kernel, architecture in wanted if not kept(kernel, architecture)]
+    lacking = [f"{kernel} for {architecture}" for kernel, architecture in wanted if not is_cached(kernel, architecture)]
     if not lacking:
         return ok(f"{len(wanted)} in the cache")
     return warn(f"to be compiled at their first use: {', '.join(lacking)}", "pdtransfer kernels build")
@@ -47,7 +47,7 @@ def _architectures(number: int) -> list[str]:
 
 
 def links(root: Path) -> Seen:
-    """Each card's lanes and node, which decide what KV leaves it at."""
+    """Each card's PCIe width, speed and NUMA node, which limit the rate of KV."""
     found: list[str] = []
     narrow: list[str] = []
     for address in names(within(root, _PCI)):
@@ -64,15 +64,15 @@ def links(root: Path) -> Seen:
         if width.isdecimal() and most.isdecimal() and int(width) < int(most):
             narrow.append(address)
     if not found:
-        return ok("no NVIDIA card on the PCIe bus" if names(within(root, _PCI)) else "no PCIe bus that can be seen")
+        return ok("no NVIDIA card on the PCIe bus" if names(within(root, _PCI)) else "no PCIe bus visible")
     if narrow:
-        text = f"{'; '.join(found)}: fewer lanes than it could have"
+        text = f"{'; '.join(found)}: fewer lanes than supported"
         return warn(text, f"lspci -vv -s {narrow[0]} | grep LnkSta; then another slot, or the riser")
     return ok("; ".join(found))
 
 
 def mps(root: Path) -> Seen:
-    """Under MPS a dead process's launches go on in the server, and its death proves nothing."""
+    """MPS must not run: there, a dead process's launches continue in the server, so its death proves nothing."""
     running = [
         pid
         for pid in names(within(root, "/proc"))
@@ -83,4 +83,4 @@ def mps(root: Path) -> Seen:
         where = f"process {', '.join(running)}" if running else f"its pipe is at {_MPS_PIPE}"
         text = f"runs ({where}): a writer's death no longer proves that its card has stopped"
         return missing(text, "echo quit | nvidia-cuda-mps-control")
-    return ok("does not run" if shutil.which("nvidia-cuda-mps-control") else "not here")
+    return ok("does not run" if shutil.which("nvidia-cuda-mps-control") else "not installed")

@@ -1,8 +1,9 @@
-"""Memory, limits and clock of this host."""
+"""Probes of this host's memory, limits and clock."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import mmap
 import os
 import re
@@ -12,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...config.config import DecodeConfig, PrefillConfig
-from ...memory.arena_memory import Arena
-from ...memory.available_memory import headroom
+from ...memory.arena_memory import ArenaMemory
+from ...memory.available_memory import available_memory
 from ...probe import MIB, Seen, names, ok, read, warn, within
 
-DESCRIPTORS_MIN = 4_096  # of one daemon: sockets, and a descriptor and a lock for each session
-MEMLOCK_BYTES_MIN = 1 << 30  # a small arena; Docker's default is 8 MiB
+DESCRIPTORS_MIN = 4_096  # for one daemon: its sockets, and a descriptor and a lock for each session
+MEMLOCK_BYTES_MIN = 1 << 30  # a small arena; Docker's default is far less
 STEADY_CLOCKS = {"tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page"}
-CLOCK_STEP_S_MAX = 1e-3  # coarser, and deadlines of milliseconds mean nothing
+CLOCK_STEP_S_MAX = 1e-3  # with coarser steps, deadlines in milliseconds are meaningless
 _CAP_IPC_LOCK = 1 << 14
 _SHM = "/dev/shm"  # noqa: S108 (asked for its size, nothing is put there)
 _HUGE = "/sys/kernel/mm/hugepages/hugepages-2048kB"
@@ -29,12 +30,16 @@ _NODES = "/sys/devices/system/node"
 
 
 def memory(_root: Path) -> Seen:
-    """What may still be allocated, against the pool and the arena of default daemons."""
-    free = headroom()
+    """Available memory, against the pool and the arena of default daemons."""
+    free = available_memory()
+    if importlib.util.find_spec("torch") is None:
+        return ok(
+            f"{free.bytes / MIB:,.0f} MiB ({free.what}); what the reference engine would take is unknown without torch"
+        )
     needed = 0
     for config in (PrefillConfig(), DecodeConfig()):
         module, _, attribute = config.engine.partition(":")
-        # A small pool is enough to learn what a token takes.
+        # A small pool is enough to measure the bytes of a token.
         small = replace(config.engine_config, slots=4_096)
         card = getattr(importlib.import_module(module), attribute)(small).card
         needed += int(card.memory_bytes) * config.slots // small.slots
@@ -46,7 +51,7 @@ def memory(_root: Path) -> Seen:
 
 
 def huge_pages(root: Path) -> Seen:
-    """Pages of 2 MiB, set aside or transparent, make backing and registering an arena several times as fast."""
+    """Huge pages, reserved or transparent, speed up prefaulting and registering an arena."""
     counts = [read(within(root, f"{_HUGE}/{name}")) for name in ("free_hugepages", "resv_hugepages")]
     free = int(counts[0]) - int(counts[1]) if all(each.isdecimal() for each in counts) else 0
     shmem = read(within(root, _THP))
@@ -59,7 +64,7 @@ def huge_pages(root: Path) -> Seen:
 
 
 def numa(root: Path) -> Seen:
-    """Whether an arena can be put beside its card, which takes the kernel's leave."""
+    """Whether an arena can be bound to a card's NUMA node, which needs the kernel's permission."""
     nodes = [name for name in names(within(root, _NODES)) if re.fullmatch(r"node\d+", name)]
     if len(nodes) < 2:
         return ok("one node: all memory is equally near")
@@ -68,7 +73,7 @@ def numa(root: Path) -> Seen:
         text = read(within(root, f"{_NODES}/{node}/meminfo"))
         found = re.search(r"MemFree:\s+(\d+) kB", text)
         free.append(f"{node} {int(found[1]) >> 10:,} MiB free" if found else node)
-    arena = Arena.create(mmap.PAGESIZE, huge_pages="never")
+    arena = ArenaMemory.create(mmap.PAGESIZE, huge_pages="never")
     try:
         bound = arena.mapping.bind(0)
     finally:
@@ -80,7 +85,7 @@ def numa(root: Path) -> Seen:
 
 
 def shm(root: Path) -> Seen:
-    """Arenas are no files of it, but torch and NCCL make some."""
+    """The size of /dev/shm: torch and NCCL use it, arenas do not."""
     status = os.statvfs(within(root, _SHM))
     size = status.f_blocks * status.f_frsize
     found = f"{size / MIB:,.0f} MiB (torch and NCCL use it; arenas do not)"
@@ -90,9 +95,9 @@ def shm(root: Path) -> Seen:
 
 
 def memlock(root: Path) -> Seen:
-    """What a device pins counts against it; a process with CAP_IPC_LOCK is not bound by it."""
+    """The limit of memory that a device may pin; CAP_IPC_LOCK lifts it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    pins = bool(names(within(root, "/dev/infiniband")))  # a device that pins what it registers
+    pins = bool(names(within(root, "/dev/infiniband")))  # a device that pins registered memory
     capable = re.search(r"^CapEff:\s+([0-9a-f]+)", read(within(root, "/proc/self/status")), re.MULTILINE)
     free = bool(capable and int(capable[1], 16) & _CAP_IPC_LOCK)
     found = f"{_limit(soft)} bytes" if soft != resource.RLIM_INFINITY else _limit(soft)
@@ -107,7 +112,7 @@ def memlock(root: Path) -> Seen:
 
 
 def descriptors(_root: Path) -> Seen:
-    """A daemon raises its soft limit to the hard one by itself."""
+    """The hard limit of descriptors; a daemon raises its soft limit to it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{_limit(soft)}, may be raised to {_limit(hard)}"
     if hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS_MIN:
@@ -120,7 +125,7 @@ def _limit(value: int) -> str:
 
 
 def clock(root: Path) -> Seen:
-    """Deadlines are CLOCK_MONOTONIC's. Not every hypervisor lets a guest read it without a system call."""
+    """The clock of deadlines. Under some hypervisors, reading it is a system call."""
     source = read(within(root, _CLOCK)) or "unknown"
     guest = re.search(r"^(flags|Features)\s*:.*\bhypervisor\b", read(within(root, "/proc/cpuinfo")), re.MULTILINE)
     step_s = time.clock_getres(time.CLOCK_MONOTONIC)

@@ -1,4 +1,4 @@
-"""What the kernel has to let a process do: each probe does in small what a daemon does."""
+"""Probes of kernel features: each performs a daemon's system calls on a small scale."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import socket
 import struct
 from pathlib import Path
 
-from ...memory.arena_memory import Arena, map_received
+from ...memory.arena_memory import ArenaMemory, map_received
 from ...probe import KERNEL, Seen, missing, ok, read, within
 
 
 def memfd(_root: Path) -> Seen:
-    """An arena in small: its sealed size must hold, or a peer's mapping could end in SIGBUS."""
-    arena = Arena.create(mmap.PAGESIZE, huge_pages="never")
+    """A sealed memfd, as of an arena: it must not shrink, or a peer's mapping could end in SIGBUS."""
+    arena = ArenaMemory.create(mmap.PAGESIZE, huge_pages="never")
     try:
         map_received(arena.fd, arena.byte_count).close()
         os.ftruncate(arena.fd, 0)
@@ -28,8 +28,8 @@ def memfd(_root: Path) -> Seen:
 
 
 def lock(_root: Path) -> Seen:
-    """The fence in small: a lock on a reopened descriptor is kept by a mapping alone, and free once that has gone."""
-    arena = Arena.create(mmap.PAGESIZE, huge_pages="never")
+    """The lock of the fence: a mapping alone must keep a lock on a reopened descriptor, and free it at its end."""
+    arena = ArenaMemory.create(mmap.PAGESIZE, huge_pages="never")
     try:
         again = arena.reopen()
         try:
@@ -48,7 +48,7 @@ def lock(_root: Path) -> Seen:
 
 
 def _map(descriptor: int) -> int:
-    """A shared mapping that, unlike Python's own, keeps no descriptor besides."""
+    """Maps shared memory; unlike Python's mmap, keeps no second descriptor."""
     function = ctypes.CDLL(None, use_errno=True).mmap
     function.restype, function.argtypes = (
         ctypes.c_void_p,
@@ -92,6 +92,6 @@ def unix_socket(_root: Path) -> Seen:
 
 
 def boot_id(root: Path) -> Seen:
-    """By it two processes know that they are on one host."""
+    """The boot id, by which two processes recognise that they are on one host."""
     boot = read(within(root, "/proc/sys/kernel/random/boot_id"))
     return ok(boot) if boot else missing("no boot id", "mount -t proc proc /proc")

@@ -1,0 +1,225 @@
+"""The commands `python -m benchmarks PART`. Each imports what it measures when it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+
+from pdtransfer.bench.report import show
+from pdtransfer.commands.bench_commands import Json, counted, progress
+from pdtransfer.config.config import Attention, BenchModel
+from pdtransfer.errors import PDTransferError
+
+app = App(
+    name="python -m benchmarks",
+    help="Measures and attacks the parts of this project; pdtransfer bench has what a user sizes a host with.",
+    default_parameter=Parameter(negative=()),
+    result_action="return_value",
+)
+
+
+@app.command
+def handoff(
+    *,
+    tokens: Annotated[int, counted("Tokens of one room.")] = 16,
+    rooms: Annotated[int, counted("Rooms to move.")] = 2_000,
+    concurrency: Annotated[int, counted("Rooms under way at once.")] = 64,
+    json: Json = False,
+) -> int:
+    """Small rooms between two processes: latency beside a raw ZMQ round trip, and hand-offs a second."""
+    from . import handoff as part
+
+    figures = part.measure(tokens=tokens, rooms=rooms, concurrency=concurrency)
+    return show(figures, part.LINES, part.measure, json=json)
+
+
+@app.command
+def crossing(
+    *,
+    tokens: Annotated[int, counted("Tokens of one room.")] = 8_192,
+    rooms: Annotated[int, counted("Rooms to move in each arena.")] = 8,
+    model: Annotated[BenchModel, Parameter(help="Whose KV: DeepSeek V3's, or the reference model's.")] = "deepseek",
+    json: Json = False,
+) -> int:
+    """Whole rooms over Mooncake, beside one synchronous write of a bare engine and a raw socket."""
+    from . import crossing as part
+
+    return show(part.measure(tokens=tokens, rooms=rooms, model=model), part.LINES, part.measure, json=json)
+
+
+@app.command
+def stall(
+    *,
+    tokens: Annotated[int, counted("Tokens of one room.")] = 4_096,
+    rooms: Annotated[int, counted("Rooms to move.")] = 96,
+    json: Json = False,
+) -> int:
+    """What an embedded client takes of its scheduler's thread while large rooms move."""
+    from . import stall as part
+
+    return show(part.measure(tokens=tokens, rooms=rooms), part.LINES, part.measure, json=json)
+
+
+@app.command
+def pages(*, gib: Annotated[float, Parameter(help="GiB of each of two arenas.")] = 1.0, json: Json = False) -> int:
+    """An arena in pages of 4 KiB against one in what `--huge-pages auto` finds: backing, registering, copies."""
+    from . import pages as part
+
+    figures = part.measure(gib=gib)
+    return show(figures, part.lines(figures), part.measure, json=json)
+
+
+@app.command
+def pd(
+    *,
+    tokens: Annotated[tuple[int, ...], counted("Of a prompt; may be repeated. By default 128 to 32,768.")] = (),
+    attention: Annotated[tuple[Attention, ...], Parameter(help="Whose KV; may be repeated.")] = ("mla", "gqa"),
+    rounds: Annotated[int, counted("Prompts of each size and way that are counted.")] = 3,
+    chunk_tokens: Annotated[int, counted("Tokens that prefill computes at a time.")] = 8_192,
+    engine_option: Annotated[tuple[str, ...], Parameter(help="name=value for both engines; may be repeated.")] = (),
+    json: Json = False,
+) -> int:
+    """What pdtransfer bench pd measures, held against the project's goals; with two cards, both at once as well."""
+    from pdtransfer.bench.pd import measure
+
+    from . import both_cards
+    from . import pd as part
+
+    result = measure(
+        tokens=tokens, attentions=attention, rounds=rounds, chunk_tokens=chunk_tokens, engine_option=engine_option,
+        progress=progress,
+    )  # fmt: skip
+    both = None
+    if len(set(result.devices)) == 2:
+        progress("both cards at once")
+        both = both_cards.measure((0, 1))
+    return part.show(result, both, json=json)
+
+
+@app.command
+def plan(
+    *,
+    tokens: Annotated[int, counted("Tokens of one room.")] = 131_072,
+    planes: Annotated[int, counted("Planes that each token has.")] = 61,
+    json: Json = False,
+) -> int:
+    """The planner: slots and two layouts to slot runs, pages in a row and rows scattered."""
+    from . import plan as part
+
+    return show(part.measure(tokens=tokens, layers=planes), part.LINES, part.measure, json=json)
+
+
+@app.command
+def verify(
+    *,
+    tokens: Annotated[int, counted("Tokens of one large room.")] = 4_096,
+    rooms: Annotated[int, counted("Small rooms to move, each way.")] = 1_000,
+    json: Json = False,
+) -> int:
+    """What --verify costs: the checksum beside a memcpy, and hand-offs and rooms with and without it."""
+    from . import verify as part
+
+    return show(part.measure(tokens=tokens, rooms=rooms), part.LINES, part.measure, json=json)
+
+
+@app.command
+def prefix(
+    *,
+    tokens: Annotated[int, counted("Tokens of one room.")] = 80,
+    rooms: Annotated[int, counted("Rooms to move, each way.")] = 500,
+    json: Json = False,
+) -> int:
+    """What the prefix cache costs rooms that share nothing, and what it spares those that do."""
+    from . import prefix as part
+
+    return show(part.measure(tokens=tokens, rooms=rooms), part.LINES, part.measure, json=json)
+
+
+@app.command
+def bus(*, rounds: Annotated[int, counted("Messages to send.")] = 20_000, json: Json = False) -> int:
+    """Messages between two processes: round trip, and echoes a second."""
+    from . import bus as part
+
+    return show(part.measure(messages=max(1, rounds // 5), rounds=5), part.LINES, part.measure, json=json)
+
+
+@app.command
+def idle(*, seconds: Annotated[int, counted("How long to watch.")] = 10, json: Json = False) -> int:
+    """What an idle daemon costs in CPU and memory."""
+    from . import idle as part
+
+    return show(part.measure(seconds=seconds), part.LINES, part.measure, json=json)
+
+
+@app.command
+def load(
+    *,
+    rooms: Annotated[int, counted("Rooms against each number of peers.")] = 6_000,
+    memory_rooms: Annotated[int, counted("Rooms over which memory is watched.")] = 200_000,
+    seconds: Annotated[int, counted("How long to watch idle peers.")] = 20,
+    concurrency: Annotated[int, counted("Rooms under way at once.")] = 64,
+    json: Json = False,
+) -> int:
+    """Hand-offs against 1, 10 and 100 peers, what 100 idle ones cost, and memory over very many rooms."""
+    from . import load as part
+
+    figures = part.measure(rooms=rooms, memory_rooms=memory_rooms, idle_seconds=seconds, concurrency=concurrency)
+    return show(figures, part.LINES, part.measure, json=json)
+
+
+@app.command
+def siege(
+    *,
+    rooms: Annotated[int, counted("Rooms in quiet, and as many under each attack.")] = 500,
+    rounds: Annotated[int, counted("How often that is done.")] = 5,
+    connections: Annotated[int, counted("Junk connections to hold open.")] = 10_000,
+    json: Json = False,
+) -> int:
+    """Healthy hand-offs while strangers and hostile peers attack: p99 over p99 in quiet, for each attack."""
+    from . import siege as part
+
+    figures = part.measure(rooms=rooms, rounds=rounds, connections=connections)
+    return show(figures, part.LINES, part.measure, json=json)
+
+
+@app.command
+def faults(
+    *,
+    rooms: Annotated[int, counted("Rooms in quiet.")] = 1_000,
+    aborts: Annotated[int, counted("Rooms to abort.")] = 1_000,
+    rounds: Annotated[int, counted("How often a peer is frozen.")] = 5,
+    json: Json = False,
+) -> int:
+    """How soon aborted slots are free, and healthy hand-offs beside a peer that is frozen."""
+    from . import faults as part
+
+    return show(part.measure(rooms=rooms, aborts=aborts, rounds=rounds), part.LINES, part.measure, json=json)
+
+
+@app.command
+def figures(
+    *results: Annotated[Path, Parameter(help="Files of what parts have printed with --json, an object a line.")],
+    directory: Annotated[Path, Parameter(help="Where the pages are written.")] = Path("docs/figures/runs"),
+) -> int:
+    """Writes a page for each result, of pdtransfer bench too: its tables, host, date, method and commit."""
+    from .figures import write
+
+    for path in (path for each in results for path in write(each, directory)):
+        print(path)
+    return 0
+
+
+def main() -> int:
+    """Runs one command line, and returns its exit status."""
+    try:
+        return app(sys.argv[1:], exit_on_error=False, print_error=False)
+    except (CycloptsError, PDTransferError, OSError) as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,8 +31,9 @@ RUN python3 -m venv /opt/pdtransfer \
         || (./pip install uv \
             && ./uv pip install --no-cache --python ./python --torch-backend=${TORCH} "$torch" \
             && ./pip uninstall --yes uv)) \
-    && ./python -c "import tomllib; project = tomllib.load(open('/wheels/pyproject.toml', 'rb')); \
-        print(*project['project']['dependencies'], *project['project']['optional-dependencies']['mooncake'], sep='\n')" >/wheels/needed \
+    && ./python -c "import tomllib; project = tomllib.load(open('/wheels/pyproject.toml', 'rb'))['project']; \
+        extras = project['optional-dependencies']; \
+        print(*project['dependencies'], *extras['reference'], *extras['mooncake'], sep='\n')" >/wheels/needed \
     && (./pip install --no-index -r /wheels/needed || ./pip install -r /wheels/needed) \
     && (./pip install --no-index --target /builder hatchling || ./pip install --target /builder hatchling) \
     # What only builds and tests of others need.
@@ -41,7 +42,7 @@ RUN python3 -m venv /opt/pdtransfer \
         mooncake/transfer_engine_bench \
     && find sympy networkx numpy -type d -name tests -prune -exec rm -rf {} +
 WORKDIR /src
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE ./
 COPY kernels kernels
 COPY proto proto
 COPY pdtransfer pdtransfer

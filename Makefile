@@ -5,7 +5,7 @@ RUN := .venv/bin/python
 # Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo compose-demo test test-gpu test-two-gpu sanitize check bench venv clean
+.PHONY: demo compose-demo test test-fast test-gpu test-two-gpu sanitize check bench venv clean
 
 demo: .venv/.stamp
 	@$(RUN) -m pdtransfer demo $(ARGS)
@@ -14,10 +14,15 @@ demo: .venv/.stamp
 compose-demo: .venv/.stamp
 	@tools/compose-demo
 
+# A part of the grids, seeds and examples; ARGS=--full is all of them, as in continuous integration.
 # Two cores have three workers, since a third of the time a test waits for processes, timers and peers. More than four make
 # it no faster: some tests start processes of their own.
 test: .venv/.stamp
 	@$(RUN) -m pytest -n $$([ "$$(nproc)" -gt 3 ] && echo 4 || echo 3) --dist worksteal $(ARGS)
+
+# A glance while you work: few cases of each test, no slow ones, no whole processes.
+test-fast: .venv/.stamp
+	@$(RUN) -m pytest --fast -n 2 --dist worksteal $(ARGS)
 
 # On a host with a card; elsewhere each test says why it is skipped, and the figures say what is missing.
 test-gpu: .venv/.stamp
@@ -28,7 +33,7 @@ test-gpu: .venv/.stamp
 # ARGS=--devices=cuda:0,cuda:0 does it with one card, cpu,cpu with none.
 test-two-gpu: .venv/.stamp
 	@$(RUN) -m pytest tests/two_gpu -m two_gpu -rs -n 16 --dist worksteal $(ARGS)
-	@$(RUN) -m pdtransfer bench pd
+	@$(RUN) -m benchmarks pd
 
 # On a host with a card and compute-sanitizer; ARGS are its tools, by default memcheck and racecheck.
 sanitize: .venv/.stamp
@@ -40,9 +45,12 @@ check: .venv/.stamp
 	@$(RUN) -m pyright
 	@.venv/bin/lint-imports --no-logo
 	@$(RUN) -m tools.proto_generator --check
+	@$(RUN) -m tools.docs_generator --check
 
+# What a user sizes a host with, then what measures and attacks the parts.
 bench: .venv/.stamp
-	@for part in plan copy verify prefix bus transfer handoff hisparse idle load siege faults; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
+	@for part in copy transfer hisparse; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
+	@for part in plan verify prefix bus handoff idle load siege faults; do $(RUN) -m benchmarks $$part $(ARGS) || exit 1; done
 
 venv: .venv/.stamp
 

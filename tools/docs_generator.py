@@ -1,0 +1,173 @@
+"""Generates docs/flags.md and docs/metrics.md from the code.
+
+`python -m tools.docs_generator` writes what is stale; with `--check` it only reports it, with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, cast, get_args, get_origin
+
+from cyclopts import App
+from prometheus_client import CollectorRegistry
+
+from pdtransfer.bench.models import components
+from pdtransfer.commands.cli import COMMANDS, app
+from pdtransfer.config.config import RouterConfig
+from pdtransfer.engine_api import HotFigures
+from pdtransfer.environment import PREFIX
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.node import DecodeNode, NodeSettings, PrefillNode
+from pdtransfer.router.router import Router
+from pdtransfer.worker.daemon_metrics import DecodeMetrics, PrefillMetrics
+
+from .proto_generator.schema import choices
+
+_ROOT = Path(__file__).parent.parent / "docs"
+_GENERATED = "<!-- Written by `python -m tools.docs_generator`: change the code, and run it. -->"
+_FLAGS = f"""{_GENERATED}
+# Flags
+
+Each flag of a daemon, the router and `demo` may stand in the environment instead, or as a key in the file that
+`--config` names: above all tables, or in the command's own, such as `[decode]`. A flag wins over the environment, and
+the environment over the file. The table `[limits]`, or `[decode.limits]`, holds the limits; they are listed at the end.
+"""
+_METRICS = f"""{_GENERATED}
+# Metrics
+
+Each process serves these at `/metrics`, in the format of Prometheus, where `--http` or the router's `--listen` says.
+The name of a histogram is followed by `_bucket`, `_sum` or `_count`.
+"""
+
+
+def flags_page() -> str:
+    """Each command's flags, and the limits."""
+    sections = [_FLAGS, _section((), app.meta)]
+    sections += [_section(path, command) for path, command in _commands(app, ())]
+    limits = [
+        (
+            f"`--limits.{name.replace('_', '-')}`",
+            f"`{PREFIX}LIMITS_{name.upper()}`",
+            f"`limits.{name}`",
+            default,
+            reason,
+        )
+        for name, default, reason in choices()
+    ]
+    sections.append(f"## Limits\n\n{_table(('flag', 'environment', 'key', 'default', 'what it bounds'), limits)}")
+    return "\n".join(sections)
+
+
+def _section(path: tuple[str, ...], command: App) -> str:
+    arguments = [each for each in command.assemble_argument_collection() if each.show and each.keys[:1] != ("limits",)]
+    head, rows = ("flag", "type", "default", "what it is"), [_flag(each) for each in arguments]
+    if path and path[0] in COMMANDS:
+        keys = {field.name for field in fields(COMMANDS[path[0]])}
+        head = (head[0], "environment", "key", *head[1:])
+        rows = [
+            (row[0], f"`{PREFIX}{key.upper()}`", f"`{key}`" if key in keys else "", *row[1:])
+            for row, key in zip(rows, (each.field_info.name for each in arguments), strict=True)
+        ]
+    return f"## {' '.join(('pdtransfer', *path))}\n\n{_table(head, rows)}"
+
+
+def _commands(of: App, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], App]]:
+    """The commands themselves, then those of their groups."""
+    own = {name: of[name] for name in of if not name.startswith("-")}
+    groups = {name: group for name, group in own.items() if any(not each.startswith("-") for each in group)}
+    yield from (((*path, name), command) for name, command in own.items() if name not in groups)
+    for name, group in groups.items():
+        yield from _commands(group, (*path, name))
+
+
+def _flag(argument: Any) -> tuple[str, ...]:
+    parameter, default = argument.parameter, argument.field_info.default
+    if parameter.show_default is False or default in (None, "", (), argument.field_info.empty):
+        shown = ""
+    elif isinstance(default, bool):
+        shown = "on" if default else "off"
+    else:
+        shown = ", ".join(map(str, cast("tuple[object, ...]", default if isinstance(default, tuple) else (default,))))
+    names = ", ".join(f"`{name}`" for name in (argument.names[0], *(parameter.negative or ())))
+    return names, _type(argument.hint), f"`{shown}`" if shown else "", parameter.help or ""
+
+
+def _type(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{each}`" for each in get_args(hint))
+    of = [each for each in get_args(hint) if each not in (type(None), ...)]
+    if of:  # an optional value, or one that may be repeated
+        return _type(of[0])
+    return {"bool": "switch", "str": "text", "int": "integer", "float": "number", "Path": "path"}[hint.__name__]
+
+
+def metrics_page() -> str:
+    """The metrics of each kind of process."""
+    head = "metric", "type", "labels", "what it is"
+    tables = asyncio.run(_metrics())
+    return "\n".join([_METRICS, *(f"## {title}\n\n{_table(head, rows)}" for title, rows in tables.items())])
+
+
+async def _metrics() -> dict[str, list[tuple[str, ...]]]:
+    """Of processes without peers."""
+    source, target = components("deepseek", source_slots=64, target_slots=64)
+    settings = NodeSettings(node="docs", model="docs", weights=b"")
+    registries = {name: CollectorRegistry() for name in ("Prefill", "Decode")}
+    arena = ArenaMemory.create(target.layout.end)
+    prefill = PrefillNode(settings, (source,), lambda _: None)
+    decode = DecodeNode(settings, (target,), arena, lambda _: None)
+    router = Router(RouterConfig())
+    PrefillMetrics(prefill, registries["Prefill"])
+    DecodeMetrics(decode, registries["Decode"], HotFigures)
+    registries["Router"] = router.metrics.registry
+    found = {title: sorted(_of(registry), key=lambda row: row[0].strip("`")) for title, registry in registries.items()}
+    for each in (prefill, decode, router):
+        await each.close()
+    arena.close()
+    return found
+
+
+def _of(registry: CollectorRegistry) -> Iterator[tuple[str, ...]]:
+    collectors: Iterable[Any] = getattr(registry, "_collector_to_names", {})
+    for collector in collectors:
+        for metric in collector.describe() if hasattr(collector, "labels") else collector.collect():
+            yield _metric(collector, metric)
+
+
+def _metric(collector: Any, metric: Any) -> tuple[str, ...]:
+    labels: Sequence[str] = getattr(metric, "_labelnames", getattr(collector, "_labelnames", ()))
+    name = metric.name + ("_total" if metric.type == "counter" else "")
+    return f"`{name}`", metric.type, ", ".join(f"`{label}`" for label in labels), metric.documentation
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in lines) + "\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes the pages that are stale, or with --check only names them. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.docs_generator", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 when a page is stale")
+    parser.add_argument(
+        "--root", type=Path, default=_ROOT, help="where the pages are (default: this repository's docs)"
+    )
+    options = parser.parse_args(arguments)
+    stale = False
+    for name, text in (("flags.md", flags_page()), ("metrics.md", metrics_page())):
+        page = options.root / name
+        if not page.exists() or page.read_text(encoding="utf-8") != text:
+            stale = True
+            print(f"{'stale' if options.check else 'wrote'} {page}")
+            if not options.check:
+                page.write_text(text, encoding="utf-8")
+    return int(options.check and stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

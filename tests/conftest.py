@@ -3,12 +3,17 @@ said at the end of a run."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.support.effort import CASES_MAX, SLOW_FOLDERS, VARIABLE, Effort, chosen, is_picked
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -18,12 +23,52 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--devices", default="", help="prefill's and decode's, as cuda:0,cuda:0: runs all of tests/two_gpu on them"
     )
+    parser.addoption("--full", action="store_true", help="all cases, seeds and examples, as in continuous integration")
+    parser.addoption("--fast", action="store_true", help="a glance: few cases of each test, and none that are slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test is imported: their counts are read then."""
+    for effort in Effort:
+        if config.getoption(effort):
+            os.environ[VARIABLE] = effort
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return (chosen() is Effort.FAST and collection_path in SLOW_FOLDERS) or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what the chosen effort does not run: the same cases in every process, whatever others there are."""
+    cases: Counter[str] = Counter()
+    kept: list[pytest.Item] = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        cases[test] += 1
+        if chosen() is Effort.FAST:
+            keep = cases[test] <= CASES_MAX and item.get_closest_marker("slow") is None
+        else:
+            keep = chosen() is Effort.FULL or item.get_closest_marker("grid") is None or is_picked(item.nodeid)
+        if keep:
+            kept.append(item)
+    left_out = [item for item in items if item not in set(kept)]
+    if left_out and len(items) > 1:  # one that is named is run
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 @pytest.fixture
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where an arena is handed over: a socket's path has 107 bytes, and tmp_path grows with a test's name."""
     return tmp_path_factory.mktemp("s") / "sockets"
+
+
+@pytest.fixture(scope="session")
+def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels as host code."""
+    from tests.support import kernels_host
+
+    return kernels_host.library(tmp_path_factory.getbasetemp())
 
 
 _MEASURED = "measured"

@@ -21,10 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from pdtransfer.transports.mooncake import why_not
+from pdtransfer.transports.mooncake.settings import why_not
 from tests.support import networks
-from tests.support.kv_fleet import DECODES, LARGE, MEGABITS, PAIRS, PREFILLS, SMALL, Fleet, Pair, Room, stop
+from tests.support.kv_fleet import DECODES, LARGE, MEGABITS, PAIRS, PREFILLS, SMALL, Fleet, Pair, Room
 from tests.support.networks import Network
+from tests.support.processes import stop
 
 QUIET_S = 1.5, 3.0
 BRIEF_S, LONG_S = (0.1, 2.0), (3.5, 14.0)  # LONG is past silence, and at its end past every timeout there is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,16 +12,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdtransfer.bench import pd, pd_pair, pd_report, pd_tell, svg
-from pdtransfer.bench.pd_pair import Pair, Run
+from pdtransfer.bench import pd, pd_rank, pd_report
+from pdtransfer.bench.pd import Pair, Run
 from pdtransfer.bench.pd_rank import Prompt, Way
-from pdtransfer.bench.pd_sums import host_sums
 from pdtransfer.commands import cli
 from pdtransfer.errors import WorldError
+from pdtransfer.layout.layout import Layout
 from pdtransfer.layout.layout_builders import host_layout
-from pdtransfer.tracing.timeline import Span
+from pdtransfer.tracing.timeline import TimedSpan
 from pdtransfer.tracing.trace import read
-from pdtransfer.tracing.ttft import Split
 
 LAYERS, CHUNK = 3, 16
 OPTIONS = (f"layers={LAYERS}", "width=64", "mlp_width=64", "heads=2", "kv_heads=2")
@@ -118,120 +117,93 @@ def pool() -> tuple[np.ndarray, np.ndarray]:
     return memory, np.array([9, 3, 41, 4])
 
 
+def sums_of(layout: Layout, memory: np.ndarray, *slots: np.ndarray) -> pd_rank.Sums:
+    sums: pd_rank.Sums = {}
+    for each in slots:
+        pd_rank.add_rows(sums, "kv", layout, memory.ctypes.data, each)
+    return sums
+
+
 def test_sums_see_a_swapped_row_a_swapped_word_and_another_layer(pool: tuple[np.ndarray, np.ndarray]) -> None:
     memory, slots = pool
     sizes = {"kinds": ("latent",), "heads": 1, "head_bytes": 48, "dtype": "bfloat16", "slots": 64, "page_size": 1}
     layout = host_layout("layer_first", layers=3, **sizes)
-    sums = host_sums("kv", layout, memory.ctypes.data, slots, 0)
+    sums = sums_of(layout, memory, slots)
     assert len(sums) == len(set(sums.values())) == 3
-    assert host_sums("kv", layout, memory.ctypes.data, slots[[1, 0, 2, 3]], 0) != sums
-    parts = [host_sums("kv", layout, memory.ctypes.data, slots[at : at + 2], at) for at in (0, 2)]
-    assert {key: (parts[0][key] + parts[1][key]) % (1 << 64) for key in sums} == sums
+    assert sums_of(layout, memory, slots[[1, 0, 2, 3]]) != sums
+    assert sums_of(layout, memory, slots[:2], slots[2:]) == sums
     # The same rows in another layout.
     other = host_layout("page_first", layers=3, **sizes)
     moved = np.zeros_like(memory)
     for ours, theirs in zip(layout.planes, other.planes, strict=True):
         for slot in range(64):
             moved[theirs.base + slot * theirs.row_stride :][:48] = memory[ours.base + slot * ours.row_stride :][:48]
-    assert host_sums("kv", other, moved.ctypes.data, slots, 0) == sums
+    assert sums_of(other, moved, slots) == sums
     words = memory[9 * 48 : 9 * 48 + 16].copy()
     memory[9 * 48 : 9 * 48 + 16] = np.concatenate((words[8:], words[:8]))
-    assert host_sums("kv", layout, memory.ctypes.data, slots, 0) != sums
+    assert sums_of(layout, memory, slots) != sums
 
 
-# Goals
+# How it is shown
 
 
-def _split(**given: float) -> Split:
-    """Of 8,192 tokens that take 400 ms, 577 MB of them at 50 GB/s."""
-    split = Split(
-        ask_s=1e-4, compute_s=0.4, exposed_s=5e-4, admission_s=1e-4, step_s=0.03, tail_s=6e-4, push_s=0.39, writes=61,
-        last_bytes=8_192 * 1_152, byte_count=8_192 * 61 * 1_152,
-    )  # fmt: skip
-    return replace(split, **given)
-
-
-def _result(*, tokens: int = 8_192, auto: Split | None = None, both: bool = True) -> pd.Result:
-    splits: dict[Way, Split] = {
-        "auto": auto or _split(), "end": _split(exposed_s=0.0125), "none": _split(compute_s=0.396),
-    }  # fmt: skip
-    byte_count = splits["end"].byte_count
-    point = pd.Point(tokens=tokens, byte_count=byte_count, roof_s=byte_count / 55e9, splits=splits, shown={})
-    result = pd.Result(devices=("cuda:0", "cuda:1"), chunk_tokens=8_192, rounds=3)
-    result.series.append(pd.Series(attention="mla", points=[point]))
-    if both:
-        result.both = (50.0, 52.0), (49.0, 48.0)
-    return result
-
-
-def test_goals_say_what_was_reached_of_what_was_aimed_at() -> None:
-    goals = {goal.name.removeprefix("mla, 8,192 tokens: "): goal for goal in pd.goals(_result())}
-    assert [goal.met for goal in goals.values()] == [True, True, True, True, True, False]
-    assert goals["exposed transfer, of the serial transfer"].value == pytest.approx(0.04)
-    assert goals["exposed transfer, of prefill's compute"].value == pytest.approx(0.00125)
-    assert goals["last layer computed to READY"].aim == pytest.approx(0.5 + 8_192 * 1_152 / 55e6 / 0.95)
-    assert goals["prefill slowed by the push"].value == pytest.approx(0.4 / 0.396 - 1)
-    assert goals["card 1 while both push, of it alone"].value == pytest.approx(48 / 52)
-
-
-def test_goals_that_are_missed_or_cannot_be_measured_say_so() -> None:
-    late = _split(exposed_s=0.005, tail_s=0.005, compute_s=0.42)
-    assert [goal.met for goal in pd.goals(_result(auto=late, both=False))] == [False, False, False, False, None, None]
-    names = [goal.name for goal in pd.goals(_result(tokens=128))]
-    assert len(names) == 4  # what is exposed of a short prompt is nobody's aim
-    assert not any("exposed" in name for name in names)
-
-
-# How it is told
-
-
-def test_json_has_every_part_and_whether_each_goal_is_met(
-    result: pd.Result, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert pd_tell.show(result, json=True) == 0
+def test_json_has_every_part(result: pd.Result, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pd.show(result, json=True) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    told = json.loads(line)
-    auto = told["prompts"]["gqa"]["24"]["auto"]
+    shown = json.loads(line)
+    auto = shown["prompts"]["gqa"]["24"]["auto"]
     parts = [auto[f"{name}_ms"] for name in ("ask", "compute", "exposed", "admission", "step")]
     assert sum(parts) == pytest.approx(auto["ttft_ms"], rel=0.01)
     assert auto["exposed_of_ttft"] == pytest.approx(auto["exposed_ms"] / auto["ttft_ms"], rel=0.01)
-    assert set(told["rows_alone"]["gqa"]) == {"1", "16", "24"}
-    assert {"name", "value", "aim", "at_least", "unit", "met"} == set(told["goals"][0])
-    assert told["goals"][-1]["met"] is None
-    assert pd_tell.show(result, json=False) == 0
-    assert "not measured here" in capsys.readouterr().out
+    assert set(shown["rows_alone"]["gqa"]) == {"1", "16", "24"}
+    assert shown["method"].startswith("Prompts of each size")
+    splits, rates = shown["tables"]
+    assert [row[:2] for row in splits[1:]] == [["gqa 24", way] for way in pd.WAYS]
+    assert [len(row) for row in (*splits, *rates)] == [len(splits[0])] * len(splits) + [len(rates[0])] * len(rates)
 
 
-def test_report_is_a_page_of_its_own_and_pictures_are_valid_xml(result: pd.Result, tmp_path: Path) -> None:
-    page, timeline, throughput, spans = pd_report.write_report(result, tmp_path / "made" / "here")
-    for path in (page, timeline, throughput):
-        text = path.read_text()
-        text = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
-        assert not re.search(r"https?:|src=|href=|@import|url\(", text), path.name
-    for path in (timeline, throughput):
-        root = ElementTree.parse(path).getroot()
-        assert root.tag == "{http://www.w3.org/2000/svg}svg"
-        assert path.stat().st_size < 200_000
-    titles = [element.text or "" for element in ElementTree.parse(timeline).iter("{http://www.w3.org/2000/svg}title")]
-    for layer in range(LAYERS):
-        assert any(title.startswith(f"compute: layer {layer}, ") and " ms from " in title for title in titles)
-    assert any(title.startswith("push: ") and " MB, " in title for title in titles)
+def test_a_person_reads_a_row_for_each_prompt_and_for_rows_alone(
+    result: pd.Result, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pd.show(result, json=False) == 0
+    out = capsys.readouterr().out
+    assert "prefill on cpu, decode on cpu; ms, medians of 1" in out
+    for words in (["gqa", "24", "auto"], ["gqa", "24", "none"], ["gqa", "16"]):
+        assert any(line.split()[: len(words)] == words for line in out.splitlines()), words
+
+
+def test_report_is_a_page_with_charts_beside_it_and_the_spans(result: pd.Result, tmp_path: Path) -> None:
+    page, *charts, spans = pd_report.write_report(result, tmp_path / "made" / "here")
+    text = page.read_text()
+    assert not re.search(r"https?:|@import|url\(", text)
+    names = {"throughput", "splits-gqa", "timeline-gqa-24-auto", "timeline-gqa-24-end"}
+    assert {path.name for path in charts} == {f"{name}.{suffix}" for name in names for suffix in ("svg", "png")}
+    assert set(re.findall(r'src="(.*?)"', text)) == {f"{name}.svg" for name in names}
+    for path in charts:
+        if path.suffix == ".png":
+            assert path.read_bytes().startswith(b"\x89PNG")
+            continue
+        assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+        assert path.stat().st_size < 500_000
     kept = read(spans).spans
     assert {span.process for span in kept} == {"prefill", "decode"}
     assert len(kept) == sum(len(run.spans) for run in result.series[0].points[0].shown.values())
 
 
-def test_the_report_has_its_own_shares_beside_published_ones() -> None:
-    result = _result(auto=_split(exposed_s=0.0044))
-    result.series[0].pushed[64] = pd.Pushed(4_500_000, 2e-3, 3e-3, 1e-3)
-    told = re.sub(r"<[^>]+>", "|", pd_report._beside(result))
-    assert "2.4 % (SGLang, Mooncake)" in told
-    assert "8,192 tokens: 1.01 % (all at the end 2.82 %)" in told
-    assert "8,192 tokens: -1.83 %" in told
-    assert "4.5 MB (64): 50 %" in told
+def test_a_timeline_has_every_layer_and_write_of_its_prompt(runs: dict[Way, Run]) -> None:
+    run = runs["layers"]
+    whole, end = pd_report.timeline(run, "title").axes
+    drawn = [  # in ms since the prompt was sent
+        (box.x0, box.x1) for bars in whole.collections for box in (path.get_extents() for path in bars.get_paths())
+    ]
+    for span in (*run.of("prefill", "compute", "push"), *run.of("decode", "step")):
+        began, ended = 1e3 * (span.begin_s - run.asked_s), 1e3 * (span.end_s - run.asked_s)
+        assert any(box == pytest.approx((began, ended), abs=1e-3) for box in drawn), span
+    assert end.get_xlim()[0] > whole.get_xlim()[0]
+    assert "READY" in {text.get_text() for text in whole.texts}
 
 
-def test_a_request_that_swaps_in_is_drawn_with_its_first_step(tmp_path: Path) -> None:
+def test_a_request_that_swaps_in_is_drawn_with_its_first_step() -> None:
     result = pd.measure(
         tokens=(80,), attentions=("mla",), rounds=1, engine_option=OPTIONS, hisparse=True, on=("cpu", "cpu")
     )  # longer than what the device holds
@@ -241,21 +213,21 @@ def test_a_request_that_swaps_in_is_drawn_with_its_first_step(tmp_path: Path) ->
     steps = run.of("decode", "step")
     assert swaps
     assert all(any(step.begin_s <= span.begin_s and span.end_s <= step.end_s for step in steps) for span in swaps)
-    _, picture, *_ = pd_report.write_report(result, tmp_path)
-    words = [element.text or "" for element in ElementTree.parse(picture).iter()]
-    assert "decode's first step, drawn larger" in words
-    assert any(word.startswith("swap-in: layer 0, 1 request") for word in words)
+    *_, first_step = pd_report.timeline(run, "title").axes
+    assert first_step.get_title(loc="left") == "Decode's first step, drawn larger"
+    assert first_step.get_xlim() == pytest.approx(
+        [1e3 * (at - run.asked_s) for at in (steps[0].begin_s, steps[0].end_s)]
+    )
 
 
-def test_what_is_drawn_is_escaped_and_numbers_are_short() -> None:
-    picture = svg.Picture(10, 10, named='a "b" & <c>')
-    picture.text(1 / 3, 2.0, "<script>")
-    picture.rect(0, 0, -1, 1, "ink", title="x < y")
-    root = ElementTree.fromstring(picture.alone())
-    assert root.attrib["aria-label"] == 'a "b" & <c>'
-    assert {"<script>", "x < y"} <= {element.text for element in root.iter()}
-    assert 'x="0.33"' in picture.inline()
-    assert 'width="0"' in picture.inline()
+def test_without_matplotlib_a_report_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pd, "measure", lambda **_: pytest.fail("measured"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["bench", "pd", f"--report={tmp_path / 'made'}"]) == 1
+    assert "pip install '.[report]'" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
 
 
 def test_the_command_has_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -263,15 +235,20 @@ def test_the_command_has_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     def measure(**given: object) -> pd.Result:
         seen.update(given)
-        return _result()
+        return pd.Result(devices=("cpu", "cpu"), chunk_tokens=1, rounds=1)
 
     monkeypatch.setattr(pd, "measure", measure)
     arguments = ["bench", "pd", "--tokens=24", "--tokens=128", "--attention=gqa", "--rounds=2", "--json"]
     assert cli.main([*arguments, "--prefill-device=cuda:3", "--engine-option=graphs=0"]) == 0
     assert (seen["tokens"], seen["attentions"], seen["rounds"]) == ((24, 128), ("gqa",), 2)
     assert seen["engine_option"] == ("graphs=0",)
-    assert isinstance(seen["on"], tuple)
-    assert seen["on"][0] == "cuda:3"
+    assert seen["on"] == ("cuda:3", "")
+
+
+def test_devices_that_are_not_named_are_the_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pd, "devices", lambda: ("cuda:0", "cuda:1"))
+    result = pd.measure(attentions=(), on=("cuda:3", ""))
+    assert result.devices == ("cuda:3", "cuda:1")
 
 
 def test_an_engine_that_reports_no_layers_is_named() -> None:
@@ -282,17 +259,17 @@ def test_an_engine_that_reports_no_layers_is_named() -> None:
 
 def test_a_cards_clock_is_set_right_by_what_waited_for_it_but_not_by_more_than_it_may_be_out() -> None:
     spans = (
-        Span(process="prefill", lane="compute", name="rows 0-16", layer=0, begin_s=1.0, end_s=1.002),
-        Span(process="prefill", lane="compute", name="rows 0-16", layer=1, begin_s=1.002, end_s=1.004),
-        Span(process="prefill", lane="push", name="rows 0-16, layers 0-1", layer=0, begin_s=1.001, end_s=1.002),
-        Span(process="prefill", lane="push", name="rows 0-16, layers 1-2", layer=1, begin_s=1.0045, end_s=1.005),
+        TimedSpan(process="prefill", lane="compute", name="rows 0-16", layer=0, begin_s=1.0, end_s=1.002),
+        TimedSpan(process="prefill", lane="compute", name="rows 0-16", layer=1, begin_s=1.002, end_s=1.004),
+        TimedSpan(process="prefill", lane="push", name="rows 0-16, layers 0-1", layer=0, begin_s=1.001, end_s=1.002),
+        TimedSpan(process="prefill", lane="push", name="rows 0-16, layers 1-2", layer=1, begin_s=1.0045, end_s=1.005),
     )
-    shifted = pd_pair._set_right(spans)
+    shifted = pd._set_right(spans)
     assert [span.end_s for span in shifted] == pytest.approx([1.001, 1.003, 1.002, 1.005])
-    assert pd_pair._set_right(shifted) == shifted
+    assert pd._set_right(shifted) == shifted
     with pytest.raises(WorldError, match=r"before they were computed"):
-        pd_pair._set_right((*spans[:2], replace_span(spans[3], begin_s=1.0005)))
+        pd._set_right((*spans[:2], replace_span(spans[3], begin_s=1.0005)))
 
 
-def replace_span(span: Span, **given: float) -> Span:
+def replace_span(span: TimedSpan, **given: float) -> TimedSpan:
     return msgspec.structs.replace(span, **given)

@@ -1,88 +1,41 @@
-"""Benches run, with counts so small that their figures mean nothing, and tell what they say they measure."""
+"""Benchmarks of our own parts run, with counts so small that their figures mean nothing, and print their figures."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import attacks, bus, crossing, faults, idle, load, pages, plan, prefix, siege, stall, verify
-from pdtransfer.bench import copy, handoff, hisparse, models, report, run_plan, transfer
-from pdtransfer.bench.hot_batch import Size
-from pdtransfer.bench.ranks import Ranks
-from pdtransfer.errors import WorldError
-from pdtransfer.transports.mooncake import why_not
+from benchmarks import attacks, bus, crossing, faults, handoff, idle, load, pages, plan, prefix, siege, stall, verify
+from benchmarks.__main__ import app, main
+from benchmarks.ranks import FaultyRankPair
+from pdtransfer.bench import models
+from pdtransfer.transports.mooncake.settings import why_not
+from tests.support.bench_output import printed, sizes
 
 ROW_BYTES = 4 * 576 * 4  # of a token in the reference model's MLA: layers, elements, float32
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
+def ranks() -> Iterator[FaultyRankPair]:
     source, target = models.components("mla", source_slots=256, target_slots=64)
-    with Ranks(source, target) as ranks:
+    with FaultyRankPair(source, target) as ranks:
         yield ranks
 
 
-def told(lines: tuple[report.Line, ...], figures: report.Figures, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a person gets to read; KeyError where a line names a figure that is not there."""
-    assert report.show(figures, lines, json=False) == 0
-    return capsys.readouterr().out
-
-
-def sizes(figures: report.Figures, suffix: str) -> list[float]:
-    return [float(value) for name, value in figures.items() if name.endswith(suffix)]
-
-
-# Two ranks
-
-
-def test_rooms_are_expected_then_written_then_ready(ranks: Ranks) -> None:
-    stamps = ranks.hand_off(5, tokens=16)
-    assert (stamps.expected < stamps.written).all()
-    assert (stamps.written < stamps.ready).all()
-    assert (stamps.ready[:-1] <= stamps.expected[1:]).all()  # one at a time
-    assert stamps.seconds == (stamps.ready[-1] - stamps.expected[0]) / 1e9
-    assert min(stamps.prefill_cpu_ns, stamps.decode_cpu_ns) > 0
-
-
-def test_as_many_rooms_are_under_way_as_were_asked_for(ranks: Ranks) -> None:
-    stamps = ranks.hand_off(40, tokens=7, at_once=8)
-    # A room that is READY makes place for the next one, which is expected after that.
-    steps = sorted([(at, 1) for at in stamps.expected.tolist()] + [(at, -1) for at in stamps.ready.tolist()])
-    under_way = np.cumsum([step for _, step in steps])
-    assert under_way.max() == 8
-
-
-def test_a_room_that_fails_ends_the_bench_with_its_cause() -> None:
-    source, target = models.components("mla", source_slots=128, target_slots=64)
-    with Ranks(source, target) as ranks, pytest.raises(WorldError, match=r"room 1 failed at decode: .*64"):
-        ranks.hand_off(1, tokens=65)
-
-
-def test_a_fragmented_arena_has_single_slots() -> None:
-    source, target = models.components("mla", source_slots=64, target_slots=64)
-    with Ranks(source, target) as ranks:
-        assert ranks.fragment() == 1
-        assert (ranks.hand_off(3, tokens=32).ready > 0).all()
-
-
 @pytest.mark.parametrize("blocking", [False, True])
-def test_echoes_are_timed_one_by_one(ranks: Ranks, blocking: bool) -> None:
+def test_echoes_are_timed_one_by_one(ranks: FaultyRankPair, blocking: bool) -> None:
     for trips in (1, 5):
         trips_ns = ranks.echo(trips, blocking=blocking)
         assert trips_ns.shape == (trips,)
         assert (trips_ns > 0).all()
     assert (ranks.hand_off(1, tokens=1).ready > 0).all()  # the nodes have their loops again
-
-
-def test_a_memcpy_is_timed(ranks: Ranks) -> None:
-    assert ranks.memcpy(1 << 20) > 0
-
-
-# The benches
 
 
 def test_prefix_sets_rooms_with_the_cache_beside_rooms_without(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +44,7 @@ def test_prefix_sets_rooms_with_the_cache_beside_rooms_without(capsys: pytest.Ca
     for name in ("off", "own", "shared"):
         assert 0 < float(figures[f"{name}_handoff_us"]) < float(figures[f"{name}_ready_us"])
         assert float(figures[f"{name}_cpu_us"]) > 0
-    assert "98% of" in told(prefix.LINES, figures, capsys)
+    assert "98% of" in printed(prefix.LINES, figures, plan.measure, capsys)
 
 
 def test_handoff_sets_latency_beside_a_bare_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,20 +63,7 @@ def test_handoff_sets_latency_beside_a_bare_round_trip(capsys: pytest.CaptureFix
         )
         > 0
     )
-    assert "ZMQ's round trip" in told(handoff.LINES, figures, capsys)
-
-
-@pytest.mark.parametrize(("model", "row_bytes"), [("deepseek", 61 * 1_152), ("gqa", 4 * 2 * 4 * 64 * 4)])
-def test_transfer_sets_rooms_beside_a_memcpy(
-    model: models.BenchModel, row_bytes: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    figures = transfer.measure(tokens=100, rooms=1, model=model)
-    assert figures["room_mib"] == 100 * row_bytes / (1 << 20)
-    names = {f"{arena}_{threads}" for arena in ("fresh", "fragmented") for threads in (1, 2)}
-    for name in names:
-        assert float(figures[f"{name}_gb_s"]) > 0
-        assert float(figures[f"{name}_to_memcpy"]) > 0
-    assert "fragmented arena, 2 copy threads" in told(transfer.LINES, figures, capsys)
+    assert "ZMQ's round trip" in printed(handoff.LINES, figures, plan.measure, capsys)
 
 
 def test_plan_says_what_it_planned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,22 +71,14 @@ def test_plan_says_what_it_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["bytes"] == 1_000 * 3 * 1_152
     assert 1 < int(figures["runs_contiguous"]) <= 63
     assert min(sizes(figures, "_ms")) > 0
-    assert "1000 tokens x 3 planes" in told(plan.LINES, figures, capsys)
-
-
-def test_copy_is_set_beside_a_memcpy(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = copy.measure(tokens=100)
-    assert figures["bytes"] == 128 * 61 * 1_152  # whole pages
-    assert len(sizes(figures, "_1")) == len(sizes(figures, "_2")) == len(sizes(figures, "_numpy")) == 6
-    assert min(sizes(figures, "_1") + sizes(figures, "_2") + sizes(figures, "_numpy")) > 0
-    assert "rows anywhere" in told(copy.LINES, figures, capsys)
+    assert "1000 tokens x 3 planes" in printed(plan.LINES, figures, plan.measure, capsys)
 
 
 def test_bus_is_set_beside_bare_sockets(capsys: pytest.CaptureFixture[str]) -> None:
     figures = bus.measure(rounds=1, messages=20)
     assert min(sizes(figures, "_us_p50") + sizes(figures, "_echoes_s")) > 0
     assert figures["bus_to_raw_p50"] == float(figures["bus_us_p50"]) / float(figures["raw_us_p50"])
-    assert "bus with keys" in told(bus.LINES, figures, capsys)
+    assert "bus with keys" in printed(bus.LINES, figures, plan.measure, capsys)
 
 
 @pytest.mark.slow
@@ -160,7 +92,7 @@ def test_idle_watches_both_daemons_alone_and_with_a_session(
         assert 0 < private <= pss <= rss
     assert all(0 <= percent < 100 for percent in sizes(figures, "_cpu_percent"))
     assert len(sizes(figures, "_cpu_percent")) == 4
-    assert "decode, with a session" in told(idle.LINES, figures, capsys)
+    assert "decode, with a session" in printed(idle.LINES, figures, plan.measure, capsys)
 
 
 @pytest.mark.slow
@@ -176,15 +108,15 @@ def test_load_meets_crowds_on_either_side_and_watches_idle_ones_and_memory(
         points = [float(figures[f"{side}_memory_mib_{number}"]) for number in range(1, 9)]
         assert figures[f"{side}_memory_growth_mib"] == points[-1] - points[0]
     assert figures["memory_rooms"] == 80
-    assert "1 decode, 100 prefill" in told(load.LINES, figures, capsys)
+    assert "1 decode, 100 prefill" in printed(load.LINES, figures, plan.measure, capsys)
 
 
 def test_rooms_go_to_all_nodes_of_either_side() -> None:
     source, target = models.components("mla", source_slots=64, target_slots=64)
-    with Ranks(source, target, prefill_nodes=3, keys=True) as ranks:
+    with FaultyRankPair(source, target, prefill_nodes=3, keys=True) as ranks:
         assert len(set(ranks.endpoints)) == 3
         assert (ranks.hand_off(6, tokens=4, at_once=6).ready > 0).all()
-    with Ranks(source, target, decode_nodes=3) as ranks:
+    with FaultyRankPair(source, target, decode_nodes=3) as ranks:
         # As many as all arenas together hold: one alone could not have them.
         assert (ranks.hand_off(6, tokens=32, at_once=6).ready > 0).all()
 
@@ -195,7 +127,7 @@ def test_verify_sets_checksums_beside_memcpy_and_rooms_beside_rooms(capsys: pyte
     assert figures["bytes"] == figures["room_bytes"] == 64 * 61 * 1_152
     for name in ("handoff_us", "handoff_verified_us", "room_gb_s", "room_verified_gb_s", "page_first_pages_2"):
         assert float(figures[name]) > 0, name
-    assert "verified" in told(verify.LINES, figures, capsys)
+    assert "verified" in printed(verify.LINES, figures, plan.measure, capsys)
 
 
 @pytest.mark.slow
@@ -204,7 +136,7 @@ def test_siege_sets_each_attack_beside_quiet(capsys: pytest.CaptureFixture[str])
     for name in attacks.ATTACKS:
         assert figures[f"{name}_count"] > 0, name
         assert figures[f"{name}_p99_ratio"] == figures[f"{name}_us_p99"] / figures[f"{name}_quiet_us_p99"]
-    assert "junk connections" in told(siege.LINES, figures, capsys)
+    assert "junk connections" in printed(siege.LINES, figures, plan.measure, capsys)
 
 
 def test_faults_time_aborts_and_a_healthy_peer_beside_a_frozen_one(
@@ -215,10 +147,10 @@ def test_faults_time_aborts_and_a_healthy_peer_beside_a_frozen_one(
     assert 0 < int(figures["aborts"]) <= 10
     assert 0 < float(figures["abort_us_p50"]) <= float(figures["abort_us_p99"])
     assert figures["frozen_p99_ratio"] == float(figures["frozen_us_p99"]) / float(figures["quiet_us_p99"])
-    assert "beside a frozen peer" in told(faults.LINES, figures, capsys)
+    assert "beside a frozen peer" in printed(faults.LINES, figures, plan.measure, capsys)
 
 
-def test_aborted_rooms_give_their_slots_back_and_those_that_were_ready_are_not_timed(ranks: Ranks) -> None:
+def test_aborted_rooms_give_their_slots_back_and_those_that_were_ready_are_not_timed(ranks: FaultyRankPair) -> None:
     taken = ranks.abort([0.0, 0.0, 600.0], tokens=16)
     assert len(taken) == 2
     assert (taken > 0).all()
@@ -233,43 +165,6 @@ def test_memory_is_what_the_kernel_says_of_the_process() -> None:
     assert after.private - before.private > len(held) // 2
 
 
-# How they are told
-
-
-def test_json_is_one_object_with_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_plan(tokens=1_000, planes=2, json=True) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    figures = json.loads(line)
-    assert figures["bytes"] == 1_000 * 2 * 1_152
-    assert set(plan.measure(tokens=64, layers=1, repeats=1)) | {"load_1min"} == set(figures)
-
-
-def test_table_has_a_row_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [report.Line("speed", "{gb_s:.1f} GB/s", "aim {aim}"), report.Line("name", "{name}")]
-    report.show({"gb_s": 1.25, "aim": 2, "name": "x"}, lines, json=False)
-    first, second, load = capsys.readouterr().out.splitlines()
-    assert first.split() == ["speed", "1.2", "GB/s", "aim", "2"]
-    assert second.split() == ["name", "x"]
-    assert load.startswith("load ")
-
-
-# HiSparse
-
-
-def test_steps_out_of_host_memory_miss_as_much_as_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    size = Size(requests=3, tokens=1_000, layers=5, top=40, hot=80, share=2, steps=3)
-    figures = hisparse.measure(size)
-    for name, misses in (("miss_1", 1), ("miss_50", 2), ("miss_200", 8)):
-        assert figures[f"{name}_misses"] == misses * 3 * 3  # of each request and plan
-        assert figures[f"{name}_bytes"] == misses * 3 * 5 * 656
-        assert figures[f"{name}_hit_rate"] == pytest.approx(1 - misses / 40)
-        assert min(sizes(figures, f"{name}_step_us")) > 0
-    assert figures["plans"] == 3
-    held, tables = 3 * 81 * 5 * 656, float(figures["table_mib"]) * (1 << 20)
-    assert figures["carried"] == pytest.approx(3 * 1_000 * 5 * 656 / (held + tables))
-    assert "3 x 1,000 tokens" in told(hisparse.LINES, figures, capsys)
-
-
 def test_a_scheduler_beside_moving_rooms_is_told_what_its_client_took(capsys: pytest.CaptureFixture[str]) -> None:
     figures = stall.measure(tokens=700, rooms=6, at_once=2)  # two chunks each
     for side in ("prefill", "decode"):
@@ -278,7 +173,7 @@ def test_a_scheduler_beside_moving_rooms_is_told_what_its_client_took(capsys: py
         assert figures[f"{side}_turns"]
         assert all(figures[f"{side}_{which}_p50_us"] for which in ("work", "quiet"))
     assert figures["room_mib"] == 700 * 61 * 1_152 / (1 << 20)
-    assert "6 x 47 MiB" in told(stall.LINES, figures, capsys)
+    assert "6 x 47 MiB" in printed(stall.LINES, figures, plan.measure, capsys)
 
 
 def test_pages_of_both_sizes_are_measured_alike(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,7 +183,7 @@ def test_pages_of_both_sizes_are_measured_alike(capsys: pytest.CaptureFixture[st
         for what in ("back_ms", "enter_ms", "memcpy_gb_s", "scatter_gb_s", "collect_gb_s"):
             assert min(sizes(figures, f"{name}_{what}")) > 0
     assert figures["small_pages"] == "4 KiB"
-    assert "of 0.0625 GiB each" in " ".join(told(pages.lines(figures), figures, capsys).split())
+    assert "of 0.0625 GiB each" in " ".join(printed(pages.lines(figures), figures, plan.measure, capsys).split())
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -296,4 +191,66 @@ def test_crossing_sets_rooms_beside_a_synchronous_write_and_a_socket(capsys: pyt
     figures = crossing.measure(tokens=100, rooms=1, large_bytes=32 << 20)
     assert all(figures[f"{arena}_gb_s"] > 0 for arena in ("fresh", "half", "scattered"))
     assert figures["alone_ms"] > 0
-    assert "straight from the pool" in told(crossing.LINES, figures, capsys)
+    assert "straight from the pool" in printed(crossing.LINES, figures, plan.measure, capsys)
+
+
+# Pages of figures
+
+
+def test_a_page_of_figures_has_its_table_host_date_method_and_commit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app(["plan", "--tokens=1000", "--planes=2", "--json"]) == 0
+    results = tmp_path / "results"
+    results.write_text(capsys.readouterr().out)
+    figures = json.loads(results.read_text())
+    assert figures["bytes"] == 1_000 * 2 * 1_152
+    assert app(["figures", str(results), f"--directory={tmp_path / 'made'}"]) == 0
+    written = tmp_path / "made" / "plan.md"
+    assert capsys.readouterr().out == f"{written}\n"
+    page = written.read_text()
+    for name in ("host", "date", "commit", "method", "title"):
+        assert figures[name] in page, name
+    assert f"| pages into one extent | {figures['contiguous_ms']:.2f} ms | 1000 tokens x 2 planes; aim: 1 |" in page
+
+
+@pytest.mark.parametrize("text", ["x", "{}", "[1]", '{"part": "plan"}'])
+def test_what_no_benchmark_has_printed_makes_no_page(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "results"
+    results.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "figures", str(results), f"--directory={tmp_path / 'made'}"])
+    assert main() == 1
+    assert str(results) in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+# Commands
+
+PARTS = {  # what each is called with by default
+    "handoff": {"tokens": 16, "rooms": 2_000, "concurrency": 64},
+    "crossing": {"tokens": 8_192, "rooms": 8, "model": "deepseek"},
+    "stall": {"tokens": 4_096, "rooms": 96},
+    "plan": {"tokens": 131_072, "layers": 61},
+    "verify": {"tokens": 4_096, "rooms": 1_000},
+    "prefix": {"tokens": 80, "rooms": 500},
+    "bus": {"messages": 4_000, "rounds": 5},
+    "idle": {"seconds": 10},
+    "load": {"rooms": 6_000, "memory_rooms": 200_000, "idle_seconds": 20, "concurrency": 64},
+    "siege": {"rooms": 500, "rounds": 5, "connections": 10_000},
+    "faults": {"rooms": 1_000, "aborts": 1_000, "rounds": 5},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_part_has_a_command(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[dict[str, object]] = []
+    part = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(part, "measure", lambda **given: seen.append(given) or {})
+    monkeypatch.setattr(part, "LINES", ())
+    assert app([name, "--json"]) == 0
+    assert seen == [PARTS[name]]
+    assert {"host", "date", "method", "commit", "tables"} <= set(json.loads(capsys.readouterr().out))

@@ -1,6 +1,6 @@
-"""What makes libzmq 4.3.5 abort the process that uses it, and that the bus keeps peers from bringing that about.
+"""Situations in which libzmq 4.3.5 aborts its process, and the bus's measures against each.
 
-Each runs against a process of its own; the same with what the bus does against it taken away has to die.
+Each test runs a process of its own. Without the measure, the same process must die.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.bus_peers import Raw, context, hello, pair
 from tests.support.zmtp import PING, Zmtp, frame
 
 __all__ = ["context"]  # a fixture
-BEFORE = {"RCVHWM": 256, "HEARTBEAT_IVL": 200, "HEARTBEAT_TIMEOUT": 60_000}  # as the bus' sockets once were
+BEFORE = {"RCVHWM": 256, "HEARTBEAT_IVL": 200, "HEARTBEAT_TIMEOUT": 60_000}  # socket options before the fix
 WITH_THE_BUG = pytest.mark.skipif(zmq.zmq_version_info() > (4, 3, 5), reason="this libzmq may have it mended")
 
 
@@ -36,7 +36,7 @@ class Doomed:
             said = json.loads(line)
             if said["step"] == step and fields.items() <= said.items():
                 return said
-        raise AssertionError(f"it has died, status {self.process.wait(30)}, and not said {step}")
+        raise AssertionError(f"it died with status {self.process.wait(30)} before {step}")
 
     def say(self, **what: Any) -> None:
         assert self.process.stdin is not None
@@ -63,7 +63,7 @@ def doomed(**settings: Any) -> Iterator[Doomed]:
 
 
 class Attack:
-    """Fills a queue of 256, with ZMTP's own PING behind it if so wished, and resets the connection."""
+    """Fills the receive queue, optionally with ZMTP's PING behind it, and resets the connection."""
 
     def __init__(self, way: str, *, pings: bool = True, **options: int) -> None:
         self.way, self.options = way, options
@@ -97,8 +97,8 @@ class Attack:
 
 
 @pytest.mark.parametrize("way", ["binds", "dials"])
-def test_a_connection_that_ends_with_much_unread_and_a_ping_among_it_aborts_nobody(way: str) -> None:
-    """libzmq#3937: a full queue, the connection's end, and then something to write on it."""
+def test_a_closed_connection_with_an_unread_ping_aborts_no_process(way: str) -> None:
+    """libzmq#3937: a full queue, a closed connection, and then a write on it."""
     attack = Attack(way)
     with attack as process:
         process.say(step="go on")
@@ -118,22 +118,20 @@ def test_with_a_bounded_queue_a_ping_of_the_peers_aborts_the_process(way: str) -
 
 @WITH_THE_BUG
 @pytest.mark.parametrize("way", ["binds", "dials"])
-def test_with_a_bounded_queue_our_own_heartbeats_abort_the_process_without_a_word_of_the_peer(way: str) -> None:
-    """A prefill that was stopped for 4 s and continued died so in each of 7 runs."""
+def test_with_a_bounded_queue_our_own_heartbeats_abort_the_process(way: str) -> None:
+    """A prefill that was stopped for some seconds and then continued died this way in every run."""
     with Attack(way, pings=False, **BEFORE) as process:
         assert process.has_aborted
 
 
 @pytest.mark.parametrize("named", [pytest.param(True), pytest.param(False, marks=WITH_THE_BUG)])
-def test_who_takes_the_routing_id_that_comes_next_aborts_nobody_since_it_does_not_get_it(
-    named: bool, context: zmq.Context[zmq.Socket[bytes]]
-) -> None:
+def test_choosing_the_next_routing_id_aborts_no_process(named: bool, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     own, listed = pair(), [pair() for _ in range(3)]
     keys = {
         "own": {"public": own.public, "secret": own.secret},
         "allowed": {each.public: f"peer-{number}" for number, each in enumerate(listed)},
     }
-    # The first and the last have ids of the ROUTER's own, as they would have if our answer came too late.
+    # The first and the last have ids of the ROUTER's own, as if the authenticator answered too late.
     with doomed(stands_still=False, named=[False, named, False], keys=keys) as process:
         bound = process.hear("bound")["endpoint"]
         first = Raw(context, bound, keys=listed[0], server=own.public)

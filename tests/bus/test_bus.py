@@ -1,4 +1,4 @@
-"""The bus between peers that mean well, over real sockets on loopback: order, names, keys, binding."""
+"""The bus between legitimate peers, over real sockets on loopback: order, names, keys, binding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pdtransfer.bus.keys import KeyPair
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Goodbye, Grant, Message, Part, Ping, Pong, Reject, encode
-from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, on_loop, pair, until
+from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, pair
+from tests.support.waiting import on_loop, until
 
 __all__ = ["context"]  # a fixture
 
@@ -64,8 +65,8 @@ def with_extents(part: Part, size: int) -> Part:
 
 
 @on_loop
-async def test_last_words_arrive_when_the_bus_closes_right_after() -> None:
-    # Megabytes stand before the Goodbye, so that it is still here when the bus closes.
+async def test_a_message_sent_just_before_close_arrives() -> None:
+    # Megabytes queue before the Goodbye, so that it is unsent when the bus closes.
     limits = replace(LIMITS, linger_ms=10_000, unread_frames_max=1 << 20)
     async with Node("p", limits=limits) as prefill:
         decode_node = Node("d", limits=limits)
@@ -87,7 +88,7 @@ async def test_last_words_arrive_when_the_bus_closes_right_after() -> None:
 
 
 @on_loop
-async def test_a_message_is_heard_though_a_send_has_swallowed_its_signal(
+async def test_a_message_is_received_though_a_send_consumed_its_signal(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     router = context.socket(zmq.ROUTER)
@@ -100,7 +101,7 @@ async def test_a_message_is_heard_though_a_send_has_swallowed_its_signal(
         route = router.recv_multipart()[0]
         raw.say(Pong(1))
         router.send_multipart([route, encode(Pong(2))])
-        raw.socket.poll(100)  # blocking: both are in by then, and the loop has not looked yet
+        raw.socket.poll(100)  # blocking: both have arrived by then, and the loop has not read yet
         assert prefill.bus.send("node:d", Ping(3))
         assert decode_node.bus.send(peer, Ping(4))
         await until(lambda: prefill.heard[-1] == ("node:d", Pong(1)))
@@ -128,7 +129,7 @@ async def test_an_exception_of_the_node_stops_nothing() -> None:
 
 
 @on_loop
-async def test_strangers_are_refused_at_the_handshake_and_the_listed_go_on(
+async def test_unlisted_keys_are_refused_at_the_handshake_and_listed_peers_go_on(
     context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     p, d, stranger = pair(), pair(), pair()
@@ -137,9 +138,11 @@ async def test_strangers_are_refused_at_the_handshake_and_the_listed_go_on(
         with caplog.at_level(logging.WARNING):
             crowd = [
                 Raw(context, bound),  # no keys at all
-                Raw(context, bound, keys=stranger, server=p.public),  # a key that is not listed
-                Raw(context, bound, keys=d, server=stranger.public),  # a listed key, for another server
-                Raw(context, bound, keys=KeyPair(d.public, stranger.secret), server=p.public),  # another's public key
+                Raw(context, bound, keys=stranger, server=p.public),  # an unlisted key
+                Raw(context, bound, keys=d, server=stranger.public),  # a listed key, with another server's key
+                Raw(
+                    context, bound, keys=KeyPair(d.public, stranger.secret), server=p.public
+                ),  # another peer's public key
             ]
             for raw in crowd:
                 raw.say(hello("d"), Ping(666))
@@ -156,7 +159,7 @@ async def test_strangers_are_refused_at_the_handshake_and_the_listed_go_on(
 
 
 @on_loop
-async def test_a_crowd_of_strangers_is_counted_but_logged_seldom(
+async def test_refused_handshakes_are_counted_and_logged_at_a_bounded_rate(
     context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     p = pair()
@@ -168,7 +171,7 @@ async def test_a_crowd_of_strangers_is_counted_but_logged_seldom(
 
 
 @on_loop
-async def test_a_listener_whose_key_is_not_the_pinned_one_is_not_spoken_to() -> None:
+async def test_nothing_is_sent_to_a_listener_with_another_key_than_the_pinned_one() -> None:
     p, d, other = pair(), pair(), pair()
     async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p, "o": other}) as decode_node:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -185,7 +188,7 @@ async def test_only_endpoints_that_the_keys_allow_are_dialled() -> None:
             keyed.bus.dial("tcp://127.0.0.1:9")
         with pytest.raises(ConfigError, match="not on the allow-list"):
             keyed.bus.dial(f"{stranger.public}@tcp://127.0.0.1:9")
-        with pytest.raises(ConfigError, match="no keys of its own"):
+        with pytest.raises(ConfigError, match="no key pair"):
             keyless.bus.dial(f"{p.public}@tcp://127.0.0.1:9")
         with pytest.raises(ConfigError, match="is not tcp"):
             keyless.bus.dial("inproc://zeromq.zap.01")
@@ -198,7 +201,7 @@ async def test_only_endpoints_that_the_keys_allow_are_dialled() -> None:
 
 
 @on_loop
-async def test_bind_takes_the_first_free_port_of_a_range_and_says_what_it_bound() -> None:
+async def test_bind_takes_the_first_free_port_of_a_range_and_returns_it() -> None:
     async with Node("a") as a, Node("b") as b, Node("c") as c:
         first = int((await a.bus.bind(ANY_PORT)).rpartition(":")[2])
         last = min(first + 20, 65_535)
@@ -211,7 +214,7 @@ async def test_bind_takes_the_first_free_port_of_a_range_and_says_what_it_bound(
 
 
 @on_loop
-async def test_bind_speaks_ipv6() -> None:
+async def test_bind_accepts_ipv6() -> None:
     probe = tcp.socket(tcp.AF_INET6)
     try:
         probe.bind(("::1", 0))
@@ -226,11 +229,11 @@ async def test_bind_speaks_ipv6() -> None:
 
 
 @on_loop
-async def test_what_can_never_be_bound_is_a_config_error() -> None:
+async def test_an_address_that_can_never_be_bound_is_a_config_error() -> None:
     async with Node("p") as node:
         for endpoint, named in (
-            ("tcp://0.0.0.0:0", "say insecure"),
-            ("tcp://*:0", "say insecure"),
+            ("tcp://0.0.0.0:0", "set insecure"),
+            ("tcp://*:0", "set insecure"),
             ("tcp://host.invalid:0", "does not resolve"),
             ("ipc:///tmp/x", "is not tcp"),
         ):
@@ -268,7 +271,7 @@ async def test_a_connections_name_is_fixed_by_its_first_hello(context: zmq.Conte
         thief.say(hello("thief"), hello("victim"), Ping(2))
         answer = await thief.hear()
         assert isinstance(answer, Reject)
-        assert answer.fields == ("Hello.identity.node: node:victim, this connection is node:thief's",)
+        assert answer.fields == ("Hello.identity.node: node:victim, on a connection of node:thief",)
         assert [name for name, _ in prefill.refusals] == ["node:thief"]
         prefill.bus.send("node:victim", Ping(9))
         assert await victim.hear() == Ping(9)

@@ -1,4 +1,4 @@
-"""What hostile peers cannot do to the others: take a name or its replies, break the bus, or make it wait."""
+"""Hostile peers cannot take a name or its replies, break the bus, or make it wait."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ import msgspec
 import pytest
 import zmq
 
-from pdtransfer.bus import BusLimits, wires
+from pdtransfer.bus import BusLimits, sockets
 from pdtransfer.bus.connections import Connections, TurnedAwayError
 from pdtransfer.bus.keys import AllowList
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import FRAME_BYTES_MAX
 from pdtransfer.wire import Grant, Hello, Message, Part, Ping, Pong, Reject, decode, encode
-from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, on_loop, pair, until
+from tests.support.bus_peers import ANY_PORT, LARGE, LIMITS, Node, Raw, context, hello, pair
+from tests.support.internals import connections_of, dialled_by, route_of
+from tests.support.waiting import on_loop, until
 from tests.support.zmtp import Zmtp, frame
 
 __all__ = ["context"]  # a fixture
 
 
 @on_loop
-async def test_a_routing_id_of_the_dialers_choice_is_refused(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_a_routing_id_chosen_by_the_dialler_is_refused(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p") as prefill:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT), routing_id=b"decode")
         raw.say(hello("d"))
@@ -39,7 +41,9 @@ async def test_a_routing_id_of_the_dialers_choice_is_refused(context: zmq.Contex
 
 
 @on_loop
-async def test_a_listed_keys_routing_id_is_ours_whatever_it_chose(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_the_authenticator_replaces_the_routing_id_that_a_listed_key_chose(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"d": d}, replace(LIMITS, naming_ms=200)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -47,13 +51,13 @@ async def test_a_listed_keys_routing_id_is_ours_whatever_it_chose(context: zmq.C
             raw = Raw(context, bound, keys=d, server=p.public, routing_id=chosen)
             raw.say(hello("d"), Ping(1))
             assert await raw.hear() == Pong(1)
-            route = prefill.bus._connections.route_of("key:d")
+            route = route_of(prefill.bus, "key:d")
             assert route is not None
             assert (route[:1], len(route)) == (b"\1", 9)
 
 
 @on_loop
-async def test_who_takes_the_routing_id_of_a_living_peer_hears_nothing_that_is_meant_for_it(
+async def test_choosing_a_connected_peers_routing_id_receives_none_of_its_messages(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     p, v, t = pair(), pair(), pair()
@@ -62,7 +66,7 @@ async def test_who_takes_the_routing_id_of_a_living_peer_hears_nothing_that_is_m
         victim = Raw(context, bound, keys=v, server=p.public)
         victim.say(hello("v"), Ping(1))
         assert await victim.hear() == Pong(1)
-        route = prefill.bus._connections.route_of("key:victim")
+        route = route_of(prefill.bus, "key:victim")
         assert route is not None
         thief = Raw(context, bound, keys=t, server=p.public, routing_id=route)
         thief.say(hello("v"), Ping(2))
@@ -74,21 +78,21 @@ async def test_who_takes_the_routing_id_of_a_living_peer_hears_nothing_that_is_m
 
 
 @on_loop
-async def test_who_takes_the_routing_id_of_a_peer_that_left_is_heard_only_under_its_own_key(
+async def test_choosing_a_closed_peers_routing_id_gives_no_other_name(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
-    # No peer is ever told a routing id, so this one cheats: even a right guess gives no other name, and no replies.
+    # No peer ever learns a routing id; this one reads it. Even the right id gives no other name and no replies.
     p, v, t = pair(), pair(), pair()
     async with Node("p", p, {"victim": v, "thief": t}) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         victim = Raw(context, bound, keys=v, server=p.public)
         victim.say(hello("v"), Ping(1))
         assert await victim.hear() == Pong(1)
-        route = prefill.bus._connections.route_of("key:victim")
+        route = route_of(prefill.bus, "key:victim")
         assert route is not None
         victim.socket.close()
         answer = None
-        while answer is None:  # before the victim's end is seen, ZMQ never lets its id in
+        while answer is None:  # ZMQ refuses the victim's id until it has seen the victim's connection end
             thief = Raw(context, bound, keys=t, server=p.public, routing_id=route)
             thief.say(Ping(2))
             with suppress(TimeoutError):
@@ -102,7 +106,7 @@ async def test_who_takes_the_routing_id_of_a_peer_that_left_is_heard_only_under_
 
 
 @on_loop
-async def test_a_breach_names_its_field_mutes_its_connection_and_nobody_elses(
+async def test_a_breach_names_its_field_and_mutes_only_its_connection(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     async with Node("p", limits=replace(LIMITS, mute_ms=60_000)) as prefill:
@@ -125,8 +129,8 @@ async def test_a_breach_names_its_field_mutes_its_connection_and_nobody_elses(
 
 
 def unmute(node: Node, name: str, mute_s: float) -> None:
-    """The while is over for which it was muted."""
-    [muted] = [each for each in node.bus._connections._all() if each.name == name]
+    """The mute period is over."""
+    [muted] = [each for each in connections_of(node.bus) if each.name == name]
     now = asyncio.get_running_loop().time()
     assert now < muted.muted_until <= now + mute_s
     muted.muted_until = now
@@ -180,7 +184,9 @@ async def test_a_message_of_several_frames_is_a_breach_however_many(context: zmq
 
 
 @on_loop
-async def test_a_breach_of_a_dialled_peer_is_told_by_its_endpoint(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_a_breach_of_a_dialled_peer_is_reported_with_its_endpoint(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     async with Node("d") as decode_node:
@@ -190,7 +196,7 @@ async def test_a_breach_of_a_dialled_peer_is_told_by_its_endpoint(context: zmq.C
         assert decode(opening) == hello("d")
         router.send_multipart([route, b"junk"])
         router.send_multipart([route, encode(Ping(1))])
-        await until(lambda: decode_node.bus.dropped == 1 + 1)  # the Ping; the Hello had to wait
+        await until(lambda: decode_node.bus.dropped == 1 + 1)  # the Ping; the Hello was held back
         await until(lambda: len(decode_node.refusals) == 1 and router.poll(0) != 0)
         assert decode_node.refusals[0][0] == peer
         assert isinstance(decode(router.recv_multipart()[1]), Reject)
@@ -206,14 +212,14 @@ async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: z
         good.say(hello("good"))
         await until(lambda: len(prefill.heard) == 2)
         prefill.heard.clear()
-        wires = {each.name: each.wire for each in prefill.bus._connections._all()}
+        wires = {each.name: each.tcp for each in connections_of(prefill.bus)}
 
         def stand_still_until(name: str, unread_bytes: int) -> None:
-            wire = wires[f"node:{name}"]
-            while wire is not None and wire.unread_bytes < unread_bytes:
+            tcp = wires[f"node:{name}"]
+            while tcp is not None and tcp.unread_bytes < unread_bytes:
                 time.sleep(0.001)
 
-        # The loop stands still until the flood is in, so that the good peer's words come last of all.
+        # The loop is blocked until the flood has arrived, so the good peer's messages are last.
         flood.say(*[Pong(1)] * 20_000)
         stand_still_until("flood", 20_000 * len(frame(encode(Pong(1)))))
         good.say(*[Ping(n) for n in range(1, 6)])
@@ -229,7 +235,7 @@ async def test_a_flood_takes_turns_with_other_peers_and_with_the_loop(context: z
 
 
 @on_loop
-async def test_a_peer_that_does_not_read_blocks_nobody(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_a_peer_that_does_not_read_blocks_no_other(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p", limits=replace(LIMITS, send_queue=8)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         deaf, good = Raw(context, bound), Raw(context, bound)
@@ -248,7 +254,7 @@ async def test_a_peer_that_does_not_read_blocks_nobody(context: zmq.Context[zmq.
 
 
 @on_loop
-async def test_sending_to_who_has_gone_is_false_and_no_exception(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_sending_to_a_closed_peer_returns_false(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p") as prefill, Node("d") as decode_node:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT))
         raw.say(hello("d"))
@@ -266,7 +272,7 @@ async def test_sending_to_who_has_gone_is_false_and_no_exception(context: zmq.Co
 
 
 @on_loop
-async def test_a_listener_that_does_not_read_blocks_nobody(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_a_listener_that_does_not_read_blocks_no_other(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     router = context.socket(zmq.ROUTER)
     router.set(zmq.RCVHWM, 1)
     port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -285,7 +291,7 @@ async def test_a_listener_that_does_not_read_blocks_nobody(context: zmq.Context[
     ("limits", "message"),
     [(replace(LIMITS, unread_bytes_max=1 << 20), LARGE), (replace(LIMITS, unread_frames_max=5_000), Ping(1))],
 )
-async def test_who_sends_more_than_can_be_read_is_hung_up_on_and_kept_out_for_a_while(
+async def test_a_peer_that_floods_is_disconnected_and_banned_for_a_while(
     limits: BusLimits, message: Message, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     p, v, g = pair(), pair(), pair()
@@ -295,31 +301,31 @@ async def test_who_sends_more_than_can_be_read_is_hung_up_on_and_kept_out_for_a_
         raw.say(hello("v"), Ping(1))
         good.say(hello("g"), Ping(1))
         assert [await each.hear() for each in (raw, good)] == [Pong(1), Pong(1)]
-        [wire] = [each.wire for each in prefill.bus._connections._all() if each.name == "key:villain"]
-        assert wire is not None
+        [tcp] = [each.tcp for each in connections_of(prefill.bus) if each.name == "key:villain"]
+        assert tcp is not None
         many = 50 if message is LARGE else 20_000
         raw.say(*[message] * many)
-        while not wire.swamped(limits):
+        while not tcp.backlogged(limits):
             time.sleep(0.01)  # noqa: ASYNC251 - so that the loop reads none of them before
         strangers = prefill.bus.strangers
         prefill.bus._audit()
         await until(lambda: raw.was_cut_off)
-        # ZMQ dials again by itself, and says the rest again: that connection may be found before it has a name.
+        # ZMQ reconnects by itself and sends the rest: that connection may be found before it has a name.
         assert [(name, error.field) for name, error in prefill.refusals][:1] == [("key:villain", "unread")]
         assert {error.field for _, error in prefill.refusals} == {"unread"}
         assert not prefill.bus.send("key:villain", Ping(2))
-        await until(lambda: prefill.bus.strangers > strangers)  # it dials again
+        await until(lambda: prefill.bus.strangers > strangers)  # it reconnects
         good.say(Ping(3))
         assert await good.hear() == Pong(3)
         assert prefill.bus._zap is not None
-        prefill.bus._zap.ban(v.public, 0.0)  # the while is over
-        raw = Raw(context, bound, keys=v, server=p.public)  # ZMQ itself does not dial again where it was refused
+        prefill.bus._zap.ban(v.public, 0.0)  # the ban is over
+        raw = Raw(context, bound, keys=v, server=p.public)  # ZMQ does not reconnect after a refusal
         raw.say(hello("v"), Ping(4))
         assert await raw.hear() == Pong(4)
 
 
 @on_loop
-async def test_a_message_without_an_end_ends_its_connection_before_it_was_ever_heard(
+async def test_an_endless_first_message_closes_its_connection(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     async with Node("p", limits=replace(LIMITS, unread_bytes_max=1 << 20, audit_ms=20)) as prefill:
@@ -338,25 +344,25 @@ async def test_a_message_without_an_end_ends_its_connection_before_it_was_ever_h
         assert await good.hear() == Pong(1)
 
 
-def test_a_connection_that_was_ended_is_not_found_again_before_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wires, "_BUSY", 0.0)
+def test_a_connection_that_was_ended_is_not_reported_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_BUSY", 0.0)
     with tcp.create_server(("127.0.0.1", 0)) as listener, tcp.create_connection(listener.getsockname()) as peer:
         ours, _ = listener.accept()
-        sweep = wires.Sweep(listener.getsockname()[1])
+        sweep = sockets.Sweep(listener.getsockname()[1])
         peer.sendall(bytes(1_000))
         with ours:
-            while wires.received_bytes(ours.fileno()) != 1_000:
+            while sockets.received_bytes(ours.fileno()) != 1_000:
                 pass
-            [found] = sweep.swamped(set(), unread_bytes_max=100)
-            found.frames, found.taken = 1, 10
-            assert found.swamped(BusLimits(unread_bytes_max=100))
+            [found] = sweep.backlogged(set(), unread_bytes_max=100)
+            found.frames, found.read_bytes = 1, 10
+            assert found.backlogged(BusLimits(unread_bytes_max=100))
             found.end()
-            assert list(sweep.swamped(set(), unread_bytes_max=100)) == []
-            assert not found.swamped(BusLimits(unread_bytes_max=100))
+            assert list(sweep.backlogged(set(), unread_bytes_max=100)) == []
+            assert not found.backlogged(BusLimits(unread_bytes_max=100))
 
 
 @on_loop
-async def test_what_waits_to_be_read_is_known_to_the_byte(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_unread_bytes_are_exact(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     p, d = pair(), pair()
     for keys, allowed in ((None, None), (p, {"d": d})):
         async with Node("p", keys, allowed) as prefill:
@@ -364,21 +370,21 @@ async def test_what_waits_to_be_read_is_known_to_the_byte(context: zmq.Context[z
             raw = Raw(context, await prefill.bus.bind(ANY_PORT), keys=dialler, server=p.public if keys else "")
             raw.say(hello("d"), Ping(1))
             assert await raw.hear() == Pong(1)
-            [connection] = prefill.bus._connections._all()
-            wire = connection.wire
-            assert wire is not None
-            handshake = wire.unread_bytes
+            [connection] = connections_of(prefill.bus)
+            tcp = connection.tcp
+            assert tcp is not None
+            handshake = tcp.unread_bytes
             assert 0 < handshake < 1_024
             sizes = [Grant(1, 1, 1, 1, 0, (Part(0, 0, 1, bytes(8 * n)),), True, 1) for n in range(60)]
             raw.say(*sizes, Ping(2), *[LARGE] * 3, Ping(3))
             raw.socket.send_multipart([encode(Ping(4))] * 3)
             await until(lambda: len(prefill.refusals) == 1)
-            await until(lambda wire=wire: wire.frames == 2 + 60 + 5 + 3)
-            assert wire.unread_bytes == handshake
+            await until(lambda tcp=tcp: tcp.frames == 2 + 60 + 5 + 3)
+            assert tcp.unread_bytes == handshake
 
 
 @on_loop
-async def test_a_muted_connection_that_goes_on_is_hung_up_on(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_a_muted_connection_that_keeps_sending_is_closed(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p", limits=replace(LIMITS, mute_ms=60_000, ignored_max=100)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         bad, good = Raw(context, bound), Raw(context, bound)
@@ -395,11 +401,11 @@ async def test_a_muted_connection_that_goes_on_is_hung_up_on(context: zmq.Contex
 
 @on_loop
 async def test_large_frames_take_turns_by_their_bytes(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    # By its Hello alone, a slow loop would take so many bytes for a flood of small frames.
+    # After the small Hello alone, a slow loop would take so many bytes for a flood of small frames.
     async with Node("p", limits=replace(LIMITS, turn_bytes=1, unread_frames_max=1 << 20)) as prefill:
         raw = Raw(context, await prefill.bus.bind(ANY_PORT))
         raw.say(hello("d"), *[LARGE] * 20)
-        raw.socket.poll(200)  # blocking: they are in by then
+        raw.socket.poll(200)  # blocking: they have arrived by then
         bursts = [0]
         while len(prefill.heard) < 21:
             before = len(prefill.heard)
@@ -409,7 +415,7 @@ async def test_large_frames_take_turns_by_their_bytes(context: zmq.Context[zmq.S
 
 
 @on_loop
-async def test_a_connection_that_never_greets_ends() -> None:
+async def test_a_connection_without_a_greeting_is_closed() -> None:
     async with Node("p", limits=replace(LIMITS, handshake_ms=100)) as prefill:
         port = int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -418,7 +424,7 @@ async def test_a_connection_that_never_greets_ends() -> None:
 
 
 @on_loop
-async def test_who_is_revoked_is_neither_heard_nor_told_anything_and_the_others_go_on(
+async def test_a_revoked_peer_is_cut_off_and_the_others_go_on(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     p, v, g = pair(), pair(), pair()
@@ -433,18 +439,18 @@ async def test_who_is_revoked_is_neither_heard_nor_told_anything_and_the_others_
         strangers, dropped = prefill.bus.strangers, prefill.bus.dropped
         heard = len(prefill.heard)
         assert not prefill.bus.send("key:villain", Ping(2))
-        late.say(hello("v"), Ping(5))  # it has shaken hands, and never said a word
+        late.say(hello("v"), Ping(5))  # it has completed the handshake and sent no message
         await until(lambda: prefill.bus.dropped > dropped + 1)  # its Ping may have found the connection at its end
         await until(lambda: villain.was_cut_off and late.was_cut_off)
         again = Raw(context, bound, keys=v, server=p.public)
         again.say(hello("v"))
-        await until(lambda: prefill.bus.strangers >= strangers + 3)  # ZMQ dials again for the other two
+        await until(lambda: prefill.bus.strangers >= strangers + 3)  # ZMQ reconnects for the other two
         good.say(Ping(6))
         assert await good.hear() == Pong(6)
         assert [name for name, _ in prefill.heard[heard:]] == ["key:good"]
         assert all(each.quiet for each in (villain, late, again))
         assert prefill.refusals == []
-        # Listed again, it says Hello again.
+        # Listed again, it sends Hello again.
         assert prefill.bus.allow(AllowList({g.public: "good", v.public: "villain"})) == []
         back = Raw(context, bound, keys=v, server=p.public)
         back.say(hello("v"), Ping(8))
@@ -452,7 +458,7 @@ async def test_who_is_revoked_is_neither_heard_nor_told_anything_and_the_others_
 
 
 @on_loop
-async def test_a_key_that_is_listed_under_another_name_has_to_say_hello_for_it(
+async def test_a_renamed_key_must_send_hello_again(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     p, d = pair(), pair()
@@ -469,7 +475,7 @@ async def test_a_key_that_is_listed_under_another_name_has_to_say_hello_for_it(
 
 
 @on_loop
-async def test_who_earns_rejects_in_floods_is_not_read_for_a_while(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+async def test_a_peer_that_causes_many_rejects_is_muted(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with Node("p", limits=replace(LIMITS, mute_ms=60_000, rejects_max=8)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         bad, good = Raw(context, bound), Raw(context, bound)
@@ -493,21 +499,21 @@ async def test_who_earns_rejects_in_floods_is_not_read_for_a_while(context: zmq.
 
 
 @on_loop
-async def test_endpoints_where_nobody_is_keep_no_place_from_others() -> None:
+async def test_unreachable_endpoints_make_room_for_others() -> None:
     async with Node("p") as prefill, Node("d", limits=replace(LIMITS, dials_max=3)) as decode_node:
         bus, bound = decode_node.bus, await prefill.bus.bind(ANY_PORT)
         reached = await decode_node.meet(bound, "d")
         nowhere = [bus.dial(f"tcp://127.0.0.1:{port}") for port in (1, 2)]
         with pytest.raises(WorldError, match="3 are dialled already"):
-            bus.dial("tcp://127.0.0.1:3")  # nobody has had the time to answer yet
-        await until(lambda: all(bus._dialled[each].hopeless for each in nowhere))
+            bus.dial("tcp://127.0.0.1:3")  # no connection attempt can have failed yet
+        await until(lambda: all(dialled_by(bus)[each].unreachable for each in nowhere))
         other = await decode_node.meet(bound.replace("127.0.0.1", "localhost"), "d")
-        assert list(bus._dialled) == [reached, nowhere[1], other]
+        assert list(dialled_by(bus)) == [reached, nowhere[1], other]
         await decode_node.ping(other, 1)
 
 
 @on_loop
-async def test_a_key_is_of_no_role_that_the_allow_list_does_not_give_it(
+async def test_a_key_may_claim_only_its_listed_roles(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     p, d = pair(), pair()
@@ -519,7 +525,7 @@ async def test_a_key_is_of_no_role_that_the_allow_list_does_not_give_it(
         refused = await raw.hear()
         assert isinstance(refused, Reject)
         assert refused.fields == ("Hello.identity.role: 'router', the allow-list lets d be ['decode']",)
-        assert isinstance(await raw.hear(), Reject)  # of the Ping: it has no name
+        assert isinstance(await raw.hear(), Reject)  # answers the Ping: the connection has no name
         raw.say(hello("d"), Ping(2))
         assert await raw.hear() == Pong(2)
         assert prefill.heard == [("key:d", hello("d")), ("key:d", Ping(2))]
@@ -534,10 +540,10 @@ def replace_role(message: Hello, role: str) -> Hello:
 
 
 @on_loop
-async def test_who_hangs_up_before_it_is_revoked_is_cut_off_all_the_same(
+async def test_a_peer_that_disconnects_before_it_is_revoked_is_reported_too(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
-    """A session outlives its connection: whoever holds it has to hear that its peer is listed no more."""
+    """A session outlives its connection, so its owner must learn that the peer is no longer listed."""
     p, v, g = pair(), pair(), pair()
     async with Node("p", p, {"villain": v, "good": g}) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
@@ -552,7 +558,7 @@ async def test_who_hangs_up_before_it_is_revoked_is_cut_off_all_the_same(
 
 
 @on_loop
-async def test_a_listener_that_is_revoked_is_hung_up_on() -> None:
+async def test_the_connection_to_a_revoked_listener_is_closed() -> None:
     p, d, other = pair(), pair(), pair()
     async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p, "o": other}) as decode_node:
         peer = await decode_node.meet(f"{p.public}@{await prefill.bus.bind(ANY_PORT)}", "d")
@@ -563,8 +569,8 @@ async def test_a_listener_that_is_revoked_is_hung_up_on() -> None:
             decode_node.bus.dial(peer)
 
 
-class Between:
-    """Who sits on the wire between two nodes: keeps what the dialler says, and may say it again."""
+class Replayer:
+    """A proxy between two nodes that records the dialler's bytes and may replay them."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -586,25 +592,25 @@ class Between:
             writer.write(piece)
         writer.close()
 
-    def say_again(self, piece: bytes) -> None:
+    def replay(self, piece: bytes) -> None:
         assert self._onward is not None
         self._onward.write(piece)
 
 
 @on_loop
-async def test_a_session_that_is_replayed_on_another_connection_is_not_heard() -> None:
+async def test_a_session_replayed_on_another_connection_is_refused() -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p}) as decode_node:
         port = int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2])
-        between = Between(port)
-        peer = await decode_node.meet(f"{p.public}@tcp://127.0.0.1:{await between.open()}", "d")
+        replayer = Replayer(port)
+        peer = await decode_node.meet(f"{p.public}@tcp://127.0.0.1:{await replayer.open()}", "d")
         await decode_node.ping(peer, 1)
-        await decode_node.ping(peer, 2)  # by now every Ping(1) of its own is heard
+        await decode_node.ping(peer, 2)  # every Ping(1) of its own has arrived by now
         heard = len(prefill.heard)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(between.kept)
-        await reader.read(64)  # the greeting, which is no secret
-        while await reader.read(1 << 16):  # until it is hung up on
+        writer.write(replayer.kept)
+        await reader.read(64)  # the greeting, which is not secret
+        while await reader.read(1 << 16):  # until the connection is closed
             pass
         assert [message for _, message in prefill.heard[heard:] if message == Ping(1)] == []
         await decode_node.ping(peer, 3)
@@ -612,18 +618,18 @@ async def test_a_session_that_is_replayed_on_another_connection_is_not_heard() -
 
 
 @on_loop
-async def test_a_frame_that_is_replayed_within_its_connection_ends_it_and_is_not_heard_twice() -> None:
+async def test_a_frame_replayed_on_its_connection_closes_it() -> None:
     p, d = pair(), pair()
     async with Node("p", p, {"d": d}) as prefill, Node("d", d, {"p": p}) as decode_node:
-        between = Between(int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2]))
-        peer = await decode_node.meet(f"{p.public}@tcp://127.0.0.1:{await between.open()}", "d")
+        replayer = Replayer(int((await prefill.bus.bind(ANY_PORT)).rpartition(":")[2]))
+        peer = await decode_node.meet(f"{p.public}@tcp://127.0.0.1:{await replayer.open()}", "d")
         await decode_node.ping(peer, 1)
-        start = len(between.kept)
+        start = len(replayer.kept)
         assert decode_node.bus.send(peer, Ping(2))
         await until(lambda: (peer, Pong(2)) in decode_node.heard)
-        between.say_again(bytes(between.kept[start:]))
-        await until(lambda: not decode_node.bus._dialled[peer].connected)
-        await decode_node.ping(peer, 3)  # it has a new connection
+        replayer.replay(bytes(replayer.kept[start:]))
+        await until(lambda: not dialled_by(decode_node.bus)[peer].connected)
+        await decode_node.ping(peer, 3)  # on a new connection
         assert [message for _, message in prefill.heard].count(Ping(2)) == 1
 
 
@@ -635,7 +641,7 @@ def named(connections: Connections, number: int, now: float) -> None:
     connections.introduce(connections.find(route(number), "", now), f"node:{number}", now)
 
 
-def test_junk_connections_push_out_each_other_and_never_a_named_one() -> None:
+def test_unnamed_connections_evict_each_other_and_never_a_named_one() -> None:
     connections = Connections(BusLimits(named_max=4, unnamed_max=8))
     named(connections, 0, 0.0)
     assert len(connections) == 1
@@ -646,7 +652,7 @@ def test_junk_connections_push_out_each_other_and_never_a_named_one() -> None:
     assert connections.find(route(0), "", 0.0).name == "node:0"
 
 
-def test_a_full_table_turns_newcomers_away_until_somebody_has_long_been_silent() -> None:
+def test_a_full_table_refuses_new_names_until_one_is_stale() -> None:
     connections = Connections(BusLimits(named_max=2, stale_ms=10_000))
     named(connections, 1, 0.0)
     named(connections, 2, 5.0)

@@ -1,4 +1,4 @@
-"""Key files, allow-lists, endpoints and exposure: what is accepted, and what each refusal names."""
+"""Key files, allow-lists, endpoints and exposure: what is accepted, and the text of each refusal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_generated_keys_are_a_working_curve_pair_that_only_the_owner_can_read(tm
 
 
 @pytest.mark.parametrize("first", ["-", "#"])
-def test_no_key_is_made_that_a_command_line_takes_for_a_flag(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_generated_key_looks_like_a_flag(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = iter([(f"{first}{KEY[1:]}".encode(), OTHER.encode()), (KEY.encode(), OTHER.encode())])
     monkeypatch.setattr(zmq, "curve_keypair", lambda: next(drawn))
     assert generate_pair().public == KEY
@@ -53,7 +53,7 @@ def test_two_generated_pairs_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("existing", ["n.key", "n.pub"])
-def test_generate_overwrites_nothing_and_leaves_no_half(tmp_path: Path, existing: str) -> None:
+def test_generate_overwrites_nothing_and_leaves_no_partial_pair(tmp_path: Path, existing: str) -> None:
     (tmp_path / existing).write_text("mine")
     with pytest.raises(ConfigError, match="exists"):
         generate(tmp_path / "n")
@@ -61,14 +61,14 @@ def test_generate_overwrites_nothing_and_leaves_no_half(tmp_path: Path, existing
     assert (tmp_path / existing).read_text() == "mine"
 
 
-def test_generate_refuses_a_name_that_no_allow_list_could_hold(tmp_path: Path) -> None:
+def test_generate_refuses_a_name_that_an_allow_list_would_refuse(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name"):
         generate(tmp_path / "two words")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
-def test_a_key_that_others_can_touch_is_not_read(tmp_path: Path, mode: int) -> None:
+def test_a_key_file_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
     generate(tmp_path / "n")
     (tmp_path / "n.key").chmod(mode)
     with pytest.raises(ConfigError, match=rf"n\.key: mode {mode:o}.*chmod 600"):
@@ -78,12 +78,12 @@ def test_a_key_that_others_can_touch_is_not_read(tmp_path: Path, mode: int) -> N
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "public: no such line"),
-        (f"public {KEY}\n", "secret: no such line"),
+        ("", "public: line missing"),
+        (f"public {KEY}\n", "secret: line missing"),
         (f"public {KEY}\npublic {KEY}\n", "n.key:2"),
         (f"public {KEY}\nsecret {KEY[:-1]}\n", "n.key:2: secret: 39 characters"),
         (f"public {KEY}\nsecret {KEY[:-1]}~\n", "n.key:2: secret: .* is not Z85"),
-        (f"public {KEY}\nsecret {'#' * 40}\n", "n.key:2: secret: .* is not Z85"),  # beyond 32 bits a group
+        (f"public {KEY}\nsecret {'#' * 40}\n", "n.key:2: secret: .* is not Z85"),  # a group over 32 bits
         (f"public {KEY}\nsecret {KEY} more\n", "n.key:2"),
         (f"public {KEY}\nsecret {OTHER}\n", "public: not the public key of this secret"),
         (f"name {KEY}\n", "n.key:1"),
@@ -97,7 +97,7 @@ def test_a_malformed_key_file_is_refused_by_line_and_field(tmp_path: Path, text:
         KeyPair.read(path)
 
 
-def test_what_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         KeyPair.read(tmp_path / "absent.key")
     with pytest.raises(ConfigError, match="directory"):
@@ -107,7 +107,7 @@ def test_what_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
         AllowList.read(tmp_path / "list")
 
 
-def test_an_allow_list_that_anyone_can_write_is_not_read(tmp_path: Path) -> None:
+def test_a_world_writable_allow_list_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "list"
     path.write_text(f"a {KEY}\n")
     path.chmod(0o666)
@@ -123,13 +123,13 @@ def test_an_allow_list_takes_comments_blank_lines_and_keys_with_hashes() -> None
     assert allowed.name_of(KEY[::-1]) is None
 
 
-def test_an_allow_list_may_say_what_a_peer_may_be() -> None:
+def test_an_allow_list_may_limit_a_peers_roles() -> None:
     text = f"a {KEY} prefill # rack 3\nb {OTHER} decode,router\n"
     allowed = AllowList.parse(text, source="list")
     roles = ("prefill", "decode", "router")
-    assert [allowed.lets_be(KEY, role) for role in roles] == [True, False, False]
-    assert [allowed.lets_be(OTHER, role) for role in roles] == [False, True, True]
-    assert all(AllowList.parse(f"a {KEY}", source="list").lets_be(KEY, role) for role in roles)
+    assert [allowed.allows_role(KEY, role) for role in roles] == [True, False, False]
+    assert [allowed.allows_role(OTHER, role) for role in roles] == [False, True, True]
+    assert all(AllowList.parse(f"a {KEY}", source="list").allows_role(KEY, role) for role in roles)
 
 
 def zmq_key_with_hash() -> str:
@@ -149,10 +149,10 @@ def zmq_key_with_hash() -> str:
         (f"pre/fill {KEY}", "list:2: name: 'pre/fill'"),
         (f"{'n' * 129} {KEY}", "list:2: name"),
         (f"prefill {KEY} rack 3", "list:2: role: 'rack' is none of decode, prefill, router, and no # comment"),
-        (f"prefill {KEY} prefill rack", "list:2: comment: 'rack' does not open with #"),
+        (f"prefill {KEY} prefill rack", "list:2: comment: 'rack' does not start with #"),
         (f"prefill {KEY} prefill, router", "list:2: role: '' is none of"),
         (f"prefill {KEY} Prefill", "list:2: role: 'Prefill' is none of"),
-        (f"prefill {OTHER}", "list:2: key: the same as that of 'first' in line 1"),
+        (f"prefill {OTHER}", "list:2: key: also listed for 'first' in line 1"),
         (f"first {KEY}", "list:2: name: 'first' is already in line 1"),
     ],
 )
@@ -180,9 +180,9 @@ def test_endpoints_parse_with_and_without_a_key() -> None:
         ("tcp://ho st:9000", "is not tcp"),
         ("tcp://host;tcp://other:9000", "is not tcp"),
         ("tcp://::1:9000", "is not tcp"),
-        ("tcp://*:9000", "bound, not dialled"),
-        ("tcp://0.0.0.0:9000", "bound, not dialled"),
-        ("tcp://[::]:9000", "bound, not dialled"),
+        ("tcp://*:9000", "bound, but not dialled"),
+        ("tcp://0.0.0.0:9000", "bound, but not dialled"),
+        ("tcp://[::]:9000", "bound, but not dialled"),
         (f"{KEY[1:]}@tcp://host:9000", "is not tcp"),
         (f"{KEY}0@tcp://host:9000", "is not tcp"),
         (f"{KEY[:-1]}~@tcp://host:9000", "key: .* is not Z85"),
@@ -219,11 +219,11 @@ def test_a_bind_may_name_any_port_or_a_range() -> None:
         ("tcp://[fe80::1]:1", False),
     ],
 )
-def test_loopback_is_told_from_the_rest(address: str, expected: bool) -> None:
+def test_is_loopback(address: str, expected: bool) -> None:
     assert is_loopback(address) is expected
 
 
-def test_a_name_is_loopback_only_if_every_answer_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_loopback_only_if_every_address_is(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"both": ["127.0.0.1", "10.0.0.1"], "local": ["127.0.0.1", "::1"]}
 
     def answer(host: str, *_: object, **__: object) -> list[tuple[object, object, object, str, tuple[str, int]]]:
@@ -238,7 +238,7 @@ def test_a_name_is_loopback_only_if_every_answer_is(monkeypatch: pytest.MonkeyPa
         is_loopback("tcp://absent:1")
 
 
-def test_other_hosts_are_let_in_only_with_keys_or_on_purpose() -> None:
+def test_other_hosts_are_admitted_only_with_keys_or_insecure() -> None:
     with pytest.raises(ConfigError, match=r"bind tcp://0\.0\.0\.0:9000: .*keygen.*insecure"):
         check_exposure("tcp://0.0.0.0:9000", named="bind tcp://0.0.0.0:9000", keyed=False, insecure=False)
     check_exposure("tcp://0.0.0.0:9000", named="bind tcp://0.0.0.0:9000", keyed=True, insecure=False)

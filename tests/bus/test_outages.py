@@ -1,4 +1,4 @@
-"""How the bus comes back from what is down, refuses or moved, says why, and leaves nothing behind."""
+"""The bus reconnects after outages, refusals and moves, logs the reason, and releases everything on close."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import zmq
 
 from pdtransfer.bus.sockets import resolve
 from pdtransfer.wire import Goodbye, Ping, Reject
-from tests.support.bus_peers import ANY_PORT, LIMITS, Node, Raw, context, hello, on_loop, pair, rebind, until
+from tests.support.bus_peers import ANY_PORT, LIMITS, Node, Raw, context, hello, pair, rebind
+from tests.support.internals import dialled_by
+from tests.support.waiting import on_loop, until
 
 __all__ = ["context"]  # a fixture
 
 
 @on_loop
-async def test_a_restarted_listener_hears_hello_first_and_nothing_stale() -> None:
+async def test_a_restarted_listener_receives_hello_first_and_nothing_stale() -> None:
     async with Node("d") as decode_node:
         first = Node("p")
         bound = await first.bus.bind(ANY_PORT)
@@ -37,7 +39,7 @@ async def test_a_restarted_listener_hears_hello_first_and_nothing_stale() -> Non
 
 
 @on_loop
-async def test_a_listener_that_forgot_us_is_told_our_hello_again() -> None:
+async def test_hello_is_sent_again_to_a_listener_that_forgot_it() -> None:
     async with Node("p") as prefill, Node("d") as decode_node:
         peer = await decode_node.meet(await prefill.bus.bind(ANY_PORT), "d")
         await decode_node.ping(peer, 1)
@@ -50,7 +52,7 @@ async def test_a_listener_that_forgot_us_is_told_our_hello_again() -> None:
 
 
 @on_loop
-async def test_what_a_peer_said_before_it_went_is_dropped_without_a_word_once_we_know_that_it_went(
+async def test_unread_messages_of_a_closed_peer_are_dropped_silently(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     async with Node("p") as prefill:
@@ -67,14 +69,14 @@ async def test_what_a_peer_said_before_it_went_is_dropped_without_a_word_once_we
         assert (prefill.refusals, prefill.bus.refused) == ([], 0)
         again = Raw(context, bound)
         again.say(Ping(1))
-        assert isinstance(await again.hear(), Reject)  # a newcomer is still told that Hello comes first
+        assert isinstance(await again.hear(), Reject)  # a new connection still gets the reject "Hello first"
         again.say(hello("d"))
         await until(lambda: len(prefill.heard) == 2)
 
 
 @pytest.mark.parametrize("at_first", ["does not list us", "has no keys"])
 @on_loop
-async def test_an_endpoint_that_refused_us_is_dialled_until_it_lets_us_in(
+async def test_an_endpoint_that_refused_us_is_dialled_until_it_accepts(
     at_first: str, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     p, d = pair(), pair()
@@ -91,7 +93,7 @@ async def test_an_endpoint_that_refused_us_is_dialled_until_it_lets_us_in(
             await until(lambda: unlisted.bus.strangers > 0)
             await unlisted.bus.close()
         else:
-            await until(lambda: decode_node.bus._dialled[peer]._attempt > 0)
+            await until(lambda: dialled_by(decode_node.bus)[peer]._attempt > 0)
         router.close()
         async with Node("p", p, {"d": d}) as prefill:
             await rebind(prefill, bound)
@@ -102,14 +104,14 @@ async def test_an_endpoint_that_refused_us_is_dialled_until_it_lets_us_in(
 @pytest.mark.parametrize(
     ("listener", "text"),
     [
-        ("nobody", "nobody listens there"),
-        ("does not list us", "it refused our key; is it on its allow-list?"),
-        ("has another key", "it hung up on our handshake; is its key the one given?"),
-        ("has no keys", "has one side keys, the other none?"),
+        ("nobody", "nothing listens there"),
+        ("does not list us", "it refused the key of this node; is it on the allow-list there?"),
+        ("has another key", "it closed the connection in the handshake; is its key the one given?"),
+        ("has no keys", "protocol mismatch; does only one side have keys?"),
     ],
 )
 @on_loop
-async def test_the_log_says_why_there_is_no_connection(
+async def test_the_log_gives_the_reason_for_a_missing_connection(
     listener: str, text: str, context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     p, d, other = pair(), pair(), pair()
@@ -123,20 +125,20 @@ async def test_the_log_says_why_there_is_no_connection(
             keyless = context.socket(zmq.ROUTER)
             bound = f"tcp://127.0.0.1:{keyless.bind_to_random_port('tcp://127.0.0.1')}"
         node.bus.dial(f"{p.public}@{bound}")
-        # A first attempt may be over before its handshake is.
+        # A first attempt may be closed before its handshake.
         await until(lambda: text in caplog.text)
         assert f"no connection to {p.public}@{bound}: " in caplog.text
 
 
 @on_loop
-async def test_an_outage_is_logged_at_first_and_then_no_more(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_outage_is_logged_a_bounded_number_of_times(caplog: pytest.LogCaptureFixture) -> None:
     async with Node("d", limits=replace(LIMITS, redial_ms=10, redial_ms_max=40)) as decode_node:
         listener = Node("p")
         bound = await listener.bus.bind(ANY_PORT)
         await listener.bus.close()
-        dialled = decode_node.bus._dialled[decode_node.bus.dial(bound)]
+        dialled = dialled_by(decode_node.bus)[decode_node.bus.dial(bound)]
         await until(lambda: dialled._attempt > 5)
-        assert caplog.text.count("no connection") == 2  # after 10 and 20 ms
+        assert caplog.text.count("no connection") == 2  # after the first two waits
         async with Node("p") as listener:
             await rebind(listener, bound)
             await decode_node.ping(await decode_node.meet(bound, "d") if not dialled.connected else bound, 1)
@@ -148,10 +150,10 @@ async def test_an_outage_is_logged_at_first_and_then_no_more(caplog: pytest.LogC
 async def test_nothing_is_dialled_after_hanging_up(caplog: pytest.LogCaptureFixture) -> None:
     async with Node("d", limits=replace(LIMITS, redial_ms=20, redial_ms_max=40)) as decode_node:
         peer = decode_node.bus.dial("tcp://127.0.0.1:9")
-        dialled = decode_node.bus._dialled[peer]
+        dialled = dialled_by(decode_node.bus)[peer]
         await asyncio.sleep(0.01)
         decode_node.bus.hang_up(peer)
-        before = dialled._attempt, caplog.text  # none by now, unless these 10 ms took twice as long
+        before = dialled._attempt, caplog.text  # none left, unless this sleep took twice as long
         await asyncio.sleep(0.1)
         assert (dialled._attempt, caplog.text) == before
         assert not dialled.connected
@@ -167,7 +169,7 @@ async def test_names_resolve_to_ipv4_first() -> None:
 
 
 @on_loop
-async def test_a_name_is_dialled_address_by_address_and_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_address_of_a_name_is_dialled_and_the_name_resolved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     async def answer(_: object, host: str) -> list[str]:
@@ -195,13 +197,13 @@ async def test_descriptors_and_threads_return_after_close() -> None:
             decode_node.bus.dial(f"{p.public}@tcp://127.0.0.1:9")
             decode_node.bus.dial(f"{p.public}@tcp://localhost:9")
             await decode_node.ping(peer, 1)
-            await asyncio.sleep(0.25)  # the unreachable ones are dialled again
+            await asyncio.sleep(0.25)  # the unreachable endpoints are dialled again
             decode_node.bus.hang_up(peer)
             decode_node.bus.hang_up(peer)
         await prefill.bus.close()
 
     await life()
-    await until(lambda: threads_of("ZMQ") == 0)  # one that was joined is to be seen for a moment still
+    await until(lambda: threads_of("ZMQ") == 0)  # a joined thread stays visible for a moment
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         await life()

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import inspect
 import itertools
-import os
 import select
 import socket
 import sys
@@ -30,14 +29,17 @@ from pdtransfer.client import clients as client_module
 from pdtransfer.client.aio import AsyncDecode, AsyncPrefill, DecodeHand, PrefillHand
 from pdtransfer.client.clients import DecodeClient, KVPoll, PrefillClient
 from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
-from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.limits import AUX_BYTES_MAX, TOKENS_MAX
 from pdtransfer.transports import copier
+from pdtransfer.transports.options import WriterOptions
 from pdtransfer.transports.shm import writer
-from tests.support.bus_peers import on_loop
 from tests.support.bus_peers import pair as keys
 from tests.support.client_pair import LIMITS, Expected, Late, Pair, client_pair, component, settings, slots_of_pages
+from tests.support.internals import core_of
 from tests.support.layout_tensors import Pool, mha, mla
+from tests.support.processes import open_files
+from tests.support.waiting import on_loop
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ class PrefillScheduler:
             self.client.open(request.room, tokens=request.tokens)
 
     def step(self) -> None:
-        drained = {said.room for said in self.client.poll() if isinstance(said, Drained)}
+        drained = {said.room for said in self.client.poll() if isinstance(said, RoomDrained)}
         for request in list(self.bootstrapping):
             request.see(self.client.state(request.room))
             if self.client.state(request.room) is KVPoll.WAITING_FOR_INPUT:
@@ -125,7 +127,7 @@ class PrefillScheduler:
 class DecodeScheduler:
     """Prealloc and transfer queue in one; a room that has landed is read, and released some batches later."""
 
-    def __init__(self, pair: Pair, requests: list[Request], read: Callable[[Request, Ready], None]) -> None:
+    def __init__(self, pair: Pair, requests: list[Request], read: Callable[[Request, RoomReady], None]) -> None:
         self.client, self._read = pair.decode, read
         self.waiting = {request.room: request for request in requests}
         self.running: list[tuple[int, int]] = []
@@ -135,7 +137,7 @@ class DecodeScheduler:
 
     def step(self) -> None:
         self.steps += 1
-        ready = {said.room: said for said in self.client.poll() if isinstance(said, Ready)}
+        ready = {said.room: said for said in self.client.poll() if isinstance(said, RoomReady)}
         for room, request in list(self.waiting.items()):
             request.see(self.client.state(room))
             if self.client.state(room) is KVPoll.SUCCESS:
@@ -157,7 +159,7 @@ def test_two_schedulers_that_never_wait_move_rooms_chunk_by_chunk() -> None:
         receivers = [Request(each.room, each.tokens, chunk=0) for each in senders]
         source = {each.room: each for each in senders}
 
-        def read(request: Request, ready: Ready) -> None:
+        def read(request: Request, ready: RoomReady) -> None:
             assert ready.aux == b"aux of %d" % request.room
             assert ready.kv_bytes == request.tokens * pair.source.layout.row_bytes
             pages = np.array(source[request.room].pages)
@@ -322,7 +324,7 @@ def test_rooms_wait_for_slots_in_order_and_one_that_never_fits_is_refused_at_onc
     assert "256" in pair.failed(4).detail
     for room in (1, 2, 3):
         pair.ready(room)
-        assert {said.room for said in pair.said_d if isinstance(said, Ready)} == set(range(1, room + 1))
+        assert {said.room for said in pair.said_d if isinstance(said, RoomReady)} == set(range(1, room + 1))
         pair.decode.release(room)
 
 
@@ -354,9 +356,9 @@ class Gate:
 def is_leasable(pair: Pair, room: int) -> bool:
     """Whether the whole arena can be leased at this moment: the loop has had its say about a room of that size."""
     leased = threading.Event()
-    pair.decode._port.submit(leased.set)
+    pair.decode._port.to_loop(leased.set)
     assert leased.wait(60)
-    return pair.decode._node.core.arena.free[0].free_slots == pair.target.slots
+    return core_of(pair.decode).arena.free[0].free_slots == pair.target.slots
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -374,7 +376,7 @@ def test_who_gives_up_hears_at_once_and_memory_is_safe_when_the_write_has_ended(
         deadline = time.monotonic() + 0.3
         while time.monotonic() < deadline:
             pair.poll()
-            assert pair.prefill_said(1, Drained) is None
+            assert pair.prefill_said(1, RoomDrained) is None
             assert not is_leasable(pair, 1)
             time.sleep(0.01)
         gate.opened.set()
@@ -454,12 +456,12 @@ def test_nothing_is_read_before_its_event_fires(pair: Pair) -> None:
     pair.source.fill(np.arange(pair.source.slots))
     first.fired = True
     expected, slots = Expected(pair.target), slots_of_pages(pages, 16, 50)
-    arena_slots = pair.decode._node.core.rooms[1].holding.extents[0]
+    arena_slots = core_of(pair.decode).rooms[1].holding.extents[0]
     assert len(arena_slots) == 1
     start = int(arena_slots[0, 0])
     expected.land(slots[:20], np.arange(start, start + 20))
     pair.until(lambda: expected.holds(pair.arena))
-    assert pair.decode_said(1, Ready) is None
+    assert pair.decode_said(1, RoomReady) is None
     second.fired = True
     landed(pair, expected, 1, pages, 50)
     assert expected.holds(pair.arena)
@@ -493,7 +495,7 @@ def test_slots_are_the_engines_until_the_release_event_fires(pair: Pair) -> None
     pair.expect(2, 10)
     pair.send(2, 10)
     pair.until(lambda: swap_in.asked > 20)
-    assert pair.decode_said(2, Ready) is None
+    assert pair.decode_said(2, RoomReady) is None
     swap_in.fired = True
     pair.ready(2)
 
@@ -536,7 +538,7 @@ def test_no_call_of_a_scheduler_waits_for_the_loop(pair: Pair) -> None:
     """Both loops stand still while every call of the interface is made."""
     held = threading.Event()
     for each in (pair.prefill, pair.decode):
-        each._port.submit(lambda: held.wait(60))
+        each._port.to_loop(lambda: held.wait(60))
     over = threading.Event()
 
     def calls() -> None:
@@ -575,14 +577,14 @@ def test_fileno_is_readable_from_news_until_poll(pair: Pair) -> None:
     assert not readable(pair.decode, 0.05)
     pair.send(1, 10)
     assert readable(pair.decode, 60)
-    assert [type(said) for said in pair.decode.poll()] == [Ready]
+    assert [type(said) for said in pair.decode.poll()] == [RoomReady]
     assert not readable(pair.decode, 0)
     assert pair.decode.poll() == []
     said = []
     while len(said) < 3:
         assert readable(pair.prefill, 60)
         said += [type(each) for each in pair.prefill.poll()]
-    assert said == [Leased, Landed, Drained]
+    assert said == [RoomLeased, RoomLanded, RoomDrained]
 
 
 def test_calls_of_many_threads_all_arrive(pair: Pair) -> None:
@@ -643,8 +645,11 @@ def test_misuse_that_shows_at_once_raises_and_harms_no_room(
         (lambda prefill, pages: prefill.push(1, pages, rows=(16, 40), layers=(1, 3)), ["layers", "[1, 3]"]),
         (lambda prefill, pages: prefill.finish(1, aux=bytes(AUX_BYTES_MAX + 1)), ["aux", str(AUX_BYTES_MAX + 1)]),
         (lambda prefill, pages: (prefill.finish(1), prefill.finish(1)), ["finished already"]),
-        (lambda prefill, pages: (prefill.finish(1), prefill.push(1, pages, rows=(16, 40))), ["too late"]),
-        (lambda prefill, pages: prefill.finish(1, after=None) or prefill.push(1, pages, rows=(16, 40)), ["too late"]),
+        (lambda prefill, pages: (prefill.finish(1), prefill.push(1, pages, rows=(16, 40))), ["no cell may follow"]),
+        (
+            lambda prefill, pages: prefill.finish(1, after=None) or prefill.push(1, pages, rows=(16, 40)),
+            ["no cell may follow"],
+        ),
     ],
 )
 def test_misuse_that_only_the_node_sees_fails_its_room_with_the_reason_on_both_sides(
@@ -671,7 +676,7 @@ def test_finish_waits_for_every_cell_whatever_its_own_event(pair: Pair) -> None:
     pair.prefill.push(1, pages, rows=(0, 40), after=late)
     pair.prefill.finish(1)
     pair.until(lambda: late.asked > 20)
-    assert pair.decode_said(1, Ready) is None
+    assert pair.decode_said(1, RoomReady) is None
     late.fired = True
     assert pair.ready(1).slots["kv"].size == 40
     pair.drained(1)
@@ -770,15 +775,11 @@ def test_another_layout_of_the_model_is_refused_with_both_values() -> None:
 # The end
 
 
-def open_files() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_close_ends_rooms_under_way_on_both_sides_and_gives_everything_back() -> None:
     threads = set(threading.enumerate())
     with client_pair():
         pass  # what is opened once in a process's life
+    gc.collect()
     before = open_files()
     with client_pair() as pair:
         pair.expect(1, 40)
@@ -799,6 +800,7 @@ def test_close_ends_rooms_under_way_on_both_sides_and_gives_everything_back() ->
         assert pair.decode.poll() == []
         with pytest.raises(LocalProtocolError, match="closed"):
             pair.expect(3, 40)
+    gc.collect()
     assert open_files() == before
     assert {thread for thread in threading.enumerate() if thread.name.startswith("pdtransfer")} <= threads
 
@@ -817,13 +819,14 @@ def test_prefills_close_waits_for_writes_and_decode_hears_of_it(gate: Gate) -> N
         closing.join(60)
         assert not closing.is_alive()
         pair.poll()
-        assert [type(said) for said in pair.said_p] == [Leased, RoomFailed, Drained]
+        assert [type(said) for said in pair.said_p] == [RoomLeased, RoomFailed, RoomDrained]
         pair.until(lambda: is_leasable(pair, 1))
 
 
 def test_a_client_that_cannot_start_says_why_and_gives_everything_back() -> None:
     with client_pair():
         pass
+    gc.collect()
     before, threads = open_files(), threading.active_count()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -832,14 +835,17 @@ def test_a_client_that_cannot_start_says_why_and_gives_everything_back() -> None
         with pytest.raises(WorldError, match="in use"):
             client.start()
         client.close()
+    gc.collect()
     assert (open_files(), threading.active_count()) == (before, threads)
 
 
 def test_a_client_that_was_never_started_closes() -> None:
+    gc.collect()
     before = open_files()
     client = PrefillClient(settings("p"), [component(Pool(name="layer_first", model=mla(), page_size=16, slots=64))])
     client.close()
     client.close()
+    gc.collect()
     assert open_files() == before
 
 
@@ -866,7 +872,10 @@ def test_a_prefill_that_comes_back_under_its_endpoint_is_served_again(pair: Pair
     pair.prefill.close()
     assert pair.failed(2).cause in (Cause.PEER_LOST, Cause.SHUTDOWN)
     with PrefillClient(
-        settings("p"), [component(pair.source)], bind=endpoint, pool_address=pair.source.memory.ctypes.data
+        settings("p"),
+        [component(pair.source)],
+        bind=endpoint,
+        writer=WriterOptions(pool_address=pair.source.memory.ctypes.data),
     ) as again:
         pair.prefill = again
         pair.said_p.clear()
@@ -1040,7 +1049,7 @@ def test_who_is_taken_off_a_clients_allow_list_loses_its_rooms_and_is_met_again_
         source, client = [f"{p.public}@{pair.prefill.endpoint}"], getattr(pair, side)
         pair.decode.expect(1, tokens=16, sources=source)
         pair.prefill.open(1, tokens=16)
-        pair.until(lambda: pair.prefill_said(1, Leased))
+        pair.until(lambda: pair.prefill_said(1, RoomLeased))
         client.allow(AllowList({}))
         pair.until(lambda: (pair.prefill_said if side == "prefill" else pair.decode_said)(1, RoomFailed))
         client.allow(known[side])
@@ -1051,8 +1060,8 @@ def test_who_is_taken_off_a_clients_allow_list_loses_its_rooms_and_is_met_again_
             room = next(rooms)
             pair.decode.expect(room, tokens=16, sources=source)
             pair.send(room, 16)
-            pair.until(lambda: pair.decode_said(room, Ready) or pair.decode_said(room, RoomFailed))
-            if pair.decode_said(room, Ready) is None:
+            pair.until(lambda: pair.decode_said(room, RoomReady) or pair.decode_said(room, RoomFailed))
+            if pair.decode_said(room, RoomReady) is None:
                 pair.prefill.abort(room)
                 return False
             return True

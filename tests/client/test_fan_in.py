@@ -15,12 +15,14 @@ import pytest
 
 from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.errors import Cause, LocalProtocolError
-from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.layout.layout import Component
-from pdtransfer.memory.arena_memory import Arena
-from tests.support.client_pair import PATIENCE_S, Expected, Late, settings, slots_of_pages
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.transports.options import WriterOptions
+from tests.support.client_pair import Expected, Late, settings, slots_of_pages
 from tests.support.layout_tensors import CANARY, Pool, mha, mla
 from tests.support.rank_grid import JUNK, Part, Place
+from tests.support.waiting import PATIENCE_S
 
 GQA = Part("kv", mha(layers=range(4), heads=range(2), head_bytes=32))
 MLA = Part("kv", mla(layers=range(4), head_bytes=64))
@@ -93,14 +95,14 @@ class Fleet:
         """Waits until every node has said that the room failed, and prefill that its pages are safe."""
         nodes = [*self.prefill, *self.decode]
         self.until(lambda: all(node.said_of(room, RoomFailed) for node in nodes))
-        self.until(lambda: all(node.said_of(room, Drained) for node in self.prefill))
+        self.until(lambda: all(node.said_of(room, RoomDrained) for node in self.prefill))
         return {node.name: node.said_of(room, RoomFailed).cause for node in nodes}
 
     def check_landed(self, room: int, tokens: int) -> None:
         """Bitwise: each arena holds the room's rows of its own planes, and canaries beside them."""
-        self.until(lambda: all(node.said_of(room, Ready) or node.said_of(room, RoomFailed) for node in self.decode))
+        self.until(lambda: all(node.said_of(room, RoomReady) or node.said_of(room, RoomFailed) for node in self.decode))
         for node in self.decode:
-            ready = node.said_of(room, Ready)
+            ready = node.said_of(room, RoomReady)
             assert ready is not None, node.said
             expected = Expected(node.pool)
             expected.pool.__dict__["memory"] = np.full_like(node.pool.memory, CANARY)
@@ -108,8 +110,8 @@ class Fleet:
             assert expected.holds(node.pool.memory)
             assert ready.kv_bytes == tokens * node.pool.layout.row_bytes
             assert ready.aux == b"of p0"
-        self.until(lambda: all(node.said_of(room, Drained) for node in self.prefill))
-        sent = sum(node.said_of(room, Landed).kv_bytes for node in self.prefill)
+        self.until(lambda: all(node.said_of(room, RoomDrained) for node in self.prefill))
+        sent = sum(node.said_of(room, RoomLanded).kv_bytes for node in self.prefill)
         assert sent == sum(tokens * node.pool.layout.row_bytes for node in self.decode), "no byte twice"
 
 
@@ -128,7 +130,7 @@ def fleet(
             pool = part.pool(place, layouts[0], 16, SLOTS)
             client = PrefillClient(
                 settings(f"p{at}", ranks=place.ranks), [part.component(pool)],
-                pool_address=pool.memory.ctypes.data, replicas={"kv": place.replica},
+                writer=WriterOptions(pool_address=pool.memory.ctypes.data), replicas={"kv": place.replica},
             )  # fmt: skip
             made.prefill.append(Node(f"p{at}", stack.enter_context(client), pool, part.component(pool)))
         for at, place in enumerate(part.places(*decode)):
@@ -139,7 +141,7 @@ def fleet(
 def decode_node(stack: ExitStack, part: Part, place: Place, name: str, layout: str, **more: Any) -> Node:
     pool = part.pool(place, layout, 1, SLOTS)
     size = len(pool.memory)
-    arena = Arena.create(size, huge_pages="never")
+    arena = ArenaMemory.create(size, huge_pages="never")
 
     def close() -> None:
         for view in ("memory", "tensor"):
@@ -193,9 +195,9 @@ def test_cells_wait_for_their_events_on_every_rank() -> None:
         events = [Late(), Late(), Late()]
         it.begin(1, 30)
         it.send(1, 30, after=events)
-        it.until(lambda: all(node.said_of(1, Leased) for node in it.prefill))
+        it.until(lambda: all(node.said_of(1, RoomLeased) for node in it.prefill))
         it.until(lambda: all(event.asked for event in events[:1]))
-        assert it.decode[0].said_of(1, Ready) is None
+        assert it.decode[0].said_of(1, RoomReady) is None
         for event in events:
             event.fired = True
         it.check_landed(1, 30)
@@ -205,7 +207,7 @@ def test_cells_wait_for_their_events_on_every_rank() -> None:
 def test_whoever_gives_a_room_up_ends_it_for_all_and_the_next_one_lands(who: str) -> None:
     with fleet(MLA, (2, 1), (2, 1)) as it:
         it.begin(1, 40)
-        it.until(lambda: all(node.said_of(1, Leased) for node in it.prefill))
+        it.until(lambda: all(node.said_of(1, RoomLeased) for node in it.prefill))
         next(node for node in (*it.prefill, *it.decode) if node.name == who).client.abort(1)
         assert set(it.failed(1).values()) == {Cause.ABORTED}
         it.begin(2, SLOTS)  # of all slots: none is left leased

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdtransfer.handoff.effects import Ready
-from tests.support.client_pair import CANARY, Expected, Late, client_pair, slots_of_pages
+from pdtransfer.handoff.effects import RoomReady
+from tests.support.client_pair import Expected, Late, client_pair, slots_of_pages
 from tests.support.late_producer import STALE, landed, layer_bytes
-from tests.support.layout_tensors import mla
+from tests.support.layout_tensors import CANARY, mla
 
 
 def test_each_layer_leaves_with_its_event_and_none_of_its_bytes_before() -> None:
@@ -59,7 +59,7 @@ def test_chunks_and_layers_together_wait_each_for_its_own_event() -> None:
             asked = event.asked
             pair.until(lambda event=event, asked=asked: event.asked > asked)
         ready = pair.ready(2)
-        assert isinstance(ready, Ready)
+        assert isinstance(ready, RoomReady)
         expected = Expected(pair.target)
         expected.land(slots, ready.slots["kv"])
         assert expected.holds(pair.arena)

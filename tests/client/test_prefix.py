@@ -12,7 +12,7 @@ import uvloop
 from pdtransfer.client.aio import AsyncDecode
 from pdtransfer.client.clients import DecodeClient
 from pdtransfer.errors import LocalProtocolError
-from pdtransfer.handoff.effects import Ready
+from pdtransfer.handoff.effects import RoomReady
 from tests.support.client_pair import Expected, Pair, client_pair, slots_of_pages
 
 BLOCK = 64
@@ -26,7 +26,7 @@ def pair() -> Iterator[Pair]:
         yield made
 
 
-def room(pair: Pair, number: int, prompt: np.ndarray, **more: object) -> tuple[Ready, np.ndarray]:
+def room(pair: Pair, number: int, prompt: np.ndarray, **more: object) -> tuple[RoomReady, np.ndarray]:
     """One room from expect to READY, from pages of its own: whatever crosses differs from what another room sent."""
     pair.expect(number, len(prompt), prompt=prompt, **more)
     pages = pair.send(number, len(prompt))

@@ -1,7 +1,8 @@
-"""The command line: one clear line for what went wrong, its exit status, and no torch where none is needed."""
+"""The command line: one-line errors, exit statuses, and no torch where none is needed."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -17,36 +18,29 @@ from types import SimpleNamespace
 import pytest
 
 import pdtransfer
+from pdtransfer.bench import pd
 from pdtransfer.bus.keys import KeyPair
-from pdtransfer.commands import cli
+from pdtransfer.commands import bench_commands, cli
 from pdtransfer.config.config import DecodeConfig
 from pdtransfer.environment import PREFIX
 from pdtransfer.errors import TransportError
 from pdtransfer.worker.group.meeting import rank_configs
 
-BENCHES = {
-    "transfer": (
-        "run_transfer",
-        {"tokens": None, "rooms": None, "model": "deepseek", "transport": "shm", "json": False},
-    ),
-    "handoff": ("run_handoff", {"tokens": 16, "rooms": 2_000, "concurrency": 64, "json": False}),
-    "copy": ("run_copy", {"tokens": 4_096, "json": False}),
-    "verify": ("run_verify", {"tokens": 4_096, "rooms": 1_000, "json": False}),
-    "plan": ("run_plan", {"tokens": 131_072, "planes": 61, "json": False}),
-    "bus": ("run_bus", {"rounds": 20_000, "json": False}),
-    "idle": ("run_idle", {"seconds": 10, "json": False}),
-    "load": (
-        "run_load",
-        {"rooms": 6_000, "memory_rooms": 200_000, "seconds": 20, "concurrency": 64, "json": False},
-    ),
-    "faults": ("run_faults", {"rooms": 1_000, "aborts": 1_000, "rounds": 5, "json": False}),
-    "siege": ("run_siege", {"rooms": 500, "rounds": 5, "connections": 10_000, "json": False}),
-}
+BENCHES = {  # of each part its flags that count, and what the part is called with by default
+    "transfer": {"tokens": 4_096, "rooms": 32, "model": "deepseek"},
+    "handoff": {"tokens": 16, "rooms": 2_000, "concurrency": 64},
+    "copy": {"tokens": 4_096},
+    "hisparse": {},
+    "pd": {
+        "tokens": (), "attentions": ("mla", "gqa"), "rounds": 3, "chunk_tokens": 8_192, "engine_option": (),
+        "hisparse": False, "on": ("", ""), "progress": bench_commands.progress,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No settings of whoever runs the tests, and the log as it was."""
+    """Removes the settings of the test's environment, and restores the log afterwards."""
     for name in os.environ:
         if name.startswith(PREFIX):
             monkeypatch.delenv(name)
@@ -57,7 +51,7 @@ def _as_found(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def put(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[..., int]) -> None:
-    """Puts functions in the place of a command's implementation."""
+    """Replaces a command's implementation by functions."""
     monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", SimpleNamespace(**functions))
 
 
@@ -118,7 +112,7 @@ def test_misuse_is_one_line_that_names_the_flag_and_status_2(
 def test_failure_is_one_line_and_status_1(
     error: Exception, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(monkeypatch, "demo", run=fails(error))
+    put(monkeypatch, "commands.demo", run=fails(error))
     assert cli.main(["demo"]) == 1
     line = capsys.readouterr().err
     assert line.count("\n") == 1
@@ -126,47 +120,51 @@ def test_failure_is_one_line_and_status_1(
         assert word in line
 
 
-def test_debug_lets_the_traceback_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    put(monkeypatch, "demo", run=fails(ZeroDivisionError("x")))
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, "commands.demo", run=fails(ZeroDivisionError("x")))
     with pytest.raises(ZeroDivisionError):
         cli.main(["demo", "--debug"])
 
 
-def test_interrupt_is_status_130_without_a_word(
+def test_interrupt_is_status_130_without_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(monkeypatch, "demo", run=fails(KeyboardInterrupt()))
+    put(monkeypatch, "commands.demo", run=fails(KeyboardInterrupt()))
     assert cli.main(["demo"]) == 130
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
 
 
 @pytest.mark.parametrize("status", [0, 1, 7])
-def test_exit_status_is_what_the_command_answers(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(monkeypatch, "demo", run=lambda _: status)
+def test_exit_status_is_what_the_command_returns(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, "commands.demo", run=lambda _: status)
     assert cli.main(["demo"]) == status
 
 
-def test_a_demo_of_a_router_that_runs_is_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demo_of_a_running_router_gets_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
-    put(monkeypatch, "demo", run=lambda config, **given: seen.append((config.requests, given)) or 0)
+    put(monkeypatch, "commands.demo", run=lambda config, **given: seen.append((config.requests, given)) or 0)
     given = ["--router", "http://r:8000", "--metrics", "d0:7202", "--metrics", "d1:7202"]
     assert cli.main(["demo", "--requests", "3", *given]) == 0
     assert seen == [(3, {"router": "http://r:8000", "metrics": ("d0:7202", "d1:7202")})]
 
 
 @pytest.mark.parametrize("name", BENCHES)
-def test_bench_passes_its_flags_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, defaults = BENCHES[name]
-    seen: list[dict[str, object]] = []
-    put(monkeypatch, "bench", **{function: lambda **given: seen.append(given) or 0})
+def test_bench_passes_its_flags_on(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    defaults, seen = BENCHES[name], list[dict[str, object]]()
+    part = importlib.import_module(f"pdtransfer.bench.{name}")
+    measured = pd.Result(devices=("cpu", "cpu"), chunk_tokens=1, rounds=1) if name == "pd" else {}
+    monkeypatch.setattr(part, "measure", lambda **given: seen.append(given) or measured)
+    monkeypatch.setattr(part, "LINES", (), raising=False)
     assert cli.main(["bench", name]) == 0
     given = {key: 5 + at for at, (key, value) in enumerate(defaults.items()) if type(value) is int}
-    assert (
-        cli.main(["bench", name, *(f"--{key.replace('_', '-')}={value}" for key, value in given.items()), "--json"])
-        == 0
-    )
-    assert seen == [defaults, {**defaults, **given, "json": True}]
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in given.items()]
+    capsys.readouterr()
+    assert cli.main(["bench", name, *flags, "--json"]) == 0
+    assert seen == [defaults, {**defaults, **given}]
+    assert {"host", "date", "method", "commit", "tables"} <= set(json.loads(capsys.readouterr().out))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +174,7 @@ def test_bench_passes_its_flags_on(name: str, monkeypatch: pytest.MonkeyPatch) -
         *(["bench", name] for name in BENCHES),
     ],
 )  # fmt: skip
-def test_help_of_every_command_names_it_and_each_flag_with_a_word_on_it(
+def test_help_describes_every_command_and_each_flag(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "250")
@@ -196,13 +194,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == pdtransfer.__version__ + "\n"
 
 
-def test_keygen_makes_a_key_for_each_rank_where_its_leader_looks_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keygen_writes_each_ranks_key_beside_its_leaders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["keygen", str(tmp_path / "d0"), "--tp-size", "2"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["d0", "d0-tp1"]
-    allow = tmp_path / "allow"
-    (rank,) = rank_configs(DecodeConfig(tp_size=2, key=tmp_path / "d0.key", allow=allow), "127.0.0.1:7100")
+    lines = capsys.readouterr().out
+    assert [line.split()[0] for line in lines.splitlines()] == ["d0", "d0-tp1"]
+    (allow := tmp_path / "allow").write_text(lines)
+    key = lines.split()[1]
+    (rank,) = rank_configs(DecodeConfig(tp_size=2, key=tmp_path / "d0.key", allow=allow), f"{key}@127.0.0.1:7100")
     assert KeyPair.read(rank.key).public == (tmp_path / "d0-tp1.pub").read_text().split()[1]
     assert cli.main(["keygen", str(tmp_path / "p0"), "--tp-size", "2", "--pp-size", "2"]) == 0
     assert len({path.name for path in tmp_path.glob("p0-pp?-tp?.key")}) == 3
@@ -221,13 +219,13 @@ def test_keygen_writes_a_private_key_and_prints_the_line_for_the_allow_list(
     assert "exists" in capsys.readouterr().err
 
 
-def test_daemon_logs_where_and_how_much_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_daemon_logs_to_its_file_at_its_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(_: object) -> int:
         logging.getLogger("pdtransfer.test").debug("quiet")
         logging.getLogger("pdtransfer.test").warning("loud")
         return 0
 
-    put(monkeypatch, "router", run=run)
+    put(monkeypatch, "router.router", run=run)
     log = tmp_path / "router.log"
     assert cli.main(["router", "--node", "r0", "--log-file", str(log), "--log-level", "info"]) == 0
     (line,) = log.read_text().splitlines()
@@ -239,8 +237,7 @@ def test_daemon_logs_where_and_how_much_it_is_told(tmp_path: Path, monkeypatch: 
 def test_help_and_config_do_not_import_torch() -> None:
     script = (
         "import sys; from pdtransfer.commands import cli; cli.main(['prefill', '--help']); "
-        "cli.main(['router', '--slotz']); "
-        "sys.exit('torch' in sys.modules)"
+        "cli.main(['router', '--slotz']); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "pdtransfer: Unknown option: --slotz. Did you mean --json?\n")
@@ -252,12 +249,11 @@ def test_router_does_not_import_torch() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_reader_that_leaves_early_is_no_error() -> None:
+def test_a_reader_that_closes_early_is_no_error() -> None:
     script = (
-        "import sys, types; from pdtransfer.commands import cli; fake = types.SimpleNamespace("
-        "run=lambda _: [print('x' * 99) for _ in range(10_000)] and 0); "
-        "sys.modules['pdtransfer.commands.demo'] = fake; "
-        "sys.exit(cli.main(['demo']))"
+        "import sys, types; from pdtransfer.commands import cli; "
+        "fake = types.SimpleNamespace(run=lambda _: [print('x' * 99) for _ in range(10_000)] and 0); "
+        "sys.modules['pdtransfer.commands.demo'] = fake; sys.exit(cli.main(['demo']))"
     )
     command = [f"'{sys.executable}' -c \"$SCRIPT\" | head -n 1; echo ${{PIPESTATUS[0]}}"]
     done = subprocess.run(
@@ -290,7 +286,7 @@ def test_interrupted_process_ends_with_130_and_no_traceback(tmp_path: Path) -> N
     assert (process.returncode, errors) == (130, "")
 
 
-def test_who_interrupts_the_imports_is_shown_no_traceback(tmp_path: Path) -> None:
+def test_an_interrupt_during_the_imports_shows_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "cyclopts.py").write_text("import os, time\nos.kill(os.getpid(), 2)\ntime.sleep(60)\n")
     done = subprocess.run(
         [sys.executable, "-m", "pdtransfer", "router"], capture_output=True, text=True, timeout=120, check=False,

@@ -1,4 +1,4 @@
-"""The demo: what it asks, what it compares, and that whatever is wrong shows in its exit status."""
+"""The demo: its requests, its comparison, and that every failure shows in its exit status."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ import numpy as np
 import pytest
 
 from pdtransfer.commands import demo
-from pdtransfer.commands.demo import prompts, run
+from pdtransfer.commands.demo import DemoAnswer, prompts, run
 from pdtransfer.commands.demo_config import DemoConfig
-from pdtransfer.commands.demo_report import Answer
 from pdtransfer.errors import WorldError
 from pdtransfer.process.fleet import Standing
+from tests.support.paths import REPO
+from tests.support.processes import children, command_line
+from tests.support.waiting import wait_for
 
-REPO = Path(__file__).resolve().parent.parent.parent
 GQA_TOKEN_BYTES = 4 * 2 * 4 * 64 * 4  # layers, keys and values, heads, elements, float32
 DIGESTS = {"tokens_digest": "01", "logits_digest": "02", "kv_digest": "03"}
 
 
-# What it asks
+# Requests
 
 
-def test_prompts_are_of_every_size_from_1_byte_on_and_the_same_for_the_same_seed() -> None:
+def test_prompts_have_every_size_and_are_determined_by_the_seed() -> None:
     config = DemoConfig(requests=20, prompt_bytes_max=5_000)
     texts = prompts(config)
     sizes = sorted(len(text.encode()) for text in texts)
@@ -54,15 +55,15 @@ def test_a_shared_prefix_comes_before_every_prompt() -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 2])
-def test_few_prompts_are_prompts_too(requests: int) -> None:
+def test_few_prompts_are_possible(requests: int) -> None:
     assert len(prompts(DemoConfig(requests=requests, prompt_bytes_max=1))) == requests
 
 
-# What it makes of the answers
+# Evaluation of the answers
 
 
 class FakeFleet:
-    """Starts nothing; says whether it was ended."""
+    """Starts nothing; records whether it was stopped."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -75,9 +76,9 @@ class FakeFleet:
         self.ended = True
 
 
-def answered(text: str, **facts: Any) -> Answer:
-    said = DIGESTS | {"kv_bytes": 4_000_000, "copy_us": 2_000, "handoff_us": 1_000.0} | facts
-    return Answer(text, seconds=0.5, tokens=4, facts=said)
+def answered(text: str, **facts: Any) -> DemoAnswer:
+    report = DIGESTS | {"kv_bytes": 4_000_000, "copy_us": 2_000, "handoff_us": 1_000.0} | facts
+    return DemoAnswer(text, seconds=0.5, tokens=4, facts=report)
 
 
 @pytest.fixture
@@ -89,10 +90,10 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> FakeFleet:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet) -> Callable[..., None]:
-    """Says what comes back for each of two prompts, and how many slots do not."""
+    """Sets the answer to each of two prompts, and the number of leaked slots."""
 
-    def say(*made: Answer, leaked: int = 0) -> None:
-        async def ask(*_: object) -> tuple[list[Answer], float]:
+    def say(*made: DemoAnswer, leaked: int = 0) -> None:
+        async def ask(*_: object) -> tuple[list[DemoAnswer], float]:
             return list(made), 2.0
 
         async def leak(*_: object) -> int:
@@ -111,30 +112,30 @@ def answers(monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet) -> Callable[..., 
 CONFIG = DemoConfig(requests=2, json=True)
 
 
-def test_equal_digests_and_no_slot_lost_are_status_0_and_one_object(
+def test_equal_digests_and_no_leaked_slot_are_status_0_and_one_object(
     answers: Callable[..., None], fleet: FakeFleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers(answered("a", handoff_us=3_000.0), answered("b"))
     assert run(CONFIG) == 0
     assert fleet.ended
     out, err = capsys.readouterr()
-    said = json.loads(out)
-    assert (said["requests"], said["identical"], said["all_identical"]) == (2, 2, True)
-    assert (said["bytes"], said["tokens"], said["slots_leaked"], said["failed"]) == (8_000_000, 8, 0, 0)
-    assert (said["handoff_ms_p50"], said["handoff_ms_p99"]) == (2.0, 3.0)
-    assert said["copy_gb_s"] == 2.0
+    report = json.loads(out)
+    assert (report["requests"], report["identical"], report["all_identical"]) == (2, 2, True)
+    assert (report["bytes"], report["tokens"], report["slots_leaked"], report["failed"]) == (8_000_000, 8, 0, 0)
+    assert (report["handoff_ms_p50"], report["handoff_ms_p99"]) == (2.0, 3.0)
+    assert report["copy_gb_s"] == 2.0
     assert err == ""
 
 
-def test_what_was_there_already_is_said(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_cached_prompt_tokens_are_reported(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     there = answered("a" * 90)
     there.cached = 64
     answers(answered("b" * 10), there)
     run(CONFIG)
-    said = json.loads(capsys.readouterr().out)
-    assert (said["prompt_tokens"], said["cached_tokens"]) == (100, 64)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["prompt_tokens"], report["cached_tokens"]) == (100, 64)
     run(DemoConfig(requests=2))
-    assert "64 of 100 prompt tokens were there already" in capsys.readouterr().out
+    assert "64 of 100 prompt tokens were cached" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", DIGESTS)
@@ -143,17 +144,17 @@ def test_one_digest_that_differs_is_status_1(
 ) -> None:
     answers(answered("a"), answered("b", **{name: "ff"}))
     assert run(CONFIG) == 1
-    said = json.loads(capsys.readouterr().out)
-    assert (said["identical"], said["all_identical"], said["differ"]) == (1, False, [name])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["identical"], report["all_identical"], report["differ"]) == (1, False, [name])
 
 
 def test_a_digest_that_is_missing_is_status_1(answers: Callable[..., None]) -> None:
     facts = {name: value for name, value in answered("a").facts.items() if name != "kv_digest"}
-    answers(answered("a"), Answer("b", facts=facts))
+    answers(answered("a"), DemoAnswer("b", facts=facts))
     assert run(CONFIG) == 1
 
 
-def test_a_request_that_failed_is_status_1_though_its_digests_came(
+def test_a_failed_request_is_status_1_despite_equal_digests(
     answers: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = answered("b")
@@ -163,24 +164,24 @@ def test_a_request_that_failed_is_status_1_though_its_digests_came(
     assert json.loads(capsys.readouterr().out)["failed"] == 1
 
 
-def test_nothing_answered_at_all_is_status_1_and_still_one_object(
+def test_no_answer_at_all_is_status_1_and_still_one_object(
     answers: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers(Answer("a", error="no luck"), Answer("b", error="no luck"))
+    answers(DemoAnswer("a", error="no luck"), DemoAnswer("b", error="no luck"))
     assert run(CONFIG) == 1
-    said = json.loads(capsys.readouterr().out)
-    assert (said["identical"], said["handoff_ms_p50"], said["copy_gb_s"]) == (0, None, None)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["identical"], report["handoff_ms_p50"], report["copy_gb_s"]) == (0, None, None)
 
 
-def test_a_lost_slot_is_status_1(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_leaked_slot_is_status_1(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     answers(answered("a"), leaked=3)
     assert run(CONFIG) == 1
     assert json.loads(capsys.readouterr().out)["slots_leaked"] == 3
 
 
-def test_the_table_says_what_is_wrong(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_failures(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     wrong = answered("bb", kv_digest="ff")
-    answers(answered("a"), wrong, Answer("ccc", error="the fleet stayed full"), leaked=2)
+    answers(answered("a"), wrong, DemoAnswer("ccc", error="the fleet stayed full"), leaked=2)
     assert run(DemoConfig(requests=3)) == 1
     out = capsys.readouterr().out
     rows = {line.split()[0]: line for line in out.splitlines() if " B " in line}
@@ -191,7 +192,7 @@ def test_the_table_says_what_is_wrong(answers: Callable[..., None], capsys: pyte
     assert "2 slots leaked" in out
 
 
-def test_where_asking_fails_the_fleet_is_ended(
+def test_the_fleet_is_stopped_after_a_failure(
     monkeypatch: pytest.MonkeyPatch, fleet: FakeFleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def ask(*_: object) -> None:
@@ -203,11 +204,11 @@ def test_where_asking_fails_the_fleet_is_ended(
     assert fleet.ended
 
 
-# A fleet that somebody else has started
+# A fleet that runs already
 
 
 class Figures(BaseHTTPRequestHandler):
-    """A decode daemon's /metrics, with three of ten slots taken."""
+    """A decode daemon's /metrics, with three of ten slots in use."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -219,7 +220,7 @@ class Figures(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(("counted", "leaked", "words"), [(2, 6, "6 slots leaked"), (0, None, "slots not counted")])
-def test_a_router_that_runs_is_asked_and_the_decodes_named_with_it_are_counted(
+def test_a_running_router_is_used_and_slots_of_its_decodes_are_counted(
     counted: int,
     leaked: int | None,
     words: str,
@@ -227,12 +228,12 @@ def test_a_router_that_runs_is_asked_and_the_decodes_named_with_it_are_counted(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    count_slots, asked = demo._leaked, []
+    count_slots, urls = demo._leaked, []
     answers(answered("a"))
     answer_all = demo._ask
 
     async def ask(config: DemoConfig, fleet: Standing, *others: Any) -> Any:
-        asked.append(fleet.url)
+        urls.append(fleet.url)
         return await answer_all(config, fleet, *others)
 
     monkeypatch.setattr(demo, "_ask", ask)
@@ -245,14 +246,14 @@ def test_a_router_that_runs_is_asked_and_the_decodes_named_with_it_are_counted(
         try:
             metrics = [f"127.0.0.1:{server.server_port}"] * counted
             assert run(CONFIG, router="http://somewhere:8000", metrics=metrics) == int(bool(leaked))
-            said = json.loads(capsys.readouterr().out)
+            report = json.loads(capsys.readouterr().out)
             run(DemoConfig(requests=1), router="http://somewhere:8000", metrics=metrics)
         finally:
             server.shutdown()
             thread.join()
-    assert said["slots_leaked"] == leaked
+    assert report["slots_leaked"] == leaked
     assert words in capsys.readouterr().out
-    assert set(asked) == {"http://somewhere:8000"}
+    assert set(urls) == {"http://somewhere:8000"}
 
 
 def test_a_router_that_does_not_answer_is_one_error() -> None:
@@ -262,7 +263,7 @@ def test_a_router_that_does_not_answer_is_one_error() -> None:
             run(CONFIG, router=f"http://127.0.0.1:{taken.getsockname()[1]}")
 
 
-def test_what_daemons_complained_of_is_shown_where_it_fails(
+def test_a_failed_demo_shows_the_daemons_warnings(
     answers: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     fleet: FakeFleet,
@@ -284,13 +285,13 @@ def test_what_daemons_complained_of_is_shown_where_it_fails(
 USAGE = {"completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 64}}
 
 
-def test_pieces_of_a_stream_are_counted_as_tokens_as_they_come() -> None:
-    answer, heard = Answer("a"), []
+def test_pieces_of_a_stream_are_counted_as_tokens() -> None:
+    answer, counts = DemoAnswer("a"), []
     piece = {"choices": [{"text": "x"}]}
     for event in (piece, piece, piece | {"pdtransfer": DIGESTS, "usage": USAGE}):
-        demo._event(answer, event, heard.append)
-    assert (heard, answer.tokens, answer.cached, answer.facts) == ([1, 1, 7], 9, 64, DIGESTS)
-    demo._event(answer, {"error": {"message": "decode is gone"}}, heard.append)
+        demo._event(answer, event, counts.append)
+    assert (counts, answer.tokens, answer.cached, answer.facts) == ([1, 1, 7], 9, 64, DIGESTS)
+    demo._event(answer, {"error": {"message": "decode is gone"}}, counts.append)
     assert answer.error == "decode is gone"
 
 
@@ -300,7 +301,8 @@ def test_a_prompt_beyond_the_models_context_makes_a_longer_context() -> None:
     assert demo._engine_options(DemoConfig()) == {}
 
 
-def test_the_single_process_is_one_of_its_own_and_is_killed_when_nobody_waits_for_it(
+@pytest.mark.slow
+def test_the_single_process_runs_apart_and_is_killed_on_cancellation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spawn, made = multiprocessing.get_context("spawn"), []
@@ -334,6 +336,11 @@ def test_the_single_process_is_one_of_its_own_and_is_killed_when_nobody_waits_fo
 # The real thing
 
 
+def started(pid: int, word: str) -> list[int]:
+    """Child processes of this process whose command line contains the word."""
+    return [each for each in children(pid) if any(word in argument for argument in command_line(each))]
+
+
 def start(*flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "pdtransfer", "demo", *flags],
@@ -341,30 +348,8 @@ def start(*flags: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def children(pid: int, word: str) -> list[int]:
-    """Processes that this one has started, whose command line holds the word."""
-    found = []
-    for each in Path("/proc").iterdir():
-        if each.name.isdigit():
-            try:
-                parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == pid and word in (each / "cmdline").read_text():
-                    found.append(int(each.name))
-            except (FileNotFoundError, ProcessLookupError):
-                pass
-    return found
-
-
-def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
-
-
 @pytest.mark.parametrize(("verified", "mismatched", "status"), [(2, 0, 0), (1, 0, 1), (3, 1, 1)])
-def test_with_verify_every_room_has_to_be_verified_and_none_mismatched(
+def test_with_verify_every_room_must_be_verified_and_none_mismatched(
     answers: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -378,13 +363,13 @@ def test_with_verify_every_room_has_to_be_verified_and_none_mismatched(
     monkeypatch.setattr(demo, "_verified", counted)
     answers(answered("a"), answered("b"))
     assert run(replace(CONFIG, verify=True)) == status
-    said = json.loads(capsys.readouterr().out)
-    assert (said["grants_verified"], said["grants_mismatched"]) == (verified, mismatched)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["grants_verified"], report["grants_mismatched"]) == (verified, mismatched)
     assert run(CONFIG) == 0
     assert "grants_verified" not in json.loads(capsys.readouterr().out)
 
 
-def test_workers_compute_where_they_are_told_and_the_single_process_beside_decode() -> None:
+def test_workers_use_their_devices_and_the_single_process_that_of_decode() -> None:
     assert DemoConfig().cards == {None}
     config = DemoConfig(prefill_device="cuda:2,cuda:0", decode_device="cuda:1", prefill_tp=2)
     assert config.cards == {0, 1, 2}
@@ -401,11 +386,16 @@ def test_with_hisparse_a_staged_copy_is_status_1_and_hits_are_a_share(
     async def counted(*_: object) -> dict[str, int]:
         return figures
 
-    monkeypatch.setattr(demo, "_counted", counted)
+    monkeypatch.setattr(demo, "_metrics", counted)
     answers(answered("a" * 128), answered("b" * 129))
     assert run(replace(CONFIG, hisparse=True)) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["hit_rate"], said["retracts"], said["longer_than_hot"], said["index_copies"]) == (0.75, 5, 1, 0)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["hit_rate"], report["retracts"], report["longer_than_hot"], report["index_copies"]) == (
+        0.75,
+        5,
+        1,
+        0,
+    )
     assert run(replace(CONFIG, hisparse=True, json=False)) == 0
     out = capsys.readouterr().out
     assert "75.0% of picks were hot" in out
@@ -423,22 +413,22 @@ def test_with_hisparse_a_staged_copy_is_status_1_and_hits_are_a_share(
 
 
 @pytest.mark.slow
-def test_the_demo_says_identical_and_nothing_else_on_standard_output_and_what_prompts_share_crosses_once() -> None:
+def test_the_demo_is_identical_prints_only_its_report_and_transfers_a_shared_prefix_once() -> None:
     demo = start(
         "--json", "--requests", "4", "--prompt-bytes-max", "100", "--max-tokens", "4", "--shared-prefix", "300",
         "--attention", "gqa", "--verify",
     )  # fmt: skip
     out, err = demo.communicate(timeout=300)
     assert demo.returncode == 0, err
-    said = json.loads(out)
+    report = json.loads(out)
     wanted = {"requests", "identical", "bytes", "handoff_ms_p50", "handoff_ms_p99", "copy_gb_s", "slots_leaked"}
-    assert wanted <= set(said)
-    assert (said["requests"], said["identical"], said["all_identical"], said["slots_leaked"]) == (4, 4, True, 0)
-    assert said["tokens"] == 16
-    assert said["handoff_ms_p50"] > 0
-    assert (said["grants_verified"], said["grants_mismatched"]) == (4, 0)
-    assert said["cached_tokens"] == 3 * 256
-    assert said["bytes"] == (said["prompt_tokens"] - 3 * 256) * GQA_TOKEN_BYTES
+    assert wanted <= set(report)
+    assert (report["requests"], report["identical"], report["all_identical"], report["slots_leaked"]) == (4, 4, True, 0)
+    assert report["tokens"] == 16
+    assert report["handoff_ms_p50"] > 0
+    assert (report["grants_verified"], report["grants_mismatched"]) == (4, 0)
+    assert report["cached_tokens"] == 3 * 256
+    assert report["bytes"] == (report["prompt_tokens"] - 3 * 256) * GQA_TOKEN_BYTES
     assert err == ""
 
 
@@ -451,22 +441,22 @@ def test_a_demo_that_decodes_from_hot_tokens_is_identical_and_stages_nothing(att
     )  # fmt: skip
     out, err = demo.communicate(timeout=300)
     assert demo.returncode == 0, err
-    said = json.loads(out)
-    assert (said["requests"], said["identical"], said["slots_leaked"]) == (6, 6, 0)
-    assert (said["staging_copies"], said["index_copies"]) == (0, 0)
-    assert said["longer_than_hot"] == 2
-    assert said["hot_misses"] >= 2 * 64 * ranks
-    assert said["swapped_bytes"] > 0
+    report = json.loads(out)
+    assert (report["requests"], report["identical"], report["slots_leaked"]) == (6, 6, 0)
+    assert (report["staging_copies"], report["index_copies"]) == (0, 0)
+    assert report["longer_than_hot"] == 2
+    assert report["hot_misses"] >= 2 * 64 * ranks
+    assert report["swapped_bytes"] > 0
     assert err == ""
 
 
 @pytest.mark.slow
 def test_a_demo_whose_arena_is_tampered_with_fails() -> None:
-    """Somebody overwrites decode's arena again and again: the KV, and with it the logits, are not those of prefill."""
+    """Overwrites decode's arena again and again: its KV and logits differ from prefill's."""
     demo = start("--json", "--requests", "4", "--prompt-bytes-max", "50", "--max-tokens", "40", "--concurrency", "2")
     try:
-        (pid,) = until(lambda: children(demo.pid, "--node=decode-0"))
-        (memory,) = until(lambda: arena_of(pid))
+        (pid,) = wait_for(lambda: started(demo.pid, "--node=decode-0"))
+        (memory,) = wait_for(lambda: arena_of(pid))
         while demo.poll() is None and Path(f"/proc/{pid}").exists():
             memory[:] = 0.5
             time.sleep(0.002)
@@ -475,13 +465,13 @@ def test_a_demo_whose_arena_is_tampered_with_fails() -> None:
         demo.kill()
         demo.communicate()
     assert demo.returncode == 1
-    said = json.loads(out)
-    assert said["all_identical"] is False
-    assert said["identical"] < 4
+    report = json.loads(out)
+    assert report["all_identical"] is False
+    assert report["identical"] < 4
 
 
 def arena_of(pid: int) -> list[np.ndarray]:
-    """The first MiB of this decode's arena, where its first rooms are, as float32; none while there is no arena."""
+    """The start of a decode's arena, where its first rooms are, as float32; None before there is one."""
     for each in Path(f"/proc/{pid}/fd").iterdir():
         try:
             if "memfd:decode-0" in os.readlink(each) and os.stat(each).st_size >= 1 << 20:
@@ -492,9 +482,9 @@ def arena_of(pid: int) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_a_demo_that_is_told_to_stop_takes_its_daemons_with_it() -> None:
+def test_a_stopped_demo_stops_its_daemons() -> None:
     demo = start("--requests", "4")
-    daemons = until(lambda: len(found := children(demo.pid, "--node=")) >= 2 and found)
+    daemons = wait_for(lambda: len(found := started(demo.pid, "--node=")) >= 2 and found)
     demo.send_signal(signal.SIGTERM)
     out, err = demo.communicate(timeout=60)
     assert demo.returncode == 128 + signal.SIGTERM

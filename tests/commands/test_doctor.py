@@ -1,4 +1,4 @@
-"""doctor says what is there, warns of what is slower, and ends with 1 where something required is missing."""
+"""doctor reports the host, warns of limitations, and returns 1 where something required is missing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdtransfer import probe as probes
 from pdtransfer.bus.keys import Address
-from pdtransfer.commands import cli, doctor, probes
-from pdtransfer.commands.probes import Probe, Seen, builds, cards, host, kernel, network
+from pdtransfer.commands import cli, doctor
+from pdtransfer.commands.probes import builds, cards, host, kernel, network
+from pdtransfer.config.bounds import port_range
 from pdtransfer.config.config import DecodeConfig, PrefillConfig
 from pdtransfer.kernels import UnusableError, private_directory
 from pdtransfer.kernels.compiled import KERNELS, _stem
-from pdtransfer.memory.available_memory import Headroom
+from pdtransfer.memory.available_memory import AvailableMemory
+from pdtransfer.probe import Probe, Seen
+from pdtransfer.transports.mooncake import MooncakeTransport
+from pdtransfer.transports.mooncake import probes as mooncake
 
 PLAIN = {"fd": -1, "byte_count": 4_096, "close": lambda: None}
 
@@ -30,7 +35,7 @@ ROOT = Path("/")
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *these: Probe) -> None:
-    monkeypatch.setattr(doctor, "PROBES", these)
+    monkeypatch.setattr(doctor, "probes", lambda _: these)
 
 
 def says(name: str, state: Callable[..., Seen], *words: str) -> Probe:
@@ -38,7 +43,7 @@ def says(name: str, state: Callable[..., Seen], *words: str) -> Probe:
 
 
 def put(root: Path, **files: str) -> Path:
-    """A host of these files: its paths with __ for each slash."""
+    """Creates a host's files; __ in a name stands for a slash."""
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,23 +51,24 @@ def put(root: Path, **files: str) -> Path:
     return root
 
 
-def test_this_host_passes_and_json_says_the_same_as_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_this_host_passes_and_json_equals_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     status = doctor.run(json=True)
     answer = json.loads(capsys.readouterr().out)
     assert (status, answer["ok"]) == (0, True)
-    assert [each["name"] for each in answer["findings"]] == [each.name for each in probes.PROBES]
+    assert [each["name"] for each in answer["findings"]] == [each.name for each in doctor.probes()]
     for each in answer["findings"]:
         assert each.keys() == {"name", "state", "found", "mend"}
         assert each["found"]
         assert bool(each["mend"]) == (each["state"] != "ok")
     assert doctor.run(json=False) == 0
     table = capsys.readouterr().out
-    assert all(each.name in table for each in probes.PROBES)
+    assert all(each.name in table for each in doctor.probes())
     assert "\nNothing required is missing." in table
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_missing_requirement_is_status_1_with_its_mend(
+def test_missing_requirement_is_status_1_with_its_fix(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     only(monkeypatch, says("a", probes.ok, "fine"), says("b", probes.missing, "[none] of it", "get it"))
@@ -81,7 +87,7 @@ def test_warning_is_status_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "1 warning." in out
 
 
-def test_a_command_stands_in_one_line_however_narrow_the_terminal(
+def test_a_command_is_on_one_line_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
@@ -93,7 +99,7 @@ def test_a_command_stands_in_one_line_however_narrow_the_terminal(
     assert len(out.splitlines()) > 5
 
 
-def test_what_cannot_be_tried_is_missing_and_the_rest_is_still_looked_at(
+def test_a_failed_system_call_is_missing_and_other_probes_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refused(*_: object) -> int:
@@ -109,7 +115,7 @@ def test_what_cannot_be_tried_is_missing_and_the_rest_is_still_looked_at(
     assert states["clock"]["state"] in ("ok", "warn")
 
 
-def test_a_probe_that_breaks_is_missing_where_it_is_required_and_hides_no_other(
+def test_a_probe_that_raises_is_missing_if_required_and_other_probes_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def breaks(_: Path) -> Seen:
@@ -135,7 +141,7 @@ FILES = (
 
 
 @pytest.mark.parametrize("kind", ["nothing", "junk", "directories", "closed"])
-def test_a_host_whose_files_are_not_as_they_should_be_is_looked_at_to_the_end(kind: str, tmp_path: Path) -> None:
+def test_unusual_files_stop_no_probe(kind: str, tmp_path: Path) -> None:
     for name in FILES if kind != "nothing" else ():
         path = tmp_path / name.lstrip("/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +151,7 @@ def test_a_host_whose_files_are_not_as_they_should_be_is_looked_at_to_the_end(ki
             path.write_text(JUNK)
             path.chmod(0 if kind == "closed" else 0o600)
     findings = doctor.examine(tmp_path)
-    assert [each.name for each in findings] == [each.name for each in probes.PROBES]
+    assert [each.name for each in findings] == [each.name for each in doctor.probes()]
     assert all(each.found and (each.mend or each.state == "ok") for each in findings)
     states = {each.name: each.state for each in findings}
     assert (states["shared memory mount"], states["clock"]) == ("warn", "warn")
@@ -153,16 +159,16 @@ def test_a_host_whose_files_are_not_as_they_should_be_is_looked_at_to_the_end(ki
         assert states["boot id"] == ("ok" if kind == "junk" else "missing")
 
 
-def test_probe_notices_a_lock_that_its_mapping_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_detects_a_lock_that_its_mapping_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_map", lambda _: 0)
     monkeypatch.setattr(kernel, "_unmap", lambda _: None)
     assert kernel.lock(ROOT).state == "missing"
 
 
-def test_probe_notices_a_memfd_that_can_be_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_detects_a_memfd_that_can_be_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "ftruncate", lambda *_: None)  # as if the kernel let it pass
     monkeypatch.setattr(kernel, "map_received", lambda *_: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(kernel, "Arena", SimpleNamespace(create=lambda *_, **__: SimpleNamespace(**PLAIN)))
+    monkeypatch.setattr(kernel, "ArenaMemory", SimpleNamespace(create=lambda *_, **__: SimpleNamespace(**PLAIN)))
     assert kernel.memfd(ROOT).state == "missing"
 
 
@@ -170,11 +176,11 @@ def test_absent_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("aiohttp", "torch") else find(name))
     assert builds.packages(ROOT) == probes.missing("no aiohttp", "make venv")
-    assert builds.torch(ROOT).state == "missing"
-    assert builds.torch(ROOT).mend == "make venv"
+    assert (builds.torch(ROOT).state, builds.torch(ROOT).mend) == ("warn", "pip install '.[reference]'")
+    assert "unknown without torch" in host.memory(ROOT).found
 
 
-def test_host_without_a_compiler_is_warned_of_the_slower_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_a_compiler_gets_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PDTRANSFER_CACHE", str(tmp_path / "cache"))
     assert builds.copy(ROOT).state == "warn"
@@ -182,7 +188,7 @@ def test_host_without_a_compiler_is_warned_of_the_slower_copy(tmp_path: Path, mo
     assert "g++" in builds.copy(ROOT).mend
 
 
-def test_taken_port_is_named_with_the_flag_that_wants_it() -> None:
+def test_a_used_port_is_named_with_its_flag() -> None:
     port = Address.parse(PrefillConfig().bind).port_first
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -190,7 +196,7 @@ def test_taken_port_is_named_with_the_flag_that_wants_it() -> None:
             other.bind(("127.0.0.1", port))
             other.listen()
         except OSError:
-            pass  # somebody else has it, which does as well
+            pass  # another process has it, which is as good
         found = network.ports(ROOT)
     assert found.state == "warn"
     assert f"{port} (prefill --bind, EADDRINUSE, bound to " in found.found
@@ -205,10 +211,10 @@ def test_low_limit_of_open_files_is_a_warning() -> None:
     assert "state='warn', found='1,024, may be raised to 2,048'" in done.stdout
 
 
-def test_host_with_too_little_memory_is_told_how_many_slots_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_too_little_memory_the_fix_names_the_slots_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     enough = host.memory(ROOT)
     assert enough.state == "ok"
-    monkeypatch.setattr(host, "headroom", lambda: Headroom("a small box", 256 << 20))
+    monkeypatch.setattr(host, "available_memory", lambda: AvailableMemory("a small box", 256 << 20))
 
     tight = host.memory(ROOT)
     assert tight.state == "warn"
@@ -218,7 +224,7 @@ def test_host_with_too_little_memory_is_told_how_many_slots_fit(monkeypatch: pyt
     assert DecodeConfig(slots=decode).slots + PrefillConfig(slots=prefill).slots < DecodeConfig().slots // 4
 
 
-def test_cards_are_named_with_what_compiles_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cards_are_named_with_their_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "count", lambda: 0)
     assert cards.cards(ROOT).state == "ok"
     monkeypatch.setattr(cards, "count", lambda: 2)
@@ -230,7 +236,7 @@ def test_cards_are_named_with_what_compiles_for_them(monkeypatch: pytest.MonkeyP
         raise UnusableError("no NVRTC")
 
     monkeypatch.setattr(cards, "compiler", nothing)
-    assert cards.cards(ROOT) == probes.warn("2 x sm_90, and no NVRTC", "pip install cuda-bindings nvidia-cuda-nvrtc")
+    assert cards.cards(ROOT) == probes.warn("2 x sm_90, and no NVRTC", "pip install '.[cuda]'")
 
 
 # Of hosts that this one is not
@@ -242,7 +248,7 @@ def card_files(width: str, **more: str) -> dict[str, str]:
     return {at + name: text + "\n" for name, text in (files | {"current_link_width": width} | more).items()}
 
 
-def test_a_cards_link_is_said_with_its_node_and_one_with_fewer_lanes_is_a_warning(tmp_path: Path) -> None:
+def test_a_cards_link_has_its_node_and_fewer_lanes_are_a_warning(tmp_path: Path) -> None:
     good = put(tmp_path / "good", **card_files("16", numa_node="1"))
     assert cards.links(good) == probes.ok("0000:18:00.0 32.0 GT/s x16 (of x16), node 1")
     narrow = cards.links(put(tmp_path / "narrow", **card_files("8", numa_node="-1")))
@@ -282,7 +288,7 @@ def rdma_files(state: str, *, device: bool = True) -> dict[str, str]:
     return files | ({"dev__infiniband__uverbs0": ""} if device else {})
 
 
-def test_rdma_devices_are_said_and_what_keeps_them_from_us(tmp_path: Path) -> None:
+def test_rdma_devices_and_obstacles_are_reported(tmp_path: Path) -> None:
     assert network.rdma(tmp_path) == probes.ok("none: KV goes to other hosts over TCP")
     up = network.rdma(put(tmp_path / "up", **rdma_files("4: ACTIVE")))
     assert up == probes.ok("mlx5_0 port 1 ACTIVE, 400 Gb/sec (4X NDR), InfiniBand")
@@ -308,7 +314,7 @@ def test_a_low_limit_of_locked_memory_matters_where_a_device_pins_it(capable: st
         assert done.stdout.strip() == expected
 
 
-def test_of_several_nodes_an_arenas_memory_has_to_be_bindable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_several_nodes_memory_must_be_bindable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at = "sys__devices__system__node__node"
     one = {f"{at}0__meminfo": "Node 0 MemTotal: 9 kB\nNode 0 MemFree:  2097152 kB\n"}
     assert host.numa(put(tmp_path / "one", **one)).state == "ok"
@@ -316,7 +322,7 @@ def test_of_several_nodes_an_arenas_memory_has_to_be_bindable(tmp_path: Path, mo
     allowed = [True]
     mapping = SimpleNamespace(bind=lambda _: allowed[0])
     plain = SimpleNamespace(**PLAIN, mapping=mapping)
-    monkeypatch.setattr(host, "Arena", SimpleNamespace(create=lambda *_, **__: plain))
+    monkeypatch.setattr(host, "ArenaMemory", SimpleNamespace(create=lambda *_, **__: plain))
     assert host.numa(two) == probes.ok("node0 2,048 MiB free; node1 1,024 MiB free")
     allowed[0] = False
     assert (host.numa(two).state, "SYS_NICE" in host.numa(two).mend) == ("warn", True)
@@ -336,7 +342,7 @@ def test_a_clock_that_takes_a_system_call_or_is_coarse_is_a_warning(
     assert "too coarse" in host.clock(good).found
 
 
-def test_who_listens_on_a_port_is_said_by_its_address(tmp_path: Path) -> None:
+def test_listeners_on_a_port_are_reported_by_address(tmp_path: Path) -> None:
     head = "  sl  local_address rem_address   st\n"
     root = put(
         tmp_path,
@@ -346,33 +352,34 @@ def test_who_listens_on_a_port_is_said_by_its_address(tmp_path: Path) -> None:
     assert network._listening(root) == {7101: ["127.0.0.1", "::"]}
 
 
+DEFAULT = [(21_000, 21_999)]
 HEAD = "  sl  local_address rem_address   st\n"
 EPHEMERAL = "proc__sys__net__ipv4__ip_local_port_range"
 RESERVED = "proc__sys__net__ipv4__ip_local_reserved_ports"
 
 
-def test_ports_of_engines_are_counted_with_those_of_engines_that_have_just_ended(tmp_path: Path) -> None:
+def test_ports_of_recently_ended_engines_count_as_used(tmp_path: Path) -> None:
     ended = "   1: 00000000:5209 0200007F:1111 06\n   2: 00000000:5209 0200007F:1112 06\n"  # 21001, of two connections
     sockets = f"{HEAD}   0: 00000000:5208 00000000:0000 0A\n{ended}   3: 00000000:1BBD 00000000:0000 0A\n"
     root = put(tmp_path, proc__net__tcp=sockets, **{EPHEMERAL: "32768\t60999\n"})
-    seen = network.engine_ports(root)
+    seen = mooncake.engine_ports(root, DEFAULT)
     assert seen.state == "ok"
     assert "21000 to 21999, 2 of them taken: room for 499 engines, 500 in any minute" in seen.found
 
 
-def test_ports_of_engines_are_kept_from_the_kernels_own_choice_beside_what_is_kept_already(tmp_path: Path) -> None:
+def test_the_fix_reserves_engine_ports_beside_reserved_ones(tmp_path: Path) -> None:
     files = {EPHEMERAL: "1024\t60999\n"}
-    shared = network.engine_ports(put(tmp_path / "shared", **files))
+    shared = mooncake.engine_ports(put(tmp_path / "shared", **files), DEFAULT)
     assert (shared.state, shared.mend) == ("warn", "sysctl -w net.ipv4.ip_local_reserved_ports=21000-21999")
     for kept, state in {"8080": "warn", "21000-21998": "warn", "21000-21999": "ok", "8080,20000-22000": "ok"}.items():
-        seen = network.engine_ports(put(tmp_path / kept, **files, **{RESERVED: f"{kept}\n"}))
+        seen = mooncake.engine_ports(put(tmp_path / kept, **files, **{RESERVED: f"{kept}\n"}), DEFAULT)
         assert seen.state == state, kept
         assert seen.mend.partition("=")[2] == (f"{kept},21000-21999" if state == "warn" else "")
 
 
 @pytest.mark.parametrize(("ports", "state"), [("21000-21238", "warn"), ("21000-21239", "ok"), ("65500-65531", "warn")])
 def test_a_range_that_the_engines_of_a_minute_may_fill_is_a_warning(ports: str, state: str, tmp_path: Path) -> None:
-    seen = network.engine_ports(tmp_path, [ports])
+    seen = mooncake.engine_ports(tmp_path, [port_range("ports", ports)])
     assert seen.state == state
     assert " to ".join(ports.split("-")) in seen.found
     if state == "warn":
@@ -380,20 +387,20 @@ def test_a_range_that_the_engines_of_a_minute_may_fill_is_a_warning(ports: str, 
         assert f"room for {(int(last) - int(first) + 1) // 2} engines" in seen.found
         mended = seen.mend.split()[1]
         assert "up to 120 engines a minute" in seen.found, "a greeting each 2 s, four engines each"
-        assert network.engine_ports(tmp_path, [mended]).state == "ok"
+        assert mooncake.engine_ports(tmp_path, [port_range("ports", mended)]).state == "ok"
 
 
-def test_doctor_looks_at_the_ports_that_daemons_are_told_by_flag_environment_or_file(
+def test_doctor_checks_the_ports_from_flag_environment_or_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    looked: list[tuple[str, ...]] = []
+    looked: list[list[tuple[int, int]]] = []
 
-    def look(_root: Path, given: tuple[str, ...]) -> Seen:
-        looked.append(given)
+    def look(_root: Path, ranges: list[tuple[int, int]]) -> Seen:
+        looked.append(ranges)
         return probes.ok("fine")
 
-    monkeypatch.setattr(network, "engine_ports", look)
-    only(monkeypatch, Probe("engine ports", look))
+    monkeypatch.setattr(mooncake, "engine_ports", look)
+    monkeypatch.setattr(doctor, "PROBES", ())
     file = tmp_path / "p.toml"
     file.write_text('transport_ports = "23000-23999"\n[decode]\ntransport_ports = "22000-22031"\n')
     assert cli.main(["doctor"]) == 0
@@ -402,7 +409,7 @@ def test_doctor_looks_at_the_ports_that_daemons_are_told_by_flag_environment_or_
     assert cli.main(["--config", str(file), "doctor"]) == 0
     assert cli.main(["doctor", "--transport-ports", "25000-25999"]) == 0
     assert cli.main(["doctor", "--transport-ports", "25000"]) == 2
-    assert looked == [(), ("22000-22031", "23000-23999"), ("24000-24999",), ("25000-25999",)]
+    assert looked == [DEFAULT, [(22_000, 22_031), (23_000, 23_999)], [(24_000, 24_999)], [(25_000, 25_999)]]
     assert "transport_ports" in capsys.readouterr().err
 
 
@@ -411,27 +418,27 @@ def test_doctor_looks_at_the_ports_that_daemons_are_told_by_flag_environment_or_
 
 @pytest.fixture
 def wheels(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Those that are installed, by name."""
+    """Sets the installed wheels, by name."""
     installed = {"mooncake-transfer-engine-non-cuda": "1.2"}
-    monkeypatch.setattr(builds, "_version", lambda name: installed.get(name, ""))
-    monkeypatch.setattr(builds, "why_not", lambda: "")
-    monkeypatch.setattr(network, "why_not", lambda: "")
+    monkeypatch.setattr(mooncake, "_version", lambda name: installed.get(name, ""))
+    monkeypatch.setattr(mooncake, "why_not", lambda: "")
+    monkeypatch.setattr(MooncakeTransport, "why_not", lambda _: "")
     return installed
 
 
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Puts another `mooncake` before any that is installed."""
+    """Installs another `mooncake` before any installed one."""
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").write_text("")
     (tmp_path / "mooncake" / "engine.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
-def test_mooncake_is_said_with_its_wheel_once_it_has_been_loaded(
+def test_a_loadable_mooncake_is_reported_with_its_wheel(
     wheels: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine(tmp_path, monkeypatch, "TransferEngine = None")
-    assert builds.mooncake(ROOT) == probes.ok("mooncake-transfer-engine-non-cuda 1.2 (TCP and RDMA)")
+    assert mooncake.wheel(ROOT) == probes.ok("mooncake-transfer-engine-non-cuda 1.2 (TCP and RDMA)")
 
 
 @pytest.mark.parametrize(
@@ -441,11 +448,11 @@ def test_mooncake_is_said_with_its_wheel_once_it_has_been_loaded(
         ("import os; os.abort()", "status -6"),
     ],
 )
-def test_a_mooncake_that_does_not_load_is_a_warning_whatever_it_does_to_its_process(
+def test_a_mooncake_that_fails_to_load_is_a_warning(
     text: str, word: str, wheels: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine(tmp_path, monkeypatch, text)
-    seen = builds.mooncake(ROOT)
+    seen = mooncake.wheel(ROOT)
     assert (seen.state, word in seen.found) == ("warn", True)
     assert "pip install" in seen.mend
 
@@ -454,16 +461,17 @@ def test_no_mooncake_two_of_them_and_one_without_its_libraries_are_warnings(
     wheels: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = "mooncake cannot be loaded: apt-get install -y libibverbs1 libnuma1"
-    for module, probe in ((builds, builds.mooncake), (network, network.transport)):
-        monkeypatch.setattr(module, "why_not", lambda: reason)
+    monkeypatch.setattr(mooncake, "why_not", lambda: reason)
+    monkeypatch.setattr(MooncakeTransport, "why_not", lambda _: reason)
+    for probe in (mooncake.wheel, network.transport):
         assert (probe(ROOT).state, probe(ROOT).mend) == ("warn", "apt-get install -y libibverbs1 libnuma1")
     wheels["mooncake-transfer-engine-cuda13"] = "1.3"
-    assert builds.mooncake(ROOT).mend == "pip uninstall mooncake-transfer-engine-cuda13"
+    assert mooncake.wheel(ROOT).mend == "pip uninstall mooncake-transfer-engine-cuda13"
     wheels.clear()
-    assert builds.mooncake(ROOT).state == "warn"
-    assert "[mooncake]" in builds.mooncake(ROOT).mend
+    assert mooncake.wheel(ROOT).state == "warn"
+    assert "[mooncake]" in mooncake.wheel(ROOT).mend
 
 
-def test_the_transport_that_would_be_taken_is_said(wheels: dict[str, str], tmp_path: Path) -> None:
+def test_the_available_transport_is_reported(wheels: dict[str, str], tmp_path: Path) -> None:
     assert network.transport(tmp_path) == probes.ok("on this host shm; to other hosts mooncake over TCP")
     assert "RDMA" in network.transport(put(tmp_path, **rdma_files("4: ACTIVE"))).found

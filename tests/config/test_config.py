@@ -1,4 +1,4 @@
-"""Settings check themselves, name what is wrong, and come from TOML < environment < flags."""
+"""Settings check themselves, name a wrong value, and come from TOML < environment < flags."""
 
 from __future__ import annotations
 
@@ -11,31 +11,36 @@ from typing import Any
 
 import pytest
 
+from pdtransfer import environment
 from pdtransfer.commands import cli
-from pdtransfer.commands.config_sources import COMMANDS
+from pdtransfer.commands.cli import COMMANDS
 from pdtransfer.commands.demo_config import DemoConfig
 from pdtransfer.config.config import Config, DecodeConfig, PrefillConfig, RouterConfig
-from pdtransfer.config.config_to_argv import arguments
-from pdtransfer.environment import PREFIX, cache_directory, child_environment
+from pdtransfer.config.config_to_argv import config_to_argv
 from pdtransfer.errors import ConfigError
 from pdtransfer.limits import LIMIT_BOUNDS, Limits
+from pdtransfer.wire import Ranks
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
-TARGETS = {"prefill": ("daemon", "run_prefill"), "decode": ("daemon", "run_decode"), "router": ("router", "run")}
+TARGETS = {
+    "prefill": ("worker.daemon", "run_prefill"),
+    "decode": ("worker.daemon", "run_decode"),
+    "router": ("router.router", "run"),
+}
 
 
 @pytest.fixture(autouse=True)
 def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
-        if name.startswith(PREFIX):
+        if name.startswith(environment.PREFIX) or name in environment.LAUNCHER_VARIABLES:
             monkeypatch.delenv(name)
 
 
 def bound(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    """The config that a command line ends in: the command's implementation only records it."""
+    """Parses a command line to its config; the command itself only records it."""
     seen: list[Any] = []
     modules: dict[str, SimpleNamespace] = {}
-    for module, function in [*TARGETS.values(), ("demo", "run")]:
+    for module, function in [*TARGETS.values(), ("commands.demo", "run")]:
         fake = modules.setdefault(module, SimpleNamespace())
         setattr(fake, function, lambda given: seen.append(given) or 0)
         monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
@@ -87,14 +92,17 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (lambda: DemoConfig(decode_device="cuda:0,cuda:1"), ["decode_device = 'cuda:0,cuda:1'", "1 ranks"]),
         (lambda: DemoConfig(device="cuda", prefill_device="cpu"), ["prefill_device = 'cpu'", "identical"]),
         (lambda: DecodeConfig(hot_tokens=0), ["hot_tokens", "0"]),
-        (lambda: DecodeConfig(hot_tokens=512), ["hot_tokens = 512", "nothing without enable_hisparse"]),
-        (lambda: DecodeConfig(device_slots=512), ["device_slots = 512", "nothing without enable_hisparse"]),
-        (lambda: DecodeConfig(dense_slots=512), ["dense_slots = 512", "nothing without enable_hisparse"]),
-        (lambda: DecodeConfig(retract_policy="newest"), ["retract_policy = newest", "nothing without enable_hisparse"]),
+        (lambda: DecodeConfig(hot_tokens=512), ["hot_tokens = 512", "no effect without enable_hisparse"]),
+        (lambda: DecodeConfig(device_slots=512), ["device_slots = 512", "no effect without enable_hisparse"]),
+        (lambda: DecodeConfig(dense_slots=512), ["dense_slots = 512", "no effect without enable_hisparse"]),
+        (
+            lambda: DecodeConfig(retract_policy="newest"),
+            ["retract_policy = newest", "no effect without enable_hisparse"],
+        ),
         (lambda: DecodeConfig(device_slots=1 << 33), ["device_slots", "8589934592"]),
     ],
 )
-def test_wrong_value_is_refused_with_its_name_and_what_is_allowed(change: Any, words: list[str]) -> None:
+def test_wrong_value_is_refused_with_its_name_and_the_allowed_values(change: Any, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         change()
     text = str(caught.value)
@@ -136,24 +144,24 @@ def test_http_that_other_hosts_reach_needs_keys_or_insecure() -> None:
 
 
 @pytest.mark.parametrize("kind", [PrefillConfig, DecodeConfig, RouterConfig])
-def test_neither_a_key_nor_an_allow_list_is_taken_without_the_other(kind: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"key = .*as allow"):
+def test_a_key_and_an_allow_list_need_each_other(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"key = .*set allow"):
         kind(key=tmp_path / "a.key")
-    with pytest.raises(ConfigError, match=r"allow = .*as key"):
+    with pytest.raises(ConfigError, match=r"allow = .*set key"):
         kind(allow=tmp_path / "peers")
 
 
 def test_peer_on_another_host_needs_its_public_key_and_ours(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"decode = .*public key"):
         RouterConfig(decode=("tcp://10.0.0.1:7201",))
-    with pytest.raises(ConfigError, match="no key"):
+    with pytest.raises(ConfigError, match="this node has none"):
         RouterConfig(decode=(f"{KEY}@tcp://10.0.0.1:7201",))
     assert RouterConfig(decode=("tcp://10.0.0.1:7201",), insecure=True).insecure
     keyed = {"key": tmp_path / "r.key", "allow": tmp_path / "peers"}
     assert RouterConfig(decode=(f"{KEY}@tcp://10.0.0.1:7201",), **keyed).decode
 
 
-def test_default_node_name_says_role_and_differs_between_processes() -> None:
+def test_default_node_name_has_the_role_and_differs_between_processes() -> None:
     assert PrefillConfig().node.startswith("prefill-")
     assert RouterConfig().node.endswith(f"-{os.getpid()}")
 
@@ -186,7 +194,7 @@ def test_the_demos_host_layout_is_that_of_decodes_arena(
     assert "page_first_direct" in refused(capsys, "demo", "--host-layout", "sideways")
 
 
-def test_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pd.toml").write_text("[prefill]\nchunk_tokens = 99\n")
     monkeypatch.setenv("PDTRANSFER_CONFIG", str(tmp_path / "pd.toml"))
     assert bound(monkeypatch, "prefill").chunk_tokens == 99
@@ -286,7 +294,7 @@ def test_arguments_build_the_same_config_in_another_process(
     given: Config | DemoConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = next(name for name, kind in COMMANDS.items() if type(given) is kind)
-    flags = arguments(given)
+    flags = config_to_argv(given)
     assert bound(monkeypatch, command, *flags) == given
 
 
@@ -294,7 +302,7 @@ def test_children_do_not_inherit_our_settings(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PDTRANSFER_SLOTS", "64")
     monkeypatch.setenv("PDTRANSFER_CACHE", "/tmp/c")
     monkeypatch.setenv("UNRELATED", "1")
-    child = child_environment()
+    child = environment.child_environment()
     assert "PDTRANSFER_SLOTS" not in child
     assert (child["PDTRANSFER_CACHE"], child["UNRELATED"]) == ("/tmp/c", "1")
 
@@ -305,6 +313,82 @@ def test_directories_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert str(os.getuid()) in DecodeConfig().socket_directory.name
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
-    assert cache_directory() == Path("/var/cache/pdtransfer")
+    assert environment.cache_directory() == Path("/var/cache/pdtransfer")
     monkeypatch.setenv("PDTRANSFER_CACHE", "/var/kernels")
-    assert cache_directory() == Path("/var/kernels")
+    assert environment.cache_directory() == Path("/var/kernels")
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, *arguments: str, **variables: str) -> Any:
+    for name, value in (TORCHRUN | variables).items():
+        monkeypatch.setenv(name, value)
+    return bound(monkeypatch, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "ranks", "group"),
+    [
+        (("prefill",), {}, Ranks(3, 4), "127.0.0.1:29500"),
+        (("decode",), {}, Ranks(3, 4), "127.0.0.1:29500"),
+        (("prefill", "--tp-size=2"), {}, Ranks(1, 2, 1, 2), "127.0.0.1:29500"),
+        (("prefill", "--pp-size=4"), {}, Ranks(0, 1, 3, 4), "127.0.0.1:29500"),
+        (("prefill", "--tp-size=4", "--pp-size=1"), {}, Ranks(3, 4), "127.0.0.1:29500"),
+        (("prefill",), {"PDTRANSFER_PP_SIZE": "2"}, Ranks(1, 2, 1, 2), "127.0.0.1:29500"),
+        (("prefill",), {"RANK": "0"}, Ranks(0, 4), "127.0.0.1:29500"),
+        (("prefill", "--group=127.0.0.1:7100"), {"MASTER_PORT": "x"}, Ranks(3, 4), "127.0.0.1:7100"),
+        (("prefill",), {"PDTRANSFER_GROUP": "127.0.0.1:7100"}, Ranks(3, 4), "127.0.0.1:7100"),
+        (("prefill",), {"TORCHELASTIC_USE_AGENT_STORE": "True"}, Ranks(3, 4), "127.0.0.1:29501"),
+        (("prefill",), {"MASTER_ADDR": "::1"}, Ranks(3, 4), "[::1]:29500"),
+        (("prefill",), {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "x"}, Ranks(), ""),
+        (("prefill", "--tp-size=2"), {"RANK": "0", "WORLD_SIZE": "1"}, Ranks(0, 2), ""),
+        (("prefill", "--tp-size=2", "--tp-rank=0"), {"RANK": "x", "WORLD_SIZE": "y"}, Ranks(0, 2), ""),
+        (("prefill", "--tp-size=2"), {"RANK": "x", "PDTRANSFER_TP_RANK": "0"}, Ranks(0, 2), ""),
+    ],
+)
+def test_a_process_that_torchrun_started_takes_its_rank_from_there_unless_it_is_given_one(
+    arguments: tuple[str, ...], variables: dict[str, str], ranks: Ranks, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = launched(monkeypatch, *arguments, **variables)
+    assert (config.ranks, config.group) == (ranks, group)
+
+
+@pytest.mark.parametrize(
+    ("given", "device"), [((), "cpu"), (("--device=cuda",), "cuda:1"), (("--device=cuda:5",), "cuda:5")]
+)
+def test_the_local_rank_is_the_card_where_no_card_is_named(
+    given: tuple[str, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launched(monkeypatch, "prefill", *given).own_device == device
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "4"}, "RANK = '4': must be a number from 0 to 3"),
+        ({"RANK": "-1"}, "RANK = '-1': must be a number"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE = 'many': must be a number"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE = '': must be a number"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT = '70000': must be a number from 1 to 65534"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR = '': must be the leader's host"),
+        ({"MASTER_ADDR": "0.0.0.0"}, "MASTER_ADDR = '0.0.0.0': must be the leader's host"),
+        ({"MASTER_ADDR": "192.0.2.1"}, "group = '192.0.2.1:29500': other hosts could reach it"),
+        ({"LOCAL_RANK": "x", "PDTRANSFER_DEVICE": "cuda"}, "LOCAL_RANK = 'x': must be a number"),
+        ({"PDTRANSFER_TP_SIZE": "3"}, "WORLD_SIZE = 4: tp_size is 3, pp_size is 1"),
+    ],
+)
+def test_a_variable_of_torchruns_that_makes_no_sense_is_one_line_with_its_name(
+    variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (TORCHRUN | variables).items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["prefill"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line
+
+
+def test_children_and_other_commands_are_told_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = launched(monkeypatch, "router", "--prefill=tcp://127.0.0.1:1", "--decode=tcp://127.0.0.1:2", RANK="x")
+    assert router.prefill == ("tcp://127.0.0.1:1",)
+    assert not TORCHRUN.keys() & environment.child_environment().keys()

@@ -1,4 +1,4 @@
-"""A process's place in a worker of several: what may be said of it, and what the router makes of a group."""
+"""The place of a process in its group: valid settings, and how the router names a group."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
+from pdtransfer.bus.keys import generate
 from pdtransfer.config.config import DecodeConfig, PrefillConfig
-from pdtransfer.config.ranks import advertised
+from pdtransfer.config.ranks import advertised, group_endpoint
 from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.effects import Send
-from pdtransfer.limits import ADDRESS_LENGTH_MAX
 from pdtransfer.router.router_effects import Accepted
 from pdtransfer.router.routing import Routing
-from pdtransfer.wire import Begin, Load, Member, Ranks, Sampling, Welcome
-from pdtransfer.worker.group import frames
+from pdtransfer.wire import Begin, Load, Member, Welcome
 from pdtransfer.worker.group.meeting import common, rank_configs
 from tests.support.routing_world import LIMITS, identity, request
 
 GROUP = "127.0.0.1:7100"
+KEY = "bB<^>b]T&ncT)k#p?RRdw@gKR9<g&@=K7ynK0gc5"  # a Z85 key may hold an @ itself
+KEYED = {"key": Path("k"), "allow": Path("a")}
 
 
 @pytest.mark.parametrize(
@@ -31,15 +32,21 @@ GROUP = "127.0.0.1:7100"
         ({"tp_size": 2, "tp_rank": 2, "group": GROUP}, "tp_rank = 2: must be from 0 to 1, tp_size is 2"),
         ({"tp_size": 2, "tp_rank": 1}, "group = '': a rank that does not lead has to know where its leader waits"),
         ({"group": GROUP}, "group = '127.0.0.1:7100': for one rank there is none, tp_size is 1"),
-        ({"tp_size": 2, "group": "7100"}, "group = '7100': must be host:port"),
-        ({"tp_size": 2, "group": "127.0.0.1:0"}, "group = '127.0.0.1:0': must be host:port"),
-        ({"tp_size": 2, "group": "192.0.2.1:7100"}, "torch.distributed knows no keys: say insecure"),
-        ({"tp_size": 2, "group": "0.0.0.0:7100", "insecure": True}, "group = '0.0.0.0:7100': must be host:port"),
-        ({"tp_size": 2, "bind": "tcp://*:0", "insecure": True}, "bind = 'tcp://*:0': nobody can dial that"),
-        ({"tp_size": 2, "bind": "tcp://0.0.0.0:7101", "insecure": True}, "or name as advertise the one that"),
+        ({"tp_size": 2, "group": "7100"}, "group = '7100': must be [KEY@]host:port"),
+        ({"tp_size": 2, "group": "127.0.0.1:0"}, "group = '127.0.0.1:0': must be [KEY@]host:port"),
+        (
+            {"tp_size": 2, "group": "192.0.2.1:7100"},
+            "group = '192.0.2.1:7100': other hosts could reach it without authentication",
+        ),
+        ({"tp_size": 2, "group": "0.0.0.0:7100", "insecure": True}, "group = '0.0.0.0:7100': must be [KEY@]host:port"),
+        ({"tp_size": 2, "tp_rank": 1, "group": "192.0.2.1:7100", **KEYED}, "with keys on it is KEY@host:port, KEY the"),
+        ({"tp_size": 2, "group": f"{KEY}@{GROUP}"}, "key: this rank has no key of its own to talk to its leader with"),
+        ({"tp_size": 2, "group": f"{KEY[1:]}@{GROUP}", **KEYED}, "must be [KEY@]host:port"),
+        ({"tp_size": 2, "bind": "tcp://*:0", "insecure": True}, "bind = 'tcp://*:0': peers cannot dial that"),
+        ({"tp_size": 2, "bind": "tcp://0.0.0.0:7101", "insecure": True}, "or set advertise to the host that"),
         (
             {"tp_size": 2, "tp_rank": 1, "group": GROUP, "bind": "tcp://[::]:0", "insecure": True},
-            "bind = 'tcp://[::]:0': nobody can dial that",
+            "bind = 'tcp://[::]:0': peers cannot dial that",
         ),
         ({"advertise": "host:7101"}, "advertise = 'host:7101': must be a host to dial, without a port"),
         ({"advertise": "0.0.0.0"}, "advertise = '0.0.0.0': must be a host to dial"),
@@ -48,17 +55,17 @@ GROUP = "127.0.0.1:7100"
         ({"device": "cuda,cuda:1", "tp_size": 2}, "device = 'cuda,cuda:1': must be cpu, cuda, cuda:N"),
     ],
 )
-def test_ranks_that_cannot_be_are_refused_in_one_line(given: dict, text: str) -> None:
+def test_impossible_ranks_are_refused_in_one_line(given: dict, text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         PrefillConfig(**given)
     assert text in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_a_wildcard_is_fine_where_nobody_is_told_of_it_or_another_host_is_named() -> None:
+def test_a_wildcard_is_accepted_alone_or_with_advertise() -> None:
     wild = {"bind": "tcp://*:7101", "insecure": True}
-    assert PrefillConfig(**wild).advertise == ""  # alone: the router's config says where it is
-    assert PrefillConfig(**wild, tp_size=2, group=GROUP).leads  # the same of a leader, and it starts nobody
+    assert PrefillConfig(**wild).advertise == ""  # alone: the router's config has its endpoint
+    assert PrefillConfig(**wild, tp_size=2, group=GROUP).leads  # also for a leader that starts no ranks
     for bind, advertise, told in (
         ("tcp://0.0.0.0:7101", "node-7", "tcp://node-7:7101"),
         ("tcp://[::]:7101", "2001:db8::7", "tcp://[2001:db8::7]:7101"),
@@ -80,19 +87,17 @@ def test_a_wildcard_is_fine_where_nobody_is_told_of_it_or_another_host_is_named(
         ("cuda:3,cuda:1,cuda:0,cuda:2", ["cuda:3", "cuda:1", "cuda:0", "cuda:2"]),
     ],
 )
-def test_ranks_compute_on_cards_of_their_own_unless_they_are_told_one(device: str, devices: list[str]) -> None:
+def test_each_rank_computes_on_its_own_card_unless_one_is_given(device: str, devices: list[str]) -> None:
     leader = PrefillConfig(tp_size=2, pp_size=2, device=device)
     ranks = [leader, *rank_configs(leader, GROUP)]
     assert [each.engine_config.device for each in ranks] == devices
     assert [each.card for each in ranks] == [None if each == "cpu" else int(each[5:]) for each in devices]
 
 
-def test_ranks_differ_when_only_one_has_keys_or_verifies() -> None:
+def test_ranks_differ_when_only_one_verifies() -> None:
     card = SimpleNamespace(model="m", weights=b"w")
     plain, verifies = (common(DecodeConfig(verify=verify), card) for verify in (False, True))
-    keyed = common(DecodeConfig(key=Path("k"), allow=Path("a")), card)
     assert {name for name in plain if plain[name] != verifies[name]} == {"verify"}
-    assert {name for name in plain if plain[name] != keyed[name]} == {"keys"}
 
 
 @pytest.mark.parametrize("name", ["device_slots", "hot_tokens", "dense_slots"])
@@ -104,7 +109,7 @@ def test_ranks_differ_when_their_devices_hold_other_numbers_of_hisparse_tokens(n
     assert {name for name in sparse if sparse[name] != other[name]} == {name}
 
 
-def test_a_rank_that_does_not_lead_takes_free_ports_unless_it_is_told_others() -> None:
+def test_a_follower_takes_free_ports_unless_others_are_given() -> None:
     follower = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP)
     assert (follower.bind, follower.http, follower.leads) == ("tcp://127.0.0.1:0", "", False)
     told = DecodeConfig(tp_size=2, tp_rank=1, group=GROUP, bind="tcp://127.0.0.1:7301", http="127.0.0.1:7302")
@@ -113,7 +118,7 @@ def test_a_rank_that_does_not_lead_takes_free_ports_unless_it_is_told_others() -
     assert (leader.bind, leader.http, leader.leads) == ("tcp://127.0.0.1:7201", "127.0.0.1:7202", True)
 
 
-def test_what_must_be_the_same_on_all_ranks_names_the_weights_and_the_sizes() -> None:
+def test_settings_common_to_all_ranks_include_the_weights_and_the_sizes() -> None:
     from pdtransfer.reference.factory import create
 
     config = PrefillConfig(engine_option=("layers=1",), slots=256)
@@ -140,7 +145,7 @@ def test_the_router_names_every_rank_of_a_group_to_the_other_side() -> None:
     assert begins == {d: (p, "tcp://p0:2"), p: ("d0", "d0-tp1")}
 
 
-def test_the_router_names_decode_ranks_by_the_keys_that_they_are_dialled_with() -> None:
+def test_the_router_names_decode_ranks_by_key() -> None:
     p, d, d1 = (f"{letter * 40}@tcp://h:{port}" for port, letter in enumerate("pde", 1))
     routing = Routing(identity("r", "router"), prefill=[p], decode=[d], limits=LIMITS, mint=lambda: 7)
     routing.start(0.0)
@@ -154,18 +159,24 @@ def test_the_router_names_decode_ranks_by_the_keys_that_they_are_dialled_with() 
     assert begins == {d: (p,), p: ("d" * 40, "e" * 40)}
 
 
-def test_frames_between_ranks_come_back_as_they_were_and_junk_is_refused() -> None:
-    begin = Begin(1, b"abcd", Sampling(3), ("tcp://p0:1",), 1_000)
-    for frame in (
-        frames.Join(Ranks(1, 2), "n", {"slots": "1"}),
-        frames.Start(9, begin),
-        frames.Turn([("compute", 1, b""), ("generate", 2, b"aux"), ("free", 3, b"")]),
-        frames.Failed(1, "engine", "why", 0),
-        frames.Bound("k" * 40 + "@tcp://" + "h" * (ADDRESS_LENGTH_MAX - 52) + ":7101", "h" * ADDRESS_LENGTH_MAX),
-    ):
-        encoded = frames.encode(frame)
-        assert int.from_bytes(encoded[:4], "little") == len(encoded) - 4
-        assert frames.decode(encoded[4:]) == frame
-    for junk in (b"", b"\xc1", b"\x91\xa4Nope", b"\x92\xa7Drained\xa1x", b"\x80"):
-        with pytest.raises(ValueError, match=r"\S"):
-            frames.decode(junk)
+def test_a_group_is_reached_from_other_hosts_where_peers_are_with_keys_or_insecure() -> None:
+    far = {"tp_size": 2, "bind": "tcp://192.0.2.1:7101", "http": ""}
+    for more in ({"insecure": True, "group": "192.0.2.1:7100"}, KEYED | {"group": f"{KEY}@192.0.2.1:7100"}):
+        for rank in (0, 1):
+            config = PrefillConfig(**far, tp_rank=rank, **more)
+            assert group_endpoint(config.group).address == "tcp://192.0.2.1:7100"
+    assert group_endpoint(f"{KEY}@host:1").server_key == KEY
+
+
+@pytest.mark.parametrize(("listed", "missing"), [(("p-tp1",), "this rank"), (("p",), "rank tp1")])
+def test_a_leader_that_starts_ranks_wants_them_and_itself_on_their_list(
+    listed: tuple[str, ...], missing: str, tmp_path: Path
+) -> None:
+    lines = {name: generate(tmp_path / name) for name in ("p", "p-tp1")}
+    (allow := tmp_path / "allow").write_text("".join(f"{lines[name]} prefill\n" for name in listed))
+    leader = PrefillConfig(tp_size=2, key=tmp_path / "p.key", allow=allow)
+    with pytest.raises(ConfigError, match=f"{missing} is not on it as prefill; the ranks of a worker list each other"):
+        rank_configs(leader, f"{KEY}@{GROUP}")
+    allow.write_text("".join(f"{line}\n" for line in lines.values()))
+    (rank,) = rank_configs(leader, f"{KEY}@{GROUP}")
+    assert rank.key == tmp_path / "p-tp1.key"

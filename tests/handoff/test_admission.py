@@ -7,7 +7,7 @@ import pytest
 from pdtransfer.errors import ArenaFullError
 from pdtransfer.handoff.admission import Admission, Demand
 from pdtransfer.handoff.prefix import PrefixCache
-from pdtransfer.handoff.slot_allocator import Arena
+from pdtransfer.handoff.slot_allocator import SlotAllocator
 from pdtransfer.limits import Limits
 from tests.sim.pools import components
 
@@ -15,8 +15,8 @@ KV, C4 = 64, 64  # slots
 LIMITS = Limits(queue_max=3, rooms_max=5, inflight_bytes_max=1 << 20)
 
 
-def admission(limits: Limits = LIMITS) -> tuple[Admission, Arena]:
-    arena = Arena(components(KV, 1, page_first=True))
+def admission(limits: Limits = LIMITS) -> tuple[Admission, SlotAllocator]:
+    arena = SlotAllocator(components(KV, 1, page_first=True))
     return Admission(PrefixCache(arena, limits, model="m", weights=b"w"), limits), arena
 
 
@@ -146,7 +146,7 @@ def test_bytes_cannot_land_twice() -> None:
 
 
 def test_a_head_that_waits_is_looked_up_again_only_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena(components(KV, 1, page_first=True))
+    arena = SlotAllocator(components(KV, 1, page_first=True))
     cache = PrefixCache(arena, LIMITS, model="m", weights=b"w")
     queue, looked = Admission(cache, LIMITS), list[int]()
     monkeypatch.setattr(cache, "longest", lambda keys: looked.append(len(keys)) or [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,48 +11,23 @@ import pytest
 from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.handoff.component_variants import labels, leased, repeated, shares_prefixes
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.effects import Map, Offer, Outcome, Ready, RoomFailed, Write
-from pdtransfer.handoff.prefill.sessions import Cell
-from pdtransfer.layout.layout import Component, Layout
-from pdtransfer.limits import Limits
-from pdtransfer.wire import Grant, Landed, Register, Registered, Reject, unpack_extents
+from pdtransfer.handoff.effects import Map, Outcome, RoomFailed, RoomReady, Write
+from pdtransfer.handoff.prefill.cells import Cell
+from pdtransfer.wire import Grant, Landed, Registered, Reject, unpack_extents
 from tests.sim.pools import BLOCK, LAYERS, ROW, components
-from tests.support.session_ends import LIMITS, REACH, SLOTS, DecodeEnd, P, PrefillEnd, identity, kv_bytes, of, sent
-
-DENSE_SLOTS = 16
-
-
-def moved(component: Component, memory: str, *, by: int, slots: int = SLOTS) -> Component:
-    """The same in another place, of so many slots."""
-    layout = component.layout.rebase(by)
-    return msgspec.structs.replace(component, memory=memory, layout=Layout(layout.planes, layout.page_size, slots))
-
-
-def twins(page: int = 1) -> tuple[Component, ...]:
-    """A kv in DRAM, c4 of either kind of room, and behind both a smaller kv in HBM."""
-    kv, c4 = components(SLOTS, page, page_first=True)
-    return kv, c4, moved(kv, "hbm", by=c4.layout.end, slots=DENSE_SLOTS)
-
-
-ARENA = max(each.layout.end for each in twins())
-
-
-class TwinEnd(DecodeEnd):
-    """A decode rank that serves both kinds; its arena's reach says how many bytes that takes."""
-
-    def __init__(self, limits: Limits = LIMITS, **options: Any) -> None:
-        super().__init__(limits)
-        ids = iter(range(0xA0, 0xFFF))
-        me = identity("d0", "decode", window=limits.window)
-        self.core = DecodeSessions(me, twins(), limits, lambda: next(ids), **{"enable_hisparse": True} | options)
-
-    def registered(self, peer: str = P, bytes_ready: int = ARENA, **changes: Any) -> Register:
-        self.core.dial(peer, self.now)
-        (offer,) = of(self.hear(self.welcome(**changes), peer=peer), Offer)
-        reach = msgspec.structs.replace(REACH, arena_bytes=ARENA)
-        (register,) = sent(self.core.offered(offer.session, reach, self.now), Register)
-        self.hear(Registered(register.session, bytes_ready), peer=peer)
-        return register
+from tests.support.session_ends import (
+    ARENA,
+    DENSE_SLOTS,
+    LIMITS,
+    SLOTS,
+    PrefillEnd,
+    TwinEnd,
+    identity,
+    kv_bytes,
+    of,
+    sent,
+    twins,
+)
 
 
 def test_a_room_has_rows_of_one_twin_and_of_what_has_none() -> None:
@@ -78,7 +52,7 @@ def test_a_grant_names_the_twin_that_its_flag_says_and_never_the_other(sparse: b
     assert [part.component for part in grant.parts] == sorted([place, 1])
     taken = [before - now for before, now in zip(free, end.free, strict=True)]
     assert (taken[place], taken[1], taken[other]) == (10, 3, 0)
-    (ready,) = of(end.land(grant), Ready)
+    (ready,) = of(end.land(grant), RoomReady)
     assert ready.kv_bytes == kv_bytes(8), "as many bytes as a room of one kv has"
     written = next(part for part in grant.parts if part.component == place)
     first, count = unpack_extents("x", written.extents)[0]
@@ -93,8 +67,8 @@ def test_dense_and_sparse_rooms_lie_side_by_side() -> None:
     end = TwinEnd()
     end.up()
     sparse, dense = (end.granted(room, tokens=8, enable_hisparse=not room) for room in (0, 1))
-    assert of(end.land(sparse), Ready)
-    assert of(end.land(dense), Ready)
+    assert of(end.land(sparse), RoomReady)
+    assert of(end.land(dense), RoomReady)
     assert end.free == [SLOTS - 8, SLOTS - 4, DENSE_SLOTS - 8]
 
 
@@ -144,7 +118,7 @@ def test_dense_rooms_share_no_prompt_and_sparse_ones_do() -> None:
     assert len(keys) == 1
     prefixes: list[int] = []
     for room, sparse in enumerate((False, False, True, False, True)):
-        (ready,) = of(end.land(end.granted(room, tokens=BLOCK, keys=keys, enable_hisparse=sparse)), Ready)
+        (ready,) = of(end.land(end.granted(room, tokens=BLOCK, keys=keys, enable_hisparse=sparse)), RoomReady)
         prefixes.append(ready.prefix)
         end.core.release(room, end.now)
     assert prefixes == [0, 0, 0, 0, BLOCK]
@@ -152,7 +126,7 @@ def test_dense_rooms_share_no_prompt_and_sparse_ones_do() -> None:
 
 
 def test_a_component_that_is_twice_in_one_memory_makes_no_node() -> None:
-    with pytest.raises(LocalProtocolError, match="'kv' is there twice"):
+    with pytest.raises(LocalProtocolError, match="'kv' is registered twice"):
         DecodeSessions(identity("d0", "decode"), (*twins(), twins()[0]), LIMITS, lambda: 1)
 
 

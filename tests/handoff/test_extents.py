@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from pdtransfer.handoff import slot_allocator
 from pdtransfer.handoff.slot_allocator import Extents, FreeExtents
+from tests.support.effort import some
 
-bounded = settings(max_examples=80, deadline=None)
+bounded = settings(max_examples=some(80), deadline=None)
 SLOTS = 128
 FEW = (0, 2, 1 << 20)
 

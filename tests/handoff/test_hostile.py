@@ -109,7 +109,7 @@ BAD_GRANTS: dict[str, tuple[Grant, str]] = {
     ),
     "an empty extent": (
         evil(parts=(part(extents=((30, 8), (40, 0))),)),
-        "Grant.parts[0].extents: extent 1 is 0 slots from 40, expected 1 at least",
+        "Grant.parts[0].extents: extent 1 is 0 slots from 40, expected at least 1",
     ),
     "fewer rows than extents hold": (evil(parts=(part(rows=7),)), "Grant.parts[0].rows: 7, its extents hold 8"),
     "rows beyond the room": (
@@ -161,7 +161,7 @@ def beset() -> tuple[PrefillEnd, list[fx.Write]]:
 
 def check_honest_lands(end: PrefillEnd, writes: list[fx.Write]) -> None:
     effects = [effect for write in writes for effect in end.wrote(write)]
-    assert of(effects, fx.Landed)
+    assert of(effects, fx.RoomLanded)
     assert [landed.session for landed in sent(effects, Landed)] == [HONEST]
 
 
@@ -195,7 +195,7 @@ def test_a_grant_beyond_what_is_registered_is_a_breach_and_below_it_is_none() ->
     end.core.mapped(HOSTILE, ARENA_BYTES // 2 + C4_ROW)  # all of kv, and one row of c4
     assert sent(end.hear(grant(1, tokens=4, session=HOSTILE), peer=D2), Granted) == [Granted(HOSTILE, 1)]
     effects = end.hear(grant(2, room=2, tokens=8, at=8, session=HOSTILE), peer=D2)
-    text = "Grant.parts[1].extents: end at slot 10, 1 of c4 are ready in what Registered said"
+    text = "Grant.parts[1].extents: end at slot 10, 1 of c4 are ready"
     assert refusal(effects) == text
 
 
@@ -239,7 +239,7 @@ def test_a_grant_that_came_for_a_room_of_another_peer_before_it_was_open_fails_a
     end.hear(grant(), peer=D)
     effects = end.open(peers=[D])
     assert [failed.session for failed in sent(effects, Failed)] == [HOSTILE, HOSTILE]
-    assert of(effects, fx.Leased)
+    assert of(effects, fx.RoomLeased)
     assert {write.session for write in of(end.push(), fx.Write)} == {HONEST}
 
 
@@ -264,7 +264,7 @@ def test_a_grant_of_other_tokens_than_the_engine_has_fails_the_room_with_both_va
     end.open(tokens=9)
     effects = end.hear(grant())
     assert [(e.cause, e.detail) for e in of(effects, fx.RoomFailed)] == [
-        (Cause.BREACH, "tokens: the grant says 8, the engine 9")
+        (Cause.BREACH, "tokens: the grant has 8, the engine 9")
     ]
     assert end.core.sessions[0xA0].open
 
@@ -272,7 +272,7 @@ def test_a_grant_of_other_tokens_than_the_engine_has_fails_the_room_with_both_va
 @pytest.mark.parametrize("message", [Landed(HOSTILE, 1, 8, b""), Registered(HOSTILE, 1), Pong(1)], ids=str)
 def test_what_only_a_prefill_says_is_a_breach_from_decode(message: Message) -> None:
     end, writes = beset()
-    assert "is nothing that decode sends to a prefill" in refusal(end.hear(message, peer=D2))
+    assert "is no message from decode to prefill" in refusal(end.hear(message, peer=D2))
     assert (HOSTILE in end.core.sessions) == (not hasattr(message, "session"))
     check_honest_lands(end, writes)
 
@@ -410,7 +410,7 @@ BAD_ENDS: dict[str, tuple[Callable[[Grant], Message], str]] = {
     ),
     "what only decode says": (
         lambda g: Abort(g.session, g.grant),
-        "kind: Abort is nothing that a prefill sends to decode",
+        "kind: Abort is no message from prefill to decode",
     ),
 }
 
@@ -427,7 +427,7 @@ def test_a_lie_of_a_prefill_ends_its_own_session(lie: Callable[[Grant], Message]
     assert refusal(effects) == failed.detail
     assert of(effects, fx.Fence) == [fx.Fence(theirs.session)]
     assert end.free == [SLOTS - 16, SLOTS - 4], "its slots are not free before the fence"
-    assert of(end.land(honest, P), fx.Ready)
+    assert of(end.land(honest, P), fx.RoomReady)
     end.core.fenced(theirs.session, end.now)
     assert end.free == [SLOTS - 8, SLOTS - 2]
 
@@ -455,8 +455,8 @@ def test_no_prefill_speaks_on_a_session_of_another() -> None:
         effects = end.hear(message, peer=P2)
         assert refusal(effects) == f"session: {honest.session:#x} is not {P2}'s"
         assert of(effects, fx.RoomFailed) == []
-    assert end.core.links.peers[P2].up.id == theirs
-    assert of(end.land(honest, P), fx.Ready)
+    assert end.core.prefill_peers.peers[P2].up.id == theirs
+    assert of(end.land(honest, P), fx.RoomReady)
 
 
 def test_nothing_is_registered_before_it_was_offered() -> None:
@@ -495,10 +495,10 @@ def test_grants_for_rooms_that_nobody_opens_are_held_within_the_window() -> None
     session = end.core.sessions[HOSTILE]
     for number in range(1, 10 * LIMITS.window):
         end.hear(grant(number, number, session=HOSTILE, parts=()), peer=D2)
-    assert len(session.duties) == session.window <= LIMITS.window
+    assert len(session.grants) == session.window <= LIMITS.window
     for number in range(1, 10 * LIMITS.window):
         end.hear(Abort(HOSTILE, number), Released(HOSTILE, number) if number < 3 else Abort(HOSTILE, number), peer=D2)
-    assert len(session.duties) + len(session.acked) <= session.window
+    assert len(session.grants) + len(session.acked) <= session.window
     assert session.open
 
 
@@ -534,10 +534,10 @@ def test_whatever_a_hostile_peer_says_nothing_raises_and_the_honest_ones_rooms_l
     assert {room: siege.failed.get(room) for room in honest if room not in siege.ready} == {}
     for room in honest:
         siege.on_decode(siege.decode.release(room, siege.now))
-    own = siege.decode.links.peers[P].up
+    own = siege.decode.prefill_peers.peers[P].up
     assert own is not None
     assert [lease.message.room for lease in own.leases.values() if lease.message.room >= 1_000] == []
-    assert len(siege.decode.links.sessions) <= 1 + LIMITS.peer_sessions_max
+    assert len(siege.decode.prefill_peers.sessions) <= 1 + LIMITS.peer_sessions_max
     assert len(siege.prefill.sessions) <= 1 + LIMITS.peer_sessions_max
     assert len(siege.prefill.peers) <= 2
 

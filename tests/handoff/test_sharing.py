@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdtransfer.errors import Cause, LayoutMismatchError, LocalProtocolError
-from pdtransfer.handoff.decode.parts import prefix_rows
-from pdtransfer.handoff.effects import Drained, Landed, Ready, RoomFailed
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomReady
+from pdtransfer.handoff.prefix import prefix_rows
 from pdtransfer.handoff.sharing import holds_of, pair_share, share_of, uncovered, wrong_fields
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.pairing import pair
@@ -103,18 +103,18 @@ def check_lands(
     grid.send(7, tokens)
     grid.run()
     for rank in grid.decode:
-        (ready,) = rank.said_of(Ready)
+        (ready,) = rank.said_of(RoomReady)
         whole_bytes = sum(
             each.bytes_of(each.rows(tokens) - prefix_rows(each, prefix)) for each in rank.components.values()
         )
-        assert isinstance(ready, Ready)
+        assert isinstance(ready, RoomReady)
         assert grid.landed_right(rank, ready, tokens, prefix)
         assert (ready.kv_bytes, grid.written.get(rank.name, 0)) == (whole_bytes, whole_bytes)
         assert ready.aux == b"aux of p0", "the first source's, whether it sends rows or not"
         rank.core.release(7, grid.now)
         assert rank.core.idle
     for rank in grid.prefill:
-        assert len(rank.said_of(Landed)) == len(rank.said_of(Drained)) == 1
+        assert len(rank.said_of(RoomLanded)) == len(rank.said_of(RoomDrained)) == 1
         assert rank.core.idle
 
 
@@ -139,7 +139,7 @@ def test_a_room_given_up_by_one_decode_rank_fails_on_every_prefill_rank_and_ever
     grid.run()
     for rank in grid.prefill:
         assert [said.cause for said in rank.said_of(RoomFailed)] == [Cause.ABORTED]
-        assert rank.said_of(Drained)
+        assert rank.said_of(RoomDrained)
         assert rank.core.idle
     assert [said.cause for rank in grid.decode for said in rank.said_of(RoomFailed)] == [Cause.ABORTED] * 2
     assert all(rank.core.idle for rank in grid.decode)
@@ -197,7 +197,7 @@ def test_a_room_that_its_sources_do_not_cover_fails_at_once_and_leases_nothing(
     grid.open(3, 8)
     grid.send(3, 8)
     grid.run()
-    assert isinstance(grid.decode[0].said[-1], Ready), "the whole group serves the next room"
+    assert isinstance(grid.decode[0].said[-1], RoomReady), "the whole group serves the next room"
 
 
 def test_planes_that_two_ranks_send_are_named_with_both() -> None:

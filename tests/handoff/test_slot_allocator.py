@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdtransfer.handoff.slot_allocator import Arena, Extents, ExtentSet, FreeExtents, cut, slots_below, slots_of
+from pdtransfer.handoff.slot_allocator import Extents, ExtentSet, FreeExtents, SlotAllocator, cut, slots_below, slots_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS, host_layout
+from tests.support.effort import some
 
 GRANULE, SLOTS = 4, 160
 
@@ -97,7 +98,7 @@ class AllocateAndFree(RuleBasedStateMachine):
 
 
 TestAllocateAndFree = AllocateAndFree.TestCase
-TestAllocateAndFree.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAllocateAndFree.settings = settings(max_examples=some(150), stateful_step_count=40, deadline=None)
 
 
 def test_fragmentation_is_0_while_all_that_is_free_is_one_run() -> None:
@@ -142,7 +143,7 @@ def component(name: str, slots: int, page: int) -> Component:
 
 
 def test_components_are_leased_together_or_not_at_all() -> None:
-    arena = Arena([component("kv", 64, 1), component("c4", 16, 4)])
+    arena = SlotAllocator([component("kv", 64, 1), component("c4", 16, 4)])
     assert arena.allocate([10, 17]) is None
     assert [free.free_slots for free in arena.free] == [64, 16]
     assert arena.allocate([10, 13]) is not None
@@ -152,14 +153,14 @@ def test_components_are_leased_together_or_not_at_all() -> None:
 
 
 def test_what_fits_an_empty_arena_counts_whole_pages() -> None:
-    arena = Arena([component("kv", 16, 4)])
+    arena = SlotAllocator([component("kv", 16, 4)])
     assert arena.fits([13])
     assert arena.fits([16])
     assert not arena.fits([17])
 
 
 def test_slots_are_free_when_the_last_claim_has_ended() -> None:
-    arena = Arena([component("kv", 64, 1)])
+    arena = SlotAllocator([component("kv", 64, 1)])
     holding = arena.allocate([64])
     assert holding is not None
     assert holding.bytes == 64 * 8
@@ -242,7 +243,7 @@ class Claims(RuleBasedStateMachine):
 
 
 TestClaims = Claims.TestCase
-TestClaims.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestClaims.settings = settings(max_examples=some(150), stateful_step_count=30, deadline=None)
 
 
 def test_neighbours_do_not_overlap() -> None:

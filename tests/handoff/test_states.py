@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path
 
 import pytest
 
-from pdtransfer.handoff.decode.records import SESSION, SessionState
-from pdtransfer.handoff.lease import DUTY, DUTY_ENDS, LEASE, Duty, Lease, LeaseEvent
-from pdtransfer.handoff.prefill.writer_grants import WRITER, WriterState
-from pdtransfer.handoff.room import DECODE_ROOM, PREFILL_ROOM, DecodeRoom, PrefillRoom
-from pdtransfer.handoff.states import diagram, step
+from pdtransfer.handoff.states import (
+    DECODE_ROOM,
+    LEASE,
+    PREFILL_ROOM,
+    SESSION,
+    WRITER,
+    WRITER_GRANT,
+    WRITER_GRANT_ENDS,
+    DecodeRoom,
+    Lease,
+    LeaseEvent,
+    PrefillRoom,
+    SessionState,
+    WriterGrantState,
+    WriterState,
+    diagram,
+    step,
+)
 from pdtransfer.hisparse.states import SPARSE_REQUEST, SPARSE_REQUEST_ENDS, SparseRequest
+from tests.support.paths import REPO
 
 TABLES: dict[str, tuple[dict, Enum, set[Enum]]] = {
     "decode's room": (DECODE_ROOM, DecodeRoom.CONNECTING, {DecodeRoom.RELEASED, DecodeRoom.FAILED}),
     "prefill's room": (PREFILL_ROOM, PrefillRoom.OPEN, {PrefillRoom.LANDED, PrefillRoom.FAILED}),
     "lease": (LEASE, Lease.GRANTED, {Lease.ENDED}),
-    "duty": (DUTY, Duty.WAITING, set(DUTY_ENDS)),
+    "grant": (WRITER_GRANT, WriterGrantState.WAITING, set(WRITER_GRANT_ENDS)),
     "decode's session": (SESSION, SessionState.OFFERING, {SessionState.CLOSED}),
     "prefill's session": (WRITER, WriterState.MAPPING, {WriterState.CLOSED}),
     "HiSparse request": (SPARSE_REQUEST, SparseRequest.RESERVED, set(SPARSE_REQUEST_ENDS)),
@@ -67,7 +80,7 @@ def test_an_event_that_the_table_does_not_name_is_our_own_bug() -> None:
         step(LEASE, Lease.ENDED, LeaseEvent.PROOF)
 
 
-def test_the_architecture_page_draws_the_table_of_hisparse_requests() -> None:
-    page = (Path(__file__).parent.parent.parent / "ARCHITECTURE.md").read_text()
+def test_the_hisparse_page_draws_the_table_of_its_requests() -> None:
+    page = (REPO / "docs" / "hisparse.md").read_text()
     drawn = page.partition("<!-- sparse request -->\n")[2].partition("<!-- /sparse request -->")[0]
     assert drawn == f"```mermaid\n{diagram(SPARSE_REQUEST, SparseRequest.RESERVED)}\n```\n"

@@ -16,6 +16,7 @@ from pdtransfer.hisparse.coordinator import Capacity, Coordinator
 from pdtransfer.hisparse.scheduler import POLICIES, Scheduler
 from pdtransfer.hisparse.states import SPARSE_REQUEST_ENDS, SparseRequest
 from pdtransfer.limits import Limits
+from tests.support.effort import some
 from tests.support.hisparse_events import Switch, host
 
 R = SparseRequest
@@ -378,6 +379,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestCoordinator = CoordinatorMachine.TestCase
-TestCoordinator.settings = settings(max_examples=150, stateful_step_count=50, derandomize=True)
+TestCoordinator.settings = settings(max_examples=some(150), stateful_step_count=50, derandomize=True)
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=100, stateful_step_count=50, derandomize=True)
+TestScheduler.settings = settings(max_examples=some(100), stateful_step_count=50, derandomize=True)

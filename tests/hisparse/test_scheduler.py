@@ -9,7 +9,7 @@ import pytest
 
 from pdtransfer.errors import CapacityError, LocalProtocolError
 from pdtransfer.hisparse.coordinator import Capacity, Coordinator
-from pdtransfer.hisparse.scheduler import POLICIES, Policy, Scheduler, Turn
+from pdtransfer.hisparse.scheduler import POLICIES, Policy, Scheduler, SparseTurn
 from pdtransfer.hisparse.states import SparseRequest
 from pdtransfer.limits import Limits
 from tests.support.hisparse_events import Switch, host
@@ -26,11 +26,11 @@ def offer(queue: Scheduler, request: int, tokens: int = 10, growth: int = 50) ->
     queue.offer(request, host(tokens + growth), tokens=tokens, growth=growth)
 
 
-def placed(turn: Turn) -> list[int]:
+def placed(turn: SparseTurn) -> list[int]:
     return [placement.request for placement in turn.place]
 
 
-def step(queue: Scheduler, *, after: Switch | None = None) -> Turn:
+def step(queue: Scheduler, *, after: Switch | None = None) -> SparseTurn:
     """As an engine: what next() asks for, then a step of all that run. Says what it asked for at last."""
     turn = queue.next(0.0)
     for request in turn.retract:

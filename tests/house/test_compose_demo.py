@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.paths import REPO
+
 USED = (  # of the host; whatever could change it is one of `commands`, or is not there
     "bash", "cat", "chmod", "dirname", "env", "grep", "id", "mkdir", "mktemp", "rm", "sed", "seq", "setsid", "sleep",
     "tail", "tar", "timeout", "wc",
@@ -27,7 +28,7 @@ def tried(tmp_path: Path) -> Path:
     """A copy that may write where it likes, and the only commands that it finds."""
     for name in ("tools/compose-demo", "deploy/compose.yaml"):
         (tmp_path / name).parent.mkdir()
-        shutil.copy(ROOT / name, tmp_path / name)
+        shutil.copy(REPO / name, tmp_path / name)
     (tmp_path / "bin").mkdir()
     for name in USED:
         (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
@@ -110,7 +111,7 @@ def test_a_fleet_does_not_start_before_it_may(tried: Path) -> None:
 def integrate(tried: Path, *, test: str, containers: str) -> subprocess.CompletedProcess[str]:
     """.ci/run, where `make test` and tools/compose-demo do what is said here."""
     (tried / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci" / "run", tried / ".ci" / "run")
+    shutil.copy(REPO / ".ci" / "run", tried / ".ci" / "run")
     (tried / "tools" / "compose-demo").write_text(f"#!/usr/bin/env bash\n{containers}\n")
     (tried / "bin" / "make").write_text(f"#!/usr/bin/env bash\n[ $1 = test ] || exit 0\n{test}\n")
     (tried / "bin" / "make").chmod(0o755)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,28 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.transports.mooncake import why_not
+from pdtransfer.transports.mooncake.settings import why_not
 from tests.support.advertised import NAT, firewall
-from tests.support.fleets import REPO
+from tests.support.networks import APART, why_not_apart
+from tests.support.paths import REPO
 
-_APART = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
-
-
-def _why_not() -> str:
-    missing = [name for name in ("ip", "nft", "unshare", "nsenter") if shutil.which(name) is None]
-    if missing:
-        return f"{' and '.join(missing)} not installed"
-    trial = ["sh", "-c", "ip link add near type veth peer name far && nft -f -"]
-    tried = subprocess.run([*_APART, *trial], input=NAT + firewall(), capture_output=True, text=True, check=False)
-    return why_not() if tried.returncode == 0 else f"no network namespaces with a firewall here: {tried.stderr.strip()}"
+NATED = "ip link add near type veth peer name far && nft -f -"
 
 
 @pytest.mark.timeout(300)
 def test_decodes_bound_to_every_interface_are_reached_at_what_they_advertise_through_nat_and_firewall() -> None:
-    if why := _why_not():
+    if why := why_not() or why_not_apart(NATED, "nft", "nsenter", text=NAT + firewall()):
         pytest.skip(why)
     with tempfile.TemporaryDirectory(prefix="pdt-") as files:  # short, for the sockets in it
-        command = [*_APART, sys.executable, "-m", "tests.support.advertised", files]
+        command = [*APART, sys.executable, "-m", "tests.support.advertised", files]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=REPO)
         logs = "".join(f"{log.name}:\n{log.read_text()[-2_000:]}" for log in sorted(Path(files).glob("*.log")))
     assert ran.returncode == 0, ran.stderr + logs

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.fleets import LIMITS, Answer, Gates, Site, prompts, running, until
+from tests.support.fleets import LIMITS, Answer, Gates, Site, prompts, running
+from tests.support.waiting import until
 
 PLAIN = {"engine": "tests.support.engines.plain:create", "engine_option": ()}
 

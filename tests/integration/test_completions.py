@@ -15,17 +15,16 @@ from tests.support.fleets import (
     LIMITS,
     SLOTS,
     TOKENS,
-    Answer,
     Gates,
     Running,
     Site,
     equal,
     generated,
-    open_files,
     prompts,
     running,
-    until,
 )
+from tests.support.processes import open_files
+from tests.support.waiting import until
 
 FLEETS = {
     "mla 64 to 1": (
@@ -73,7 +72,9 @@ def test_many_prompts_at_once_are_answered_as_by_a_single_process_and_nothing_le
     async def case(site: Site) -> None:
         await site.served(attention)
         await site.settled()
-        before = {daemon.role: open_files(daemon) for daemon in site.fleet.daemons if daemon.role != "router"}
+        before = {
+            daemon.role: open_files(daemon.process.pid) for daemon in site.fleet.daemons if daemon.role != "router"
+        }
         answers = await asyncio.gather(*(site.complete(text) for text in texts))
         for text, answer in zip(texts, answers, strict=True):
             expected = generated(attention, text)
@@ -95,7 +96,9 @@ def test_many_prompts_at_once_are_answered_as_by_a_single_process_and_nothing_le
         assert decode["pdtransfer_rooms_ended_total{length}"] == prefill["pdtransfer_rooms_ended_total{done}"]
 
         async def closed() -> bool:
-            after = {daemon.role: open_files(daemon) for daemon in site.fleet.daemons if daemon.role != "router"}
+            after = {
+                daemon.role: open_files(daemon.process.pid) for daemon in site.fleet.daemons if daemon.role != "router"
+            }
             return all(after[role] <= count for role, count in before.items())
 
         await until(closed, f"no more open files than {before}")  # those of the last /metrics close in their time
@@ -277,7 +280,7 @@ def test_a_full_queue_is_429_with_retry_after_and_everybody_else_is_served(
             assert await served(site)  # the session is up: from here on rooms queue for slots
             with gates.closed("decode"):  # until all but one, and those that may queue behind it, are answered
                 asked = [asyncio.ensure_future(site.complete(text)) for text in texts]
-                await until(lambda: some_done(asked), "some are turned away")
+                await until(lambda: any(each.done() for each in asked), "some are turned away")
             answers = await asyncio.gather(*asked)
             full = [answer for answer in answers if answer.status == 429]
             assert full
@@ -293,7 +296,3 @@ def test_a_full_queue_is_429_with_retry_after_and_everybody_else_is_served(
             await until(lambda: served(site), "the router has heard that there are slots again")
 
         on(case)
-
-
-async def some_done(asked: list[asyncio.Task[Answer]]) -> bool:
-    return any(each.done() for each in asked)

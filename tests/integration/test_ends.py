@@ -15,14 +15,9 @@ import pytest
 from pdtransfer.config.config import RouterConfig
 from pdtransfer.process.fleet import Daemon
 from tests.support.engines import plain
-from tests.support.fleets import ENGINE, LIMITS, PATIENCE_S, Gates, Running, Site, prompts, running, until
+from tests.support.fleets import ENGINE, LIMITS, Gates, Running, Site, prompts, running
 from tests.support.healing import decode, prefill, right, said
-
-
-@pytest.fixture(scope="module")
-def gates(tmp_path_factory: pytest.TempPathFactory) -> Gates:
-    """Those of `slow`."""
-    return Gates(tmp_path_factory.mktemp("gates"))
+from tests.support.waiting import PATIENCE_S, until
 
 
 @pytest.fixture(scope="module")

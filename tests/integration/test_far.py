@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.transports.mooncake import why_not
+from pdtransfer.transports.mooncake.settings import why_not
 from tests.support import networks
 from tests.support.far import CASES, DECODES, PREFILLS
-from tests.support.fleets import REPO
+from tests.support.paths import REPO
 
 
 @pytest.mark.slow

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.transports.mooncake import why_not
-from tests.integration.test_vanished_host import _APART, _why_not
+from pdtransfer.transports.mooncake.settings import why_not
+from tests.support.networks import APART, VETH, why_not_apart
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_engines_that_die_and_links_that_are_cut_fail_their_room_alone_and_the_next_ones_land(tmp_path: Path) -> None:
     """Takes half a minute: engines and peers are silent for seconds before anybody gives them up."""
-    if why := why_not() or _why_not():
+    if why := why_not() or why_not_apart(VETH):
         pytest.skip(why)
-    command = [*_APART, sys.executable, "-m", "tests.support.far_arena", str(tmp_path / "s")]
+    command = [*APART, sys.executable, "-m", "tests.support.far_arena", str(tmp_path / "s")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
     assert ran.returncode == 0, ran.stderr
     outcome = json.loads(ran.stdout)

@@ -12,18 +12,13 @@ import aiohttp
 import pytest
 
 from pdtransfer.process.fleet import Daemon
-from tests.support.fleets import PATIENCE_S, Gates, Running, Site, prompts, running, until
+from tests.support.fleets import Gates, Running, Site, prompts, running
 from tests.support.healing import QUICK, Rest, decode, healed, met, prefill, right
-from tests.support.kv_fleet import children
 from tests.support.loads import Load, has, killed, mend, metric, named, streams, strike
+from tests.support.processes import children
+from tests.support.waiting import PATIENCE_S, until
 
 STEP_MS = 10
-
-
-@pytest.fixture(scope="module")
-def gates(tmp_path_factory: pytest.TempPathFactory) -> Gates:
-    """Those of `four`."""
-    return Gates(tmp_path_factory.mktemp("gates"))
 
 
 @pytest.fixture(scope="module")

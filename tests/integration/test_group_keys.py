@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from pdtransfer.bus.keys import generate
-from tests.support.fleets import REPO, Running, Site, equal, generated, prompts, running, until
+from tests.support.fleets import Running, Site, equal, generated, prompts, running
+from tests.support.paths import REPO
+from tests.support.waiting import until
 
 GROUP = {"attention": "gqa", "tp_size": 2}
 STRANGERS = "pdtransfer_bus_strangers_total"
@@ -28,8 +30,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     lines = {name: generate(here / name) for name in KEYS}
     for owner, listed in {
         "front": {"p": "prefill", "d": "decode"},
-        "p": {"front": "router", "d": "decode", "d-tp1": "decode"},
-        "d": {"front": "router", "p": "prefill", "p-tp1": "prefill"},
+        "p": {"front": "router", "p": "prefill", "p-tp1": "prefill", "d": "decode", "d-tp1": "decode"},
+        "d": {"front": "router", "d": "decode", "d-tp1": "decode", "p": "prefill", "p-tp1": "prefill"},
     }.items():
         (here / f"{owner}.allow").write_text("".join(f"{lines[name]} {role}\n" for name, role in listed.items()))
 

@@ -22,20 +22,19 @@ from pdtransfer.reference.factory import Generation, generate_many
 from pdtransfer.wire import Sampling
 from tests.support.fleets import (
     ENGINE,
-    PATIENCE_S,
-    REPO,
     SLOTS,
     TOKENS,
     Gates,
     Running,
     Site,
     equal,
+    followers,
     free_address,
     prompts,
     running,
-    until,
 )
-from tests.support.kv_fleet import children
+from tests.support.paths import REPO
+from tests.support.waiting import PATIENCE_S, until
 
 OPTIONS = ("layers=2", "kv_heads=1")
 GQA = {"attention": "gqa", "engine_option": OPTIONS}
@@ -45,12 +44,6 @@ SLOW = {"engine": ENGINE, "attention": "gqa", "engine_option": (*OPTIONS, "step_
 def gated(gates: Gates) -> dict[str, Any]:
     """A prefill whose ranks wait at a gate."""
     return SLOW | {"chunk_tokens": 16, "tp_size": 2, "engine_option": (*OPTIONS, f"gates={gates.directory}")}
-
-
-@pytest.fixture(scope="module")
-def gates(tmp_path_factory: pytest.TempPathFactory) -> Gates:
-    """That of `group`'s prefill."""
-    return Gates(tmp_path_factory.mktemp("gates"))
 
 
 @pytest.fixture(scope="module")
@@ -74,19 +67,6 @@ def expected(texts: list[str]) -> list[Generation]:
     return generate_many(
         config, [(np.frombuffer(text.encode(), np.uint8).astype(np.int64), sampling) for text in texts]
     )
-
-
-def followers(daemon: Daemon) -> list[int]:
-    """Process ids of the other ranks of a leader's worker, in their order."""
-    return sorted(pid for pid in children(daemon.process.pid) if b"--group=" in command_line(pid))
-
-
-def command_line(pid: int) -> bytes:
-    """Empty of a process that has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 def alive(pid: int) -> bool:

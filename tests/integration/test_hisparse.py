@@ -13,21 +13,8 @@ import pytest
 from pdtransfer.engine_api import EngineConfig
 from pdtransfer.reference.factory import Generation, generate_many
 from pdtransfer.wire import Sampling
-from tests.support.fleets import (
-    ENGINE,
-    LIMITS,
-    PATIENCE_S,
-    SLOTS,
-    TOKENS,
-    Answer,
-    Gates,
-    Running,
-    Site,
-    equal,
-    prompts,
-    running,
-    until,
-)
+from tests.support.fleets import ENGINE, LIMITS, SLOTS, TOKENS, Gates, Running, Site, equal, prompts, running
+from tests.support.waiting import PATIENCE_S, until
 
 OPTIONS = {"layers": "2", "top_k": "16", "index_share": "1"}
 LAYOUTS = {"mla": {"page_size": 1, "host_layout": "page_first"}, "gqa": {"page_size": 16, "host_layout": "page_head"}}
@@ -130,7 +117,7 @@ def test_a_full_queue_for_the_device_is_429_with_retry_after_and_dense_requests_
             assert equal(await site.complete(text, enable_hisparse=True), wanted)  # the session is up
             with gates.closed("decode"):
                 asked = [asyncio.ensure_future(site.complete(text, enable_hisparse=True)) for _ in range(8)]
-                await until(lambda: some_done(asked), "some are turned away")
+                await until(lambda: any(each.done() for each in asked), "some are turned away")
                 dense = asyncio.ensure_future(site.complete(text, enable_hisparse=False))
             answers = await asyncio.gather(*asked)
             full = [answer for answer in answers if answer.status == 429]
@@ -146,10 +133,6 @@ def test_a_full_queue_for_the_device_is_429_with_retry_after_and_dense_requests_
             await site.settled()
 
         on(case)
-
-
-async def some_done(asked: list[asyncio.Task[Answer]]) -> bool:
-    return any(each.done() for each in asked)
 
 
 def test_a_rank_that_is_refused_a_place_that_its_leader_has_ends_the_worker(tmp_path: Path) -> None:

@@ -41,19 +41,7 @@ from pdtransfer.wire import (
     Welcome,
     encode,
 )
-from tests.support.fleets import (
-    LIMITS,
-    PATIENCE_S,
-    SERVED,
-    SLOTS,
-    Running,
-    Site,
-    decode_config,
-    generated,
-    open_files,
-    running,
-    until,
-)
+from tests.support.fleets import LIMITS, SERVED, SLOTS, Running, Site, decode_config, generated, running
 from tests.support.hostile_peers import (
     JUNK,
     Canaries,
@@ -65,6 +53,8 @@ from tests.support.hostile_peers import (
     extents,
     identity,
 )
+from tests.support.processes import open_files
+from tests.support.waiting import PATIENCE_S, until
 
 Case = Callable[[FakeDecode], Awaitable[None]]
 
@@ -429,7 +419,7 @@ def test_words_of_peers_make_no_labels(fleet: Running) -> None:
 
 def test_slots_of_a_writer_that_holds_the_arena_stay_quarantined_until_it_lets_go(fleet: Running) -> None:
     async def case(site: Site) -> None:
-        before = open_files(site.decode)
+        before = open_files(site.decode.process.pid)
         async with lured(site) as (router, prefill):
             room = await router.begin(prefill.endpoint)
             register = await prefill.registered()
@@ -456,7 +446,7 @@ def test_slots_of_a_writer_that_holds_the_arena_stay_quarantined_until_it_lets_g
         await site.settled()
 
         async def same() -> bool:
-            return open_files(site.decode) <= before + 8  # the prefill's endpoint is dialled on for a while
+            return open_files(site.decode.process.pid) <= before + 8  # the prefill's endpoint is dialled on for a while
 
         await until(same)
 

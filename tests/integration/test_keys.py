@@ -12,7 +12,8 @@ import zmq
 
 from pdtransfer.bus.keys import generate
 from pdtransfer.wire import Hello, Identity, Ranks, encode
-from tests.support.fleets import Running, Site, equal, generated, prompts, running, until
+from tests.support.fleets import Running, Site, equal, generated, prompts, running
+from tests.support.waiting import until
 
 NODES = ("router", "prefill-0", "decode-0", "decode-1")
 
@@ -95,7 +96,7 @@ def test_a_revoked_key_loses_its_sessions_at_a_hangup_and_comes_back_at_another(
             assert await sessions() == 1
             allow.write_text("decode-0 is not a line")
             site.prefill.process.send_signal(signal.SIGHUP)
-            await until(lambda: said(site, "the allow-list stays as it was"))
+            await until(lambda: said(site, "the allow-list is unchanged"))
             await site.served()
             allow.write_text("".join(line for line in before.splitlines(keepends=True) if "decode-0" not in line))
             site.prefill.process.send_signal(signal.SIGHUP)

@@ -6,8 +6,9 @@ import asyncio
 import signal
 from pathlib import Path
 
-from tests.support.fleets import Gates, Site, prompts, running, until
+from tests.support.fleets import Gates, Site, prompts, running
 from tests.support.healing import decode, healed, met, prefill, right
+from tests.support.waiting import until
 
 ROW_BYTES = 64 << 10  # of one layer: 128 KiB a token
 SLOTS = 2_048  # 256 MiB

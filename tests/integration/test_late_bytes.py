@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.transports.mooncake import why_not
+from pdtransfer.transports.mooncake.settings import why_not
 from tests.support import kv_fleet, networks
-from tests.support.kv_fleet import DECODES, LARGE, MEGABITS, PREFILLS, Fleet, Host, Room, Side, stop, until
+from tests.support.kv_fleet import DECODES, LARGE, MEGABITS, PREFILLS, Fleet, Host, Room, Side
 from tests.support.networks import Network
+from tests.support.processes import stop
+from tests.support.waiting import until
 
 SKIPPED = why_not() or networks.why_not()
 over_tcp = pytest.mark.skipif(bool(SKIPPED), reason=SKIPPED)

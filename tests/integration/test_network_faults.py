@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from pdtransfer.transports.mooncake import why_not
+from pdtransfer.transports.mooncake.settings import why_not
 from tests import soak
 from tests.support import networks
-from tests.support.kv_fleet import LARGE, MEGABITS, PAIRS, Fleet, Room, stop
+from tests.support.kv_fleet import LARGE, MEGABITS, PAIRS, Fleet, Room
 from tests.support.networks import Network
+from tests.support.processes import stop
 
 pytestmark = pytest.mark.skipif(bool(why := why_not() or networks.why_not()), reason=why)
 

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.fleets import REPO
+from tests.support.networks import APART, VETH, why_not_apart
+from tests.support.paths import REPO
 from tests.support.rank_hosts import served
-
-_APART = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
-_TRIAL = "ip link set lo up && ip link add near type veth peer name far"
-
-
-def _why_not() -> str:
-    missing = [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]
-    if missing:
-        return f"{' and '.join(missing)} not installed"
-    trial = subprocess.run([*_APART, "sh", "-c", _TRIAL], capture_output=True, text=True, check=False)
-    return "" if trial.returncode == 0 else f"no network namespaces here: {trial.stderr.strip()}"
 
 
 @pytest.mark.timeout(300)
@@ -34,9 +23,9 @@ def test_ranks_at_another_address_find_their_leaders_and_write_to_their_own_deco
 
 @pytest.mark.timeout(300)
 def test_ranks_in_another_network_namespace_serve_with_keys_of_their_own(tmp_path: Path) -> None:
-    if why := _why_not():
+    if why := why_not_apart(VETH, "nsenter"):
         pytest.skip(why)
-    command = [*_APART, sys.executable, "-m", "tests.support.rank_hosts", str(tmp_path)]
+    command = [*APART, sys.executable, "-m", "tests.support.rank_hosts", str(tmp_path)]
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=240, check=False,
         cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)},

@@ -20,8 +20,11 @@ import pytest
 
 from pdtransfer.process.fleet import Daemon
 from tests.support.engines import plain
-from tests.support.fleets import Running, Site, prompts, running, until
+from tests.support.fleets import Running, Site, prompts, running
 from tests.support.healing import QUICK, Rest, decode, healed, met, prefill, right, said
+from tests.support.loads import killed
+from tests.support.paths import REPO
+from tests.support.waiting import until
 
 DAY_S = 86_400
 FOUNDING = 10  # descriptors that a daemon opens first, for its loop, and keeps
@@ -49,7 +52,7 @@ async def all_served(site: Site, seed: int) -> None:
 
 
 @contextmanager
-def no_descriptors(daemon: Daemon) -> Iterator[None]:
+def without_descriptors(daemon: Daemon) -> Iterator[None]:
     """The daemon can open nothing more, for so long, whatever else it closes: the numbers it may use are all taken."""
     pid = daemon.process.pid
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -61,11 +64,6 @@ def no_descriptors(daemon: Daemon) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
-async def killed(daemon: Daemon) -> None:
-    daemon.process.kill()
-    await daemon.process.wait()
-
-
 def test_a_router_without_descriptors_finishes_what_it_has_and_serves_again_with_them(
     pair: tuple[Running, Rest],
 ) -> None:
@@ -74,7 +72,7 @@ def test_a_router_without_descriptors_finishes_what_it_has_and_serves_again_with
     async def case(site: Site) -> None:
         events = site.events("under way", max_tokens=3_000)
         first = await anext(events)
-        with no_descriptors(site.router):
+        with without_descriptors(site.router):
             for _ in range(3):
                 with pytest.raises((aiohttp.ClientError, TimeoutError)):
                     async with asyncio.timeout(0.5):  # nobody can take the connection: it is closed, or waits
@@ -93,7 +91,7 @@ def test_a_worker_without_descriptors_fails_requests_clearly_and_comes_back_with
 
     async def case(site: Site) -> None:
         other = site.fleet.of("decode" if starved == "prefill" else "prefill")[0]
-        with no_descriptors(site.fleet.of(starved)[0]):
+        with without_descriptors(site.fleet.of(starved)[0]):
             await all_served(site, seed=1)  # what is connected goes on
             await killed(other)  # and what has to be connected anew cannot be
             await site.restart(other)
@@ -142,7 +140,7 @@ def stepped_clock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Processes started while this is in force read a wall clock that is ahead by the seconds in this file."""
     directory = tmp_path_factory.mktemp("clock")
     library, step = directory / "stepped_clock.so", directory / "step"
-    source = Path(__file__).parents[1] / "support" / "stepped_clock.c"
+    source = REPO / "tests" / "support" / "stepped_clock.c"
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     step.write_bytes(struct.pack("q", 0))
     with pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,8 @@ import pytest
 
 from pdtransfer.tracing import trace
 from pdtransfer.tracing.merge_traces import files, merge, rooms_of
-from tests.support.fleets import Site, prompts, running, until
+from tests.support.fleets import Site, prompts, running
+from tests.support.waiting import until
 
 LANES = {  # of a request, by the process that writes each in its own time
     *(("prefill-0", lane) for lane in ("control", "compute", "pick", "push")),

@@ -12,7 +12,9 @@ import pytest
 
 from pdtransfer.errors import WorldError
 from pdtransfer.process.fleet import Daemon
-from tests.support.fleets import ENGINE, PATIENCE_S, REPO, Gates, decode_config, free_address, prefill_config, until
+from tests.support.fleets import ENGINE, Gates, decode_config, free_address, prefill_config
+from tests.support.paths import REPO
+from tests.support.waiting import PATIENCE_S, until
 
 # There is nothing to warm up in it, so nothing else takes long.
 PLAIN = {"engine": ENGINE, "page_size": 1}

@@ -18,11 +18,12 @@ from pdtransfer.engine_api import EngineConfig
 from pdtransfer.handoff.effects import Outcome
 from pdtransfer.kernels import checksum_copy, driver
 from pdtransfer.layout.checksum import lines_of, runs_of
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.reference.factory import generate_many
 from pdtransfer.transports.card_launcher import PoolCard
 from pdtransfer.wire import Sampling
-from tests.transports.test_shm import LAYERS, ROW, SLOTS, WRITER, Pair, on_loop, until
+from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair
+from tests.support.waiting import on_loop, until
 
 if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
@@ -32,8 +33,8 @@ EVERY = np.arange(SLOTS)
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena.create(SLOTS * LAYERS * ROW, huge_pages="never")
+def arena() -> Iterator[ArenaMemory]:
+    made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
     made.prefault()
     yield made
     made.close()
@@ -42,7 +43,7 @@ def arena() -> Iterator[Arena]:
 class CardPair(Pair):
     """A writer whose pool is in a card's memory."""
 
-    def __init__(self, arena: Arena, tmp_path: Path) -> None:
+    def __init__(self, arena: ArenaMemory, tmp_path: Path) -> None:
         pool = np.random.default_rng(5).integers(0, 256, SLOTS * LAYERS * ROW, np.uint8)  # as test_shm's own
         self.tensor = torch.from_numpy(pool).cuda()
         torch.cuda.synchronize()
@@ -51,7 +52,7 @@ class CardPair(Pair):
 
 
 @on_loop
-async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: Arena, tmp_path: Path) -> None:
+async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: ArenaMemory, tmp_path: Path) -> None:
     both = CardPair(arena, tmp_path)
     assert await both.map() == arena.byte_count
     rng = np.random.default_rng(2)
@@ -70,7 +71,7 @@ async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: A
 
 
 @on_loop
-async def test_a_cancelled_write_of_a_card_is_still(arena: Arena, tmp_path: Path) -> None:
+async def test_a_cancelled_write_of_a_card_is_still(arena: ArenaMemory, tmp_path: Path) -> None:
     both = CardPair(arena, tmp_path)
     await both.map()
     for grant in range(1, 41):  # more than the card can have done by then
@@ -90,7 +91,7 @@ async def test_a_cancelled_write_of_a_card_is_still(arena: Arena, tmp_path: Path
 
 
 @on_loop
-async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: Arena, tmp_path: Path) -> None:
+async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: ArenaMemory, tmp_path: Path) -> None:
     both = CardPair(arena, tmp_path)
     await both.map()
     source = np.random.default_rng(1).permutation(SLOTS)

@@ -10,21 +10,17 @@ import numpy as np
 import pytest
 
 from pdtransfer.kernels.kv_copy import kv_copy
-from pdtransfer.kernels.pools import Pool
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS, ITEM_LAYOUTS
 from tests.support.client_pair import Expected, client_pair, slots_of_pages
 from tests.support.layout_tensors import Model, c4, dsa_index, mha, mla
 from tests.support.layout_tensors import Pool as Tensors
+from tests.support.slot_copies import pool_of
 
 CASES = [
     *((model, name) for model in (mla(layers=range(2)), mha(layers=range(2), heads=range(2))) for name in HOST_LAYOUTS),
     *((model, name) for model in (c4(layers=range(2)), dsa_index(layers=range(2))) for name in ITEM_LAYOUTS),
 ]
 PROMPT, GROWTH, HOT = 50, 6, 24  # the device has fewer places than the prompt tokens
-
-
-def pool_of(tensors: Tensors) -> Pool:
-    return Pool(layout=tensors.layout, address=tensors.memory.ctypes.data)
 
 
 @pytest.mark.parametrize(

@@ -13,21 +13,11 @@ from hypothesis import strategies as st
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.kernels.hot_pool import HotPool
 from pdtransfer.kernels.pools import Pool
-from tests.support.hot_world import World
-from tests.support.layout_tensors import mha, mla
+from tests.support.effort import some
+from tests.support.hot_world import LAYOUTS, MODELS, World, world
+from tests.support.layout_tensors import mla
 
-LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
-PROPERTY = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-MODELS = {
-    "mla": (mla(layers=range(3), head_bytes=656), (range(2), range(2, 3))),
-    "gqa": (mha(layers=range(2, 6), heads=range(2), head_bytes=8), (range(2, 4), range(4, 6))),
-}
-
-
-def world(name: str = "mla", host: str = "page_first", device: str = "layer_first", **changed: Any) -> World:
-    model, groups = MODELS[name]
-    sizes: dict[str, Any] = {"rows": 3, "hot": 8, "top": 6, "tokens_max": 32}
-    return World(model, host_layout=host, device_layout=device, groups=groups, **(sizes | changed))
+PROPERTY = settings(max_examples=some(25), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("host", LAYOUTS)
@@ -222,7 +212,7 @@ def test_a_start_that_does_not_fit_says_why_and_does_nothing() -> None:
     refused("preload: 10 tokens do not fit 8 places", 1, slots[:12], 10, slots[:9], preload=True)
     refused(r"host_slots: -1 is outside", 1, slots[:12] - 1, 10, slots[:9])
     refused(r"device_slots: 1000 is outside", 1, slots[:12], 10, np.append(slots[:8], 1000))
-    refused("device_slots: one is there twice", 1, slots[:12], 8, slots[[0, 1, 2, 3, 4, 5, 6, 7, 7]])
+    refused("device_slots: a slot is repeated", 1, slots[:12], 8, slots[[0, 1, 2, 3, 4, 5, 6, 7, 7]])
     here.start(1, 5, 1)
     here.step([0, 1])
     here.check_rest()

@@ -13,30 +13,28 @@ import torch
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.kernels import driver
 from pdtransfer.kernels.hot_pool import HotPool
-from tests.support.hot_world import World
-
-from . import test_hot_pool as on_cpu
+from tests.support.hot_world import LAYOUTS, MODELS, World, world
 
 if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=on_cpu.MODELS)
+@pytest.fixture(params=MODELS)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
 def here(name: str) -> Iterator[World]:
-    with closing(on_cpu.world(name, card=True, spare=1)) as made:
+    with closing(world(name, card=True, spare=1)) as made:
         yield made
 
 
-@pytest.mark.parametrize("host", on_cpu.LAYOUTS)
+@pytest.mark.parametrize("host", LAYOUTS)
 @pytest.mark.parametrize("device", ["layer_first", "page_first"])
 def test_steps_find_the_bytes_of_every_position_in_any_layout(name: str, host: str, device: str) -> None:
-    with closing(on_cpu.world(name, host, device, card=True)) as here:
+    with closing(world(name, host, device, card=True)) as here:
         for row, tokens, growth in ((0, 20, 12), (1, 5, 10), (2, 8, 3)):
             here.start(row, tokens, growth)
         for dtype in (torch.int32, torch.int64):
@@ -56,7 +54,7 @@ def test_a_request_that_starts_within_the_buffer_grows_beyond_it(here: World) ->
 def test_requests_come_grow_are_retracted_and_go(name: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     sizes: dict[str, Any] = {"rows": 5, "hot": 40, "top": 33, "tokens_max": 150, "seed": seed}
-    with closing(on_cpu.world(name, "page_first_direct", card=True, **sizes)) as here:
+    with closing(world(name, "page_first_direct", card=True, **sizes)) as here:
         retracted: list[Any] = []
         for _ in range(40):
             free = [row for row in range(here.rows) if row not in here.tokens]
@@ -144,6 +142,6 @@ def test_steps_of_a_graph_are_replayed_with_what_its_arrays_hold_then(here: Worl
 
 
 def test_a_pool_whose_host_memory_the_card_cannot_reach_is_refused(here: World) -> None:
-    there = on_cpu.world()
+    there = world()
     with pytest.raises(LocalProtocolError, match="the device's is of card 0, the host's of card None"):
         HotPool(there.host.pool, here.device.pool, groups=here.groups, rows=1, hot=4, top=2, tokens_max=8)

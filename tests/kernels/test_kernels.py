@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pdtransfer import kernels
-from pdtransfer.kernels import Native
-from pdtransfer.kernels.cancel import Cancel
+from pdtransfer.kernels import NativeCopy
+from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import Plan, plan
+from tests.support.effort import some
 
-NUMPY = Native(path=None, text="numpy")
+NUMPY = NativeCopy(path=None, text="numpy")
 MARGIN = 256
 
 # The suite passes on a host without a compiler, where numpy copies.
@@ -34,7 +35,7 @@ compiles = pytest.mark.skipif(not COMPILER, reason="no C or C++ compiler")
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Native:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> NativeCopy:
     if not COMPILER:
         pytest.skip("no C or C++ compiler")
     found = kernels.load(tmp_path_factory.mktemp("cache"))
@@ -43,13 +44,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Native:
 
 
 @pytest.fixture(params=["compiled", "numpy"])
-def either(request: pytest.FixtureRequest) -> Native:
+def either(request: pytest.FixtureRequest) -> NativeCopy:
     """The compiled copy, then numpy's."""
     return NUMPY if request.param == "numpy" else request.getfixturevalue("compiled")
 
 
 @pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Native:
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> NativeCopy:
     """The same source as C++, which reports undefined behaviour on standard error."""
     path = tmp_path_factory.mktemp("sanitized") / "host_copy.so"
     if shutil.which("c++") is None:
@@ -72,7 +73,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Native:
     if "cannot find" in built.stderr:
         pytest.skip("no sanitizer")
     assert not built.returncode, built.stderr
-    return kernels._opened(path)
+    return kernels._open(path)
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Case:
                 wanted[b : b + width] = pools[0][a : a + width]
         return cls(plan(pair(ours, theirs).fused(), source_slots, target_slots), *pools, wanted)
 
-    def check(self, by: Native, **how: object) -> None:
+    def check(self, by: NativeCopy, **how: object) -> None:
         target = self.target.copy()
         where = self.source.ctypes.data + MARGIN, target.ctypes.data + MARGIN
         assert kernels.copy(self.work, *where, by=by, **how)  # type: ignore[arg-type]
@@ -154,13 +155,15 @@ class Case:
         assert not len(wrong), f"{len(wrong)} bytes differ, the first at {wrong[0] - MARGIN}"
 
 
-def by_stores(by: Native) -> list[Native]:
+def by_stores(by: NativeCopy) -> list[NativeCopy]:
     """The copy with each kind of store that this CPU has."""
     return [replace(by, streams=streams) for streams in range(by.streams + 1)]
 
 
 PROPERTY = settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=some(120),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -175,7 +178,7 @@ def small_copies_stream_too(monkeypatch: pytest.MonkeyPatch) -> None:
 @example([1152] * 3, Side(64, 4, False, 0, 0), Side(64, 4, False, 0, 0), 2)
 @example([20_001, 7], Side(8, 6, False, 3, 1), Side(1, 48, False, 5, 0), 3)
 def test_every_store_copies_the_rows_and_nothing_else(
-    compiled: Native, widths: list[int], source: Side, target: Side, seed: int
+    compiled: NativeCopy, widths: list[int], source: Side, target: Side, seed: int
 ) -> None:
     case = Case.of(widths, source, target, seed)
     for by in by_stores(compiled):
@@ -191,14 +194,14 @@ def test_numpy_copies_the_same(widths: list[int], source: Side, target: Side, se
 @PROPERTY
 @given(WIDTHS, SIDES, SIDES, st.integers(0, 1 << 32), st.integers(2, 5))
 def test_threads_share_a_copy_without_losing_a_row(
-    compiled: Native, widths: list[int], source: Side, target: Side, seed: int, threads: int
+    compiled: NativeCopy, widths: list[int], source: Side, target: Side, seed: int, threads: int
 ) -> None:
     case = Case.of(widths, source, target, seed)
     case.check(compiled, threads=threads)
     case.check(NUMPY, threads=threads)
 
 
-def test_threads_share_few_wide_rows_by_planes(compiled: Native) -> None:
+def test_threads_share_few_wide_rows_by_planes(compiled: NativeCopy) -> None:
     case = Case.of([500, 300, 900, 40], Side(1, 2, False, 0, 0), Side(1, 2, False, 9, 3), 5)
     shares = list(kernels._shares(case.work, 3))
     assert 1 < len(shares) <= 3
@@ -206,7 +209,7 @@ def test_threads_share_few_wide_rows_by_planes(compiled: Native) -> None:
     case.check(compiled, threads=3)
 
 
-def test_the_compiled_copy_has_no_undefined_behaviour(sanitized: Native, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_compiled_copy_has_no_undefined_behaviour(sanitized: NativeCopy, capfd: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(11)
     for seed in range(60):
         widths = [rng.choice((1, 7, 64, 656, 1152, 20_001)) for _ in range(rng.randint(1, 3))]
@@ -236,9 +239,9 @@ def endless() -> tuple[Plan, NDArray[np.uint8], NDArray[np.uint8]]:
     return repeated, np.zeros(layout.end, np.uint8), np.zeros(layout.end, np.uint8)
 
 
-def test_cancel_stops_a_copy_that_runs(either: Native) -> None:
+def test_cancel_stops_a_copy_that_runs(either: NativeCopy) -> None:
     work, source, target = endless()
-    cancel, ended = Cancel(), list[bool]()
+    cancel, ended = CancelWord(), list[bool]()
     thread = threading.Thread(
         target=lambda: ended.append(
             kernels.copy(work, source.ctypes.data, target.ctypes.data, cancel=cancel, by=either, threads=2)
@@ -250,9 +253,9 @@ def test_cancel_stops_a_copy_that_runs(either: Native) -> None:
     assert ended == [False]
 
 
-def test_a_cancelled_copy_writes_nothing_more(either: Native) -> None:
+def test_a_cancelled_copy_writes_nothing_more(either: NativeCopy) -> None:
     case = Case.of([1152], Side(64, 4, False, 0, 0), Side(64, 4, False, 0, 0), 3)
-    target, cancel = case.target.copy(), Cancel()
+    target, cancel = case.target.copy(), CancelWord()
     cancel.set()
     assert not kernels.copy(
         case.work, case.source.ctypes.data + MARGIN, target.ctypes.data + MARGIN, cancel=cancel, by=either

@@ -15,12 +15,12 @@ import torch
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
 from pdtransfer.kernels.kv_copy import kv_copy
-from pdtransfer.kernels.pools import Pages, PinnedCancel, Pool, Progress, State
-from pdtransfer.kernels.tables import Tables
+from pdtransfer.kernels.pools import PageSlots, PinnedCancel, Pool, Progress, State
+from pdtransfer.kernels.tables import DeviceTables
 from pdtransfer.layout.layout import Layout, Plane
 from tests.support.layout_tensors import CANARY, Model, c4, dsa_index, mla
 from tests.support.layout_tensors import Pool as Tensors
-from tests.support.on_card import GRID, LAYOUTS, OnCard, by_tensors, ended, tensors
+from tests.support.on_card import GRID, LAYOUTS, OnCard, by_tensors, ended, tensors, two_memories
 
 if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
@@ -30,11 +30,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(params=["push", "fetch", "within"])
 def places(request: pytest.FixtureRequest) -> Iterator[tuple[OnCard, OnCard]]:
     """Source and target: the card's memory to the host's, back, and within the card's."""
-    torch.zeros(1, device="cuda")
-    source, target = OnCard(host=request.param == "fetch"), OnCard(host=request.param == "push")
-    yield source, target
-    source.close()
-    target.close()
+    yield from two_memories(request.param)
 
 
 def copied(
@@ -80,7 +76,7 @@ def test_pages_that_keep_their_parts_apart_land(
     rng = np.random.default_rng(3)
     pages = [rng.permutation(9)[:7] for _ in range(2)]
     slots = [(each[:, None] * page_size + np.arange(page_size)).reshape(-1) for each in pages]
-    given = [Pages(each) for each in pages] if by_pages else slots
+    given = [PageSlots(each) for each in pages] if by_pages else slots
     after = copied(places, source, target, *given, 7 * page_size)
     assert np.array_equal(after, by_tensors(source, target, *slots))
 
@@ -175,18 +171,18 @@ def test_cancel_ends_a_launch_early_and_nothing_is_written_after_that() -> None:
 def test_kinds_of_copies_come_and_go_while_the_models_stream_and_another_are_held() -> None:
     here = cards.card(0)
     (gate, there), other, ours = here.pinned(4), here.stream(), here.stream()
-    tables, memory = Tables(here, most=4), here.allocate(64)
-    tables.kept("held", np.arange(8))  # what is made at the first use is there
+    tables, memory = DeviceTables(here, most=4), here.allocate(64)
+    tables.acquire("held", np.arange(8))  # what is made at the first use is there
 
     def served() -> None:
-        tables.let("held", other)
+        tables.release("held", other)
         for key in range(12):
-            tables.kept(key, np.arange(8))
+            tables.acquire(key, np.arange(8))
             here.write(memory, key, ours)
-            tables.let(key, ours)
+            tables.release(key, ours)
             here.synchronise(ours)
         here.clear(memory, 64)
-        here.free(here.given(np.zeros(1 << 20, np.uint8), other), other)
+        here.free(here.upload_new(np.zeros(1 << 20, np.uint8), other), other)
 
     for stream in (0, other):
         here.call("cuStreamWaitValue32", stream, there, 1, 0)  # until it is 1, or more
@@ -200,5 +196,5 @@ def test_kinds_of_copies_come_and_go_while_the_models_stream_and_another_are_hel
         here.synchronise(stream)
     here.free(memory)
     assert not waits
-    assert "held" in tables._held
-    assert len(tables._held) == 4
+    assert "held" in tables._tables
+    assert len(tables._tables) == 4

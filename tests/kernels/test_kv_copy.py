@@ -5,89 +5,34 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.commands import cli
 from pdtransfer.errors import LayoutMismatchError, LocalProtocolError, WorldError
 from pdtransfer.kernels import UnusableError, card, compiled, driver, native, source_directory
-from pdtransfer.kernels.cancel import Cancel
-from pdtransfer.kernels.kv_copy import CopyArgument, SlotsArgument, kv_copy
-from pdtransfer.kernels.pairs import lanes_of
-from pdtransfer.kernels.pools import Pages, PinnedCancel, Pool, Progress, State
+from pdtransfer.kernels.cancel import CancelWord
+from pdtransfer.kernels.kv_copy import CopyArgument, SlotsArgument, kv_copy, lanes_of
+from pdtransfer.kernels.pools import PageSlots, PinnedCancel, Progress, State
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
 from tests.support import kernels_host
-from tests.support.layout_tensors import CANARY, Model, c4, dsa_index, mha, mla, models, pools
+from tests.support.effort import some
+from tests.support.layout_tensors import CANARY, c4, dsa_index, mha, mla
 from tests.support.layout_tensors import Pool as Tensors
+from tests.support.slot_copies import copies, filled, pool_of, slots_of, wanted
 
 PROPERTY = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=some(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-
-@pytest.fixture(scope="module")
-def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernels_host.library(tmp_path_factory.getbasetemp())
-
-
-def pool_of(tensors: Tensors, **how: Any) -> Pool:
-    """Its memory in this process."""
-    return Pool(layout=tensors.layout, address=tensors.memory.ctypes.data, **how)
-
-
-def filled(name: str, model: Model, page_size: int, pages: int, *, content: bool) -> Tensors:
-    tensors = Tensors(name=name, model=model, page_size=page_size, slots=pages * page_size)
-    if content:
-        tensors.fill(np.arange(tensors.slots) + 1_000)
-    return tensors
-
-
-def wanted(source: Tensors, target: Tensors, source_slots: Any, target_slots: Any) -> Any:
-    """The target's whole memory after the copy, by the tensors' indexing."""
-    after = replace(target)
-    after.memory[:] = target.memory
-    for kind, layer, head in target.model.rows():
-        rows = source.read(kind, layer, head, np.asarray(source_slots, np.int64))
-        view = after.view(kind, layer, head)
-        at = torch.from_numpy(np.asarray(target_slots, np.int64))
-        view[at // target.page_size, at % target.page_size] = torch.from_numpy(rows).view(view.dtype)
-    return after.memory
-
-
-@st.composite
-def copies(draw: Any) -> tuple[Tensors, Tensors, Any, Any, int]:
-    """Two pools of one model, slots or pages on either side, and how many rows."""
-    model = draw(models())
-    source, target = draw(pools(model)), draw(pools(model))
-    rng = random.Random(draw(st.integers(0, 1 << 32)))
-    sides = []
-    for side in (source, target):
-        pages = draw(st.booleans())
-        granule = side.page_size if pages else 1
-        entries = np.array(rng.sample(range(side.slots // granule), side.slots // granule))
-        entries = entries.astype(draw(st.sampled_from([np.int32, np.int64])))
-        if draw(st.integers(0, 4)) == 0:
-            sides.append((range(len(entries)), granule))  # the whole pool, in order
-        else:
-            sides.append((entries, granule))
-    rows = rng.randint(1, min(len(entries) * granule for entries, granule in sides))
-    return source, target, *(Pages(e) if granule > 1 else e for e, granule in sides), rows
-
-
-def slots_of(slots: Any, tensors: Tensors, rows: int) -> Any:
-    if not isinstance(slots, Pages):
-        return np.asarray(slots)[:rows]
-    return (np.asarray(slots.entries)[:, None] * tensors.page_size + np.arange(tensors.page_size)).reshape(-1)[:rows]
 
 
 @PROPERTY
@@ -140,6 +85,7 @@ def test_pages_that_keep_values_and_scales_apart_move_row_by_row_to_rows_of_thei
             assert np.array_equal(back.read(kind, layer, head, into), device.read(kind, layer, head, of))
 
 
+@pytest.mark.slow
 def test_rows_of_every_size_and_alignment_stay_within_themselves(tmp_path: Path) -> None:
     kernels_host.built(tmp_path / "alone", "-DALONE", "-fsanitize=address,undefined")
     done = subprocess.run([tmp_path / "alone"], capture_output=True, text=True, timeout=400)
@@ -160,7 +106,7 @@ def test_slots_that_only_the_card_knows_are_skipped_and_counted_where_they_leave
     source, target = filled("layer_first", mla(), 4, 8, content=True), filled("page_first", mla(), 4, 8, content=False)
     entries = np.array([3, -1, 0, 1 << 20, 32 // granule, 32 // granule - 1])
     good = [0, 2, 5]
-    slots = Pages(entries) if granule > 1 else entries
+    slots = PageSlots(entries) if granule > 1 else entries
     words = kernels_host.Words()
     rows = len(entries) * granule
     given = (range(rows), slots) if of_source else (slots, range(rows))
@@ -202,9 +148,11 @@ def test_whole_pages_move_as_wide_rows(lib: ctypes.CDLL) -> None:
         filled("page_first", model, 64, 6, content=False),
     )
     pages = np.array([5, 0, 3, 1])
-    slots = slots_of(Pages(pages), source, 256)
+    slots = slots_of(PageSlots(pages), source, 256)
     right = wanted(source, target, slots, slots[::-1].reshape(4, 64)[:, ::-1].reshape(-1))
-    launch = kernels_host.run(lib, pool_of(target), pool_of(source), Pages(pages[::-1].copy()), Pages(pages), 256)
+    launch = kernels_host.run(
+        lib, pool_of(target), pool_of(source), PageSlots(pages[::-1].copy()), PageSlots(pages), 256
+    )
     assert np.array_equal(target.memory, right)
     assert launch.argument.count == 4
     assert launch.pairs[:, 6].sum() == 3 * 64 * 132
@@ -247,7 +195,7 @@ def test_a_second_launch_is_not_taken_for_the_first() -> None:
 
 def test_a_cancelled_copy_on_the_cpu_says_so() -> None:
     source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
-    progress, cancel = Progress(), Cancel()
+    progress, cancel = Progress(), CancelWord()
     cancel.set()
     kv_copy(pool_of(target), pool_of(source), range(8), range(8), 8, progress=progress, cancel=cancel)
     assert progress.state is State.CANCELLED
@@ -262,11 +210,11 @@ def test_a_cancelled_copy_on_the_cpu_says_so() -> None:
         (np.array([1, 32]), range(2), 2, r"target_slots: 32 is outside 0..31"),
         (np.array([1, 2]), np.array([0, -1]), 2, r"source_slots: -1 is outside 0..31"),
         (range(30, 33), range(3), 3, r"target_slots: 30..32 leave 0..31"),
-        (Pages(np.array([1, 1])), range(8), 8, "target_slots: slot 1 is there twice"),
-        (Pages(np.array([8])), range(4), 4, r"target_slots: 8 is outside 0..7"),
+        (PageSlots(np.array([1, 1])), range(8), 8, "target_slots: slot 1 is there twice"),
+        (PageSlots(np.array([8])), range(4), 4, r"target_slots: 8 is outside 0..7"),
         (range(3), range(2), 3, "count: 3 rows, and slots for 2"),
         (range(3), range(3), -1, "count: -1 rows"),
-        (range(0, 6, 2), range(3), 3, "is no run"),
+        (range(0, 6, 2), range(3), 3, "is not 1"),
         (np.array([0.5]), range(1), 1, "float64"),
         (range(3), range(3), "3", "count: str"),
     ],
@@ -299,6 +247,7 @@ def compiler() -> compiled.Compiler:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", compiled.ARCHITECTURES)
 @pytest.mark.parametrize("kernel", compiled.KERNELS)
 def test_every_kernel_compiles_for_every_architecture(
@@ -348,7 +297,7 @@ def test_without_a_compiler_what_was_kept_is_used_and_the_rest_says_what_to_inst
     monkeypatch.setattr(compiled, "_nvrtc", _none)
     monkeypatch.setenv("PATH", "/nonexistent")
     assert compiled.machine_code("kv_copy", "sm_90", tmp_path) == b"code of sm_90"
-    with pytest.raises(UnusableError, match=r"pip install .*; nor is there an nvcc"):
+    with pytest.raises(UnusableError, match=r"pip install .*; and no nvcc"):
         compiled.machine_code("kv_copy", "sm_100", tmp_path)
 
 
@@ -377,6 +326,7 @@ def test_importing_the_kernels_imports_neither_torch_nor_cuda() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_build_fills_the_cache_for_the_architectures_it_is_given(
     compiler: compiled.Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -389,6 +339,7 @@ def test_build_fills_the_cache_for_the_architectures_it_is_given(
     assert "sm_7" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_build_leaves_nothing_to_compile_at_the_first_request(compiler: compiled.Compiler, tmp_path: Path) -> None:
     if not native().used:
         pytest.skip("no C compiler")

@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,18 +19,14 @@ from pdtransfer.kernels import pool_hooks
 from pdtransfer.kernels.pool_hooks import backup_from_device_all_layer, load_to_device_per_layer
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.memory import cuda_ipc
-from pdtransfer.memory.arena_memory import Arena
-from pdtransfer.transports.shm import ShmArena
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.transports.shm.arena import ShmArena
 from tests.support import kernels_host
 from tests.support.card_on_host import CardOnHost
 from tests.support.layout_tensors import CANARY, mha, mla
 from tests.support.layout_tensors import Pool as Tensors
-
-REPO = Path(__file__).resolve().parent.parent.parent
-
-
-def pool_of(tensors: Tensors) -> Pool:
-    return Pool(layout=tensors.layout, address=tensors.memory.ctypes.data)
+from tests.support.paths import REPO
+from tests.support.slot_copies import pool_of
 
 
 @pytest.mark.parametrize("model", [mla(layers=range(3, 8)), mha(layers=range(4), heads=range(8))], ids=["mla", "mha"])
@@ -67,7 +62,7 @@ def test_where_a_layer_is_refused_none_is_under_way_once_the_caller_hears_of_it(
     here = CardOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
     for module in (pool_hooks, kv_copies):
         monkeypatch.setattr(module, "card", lambda _: here)
-    monkeypatch.setattr(pool_hooks, "Event", lambda _: Mock())
+    monkeypatch.setattr(pool_hooks, "CudaEvent", lambda _: Mock())
     launch = here.launch
 
     def third_refused(*given: Any, **how: Any) -> None:
@@ -97,7 +92,7 @@ def test_slots_of_any_number_are_queued_behind_what_the_stream_has_to_do(
     here = CardOnHost(kernels_host.library(tmp_path_factory.getbasetemp()))
     for module in (pool_hooks, kv_copies):
         monkeypatch.setattr(module, "card", lambda _: here)
-    monkeypatch.setattr(pool_hooks, "Event", lambda _: Mock())
+    monkeypatch.setattr(pool_hooks, "CudaEvent", lambda _: Mock())
     model, stream, computed = mla(layers=range(2)), here.stream(), False
     host, device = (Tensors(name="layer_first", model=model, page_size=16, slots=5_008) for _ in range(2))
     host.fill(np.arange(5_008) + 1_000)
@@ -137,7 +132,7 @@ opened.close()
 
 
 def test_another_process_reads_and_writes_what_was_exported() -> None:
-    arena = Arena.create(1 << 20, huge_pages="never")
+    arena = ArenaMemory.create(1 << 20, huge_pages="never")
     arena.prefault()
     arena.mapping.array[:100] = 3
     packed = cuda_ipc.export(arena).packed
@@ -152,10 +147,10 @@ def test_another_process_reads_and_writes_what_was_exported() -> None:
 def test_an_arena_that_a_node_serves_is_exported_to_nobody() -> None:
     """Who maps an export holds no lock: the fence would call it quiet while it writes."""
 
-    async def serve(arena: Arena) -> None:
+    async def serve(arena: ArenaMemory) -> None:
         await ShmArena(arena, directory=None).close()
 
-    served, exported = (Arena.create(1 << 20, huge_pages="never") for _ in range(2))
+    served, exported = (ArenaMemory.create(1 << 20, huge_pages="never") for _ in range(2))
     asyncio.run(serve(served))
     with pytest.raises(LocalProtocolError, match="it is served, so it cannot be exported"):
         cuda_ipc.export(served)
@@ -169,9 +164,9 @@ def test_an_arena_that_a_node_serves_is_exported_to_nobody() -> None:
 
 
 def test_memory_that_is_no_more_is_not_opened() -> None:
-    arena = Arena.create(1 << 20, huge_pages="never")
+    arena = ArenaMemory.create(1 << 20, huge_pages="never")
     handle = cuda_ipc.export(arena)
-    with pytest.raises(TransportError, match="is another file by now"):
+    with pytest.raises(TransportError, match="is another file now"):
         cuda_ipc.Opened(msgspec.structs.replace(handle, inode=handle.inode + 1))
     with pytest.raises(TransportError, match="exported memory: /proc/"):
         cuda_ipc.Opened(msgspec.structs.replace(handle, descriptor=1 << 20))
@@ -179,7 +174,7 @@ def test_memory_that_is_no_more_is_not_opened() -> None:
 
 
 def test_a_handle_that_a_card_is_to_write_through_is_of_a_cards_memory_alone() -> None:
-    arena = Arena.create(1 << 20, huge_pages="never")
+    arena = ArenaMemory.create(1 << 20, huge_pages="never")
     with pytest.raises(TransportError, match="memfd, expected a card's"):
         cuda_ipc.Opened(cuda_ipc.export(arena), on=0)
     arena.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,19 @@ from pdtransfer.kernels.pools import Pool
 from pdtransfer.memory import cuda_ipc
 from tests.support.layout_tensors import Pool as Tensors
 from tests.support.layout_tensors import mha, mla
+from tests.support.paths import REPO
 
 if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
-REPO = Path(__file__).resolve().parent.parent.parent
 SLOTS = 4_096
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["slots of the CPU", "slots of the card"])
 @pytest.mark.parametrize("model", [mla(layers=range(3, 64)), mha(layers=range(4), heads=range(8))], ids=["mla", "mha"])
 def test_rows_go_up_layer_by_layer_and_down_all_at_once(model: Any, known: bool) -> None:
-    from pdtransfer.memory.arena_memory import Arena
+    from pdtransfer.memory.arena_memory import ArenaMemory
 
     here, sides = cards.card(0), []
     for name, content in (("page_first", True), ("layer_first", False), ("page_first", False)):
@@ -39,7 +38,7 @@ def test_rows_go_up_layer_by_layer_and_down_all_at_once(model: Any, known: bool)
         if content:
             tensors.fill(np.arange(SLOTS) + 1_000)
         sides.append(tensors)
-    arenas = [Arena.create(len(sides[at].memory)) for at in (0, 2)]
+    arenas = [ArenaMemory.create(len(sides[at].memory)) for at in (0, 2)]
     for arena, tensors in zip(arenas, (sides[0], sides[2]), strict=True):
         arena.card = here
         arena.prefault()

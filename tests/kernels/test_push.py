@@ -21,25 +21,21 @@ from hypothesis import strategies as st
 from pdtransfer.errors import LocalProtocolError, WorldError
 from pdtransfer.kernels import kv_copy, lanes, ring_blocks
 from pdtransfer.kernels import push as pushing
-from pdtransfer.kernels.cancel import Cancel
-from pdtransfer.kernels.dma import cut, cut_rows
+from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.kernels.pools import Progress, State
-from pdtransfer.kernels.push import Load, choose, push
-from tests.kernels.test_kv_copy import copies, filled, pool_of, slots_of, wanted
-from tests.support import kernels_host
+from pdtransfer.kernels.push import PushLoad, choose, push
 from tests.support.card_on_host import CardOnHost
+from tests.support.effort import some
 from tests.support.layout_tensors import CANARY, c4, dsa_index, mha, mla
 from tests.support.layout_tensors import Pool as Tensors
+from tests.support.slot_copies import copies, filled, pool_of, slots_of, wanted
 
 PROPERTY = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=some(200),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 SLOT_BYTES = 6_000
-
-
-@pytest.fixture(scope="module")
-def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernels_host.library(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> CardOnHost:
     """Card 0, whose work C queues, or Python."""
     if request.param == "python":
-        monkeypatch.setattr(lanes, "native", lambda: lanes.Native("none", None))
+        monkeypatch.setattr(lanes, "native", lambda: lanes.NativeLanes("none", None))
     elif lanes.native().queue is None:
         pytest.skip("no C compiler")
     return carded(lib, monkeypatch, 0)
@@ -96,7 +92,7 @@ def test_every_backend_carries_every_layout_into_every_other_and_touches_nothing
     lanes._idle.clear()
     with pytest.MonkeyPatch.context() as monkeypatch:
         if by_python:
-            monkeypatch.setattr(lanes, "native", lambda: lanes.Native("none", None))
+            monkeypatch.setattr(lanes, "native", lambda: lanes.NativeLanes("none", None))
         made = carded(lib, monkeypatch, seed) if seed is not None else None
         progress = Progress(None if made is None else 0)
         how = {"progress": progress, "backend": backend, "fetch": fetch, "card": None if made is None else 0}
@@ -112,7 +108,7 @@ def test_every_backend_carries_every_layout_into_every_other_and_touches_nothing
         if made is not None:
             while progress.state is State.RUNNING:
                 assert made.step(), "nothing will end it"
-            assert not any(held.users for held in made.tables._held.values()), (
+            assert not any(held.users for held in made.tables._tables.values()), (
                 "a table that nobody uses is taken for used"
             )
     assert progress.state is State.COMPLETE
@@ -122,6 +118,7 @@ def test_every_backend_carries_every_layout_into_every_other_and_touches_nothing
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("fetch", [False, True])
 @pytest.mark.parametrize(("near", "far"), [(a, b) for a in LAYOUTS[:3] for b in LAYOUTS])
 @pytest.mark.parametrize("model", [mha(), mla(), dsa_index(), c4()], ids=["mha", "mla", "dsa", "c4"])
@@ -187,7 +184,7 @@ def test_no_transfer_crosses_two_registrations(here: CardOnHost, backend: str) -
 @pytest.mark.parametrize("borders", [[], [1_000], [1_004], [1_010], [1_013], [1_000, 1_020, 1_021, 1_100], [64, 72]])
 def test_rows_are_cut_at_borders_and_one_with_a_border_in_it_goes_in_pieces(borders: list[int]) -> None:
     runs, strides = np.array([(50, 1_000, 8), (0, 3_000, 5)]), np.array([(9, 12, 7), (5, 5, 1)])
-    parts, spacing, origins = cut_rows(runs, strides, np.array(borders, np.int64))
+    parts, spacing, origins = lanes.cut(runs, strides, np.array(borders, np.int64))
     moved = [
         [
             (source + row * theirs + at, target + row * ours + at)
@@ -212,7 +209,7 @@ def test_rows_are_cut_at_borders_and_one_with_a_border_in_it_goes_in_pieces(bord
 
 def test_runs_are_cut_at_borders_of_either_side_and_nowhere_else() -> None:
     runs = np.array([(0, 1_000, 100), (500, 2_000, 50), (900, 50, 10)])
-    parts, origins = cut(runs, np.array([0, 40, 500, 1_010, 1_050, 2_050]))
+    parts, _, origins = lanes.cut(runs, None, np.array([0, 40, 500, 1_010, 1_050, 2_050]))
     expected = [(0, 1_000, 10), (10, 1_010, 30), (40, 1_040, 10), (50, 1_050, 50), (500, 2_000, 50), (900, 50, 10)]
     assert list(map(tuple, parts.tolist())) == expected
     assert origins.tolist() == [0, 0, 0, 0, 1, 2]
@@ -227,7 +224,7 @@ def test_what_is_cancelled_before_it_starts_writes_nothing_and_says_so(
         filled("layer_first", mla(), 4, 64, content=True),
         filled("page_first", mla(), 4, 64, content=False),
     )
-    progress, cancel = Progress(card), Cancel()
+    progress, cancel = Progress(card), CancelWord()
     cancel.set()
     how = {"fetch": False, "card": card, "backend": backend, "progress": progress, "cancel": cancel}
     pushed(source, target, range(256), range(256), 256, **how)
@@ -244,7 +241,7 @@ def test_cancel_stops_what_the_lanes_have_not_begun_and_the_end_comes_after_what
         filled("layer_first", mla(), 4, 64, content=True),
         filled("page_first", mla(), 4, 64, content=False),
     )
-    progress, cancel, queued = Progress(0), Cancel(), 0
+    progress, cancel, queued = Progress(0), CancelWord(), 0
     copy = here.copy
 
     def counting(*run: int) -> None:
@@ -338,14 +335,14 @@ def test_tables_of_copies_that_are_under_way_make_no_place_for_others(here: Card
     streams = [0, here.stream()]
     for at, (source, target) in enumerate(kinds):
         pushed(source, target, *rows, 32, fetch=False, card=0, backend=backend, stream=streams[at % 2])
-    held = here.tables._held
+    held = here.tables._tables
     assert len(held) > 2
     here.finish()
     for source, target in kinds:
         assert np.array_equal(target.memory, wanted(source, target, rows[1], rows[0]))
     source, target = kinds[0]
     pushed(source, target, *rows, 32, fetch=False, card=0, backend=backend)
-    here.tables.kept("new", np.zeros(1, np.int64))
+    here.tables.acquire("new", np.zeros(1, np.int64))
     assert len(held) == 2
     here.finish()
     assert np.array_equal(target.memory, wanted(source, target, rows[1], rows[0]))
@@ -391,7 +388,7 @@ class Known:
 @pytest.mark.parametrize("backend", ["direct", "ring"])
 def test_rows_that_only_the_card_knows_are_the_kernels_alone(here: CardOnHost, backend: str) -> None:
     source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
-    with pytest.raises(LocalProtocolError, match="only kernel can"):
+    with pytest.raises(LocalProtocolError, match="use kernel"):
         pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, card=0, backend=backend)
     right = wanted(source, target, [0, 1], [3, 4])
     pushed(source, target, Known([3, 4]), range(2), 2, fetch=False, card=0)
@@ -444,15 +441,15 @@ MIB = 1 << 20
 @pytest.mark.parametrize(
     ("load", "backend"),
     [
-        (Load(7 * MIB, 1 * MIB, 7 * MIB), "kernel"),
-        (Load(8 * MIB, 1 * MIB, 8 * MIB), "direct"),
-        (Load(64 * MIB, 1_152, 64 * MIB), "ring"),
-        (Load(64 * MIB, 1_152, 32 * MIB), "kernel"),
-        (Load(11 * MIB, 1_152, 11 * MIB), "kernel"),
-        (Load(64 * MIB, 73_728, 0), "kernel"),
+        (PushLoad(7 * MIB, 1 * MIB, 7 * MIB), "kernel"),
+        (PushLoad(8 * MIB, 1 * MIB, 8 * MIB), "direct"),
+        (PushLoad(64 * MIB, 1_152, 64 * MIB), "ring"),
+        (PushLoad(64 * MIB, 1_152, 32 * MIB), "kernel"),
+        (PushLoad(11 * MIB, 1_152, 11 * MIB), "kernel"),
+        (PushLoad(64 * MIB, 73_728, 0), "kernel"),
     ],
 )
-def test_the_choice_goes_by_bytes_and_runs(load: Load, backend: str) -> None:
+def test_the_choice_goes_by_bytes_and_runs(load: PushLoad, backend: str) -> None:
     assert choose(load) == backend
 
 

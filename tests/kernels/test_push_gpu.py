@@ -20,7 +20,7 @@ from pdtransfer.kernels.push import Backend, push
 from pdtransfer.layout.layout import Layout, Plane
 from tests.support.layout_tensors import CANARY, Model, c4, dsa_index, mla
 from tests.support.layout_tensors import Pool as Tensors
-from tests.support.on_card import GRID, LAYOUTS, OnCard, by_tensors, ended, tensors
+from tests.support.on_card import GRID, LAYOUTS, OnCard, by_tensors, ended, tensors, two_memories
 
 if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
@@ -37,11 +37,7 @@ CASES = [
 @pytest.fixture(params=["push", "fetch"])
 def places(request: pytest.FixtureRequest) -> Iterator[tuple[OnCard, OnCard]]:
     """Source and target: the card's memory to the host's, or back."""
-    torch.zeros(1, device="cuda")
-    source, target = OnCard(host=request.param == "fetch"), OnCard(host=request.param == "push")
-    yield source, target
-    source.close()
-    target.close()
+    yield from two_memories(request.param)
 
 
 def pools_of(places: tuple[OnCard, OnCard], source: Tensors, target: Tensors) -> tuple[Pool, Pool]:

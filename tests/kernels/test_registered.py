@@ -10,7 +10,7 @@ import pytest
 from pdtransfer.errors import WorldError
 from pdtransfer.kernels import registered
 from pdtransfer.memory import arena_memory
-from pdtransfer.memory.arena_memory import Arena, map_received
+from pdtransfer.memory.arena_memory import ArenaMemory, map_received
 from tests.support.fake_card import FakeRegistrar, mapped
 
 MIB = 1 << 20
@@ -23,13 +23,13 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena.create(5 * MIB, huge_pages="never")
+def arena() -> Iterator[ArenaMemory]:
+    made = ArenaMemory.create(5 * MIB, huge_pages="never")
     yield made
     made.close()
 
 
-def test_what_is_ready_is_backed_and_registered(arena: Arena) -> None:
+def test_what_is_ready_is_backed_and_registered(arena: ArenaMemory) -> None:
     card, said = FakeRegistrar(), list[int]()
     arena.card = card
     assert arena.prefault(said.append)
@@ -40,7 +40,7 @@ def test_what_is_ready_is_backed_and_registered(arena: Arena) -> None:
     assert arena.mapping.registered.device_address == arena.mapping.address + card.shift
 
 
-def test_a_prefault_that_stopped_goes_on_where_the_card_can_reach(arena: Arena) -> None:
+def test_a_prefault_that_stopped_goes_on_where_the_card_can_reach(arena: ArenaMemory) -> None:
     card, said = FakeRegistrar(), list[int]()
     arena.card = card
     assert not arena.prefault(said.append, lambda: arena.bytes_ready > 0)
@@ -51,7 +51,7 @@ def test_a_prefault_that_stopped_goes_on_where_the_card_can_reach(arena: Arena) 
 
 @pytest.mark.parametrize("refused", [0, 1, 2])
 def test_a_refusal_in_the_middle_leaves_what_was_ready_and_is_let_go_in_the_end(refused: int) -> None:
-    arena, card = Arena.create(5 * MIB, huge_pages="never"), FakeRegistrar(refused=refused)
+    arena, card = ArenaMemory.create(5 * MIB, huge_pages="never"), FakeRegistrar(refused=refused)
     arena.card = card
     with pytest.raises(WorldError, match=rf"{2 * MIB * refused} of {5 * MIB} bytes.*CUDA_ERROR_OUT_OF_MEMORY"):
         arena.prefault()
@@ -61,7 +61,7 @@ def test_a_refusal_in_the_middle_leaves_what_was_ready_and_is_let_go_in_the_end(
     assert card.registered == {}
 
 
-def test_chunks_are_let_go_last_first_before_the_arena_is_unmapped(arena: Arena) -> None:
+def test_chunks_are_let_go_last_first_before_the_arena_is_unmapped(arena: ArenaMemory) -> None:
     card = FakeRegistrar()  # asserts that they are mapped
     arena.card = card
     arena.prefault()
@@ -72,7 +72,7 @@ def test_chunks_are_let_go_last_first_before_the_arena_is_unmapped(arena: Arena)
 
 
 def test_what_a_card_does_not_let_go_of_stays_mapped() -> None:
-    arena, card = Arena.create(5 * MIB, huge_pages="never"), FakeRegistrar()
+    arena, card = ArenaMemory.create(5 * MIB, huge_pages="never"), FakeRegistrar()
     arena.card = card
     arena.prefault()
     address, card.keeps = arena.mapping.address, True
@@ -85,11 +85,11 @@ def test_what_a_card_does_not_let_go_of_stays_mapped() -> None:
     assert arena.mapping._map.closed
 
 
-def test_chunks_that_a_card_sees_apart_are_an_error(arena: Arena) -> None:
+def test_chunks_that_a_card_sees_apart_are_an_error(arena: ArenaMemory) -> None:
     card = FakeRegistrar()
     arena.mapping.register(card, 2 * MIB)
     card.shift += 4_096
-    with pytest.raises(WorldError, match="not seen side by side"):
+    with pytest.raises(WorldError, match="is not contiguous"):
         arena.mapping.register(card, 5 * MIB)
     assert arena.mapping.registered is not None
     assert arena.mapping.registered.bytes_ready == 2 * MIB
@@ -97,7 +97,7 @@ def test_chunks_that_a_card_sees_apart_are_an_error(arena: Arena) -> None:
     assert card.registered == {}, "also the one that lies elsewhere"
 
 
-def test_a_received_arena_is_registered_as_the_owners_is(arena: Arena) -> None:
+def test_a_received_arena_is_registered_as_the_owners_is(arena: ArenaMemory) -> None:
     arena.prefault()
     fd, card = arena.reopen(), FakeRegistrar()
     received = map_received(fd, arena.byte_count)
@@ -107,7 +107,7 @@ def test_a_received_arena_is_registered_as_the_owners_is(arena: Arena) -> None:
     assert card.registered == {}
 
 
-def test_a_node_of_memory_is_preferred_or_nothing_changes(arena: Arena) -> None:
+def test_a_node_of_memory_is_preferred_or_nothing_changes(arena: ArenaMemory) -> None:
     arena.mapping.bind(0)  # a container may forbid it
     assert not arena.mapping.bind(64), "no kernel that we know has it"
     assert arena.prefault()

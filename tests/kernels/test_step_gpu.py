@@ -10,14 +10,13 @@ import torch
 
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
-from pdtransfer.kernels.kv_copy import kv_copy
+from pdtransfer.kernels.kv_copy import PlannedCopy, kv_copy
 from pdtransfer.kernels.pools import Pool
 from pdtransfer.kernels.set_mla import argument_of, launch, set_mla_kv_buffer
-from pdtransfer.kernels.standing import StandingCopy
 from pdtransfer.kernels.swap import HotBuffers, SwapPlan, swap_plan
 from pdtransfer.layout.layout import Layout, Plane
-
-from . import test_set_mla as on_cpu
+from tests.support import mla_rows
+from tests.support.swap_plans import plan_for
 
 if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
@@ -26,36 +25,36 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("loc_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("dtype", on_cpu.DTYPES)
+@pytest.mark.parametrize("dtype", mla_rows.DTYPES)
 @pytest.mark.parametrize("rows", [1, 7, 64, 257, 1024, 1_025])
-@pytest.mark.parametrize("parts", on_cpu.PARTS)
+@pytest.mark.parametrize("parts", mla_rows.PARTS)
 def test_rows_land_side_by_side_in_their_slots(
     parts: tuple[int, int], rows: int, dtype: torch.dtype, loc_dtype: torch.dtype, bulk: bool
 ) -> None:
     for gap in (0, 1, 8):
-        given = on_cpu.case(rows, parts, dtype, loc_dtype, gap)
+        given = mla_rows.case(rows, parts, dtype, loc_dtype, gap)
         there = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda") for each in given]
         for to, of in zip(there, given, strict=True):
             to.copy_(of)
         launch(cards.card(0), argument_of(*there, None), torch.cuda.current_stream().cuda_stream, bulk=bulk)
-        assert torch.equal(on_cpu.as_bytes(there[0]).cpu(), on_cpu.by_indexing(given))
+        assert torch.equal(mla_rows.as_bytes(there[0]).cpu(), mla_rows.by_indexing(given))
 
 
 @pytest.mark.parametrize("loc_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("dtype", on_cpu.DTYPES)
-@pytest.mark.parametrize("parts", on_cpu.PARTS)
+@pytest.mark.parametrize("dtype", mla_rows.DTYPES)
+@pytest.mark.parametrize("parts", mla_rows.PARTS)
 @pytest.mark.parametrize("rows", [1, 257])
 def test_triton_scatters_the_same_on_older_cards(
     parts: tuple[int, int], rows: int, dtype: torch.dtype, loc_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cards.card(0), "capability", (8, 0))
     for gap in (0, 1, 8):
-        given = on_cpu.case(rows, parts, dtype, loc_dtype, gap)
+        given = mla_rows.case(rows, parts, dtype, loc_dtype, gap)
         there = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda") for each in given]
         for to, of in zip(there, given, strict=True):
             to.copy_(of)
         set_mla_kv_buffer(*there)
-        assert torch.equal(on_cpu.as_bytes(there[0]).cpu(), on_cpu.by_indexing(given))
+        assert torch.equal(mla_rows.as_bytes(there[0]).cpu(), mla_rows.by_indexing(given))
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
@@ -63,11 +62,11 @@ def test_rows_to_skip_or_outside_the_buffer_are_left_out(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cards.card(0), "capability", capability)
-    given = on_cpu.case(6, (512, 64), torch.bfloat16, torch.int64)
-    given[1] = torch.tensor([5, -1, 9, on_cpu.SLOTS, 1 << 40, 0])
+    given = mla_rows.case(6, (512, 64), torch.bfloat16, torch.int64)
+    given[1] = torch.tensor([5, -1, 9, mla_rows.SLOTS, 1 << 40, 0])
     there = [each.cuda() for each in given]
     set_mla_kv_buffer(*there, skip_index=9)
-    assert torch.equal(on_cpu.as_bytes(there[0]).cpu(), on_cpu.by_indexing(given, skip=9))
+    assert torch.equal(mla_rows.as_bytes(there[0]).cpu(), mla_rows.by_indexing(given, skip=9))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_steps_are_planned_and_carried_out_as_on_the_cpu(requests: int, top: int
         host_slots=rng.permutation(rows_held * length).astype(np.int32).reshape(rows_held, length),
     )
     there = HotBuffers(**{name: _there(getattr(tables, name)) for name in HotBuffers.__dataclass_fields__})
-    plans = [_plan(requests, top), SwapPlan(**{n: _there(a) for n, a in _fields(_plan(requests, top)).items()})]
+    plans = [plan_for(requests, top), SwapPlan(**{n: _there(a) for n, a in _fields(plan_for(requests, top)).items()})]
     lengths = rng.integers(1, length, requests).astype(np.int32)
     lengths[0] = length
     source = rng.integers(0, 256, (rows_held * length, row), dtype=np.uint8)
@@ -103,7 +102,7 @@ def test_steps_are_planned_and_carried_out_as_on_the_cpu(requests: int, top: int
         for each in (device, arena)
     ]
     lists = plans[1].targets, plans[1].sources
-    bring = StandingCopy(pools[0], pools[1], *lists, counts=plans[1].counts) if brought else None
+    bring = PlannedCopy(pools[0], pools[1], *lists, counts=plans[1].counts) if brought else None
     for turn in range(6):
         window = rng.integers(1, 3 * places)
         positions = (rng.integers(-1, window, (requests, top)) % length).astype(np.int32)
@@ -149,9 +148,3 @@ def _there(array: Any) -> torch.Tensor:
 
 def _fields(plan: SwapPlan) -> dict[str, Any]:
     return {name: getattr(plan, name) for name in SwapPlan.__dataclass_fields__}
-
-
-def _plan(requests: int, top: int) -> SwapPlan:
-    lists = [np.full(requests * top, -7, np.int32) for _ in range(2)]
-    slots, counts = np.full((requests, top), -7, np.int32), np.zeros(5, np.int32)
-    return SwapPlan(slots=slots, sources=lists[0], targets=lists[1], counts=counts)

@@ -11,24 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdtransfer.errors import LocalProtocolError
-from pdtransfer.kernels.hot_row import HotRowArgument, Rows
+from pdtransfer.kernels.hot_tables import HotRowArgument, HotRows, NewestArgument, newest_argument_of, newest_slots
 from pdtransfer.kernels.kv_copy import Side, kv_copy, launch_of
-from pdtransfer.kernels.newest import NewestArgument, newest_slots
-from pdtransfer.kernels.newest import argument_of as newest_argument_of
 from pdtransfer.kernels.pools import Pool
-from pdtransfer.kernels.swap import HotBuffers, SwapArgument, SwapPlan, Told, argument_of, shape_of, swap_plan
+from pdtransfer.kernels.swap import HotBuffers, SwapArgument, SwapCounts, SwapPlan, argument_of, shape_of, swap_plan
 from pdtransfer.layout.layout import Layout, Plane
-from tests.support import kernels_host
+from tests.support.effort import some
 from tests.support.layout_tensors import Pool as Tensors
 from tests.support.layout_tensors import mla
+from tests.support.swap_plans import plan_for
 
-PROPERTY = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+PROPERTY = settings(max_examples=some(80), deadline=None, suppress_health_check=list(HealthCheck))
 LENGTH = 200
-
-
-@pytest.fixture(scope="module")
-def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernels_host.library(tmp_path_factory.getbasetemp())
 
 
 def buffers(rows: int, hot: int, rng: np.random.Generator) -> HotBuffers:
@@ -41,17 +35,11 @@ def buffers(rows: int, hot: int, rng: np.random.Generator) -> HotBuffers:
     )
 
 
-def plan_for(requests: int, top: int) -> SwapPlan:
-    lists = [np.full(requests * top, -7, np.int32) for _ in range(2)]
-    slots, counts = np.full((requests, top), -7, np.int32), np.zeros(5, np.int32)
-    return SwapPlan(slots=slots, sources=lists[0], targets=lists[1], counts=counts)
-
-
 def on_host(
     lib: ctypes.CDLL, hot: HotBuffers, given: tuple[Any, ...], plan: SwapPlan, real: Any, *, wide: bool = False,
-    told: Told | None = None, bring: tuple[Pool, Pool] | None = None,
+    totals: SwapCounts | None = None, bring: tuple[Pool, Pool] | None = None,
 ) -> None:  # fmt: skip
-    argument = argument_of(hot, *given, plan, real, told)
+    argument = argument_of(hot, *given, plan, real, totals)
     if bring is not None:
         limits = (each.layout.slots for each in bring)
         brought = launch_of(*bring, *(Side(None, 0, 1, False, 1, 1, limit, True) for limit in limits), 1, known=False)
@@ -104,13 +92,13 @@ def test_every_step_is_exact_lru(
     hot = buffers(requests + 1, hot_count, np.random.default_rng(1))
     models = [Request(hot_count) for _ in range(requests + 1)]
     plan, lengths = plan_for(requests, top), np.full(requests, LENGTH, np.int32)
-    told, tally = Told(refused=np.zeros(requests + 1, np.int32), tally=np.zeros(2, np.int64)), [0, 0]
+    totals, tally = SwapCounts(refused=np.zeros(requests + 1, np.int32), tally=np.zeros(2, np.int64)), [0, 0]
     for positions, rows, real in listed:
         padded = np.array([real], np.int32)
         if native:
-            on_host(lib, hot, (positions, lengths, rows), plan, padded, wide=wide, told=told)
+            on_host(lib, hot, (positions, lengths, rows), plan, padded, wide=wide, totals=totals)
         else:
-            swap_plan(hot, positions, lengths, rows, plan, real=padded, told=told)
+            swap_plan(hot, positions, lengths, rows, plan, real=padded, totals=totals)
         copies: list[tuple[int, int]] = []
         for request, row in enumerate(rows[:real].tolist()):
             missing = models[row].step(positions[request].tolist())
@@ -126,8 +114,8 @@ def test_every_step_is_exact_lru(
         assert plan.counts.tolist() == [len(copies), 0, 0, 0, 0]
         given_copies = list(zip(plan.sources[: len(copies)], plan.targets[: len(copies)], strict=True))
         assert given_copies == copies
-        assert told.tally.tolist() == tally
-        assert not told.refused.any()
+        assert totals.tally.tolist() == tally
+        assert not totals.refused.any()
 
 
 def pool(slots: int, planes: int, content: np.ndarray[Any, Any]) -> Pool:
@@ -231,12 +219,12 @@ def test_more_positions_than_places_are_refused_not_written_elsewhere(lib: ctype
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_what_is_refused_is_told_of_the_row_it_belongs_to(lib: ctypes.CDLL, native: bool) -> None:
+def test_what_is_refused_is_totals_of_the_row_it_belongs_to(lib: ctypes.CDLL, native: bool) -> None:
     hot = buffers(4, 8, np.random.default_rng(0))
     hot.host_slots[1, 30:] = -1
     hot.hot_slots[2, 3:] = -1
     refused = np.zeros(5, np.int32)
-    told = Told(refused=refused[:4], tally=np.zeros(2, np.int64))
+    totals = SwapCounts(refused=refused[:4], tally=np.zeros(2, np.int64))
     #               outside twice     no arena slot     no place         nobody's row     a row that is none
     rows, lengths = [0, 1, 2, 4, -1], [20, LENGTH, 6, 20, 20]
     positions = [[20, 1, 1 << 30], [29, 30, -1], [2, 3, 4], [1, 2, 3], [1, 2, 3]]
@@ -244,9 +232,9 @@ def test_what_is_refused_is_told_of_the_row_it_belongs_to(lib: ctypes.CDLL, nati
     before = [hot.held[3].copy(), hot.order[3].copy()]
     plan = plan_for(5, 3)
     if native:
-        on_host(lib, hot, given, plan, None, told=told)
+        on_host(lib, hot, given, plan, None, totals=totals)
     else:
-        swap_plan(hot, *given, plan, told=told)
+        swap_plan(hot, *given, plan, totals=totals)
     assert refused.tolist() == [2, 1, 2, 0, 0]
     assert (plan.slots < 0).tolist() == [[1, 0, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]]
     assert plan.counts[:2].tolist() == [3, 4]
@@ -259,13 +247,13 @@ def test_what_is_refused_is_told_of_the_row_it_belongs_to(lib: ctypes.CDLL, nati
 def test_no_request_is_longer_than_the_table_of_its_slots(lib: ctypes.CDLL, native: bool) -> None:
     hot = buffers(2, 8, np.random.default_rng(0))
     given = tuple(np.array(each, np.int32) for each in ([[LENGTH, LENGTH - 1]], [1 << 30], [1]))
-    told = Told(refused=np.zeros(2, np.int32), tally=np.zeros(2, np.int64))
+    totals = SwapCounts(refused=np.zeros(2, np.int32), tally=np.zeros(2, np.int64))
     plan = plan_for(1, 2)
     if native:
-        on_host(lib, hot, given, plan, None, told=told)
+        on_host(lib, hot, given, plan, None, totals=totals)
     else:
-        swap_plan(hot, *given, plan, told=told)
-    assert told.refused.tolist() == [0, 1]
+        swap_plan(hot, *given, plan, totals=totals)
+    assert totals.refused.tolist() == [0, 1]
     assert plan.counts[:2].tolist() == [1, 1]
     assert plan.sources[0] == hot.host_slots[1, LENGTH - 1]
 
@@ -293,7 +281,9 @@ def test_the_newest_token_goes_to_its_place_or_to_the_slot_of_its_request(lib: c
 @pytest.mark.parametrize("native", [False, True])
 def test_a_row_becomes_a_request_s_and_nobody_s_again(lib: ctypes.CDLL, native: bool) -> None:
     shapes = {"host_slots": (3, 9), "hot_slots": (3, 6), "own_slots": (3,), "held": (2, 3, 6), "order": (2, 3, 6)}
-    tables = Rows(refused=np.full(3, 7, np.int32), **{name: np.full(at, -5, np.int32) for name, at in shapes.items()})
+    tables = HotRows(
+        refused=np.full(3, 7, np.int32), **{name: np.full(at, -5, np.int32) for name, at in shapes.items()}
+    )
 
     def become(sent: list[int], host_count: int, own: int, direct: bool) -> None:
         slots, places = np.array(sent, np.int32), len(sent) - host_count
@@ -303,7 +293,7 @@ def test_a_row_becomes_a_request_s_and_nobody_s_again(lib: ctypes.CDLL, native: 
             asked.own, asked.direct = own, direct
             lib.hot_row_on_host(ctypes.byref(asked), 5)
         else:
-            tables.give(1, slots, host_count=host_count, places=places, own=own, direct=direct)
+            tables.assign(1, slots, host_count=host_count, places=places, own=own, direct=direct)
 
     become([11, 12, 13, 14, 15, 41, 42, 43, 44], 5, 99, True)
     assert tables.host_slots[1].tolist() == [11, 12, 13, 14, 15, -1, -1, -1, -1]

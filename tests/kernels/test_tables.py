@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import WorldError
-from pdtransfer.kernels.tables import Tables
+from pdtransfer.kernels.tables import DeviceTables
 
-STREAM, OTHER, ASIDE = 3, 4, 9
+STREAM, OTHER, SIDE = 3, 4, 9
 
 
 class Memory:
     """A card's, that knows what lies where. Streams are busy, or refuse to say."""
 
-    aside = ASIDE
+    side_stream = SIDE
 
     def __init__(self) -> None:
         self.content: dict[int, bytes] = {}
@@ -31,19 +31,19 @@ class Memory:
 
     def allocate(self, byte_count: int, stream: int | None = None) -> int:
         del byte_count
-        assert stream == ASIDE
+        assert stream == SIDE
         return self._next()
 
     def free(self, address: int, stream: int | None = None) -> None:
-        assert stream == ASIDE, "it would wait for all launches"
+        assert stream == SIDE, "it would wait for all launches"
         del self.content[address]
 
     def upload(self, address: int, content: Any, stream: int) -> None:
-        assert stream == ASIDE
+        assert stream == SIDE
         self.content[address] = content.tobytes()
 
     def synchronise(self, stream: int) -> None:
-        assert stream == ASIDE, "it would wait for what others have queued"
+        assert stream == SIDE, "it would wait for what others have queued"
 
     def event(self) -> int:
         return self._next()
@@ -63,34 +63,34 @@ def table(number: int) -> Any:
     return np.full(4, number, np.int64)
 
 
-def used(tables: Tables, *keys: object, stream: int = STREAM) -> None:
+def used(tables: DeviceTables, *keys: object, stream: int = STREAM) -> None:
     for key in keys:
-        tables.kept(key, table(1))
-        tables.let(key, stream)
+        tables.acquire(key, table(1))
+        tables.release(key, stream)
 
 
 def test_a_table_stays_until_whoever_makes_a_launch_from_it_lets_it_go() -> None:
     """Another thread may use any number of others meanwhile."""
     memory = Memory()
-    tables = Tables(memory, most=4)
-    ours = tables.kept("ours", table(7))
-    assert tables.kept("ours", table(7)) == ours
-    tables.let("ours", STREAM)  # one of two launches is queued
+    tables = DeviceTables(memory, most=4)
+    ours = tables.acquire("ours", table(7))
+    assert tables.acquire("ours", table(7)) == ours
+    tables.release("ours", STREAM)  # one of two launches is queued
     used(tables, *range(20))
     assert memory.content[ours] == table(7).tobytes()
     assert len(memory.content) == 4
-    tables.let("ours", STREAM)
+    tables.release("ours", STREAM)
     used(tables, *range(20, 24))
     assert ours not in memory.content
 
 
 def test_a_table_stays_until_its_launches_have_ended_on_every_stream() -> None:
     memory = Memory()
-    tables = Tables(memory, most=2)
-    ours = tables.kept("ours", table(7))
-    tables.kept("ours", table(7))
+    tables = DeviceTables(memory, most=2)
+    ours = tables.acquire("ours", table(7))
+    tables.acquire("ours", table(7))
     for stream in (STREAM, OTHER):
-        tables.let("ours", stream)
+        tables.release("ours", stream)
     for memory.busy in ({STREAM, OTHER}, {STREAM}, {OTHER}):
         used(tables, *range(9), stream=1)
         assert memory.content[ours] == table(7).tobytes()
@@ -104,14 +104,14 @@ def test_a_table_stays_until_its_launches_have_ended_on_every_stream() -> None:
 def test_a_table_stays_for_good_where_nobody_says_when_its_launches_end(when: str) -> None:
     """A graph has captured them, or the card refuses."""
     memory = Memory()
-    tables = Tables(memory, most=2)
-    ours = tables.kept("ours", table(7))
+    tables = DeviceTables(memory, most=2)
+    ours = tables.acquire("ours", table(7))
     if when == "asked":
-        tables.let("ours", STREAM)
+        tables.release("ours", STREAM)
     memory.silent = {STREAM}
     if when == "recorded":
         with pytest.raises(WorldError, match="refused"):
-            tables.let("ours", STREAM)
+            tables.release("ours", STREAM)
     used(tables, *range(9), stream=OTHER)
     assert memory.content[ours] == table(7).tobytes()
     assert len(memory.content) == 2
@@ -119,18 +119,18 @@ def test_a_table_stays_for_good_where_nobody_says_when_its_launches_end(when: st
 
 def test_the_table_that_was_used_last_is_forgotten_last() -> None:
     memory = Memory()
-    tables = Tables(memory, most=2)
+    tables = DeviceTables(memory, most=2)
     used(tables, "a", "b", "a", "c")
-    assert set(tables._held) == {"a", "c"}
+    assert set(tables._tables) == {"a", "c"}
 
 
 def test_tables_in_use_may_be_more_than_are_kept_and_go_once_they_are_not() -> None:
     memory = Memory()
-    tables = Tables(memory, most=2)
+    tables = DeviceTables(memory, most=2)
     for key in range(5):
-        tables.kept(key, table(key))
+        tables.acquire(key, table(key))
     assert len(memory.content) == 5
     for key in range(5):
-        tables.let(key)
-    tables.kept("new", table(9))
+        tables.release(key)
+    tables.acquire("new", table(9))
     assert len(memory.content) == 2

@@ -15,24 +15,27 @@ from hypothesis import strategies as st
 
 from pdtransfer import kernels
 from pdtransfer.kernels import checksum_copy
-from pdtransfer.kernels.cancel import Cancel
-from pdtransfer.kernels.checksum_copy import Native, checksum
+from pdtransfer.kernels.cancel import CancelWord
+from pdtransfer.kernels.checksum_copy import NativeChecksum, checksum
 from pdtransfer.layout.checksum import MASK, Lines, hash_of, hashes, lines_of, pieces_of, runs_of
 from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import plan
 from tests.support import stranger
+from tests.support.effort import some
 from tests.support.layout_tensors import CANARY, Pool, mha, mla, models, pools
 
-NUMPY = Native(path=None, text="numpy")
+NUMPY = NativeChecksum(path=None, text="numpy")
 PRIME32 = 2_654_435_761
 PROPERTY = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=some(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Native:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> NativeChecksum:
     if not any(map(shutil.which, kernels._COMPILERS)):
         pytest.skip("no C or C++ compiler")
     found = checksum_copy.load(tmp_path_factory.mktemp("cache"))
@@ -40,7 +43,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Native:
     return found
 
 
-def ways(compiled: Native) -> list[Native]:
+def ways(compiled: NativeChecksum) -> list[NativeChecksum]:
     """Every way of summing that this host has."""
     return [NUMPY, replace(compiled, wide=False), *([compiled] if compiled.wide else [])]
 
@@ -54,7 +57,9 @@ def sanity(byte_count: int) -> bytes:
     return bytes(found)
 
 
-def sum_of(pool: Pool, slots: np.ndarray, lines: Lines | None = None, *, first_row: int = 0, by: Native = NUMPY) -> int:
+def sum_of(
+    pool: Pool, slots: np.ndarray, lines: Lines | None = None, *, first_row: int = 0, by: NativeChecksum = NUMPY
+) -> int:
     """Of a room whose row i is slots[i]."""
     lines = lines or lines_of("kv", pool.layout)
     runs = runs_of(slots, np.ones(len(slots), np.int64), first_row)
@@ -96,7 +101,7 @@ def test_the_hash_is_what_the_xxhash_package_says() -> None:
     st.integers(0, 1 << 32),
 )
 def test_every_way_of_summing_says_the_same(
-    compiled: Native, heads: list[tuple[int, int]], wide_rows: bool, seed: int
+    compiled: NativeChecksum, heads: list[tuple[int, int]], wide_rows: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     page_size, at, planes = 8, int(rng.integers(70)), []
@@ -127,7 +132,7 @@ def test_every_way_of_summing_says_the_same(
 @PROPERTY
 @given(st.data())
 def test_one_content_has_one_sum_in_every_layout_page_size_and_split_of_heads(
-    compiled: Native, data: st.DataObject
+    compiled: NativeChecksum, data: st.DataObject
 ) -> None:
     model = data.draw(models())
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
@@ -216,13 +221,13 @@ def test_pieces_hold_every_row_once(pool: Pool) -> None:
         assert places == list(zip([3, 4, 5, 6, 7, 20, 9, 10, 11, 12], range(2, 12), strict=True))
 
 
-def test_cancel_stops_a_sum_that_runs(compiled: Native) -> None:
+def test_cancel_stops_a_sum_that_runs(compiled: NativeChecksum) -> None:
     lines = lines_of("kv", Layout((Plane(0, "k", "uint8", 0, 1, 0, 4_096, 4_096, 4_096),), 1, 64))
     runs, memory = np.tile([[0, 0, 64]], (1 << 18, 1)), np.zeros(64 * 4_096, np.uint8)
     for by in ways(compiled):
-        cancel, ended = Cancel(), list[int | None]()
+        cancel, ended = CancelWord(), list[int | None]()
 
-        def run(by: Native = by, cancel: Cancel = cancel, ended: list[int | None] = ended) -> None:
+        def run(by: NativeChecksum = by, cancel: CancelWord = cancel, ended: list[int | None] = ended) -> None:
             ended.append(checksum(lines, runs, memory.ctypes.data, cancel=cancel, by=by))
 
         thread = threading.Thread(target=run)
@@ -234,7 +239,7 @@ def test_cancel_stops_a_sum_that_runs(compiled: Native) -> None:
 
 @PROPERTY
 @given(st.data())
-def test_what_is_copied_is_summed_as_it_is_read(compiled: Native, data: st.DataObject) -> None:
+def test_what_is_copied_is_summed_as_it_is_read(compiled: NativeChecksum, data: st.DataObject) -> None:
     model = data.draw(models())
     source, target = data.draw(pools(model)), data.draw(pools(model))
     source.fill(np.arange(source.slots) + 7)
@@ -258,12 +263,12 @@ def test_what_is_copied_is_summed_as_it_is_read(compiled: Native, data: st.DataO
             np.testing.assert_array_equal(target.memory, copied)
 
 
-def test_cancel_stops_a_copy_that_is_summed(compiled: Native) -> None:
+def test_cancel_stops_a_copy_that_is_summed(compiled: NativeChecksum) -> None:
     side = Layout((Plane(0, "k", "uint8", 0, 1, 0, 4_096, 4_096, 4_096),), 1, 64)
     source, target = np.zeros(64 * 4_096, np.uint8), np.full(64 * 4_096, CANARY, np.uint8)
     work = plan(pair(side, side), np.arange(64), np.arange(64))
     for by in ways(compiled):
-        cancel = Cancel()
+        cancel = CancelWord()
         cancel.set()
         addresses = source.ctypes.data, target.ctypes.data
         assert (
@@ -303,7 +308,7 @@ def test_the_compiled_sum_has_no_undefined_behaviour(tmp_path: Path, capfd: pyte
     if "cannot find" in built.stderr:
         pytest.skip("no sanitizer")
     assert not built.returncode, built.stderr
-    sanitized = checksum_copy._opened(path)
+    sanitized = checksum_copy._open(path)
     for model in (mha(layers=range(2), heads=range(3), head_bytes=44), mla(layers=range(3), head_bytes=656)):
         made = Pool(name="page_first", model=model, page_size=4, slots=32)
         made.fill(np.arange(32))

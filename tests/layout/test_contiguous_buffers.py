@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from pdtransfer.layout.layout import Buffer, Layout
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS, ITEM_LAYOUTS
+from tests.support.effort import some
 from tests.support.layout_tensors import Model, Pool, c4, dsa_index, mha, mla, models, plane, pools
 
-bounded = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+bounded = settings(max_examples=some(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def touched(layout: Layout) -> np.ndarray:

@@ -14,6 +14,7 @@ from pdtransfer.errors import LocalProtocolError
 from pdtransfer.layout.layout import Component, Layout, Plane, Span, check_slots, expand_pages, slots_of_rows
 from pdtransfer.layout.layout_builders import C4_PARTS, HOST_LAYOUTS, host_layout, item_layout
 from pdtransfer.limits import PLANES_MAX
+from tests.support.effort import some
 from tests.support.layout_tensors import (
     CANARY,
     Model,
@@ -29,7 +30,7 @@ from tests.support.layout_tensors import (
     pools,
 )
 
-bounded = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+bounded = settings(max_examples=some(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # Each row of DESIGN's table, at its real shape and row bytes.
 TABLE = [
@@ -370,7 +371,7 @@ def test_a_layout_at_the_edge_of_what_may_be_is_taken(planes: list[Plane], page_
     assert layout.end == max(layout.address(at, slots - 1) + 64 for at in range(len(planes)))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=some(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_what_is_taken_never_overlaps(data: Any) -> None:
     # Small numbers, so that all bytes can be counted: soundness of the cheap test, whatever it refuses.
@@ -399,7 +400,7 @@ def test_what_is_taken_never_overlaps(data: Any) -> None:
     assert touched.max() + 1 == layout.end
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=some(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_array_of_plausible_types_converts_or_is_a_validation_error(data: Any) -> None:
     numbers = st.one_of(st.integers(-1, 70), st.sampled_from([1 << 16, 1 << 30, HUGE, (1 << 63) - 1, (1 << 64) - 1]))

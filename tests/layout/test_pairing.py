@@ -17,9 +17,10 @@ from pdtransfer.layout.layout import Layout
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS
 from pdtransfer.layout.pairing import Pairing, pair
 from pdtransfer.limits import FIELDS_MAX, PLANES_MAX
+from tests.support.effort import some
 from tests.support.layout_tensors import Model, Pool, dsa_index, mha, mla, models, plane, pools
 
-bounded = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+bounded = settings(max_examples=some(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def pool_of(name: str, model: Model, page_size: int = 16, slots: int = 64) -> Layout:

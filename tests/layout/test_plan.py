@@ -15,9 +15,10 @@ from pdtransfer.layout.layout import expand_pages
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS
 from pdtransfer.layout.pairing import Pairing, pair
 from pdtransfer.layout.plan import Plan, plan
+from tests.support.effort import some
 from tests.support.layout_tensors import CANARY, Model, Pool, c4, content, dsa_index, mha, mla, models, pools
 
-bounded = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+bounded = settings(max_examples=some(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def copy_byte_runs(plan: Plan, source: np.ndarray, target: np.ndarray) -> None:

@@ -15,20 +15,20 @@ import pytest
 
 from pdtransfer.errors import TransportError, WorldError
 from pdtransfer.memory import arena_memory, available_memory
-from pdtransfer.memory.arena_memory import Arena, allocate, map_received
+from pdtransfer.memory.arena_memory import ArenaMemory, allocate, map_received
 
 F_ADD_SEALS, SEAL, SHRINK, GROW, WRITE, FUTURE_WRITE = 1033, 1, 2, 4, 8, 16
 MIB = 1 << 20
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena.create(4 * MIB, huge_pages="never")
+def arena() -> Iterator[ArenaMemory]:
+    made = ArenaMemory.create(4 * MIB, huge_pages="never")
     yield made
     made.close()
 
 
-def open_files() -> list[str]:
+def opened_files() -> list[str]:
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -38,7 +38,7 @@ def open_files() -> list[str]:
     return sorted(found)
 
 
-def test_an_arena_cannot_change_its_size_and_can_be_written_and_locked(arena: Arena) -> None:
+def test_an_arena_cannot_change_its_size_and_can_be_written_and_locked(arena: ArenaMemory) -> None:
     for size in (arena.byte_count - mmap.PAGESIZE, arena.byte_count + mmap.PAGESIZE):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, size)
@@ -52,7 +52,7 @@ def test_an_arena_cannot_change_its_size_and_can_be_written_and_locked(arena: Ar
     assert not os.get_inheritable(arena.fd)
 
 
-def test_address_view_and_array_are_the_same_bytes(arena: Arena) -> None:
+def test_address_view_and_array_are_the_same_bytes(arena: ArenaMemory) -> None:
     arena.mapping.view[7:10] = b"abc"
     assert ctypes.string_at(arena.mapping.address + 7, 3) == b"abc"
     assert arena.mapping.array[7:10].tobytes() == b"abc"
@@ -60,14 +60,14 @@ def test_address_view_and_array_are_the_same_bytes(arena: Arena) -> None:
 
 
 def test_an_arena_is_whole_pages_and_at_least_what_was_asked() -> None:
-    made = Arena.create(mmap.PAGESIZE + 1, huge_pages="never")
+    made = ArenaMemory.create(mmap.PAGESIZE + 1, huge_pages="never")
     assert made.byte_count == 2 * mmap.PAGESIZE == os.fstat(made.fd).st_size
     made.close()
 
 
 @pytest.mark.parametrize("kernel", ["this one", "older than 5.14"])
 def test_prefault_backs_every_byte_and_keeps_what_is_there(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, kernel: str
+    arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
     monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", MIB)
     if kernel != "this one":
@@ -82,31 +82,32 @@ def test_prefault_backs_every_byte_and_keeps_what_is_there(
     assert not np.flatnonzero(arena.mapping.array)[1:].size
 
 
-def test_prefault_stops_when_told(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefault_stops_when_told(arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", MIB)
     assert not arena.prefault(stop=lambda: arena.bytes_ready >= 2 * MIB)
     assert arena.bytes_ready == 2 * MIB
 
 
 def test_an_arena_beyond_the_hosts_memory_is_refused_with_both_values() -> None:
-    left = available_memory.headroom()
+    left = available_memory.available_memory()
     with pytest.raises(WorldError, match=rf"{left.bytes * 2} bytes.*is \d+ bytes"):
-        Arena.create(left.bytes * 2, huge_pages="never")
+        ArenaMemory.create(left.bytes * 2, huge_pages="never")
     with pytest.raises(WorldError, match=rf"{left.bytes * 2} bytes.*is \d+ bytes"):
         allocate(left.bytes * 2)
 
 
-def test_memory_that_runs_out_on_the_way_ends_the_prefault(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_on_the_way_ends_the_prefault(arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", MIB)
     figures = iter([100 * MIB, 100 * MIB, MIB // 2])
-    monkeypatch.setattr(arena_memory, "headroom", lambda: available_memory.Headroom("a cgroup", next(figures)))
+    left = (available_memory.AvailableMemory("a cgroup", each) for each in figures)
+    monkeypatch.setattr(arena_memory, "available_memory", lambda: next(left))
     with pytest.raises(WorldError, match=f"{2 * MIB} bytes.*a cgroup is {MIB // 2} bytes"):
         arena.prefault()
     assert arena.bytes_ready == 2 * MIB
 
 
 def test_a_chunk_that_the_kernel_cannot_back_is_an_error_and_no_signal(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Libc:
         @staticmethod
@@ -154,9 +155,9 @@ def test_the_tightest_cgroup_limits_an_arena(
     own.write_text(world(tmp_path))
     monkeypatch.setattr(available_memory, "_CGROUPS", tmp_path)
     monkeypatch.setattr(available_memory, "_OWN_CGROUPS", own)
-    assert available_memory.headroom().bytes == 70 * MIB
+    assert available_memory.available_memory().bytes == 70 * MIB
     with pytest.raises(WorldError, match=rf"{80 * MIB} bytes: memory\S+ of cgroup {tmp_path}\S* is {70 * MIB} bytes"):
-        Arena.create(80 * MIB, huge_pages="never")
+        ArenaMemory.create(80 * MIB, huge_pages="never")
 
 
 def test_huge_pages_that_are_not_there_are_named_with_the_command_that_mends_it(
@@ -164,8 +165,8 @@ def test_huge_pages_that_are_not_there_are_named_with_the_command_that_mends_it(
 ) -> None:
     monkeypatch.setattr(arena_memory, "huge_pages_free", lambda: 3)
     with pytest.raises(WorldError, match=r"4 pages of 2 MiB, 3 are free; sysctl vm.nr_hugepages=4"):
-        Arena.create(7 * MIB, huge_pages="always")
-    auto = Arena.create(7 * MIB, huge_pages="auto")
+        ArenaMemory.create(7 * MIB, huge_pages="always")
+    auto = ArenaMemory.create(7 * MIB, huge_pages="auto")
     assert not auto.huge
     auto.close()
 
@@ -174,17 +175,17 @@ def test_huge_pages_that_somebody_else_took_first_fall_back_when_they_may(monkey
     if available_memory.huge_pages_free():
         pytest.skip("this host has huge pages")
     monkeypatch.setattr(arena_memory, "huge_pages_free", lambda: 100)
-    auto = Arena.create(7 * MIB, huge_pages="auto")
+    auto = ArenaMemory.create(7 * MIB, huge_pages="auto")
     assert not auto.huge
     auto.close()
     with pytest.raises(WorldError, match=f"{8 * MIB} bytes"):
-        Arena.create(7 * MIB, huge_pages="always")
+        ArenaMemory.create(7 * MIB, huge_pages="always")
 
 
 def test_huge_pages_back_an_arena_where_there_are_some() -> None:
     if available_memory.huge_pages_free() < 4:
         pytest.skip("no huge pages are set aside")
-    made = Arena.create(7 * MIB, huge_pages="always")
+    made = ArenaMemory.create(7 * MIB, huge_pages="always")
     assert made.huge
     assert made.byte_count == 8 * MIB
     assert made.prefault()
@@ -192,17 +193,17 @@ def test_huge_pages_back_an_arena_where_there_are_some() -> None:
 
 
 def test_close_gives_back_memory_and_descriptors() -> None:
-    before = open_files()
-    made = Arena.create(MIB, huge_pages="never")
+    before = opened_files()
+    made = ArenaMemory.create(MIB, huge_pages="never")
     received = map_received(made.fd, MIB)
     fd = made.reopen()
     os.close(fd)
     for each in (made, received, made, received):
         each.close()
-    assert open_files() == before
+    assert opened_files() == before
 
 
-def test_close_refuses_while_a_view_lives(arena: Arena) -> None:
+def test_close_refuses_while_a_view_lives(arena: ArenaMemory) -> None:
     view = arena.mapping.view
     with pytest.raises(BufferError):
         arena.close()
@@ -238,7 +239,7 @@ def test_a_received_arena_without_the_right_seals_is_refused(seals: int, named: 
 @pytest.mark.parametrize("said", [MIB - 4096, MIB + 4096, 0])
 def test_a_received_arena_of_another_size_is_refused_with_both_values(said: int) -> None:
     fd = memfd(MIB, SEAL | SHRINK | GROW)
-    with pytest.raises(TransportError, match=f"{MIB} bytes were received, {said} were said"):
+    with pytest.raises(TransportError, match=f"{MIB} bytes were received, {said} were announced"):
         map_received(fd, said)
     os.close(fd)
 
@@ -252,7 +253,7 @@ def test_an_arena_that_is_entered_by_pieces_is_looked_through_once(monkeypatch: 
 
     monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
     monkeypatch.setattr(os, "lseek", counted)
-    made = Arena.create(8 * MIB, huge_pages="never")
+    made = ArenaMemory.create(8 * MIB, huge_pages="never")
     made.mapping.prefault(end=5 * MIB)
     received = map_received(made.fd, 8 * MIB)
     done, backed = 0, 0
@@ -270,7 +271,7 @@ def test_an_arena_that_is_entered_by_pieces_is_looked_through_once(monkeypatch: 
 
 def test_what_an_arenas_owner_takes_back_meanwhile_is_not_backed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
-    made = Arena.create(4 * MIB, huge_pages="never")
+    made = ArenaMemory.create(4 * MIB, huge_pages="never")
     made.mapping.prefault()
     received = map_received(made.fd, 4 * MIB)
     done, backed = arena_memory.enter_backed(received, made.fd, 0, MIB, 0)
@@ -287,7 +288,7 @@ def test_a_received_arena_that_its_owner_has_not_backed_is_refused(
     backed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", MIB)
-    made = Arena.create(2 * MIB, huge_pages="never")
+    made = ArenaMemory.create(2 * MIB, huge_pages="never")
     if backed:
         made.prefault()
         map_received(made.fd, made.byte_count).close()
@@ -319,7 +320,7 @@ def test_what_is_no_memfd_is_refused(tmp_path: Path) -> None:
         os.close(fd)
 
 
-def test_what_is_received_is_the_arena_itself(arena: Arena) -> None:
+def test_what_is_received_is_the_arena_itself(arena: ArenaMemory) -> None:
     received = map_received(arena.fd, arena.byte_count)
     received.view[3] = 9
     assert arena.mapping.view[3] == 9

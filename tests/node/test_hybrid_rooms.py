@@ -13,18 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
-from pdtransfer.handoff.prefill.sessions import Cell
+from pdtransfer.handoff.decode.room_request import RoomRequest
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.layout.layout import Component
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.node import DecodeNode, PrefillNode
-from pdtransfer.transports.mooncake import why_not
+from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.options import ArenaOptions, WriterOptions
 from pdtransfer.wire import pack_ids
-from tests.node.test_node import on_loop, until
 from tests.support.client_pair import settings
 from tests.support.hybrid_pools import WINDOW, Pools, pools_of
 from tests.support.layout_tensors import CANARY
+from tests.support.waiting import on_loop, until
 
 TOKENS = 4_096  # of the arena: sixteen pages of C4
 REQUESTS = 10
@@ -51,10 +53,10 @@ class Nodes:
     endpoint: str
     source: Pools
     expected: Pools
-    arena: Arena
+    arena: ArenaMemory
     rng: np.random.Generator
-    told_p: list[Leased | Landed | RoomFailed | Drained]
-    told_d: list[Ready | RoomFailed]
+    told_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained]
+    told_d: list[RoomReady | RoomFailed]
     sent: dict[int, Sent] = field(default_factory=dict[int, Sent])
     free: dict[str, list[int]] = field(default_factory=dict[str, list[int]])  # prefill's pages
 
@@ -99,7 +101,8 @@ class Nodes:
                         yield Cell(each.name, low, layers, sent.slots[each.name][low:high])
 
     def expect(self, room: int, tokens: int, **more: Any) -> None:
-        self.decode.expect(room, tokens=tokens, sources=[self.endpoint], time_left_s=100, **more)
+        request = RoomRequest(room=room, tokens=tokens, sources=[self.endpoint], time_left_s=100, **more)
+        self.decode.expect(request)
 
     def send(self, room: int, tokens: int, *, chunk: int) -> None:
         sent = self.place(room, tokens)
@@ -108,11 +111,11 @@ class Nodes:
             self.prefill.push(room, cell)
         self.prefill.finish(room, aux=b"%d" % room)
 
-    async def ready(self, room: int, *, prefix: int = 0) -> Ready:
+    async def ready(self, room: int, *, prefix: int = 0) -> RoomReady:
         """READY, and from here on its rows are expected in the arena, those of a prefix where they were before."""
         await until(lambda: any(told.room == room for told in self.told_d))
         (told,) = (told for told in self.told_d if told.room == room)
-        assert isinstance(told, Ready), told
+        assert isinstance(told, RoomReady), told
         sent = self.sent[room]
         crossed = 0
         for each in self.components:
@@ -142,14 +145,17 @@ async def nodes(
     name: str, *, granular: bool, seed: int = 0, transport: Any = "shm", **decode: Any
 ) -> AsyncIterator[Nodes]:
     source, expected = filled(), pools_of(name, tokens=TOKENS, requests=REQUESTS, granular=granular)
-    arena = Arena.create(expected.byte_count, huge_pages="never")
+    arena = ArenaMemory.create(expected.byte_count, huge_pages="never")
     arena.mapping.array[:] = CANARY
-    told_p: list[Leased | Landed | RoomFailed | Drained] = []
-    told_d: list[Ready | RoomFailed] = []
+    told_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
+    told_d: list[RoomReady | RoomFailed] = []
     prefill = PrefillNode(
-        settings("p"), source.components, told_p.append, pool_address=source.memory.ctypes.data, transport=transport
+        settings("p"), source.components, told_p.append,
+        writer=WriterOptions(pool_address=source.memory.ctypes.data, transport=transport),
+    )  # fmt: skip
+    decode_node = DecodeNode(
+        settings("d"), expected.components, arena, told_d.append, options=ArenaOptions(transport=transport), **decode
     )
-    decode_node = DecodeNode(settings("d"), expected.components, arena, told_d.append, transport=transport, **decode)
     endpoint = await prefill.bus.bind("tcp://127.0.0.1:0")
     rng = np.random.default_rng(seed)
     try:
@@ -160,6 +166,7 @@ async def nodes(
         arena.close()
 
 
+@pytest.mark.slow
 @target_pools
 @on_loop
 async def test_all_components_of_a_room_land_in_every_host_layout_and_no_other_byte_changes(
@@ -192,7 +199,7 @@ async def test_rows_are_verified_in_every_host_layout(name: str, granular: bool)
         await it.ready(1)
         await it.ready(2)
         assert it.right
-        verifications = it.decode.core.settling.verifications
+        verifications = it.decode.core.post_landing.verifications
         assert (verifications.matched, verifications.mismatched) == (2, 0)
 
 
@@ -305,7 +312,7 @@ async def test_a_room_that_is_given_up_halfway_gives_every_component_back_and_th
             it.prefill.push(1, cell)
         await until(lambda: it.told_p)  # leased: some of it is on its way, or there
         it.decode.abort(1)
-        await until(lambda: any(isinstance(told, Drained) for told in it.told_p) and it.decode.core.idle)
+        await until(lambda: any(isinstance(told, RoomDrained) for told in it.told_p) and it.decode.core.idle)
         assert it.decode.core.cache.free_slots == whole
         it.expect(2, 600, growth=10)
         it.send(2, 600, chunk=250)

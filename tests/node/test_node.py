@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +20,16 @@ import zmq
 import zmq.asyncio
 
 from pdtransfer.errors import Cause, LocalProtocolError
-from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
-from pdtransfer.handoff.prefill.sessions import Cell
-from pdtransfer.handoff.room import DecodeRoom
+from pdtransfer.handoff.decode.room_request import RoomRequest
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from pdtransfer.handoff.prefill.cells import Cell
+from pdtransfer.handoff.states import DecodeRoom
 from pdtransfer.limits import Limits
-from pdtransfer.memory.arena_memory import Arena, Mapping
+from pdtransfer.memory.arena_memory import ArenaMemory, Mapping
 from pdtransfer.node import DecodeNode, PrefillNode
-from pdtransfer.node.core_driver import Clock, Performer, Ticker
+from pdtransfer.node.core_driver import EffectRunner, LoopClock, Ticker
 from pdtransfer.transports.device_events import POLL_S, Event, EventQueue
+from pdtransfer.transports.options import ArenaOptions, WriterOptions
 from pdtransfer.transports.shm import writer as shm_writer
 from pdtransfer.wire import (
     Begin,
@@ -45,15 +47,10 @@ from pdtransfer.wire import (
     encode,
     pack_ids,
 )
-from tests.support.bus_peers import no_descriptors, on_loop
 from tests.support.client_pair import LIMITS, Late, component, settings
 from tests.support.layout_tensors import CANARY, Pool, mla
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110 (what it waits for tells nobody)
-        await asyncio.sleep(0.005)
-
+from tests.support.processes import no_descriptors
+from tests.support.waiting import on_loop, until
 
 # Ticker
 
@@ -64,7 +61,7 @@ class Times:
     """Timers of a core: ticks when the earliest has come."""
 
     def __init__(self) -> None:
-        self.loop, self.clock, self.due, self.ticked = asyncio.get_running_loop(), Clock(SLACK_S), [], []
+        self.loop, self.clock, self.due, self.ticked = asyncio.get_running_loop(), LoopClock(SLACK_S), [], []
         self.ticker = Ticker(lambda: min(self.due, default=None), self._tick, self.clock)
 
     def at(self, seconds: float) -> float:
@@ -136,7 +133,7 @@ async def test_what_a_process_did_not_run_for_is_no_time_of_its_core() -> None:
 
 @on_loop
 async def test_a_clock_never_goes_back() -> None:
-    clock = Clock(0.01)
+    clock = LoopClock(0.01)
     clock.due = asyncio.get_running_loop().time() + 10
     before = clock.now()
     clock.due = before - 1.0
@@ -151,8 +148,8 @@ async def test_a_node_that_stood_still_calls_no_peer_silent() -> None:
     async with nodes(limits=limits) as it:
         it.expect(1)
         await until(lambda: it.decode.core.rooms[1].state is DecodeRoom.LANDING)
-        peer, clock = it.decode.core.links.peers[it.endpoint], it.decode._clock
-        await until(lambda: 0.01 < clock.now() - peer.heard < 0.09)  # between two Pings: nothing is on its way
+        peer, clock = it.decode.core.prefill_peers.peers[it.endpoint], it.decode._clock
+        await until(lambda: 10 < peer.liveness.silent_ms(clock.now()) < 90)  # between two Pings: nothing is on its way
         time.sleep(1)  # noqa: ASYNC251 - neither side runs
         await asyncio.sleep(0.3)
         it.send(1)
@@ -167,8 +164,8 @@ class Performed:
 
     def __init__(self) -> None:
         self.done: list[int] = []
-        self.ticker = Ticker(lambda: None, lambda: None, Clock(SLACK_S))
-        self.perform: Performer[int] = Performer(self._perform, self.ticker)
+        self.ticker = Ticker(lambda: None, lambda: None, LoopClock(SLACK_S))
+        self.perform: EffectRunner[int] = EffectRunner(self._perform, self.ticker)
         self.makes: dict[int, list[int]] = {}
 
     def _perform(self, effect: int) -> None:
@@ -356,36 +353,39 @@ TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=
 class Nodes:
     """A prefill and a decode node on this very loop, and what they tell."""
 
-    def __init__(self, arena: Arena, directory: Path | None, limits: Limits) -> None:
+    def __init__(self, arena: ArenaMemory, directory: Path | None, limits: Limits) -> None:
         SOURCE.fill(np.arange(SOURCE.slots))
-        self.told_p: list[Leased | Landed | RoomFailed | Drained] = []
-        self.told_d: list[Ready | RoomFailed] = []
+        self.told_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
+        self.told_d: list[RoomReady | RoomFailed] = []
         self.prefill = PrefillNode(
-            settings("p", limits), [component(SOURCE)], self.told_p.append, pool_address=SOURCE.memory.ctypes.data
-        )
+            settings("p", limits), [component(SOURCE)], self.told_p.append,
+            writer=WriterOptions(pool_address=SOURCE.memory.ctypes.data),
+        )  # fmt: skip
         self.decode = DecodeNode(
-            settings("d", limits), [component(TARGET)], arena, self.told_d.append, socket_directory=directory
-        )
+            settings("d", limits), [component(TARGET)], arena, self.told_d.append,
+            options=ArenaOptions(socket_directory=directory),
+        )  # fmt: skip
         self.endpoint = ""
 
     def expect(self, room: int, **more: Any) -> None:
-        self.decode.expect(room, **{"tokens": 10, "sources": [self.endpoint], "time_left_s": 20, **more})
+        options = {"tokens": 10, "sources": [self.endpoint], "time_left_s": 20, **more}
+        self.decode.expect(RoomRequest(room=room, **options))
 
     def send(self, room: int) -> None:
         self.prefill.open(room, tokens=10, time_left_s=20)
         self.prefill.push(room, Cell("kv", 0, (0, 2), np.arange(10)))
         self.prefill.finish(room, aux=b"")
 
-    async def ready(self, room: int) -> Ready:
+    async def ready(self, room: int) -> RoomReady:
         await until(lambda: any(told.room == room for told in self.told_d))
         (told,) = (told for told in self.told_d if told.room == room)
-        assert isinstance(told, Ready), told
+        assert isinstance(told, RoomReady), told
         return told
 
 
 @asynccontextmanager
 async def nodes(directory: Path | None = None, limits: Limits = LIMITS) -> AsyncIterator[Nodes]:
-    arena = Arena.create(TARGET.layout.end, huge_pages="never")
+    arena = ArenaMemory.create(TARGET.layout.end, huge_pages="never")
     arena.mapping.array[:] = CANARY
     made = Nodes(arena, directory, limits)
     made.endpoint = await made.prefill.bus.bind("tcp://127.0.0.1:0")
@@ -402,7 +402,7 @@ async def test_a_dialled_peer_has_its_session_before_the_first_room_comes() -> N
     async with nodes() as it:
         it.decode.dial(it.endpoint)
         await until(lambda: it.prefill.core.sessions and next(iter(it.prefill.core.sessions.values())).granting)
-        sessions = it.decode.core.links.sessions
+        sessions = it.decode.core.prefill_peers.sessions
         await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
 
 
@@ -411,15 +411,15 @@ async def test_of_the_sources_that_a_node_is_told_of_it_dials_those_that_it_may(
     async with nodes() as it:
         keyed = "k" * 40 + "@tcp://127.0.0.1:1"  # this node has no keys
         it.decode.introduce((keyed, "nonsense", it.endpoint, it.endpoint))
-        assert list(it.decode.core.links.peers) == [it.endpoint]
-        sessions = it.decode.core.links.sessions
+        assert list(it.decode.core.prefill_peers.peers) == [it.endpoint]
+        sessions = it.decode.core.prefill_peers.sessions
         await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
         assert it.told_d == []
     async with nodes(limits=replace(LIMITS, sessions_max=1)) as it:
         it.decode.introduce((it.endpoint,))
-        assert not it.decode.core.links.peers
+        assert not it.decode.core.prefill_peers.peers
         it.expect(1)
-        assert list(it.decode.core.links.peers) == [it.endpoint], "the place was kept for it"
+        assert list(it.decode.core.prefill_peers.peers) == [it.endpoint], "the place was kept for it"
 
 
 @on_loop
@@ -431,7 +431,7 @@ async def test_a_room_whose_source_is_one_too_many_to_dial_is_no_fault_of_its_re
         it.send(1)
         await it.ready(1)
         it.decode.bus._limits = replace(limits, dials_max=1)
-        it.decode.expect(2, tokens=1, sources=[too_many], time_left_s=60)
+        it.decode.expect(RoomRequest(room=2, tokens=1, sources=[too_many], time_left_s=60))
         (failed,) = [each for each in it.told_d if isinstance(each, RoomFailed)]
         assert (failed.room, failed.cause) == (2, Cause.PEER_LOST)
         assert too_many in failed.detail
@@ -454,7 +454,7 @@ async def test_a_room_lands_in_the_first_piece_of_an_arena_while_the_next_is_ent
         it.expect(1)
         it.send(1)
         await it.ready(1)
-        (session,) = it.decode.core.links.sessions.values()
+        (session,) = it.decode.core.prefill_peers.sessions.values()
         assert session.bytes_ready == piece
         let_go.set()
         await until(lambda: session.bytes_ready == TARGET.layout.end)
@@ -505,7 +505,7 @@ async def test_a_release_whose_event_breaks_keeps_the_slots_and_says_so(caplog: 
         await it.ready(1)
         it.decode.release(1, after=Breaks())
         assert 1 in it.decode.core.rooms
-        assert ("CRITICAL", "room 0x1 keeps its slots, nothing says when they are quiet: no such stream") in [
+        assert ("CRITICAL", "room 0x1 keeps its slots, since its event cannot be queried: no such stream") in [
             (record.levelname, record.getMessage()) for record in caplog.records
         ]
 
@@ -527,11 +527,11 @@ async def test_goodbye_is_said_to_both_sides_so_that_nobody_waits_for_silence() 
         it.expect(1)
         it.send(1)
         await it.ready(1)
-        session = it.decode.core.links.peers[it.endpoint].session
+        session = it.decode.core.prefill_peers.peers[it.endpoint].session
         assert session is not None
         await it.prefill.close()
         await until(lambda: session.state.value == "closed")
-        assert session.verdict == (Cause.PEER_LOST, f"{it.endpoint} says goodbye: shutdown")
+        assert session.verdict == (Cause.PEER_LOST, f"{it.endpoint} said goodbye: shutdown")
         it.decode.release(1)
         assert it.decode.core.idle
 
@@ -646,19 +646,19 @@ async def test_others_take_what_is_theirs_before_the_core_sees_it() -> None:
 
 
 def replace_identity(it: Nodes, *, node: str) -> Any:
-    return msgspec.structs.replace(it.decode.core.links.identity, node=node, incarnation=77)
+    return msgspec.structs.replace(it.decode.core.prefill_peers.identity, node=node, incarnation=77)
 
 
 @on_loop
 async def test_who_is_refused_is_logged_once_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
-    arena = Arena.create(TARGET.layout.end, huge_pages="never")
-    told: list[Ready | RoomFailed] = []
+    arena = ArenaMemory.create(TARGET.layout.end, huge_pages="never")
+    told: list[RoomReady | RoomFailed] = []
     prefill = PrefillNode(settings("p"), [component(SOURCE)], lambda _: None)
     endpoint = await prefill.bus.bind("tcp://127.0.0.1:0")
     decode_node = DecodeNode(replace(settings("d"), model="another"), [component(TARGET)], arena, told.append)
     try:
         for room in (1, 2):
-            decode_node.expect(room, tokens=10, sources=[endpoint], time_left_s=20)
+            decode_node.expect(RoomRequest(room=room, tokens=10, sources=[endpoint], time_left_s=20))
             await until(lambda room=room: len(told) == room)
         assert all(failed.cause is Cause.REFUSED and "'another'" in failed.detail for failed in told)
         lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -675,10 +675,10 @@ async def test_registered_and_goodbye_of_a_stranger_change_nothing_for_the_peer(
         it.expect(1)
         it.send(1)
         await it.ready(1)
-        session = next(iter(it.decode.core.links.sessions))
+        session = next(iter(it.decode.core.prefill_peers.sessions))
         await other.say(Hello(1, 1, replace_identity(it, node="other")))
         await other.hear(Welcome)
-        await other.say(Goodbye(it.decode.core.links.identity.incarnation, "shutdown"), Registered(session, 1))
+        await other.say(Goodbye(it.decode.core.prefill_peers.identity.incarnation, "shutdown"), Registered(session, 1))
         await other.hear(Reject)
         assert it.prefill.core.sessions[session].open
         it.expect(2)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.errors import WorldError
 from pdtransfer.process import fleet as fleet_module
 from pdtransfer.process.fleet import Daemon, Fleet
-
-REPO = Path(__file__).resolve().parent.parent.parent
+from tests.support.paths import REPO
+from tests.support.waiting import wait_for
 
 FAKE = """\
 #!/bin/sh
@@ -71,13 +70,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 ROUTER = RouterConfig(listen="127.0.0.1:0", node="r")
 
 
@@ -119,7 +111,7 @@ def test_a_daemon_that_fails_is_told_with_its_status_and_the_end_of_its_log(tmp_
                 async with Fleet([], [], RouterConfig(listen=listen, node="r"), tmp_path):
                     pytest.fail("it cannot listen")
             text = str(caught.value)
-            assert "router daemon did not get ready" in text
+            assert "router daemon did not become ready" in text
             assert f"cannot listen on {listen}" in text
             assert "(status 1)" in text
 
@@ -167,7 +159,7 @@ def test_a_daemon_that_says_nothing_in_time_is_told_and_ended(
 
     async def at_work(*arguments: Any, **more: Any) -> Daemon:
         daemon = await start(*arguments, **more)
-        until(daemon.log.read_text)
+        wait_for(daemon.log.read_text)
         return daemon
 
     monkeypatch.setattr(Daemon, "start", at_work)
@@ -238,7 +230,7 @@ def test_daemons_end_when_whoever_started_them_is_killed(fake: Callable[..., Pat
     finally:
         started.kill()
         started.communicate()
-    until(lambda: not any(is_alive(pid) for pid in pids(here)))
+    wait_for(lambda: not any(is_alive(pid) for pid in pids(here)))
 
 
 def test_the_flags_of_a_config_make_that_very_config(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_flood_of_one_kind_of_line_is_held_back_and_counted(file: Path, monkey
 
 
 def test_kinds_of_lines_are_bounded(file: Path) -> None:
-    seldom = logs.Seldom()
+    seldom = logs.LogRateLimit()
     for number in range(3 * logs.KINDS_MAX):
         assert seldom.filter(logging.LogRecord("x", logging.INFO, "", 0, f"kind {number}", (), None))
         assert len(seldom._kinds) <= logs.KINDS_MAX

@@ -5,7 +5,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as nn
 
 from pdtransfer.engine_api import Computed, HiSparse, Prefilled
 from pdtransfer.errors import ConfigError
@@ -14,15 +13,8 @@ from pdtransfer.reference import deep
 from pdtransfer.reference.deep import create
 from pdtransfer.reference.prefill import _Pick
 from pdtransfer.wire import Ranks
+from tests.support.deep_model import OPTIONS, SMALL, kv_of, model_of, near, textbook
 from tests.support.engine_pair import Decode, Prefill, config, copy_rows, heads_of, places, prompts, request
-
-SMALL = {"layers": "3", "width": "128", "mlp_width": "128", "context_tokens": "1024"}
-OPTIONS = {"mla": SMALL | {"heads": "2"}, "gqa": SMALL | {"heads": "4", "kv_heads": "2"}}
-
-
-@pytest.fixture(params=["mla", "gqa"])
-def attention(request):
-    return request.param
 
 
 def prefill_of(attention, *, options=None, **more):
@@ -31,66 +23,6 @@ def prefill_of(attention, *, options=None, **more):
 
 def decode_of(attention, *, options=None, **more):
     return Decode.of(factory=create, attention=attention, options=OPTIONS[attention] | (options or {}), **more)
-
-
-def model_of(engine):
-    return engine._model
-
-
-def kv_of(memory, layout, slots):
-    """By (kind, layer) float32 (rows, heads, dim), as the pool has it in bfloat16."""
-    held = {}
-    for kind, layer, head in heads_of(layout):
-        rows = np.ascontiguousarray(memory[places(layout, kind, layer, head, slots)])
-        held.setdefault((kind, layer), []).append(torch.from_numpy(rows).view(torch.bfloat16).float())
-    return {key: torch.stack(heads, dim=1) for key, heads in held.items()}
-
-
-def textbook(model, ids):
-    """Dense float32 of the same weights: what the cache should hold by (kind, layer), and the last row's logits."""
-    sizes, held = model.architecture, {}
-    weights = [{name: each.float() for name, each in layer.items()} for layer in model._layers]
-    positions = torch.arange(len(ids), device=model.device)
-    cos, sin = (each.squeeze(1) for each in model._turn.at(positions, torch.float32))
-
-    def rope(x):
-        low, high = x.chunk(2, -1)
-        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        return torch.cat((low * c - high * s, high * c + low * s), -1)
-
-    def norm(x):
-        return nn.rms_norm(x, (x.shape[-1],))
-
-    x = model._embedding.float()[torch.from_numpy(ids).to(model.device)]
-    hidden = positions > positions.unsqueeze(1)
-    for layer, own in enumerate(weights):
-        inner = norm(x) @ own["in"]
-        if sizes.attention == "mla":
-            h, d, r, lat = sizes.mla_heads, sizes.head_dim, sizes.rope_dim, sizes.latent_dim
-            plain, turned, latent = inner.split([h * d, (h + 1) * r, lat], -1)
-            turned, latent = rope(turned.reshape(-1, h + 1, r)), norm(latent)
-            held["latent", layer] = torch.cat((latent, turned[:, h]), -1).unsqueeze(1)
-            key = (latent @ own["key_up"]).view(-1, h, d)
-            query = torch.cat((plain.reshape(-1, h, d), turned[:, :h]), -1)
-            key = torch.cat((key, turned[:, h:].expand(-1, h, -1)), -1)
-            value = (latent @ own["value_up"]).view(-1, h, d + r)[..., :d]
-        else:
-            h, k, d = sizes.gqa_heads, sizes.kv_heads, sizes.head_dim
-            query, key, value = inner.view(-1, h + 2 * k, d).split([h, k, k], 1)
-            query, key = rope(query), rope(key)
-            held["k", layer], held["v", layer] = key, value
-            key, value = (each.repeat_interleave(h // k, 1) for each in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
-        mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
-        x = x + mixed.flatten(1) @ own["output"]
-        gate, up = (norm(x) @ own["gate_up"]).chunk(2, -1)
-        x = x + (nn.silu(gate) * up) @ own["down"]
-    return held, (norm(x[-1:]) @ model._head.float())[0]
-
-
-def near(found, wanted, tolerance=0.03):
-    """By the norm of what differs, over all of it."""
-    assert float((found - wanted).norm() / wanted.norm()) < tolerance
 
 
 def last_logits(engine, monkeypatch):
@@ -217,7 +149,7 @@ def test_spans_tell_when_each_layer_was_computed(attention):
 
 def test_cells_do_not_wait_for_the_token_of_a_prompt_that_a_card_still_computes():
     class Slow:
-        here, asked = False, 0
+        ready, asked = False, 0
 
         def get(self):
             Slow.asked += 1

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from pdtransfer.kernels import driver
+from pdtransfer.reference.deep import create
 from pdtransfer.tracing.timeline import Timeline
-from tests.reference.test_deep import OPTIONS, create, kv_of, model_of, near, textbook
 from tests.support.client_pair import Expected, client_pair, slots_of_pages
+from tests.support.deep_model import OPTIONS, kv_of, model_of, near, textbook
 from tests.support.engine_pair import config, heads_of, places, prompts, request
 from tests.support.late_producer import STALE, layer_bytes
 from tests.support.layout_tensors import mla

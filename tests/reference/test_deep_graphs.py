@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from pdtransfer.reference import deep_graphs
-from pdtransfer.reference.attention import Tiles
-from pdtransfer.reference.batch import Batch, EveryKey
+from pdtransfer.reference.attention import EveryKey, RowBatch, Tiles
 from pdtransfer.reference.capture import Captures, captured
 from pdtransfer.reference.deep_graphs import Graphs
 
@@ -71,11 +70,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Played:
     return made
 
 
-def prompt(rows: int) -> Batch:
+def prompt(rows: int) -> RowBatch:
     zeros = torch.zeros(rows, dtype=torch.int64)
     tiles = Tiles(first=0, depths=[0], bias=torch.zeros(1, rows, rows), sources=[zeros], ends=[rows])
     keys: Any = EveryKey(None, zeros, [tiles])  # type: ignore[arg-type]
-    return Batch(ids=zeros, positions=zeros, own=slice(0, rows), tile_rows=rows, tile_count=1, keys=keys)
+    return RowBatch(ids=zeros, positions=zeros, own=slice(0, rows), tile_rows=rows, tile_count=1, keys=keys)
 
 
 def twice(graphs: Graphs, rows: int) -> Tensor | None:

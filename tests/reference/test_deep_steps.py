@@ -19,11 +19,10 @@ from pdtransfer.reference.attention import KEY_BLOCK
 from pdtransfer.reference.capture import Captures
 from pdtransfer.reference.deep import create
 from pdtransfer.reference.deep_steps import DeepSteps
-from pdtransfer.reference.residency import Tables, reach
-from tests.reference.test_deep import OPTIONS, model_of
+from pdtransfer.reference.steps import PositionTables, reach
+from tests.support.deep_model import OPTIONS, TOP, model_of
 from tests.support.engine_pair import Decode, Prefill, prompts, request
 
-TOP = {"top_k": "16", "index_share": "2"}
 LENGTHS = (5, 60, 200, 250, 253, 256, 511)  # three of them come to a further block of keys while they are decoded
 TOKENS = 12
 
@@ -46,7 +45,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
     """The graphs that were captured."""
     graphs: list[Played] = []
     capturing: list[Played] = []
-    made = DeepSteps._made
+    made = DeepSteps._queue
 
     @contextmanager
     def captured(_: object) -> Generator[Played]:
@@ -61,16 +60,11 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
         return result
 
     monkeypatch.setattr(deep_steps, "captured", captured)
-    monkeypatch.setattr(DeepSteps, "_made", noted)
-    monkeypatch.setattr(Captures, "aside", lambda _: nullcontext())
+    monkeypatch.setattr(DeepSteps, "_queue", noted)
+    monkeypatch.setattr(Captures, "side_stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(deep_steps, "WORTH", 2)  # for more replays of fewer steps
     return graphs
-
-
-@pytest.fixture(params=["mla", "gqa"])
-def attention(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def outcomes(
@@ -89,7 +83,7 @@ def outcomes(
     )
     model = model_of(decode.engine)
     model._steps = DeepSteps(
-        model._through, model.device, top=model.architecture.top_k, indexer=model.indexer, graphs=graphs
+        model._forward, model.device, top=model.architecture.top_k, indexer=model.indexer, graphs=graphs
     )
     for one in rooms:
         decode.admit(one, prefill)
@@ -97,6 +91,7 @@ def outcomes(
     return [decode.outcome(one.room) for one in rooms]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["dense", "picks", "hot", "mixed"])
 def test_a_replayed_step_is_bitwise_the_step_that_is_queued(attention: str, case: str, played: list[Played]) -> None:
     """Rooms take turns, grow, and are retracted, so that a shape comes again with others."""
@@ -117,7 +112,7 @@ def test_requests_whose_keys_are_many_are_read_some_at_a_time(attention: str, mo
 
 
 def test_a_table_stays_as_long_as_its_requests_do_and_reaches_as_far_as_they_need() -> None:
-    tables = Tables()
+    tables = PositionTables()
     short, long = torch.arange(KEY_BLOCK), 1_000 + torch.arange(3 * KEY_BLOCK)
     made = tables.of([short, long], KEY_BLOCK + 1)
     assert made.shape == (2, 2 * KEY_BLOCK)

@@ -22,6 +22,7 @@ def expected(attention, options):
     return generate_many(one, [(prompt, sampling) for prompt in PROMPTS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "options", "prefill_tp", "prefill_pp", "decode_tp"),
     [

@@ -11,27 +11,8 @@ from pdtransfer.layout.layout_builders import HOST_LAYOUTS
 from pdtransfer.limits import Limits
 from pdtransfer.reference.factory import create, generate_many
 from pdtransfer.tracing.timeline import Timeline
-from tests.support.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request
-
-TOP, HOT = 16, 48
-SPARSE = SMALL | {"top_k": str(TOP), "index_share": "1"}
-# Shorter than the device buffer with all that is generated, shorter at first, equal, and several times longer.
-LENGTHS = (1, 17, 30, 44, 47, 48, 49, 100, 300, 513)
-TOKENS = 8
-
-
-def hisparse(*, slots=1 << 16, wait=2, quantum=3, policy="longest"):
-    limits = Limits(hisparse_wait_steps=wait, hisparse_quantum_steps=quantum)
-    return HiSparse(device_slots=slots, hot_tokens=HOT, dense_slots=1024, policy=policy, limits=limits)
-
-
-def sparse_requests(lengths=LENGTHS, tokens=TOKENS, seed=0):
-    return [request(at, prompt, max_tokens=tokens, sparse=True) for at, prompt in enumerate(prompts(seed, lengths))]
-
-
-@pytest.fixture(scope="module", params=["mla", "gqa"])
-def attention(request):
-    return request.param
+from tests.support.engine_pair import Decode, Prefill, config, heads_of, places, prompts, request
+from tests.support.hot_requests import HOT, LENGTHS, SPARSE, TOKENS, hisparse, sparse_requests
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +181,7 @@ def test_a_step_that_is_refused_a_place_ends_its_room_alone(monkeypatch, landed,
     assert decode.outcome(9) == expected[9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_comes_and_goes_in_whatever_sizes_every_bit_is_that_of_all_resident(seed):
     """Requests of any length, sparse or not, on a device of any size, cancelled anywhere."""

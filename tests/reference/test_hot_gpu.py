@@ -13,15 +13,14 @@ import torch
 from pdtransfer.engine_api import CardMemory
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
-from pdtransfer.memory.arena_memory import Arena
-from pdtransfer.reference import deep, deep_steps, hot_step
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.reference import capture, deep, deep_steps
 from pdtransfer.reference.decode import ReferenceDecode
 from pdtransfer.reference.factory import create
 from pdtransfer.tracing.timeline import Timeline
-from tests.reference.test_deep import OPTIONS
-from tests.reference.test_deep_steps import TOP
-from tests.reference.test_hot import SPARSE, hisparse, sparse_requests
+from tests.support.deep_model import OPTIONS, TOP
 from tests.support.engine_pair import Decode, Prefill, config, prompts, request
+from tests.support.hot_requests import SPARSE, hisparse, sparse_requests
 
 if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
@@ -37,7 +36,7 @@ def decode_of(
     """An engine on card 0, in whose memory these rooms have landed, and are admitted."""
     with ExitStack() as held:
         engine = factory(config("decode", attention=attention, device="cuda", slots=2048, options=options, **more))
-        arena = Arena.create(engine.card.memory_bytes)
+        arena = ArenaMemory.create(engine.card.memory_bytes)
         held.callback(arena.close)
         arena.prefault()
         arena.mapping.register(cards.card(0), arena.byte_count)
@@ -91,8 +90,8 @@ def test_steps_that_are_replayed_are_bitwise_those_that_are_queued_one_by_one(
     captured = outcomes()
     assert replays > 4 * 12, "newest, a swap-in a group, and the backup, in each step"
     before = replays
-    monkeypatch.setattr(hot_step.Replayed, "__init__", lambda self, work, device: vars(self).update(_work=work))
-    monkeypatch.setattr(hot_step.Replayed, "__call__", lambda self: self._work())
+    monkeypatch.setattr(capture.Replayed, "__init__", lambda self, work, device: vars(self).update(_work=work))
+    monkeypatch.setattr(capture.Replayed, "__call__", lambda self: self._work())
     assert outcomes() == captured
     assert replays == before
 

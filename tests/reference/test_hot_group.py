@@ -7,9 +7,9 @@ from pdtransfer.engine_api import Broken, Finished
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.reference.factory import create, generate_many
 from pdtransfer.wire import Ranks
-from tests.reference.test_hot import HOT, SPARSE, hisparse
 from tests.support.engine_group import Threads, carry, prefills, together
 from tests.support.engine_pair import Decode, config, prompts, request
+from tests.support.hot_requests import HOT, SPARSE, hisparse
 
 LENGTHS = (1, 30, 44, 48, 49, 100, 300)
 TOKENS = 8
@@ -75,6 +75,7 @@ def expected(attention, options, rooms):
     return generate_many(one, [(each.prompt, each.sampling) for each in rooms])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "options", "prefill_tp", "decode_tp", "policy"),
     [("mla", {}, 1, 2, "longest"), ("gqa", {}, 2, 2, "newest"), ("gqa", {"kv_heads": "2"}, 1, 4, "shortest")],
@@ -141,6 +142,7 @@ def test_a_step_for_which_nobody_waits_is_decided_without_a_word():
     assert [count for count in counts if count] == [2] + [1] * (TOKENS - 2), "who runs, then what was refused"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_a_place_that_is_refused_ends_its_room_on_all_ranks_or_the_group_that_disagrees(ranks):
     rooms = [request(at, prompt, max_tokens=TOKENS, sparse=True) for at, prompt in enumerate(prompts(1, (100, 60)))]
@@ -163,7 +165,7 @@ def test_a_place_that_is_refused_ends_its_room_on_all_ranks_or_the_group_that_di
 
     said = together([lambda target=target: script(target) for target in targets])
     if ranks == (1,):
-        assert said == [f"rank {rank} runs other HiSparse requests, or was refused other places" for rank in (1, 0)]
+        assert said == [f"rank {rank} runs other HiSparse requests, or refused other ones" for rank in (1, 0)]
         return
     assert said == ["", ""]
     for target in targets:

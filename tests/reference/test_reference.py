@@ -25,16 +25,12 @@ def requests(seed=0, lengths=LENGTHS, max_tokens=6, **sampling):
     return [(prompt, Sampling(max_tokens=max_tokens, **sampling)) for prompt in prompts(seed, lengths)]
 
 
-@pytest.fixture(scope="module", params=["mla", "gqa"])
-def attention(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def expected(attention):
     return generate_many(config(attention=attention, slots=4096, page_size=64, chunk_tokens=512), requests())
 
 
+@pytest.mark.slow
 @otherwise
 def test_no_chunk_batch_page_layout_or_pool_changes_a_bit(attention, expected, cut):
     assert are_the_same(cut, attention, SMALL, requests(), expected)
@@ -45,6 +41,7 @@ def test_a_request_alone_equals_itself_in_a_crowd(attention, expected):
         assert generate(config(attention=attention), *requests()[at]) == expected[at]
 
 
+@pytest.mark.slow
 def test_chunks_of_one_row_equal_one_chunk(attention):
     (one,) = requests(1, (70,))
     whole = generate(config(attention=attention, chunk_tokens=512), *one)
@@ -170,6 +167,7 @@ def test_a_lost_page_shows_in_the_tokens(attention):
     assert decoded(attention, lose).tokens != decoded(attention, lambda *_: None).tokens
 
 
+@pytest.mark.slow
 def test_another_process_generates_the_same(attention, expected):
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         found = pool.submit(generate_many, config(attention=attention), requests()[:4]).result(timeout=120)

@@ -13,8 +13,7 @@ from pdtransfer.reference.attention import KEY_BLOCK
 from pdtransfer.reference.factory import create, generate, generate_many
 from pdtransfer.reference.indexer import IndexCache, Queries, pick_top, scores
 from pdtransfer.reference.numerics import single_threaded
-from pdtransfer.reference.residency import AllResident, Part
-from pdtransfer.reference.steps import Own, _readings
+from pdtransfer.reference.steps import AllResident, Own, StepPart, _readings
 from pdtransfer.wire import Sampling
 from tests.support.engine_cuts import are_the_same, otherwise
 from tests.support.engine_pair import SMALL, Decode, Prefill, config, heads_of, places, prompts, request
@@ -22,11 +21,6 @@ from tests.support.engine_pair import SMALL, Decode, Prefill, config, heads_of, 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 300, 513)
 TOP = 16
 SPARSE = SMALL | {"top_k": str(TOP)}
-
-
-@pytest.fixture(scope="module", params=["mla", "gqa"])
-def attention(request):
-    return request.param
 
 
 def requests(seed=0, lengths=LENGTHS, max_tokens=6):
@@ -118,7 +112,7 @@ def test_a_step_reads_the_picks_in_order_then_the_newest_token_and_nothing_else(
         count = min(position, top)
         picked[row, :count] = 1_000 * row + torch.arange(count)
     rooms = list(range(len(positions)))
-    part = Part(residency=AllResident(None), rooms=rooms, positions=positions, rows=[], index=[])
+    part = StepPart(residency=AllResident(None), rooms=rooms, positions=positions, rows=[], index=[])
     where = torch.where(picked < 0, newest.unsqueeze(1), picked)
     seen = []
     for reading in _readings(Own(part, 3, newest, newest[:, None]), where):
@@ -152,6 +146,7 @@ def test_fewer_picks_than_tokens_are_another_model(expected, dense):
     assert same == [length + 4 <= TOP for length in LENGTHS]
 
 
+@pytest.mark.slow
 @otherwise
 def test_no_chunk_batch_page_layout_or_pool_changes_a_bit(attention, expected, cut):
     assert are_the_same(cut, attention, SPARSE, requests(), expected)
@@ -221,6 +216,7 @@ def test_one_flipped_bit_of_the_index_shows_in_the_kv_digest(ended):
     assert ended(flip).kv_digest != ended().kv_digest
 
 
+@pytest.mark.slow
 def test_only_what_is_picked_is_read(ended):
     """Most of 150 tokens are not among the 16 picks of 5 steps: what lies there does no harm, elsewhere it does."""
 

@@ -9,35 +9,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-import uvloop
 from prometheus_client import CollectorRegistry
 
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.process import connection_limit, http
-from pdtransfer.process.http import Health, Listener, application
+from pdtransfer.process.http import Health, HttpListener, application
 from pdtransfer.router import router
-from tests.router.test_router import PATIENCE_S, run, site, until
+from tests.support.router_site import site
+from tests.support.waiting import on_loop, run_on_loop, until
 
 GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[[], None]:
-    def bounded() -> None:
-        async def case() -> None:
-            async with asyncio.timeout(PATIENCE_S):
-                await test()
-
-        uvloop.run(case())
-
-    bounded.__name__ = test.__name__
-    return bounded
-
-
 @asynccontextmanager
-async def listening(connections_max: int = 8) -> AsyncIterator[tuple[Listener, Callable[[], Awaitable[Stream]]]]:
+async def listening(connections_max: int = 8) -> AsyncIterator[tuple[HttpListener, Callable[[], Awaitable[Stream]]]]:
     app = application(lambda: Health(True, {}), CollectorRegistry())
-    listener = Listener(app, connections_max=connections_max)
+    listener = HttpListener(app, connections_max=connections_max)
     host, _, port = (await listener.open("127.0.0.1:0")).rpartition(":")
     streams: list[Stream] = []
 
@@ -54,7 +42,7 @@ async def listening(connections_max: int = 8) -> AsyncIterator[tuple[Listener, C
 
 
 async def live(stream: Stream) -> bool:
-    """Whether it is served over this connection."""
+    """Whether this connection is served."""
     reader, writer = stream
     writer.write(GET)
     try:
@@ -64,12 +52,12 @@ async def live(stream: Stream) -> bool:
 
 
 @on_loop
-async def test_beyond_the_bound_whoever_has_waited_longest_goes() -> None:
+async def test_beyond_the_bound_the_longest_idle_connection_is_closed() -> None:
     async with listening(connections_max=8) as (listener, connect):
         assert listener.doors is not None
         crowd = [await connect() for _ in range(8)]
         await until(lambda: len(listener.doors) == 8)
-        assert await live(crowd[0])  # which makes it the youngest
+        assert await live(crowd[0])  # this request makes it the most recent
         newcomers = [await connect() for _ in range(3)]
         assert all([await live(each) for each in newcomers])
         assert [await live(each) for each in crowd] == [True, *[False] * 3, *[True] * 4]
@@ -78,7 +66,7 @@ async def test_beyond_the_bound_whoever_has_waited_longest_goes() -> None:
 
 
 @on_loop
-async def test_a_flood_of_idle_connections_keeps_nobody_out() -> None:
+async def test_a_flood_of_idle_connections_keeps_no_client_out() -> None:
     async with listening(connections_max=16) as (listener, connect):
         for _ in range(400):
             await connect()
@@ -88,7 +76,7 @@ async def test_a_flood_of_idle_connections_keeps_nobody_out() -> None:
 
 
 @on_loop
-async def test_who_is_being_served_is_not_turned_out() -> None:
+async def test_a_connection_being_served_is_not_closed() -> None:
     asked, go = asyncio.Event(), asyncio.Event()
 
     async def slowly(_: object) -> http.web.Response:
@@ -98,7 +86,7 @@ async def test_who_is_being_served_is_not_turned_out() -> None:
 
     app = http.web.Application()
     app.add_routes([http.web.get("/slow", slowly)])
-    listener = Listener(app, connections_max=1)
+    listener = HttpListener(app, connections_max=1)
     host, _, port = (await listener.open("127.0.0.1:0")).rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -113,7 +101,7 @@ async def test_who_is_being_served_is_not_turned_out() -> None:
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
-    """What comes until it is closed, or reset since more was said to it meanwhile."""
+    """Reads until the connection is closed or reset."""
     said = b""
     with suppress(ConnectionError):
         while some := await reader.read(1_000):
@@ -123,7 +111,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 
 @pytest.mark.parametrize("said", [b"", b"GET /li", b"GET /live HTTP/1.1\r\nHost: x\r\nX: 1\r\n"])
 def test_half_a_request_is_not_waited_for(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limit.Doors.__init__, "__kwdefaults__", {"wait_s": 0.2})
+    monkeypatch.setattr(connection_limit.ConnectionLimiter.__init__, "__kwdefaults__", {"wait_s": 0.2})
 
     async def case() -> None:
         async with listening() as (listener, connect):
@@ -132,13 +120,13 @@ def test_half_a_request_is_not_waited_for(said: bytes, monkeypatch: pytest.Monke
             over = asyncio.ensure_future(ended(reader))
             while not (await asyncio.wait([over], timeout=0.05))[0]:
                 if said and not writer.is_closing():
-                    writer.write(b"x")  # a byte now and then buys no time
+                    writer.write(b"x")  # a single byte now and then extends no deadline
             assert await over == b""
             assert await live(await connect())
             assert listener.doors is not None
             await until(lambda: len(listener.doors) <= 1)
 
-    run(case)
+    run_on_loop(case)
 
 
 @pytest.mark.parametrize(
@@ -153,16 +141,16 @@ def test_half_a_request_is_not_waited_for(said: bytes, monkeypatch: pytest.Monke
     ],
     ids=["line", "header", "headers", "tls", "smuggled", "zeros"],
 )
-def test_a_request_that_is_none_is_refused_and_ends_its_connection(request_: bytes) -> None:
+def test_an_invalid_request_is_refused_and_closes_its_connection(request_: bytes) -> None:
     async def case() -> None:
         async with listening() as (_, connect):
             reader, writer = await connect()
             writer.write(request_)
-            with suppress(ConnectionResetError):  # it may not read to the end what is too long
+            with suppress(ConnectionResetError):  # it may close before it has read everything
                 assert (await reader.read()).startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
             assert await live(await connect())
 
-    run(case)
+    run_on_loop(case)
 
 
 # The router's bodies
@@ -175,7 +163,7 @@ async def posting(url: str, head: bytes) -> Stream:
     return stream
 
 
-def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "BODY_S", 0.2)
 
     async def case() -> None:
@@ -185,11 +173,11 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) 
             assert (await it.post(prompt="a", max_tokens=1))[0] == 200
             writer.close()
 
-    run(case)
+    run_on_loop(case)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_bodies_on_their_way_are_bounded_together(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_being_received_are_bounded_together(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "HTTP_BODIES_BYTES_MAX", 250_000)
 
     async def case() -> None:
@@ -205,7 +193,7 @@ def test_bodies_on_their_way_are_bounded_together(chunked: bool, monkeypatch: py
             await until(lambda: it.router._bodies_bytes == 0)
             assert (await it.post(prompt="a", max_tokens=1))[0] == 200
 
-    run(case)
+    run_on_loop(case)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -219,10 +207,10 @@ def test_a_body_beyond_the_limit_is_refused(chunked: bool) -> None:
             assert it.router._bodies_bytes == 0
             writer.close()
 
-    run(case)
+    run_on_loop(case)
 
 
-def test_nothing_is_inflated() -> None:
+def test_no_body_is_decompressed() -> None:
     async def case() -> None:
         async with site() as it:
             bomb = gzip.compress(json.dumps({"prompt": "a" * 100_000}).encode())
@@ -231,10 +219,10 @@ def test_nothing_is_inflated() -> None:
             assert (await reader.readline()).startswith(b"HTTP/1.1 400")
             writer.close()
 
-    run(case)
+    run_on_loop(case)
 
 
-def test_prompts_under_way_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_unfinished_requests_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case() -> None:
         async with site() as it:
             it.router._prompts_bytes = it.router._config.limits.prompts_bytes_max - 8
@@ -243,4 +231,4 @@ def test_prompts_under_way_are_bounded_by_their_bytes(monkeypatch: pytest.Monkey
             assert (await it.post(prompt="ab", max_tokens=1))[0] == 200
             assert it.router._prompts_bytes == it.router._config.limits.prompts_bytes_max - 8
 
-    run(case)
+    run_on_loop(case)

@@ -1,4 +1,4 @@
-"""The router over HTTP, with workers made of Service on a real bus that compute nothing."""
+"""The router over HTTP, with workers built from Service on a real bus and without a model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import aiohttp
 import msgspec
 import pytest
 import uvloop
@@ -23,152 +20,15 @@ from pdtransfer.bus import Bus
 from pdtransfer.bus.keys import AllowList, KeyPair, generate, generate_pair
 from pdtransfer.config.config import RouterConfig
 from pdtransfer.errors import ConfigError, WorldError
-from pdtransfer.handoff.effects import Send
-from pdtransfer.limits import HTTP_BODY_BYTES_MAX, Limits
-from pdtransfer.node.core_driver import Clock, Performer, Ticker
+from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.router.completions import BadRequestError, Text, parse
 from pdtransfer.router.router import Router
-from pdtransfer.wire import Begin, End, Load, Tokens, unpack_ids
-from pdtransfer.worker.service import Service, Start, Stop
-from tests.support.routing_world import identity
-
-LIMITS = Limits(resend_ms=50, resend_ms_max=200, ping_ms=100, silence_ms=10_000, room_deadline_ms=60_000)
-PATIENCE_S = 60.0
-LOAD = Load(True, False, 0, 0, 10_000, 10_000)
+from pdtransfer.wire import End, Tokens, unpack_ids
+from tests.support.router_site import LIMITS, LOAD, site
+from tests.support.waiting import PATIENCE_S, run_on_loop, until
 
 
-def generated(begin: Begin) -> list[int]:
-    """The prompt backwards, again and again."""
-    prompt = unpack_ids("prompt", begin.prompt).tolist()[::-1]
-    return [prompt[place % len(prompt)] for place in range(begin.sampling.max_tokens)]
-
-
-class Worker:
-    """A daemon whose engine gives the prompt back. `gate` holds its rooms, `more` what follows the first piece of
-    each, and `failure` ends them."""
-
-    def __init__(self, node: str, role: str, *, model: str = "m") -> None:
-        self.node, self.role, self.model = node, role, model
-        self.gate, self.more, self.failure, self.piece = asyncio.Event(), asyncio.Event(), "", 3
-        self.gate.set()
-        self.more.set()
-        self.begun: list[Begin] = []
-        self.stopped: list[Stop] = []
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._loop, self._clock = asyncio.get_running_loop(), Clock(LIMITS.ping_ms / 2e3)
-        who = identity(node, role, 7, model=model)
-        self.service = Service(who, LIMITS)
-        self.bus = Bus(node=node, keys=None, allowed=None, receive=self._receive, refused=lambda *_: None)
-        self.perform = Performer(self._perform, Ticker(self.service.next_tick, self._tick, self._clock))
-
-    async def open(self) -> str:
-        self.load(LOAD)
-        return await self.bus.bind("tcp://127.0.0.1:0")
-
-    def load(self, load: Load) -> None:
-        self.perform(self.service.load(load, self._clock.now()))
-
-    async def close(self) -> None:
-        self.perform.ticker.stop()
-        for task in self._tasks.values():
-            task.cancel()
-        await self.bus.close()
-
-    def _receive(self, peer: str, message) -> None:
-        self.perform(self.service.receive(peer, message, self._clock.now()))
-
-    def _tick(self) -> None:
-        self.perform(self.service.tick(self._clock.now()))
-
-    def _perform(self, effect) -> None:
-        match effect:
-            case Send(peer, message):
-                self.bus.send(peer, message)
-            case Start(_, begin):
-                self.begun.append(begin)
-                self._tasks[begin.room] = self._loop.create_task(self._work(begin))
-            case Stop(room):
-                self.stopped.append(effect)
-                self._tasks.pop(room).cancel()
-                self.end(End(room, "aborted", "", 0))
-
-    def end(self, end: End) -> None:
-        self.perform(self.service.end(end, self._clock.now()))
-
-    async def _work(self, begin: Begin) -> None:
-        room = begin.room
-        if self.role == "prefill":
-            await self.gate.wait()
-            reason = self.failure or "done"
-            self.end(End(room, reason, "as told", 0, retry_ms=2_500, kv_bytes=640, copy_us=12, stamp_ns=1_000))
-            return
-        ids = generated(begin)
-        for place in range(0, len(ids), self.piece):
-            await (self.more if place else self.gate).wait()
-            self.perform(self.service.tokens(room, ids[place : place + self.piece], self._clock.now()))
-            await asyncio.sleep(0)
-            if self.failure:
-                self.end(End(room, self.failure, "as told", 0))
-                return
-        digests = {"tokens_digest": b"\x01", "logits_digest": b"\x02", "kv_digest": b"\x03"}
-        self.end(End(room, "length", "", 0, kv_bytes=640, stamp_ns=43_500, prefix=2, **digests))
-
-
-@dataclass
-class Site:
-    """One router with its workers, and a client."""
-
-    router: Router
-    prefill: list[Worker]
-    decode: list[Worker]
-    http: aiohttp.ClientSession
-    url: str
-
-    async def post(self, **body) -> tuple[int, dict, aiohttp.ClientResponse]:
-        async with self.http.post(self.url + "/v1/completions", json=body) as response:
-            return response.status, await response.json(), response
-
-    async def get(self, path: str) -> tuple[int, str]:
-        async with self.http.get(self.url + path) as response:
-            return response.status, await response.text()
-
-
-async def until(truth: Callable[[], object]) -> None:
-    """Waits for what happens in its own time."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not truth():  # noqa: ASYNC110 (what it waits for tells nobody)
-            await asyncio.sleep(0.005)
-
-
-@asynccontextmanager
-async def site(*, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS) -> AsyncIterator[Site]:
-    workers = [Worker(f"p{i}", "prefill") for i in range(prefill)] + [Worker(f"d{i}", "decode") for i in range(decode)]
-    endpoints = [await worker.open() for worker in workers]
-    router = Router(
-        RouterConfig(
-            listen="127.0.0.1:0", prefill=(*endpoints[:prefill],), decode=(*endpoints[prefill:],), limits=limits
-        )
-    )
-    url = "http://" + await router.open()
-    async with aiohttp.ClientSession() as http:
-        try:
-            await until(lambda: sum(each.usable for each in router.routing.workers.by_peer.values()) == len(workers))
-            yield Site(router, workers[:prefill], workers[prefill:], http, url)
-        finally:
-            await router.close()
-            for worker in workers:
-                await worker.close()
-
-
-def run(case: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(2 * PATIENCE_S):
-            await case()
-
-    uvloop.run(bounded())
-
-
-def test_a_completion_comes_whole_with_its_usage_and_how_it_fared() -> None:
+def test_a_completion_carries_its_usage_and_the_extension() -> None:
     async def case() -> None:
         async with site() as it:
             status, answer, _ = await it.post(prompt="abc", max_tokens=7, temperature=0, seed=5)
@@ -200,10 +60,10 @@ def test_a_completion_comes_whole_with_its_usage_and_how_it_fared() -> None:
             assert begin.peers == it.router._config.prefill
             assert it.prefill[0].begun[0].peers == ("d0",)
 
-    run(case)
+    run_on_loop(case)
 
 
-def test_a_stream_says_the_same_piece_by_piece_and_then_done() -> None:
+def test_a_stream_has_the_same_text_in_pieces_and_then_done() -> None:
     async def case() -> None:
         async with site() as it:
             it.decode[0].more.clear()
@@ -219,7 +79,7 @@ def test_a_stream_says_the_same_piece_by_piece_and_then_done() -> None:
             *pieces, last = [json.loads(each) for each in events]
             assert len(pieces) >= 1
             assert all(each["choices"][0]["finish_reason"] is None for each in pieces)
-            # Backwards its bytes are no characters, piece by piece as little as in one.
+            # In reverse, its bytes are no valid characters, neither in pieces nor in whole.
             text = "".join(each["choices"][0]["text"] for each in (*pieces, last))
             assert text == (("żółw".encode()[::-1]) * 4)[:16].decode("utf-8", "replace")
             assert last["choices"][0]["finish_reason"] == "length"
@@ -227,10 +87,10 @@ def test_a_stream_says_the_same_piece_by_piece_and_then_done() -> None:
             assert last["pdtransfer"]["kv_digest"] == "03"
             assert len({each["id"] for each in (*pieces, last)}) == 1
 
-    run(case)
+    run_on_loop(case)
 
 
-def test_half_a_character_waits_for_its_other_half_and_high_ids_are_no_text() -> None:
+def test_an_incomplete_character_is_held_back_and_high_ids_have_no_text() -> None:
     euro, text = list("€".encode()), Text()
     assert [text.feed(euro[:1]), text.feed([300, 70_000]), text.feed(euro[1:])] == ["", "", "€"]
     assert text.feed(euro[:2], final=True) == "\ufffd"
@@ -278,7 +138,7 @@ def test_a_bad_body_is_refused_by_the_name_of_its_field(body: bytes, param: str 
     assert text in str(refused.value)
 
 
-def test_what_asks_for_nothing_is_accepted_and_absent_fields_have_openais_defaults() -> None:
+def test_neutral_values_are_accepted_and_absent_fields_have_openais_defaults() -> None:
     body = b'{"prompt": "a", "n": 1, "echo": false, "stop": null, "logprobs": null, "suffix": "", "user": "me"}'
     asked = parse(body, seed=9)
     assert asked.request.sampling.max_tokens == 16
@@ -299,10 +159,10 @@ def test_a_cache_salt_reaches_both_workers_as_a_digest_that_differs_as_the_salts
             assert salts[1] == salts[3]
             assert len(set(salts)) == 3
 
-    run(case)
+    run_on_loop(case)
 
 
-def test_http_errors_come_as_openais_objects() -> None:
+def test_http_errors_are_openais_objects() -> None:
     async def case() -> None:
         async with site() as it:
             status, answer, _ = await it.post(prompt="a", n=3)
@@ -320,7 +180,7 @@ def test_http_errors_come_as_openais_objects() -> None:
             status, text = await it.get("/v1/models")
             assert (status, [each["id"] for each in json.loads(text)["data"]]) == (200, ["m"])
 
-    run(case)
+    run_on_loop(case)
 
 
 def test_health_and_completions_are_503_until_a_pair_is_ready() -> None:
@@ -340,11 +200,11 @@ def test_health_and_completions_are_503_until_a_pair_is_ready() -> None:
             assert status == 200
             assert [each["role"] for each in json.loads(text)["workers"]] == ["prefill", "decode"]
 
-    run(case)
+    run_on_loop(case)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_full_workers_are_429_with_the_time_that_they_said(stream: bool) -> None:
+def test_full_workers_are_429_with_their_retry_time(stream: bool) -> None:
     async def case() -> None:
         async with site() as it:
             it.prefill[0].failure = "full"
@@ -353,10 +213,10 @@ def test_full_workers_are_429_with_the_time_that_they_said(stream: bool) -> None
             assert (status, answer["error"]["code"], response.headers["Retry-After"]) == (429, "full", "3")
             assert response.content_type == "application/json"
 
-    run(case)
+    run_on_loop(case)
 
 
-def test_a_failed_prefill_is_done_again_elsewhere_and_the_client_sees_one_answer() -> None:
+def test_a_failed_prefill_is_retried_elsewhere_and_the_client_gets_one_answer() -> None:
     async def case() -> None:
         async with site(prefill=2) as it:
             for worker in (*it.prefill, *it.decode):
@@ -373,10 +233,10 @@ def test_a_failed_prefill_is_done_again_elsewhere_and_the_client_sees_one_answer
             assert (status, answer["choices"][0]["text"], answer["pdtransfer"]["prefill"]) == (200, "cb", second.node)
             assert it.router.routing.retries == 1
 
-    run(case)
+    run_on_loop(case)
 
 
-def test_a_client_that_leaves_has_its_room_stopped_on_both_workers() -> None:
+def test_a_disconnected_clients_room_is_cancelled_on_both_workers() -> None:
     async def case(stream: bool) -> None:
         async with site() as it:
             it.prefill[0].gate.clear()
@@ -390,7 +250,7 @@ def test_a_client_that_leaves_has_its_room_stopped_on_both_workers() -> None:
             await until(lambda: it.prefill[0].service.room_count == it.decode[0].service.room_count == 0)
 
     for stream in (False, True):
-        run(lambda each=stream: case(each))
+        run_on_loop(lambda each=stream: case(each))
 
 
 def test_a_worker_that_is_listed_again_is_dialled_again(tmp_path: Path) -> None:
@@ -425,7 +285,7 @@ def test_a_worker_that_is_listed_again_is_dialled_again(tmp_path: Path) -> None:
     uvloop.run(case())
 
 
-def test_a_failure_in_midstream_is_an_error_event_and_no_done() -> None:
+def test_a_failure_within_a_stream_is_an_error_event_without_done() -> None:
     async def case() -> None:
         async with site() as it:
             it.decode[0].gate.clear()
@@ -442,18 +302,19 @@ def test_a_failure_in_midstream_is_an_error_event_and_no_done() -> None:
             assert json.loads(rest.removeprefix("data: "))["error"]["code"] == "engine"
             response.close()
 
-    run(case)
+    run_on_loop(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_client_that_does_not_read_disturbs_nobody_and_loses_its_place(leaves: bool) -> None:
+def test_a_client_that_does_not_read_disturbs_no_other_and_is_closed(leaves: bool) -> None:
     async def case() -> None:
         async with site(limits=replace(LIMITS, room_deadline_ms=60_000 if leaves else 4_000)) as it:
             it.decode[0].piece = 4_000
             client = socket.socket()
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
             client.connect(("127.0.0.1", int(it.url.rpartition(":")[2])))
-            # Six bytes of JSON a token: more than the sockets in between can hold, which is 4 MiB.
+            # Six bytes of JSON a token: more than the sockets in between can buffer.
             tokens = 1_000_000
             body = json.dumps({"prompt": "\1", "max_tokens": tokens, "stream": True}).encode()
             client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
@@ -462,7 +323,7 @@ def test_a_client_that_does_not_read_disturbs_nobody_and_loses_its_place(leaves:
                 status, answer, _ = await it.post(prompt="xy", max_tokens=2)
                 assert (status, answer["choices"][0]["text"]) == (200, "yx")
             if leaves:
-                # Its tokens are all taken from its worker, and what it has not read waits here, bounded by max_tokens.
+                # Its tokens are all taken from its worker; the unread ones wait here, bounded by max_tokens.
                 await until(lambda: it.decode[0].service.room_count == 0)
                 (reply,) = it.router._replies.values()
                 assert 0 < len(reply._ids) <= tokens
@@ -470,10 +331,10 @@ def test_a_client_that_does_not_read_disturbs_nobody_and_loses_its_place(leaves:
             await until(lambda: not it.router._replies)
             client.close()
 
-    run(case)
+    run_on_loop(case)
 
 
-def test_a_draining_router_finishes_what_it_has_and_takes_nothing_new() -> None:
+def test_a_draining_router_finishes_its_requests_and_accepts_none() -> None:
     async def case() -> None:
         async with site() as it:
             it.decode[0].gate.clear()
@@ -488,10 +349,10 @@ def test_a_draining_router_finishes_what_it_has_and_takes_nothing_new() -> None:
             assert (await task)[0] == 200
             await drain
 
-    run(case)
+    run_on_loop(case)
 
 
-def test_closing_fails_what_is_left_and_stops_it_on_the_workers() -> None:
+def test_closing_fails_unfinished_requests_and_cancels_their_rooms() -> None:
     async def case() -> None:
         async with site() as it:
             it.decode[0].gate.clear()
@@ -504,7 +365,7 @@ def test_closing_fails_what_is_left_and_stops_it_on_the_workers() -> None:
             assert (await task)[0] == 503
             await until(lambda: it.decode[0].stopped)
 
-    run(case)
+    run_on_loop(case)
 
 
 def test_metrics_have_our_prefix_and_total_on_counters_only() -> None:
@@ -525,16 +386,16 @@ def test_metrics_have_our_prefix_and_total_on_counters_only() -> None:
             assert "pdtransfer_prompt_tokens_total 3.0" in text
             assert "pdtransfer_first_token_seconds_count 1.0" in text
 
-    run(case)
+    run_on_loop(case)
 
 
-def test_a_worker_that_breaks_the_protocol_is_given_up_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_breaks_the_protocol_is_disconnected_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
 
     async def case() -> None:
         async with site() as it:
             for worker in it.router.routing.workers.by_peer.values():
-                assert f"{worker.role} {worker.identity.node} is there, at {worker.peer}" in caplog.messages
+                assert f"{worker.role} {worker.identity.node} is connected at {worker.peer}" in caplog.messages
             it.decode[0].gate.clear()
             task = asyncio.create_task(it.post(prompt="abc", max_tokens=3))
             await until(lambda: it.decode[0].begun)
@@ -548,10 +409,10 @@ def test_a_worker_that_breaks_the_protocol_is_given_up_and_counted(caplog: pytes
             assert "pdtransfer_breaches_total 1.0" in (await it.get("/metrics"))[1]
             assert it.router.routing.workers.by_peer[it.router._config.decode[0]].why in caplog.messages
 
-    run(case)
+    run_on_loop(case)
 
 
-def test_a_taken_port_or_a_worker_named_twice_is_one_clear_error() -> None:
+def test_a_used_port_or_a_worker_listed_twice_is_a_one_line_error() -> None:
     async def case() -> None:
         async with site() as it:
             listen = it.url.removeprefix("http://")
@@ -559,10 +420,10 @@ def test_a_taken_port_or_a_worker_named_twice_is_one_clear_error() -> None:
             with pytest.raises(WorldError, match=f"cannot listen on {listen}: Address already in use"):
                 await second.open()
             await second.close()
-            with pytest.raises(ConfigError, match=r"tcp://127\.0\.0\.1:5'?: named twice"):
+            with pytest.raises(ConfigError, match=r"tcp://127\.0\.0\.1:5'?: listed twice"):
                 Router(RouterConfig(prefill=("tcp://127.0.0.1:5",), decode=("tcp://127.0.0.1:5",)))
 
-    run(case)
+    run_on_loop(case)
 
 
 def test_too_many_requests_at_once_are_429() -> None:
@@ -576,10 +437,10 @@ def test_too_many_requests_at_once_are_429() -> None:
             it.decode[0].gate.set()
             assert [(await task)[0] for task in tasks] == [200, 200]
 
-    run(case)
+    run_on_loop(case)
 
 
-def test_the_process_says_where_it_listens_imports_no_torch_and_ends_well_on_sigterm() -> None:
+def test_the_process_reports_its_address_imports_no_torch_and_stops_on_sigterm() -> None:
     code = (
         "import sys; from pdtransfer.router.router import run; from pdtransfer.config.config import RouterConfig\n"
         "status = run(RouterConfig(listen='127.0.0.1:0', json=True, node='r'))\n"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from pdtransfer.handoff import effects as fx
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.lease import Lease
 from pdtransfer.handoff.prefix import PrefixCache
 from pdtransfer.handoff.slot_allocator import FreeExtents
+from pdtransfer.handoff.states import Lease
 from pdtransfer.layout.checksum import MASK
 from pdtransfer.layout.layout import Component
 
@@ -72,7 +72,7 @@ class Copy:
         self.mapping, self.component = node.mappings[order.session], order.component
         theirs = node.core.sessions[order.session].components[order.component]
         ours = next(each for each in node.components if each.name == theirs.name)
-        self.source, self.session = node.rooms[order.room], self.mapping.core.links.sessions.get(order.session)
+        self.source, self.session = node.rooms[order.room], self.mapping.core.prefill_peers.sessions.get(order.session)
         self.lease = None if self.session is None else self.session.leases.get(order.grant)
         self.theirs, self.checksum = theirs, 0
         # Which words of a row: their heads, by either side's count of layers and heads.

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from pdtransfer.handoff import effects as fx
-from pdtransfer.handoff.decode.records import SessionState
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.lease import Lease
 from pdtransfer.handoff.slot_allocator import slots_of
+from pdtransfer.handoff.states import Lease, SessionState
 from pdtransfer.layout.checksum import MASK
 from pdtransfer.layout.layout import Component
 from pdtransfer.wire import Abort, Failed, Grant, Identity, Landed, Load, Message, Ranks, Reach, Register, Registered
@@ -106,7 +105,9 @@ class DecodeNode(Process):
         return not self.core.rooms
 
     def depart(self) -> None:
-        self._leave([name for name, peer in self.core.links.peers.items() if peer.identity], self.identity.incarnation)
+        self._leave(
+            [name for name, peer in self.core.prefill_peers.peers.items() if peer.identity], self.identity.incarnation
+        )
 
     def _check_forgotten(self, life: int) -> None:
         """Who stays away is mapped by nobody."""
@@ -129,15 +130,15 @@ class DecodeNode(Process):
         if self.desk is not None and source in self.world.routers:
             self.desk.receive(source, message)
             return
-        session = self.core.links.sessions.get(getattr(message, "session", 0))
+        session = self.core.prefill_peers.sessions.get(getattr(message, "session", 0))
         if session is not None and isinstance(message, Registered):
             held = [each for each in session.leases.values() if each.state is Lease.GRANTED and not each.repeat_ms]
             self.world.seen["grants that waited for memory"] += len(held)
         self._look_at(session, message)
-        silent = {s.id for s in self.core.links.sessions.values() if s.state is SessionState.SILENT}
+        silent = {s.id for s in self.core.prefill_peers.sessions.values() if s.state is SessionState.SILENT}
         self.perform(self.core.receive(source, message, self.clock))
         for session_id in silent:
-            session = self.core.links.sessions.get(session_id)
+            session = self.core.prefill_peers.sessions.get(session_id)
             self.world.seen["silent peers back"] += session is not None and session.state is SessionState.UP
 
     def _look_at(self, session: object, message: Message) -> None:
@@ -183,9 +184,9 @@ class DecodeNode(Process):
                 world.seen["fences"] += 1
                 if self.writers.pop(session):
                     world.fail(f"{self.name} forgets session {session:#x}, which can still be written")
-            case fx.Leased(room) if self.desk is not None:
+            case fx.RoomLeased(room) if self.desk is not None:
                 self.desk.leased(room)
-            case fx.Ready():
+            case fx.RoomReady():
                 self.rooms[effect.room].on_ready(effect)
             case fx.RoomFailed():
                 world.log(f"{self.name} room {effect.room} failed {effect.cause} {effect.detail}")
@@ -240,7 +241,7 @@ class DecodeNode(Process):
 
     def _fence(self, session_id: int) -> None:
         """The kernel's proof: nobody can write by this session's hand-over any more."""
-        world, session = self.world, self.core.links.sessions[session_id]
+        world, session = self.world, self.core.prefill_peers.sessions[session_id]
         if session_id not in self.revoked:
             self._count_end(session.peer)
         self.revoked.add(session_id)
@@ -281,7 +282,7 @@ class DecodeNode(Process):
 
     def _check_grant(self, peer: str, message: Grant) -> None:
         """Who keeps too much in quarantine gets nothing new, no session more than its window, no room more time."""
-        session = self.core.links.sessions[message.session]
+        session = self.core.prefill_peers.sessions[message.session]
         if (
             len(session.leases) > session.window
             or message.grant - next(iter(session.leases), message.grant) >= session.window
@@ -290,7 +291,7 @@ class DecodeNode(Process):
         target = self.rooms[message.room]
         if abs(message.time_left_ms / 1e3 - max(0.0, target.deadline - self.clock)) > 0.01:
             self.world.fail(f"{self.name} grants room {message.room} {message.time_left_ms} ms, which it has not")
-        kept, share = self.core.links.peers[peer].quarantined_bytes, self.limits.quarantine_fraction_max
+        kept, share = self.core.prefill_peers.peers[peer].quarantined_bytes, self.limits.quarantine_fraction_max
         if message.grant > self.granted[session.id] and kept > share * self._arena_bytes:
             self.world.fail(f"{self.name} grants slots to {peer}, which keeps {kept} bytes in quarantine")
         self.granted[session.id] = max(message.grant, self.granted[session.id])
@@ -298,13 +299,14 @@ class DecodeNode(Process):
     def check_ledger(self) -> None:
         """What is taken is held by rooms and leases, and quarantine is counted as what it holds."""
         core, world = self.core, self.world
-        leases = [lease for session in core.links.sessions.values() for lease in session.leases.values()]
+        leases = [lease for session in core.prefill_peers.sessions.values() for lease in session.leases.values()]
         held = {id(lease.holding): lease.holding for lease in leases}
         held |= {id(room.holding): room.holding for room in core.rooms.values() if room.holding is not None}
         held |= {
-            id(reading.lease.holding): reading.lease.holding for reading in core.settling.verifications._open.values()
+            id(reading.lease.holding): reading.lease.holding
+            for reading in core.post_landing.verifications._open.values()
         }
-        held |= {id(each.holding): each.holding for each in core.settling.lifts._open.values()}
+        held |= {id(each.holding): each.holding for each in core.post_landing.hbm_copies._open.values()}
         blocks = core.cache._blocks
         for place, free in enumerate(core.arena.free):
             taken = sum(int(holding.own[place][:, 1].sum()) for holding in held.values())
@@ -324,7 +326,9 @@ class DecodeNode(Process):
             if lease.state is Lease.QUARANTINED:
                 by_peer[lease.session.peer] += lease.holding.bytes
                 kept[id(lease.holding)] = lease.holding.bytes
-        counted = {peer.name: peer.quarantined_bytes for peer in core.links.peers.values() if peer.quarantined_bytes}
+        counted = {
+            peer.name: peer.quarantined_bytes for peer in core.prefill_peers.peers.values() if peer.quarantined_bytes
+        }
         if counted != +by_peer or core.leases.quarantined_bytes != sum(kept.values()):
             world.fail(f"{self.name}: quarantine is counted as {counted}, it is {by_peer}")
         claims = Counter(block.key for holding in held.values() for block in holding.blocks)
@@ -345,7 +349,7 @@ class DecodeNode(Process):
         core, world = self.core, self.world
         self.check_ledger()
         if not core.idle:
-            leases = {s.id: list(s.leases) for s in core.links.sessions.values()}
+            leases = {s.id: list(s.leases) for s in core.prefill_peers.sessions.values()}
             world.fail(f"{self.name} is not idle: rooms {list(core.rooms)}, leases {leases}")
         core.cache.clear()
         for free in core.arena.free:
@@ -353,14 +357,14 @@ class DecodeNode(Process):
                 world.fail(f"{self.name} leaks {free.slots - free.free_slots} slots")
         if core.admission.inflight_bytes or len(core.admission) or core.leases.quarantined_bytes:
             world.fail(f"{self.name} ends with bytes in flight, in the queue or in quarantine")
-        if len(core.links.sessions) != len(world.prefills) or core.places:
+        if len(core.prefill_peers.sessions) != len(world.prefills) or core.window_slots:
             world.fail(f"{self.name} ends with sessions that nobody fenced, or rooms that wait")
-        for peer in core.links.peers.values():
+        for peer in core.prefill_peers.peers.values():
             if peer.up is None or peer.quarantined_bytes:
                 world.fail(f"{self.name} has no session with {peer.name} after healing, or its slots in quarantine")
             if not self.arena.whole or peer.up.bytes_ready != self.arena.byte_count:
                 world.fail(f"{peer.name} has {peer.up.bytes_ready} bytes of {self.name} ready, of {self._arena_bytes}")
-            if peer.up.reserved or not peer.up.has_place:
+            if peer.up.reserved or not peer.up.has_window_slot:
                 world.fail(f"{self.name} ends with places of the window taken")
         if self.desk is not None:
             self.desk.check_end()
@@ -370,12 +374,12 @@ class DecodeNode(Process):
     @property
     def settled(self) -> bool:
         """Whether nothing is left to happen but pings."""
-        links = self.core.links
+        peers = self.core.prefill_peers
         return (
             not self.dead
             and self.core.idle
-            and all(peer.up and peer.up.bytes_ready == self._arena_bytes for peer in links.peers.values())
-            and len(links.sessions) == len(self.world.prefills)
+            and all(peer.up and peer.up.bytes_ready == self._arena_bytes for peer in peers.peers.values())
+            and len(peers.sessions) == len(self.world.prefills)
             and (self.desk is None or self.desk.idle)
             and (self.engine is None or self.engine.idle)
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdtransfer.handoff import effects as fx
-from pdtransfer.handoff.lease import DUTY_ENDS
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.handoff.sharing import holds_of
+from pdtransfer.handoff.states import WRITER_GRANT_ENDS
 from pdtransfer.layout.layout import Component
 from pdtransfer.wire import Abort, Grant, Identity, Load, Message, Ranks, Reach
 
@@ -99,7 +99,7 @@ class PrefillNode(Process):
             repeats = self.world.profile.duplicate  # late, they would count as life
             if self.life == life and self.dead and self.deaths == 1 and not node.disturbed and not repeats:
                 self.world.seen["fences of who stays away"] += 1
-                sessions = [each for each in node.core.links.sessions.values() if each.peer == self.name]
+                sessions = [each for each in node.core.prefill_peers.sessions.values() if each.peer == self.name]
                 if any(each.leases and not node.writers[each.id] for each in sessions):
                     self.world.fail(f"{node.name} keeps leases of {self.name}, which is dead and wholly so")
 
@@ -109,24 +109,24 @@ class PrefillNode(Process):
             return
         session = self.core.sessions.get(getattr(message, "session", 0))
         if session is not None and isinstance(message, Grant | Abort):
-            duty, kind = session.duties.get(message.grant), type(message).__name__
+            grant, kind = session.grants.get(message.grant), type(message).__name__
             if session.known_end(message.grant):
                 self.world.seen[f"{kind} after the end was acknowledged"] += 1
-            elif duty is not None and duty.state in DUTY_ENDS:
+            elif grant is not None and grant.state in WRITER_GRANT_ENDS:
                 self.world.seen[f"{kind} after the end"] += 1
-            elif duty is None and isinstance(message, Abort):
+            elif grant is None and isinstance(message, Abort):
                 self.world.seen["Abort before its Grant"] += 1
         self.perform(self.core.receive(source, message, self.clock))
-        if session is not None and session.duties and max(session.duties) >= session.floor + session.window:
+        if session is not None and session.grants and max(session.grants) >= session.floor + session.window:
             self.world.fail(f"{self.name} keeps grants beyond the window of {session.window}")
 
     def perform(self, effects: list[fx.PrefillEffect]) -> None:
         for effect in effects:
             self._perform(effect)
-        for duties in self.core._waiting.values():
-            for duty in duties:
-                if self.clock > max(duty.deadline, self.thawed) + 1e-6:
-                    self.world.fail(f"{self.name} waits for the room of grant {duty.number} beyond its deadline")
+        for grants in self.core._waiting.values():
+            for grant in grants:
+                if self.clock > max(grant.deadline, self.thawed) + 1e-6:
+                    self.world.fail(f"{self.name} waits for the room of grant {grant.number} beyond its deadline")
         if self.desk is not None:
             self.desk.tell_load()
         self.alarm.arm()
@@ -148,12 +148,12 @@ class PrefillNode(Process):
                 self.stopping.add((session, grant))
             case fx.FenceWriter(session):
                 self.later(world.stretch(0.02, 1.0), lambda s=session: self._kill_writer(s))
-            case fx.Landed(room):
+            case fx.RoomLanded(room):
                 self.rooms[room].on_landed()
             case fx.RoomFailed():
                 world.log(f"{self.name} room {effect.room} failed {effect.cause} {effect.detail}")
                 self.rooms[effect.room].on_failed(effect)
-            case fx.Drained(room):
+            case fx.RoomDrained(room):
                 self.rooms[room].on_drained()
 
     def _map(self, session: int, reach: Reach, theirs: tuple[Component, ...]) -> None:
@@ -196,8 +196,8 @@ class PrefillNode(Process):
         """Invariant 5: everything is where it started."""
         core, world = self.core, self.world
         if not core.idle:
-            duties = {s.id: {n: d.state for n, d in s.duties.items()} for s in core.sessions.values()}
-            world.fail(f"{self.name} is not idle: rooms {list(core.rooms)}, duties {duties}")
+            grants = {s.id: {n: d.state for n, d in s.grants.items()} for s in core.sessions.values()}
+            world.fail(f"{self.name} is not idle: rooms {list(core.rooms)}, grants {grants}")
         if self.free_slots != world.profile.pool_tokens:
             world.fail(f"{self.name} leaks source pages: {self.free_slots} of {world.profile.pool_tokens}")
         if core._waiting:

@@ -11,7 +11,8 @@ import numpy as np
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff import effects as fx
-from pdtransfer.handoff.prefill.sessions import Cell
+from pdtransfer.handoff.decode.room_request import RoomRequest
+from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.layout.layout import Component, expand_pages
 
 from .pools import BLOCK, LAYERS, ROW, Int64s, Shape, holds, places, words
@@ -230,12 +231,10 @@ class Target(_Part):
             node.engine.reserve(self)
         self.deadline = node.clock + seconds
         keys = node.core.cache.keys(room.prompt, b"") if room.family else ()
-        node.perform(
-            node.core.expect(
-                room.id, tokens=room.tokens, sources=sources, now=node.clock,
-                deadline=self.deadline, growth=room.growth, keys=keys,
-            )
-        )  # fmt: skip
+        request = RoomRequest(
+            room=room.id, tokens=room.tokens, sources=sources, time_left_s=seconds, growth=room.growth, keys=keys
+        )
+        node.perform(node.core.expect(request, node.clock))
 
     def abort(self, cause: Cause = Cause.ABORTED) -> None:
         """A room that is READY stays."""
@@ -247,7 +246,7 @@ class Target(_Part):
         self.released = True
         self.node.perform(self.node.core.release(self.room.id, self.node.clock))
 
-    def on_ready(self, effect: fx.Ready) -> None:
+    def on_ready(self, effect: fx.RoomReady) -> None:
         """Invariants 3 and 4."""
         world, room = self.world, self.room
         if self.ready or self.failed:

@@ -9,7 +9,7 @@ import numpy as np
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.effects import Send
 from pdtransfer.router.router_effects import Accepted, Emit, Fail, Finish, Refusal, RoutingEffect
-from pdtransfer.router.router_rooms import Request
+from pdtransfer.router.router_rooms import CompletionRequest
 from pdtransfer.router.routing import Routing
 from pdtransfer.wire import Begin, Identity, Message, Ranks, Sampling, pack_ids, unpack_ids
 
@@ -86,7 +86,7 @@ class RouterNode(Process):
         self.later(0.0, lambda: self.perform(self.core.start(self.clock)))
 
     def submit(self, client: Client) -> None:
-        request = Request(prompt=client.prompt, sampling=Sampling(client.max_tokens))
+        request = CompletionRequest(prompt=client.prompt, sampling=Sampling(client.max_tokens))
         taken = self.core.submit(request, self.clock)
         if isinstance(taken, Refusal):
             client.over(f"refused {taken.status}")

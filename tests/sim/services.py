@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.effects import Send
 from pdtransfer.wire import Begin, End, Message
-from pdtransfer.worker.service import Service, ServiceEffect, Start, Stop
+from pdtransfer.worker.service import Service, ServiceEffect, StartRoom, StopRoom
 from pdtransfer.worker.service_rooms import ServiceRoom
 
 from .groups import Group
@@ -48,13 +48,13 @@ class Desk:
                     if isinstance(message, End):
                         self._ended.add(message.room)
                     node.send(peer, message)
-                case Start(peer, begin):
+                case StartRoom(peer, begin):
                     if begin.room in self._started or begin.room in self._ended:
                         world.fail(f"{node.name} starts room {begin.room:#x} after it has started or ended there")
                     self._started.add(begin.room)
                     world.log(f"{node.name} starts room {begin.room:#x} of {peer}")
                     self.begin(begin)
-                case Stop(room, cause):
+                case StopRoom(room, cause):
                     self.stop(room, cause)
         self.tell_load()
 

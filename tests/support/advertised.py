@@ -26,8 +26,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdtransfer.bus.keys import generate
 from pdtransfer.commands.probes.network import _listening
 from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
-from pdtransfer.config.config_to_argv import arguments
-from tests.support.fleets import REPO, decode_config, generated, prefill_config, prompts, until
+from pdtransfer.config.config_to_argv import config_to_argv
+from tests.support.fleets import decode_config, generated, prefill_config, prompts
+from tests.support.paths import REPO
+from tests.support.waiting import until
 
 FIRST, SECOND = "10.213.79", "10.213.80"  # this host is .1 on both, the other one .2, a stranger here .7
 BEHIND_NAT = "10.213.81.9"
@@ -60,7 +62,7 @@ def start(stack: ExitStack, config: Config, log: Path, *prefix: str) -> tuple[di
     """A daemon by its own command line: what it says when it is ready, and its process."""
     stderr: IO[bytes] = stack.enter_context(log.open("wb"))
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-m", "pdtransfer", config.role, *arguments(config)], cwd=REPO,
+        [*prefix, sys.executable, "-m", "pdtransfer", config.role, *config_to_argv(config)], cwd=REPO,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr,
     )  # fmt: skip
     stack.callback(process.wait)

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import os
-import resource
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 import pytest
-import uvloop
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -18,40 +13,12 @@ from pdtransfer.bus import Bus, BusLimits
 from pdtransfer.bus.keys import AllowList, KeyPair
 from pdtransfer.errors import RemoteProtocolError, WorldError
 from pdtransfer.wire import Grant, Hello, Identity, Message, Part, Ping, Pong, Ranks, decode, encode
+from tests.support.internals import dialled_by
+from tests.support.waiting import until
 
 LIMITS = BusLimits(reconnect_ms=20, reconnect_ms_max=50, redial_ms=200, redial_ms_max=400, linger_ms=500)
 ANY_PORT = "tcp://127.0.0.1:0"
 LARGE = Grant(1, 1, 1, 1, 0, (Part(0, 0, 1, bytes(1 << 20)),), True, 1)
-
-
-def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(120):
-                await test(*args, **kwargs)
-
-        uvloop.run(bounded())
-
-    return run
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for happens in other threads
-        await asyncio.sleep(0.001)
-
-
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    """This process can open nothing more, for so long."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def pair() -> KeyPair:
@@ -96,7 +63,7 @@ class Node:
         """Dials and says Hello, once; the peer's name when it went out."""
         peer = self.bus.dial(endpoint)
         assert not self.bus.send(peer, hello(name)), "it goes out with the connection"
-        await until(lambda: self.bus._dialled[peer].connected)
+        await until(lambda: dialled_by(self.bus)[peer].connected)
         return peer
 
     async def ping(self, peer: str, number: int) -> None:

@@ -14,7 +14,7 @@ from pdtransfer.errors import WorldError
 from pdtransfer.kernels.card import Card, words
 from pdtransfer.kernels.driver import Calls
 from pdtransfer.kernels.kv_copy import CopyArgument
-from pdtransfer.kernels.tables import Tables
+from pdtransfer.kernels.tables import DeviceTables
 
 
 class CardOnHost(Card):
@@ -28,8 +28,8 @@ class CardOnHost(Card):
         self._queues: dict[int, deque[tuple[Callable[[], bool], Callable[[], object]]]] = {0: deque()}
         self._recorded: dict[int, int] = {}
         self._reached: dict[int, int] = {}
-        self._aside = self.stream()
-        self.tables = Tables(self, most=2)  # so that they go while others are in use, or may still be read
+        self._side_stream = self.stream()
+        self.tables = DeviceTables(self, most=2)  # so that they go while others are in use, or may still be read
         self.batches = bool(seed % 2)  # whether its driver has them
         self.copies: list[tuple[int, int, int]] = []  # source, target, bytes of each transfer that was done
         self.extents: list[tuple[int, int]] = []  # address and bytes that a transfer of rows spans, either side

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 
-from tests.transports.test_shm import WRITER, Process
-
-REPO = Path(__file__).resolve().parent.parent.parent
+from tests.support.paths import REPO
+from tests.support.shm_pair import WRITER, Process
 
 
 class CardProcess(Process):
     """tests/support/gpu_writer.py, and what it forked; with no card the CPU writes."""
 
     def __init__(self, reach: object, session: int = WRITER, card: int | None = 0) -> None:
-        writer = str(REPO / "tests" / "gpu_writer.py")
+        writer = str(REPO / "tests" / "support" / "gpu_writer.py")
         command = [sys.executable, writer, str(session), msgspec.json.encode(reach)]
         command.append("cpu" if card is None else str(card))
         self.started = subprocess.Popen(

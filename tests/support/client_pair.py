@@ -17,14 +17,15 @@ import numpy as np
 import torch
 
 from pdtransfer.client.clients import DecodeClient, PrefillClient
-from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.limits import Limits
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.node import NodeSettings
+from pdtransfer.transports.options import WriterOptions
 from tests.support.layout_tensors import CANARY, Model, Pool, content, mla
+from tests.support.waiting import PATIENCE_S
 
-PATIENCE_S = 60.0
 LIMITS = Limits(resend_ms=50, resend_ms_max=200, ping_ms=200, silence_ms=4_000, fence_poll_ms=20)
 
 
@@ -55,8 +56,8 @@ class Pair:
     decode: DecodeClient
     source: Pool
     target: Pool
-    said_p: list[Leased | Landed | RoomFailed | Drained] = field(default_factory=list)
-    said_d: list[Ready | RoomFailed] = field(default_factory=list)
+    said_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = field(default_factory=list)
+    said_d: list[RoomReady | RoomFailed] = field(default_factory=list)
 
     def poll(self) -> None:
         """What a scheduler does between two batches: asks both, waits for neither."""
@@ -78,9 +79,9 @@ class Pair:
     def decode_said(self, room: int, kind: type[Any]) -> Any:
         return next((said for said in self.said_d if isinstance(said, kind) and said.room == room), None)
 
-    def ready(self, room: int) -> Ready:
-        self.until(lambda: self.decode_said(room, Ready) or self.decode_said(room, RoomFailed))
-        ready = self.decode_said(room, Ready)
+    def ready(self, room: int) -> RoomReady:
+        self.until(lambda: self.decode_said(room, RoomReady) or self.decode_said(room, RoomFailed))
+        ready = self.decode_said(room, RoomReady)
         assert ready is not None, self.said_d
         return ready
 
@@ -91,7 +92,7 @@ class Pair:
 
     def drained(self, room: int) -> None:
         """On prefill's side."""
-        self.until(lambda: self.prefill_said(room, Drained))
+        self.until(lambda: self.prefill_said(room, RoomDrained))
 
     def expect(self, room: int, tokens: int, **more: Any) -> None:
         self.decode.expect(room, tokens=tokens, sources=[self.prefill.endpoint], **more)
@@ -170,14 +171,16 @@ def client_pair(
     pools = [Pool(name=name, model=model, page_size=page, slots=slots) for name, page, slots in (source, target)]
     pools[0].fill(np.arange(pools[0].slots))
     size = len(pools[1].memory)
-    arena = Arena.create(size, huge_pages="never")
+    arena = ArenaMemory.create(size, huge_pages="never")
     arena.mapping.array[:] = CANARY
     pools[1].__dict__["memory"] = arena.mapping.array[:size]
     pools[1].__dict__.pop("tensor", None)
     prefill = PrefillClient(
         settings("p", limits, **prefill_settings or {}), [component(pools[0])],
-        pool_address=pools[0].memory.ctypes.data if held is None else held.data_ptr(), copy_threads=2,
-        card=None if held is None else held.get_device(),
+        writer=WriterOptions(
+            pool_address=pools[0].memory.ctypes.data if held is None else held.data_ptr(),
+            card=None if held is None else held.get_device(),
+        ),
     )  # fmt: skip
     decode = DecodeClient(
         settings("d", limits, **decode_settings or {}),

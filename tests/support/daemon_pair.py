@@ -15,28 +15,24 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from pdtransfer.config.config import DecodeConfig, PrefillConfig
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.node import NodeSettings
-from pdtransfer.node.thread_queues import Port
+from pdtransfer.node.thread_queues import ThreadQueues
+from pdtransfer.tracing.timeline import Journeys
 from pdtransfer.wire import Begin, End, Ended, Hello, Message, Ranks, Sampling, pack_ids
 from pdtransfer.worker import engine_thread
 from pdtransfer.worker.daemon import attach, create_engine
 from pdtransfer.worker.decode_daemon import DecodeDaemon
-from pdtransfer.worker.engine_thread import Order, Quit
-from pdtransfer.worker.follower import DecodeFollower
-from pdtransfer.worker.group import frames
-from pdtransfer.worker.group.leader import Lead
+from pdtransfer.worker.decode_rank import DecodeRank
+from pdtransfer.worker.engine_thread import Order, Quit, follower_steps
+from pdtransfer.worker.follower import Follower
+from pdtransfer.worker.group.leader import GroupLeader
 from pdtransfer.worker.prefill_daemon import PrefillDaemon
 from tests.support.routing_world import identity
+from tests.support.waiting import until
 
 OPTIONS = {"slots": 1_024, "http": "", "engine_option": ("layers=1",)}
 TOKENS = 130  # two blocks of the prefix cache, and something
-
-
-async def until(condition: Any, what: str = "") -> None:
-    async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110 (what it waits for tells nobody)
-            await asyncio.sleep(0.005)
 
 
 class Heard:
@@ -66,13 +62,17 @@ class Heard:
 
 
 @dataclass
-class Link:
-    """What a follower tells its leader."""
+class Leader:
+    """Takes the place of a follower's leader, and keeps what it is sent."""
 
-    frames: list[Any] = field(default_factory=list)
+    sent: list[Any] = field(default_factory=list)
 
-    def send(self, frame: frames.Frame) -> None:
-        self.frames.append(frame)
+    @property
+    def bus(self) -> Leader:
+        return self
+
+    def send(self, kind: Any, *fields: Any) -> None:
+        self.sent.append(kind(len(self.sent) + 1, *fields))
 
 
 class Prefill:
@@ -81,7 +81,9 @@ class Prefill:
     def __init__(self) -> None:
         config = PrefillConfig(**OPTIONS)
         engine = create_engine(config.engine, config.engine_config)
-        self.daemon = PrefillDaemon(config, _settings("p0", engine), engine, port := Port[Order](), CollectorRegistry())
+        self.daemon = PrefillDaemon(
+            config, _settings("p0", engine), engine, port := ThreadQueues[Order](), CollectorRegistry()
+        )
         port.attach(asyncio.get_running_loop())
         self.thread = engine_thread.start(self.daemon.thread, lambda _: None)
         self.heard, self.endpoint = Heard(self.daemon, "a", "b"), ""
@@ -97,7 +99,7 @@ class Prefill:
         await until(lambda: not self.daemon._work)
 
     async def close(self) -> None:
-        self.daemon.port.tell(Quit())
+        self.daemon.port.to_engine(Quit())
         self.daemon.desk.ticker.stop()
         await asyncio.to_thread(self.thread.join, 10)
         await self.daemon.node.close()
@@ -125,10 +127,10 @@ async def decode(
     """A daemon with `heard`; its orders stay in its port until somebody runs its thread."""
     config = DecodeConfig(**OPTIONS | more, socket_directory=sockets)
     engine = wrap(create_engine(config.engine, config.engine_config))
-    arena, port = Arena.create(engine.card.arena_bytes, huge_pages="never"), Port[Order]()
+    arena, port = ArenaMemory.create(engine.card.arena_bytes, huge_pages="never"), ThreadQueues[Order]()
     attach(engine, arena)
     daemon = DecodeDaemon(
-        config, _settings("d0", engine), engine, arena, port, CollectorRegistry(), Lead(ranks or Ranks())
+        config, _settings("d0", engine), engine, arena, port, CollectorRegistry(), GroupLeader(ranks or Ranks())
     )
     daemon.heard = Heard(daemon, "a", "b")
     port.attach(asyncio.get_running_loop())
@@ -143,15 +145,19 @@ async def decode(
 
 
 @asynccontextmanager
-async def follower(sockets: Path) -> AsyncIterator[tuple[DecodeFollower, Link]]:
+async def follower(sockets: Path) -> AsyncIterator[tuple[Follower, Leader]]:
     config = DecodeConfig(**OPTIONS, socket_directory=sockets)
-    engine, link = create_engine(config.engine, config.engine_config), Link()
-    arena = Arena.create(engine.card.memory_bytes, huge_pages="never")
-    made = DecodeFollower(config, _settings("d0-tp1", engine), engine, arena, link, CollectorRegistry())  # type: ignore[arg-type]
-    made.port.attach(asyncio.get_running_loop())
+    engine, leader = create_engine(config.engine, config.engine_config), Leader()
+    arena, port = ArenaMemory.create(engine.card.memory_bytes, huge_pages="never"), ThreadQueues[list[Order]]()
+    made = Follower(leader, port, lambda: None)  # type: ignore[arg-type]
+    made.rank = DecodeRank(
+        config, _settings("d0-tp1", engine), engine, arena, port, follower_steps(port), made, CollectorRegistry(),
+        Journeys(),
+    )  # fmt: skip
+    port.attach(asyncio.get_running_loop())
     try:
-        yield made, link
+        yield made, leader
     finally:
-        await made.node.close()
-        made.port.close()
+        await made.rank.node.close()
+        port.close()
         arena.close()

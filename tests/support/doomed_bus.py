@@ -1,6 +1,6 @@
 """A process with a bus, for what would abort it. `python -m tests.support.doomed_bus SETTINGS` talks in lines of JSON.
 
-It stands still at the first Hello, until all of that connection's bytes are read, and again until ZMQ has noticed the
+It stands still at the first Hello, until all of that connection's bytes are read, and again until ZMQ has on_event the
 connection's end: what happens between is in ZMQ's own thread alone, whatever else the machine does.
 """
 
@@ -21,9 +21,10 @@ import zmq
 
 from pdtransfer.bus import Bus, BusLimits, bus, dialled, zap
 from pdtransfer.bus.keys import AllowList, KeyPair
-from pdtransfer.bus.wires import Wire, received_bytes
+from pdtransfer.bus.sockets import TcpConnection, received_bytes
 from pdtransfer.wire import Message, Ping, Pong
 from tests.support.bus_peers import hello
+from tests.support.internals import connections_of, dialled_by, route_of
 
 
 def say(**what: Any) -> None:
@@ -48,20 +49,20 @@ def unread_in_kernel(fd: int) -> int:
 
 
 def stand_still(node: Bus) -> None:
-    wires = [each.wire for each in node._connections._all()] + [each._wire for each in node._dialled.values()]
+    wires = [each.tcp for each in connections_of(node)] + [each._tcp for each in dialled_by(node).values()]
     if wires[0] is None:  # a first message may be read before the monitor's word of the connection that it came on
         asyncio.get_running_loop().call_soon(stand_still, node)
     else:
         stand_still_on(wires[0])
 
 
-def stand_still_on(wire: Wire) -> None:
+def stand_still_on(tcp: TcpConnection) -> None:
     say(step="standing still")
     expected = hear()["bytes"]
-    while (received_bytes(wire.fd) or 0) < expected or unread_in_kernel(wire.fd):
+    while (received_bytes(tcp.fd) or 0) < expected or unread_in_kernel(tcp.fd):
         time.sleep(0.001)
     say(step="read")
-    while is_watched(wire.fd):
+    while is_watched(tcp.fd):
         time.sleep(0.001)
     say(step="ended")
     hear()
@@ -98,7 +99,7 @@ async def main(settings: dict[str, Any]) -> None:
         if type(message) is Ping:
             node.send(peer, Pong(message.incarnation))
         number = message.incarnation if type(message) is Ping else 0
-        say(step="heard", number=number, route=(node._connections.route_of(peer) or b"").hex())
+        say(step="heard", number=number, route=(route_of(node, peer) or b"").hex())
 
     node = Bus(
         node="doomed", keys=KeyPair(**keys["own"]) if keys else None,

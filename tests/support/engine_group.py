@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pdtransfer.wire import Ranks
 from tests.support.engine_pair import Decode, Prefill, copy_rows, heads_of, request
-
-PATIENCE_S = 60.0
+from tests.support.waiting import PATIENCE_S
 
 
 class Threads:

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from pdtransfer.errors import TransportError, WorldError
-from pdtransfer.handoff.ready_gate import Gate
-from pdtransfer.kernels.cancel import Cancel
+from pdtransfer.handoff.ready_gate import ReadyGate
+from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.kernels.pools import Pool, Progress, Slots, State
 from pdtransfer.layout.layout import Layout
@@ -57,28 +57,28 @@ def mapped(address: int, byte_count: int) -> bool:
     return not _libc.mincore(address, byte_count, bytes(-(-byte_count // mmap.PAGESIZE)))
 
 
-class FakeLane:
+class FakeLauncher:
     """Launches that copy on the CPU, when they are waited for or drained; `shift` as the registrar's."""
 
     def __init__(self, card: FakeCard) -> None:
         self.card = card
-        self.queued: dict[int, tuple[Pool, Pool, Slots, Slots, int, Cancel]] = {}
+        self.queued: dict[int, tuple[Pool, Pool, Slots, Slots, int, CancelWord]] = {}
         self.drained: dict[int, State] = {}  # and not waited for yet
         self.called = threading.Event()
 
-    def word(self) -> Cancel:
+    def word(self) -> CancelWord:
         if not self.card.words:
-            return Cancel()
+            return CancelWord()
         return self.card.words.pop()
 
-    def reuse(self, word: Cancel) -> None:
+    def reuse(self, word: CancelWord) -> None:
         assert all(launch[-1] is not word for launch in self.queued.values()), "a launch still looks at it"
         word._word.value = 0
         self.card.words.append(word)
 
     def prepare(
         self, place: int, target: Pool, source: Pool, target_slots: Slots, source_slots: Slots, rows: int,
-        cancel: Cancel, *, spare: bool,
+        cancel: CancelWord, *, spare: bool,
     ) -> Callable[[], None]:  # fmt: skip
         assert place not in self.queued, "two launches in one place"
         self.card.preparations += 1
@@ -93,7 +93,7 @@ class FakeLane:
 
         return queue
 
-    def wait(self, place: int | None, gates: Sequence[Gate], until_ns: int) -> bool:
+    def wait(self, place: int | None, gates: Sequence[ReadyGate], until_ns: int) -> bool:
         while not self.called.is_set() and time.monotonic_ns() < until_ns:
             for gate in gates:
                 assert gate.next is not None
@@ -112,7 +112,7 @@ class FakeLane:
         self.called.clear()
         return False
 
-    def look(self, gate: Gate) -> None:
+    def look(self, gate: ReadyGate) -> None:
         while gate.next is not None and not gate.broken:
             number, event = gate.next
             if event in self.card.broken_events:
@@ -173,7 +173,7 @@ class FakeCard(FakeRegistrar):
     def __init__(self) -> None:
         super().__init__()
         self.launched: list[tuple[int, int]] = []  # how many were in flight then, and rows
-        self.words: list[Cancel] = []
+        self.words: list[CancelWord] = []
         self.left_out = 0
         self.prepared = self.preparations = 0
         self.spared: list[bool] = []  # of each preparation
@@ -196,5 +196,16 @@ class FakeCard(FakeRegistrar):
     def prepare(self) -> None:
         self.prepared += 1
 
-    def lane(self) -> FakeLane:
-        return FakeLane(self)
+    def launcher(self) -> FakeLauncher:
+        return FakeLauncher(self)
+
+
+class Held:
+    """Holds the first launch that is waited for until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.open.wait(60)

@@ -1,7 +1,7 @@
 """An arena and its writers in one process, for tests: each write waits until the test says how it ends.
 
-Both keep the promises of base: `done` comes on the loop and never from within write(), and a session is quiet only
-when no write of it can land any more.
+Both keep the promises of transports.base: `done` comes on the loop and never from within write(), and a session is
+quiet only when no write of it can land any more.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from pdtransfer.errors import TransportError
 from pdtransfer.handoff.effects import Outcome, Write
-from pdtransfer.handoff.ready_gate import Gate
+from pdtransfer.handoff.ready_gate import ReadyGate
 from pdtransfer.handoff.sharing import pair_share
 from pdtransfer.kernels import checksum_copy, numpy_copy
-from pdtransfer.kernels.cancel import Cancel
+from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.layout.layout import Component
 from pdtransfer.layout.pairing import Pairing
@@ -35,7 +35,7 @@ class FakeArena:
         self._tokens: dict[int, bytes] = {}  # by session, until shown or revoked
         self._offers = 0
 
-    async def offer(self, session: int) -> Reach:
+    async def offer(self, session: int, host: str = "") -> Reach:
         """A token that no other offer has."""
         self._offers += 1
         token = self._tokens[session] = self._offers.to_bytes(32, "little")
@@ -131,7 +131,7 @@ class FakeWriter:
             mapped.leaving = True
             self._leave(session, mapped)
 
-    def waits(self, gate: Gate) -> bool:
+    def waits(self, gate: ReadyGate) -> bool:
         """As WriterTransport says."""
         return False
 
@@ -212,4 +212,4 @@ class FakeWriter:
     def _copy(self, order: Write) -> None:
         pairing = self._sessions[order.session].pairings[order.component].within_layers(*order.layers)
         work = plan(pairing, order.source_slots, order.target_slots)
-        numpy_copy.copy(work, self._pool.ctypes.data, self._arena.memory.ctypes.data, Cancel())
+        numpy_copy.copy(work, self._pool.ctypes.data, self._arena.memory.ctypes.data, CancelWord())

@@ -19,9 +19,9 @@ from typing import Any
 
 from tests.support.fleets import Gates, Site, fleet
 from tests.support.healing import Rest, decode, healed, met, prefill
-from tests.support.kv_fleet import children, stop
 from tests.support.loads import Load, has, mend, named, streams, strike
 from tests.support.networks import DATA_PORTS, Network
+from tests.support.processes import children, stop
 
 PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 MEGABITS = 1_000

@@ -1,7 +1,7 @@
 """KV that crosses between two hosts, as two network namespaces, over Mooncake's TCP; and every fault that is to be had.
 
-`python -m tests.support.far_arena FILES` is decode's host, run in a namespace of its own; it starts prefill's,
-tests.support.two_hosts, and prints what became of rooms, by fault, as a line of JSON.
+`python -m tests.support.far_arena FILES` is decode's host, run in a namespace of its own; it starts prefill's
+(two_hosts), and prints what became of rooms, by fault, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from typing import Any
 import numpy as np
 
 from pdtransfer.client.clients import DecodeClient
-from pdtransfer.handoff.effects import Ready, RoomFailed
+from pdtransfer.handoff.effects import RoomFailed, RoomReady
 from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.limits import Limits
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.transports.options import ArenaOptions
 from tests.support.bus_peers import pair
 from tests.support.client_pair import component, settings
-from tests.support.two_hosts import HERE, THERE, TOKENS, Far, Link, ip, known, pages_of, pool, until
+from tests.support.internals import core_of, node_of, sessions_of
+from tests.support.two_hosts import HERE, PATIENCE_S, THERE, TOKENS, Far, Link, ip, known, pages_of, pool
+from tests.support.waiting import wait_for
 
 
 class Decode:
@@ -41,21 +44,21 @@ class Decode:
         self.endpoint, self.target = f"{p.public}@{bound}", pool("page_first", 1, 2 * TOKENS)
         self.source = pool("layer_first", 16, 128)
         self.source.fill(np.arange(self.source.slots))
-        self.arena = Arena.create(len(self.target.memory), huge_pages="never")
+        self.arena = ArenaMemory.create(len(self.target.memory), huge_pages="never")
         self.client = DecodeClient(
             settings("d", Limits(), keys=d, allowed=known(p=p)), [component(self.target)], self.arena,
-            socket_directory=files, prefix_cache=False,
+            options=ArenaOptions(socket_directory=files), prefix_cache=False,
         )  # fmt: skip
-        self.said: list[Ready | RoomFailed] = []
+        self.said: list[RoomReady | RoomFailed] = []
         self.rooms = 0
-        self.held: Ready | None = None
+        self.held: RoomReady | None = None
 
-    def ended(self, room: int) -> Ready | RoomFailed:
-        def found() -> list[Ready | RoomFailed]:
+    def ended(self, room: int) -> RoomReady | RoomFailed:
+        def found() -> list[RoomReady | RoomFailed]:
             self.said += self.client.poll()
             return [each for each in self.said if each.room == room]
 
-        until(found, f"room {room} has not ended")
+        wait_for(found, f"room {room} has not ended", PATIENCE_S)
         return found()[0]
 
     def begin(self) -> int:
@@ -63,7 +66,7 @@ class Decode:
         self.client.expect(self.rooms, tokens=TOKENS, sources=[self.endpoint])
         return self.rooms
 
-    def over(self, room: int) -> Ready | RoomFailed:
+    def over(self, room: int) -> RoomReady | RoomFailed:
         """It has ended on either side."""
         told = self.ended(room)
         if isinstance(told, RoomFailed):
@@ -76,15 +79,15 @@ class Decode:
         room = self.begin()
         self.far.ask(["send", room])
         told = self.over(room)
-        if isinstance(told, Ready):
+        if isinstance(told, RoomReady):
             self.check(told)
             if self.held is not None:
                 self.check(self.held)  # what earlier rooms had on its way has not come into its slots
                 self.client.release(self.held.room)
             self.held = told
-        return isinstance(told, Ready)
+        return isinstance(told, RoomReady)
 
-    def check(self, told: Ready) -> None:
+    def check(self, told: RoomReady) -> None:
         """Each row of it is in its place, and this room's."""
         own = expand(pages_of(told.room), 16)
         wanted = total(self.source, own, self.source.memory.ctypes.data)
@@ -103,16 +106,16 @@ class Decode:
         heal()
         healed = time.monotonic()
         self.over(room)
-        if isinstance(told, Ready):
+        if isinstance(told, RoomReady):
             self.check(told)
             self.client.release(room)
-        until(self.lands, "no room lands after it")
-        return {"ready": isinstance(told, Ready), "recovered_s": round(time.monotonic() - healed, 2)}
+        wait_for(self.lands, "no room lands after it", PATIENCE_S)
+        return {"ready": isinstance(told, RoomReady), "recovered_s": round(time.monotonic() - healed, 2)}
 
     def engine(self, number: int) -> None:
-        mooncake = self.client._node.transport._mooncake
+        mooncake = node_of(self.client).transport._made["mooncake"]
         assert mooncake is not None
-        for offered in list(mooncake._sessions.values()):
+        for offered in list(sessions_of(mooncake).values()):
             with suppress(ProcessLookupError):  # its fence was quicker
                 os.kill(offered.process.pid, number)
 
@@ -136,8 +139,8 @@ def faults(files: Path) -> dict[str, Any]:
     it, outcome = Decode(files), dict[str, Any]()
     far, link, nothing = it.far, it.link, lambda: None
     with it.client:
-        until(it.lands, "the first room does not land")
-        counts = it.client._node.transport.counts
+        wait_for(it.lands, "the first room does not land", PATIENCE_S)
+        counts = node_of(it.client).transport.counts
         outcome["over"] = {name: count for name, count in counts.items() if count}
         outcome["faults"] = {
             "decode's engine killed": it.suffers(lambda: it.engine(signal.SIGKILL), nothing),
@@ -148,10 +151,10 @@ def faults(files: Path) -> dict[str, Any]:
             "cut from prefill to decode": it.suffers(lambda: far.ask(["cut"]), lambda: far.ask(["heal"])),
         }
         it.client.release(it.held.room)  # pyright: ignore
-        until(lambda: it.client.poll() is None or it.client._node.core.idle, "leases are left")
+        wait_for(lambda: it.client.poll() is None or core_of(it.client).idle, "leases are left", PATIENCE_S)
         said = [each.room for each in it.said]
         outcome["ended once"] = sorted(said) == list(range(1, it.rooms + 1))
-        outcome["free"] = it.client._node.core.arena.free[0].free_slots
+        outcome["free"] = core_of(it.client).arena.free[0].free_slots
     far.process.communicate(timeout=30)
     return outcome
 

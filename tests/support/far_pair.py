@@ -16,13 +16,16 @@ from numpy.typing import NDArray
 from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.card_launcher import WriterCard
-from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter
-from pdtransfer.transports.network import Network
+from pdtransfer.transports.mooncake.arena import MooncakeArena
+from pdtransfer.transports.mooncake.writer import MooncakeWriter
+from pdtransfer.transports.options import Network, WriterOptions
 from tests.support.client_pair import component
-from tests.support.layout_tensors import CANARY, Model, Pool, c4, content, dsa_index, mha, mla
-from tests.transports.mooncake.test_mooncake import freeze, until
+from tests.support.internals import sessions_of
+from tests.support.layout_tensors import CANARY, Model, Pool, bytes_written, c4, content, dsa_index, mha, mla
+from tests.support.processes import freeze
+from tests.support.waiting import until
 
 SESSION = 5
 LARGE = 4_096  # rows of `wide`: 64 MiB, twice what a ring holds
@@ -47,7 +50,7 @@ class FarPair:
     wanted: Pool
     owner: MooncakeArena
     writer: MooncakeWriter
-    memory: Arena
+    memory: ArenaMemory
     ended: dict[int, tuple[Outcome, str]] = field(default_factory=dict[int, tuple[Outcome, str]])
     checksums: dict[int, int] = field(default_factory=dict[int, int])
     lost: list[int] = field(default_factory=list[int])
@@ -88,11 +91,11 @@ class FarPair:
 
     def landed(self) -> int:
         """Bytes that are no canaries."""
-        return int(np.count_nonzero(self.memory.mapping.array != CANARY))
+        return bytes_written(self.memory.mapping.array)
 
     def engine(self) -> int:
         """The writer's engine's process."""
-        process = self.writer._sessions[SESSION].process
+        process = sessions_of(self.writer)[SESSION].process
         assert process is not None
         return process.pid
 
@@ -110,11 +113,11 @@ async def far_pair(
     model = model or wide()
     ours, wanted = (Pool(name=name, model=model, page_size=8, slots=slots) for name in ("layer_first", layout))
     ours.fill(np.arange(slots))
-    memory = Arena.create(wanted.layout.end, huge_pages="never")
+    memory = ArenaMemory.create(wanted.layout.end, huge_pages="never")
     memory.mapping.array[:] = CANARY
     lost = list[int]()
     writer = MooncakeWriter(
-        (component(ours),), Network(), pool_address=address_of(ours), card=card, lost=lost.append
+        (component(ours),), WriterOptions(pool_address=address_of(ours)), card=card, lost=lost.append
     )  # fmt: skip
     owner = MooncakeArena(memory, Network())
     try:
@@ -173,7 +176,7 @@ async def dies_while_it_sends(it: FarPair) -> None:
     await it.map()
     await freeze(it.engine())  # so that it cannot be through
     it.write(1, every, every)
-    await until(lambda: it.writer._sessions[SESSION].batches)
+    await until(lambda: sessions_of(it.writer)[SESSION].batches)
     os.kill(it.engine(), signal.SIGKILL)
     assert (await it.ends(1))[0] is Outcome.UNKNOWN
 

@@ -11,7 +11,6 @@ import os
 import random
 import socket
 import tempfile
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -27,31 +26,24 @@ from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.engine_api import EngineConfig
 from pdtransfer.limits import Limits
 from pdtransfer.process.fleet import Daemon, Fleet
-from pdtransfer.transports.network import Network
+from pdtransfer.transports.options import Network
 from pdtransfer.wire import Sampling
+from tests.support.paths import REPO
+from tests.support.processes import children, command_line
+from tests.support.waiting import PATIENCE_S, until
 
 if TYPE_CHECKING:
     from pdtransfer.reference.factory import Generation
 
-REPO = Path(__file__).resolve().parents[2]
 ENGINE = "tests.support.engines.faulty:create"
 LAYERS = "layers=2"
 ROLES = ("prefill", "decode")  # of workers
 SLOTS = 2_048
 SERVED = "does it work"
 TOKENS = 6  # generated for each prompt where a test does not say otherwise
-PATIENCE_S = 60.0
 LIMITS = Limits(ping_ms=250, fence_poll_ms=25, room_deadline_ms=30_000)
 Result = TypeVar("Result")
 Within = Callable[[str], Sequence[str]]
-
-
-async def until(condition: Callable[[], Awaitable[object]], what: str = "", seconds: float = PATIENCE_S) -> None:
-    """Waits for what happens in other processes."""
-    deadline = time.monotonic() + seconds
-    while not await condition():
-        assert time.monotonic() < deadline, f"not in {seconds} s: {what or condition}"
-        await asyncio.sleep(0.02)
 
 
 @dataclass(frozen=True)
@@ -247,10 +239,6 @@ class Site:
         return daemon.log.read_text()
 
 
-def open_files(daemon: Daemon) -> int:
-    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
-
-
 _taken: list[socket.socket] = []  # names of ports, for as long as this process lives
 
 
@@ -390,3 +378,9 @@ def running(logs: Path, ends_as: tuple[int, ...] = (), **more: Any) -> Iterator[
         assert set(statuses.values()) <= {0, *ends_as}, statuses  # each ended by itself, and in time
         for log in filter(Path.is_file, logs.glob("*.log")):  # and no device
             assert "Traceback" not in log.read_text(), log.read_text()
+
+
+def followers(daemon: Daemon) -> list[int]:
+    """Process ids of the other ranks of a leader's worker, in their order."""
+    started = children(daemon.process.pid)
+    return sorted(pid for pid in started if any(each.startswith("--group=") for each in command_line(pid)))

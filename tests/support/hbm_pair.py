@@ -15,8 +15,9 @@ import numpy as np
 from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.engine_api import HBM_ALIGNMENT
 from pdtransfer.layout.layout import Component
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
+from pdtransfer.transports.options import WriterOptions
 from tests.support.client_pair import Expected, Pair, component, settings
 from tests.support.layout_tensors import CANARY, Pool, mla
 
@@ -29,7 +30,7 @@ class HbmPair(Pair):
 
     hbm: np.ndarray = None  # type: ignore[assignment]
     landing: np.ndarray = None  # type: ignore[assignment]
-    arena_of: Arena = None  # type: ignore[assignment]
+    arena_of: ArenaMemory = None  # type: ignore[assignment]
 
 
 def in_hbm(one: Component, base: int, name: str | None = None) -> Component:
@@ -48,7 +49,7 @@ def hbm_pair(
     pools[0].fill(np.arange(pools[0].slots))
     size = len(pools[1].memory)
     base = -(-size // HBM_ALIGNMENT) * HBM_ALIGNMENT
-    arena = Arena.create(base + size, huge_pages="never")
+    arena = ArenaMemory.create(base + size, huge_pages="never")
     arena.mapping.array[:] = CANARY
     arena.hbm = Hbm.of_process(base=base, byte_count=size)
     hbm = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(arena.hbm.address))
@@ -57,7 +58,9 @@ def hbm_pair(
     pools[1].__dict__.pop("tensor", None)
     kv = component(pools[1])
     own = [kv, in_hbm(kv, base)] if twin else [in_hbm(kv, base)]
-    prefill = PrefillClient(settings("p"), [component(pools[0])], pool_address=pools[0].memory.ctypes.data)
+    prefill = PrefillClient(
+        settings("p"), [component(pools[0])], writer=WriterOptions(pool_address=pools[0].memory.ctypes.data)
+    )
     decode = DecodeClient(settings("d"), own, arena, **{"enable_hisparse": True} | options)
     try:
         with prefill, decode:

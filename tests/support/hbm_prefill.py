@@ -12,8 +12,9 @@ import torch
 
 from pdtransfer.client.clients import PrefillClient
 from pdtransfer.config.bounds import card_of
-from pdtransfer.handoff.effects import Drained, Leased
+from pdtransfer.handoff.effects import RoomDrained, RoomLeased
 from pdtransfer.layout.layout import Component
+from pdtransfer.transports.options import WriterOptions
 from tests.support.client_pair import component, settings
 from tests.support.layout_tensors import Model, Pool, mla
 
@@ -56,14 +57,15 @@ def main() -> None:
     if whole.is_cuda:
         torch.cuda.synchronize(device)
     own = [named(kv, "kv"), named(index, "index", base=len(kv.memory))]
-    with PrefillClient(settings("p"), own, pool_address=whole.data_ptr(), card=card_of(device)) as client:
+    writer = WriterOptions(pool_address=whole.data_ptr(), card=card_of(device))
+    with PrefillClient(settings("p"), own, writer=writer) as client:
         print(client.endpoint, flush=True)
         while True:
             ready, _, _ = select.select([sys.stdin, client], [], [])
             if client in ready:
                 for event in client.poll():
-                    if isinstance(event, Leased | Drained):
-                        print(type(event).__name__, event.room, flush=True)
+                    if isinstance(event, RoomLeased | RoomDrained):
+                        print(type(event).__name__.removeprefix("Room"), event.room, flush=True)
             if sys.stdin in ready:
                 got = os.read(0, 4_096).decode()  # whole lines, many at once
                 if not got:

@@ -19,7 +19,9 @@ import numpy as np
 
 from pdtransfer.process.fleet import Daemon
 from tests.support.engines import plain
-from tests.support.fleets import LIMITS, TOKENS, Answer, Site, open_files, prompts, until
+from tests.support.fleets import LIMITS, TOKENS, Answer, Site, prompts
+from tests.support.processes import open_files
+from tests.support.waiting import until
 
 HEAL_S = float(os.environ.get("HEAL_S", "20"))  # 3 is the aim, on a machine with nothing else to do
 QUICK = replace(LIMITS, silence_ms=1_500 if HEAL_S < 10 else 3_000)  # a process that is only slow is not silent
@@ -94,7 +96,7 @@ def at_rest(site: Site) -> Rest:
     """What each living process has now."""
     living = [each for each in site.fleet.daemons if each.process.returncode is None]
     return Rest(
-        {each.ready["node"]: open_files(each) for each in living},
+        {each.ready["node"]: open_files(each.process.pid) for each in living},
         {each.ready["node"]: mappings(each) for each in living},
     )
 

@@ -16,9 +16,9 @@ import zmq
 import zmq.asyncio
 
 from pdtransfer.layout.layout import Component
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.process.fleet import Daemon
-from pdtransfer.transports.shm import ShmArena
+from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.wire import (
     Begin,
     Goodbye,
@@ -115,7 +115,7 @@ class FakeDecode:
 
     def __init__(self, peer: Peer, like: Identity, component: Component, directory: Path) -> None:
         self.peer, self._like, self.component = peer, like, component
-        self.arena = Arena.create(component.layout.end, huge_pages="never")
+        self.arena = ArenaMemory.create(component.layout.end, huge_pages="never")
         self.arena.mapping.array[:] = CANARY
         self._transport = ShmArena(self.arena, directory=directory)
         self.session = self.incarnation = 0

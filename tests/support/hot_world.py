@@ -13,7 +13,7 @@ import torch
 
 from pdtransfer.kernels.hot_pool import HotPool
 from pdtransfer.kernels.pools import Pool
-from tests.support.layout_tensors import CANARY, Model, content
+from tests.support.layout_tensors import CANARY, Model, content, mha, mla
 from tests.support.layout_tensors import Pool as Tensors
 from tests.support.on_card import OnCard
 
@@ -175,3 +175,16 @@ class World:
         self.pool.close()
         self.host.close()
         self.device.close()
+
+
+LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
+MODELS = {
+    "mla": (mla(layers=range(3), head_bytes=656), (range(2), range(2, 3))),
+    "gqa": (mha(layers=range(2, 6), heads=range(2), head_bytes=8), (range(2, 4), range(4, 6))),
+}
+
+
+def world(name: str = "mla", host: str = "page_first", device: str = "layer_first", **changed: Any) -> World:
+    model, groups = MODELS[name]
+    sizes: dict[str, Any] = {"rows": 3, "hot": 8, "top": 6, "tokens_max": 32}
+    return World(model, host_layout=host, device_layout=device, groups=groups, **(sizes | changed))

@@ -8,26 +8,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from tests.support.bus_peers import pair
-from tests.support.kv_host import PAGE_SIZE, PORT, children
+from tests.support.kv_host import PAGE_SIZE, PORT
 from tests.support.networks import Network
+from tests.support.paths import REPO
+from tests.support.processes import children
+from tests.support.waiting import PATIENCE_S, until
 
-REPO = Path(__file__).resolve().parents[2]
 PREFILLS, DECODES = ("p0", "p1"), ("d0", "d1")
 PAIRS = tuple(itertools.product(PREFILLS, DECODES))
 SMALL, LARGE = PAGE_SIZE, 2_048  # tokens: 288 KiB, and 36 MiB
 MEGABITS = 600  # a large room takes half a second: whatever happens to it happens in its midst
-PATIENCE_S = 60.0
 
 Pair = tuple[str, str]
 
@@ -273,7 +272,7 @@ class Fleet:
             assert not room.decode.ended, self.said(room)
             return await self.rows(room) > 0
 
-        await until(some, f"nothing of room {room.number} comes")
+        await until(some, f"nothing of room {room.number} comes", PATIENCE_S)
 
     async def rows(self, room: Room) -> int:
         """How many rows of decode's arena begin as this room's do."""
@@ -304,7 +303,7 @@ class Fleet:
                 seen.update(await self.rest(name))
                 return seen["idle"] and not seen["used"]
 
-            await until(nothing, f"{name} still holds {seen}")
+            await until(nothing, f"{name} still holds {seen}", PATIENCE_S)
 
     async def at_rest(self, before: dict[str, int] | None = None) -> dict[str, int]:
         """Files of each host, once nothing is held, every pair has one session, and no host has more than `before`."""
@@ -319,19 +318,5 @@ class Fleet:
                 engines.add(rest["engines"])
             return engines == {len(PAIRS) // 2} and all(found[name] <= most for name, most in (before or {}).items())
 
-        await until(settled, f"engines, or files, of sessions that are over; before: {before}")
+        await until(settled, f"engines, or files, of sessions that are over; before: {before}", PATIENCE_S)
         return found
-
-
-async def until(condition: Callable[[], Awaitable[object]], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not await condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.02)
-
-
-def stop(pids: Iterable[int], number: signal.Signals) -> None:
-    """Signals engines; some may be gone."""
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)

@@ -14,8 +14,6 @@ import select
 import sys
 import time
 from collections import deque
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,15 +21,17 @@ from numpy.typing import NDArray
 
 from pdtransfer.bus.keys import AllowList, KeyPair
 from pdtransfer.client.clients import DecodeClient, PrefillClient
-from pdtransfer.handoff.effects import Drained, Landed, Leased, Ready, RoomFailed
+from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import Limits
-from pdtransfer.memory.arena_memory import Arena, allocate
+from pdtransfer.memory.arena_memory import ArenaMemory, allocate
 from pdtransfer.node import NodeSettings
-from pdtransfer.transports.network import Network
+from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
+from tests.support.internals import core_of
 from tests.support.networks import DATA_PORTS
 from tests.support.planted import plant
+from tests.support.processes import children, open_files
 
 LAYERS, ROW_WORDS = 16, 144  # 18 KiB a token
 PAGE_SIZE, SOURCE_SLOTS, SLOTS = 16, 6_144, 4_096
@@ -42,16 +42,6 @@ _HELD = 1 << 31  # in place of a room's number: its rows, as their holder has wr
 _ROWS = 256  # looked at in one piece
 
 Words = NDArray[np.uint64]
-
-
-def children(pid: int) -> list[int]:
-    """Processes that a process's threads have started; any of them may end meanwhile."""
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
 
 
 def component(name: str, *, page_size: int, slots: int) -> Component:
@@ -123,7 +113,7 @@ class Host:
 
     def do_rest(self, number: int) -> None:
         """What it holds, and what it has open."""
-        files, engines = len(os.listdir("/proc/self/fd")), len(children(os.getpid()))
+        files, engines = open_files(), len(children(os.getpid()))
         self.say("rest", number, files=files, engines=engines, **self.held())
 
     def late(self) -> float | None:
@@ -153,8 +143,11 @@ class PrefillHost(Host):
         self._tokens: dict[int, int] = {}
         self._pushed: dict[int, int] = {}
         self.client = PrefillClient(
-            self.settings, [pool], bind=f"tcp://{address}:{PORT}", pool_address=self._memory.address,
-            transport="mooncake", network=Network(host=advertise, ports=DATA_PORTS),
+            self.settings, [pool], bind=f"tcp://{address}:{PORT}",
+            writer=WriterOptions(
+                pool_address=self._memory.address, transport="mooncake",
+                network=Network(host=advertise, ports=DATA_PORTS),
+            ),
         )  # fmt: skip
 
     def do_open(self, room: int, tokens: int, push: str) -> None:
@@ -192,20 +185,20 @@ class PrefillHost(Host):
         if not waiting:
             super().do_abort(room)
 
-    def happened(self, event: Leased | Landed | RoomFailed | Drained) -> None:
+    def happened(self, event: RoomLeased | RoomLanded | RoomFailed | RoomDrained) -> None:
         match event:
             case RoomFailed(room, cause, detail):
                 self.say("failed", room, cause=cause.value, detail=detail)
-            case Drained(room):
+            case RoomDrained(room):
                 self._free += self._pages.pop(room)
                 del self._tokens[room], self._pushed[room]
                 self._admit()
                 self.say("drained", room)
             case _:
-                self.say(type(event).__name__.lower(), event.room)
+                self.say(type(event).__name__.removeprefix("Room").lower(), event.room)
 
     def held(self) -> dict[str, Any]:
-        core = self.client._node.core
+        core = core_of(self.client)
         return {"idle": core.idle and not self._pages, "used": SOURCE_SLOTS // PAGE_SIZE - len(self._free)}
 
 
@@ -217,14 +210,14 @@ class DecodeHost(Host):
     def __init__(self, node: str, keys: dict[str, str], allowed: dict[str, str], address: str, advertise: str) -> None:
         super().__init__(node, keys, allowed)
         pool = component("page_first", page_size=1, slots=SLOTS)
-        arena = Arena.create(pool.layout.end, huge_pages="never")
+        arena = ArenaMemory.create(pool.layout.end, huge_pages="never")
         self._rows = arena.mapping.array[: pool.layout.end].view(np.uint64).reshape(SLOTS, LAYERS, ROW_WORDS)
         self._begun: dict[int, tuple[int, float, float]] = {}  # tokens, when, held for so long
         self._holding: list[tuple[float, int]] = []
         self._slots: dict[int, NDArray[np.int64]] = {}
         self.client = DecodeClient(
-            self.settings, [pool], arena, prefix_cache=False, transport="mooncake",
-            network=Network(host=advertise, ports=DATA_PORTS),
+            self.settings, [pool], arena, prefix_cache=False,
+            options=ArenaOptions(transport="mooncake", network=Network(host=advertise, ports=DATA_PORTS)),
         )  # fmt: skip
 
     def do_expect(self, room: int, tokens: int, source: str, hold_s: float) -> None:
@@ -240,7 +233,7 @@ class DecodeHost(Host):
         self._holding = [(0.0 if each == room else when, each) for when, each in self._holding]
         heapq.heapify(self._holding)
 
-    def happened(self, event: Ready | RoomFailed) -> None:
+    def happened(self, event: RoomReady | RoomFailed) -> None:
         tokens, begun, hold_s = self._begun.pop(event.room)
         if isinstance(event, RoomFailed):
             self.say("failed", event.room, cause=event.cause.value, detail=event.detail)
@@ -276,7 +269,7 @@ class DecodeHost(Host):
         return ""
 
     def held(self) -> dict[str, Any]:
-        core = self.client._node.core
+        core = core_of(self.client)
         return {"idle": core.idle, "used": SLOTS - core.arena.free[0].free_slots}
 
 

@@ -235,3 +235,8 @@ def plane(**changed: Any) -> Plane:
         "row_bytes": 64,
     }
     return Plane(**(fields | changed))
+
+
+def bytes_written(memory: np.ndarray) -> int:
+    """How many bytes of a memory are no canaries."""
+    return int(np.count_nonzero(memory != CANARY))

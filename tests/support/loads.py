@@ -8,8 +8,9 @@ from typing import Any
 
 from pdtransfer.process.fleet import Daemon
 from tests.support.engines import plain
-from tests.support.fleets import Answer, Site, prompts, until
+from tests.support.fleets import Answer, Site, prompts
 from tests.support.healing import right, said
+from tests.support.waiting import until
 
 STREAM_TOKENS = 100
 LOST = {"peer_lost", "peer_restarted", "transfer", "shutdown", "aborted"}

@@ -13,23 +13,27 @@ from contextlib import ExitStack
 from typing import Self
 
 DATA_PORTS = (21_000, 21_255)  # of engines, two each, which nobody can take again for a minute
+APART = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
+VETH = "ip link set lo up && ip link add near type veth peer name far"  # what two hosts take
 _PREFIX = "10.213.79"
 _NOWHERE = f"{_PREFIX}.250"
 _CHAIN = "table inet faults { chain input { type filter hook input priority 0; policy accept; }; }\n"
 
 
+def why_not_apart(trial: str, *tools: str, text: str = "") -> str:
+    """Why `trial`, a shell command that reads `text`, fails in a namespace of its own; empty where it does not."""
+    if missing := [name for name in ("ip", "unshare", *tools) if shutil.which(name) is None]:
+        return f"{' and '.join(missing)} not installed"
+    ran = subprocess.run([*APART, "sh", "-c", trial], input=text, capture_output=True, text=True, check=False)
+    return "" if ran.returncode == 0 else f"no network namespaces here: {ran.stderr.strip()}"
+
+
 def why_not() -> str:
-    """Why there can be no such hosts here; empty where there can."""
+    """Why there can be no hosts of a Network here; empty where there can."""
     if os.geteuid() != 0:
         return "network namespaces with a firewall need root"
-    packages = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "unshare": "util-linux", "nsenter": "util-linux"}
-    if missing := [name for name in packages if shutil.which(name) is None]:
-        return f"{', '.join(missing)} not installed: apt-get install -y {packages[missing[0]]}"
     trial = "ip link add s0 type bridge && ip link add v0 type veth peer name v1 && nft -f - && tc qdisc show"
-    ran = subprocess.run(
-        ["unshare", "--net", "sh", "-c", trial], input=_CHAIN, capture_output=True, text=True, check=False
-    )
-    return "" if ran.returncode == 0 else f"no network namespaces here: {ran.stderr.strip()}"
+    return why_not_apart(trial, "tc", "nft", "nsenter", text=_CHAIN)
 
 
 class Network:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels.pools import Progress, State
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from tests.support.layout_tensors import Model, mha, mla
 from tests.support.layout_tensors import Pool as Tensors
 
@@ -22,7 +23,7 @@ class OnCard:
 
     def __init__(self, *, host: bool) -> None:
         self.host, self.card = host, cards.card(0)
-        self._arena: Arena | None = None
+        self._arena: ArenaMemory | None = None
         self._registered: cards.Registered | None = None
         self._tensor = torch.empty(0)
 
@@ -31,7 +32,7 @@ class OnCard:
         if not self.host:
             self._tensor = torch.from_numpy(content).cuda()
             return self._tensor.data_ptr()
-        self._arena = Arena.create(len(content), huge_pages="never")
+        self._arena = ArenaMemory.create(len(content), huge_pages="never")
         self._arena.mapping.array[: len(content)] = content
         self._registered = self.card.register(self._arena.mapping.address, self._arena.byte_count)
         return self._registered.device_address
@@ -87,3 +88,12 @@ def ended(progress: Progress) -> State:
     while progress.state is State.RUNNING:
         assert time.monotonic() < deadline
     return progress.state
+
+
+def two_memories(way: str) -> Iterator[tuple[OnCard, OnCard]]:
+    """Source and target: of the card, or of the host where the way is "fetch" or "push"."""
+    torch.zeros(1, device="cuda")
+    source, target = OnCard(host=way == "fetch"), OnCard(host=way == "push")
+    yield source, target
+    source.close()
+    target.close()

@@ -1,14 +1,13 @@
-"""Mooncake's transport without one of its defences, on a host of tests.support.kv_host: what the checkers there have
-to see."""
+"""Mooncake's transport without one of its defences, on a host of kv_host: what the checkers there have to see."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from pdtransfer.handoff.effects import Outcome
-from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter
-from pdtransfer.transports.mooncake.jobs import Job
-from pdtransfer.transports.mooncake.session import Session
+from pdtransfer.transports.mooncake.arena import MooncakeArena
+from pdtransfer.transports.mooncake.gather import RingJob
+from pdtransfer.transports.mooncake.writer import MooncakeSession, MooncakeWriter
 
 
 def fence_without_a_death() -> None:
@@ -30,17 +29,17 @@ def fence_without_a_death() -> None:
 def unknown_is_failed() -> None:
     """Prefill says of a write whose end nobody knows that it has failed and is over, and of its dead engine nothing."""
 
-    def died(self: MooncakeWriter, mapped: Session) -> None:
+    def died(self: MooncakeWriter, mapped: MooncakeSession) -> None:
         self._drop(mapped)
 
-    Job.outcome = property(lambda self: Outcome.FAILED if self.text else Outcome.LANDED)
+    RingJob.outcome = property(lambda self: Outcome.FAILED if self.text else Outcome.LANDED)
     MooncakeWriter._died = died
 
 
 def landed_when_submitted() -> None:
     """Prefill says that a write has landed once its engine has been told of all of it."""
-    Job.over = lambda self, *, known: self.exhausted and not self.gathering
-    Job.outcome = property(lambda self: Outcome.FAILED if self.text else Outcome.LANDED)
+    RingJob.over = lambda self, *, known: self.exhausted and not self.gathering
+    RingJob.outcome = property(lambda self: Outcome.FAILED if self.text else Outcome.LANDED)
 
 
 DEFENCES: dict[str, Callable[[], None]] = {

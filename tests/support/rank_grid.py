@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from pdtransfer.handoff import effects as fx
-from pdtransfer.handoff.decode.parts import prefix_rows
+from pdtransfer.handoff.decode.room_request import RoomRequest
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.prefill.sessions import Cell, PrefillSessions
+from pdtransfer.handoff.prefill.cells import Cell
+from pdtransfer.handoff.prefill.sessions import PrefillSessions
+from pdtransfer.handoff.prefix import prefix_rows
 from pdtransfer.handoff.sharing import holds_of, pair_share
 from pdtransfer.kernels import numpy_copy
-from pdtransfer.kernels.cancel import Cancel
+from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.plan import plan
 from pdtransfer.limits import Limits
@@ -136,8 +138,8 @@ class Grid:
     def expect(self, room: int, tokens: int, sources: list[str] | None = None, prefix: int = 0) -> None:
         sources = sources or [rank.name for rank in self.prefill]
         for rank in self.decode:
-            effects = rank.core.expect(room, tokens=tokens, sources=sources, now=self.now, deadline=60.0, prefix=prefix)
-            self.take(rank, effects)
+            request = RoomRequest(room=room, tokens=tokens, sources=sources, time_left_s=60.0 - self.now, prefix=prefix)
+            self.take(rank, rank.core.expect(request, self.now))
 
     def cells(self, rank: Rank, tokens: int) -> list[Cell]:
         """The room's rows in random pages of the rank's pools, filled, cut along rows and layers, in no order."""
@@ -218,9 +220,9 @@ class Grid:
         )
         self.written[target.name] = self.written.get(target.name, 0) + work.bytes
         self.senders.setdefault(target.name, set()).add(rank.name)
-        assert numpy_copy.copy(work, rank.pools[theirs.name].memory.ctypes.data, pool.memory.ctypes.data, Cancel())
+        assert numpy_copy.copy(work, rank.pools[theirs.name].memory.ctypes.data, pool.memory.ctypes.data, CancelWord())
 
-    def landed_right(self, rank: Rank, ready: fx.Ready, tokens: int, prefix: int = 0) -> bool:
+    def landed_right(self, rank: Rank, ready: fx.RoomReady, tokens: int, prefix: int = 0) -> bool:
         """Whether a decode rank's pools hold the room's rows behind the prefix, and canaries beside them."""
         right = True
         for name, pool in rank.pools.items():

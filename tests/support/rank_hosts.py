@@ -16,10 +16,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pdtransfer.bus.keys import generate
+from pdtransfer.bus.keys import KeyPair, generate
 from pdtransfer.config.config import DecodeConfig, PrefillConfig
-from pdtransfer.config.config_to_argv import arguments
-from tests.support.fleets import REPO, decode_config, equal, fleet, free_address, generated, prefill_config, prompts
+from pdtransfer.config.config_to_argv import config_to_argv
+from tests.support.fleets import decode_config, equal, fleet, free_address, generated, prefill_config, prompts
+from tests.support.paths import REPO
 
 HERE, THERE = "10.213.78.1", "10.213.78.2"
 KEYS = ("front", "p", "p-tp1", "d", "d-tp1")
@@ -30,7 +31,7 @@ def start(config: PrefillConfig | DecodeConfig, log: Path, prefix: list[str]) ->
     """A rank that does not lead, by its own command line."""
     with log.open("ab") as stderr:
         return subprocess.Popen(
-            [*prefix, sys.executable, "-m", "pdtransfer", config.role, *arguments(config)], cwd=REPO,
+            [*prefix, sys.executable, "-m", "pdtransfer", config.role, *config_to_argv(config)], cwd=REPO,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
         )  # fmt: skip
 
@@ -42,24 +43,24 @@ def arenas(pid: int) -> set[str]:
 
 
 async def served(
-    logs: Path, here: str, there: str, prefix: list[str], keys: dict[str, dict[str, Any]], **more: Any
+    logs: Path, here: str, there: str, prefix: list[str], keys: dict[str, dict[str, Any]]
 ) -> list[set[str]]:
     """Prompts through two groups of two, answered as by one process; the arenas that either prefill rank has mapped."""
-    meets = {role: {"group": free_address(here), **more} for role in ("prefill", "decode")}
+    groups = {role: free_address(here) for role in "pd"}
     with ExitStack() as stack:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdt-"))) / "s"
         place = {"tp_rank": 1, "bind": f"tcp://{there}:0", "http": "", **GROUP}
         ranks = [
-            prefill_config(**{**place, **meets["prefill"], **keys.get("p-tp1", {}), "node": "prefill-0-tp1"}),
-            decode_config(sockets, **{**place, **meets["decode"], **keys.get("d-tp1", {}), "node": "decode-0-tp1"}),
+            prefill_config(**{**place, **_follows(keys, "p", groups["p"]), "node": "prefill-0-tp1"}),
+            decode_config(sockets, **{**place, **_follows(keys, "d", groups["d"]), "node": "decode-0-tp1"}),
         ]
         others: list[subprocess.Popen[bytes]] = []
         for config in ranks:
             others.append(start(config, logs / f"{config.node}.log", prefix))
             stack.callback(others[-1].kill)
         leads = [
-            {"bind": f"tcp://{free_address(here)}", **GROUP, **meets[role], **keys.get(role[0], {})}
-            for role in ("prefill", "decode")
+            {"bind": f"tcp://{free_address(here)}", "group": group, **GROUP, **keys.get(role, {})}
+            for role, group in groups.items()
         ]
         texts = prompts(11, 1, 40, 150)
         async with fleet(logs, prefills=leads[:1], decodes=leads[1:], router=keys.get("front")) as site:
@@ -71,6 +72,14 @@ async def served(
         for other in others:
             assert await asyncio.to_thread(other.wait, 30) == 0, "it ends with its leader"
     return mapped
+
+
+def _follows(keys: dict[str, dict[str, Any]], leader: str, group: str) -> dict[str, Any]:
+    """What a leader's other rank is given besides: the place, and with keys its own and the leader's."""
+    if not keys:
+        return {"group": group}
+    public = KeyPair.read(keys[leader]["key"]).public
+    return keys[f"{leader}-tp1"] | {"group": f"{public}@{group}"}
 
 
 def _keys(directory: Path) -> dict[str, dict[str, Any]]:
@@ -97,7 +106,7 @@ def main(logs: Path) -> None:
             for words in (["address", "add", f"{address}/24", "dev", device], ["link", "set", device, "up"]):
                 subprocess.run([*prefix, "ip", *words], check=True)
         subprocess.run([*there, "ip", "link", "set", "lo", "up"], check=True)
-        mapped = asyncio.run(served(logs, HERE, THERE, there, _keys(logs), insecure=True))
+        mapped = asyncio.run(served(logs, HERE, THERE, there, _keys(logs)))
     finally:
         far.kill()
         far.wait()

@@ -13,10 +13,10 @@ import numpy as np
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import Limits
 from pdtransfer.router.router_effects import Accepted, Emit, Fail, Finish, Refusal
-from pdtransfer.router.router_rooms import Request
+from pdtransfer.router.router_rooms import CompletionRequest
 from pdtransfer.router.routing import Routing
 from pdtransfer.wire import Begin, End, Identity, Load, Message, Ranks, Sampling, decode, encode, pack_ids, unpack_ids
-from pdtransfer.worker.service import Service, Start, Stop
+from pdtransfer.worker.service import Service, StartRoom, StopRoom
 
 ROUTER = "node:router"
 LIMITS = Limits(resend_ms=50, resend_ms_max=400, ping_ms=200, silence_ms=1_000, room_deadline_ms=8_000)
@@ -28,9 +28,9 @@ def identity(node: str, role: str, incarnation: int = 1, *, model: str = "m", we
     return Identity(node, role, incarnation, Ranks(), model, weights, 256)
 
 
-def request(first: int = 7, *, length: int = 5, max_tokens: int = 12, **more) -> Request:
+def request(first: int = 7, *, length: int = 5, max_tokens: int = 12, **more) -> CompletionRequest:
     ids = np.arange(first, first + length)
-    return Request(prompt=pack_ids(ids), sampling=Sampling(max_tokens), **more)
+    return CompletionRequest(prompt=pack_ids(ids), sampling=Sampling(max_tokens), **more)
 
 
 def answer(prompt: bytes, count: int) -> list[int]:
@@ -84,13 +84,13 @@ class Daemon:
                 case Send(peer, message):
                     assert peer == ROUTER
                     self.world.carry(self, message, to_router=True)
-                case Start(_, begin):
+                case StartRoom(_, begin):
                     assert begin.room not in self.started, "started twice"
                     self.started.add(begin.room)
                     self.live[begin.room] = begin
                     self.world.starts.append((self.node, begin.room))
                     self.engine(begin)
-                case Stop(room, cause):
+                case StopRoom(room, cause):
                     assert room in self.live, "stopped, but not running"
                     self.world.stops.append((self.node, room, cause))
                     self.later(lambda ended=room: self.finish(End(ended, "aborted", "", 0)))
@@ -158,7 +158,7 @@ class World:
         self.starts: list[tuple[str, int]] = []
         self.stops: list[tuple[str, int, object]] = []
         self.sent: list[tuple[str, Message]] = []
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, CompletionRequest] = {}
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.ends: dict[int, Finish | Fail] = {}
         self.daemons = [Daemon(self, f"p{i}", "prefill") for i in range(prefill)]
@@ -181,7 +181,7 @@ class World:
         )
         self.perform(self.routing.start(self.now))
 
-    def submit(self, wanted: Request) -> int | Refusal:
+    def submit(self, wanted: CompletionRequest) -> int | Refusal:
         taken = self.routing.submit(wanted, self.now)
         if isinstance(taken, Accepted):
             self.requests[taken.request] = wanted

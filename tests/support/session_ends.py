@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
+from pdtransfer.errors import Cause
 from pdtransfer.handoff import effects as fx
+from pdtransfer.handoff.decode.room_request import RoomRequest
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.prefill.sessions import Cell, PrefillSessions
+from pdtransfer.handoff.effects import Offer
+from pdtransfer.handoff.prefill.cells import Cell
+from pdtransfer.handoff.prefill.sessions import PrefillSessions
+from pdtransfer.layout.layout import Component, Layout
 from pdtransfer.limits import Limits
 from pdtransfer.wire import (
     VERSION,
@@ -62,12 +68,34 @@ def sent(effects: list[Any], kind: type[Kind]) -> list[Kind]:
     return [effect.message for effect in effects if isinstance(effect, fx.Send) and isinstance(effect.message, kind)]
 
 
+def failure(effects: list[Any]) -> tuple[int, Cause]:
+    """The one room that fails, and why."""
+    (failed,) = of(effects, fx.RoomFailed)
+    return failed.room, failed.cause
+
+
 def kv_bytes(tokens: int) -> int:
     """What a room of so many tokens moves: a kv row a token and a c4 row for every 4."""
     return (tokens + -(-tokens // 4)) * LAYERS * ROW
 
 
-class DecodeEnd:
+class _End:
+    """A core and its clock."""
+
+    core: DecodeSessions | PrefillSessions
+    now: float
+
+    def tick(self, seconds: float) -> list[Any]:
+        """Lets so much time pass, and does what falls due in it when it does."""
+        end, effects = self.now + seconds, []
+        while (when := self.core.next_tick()) is not None and when <= end:
+            self.now = max(self.now, when)
+            effects += self.core.tick(self.now)
+        self.now = end
+        return effects
+
+
+class DecodeEnd(_End):
     """A DecodeSessions whose prefill ranks are played by the test."""
 
     def __init__(self, limits: Limits = LIMITS, slots: int = SLOTS, **options: Any) -> None:
@@ -80,15 +108,6 @@ class DecodeEnd:
 
     def hear(self, *messages: Message, peer: str = P) -> list[Any]:
         return [effect for each in messages for effect in self.core.receive(peer, each, self.now)]
-
-    def tick(self, seconds: float) -> list[Any]:
-        """Lets so much time pass, and does what falls due in it when it does."""
-        end, effects = self.now + seconds, []
-        while (when := self.core.next_tick()) is not None and when <= end:
-            self.now = max(self.now, when)
-            effects += self.core.tick(self.now)
-        self.now = end
-        return effects
 
     def live(self, seconds: float, *peers: str) -> list[Any]:
         """The same, while these peers answer every Ping and Hello."""
@@ -124,12 +143,13 @@ class DecodeEnd:
         (offer,) = of(self.hear(self.welcome(**changes), peer=peer), fx.Offer)
         (register,) = sent(self.core.offered(offer.session, REACH, self.now), Register)
         self.hear(Registered(register.session, bytes_ready), peer=peer)
-        assert self.core.links.peers[peer].up is not None
+        assert self.core.prefill_peers.peers[peer].up is not None
         return register
 
     def expect(self, room: int, tokens: int = 8, *sources: str, **options: Any) -> list[Any]:
-        options = {"deadline": self.now + 60.0} | options
-        return self.core.expect(room, tokens=tokens, sources=sources or (P,), now=self.now, **options)
+        time_left_s = options.pop("deadline", self.now + 60.0) - self.now
+        request = RoomRequest(room=room, tokens=tokens, sources=sources or (P,), time_left_s=time_left_s, **options)
+        return self.core.expect(request, self.now)
 
     def granted(self, room: int, tokens: int = 8, *sources: str, **options: Any) -> Grant:
         """The Grant of a new room of one rank."""
@@ -149,7 +169,7 @@ class DecodeEnd:
         return [free.free_slots for free in self.core.arena.free]
 
 
-class PrefillEnd:
+class PrefillEnd(_End):
     """A PrefillSessions whose decode ranks are played by the test."""
 
     def __init__(self, limits: Limits = LIMITS, slots: int = SLOTS) -> None:
@@ -159,15 +179,6 @@ class PrefillEnd:
 
     def hear(self, *messages: Message, peer: str = D) -> list[Any]:
         return [effect for each in messages for effect in self.core.receive(peer, each, self.now)]
-
-    def tick(self, seconds: float) -> list[Any]:
-        """Lets so much time pass, and does what falls due in it when it does."""
-        end, effects = self.now + seconds, []
-        while (when := self.core.next_tick()) is not None and when <= end:
-            self.now = max(self.now, when)
-            effects += self.core.tick(self.now)
-        self.now = end
-        return effects
 
     def hello(self, incarnation: int = 1, **changes: Any) -> Hello:
         node = changes.pop("node", "d0")
@@ -223,3 +234,39 @@ def refusal(effects: list[Any]) -> str:
     """What the one Reject among these effects says."""
     (reject,) = sent(effects, Reject)
     return "; ".join(reject.fields)
+
+
+DENSE_SLOTS = 16
+
+
+def moved(component: Component, memory: str, *, by: int, slots: int = SLOTS) -> Component:
+    """The same in another place, of so many slots."""
+    layout = component.layout.rebase(by)
+    return msgspec.structs.replace(component, memory=memory, layout=Layout(layout.planes, layout.page_size, slots))
+
+
+def twins(page: int = 1) -> tuple[Component, ...]:
+    """A kv in DRAM, c4 of either kind of room, and behind both a smaller kv in HBM."""
+    kv, c4 = components(SLOTS, page, page_first=True)
+    return kv, c4, moved(kv, "hbm", by=c4.layout.end, slots=DENSE_SLOTS)
+
+
+ARENA = max(each.layout.end for each in twins())
+
+
+class TwinEnd(DecodeEnd):
+    """A decode rank that serves both kinds; its arena's reach says how many bytes that takes."""
+
+    def __init__(self, limits: Limits = LIMITS, **options: Any) -> None:
+        super().__init__(limits)
+        ids = iter(range(0xA0, 0xFFF))
+        me = identity("d0", "decode", window=limits.window)
+        self.core = DecodeSessions(me, twins(), limits, lambda: next(ids), **{"enable_hisparse": True} | options)
+
+    def registered(self, peer: str = P, bytes_ready: int = ARENA, **changes: Any) -> Register:
+        self.core.dial(peer, self.now)
+        (offer,) = of(self.hear(self.welcome(**changes), peer=peer), Offer)
+        reach = msgspec.structs.replace(REACH, arena_bytes=ARENA)
+        (register,) = sent(self.core.offered(offer.session, reach, self.now), Register)
+        self.hear(Registered(register.session, bytes_ready), peer=peer)
+        return register

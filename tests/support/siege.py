@@ -12,8 +12,10 @@ import numpy as np
 
 from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.handoff import effects as fx
+from pdtransfer.handoff.decode.room_request import RoomRequest
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.prefill.sessions import Cell, PrefillSessions
+from pdtransfer.handoff.prefill.cells import Cell
+from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.wire import (
     Abort,
     Drained,
@@ -55,7 +57,7 @@ class Siege:
         self.prefill = PrefillSessions(identity("p0", "prefill", 9), pool, limits)
         self.from_decode: list[Message] = []  # to the hostile prefill: what it may twist
         self.from_prefill: list[Message] = []
-        self.ready: dict[int, fx.Ready] = {}
+        self.ready: dict[int, fx.RoomReady] = {}
         self.failed: dict[int, str] = {}
         self.unfinished: list[int] = []  # rooms of the honest ones
         self.number = 0  # of the hostile decode's latest grant
@@ -103,7 +105,7 @@ class Siege:
                 self.on_prefill(self.prefill.mapped(session, reach.arena_bytes))
             case fx.Write():
                 self.on_prefill(self.prefill.wrote(effect.session, effect.write, fx.Outcome.LANDED, "", self.now))
-            case fx.Ready(room):
+            case fx.RoomReady(room):
                 self.ready[room] = effect
             case fx.RoomFailed(room, _, detail) if side == "decode":
                 self.failed[room] = detail
@@ -113,7 +115,8 @@ class Siege:
     def honest_room(self, room: int) -> None:
         tokens = self.rng.randint(1, 12)
         deadline = self.now + 1e6
-        self.on_decode(self.decode.expect(room, tokens=tokens, sources=[P], now=self.now, deadline=deadline))
+        request = RoomRequest(room=room, tokens=tokens, sources=[P], time_left_s=1e6)
+        self.on_decode(self.decode.expect(request, self.now))
         self.on_prefill(self.prefill.open(room, tokens=tokens, now=self.now, deadline=deadline, peers=[D]))
         for component in components(1024, 4, page_first=False):
             cell = Cell(component.name, 0, (0, LAYERS), np.arange(component.rows(tokens)))
@@ -150,7 +153,7 @@ class Siege:
         """Something else for a field: of the kind that it is, and likely to matter."""
         rng = self.rng
         known: dict[str, list[Any]] = {
-            "session": [*self.decode.links.sessions, *self.prefill.sessions, 0, 1, rng.getrandbits(64)],
+            "session": [*self.decode.prefill_peers.sessions, *self.prefill.sessions, 0, 1, rng.getrandbits(64)],
             "room": [*self.decode.rooms, *self.prefill.rooms, 0, rng.getrandbits(64)],
             "incarnation": [1, 2, 9, rng.getrandbits(64)],
             "identity": [identity("x", rng.choice(["prefill", "decode", "router"]), rng.choice([1, 2, 3, 9]))],
@@ -231,8 +234,8 @@ class Siege:
             self.on_prefill(self.prefill.finish(self.unfinished.pop(), aux=b"aux", now=self.now))
         if number % 12 == 0:
             source = self.rng.choice([[P2], [P2, P]])
-            deadline = self.now + 0.5
-            self.on_decode(self.decode.expect(number + 1, tokens=4, sources=source, now=self.now, deadline=deadline))
+            request = RoomRequest(room=number + 1, tokens=4, sources=source, time_left_s=0.5)
+            self.on_decode(self.decode.expect(request, self.now))
         self.rave()
         if number % 5 == 0:
             self.on_decode(self.decode.tick(self.now))

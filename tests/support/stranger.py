@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgpack
 
-ROOT = Path(__file__).parent.parent.parent / "proto" / "v1"
+ROOT = Path(__file__).resolve().parents[2] / "proto" / "v1"
 SCHEMA = json.loads((ROOT / "schema.json").read_text())
 LIMITS = {name: entry["value"] for name, entry in SCHEMA["limits"].items()}
 MESSAGES = {entry["kind"]: entry for entry in SCHEMA["messages"]}

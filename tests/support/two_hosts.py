@@ -11,8 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +19,20 @@ from numpy.typing import NDArray
 
 from pdtransfer.bus.keys import AllowList, KeyPair
 from pdtransfer.client.clients import DecodeClient, PrefillClient
-from pdtransfer.handoff.effects import Ready, RoomFailed
+from pdtransfer.handoff.effects import RoomFailed, RoomReady
 from pdtransfer.limits import Limits
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.transports.options import ArenaOptions, WriterOptions
 from tests.support.bus_peers import pair
 from tests.support.client_pair import component, settings
+from tests.support.internals import connections_of, dialled_by, node_of, sessions_of
 from tests.support.layout_tensors import Pool, mla
+from tests.support.waiting import wait_for
 
 HERE, THERE = "10.213.77.1", "10.213.77.2"
 NOBODY = "02:00:00:00:00:99"
 PATIENCE_S = 40.0  # TCP alone would notice after a quarter of an hour, keep-alives after a minute
 TOKENS = 64
-
-
-def until(condition: Callable[[], object], what: str) -> float:
-    """Seconds until the condition held."""
-    start = time.monotonic()
-    while not condition():
-        if time.monotonic() > start + PATIENCE_S:
-            raise SystemExit(f"not within {PATIENCE_S:.0f} s: {what}")
-        time.sleep(0.01)
-    return time.monotonic() - start
 
 
 def ip(*arguments: str) -> None:
@@ -86,14 +77,14 @@ def prefill_host() -> None:
     own, allowed = KeyPair(**keys["own"]), AllowList({keys["other"]: "d"})
     client = PrefillClient(
         settings("p", Limits(), keys=own, allowed=allowed), [component(source)], bind=f"tcp://{THERE}:0",
-        pool_address=source.memory.ctypes.data,
+        writer=WriterOptions(pool_address=source.memory.ctypes.data),
     )  # fmt: skip
     with client:
         print(json.dumps(client.endpoint), flush=True)
         said: set[tuple[str, int]] = set()
 
         def has_said(kind: str, room: int) -> bool:
-            said.update((type(each).__name__, each.room) for each in client.poll())
+            said.update((type(each).__name__.removeprefix("Room"), each.room) for each in client.poll())
             return (kind, room) in said
 
         for line in sys.stdin:
@@ -106,18 +97,20 @@ def prefill_host() -> None:
                     client.push(room, pages_of(room), rows=(0, TOKENS))
                     client.finish(room)
                 case ["engine", number]:
-                    (mapped,) = client._node.transport._made["mooncake"]._sessions.values()
+                    (mapped,) = sessions_of(node_of(client).transport._made["mooncake"]).values()
                     os.kill(mapped.process.pid, number)
                 case ["abort", room]:
                     client.abort(room)
                 case ["cut" | "heal" as what]:
                     getattr(link, what)()
                 case ["hung up"]:
-                    [wire] = [each.wire for each in client._node.bus._connections._all()]
+                    [wire] = [each.tcp for each in connections_of(node_of(client).bus)]
                     assert wire is not None
-                    until(lambda wire=wire: not wire.same, "prefill keeps the connection")
+                    wait_for(lambda wire=wire: not wire.is_open, "prefill keeps the connection", PATIENCE_S)
                 case [kind, room]:
-                    until(lambda kind=kind, room=room: has_said(kind, room), f"room {room} is not {kind}")
+                    wait_for(
+                        lambda kind=kind, room=room: has_said(kind, room), f"room {room} is not {kind}", PATIENCE_S
+                    )
             print(json.dumps("done"), flush=True)
 
 
@@ -148,25 +141,28 @@ def decode_host(files: Path) -> dict[str, Any]:
     ip("link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(far.process.pid))
     link = Link("near", HERE, THERE)
     bound = far.ask({"own": {"public": p.public, "secret": p.secret}, "other": d.public})
-    endpoint, arena = f"{p.public}@{bound}", Arena.create(len(pool("page_first", 1, TOKENS).memory), huge_pages="never")
+    endpoint, arena = (
+        f"{p.public}@{bound}",
+        ArenaMemory.create(len(pool("page_first", 1, TOKENS).memory), huge_pages="never"),
+    )
     client = DecodeClient(
         settings("d", Limits(), keys=d, allowed=known(p=p)), [component(pool("page_first", 1, TOKENS))], arena,
-        socket_directory=files, prefix_cache=False,
+        options=ArenaOptions(socket_directory=files), prefix_cache=False,
     )  # fmt: skip
-    said: dict[int, Ready | RoomFailed] = {}
+    said: dict[int, RoomReady | RoomFailed] = {}
 
-    def ended(room: int) -> Ready | RoomFailed:
+    def ended(room: int) -> RoomReady | RoomFailed:
         def has_ended() -> bool:
             said.update((each.room, each) for each in client.poll())
             return room in said
 
-        until(has_ended, f"room {room} has not ended")
+        wait_for(has_ended, f"room {room} has not ended", PATIENCE_S)
         return said[room]
 
     def lands(room: int) -> bool:
         client.expect(room, tokens=TOKENS, sources=[endpoint])
         far.ask(["send", room])
-        ready = isinstance(ended(room), Ready)
+        ready = isinstance(ended(room), RoomReady)
         if ready:
             client.release(room)
         else:
@@ -178,17 +174,17 @@ def decode_host(files: Path) -> dict[str, Any]:
         assert lands(1)
         client.expect(2, tokens=TOKENS, sources=[endpoint])  # every slot of the arena
         far.ask(["open", 2])
-        dialled = client._node.bus._dialled[endpoint]
+        dialled = dialled_by(node_of(client).bus)[endpoint]
         far.ask(["Leased", 2])
         link.cut()
         far.ask(["cut"])
         failed = ended(2)
-        until(lambda: not dialled.connected, "decode keeps the connection")
+        wait_for(lambda: not dialled.connected, "decode keeps the connection", PATIENCE_S)
         far.ask(["hung up"])
         link.heal()
         far.ask(["heal"])
         rooms = itertools.count(3)
-        until(lambda: lands(next(rooms)), "no room lands in the slots of room 2")
+        wait_for(lambda: lands(next(rooms)), "no room lands in the slots of room 2", PATIENCE_S)
     far.process.communicate(timeout=30)
     assert isinstance(failed, RoomFailed)
     return {"cause": failed.cause, "detail": failed.detail}

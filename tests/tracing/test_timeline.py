@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pdtransfer.tracing.timeline
-from pdtransfer.reference.stream import UNTOLD_MAX, Marks
+from pdtransfer.reference.stream import PENDING_SPANS_MAX, DeviceSpans
 from pdtransfer.tracing.timeline import Journeys, Timeline
 
 
@@ -22,15 +22,15 @@ def test_the_latest_spans_are_kept_and_taken_once() -> None:
 
 def test_who_is_never_idle_keeps_a_bounded_number_of_spans_to_itself() -> None:
     timeline = Timeline("prefill")
-    marks = Marks(timeline, torch.device("cpu"))
-    for room in range(2 * UNTOLD_MAX):
-        with marks.span("compute", "", room=room):
+    spans = DeviceSpans(timeline, torch.device("cpu"))
+    for room in range(2 * PENDING_SPANS_MAX):
+        with spans.span("compute", "", room=room):
             pass
     told = [span.room for span in timeline.take()]
-    marks.tell()
+    spans.report()
     told += (left := [span.room for span in timeline.take()])
-    assert len(left) <= UNTOLD_MAX
-    assert told == list(range(2 * UNTOLD_MAX)), "each once, in order"
+    assert len(left) <= PENDING_SPANS_MAX
+    assert told == list(range(2 * PENDING_SPANS_MAX)), "each once, in order"
 
 
 def test_a_journey_is_told_from_each_thing_to_the_next_under_the_rooms_label() -> None:

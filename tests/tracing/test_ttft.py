@@ -11,17 +11,17 @@ import pytest
 from pdtransfer.commands import cli
 from pdtransfer.errors import ConfigError
 from pdtransfer.tracing.merge_traces import drawn, merge, rooms_of, run
-from pdtransfer.tracing.timeline import Span
-from pdtransfer.tracing.trace import Clock, Traced, read, write
+from pdtransfer.tracing.timeline import TimedSpan
+from pdtransfer.tracing.trace import TraceClock, Traced, read, write
 
 ROOM = 0xABCDEF0123456789
 
 
-def span(process: str, lane: str, begin_s: float, end_s: float, *, room: int = ROOM, **more: Any) -> Span:
-    return Span(process=process, lane=lane, name=lane, begin_s=begin_s, end_s=end_s, room=room, **more)
+def span(process: str, lane: str, begin_s: float, end_s: float, *, room: int = ROOM, **more: Any) -> TimedSpan:
+    return TimedSpan(process=process, lane=lane, name=lane, begin_s=begin_s, end_s=end_s, room=room, **more)
 
 
-def of_prefill(room: int = ROOM, at: float = 0.0) -> list[Span]:
+def of_prefill(room: int = ROOM, at: float = 0.0) -> list[TimedSpan]:
     return [
         span("p", "control", at + 1.0, at + 1.5, room=room),
         span("p", "compute", at + 2.0, at + 3.0, room=room, layer=0),
@@ -32,7 +32,7 @@ def of_prefill(room: int = ROOM, at: float = 0.0) -> list[Span]:
     ]
 
 
-def of_decode(room: int = ROOM, at: float = 0.0) -> list[Span]:
+def of_decode(room: int = ROOM, at: float = 0.0) -> list[TimedSpan]:
     return [
         span("d", "control", at + 1.0, at + 1.25, room=room),
         span("d", "landing", at + 1.25, at + 6.0, room=room, byte_count=12),
@@ -70,7 +70,11 @@ def test_a_room_without_a_first_token_or_whose_prefill_nobody_recorded_breaks_no
 
 
 def test_another_hosts_times_are_placed_by_the_wall_clocks_and_that_is_said() -> None:
-    here, again, there = Clock("here", "b1", 1000.0), Clock("here", "b1", 1000.5), Clock("there", "b2", 900.0)
+    here, again, there = (
+        TraceClock("here", "b1", 1000.0),
+        TraceClock("here", "b1", 1000.5),
+        TraceClock("there", "b2", 900.0),
+    )
     traced = [
         Traced(Path("r"), here, [span("r", "request", 0.5, 9.5)]),
         Traced(Path("p"), again, of_prefill()),

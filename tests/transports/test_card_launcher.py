@@ -9,22 +9,16 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from pdtransfer.handoff.ready_gate import Gate
+from pdtransfer.handoff.ready_gate import ReadyGate
 from pdtransfer.kernels import kv_copy, lanes, ring_blocks
 from pdtransfer.kernels import push as pushing
 from pdtransfer.kernels.pools import State
 from pdtransfer.transports import card_launcher
-from tests.kernels.test_kv_copy import filled, pool_of, wanted
-from tests.support import kernels_host
 from tests.support.card_on_host import CardOnHost
 from tests.support.layout_tensors import mla
+from tests.support.slot_copies import filled, pool_of, wanted
 
 ROW = 3 * 1_152
-
-
-@pytest.fixture(scope="module")
-def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return kernels_host.library(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(params=range(4))
@@ -44,6 +38,7 @@ def here(lib: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     lanes._idle.clear()
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("spared", [(), (0,), (0, 1)])
 @pytest.mark.parametrize("scattered", [(), (0,), (0, 1)])
 def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained(
@@ -54,7 +49,7 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
         filled(name, mla(), 4, 64, content=name == "layer_first") for name in ("layer_first", "page_first")
     )
     order = np.random.default_rng(0).permutation(128)
-    made = card_launcher.CardLane(here)
+    made = card_launcher.CardLauncher(here)
     ours = [128 * place + (order if place in scattered else np.arange(128)) for place in range(2)]
     theirs = [128 * place + order[::-1] for place in range(2)]
     right = wanted(source, target, np.concatenate(theirs), np.concatenate(ours))
@@ -72,7 +67,7 @@ def test_launches_of_either_kind_say_complete_in_their_place_once_all_is_drained
 
 def test_of_a_gate_and_a_launch_that_are_both_passed_the_gate_is_heard_of_first(here: Any) -> None:
     here._random.random = lambda: 1.0  # C's asking says what is so
-    made, gate = card_launcher.CardLane(here), Gate(Mock(spec=["cuda_event"], cuda_event=here.event()))
+    made, gate = card_launcher.CardLauncher(here), ReadyGate(Mock(spec=["cuda_event"], cuda_event=here.event()))
     assert not made.wait(0, [gate], lanes.NEVER_NS)
     assert gate.opened_ns
     assert made.wait(0, [], lanes.NEVER_NS)

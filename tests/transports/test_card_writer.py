@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,52 +14,34 @@ import pytest
 from pdtransfer.client.clients import PrefillClient
 from pdtransfer.errors import Cause, WorldError
 from pdtransfer.handoff.effects import FenceWriter, Outcome, Send
-from pdtransfer.handoff.ready_gate import Gate
+from pdtransfer.handoff.ready_gate import AllEvents, ReadyGate
 from pdtransfer.kernels import checksum_copy, registered
 from pdtransfer.kernels.pools import State
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.memory import arena_memory
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.node import PrefillNode
 from pdtransfer.tracing.timeline import Timeline
-from pdtransfer.transports import card_writer, pushes
+from pdtransfer.transports import card_writer
 from pdtransfer.wire import Granted
-from pdtransfer.worker.cell_batching import Every
 from tests.support import client_pair
 from tests.support.client_pair import settings
-from tests.support.fake_card import FakeCard, FakeLane
-from tests.transports.test_shm import LAYERS, ROW, SLOTS, WRITER, Pair, component, on_loop, until
+from tests.support.fake_card import FakeCard, FakeLauncher, Held
+from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair, component
+from tests.support.waiting import on_loop, until
 
 PIECE_ROWS = 256
 EVERY = np.arange(SLOTS)
 
 
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena.create(SLOTS * LAYERS * ROW, huge_pages="never")
-    yield made
-    made.close()
-
-
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pushes, "PIECE_BYTES", PIECE_ROWS * LAYERS * ROW)
+    monkeypatch.setattr(card_writer, "PIECE_BYTES", PIECE_ROWS * LAYERS * ROW)
     monkeypatch.setattr(registered, "CHUNK_BYTES", 2 << 20)
 
 
-class Held:
-    """Holds the first launch that is waited for until it is opened."""
-
-    def __init__(self) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-
-    def __call__(self) -> None:
-        self.reached.set()
-        assert self.open.wait(60)
-
-
 @on_loop
-async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: Arena, directory: Path) -> None:
+async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: ArenaMemory, directory: Path) -> None:
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     assert await both.map() == arena.byte_count
@@ -82,7 +63,7 @@ async def test_writes_of_a_card_land_where_they_belong_and_nowhere_else(arena: A
 
 
 @on_loop
-async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: Arena, directory: Path) -> None:
+async def test_two_launches_at_most_are_in_flight_and_grants_take_turns(arena: ArenaMemory, directory: Path) -> None:
     card, gate = FakeCard(), Held()
     both = Pair(arena, directory, card=card)
     await both.map()
@@ -116,12 +97,12 @@ async def waits(card: FakeCard) -> None:
 
 @on_loop
 async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_it(
-    arena: Arena, directory: Path
+    arena: ArenaMemory, directory: Path
 ) -> None:
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
-    gates = Gate(CudaEvent(1)), Gate(Every([CudaEvent(2), CudaEvent(3)]))
+    gates = ReadyGate(CudaEvent(1)), ReadyGate(AllEvents([CudaEvent(2), CudaEvent(3)]))
     assert all(both.writer.waits(gate) for gate in gates)
     for grant, gate in enumerate(gates, 1):
         both.want(both.write(EVERY[100 * grant :][:9], EVERY[100 * grant :][:9], grant=grant, after=gate))
@@ -145,13 +126,13 @@ async def test_nothing_is_launched_before_its_events_have_fired_and_others_pass_
 
 @on_loop
 async def test_a_write_whose_event_fires_has_its_turn_while_another_grant_has_much_to_launch(
-    arena: Arena, directory: Path
+    arena: ArenaMemory, directory: Path
 ) -> None:
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
     card.waiting = lambda: card.fired.add(1) if len(card.launched) == 3 else None
-    both.want(both.write(EVERY[7_000:7_009], EVERY[7_000:7_009], grant=1, after=Gate(CudaEvent(1))))
+    both.want(both.write(EVERY[7_000:7_009], EVERY[7_000:7_009], grant=1, after=ReadyGate(CudaEvent(1))))
     await waits(card)
     both.want(both.write(EVERY[: 20 * PIECE_ROWS], EVERY[: 20 * PIECE_ROWS], grant=2))
     await until(lambda: len(both.ended) == 2)
@@ -169,21 +150,21 @@ class AskedEvent(CudaEvent):
 
 @on_loop
 async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepared(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card, gate, prepare = FakeCard(), Gate(AskedEvent(1)), FakeLane.prepare
+    card, gate, prepare = FakeCard(), ReadyGate(AskedEvent(1)), FakeLauncher.prepare
     both = Pair(arena, directory, card=card)
     await both.map()
-    both.write(EVERY[100:109], EVERY[100:109], grant=1, after=Gate(CudaEvent(2)))
+    both.write(EVERY[100:109], EVERY[100:109], grant=1, after=ReadyGate(CudaEvent(2)))
     await waits(card)
     both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=gate))
     await waits(card)
 
     def meanwhile(*given: Any, **more: Any) -> Any:
-        gate.asked(1)
+        gate.poll(1)
         return prepare(*given, **more)
 
-    monkeypatch.setattr(FakeLane, "prepare", meanwhile)
+    monkeypatch.setattr(FakeLauncher, "prepare", meanwhile)
     both.writer.cancel(WRITER, 1)
     await until(lambda: len(both.ended) == 2)
     assert both.ended[1] == (2, Outcome.LANDED, "")
@@ -193,12 +174,12 @@ async def test_a_write_goes_whose_gate_the_loop_opens_while_its_launch_is_prepar
 
 @on_loop
 async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_another_took_its_place(
-    arena: Arena, directory: Path
+    arena: ArenaMemory, directory: Path
 ) -> None:
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
-    both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=Gate(CudaEvent(1))))
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))
     await waits(card)
     await waits(card)
     assert (card.preparations, card.launched) == (1, [])
@@ -215,7 +196,7 @@ async def test_a_launch_is_prepared_while_its_gate_is_shut_and_again_where_anoth
 
 @on_loop
 async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_nothing_that_is_late(
-    arena: Arena, directory: Path
+    arena: ArenaMemory, directory: Path
 ) -> None:
     card = FakeCard()
     both = Pair(arena, directory, card=card)
@@ -232,34 +213,36 @@ async def test_the_model_is_spared_by_what_is_launched_as_its_gate_opens_and_by_
         await until(lambda: len(both.ended) == ended + len(written))
         return card.spared[before:]
 
-    assert await spared({"after": Gate(CudaEvent(1))}) == [True]
+    assert await spared({"after": ReadyGate(CudaEvent(1))}) == [True]
     card.fired.clear()
-    whole = {"source": EVERY[1_000 : 1_000 + 2 * PIECE_ROWS], "after": Gate(CudaEvent(1))}
+    whole = {"source": EVERY[1_000 : 1_000 + 2 * PIECE_ROWS], "after": ReadyGate(CudaEvent(1))}
     assert await spared(whole) == [True, True], "all pieces of a write go the same way"
-    assert await spared({"after": Gate(CudaEvent(1))}) == [False], "it had fired already"
+    assert await spared({"after": ReadyGate(CudaEvent(1))}) == [False], "it had fired already"
     assert await spared({}) == [False]
     card.fired.clear()
-    assert await spared({"after": Gate(CudaEvent(1)), "urgent": True}) == [False]
+    assert await spared({"after": ReadyGate(CudaEvent(1)), "urgent": True}) == [False]
     card.fired.clear()
-    assert await spared({"after": Gate(CudaEvent(1))}, {"after": Gate(CudaEvent(1))}) == [True, False], "it was late"
+    assert await spared({"after": ReadyGate(CudaEvent(1))}, {"after": ReadyGate(CudaEvent(1))}) == [True, False], (
+        "it was late"
+    )
     assert both.right
     await both.close()
 
 
 @on_loop
 async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it_has_landed(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(card_writer, "NEAR_NS", 1)
     card, held = FakeCard(), Held()
     both = Pair(arena, directory, card=card)
     await both.map()
-    both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=Gate(CudaEvent(1))))  # nobody waits for it
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1))))  # nobody waits for it
     both.want(both.write(EVERY[20:29], EVERY[20:29], grant=1, urgent=True))  # nor did it for its rows
     await waits(card)
     card.fired.add(1)
     await until(lambda: len(both.ended) == 2)
-    gate = Gate(Every([CudaEvent(2), CudaEvent(3)]))
+    gate = ReadyGate(AllEvents([CudaEvent(2), CudaEvent(3)]))
     both.want(both.write(EVERY[40:49], EVERY[40:49], grant=2, after=gate, urgent=True))
     await waits(card)
     assert both.near == []
@@ -273,7 +256,7 @@ async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it
     said = list(both.near)
     assert set(said) == {3}
     assert len(said) <= card_writer.NEAR_MAX
-    await until(lambda: not both.writer._soon._told)
+    await until(lambda: not both.writer._nears._posted)
     assert both.near == said, "it has landed"
     assert both.right
     await both.close()
@@ -281,14 +264,14 @@ async def test_an_urgent_write_says_that_it_is_near_from_its_last_event_until_it
 
 @on_loop
 async def test_a_write_whose_event_never_fires_says_so_often_and_no_more_that_it_is_near(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(card_writer, "NEAR_NS", 1)
     monkeypatch.setattr(card_writer, "NEAR_MAX", 3)
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
-    both.write(EVERY[:9], EVERY[:9], grant=1, after=Gate(CudaEvent(1)), urgent=True)
+    both.write(EVERY[:9], EVERY[:9], grant=1, after=ReadyGate(CudaEvent(1)), urgent=True)
     both.want(both.write(EVERY[:9], EVERY[:9], grant=2))
     await until(lambda: len(both.near) == 3)
     for _ in range(5):
@@ -301,13 +284,13 @@ async def test_a_write_whose_event_never_fires_says_so_often_and_no_more_that_it
 
 @on_loop
 async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launched(
-    arena: Arena, directory: Path
+    arena: ArenaMemory, directory: Path
 ) -> None:
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
-    both.write(EVERY, EVERY, grant=1, after=Gate(CudaEvent(1)))
-    both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=Gate(CudaEvent(2))))
+    both.write(EVERY, EVERY, grant=1, after=ReadyGate(CudaEvent(1)))
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=ReadyGate(CudaEvent(2))))
     await waits(card)
     both.writer.cancel(WRITER, 1)
     await until(lambda: bool(both.ended))
@@ -321,14 +304,14 @@ async def test_a_write_that_is_cancelled_before_its_event_fires_is_never_launche
 
 @on_loop
 async def test_an_event_that_fails_fails_its_write_alone_and_nothing_is_waited_for(
-    arena: Arena, directory: Path
+    arena: ArenaMemory, directory: Path
 ) -> None:
     card, drained = FakeCard(), list[int]()
     card.draining = lambda: drained.append(1)
     both = Pair(arena, directory, card=card)
     await both.map()
-    both.write(EVERY, EVERY, grant=1, after=Gate(CudaEvent(1)))
-    both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=Gate(CudaEvent(2))))
+    both.write(EVERY, EVERY, grant=1, after=ReadyGate(CudaEvent(1)))
+    both.want(both.write(EVERY[:9], EVERY[:9], grant=2, after=ReadyGate(CudaEvent(2))))
     await waits(card)
     card.broken_events[1] = "card 5: cuEventQuery: CUDA_ERROR_INVALID_HANDLE"
     await until(lambda: bool(both.ended))
@@ -352,9 +335,11 @@ class BrokenEvent:
 def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: pytest.MonkeyPatch, event: Any) -> None:
     card = FakeCard()
     card.broken_events[9] = "card 5: CUDA_ERROR_ILLEGAL_ADDRESS"
-    monkeypatch.setattr("pdtransfer.node.prefill.PoolCard", lambda *_: card)
+    monkeypatch.setattr("pdtransfer.transports.select.PoolCard", lambda *_: card)
     monkeypatch.setattr(
-        client_pair, "PrefillClient", lambda *given, **more: PrefillClient(*given, **more | {"card": 5})
+        client_pair,
+        "PrefillClient",
+        lambda *given, **more: PrefillClient(*given, **more | {"writer": replace(more["writer"], card=5)}),
     )
     with client_pair.client_pair() as pair:
         pair.expect(1, 64)
@@ -368,7 +353,7 @@ def test_an_event_that_fails_is_the_engines_fault_whoever_asks_it(monkeypatch: p
 
 @on_loop
 async def test_each_launch_is_told_where_somebody_asks_from_the_end_of_the_one_before(
-    arena: Arena, directory: Path
+    arena: ArenaMemory, directory: Path
 ) -> None:
     card, gate = FakeCard(), Held()
     card.spans, card.waiting = Timeline("prefill"), gate
@@ -395,7 +380,7 @@ async def test_each_launch_is_told_where_somebody_asks_from_the_end_of_the_one_b
 
 
 @on_loop
-async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: Arena, directory: Path) -> None:
+async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: ArenaMemory, directory: Path) -> None:
     card, gate = FakeCard(), Held()
     both = Pair(arena, directory, card=card)
     await both.map()
@@ -419,7 +404,7 @@ async def test_a_stopped_write_fails_once_its_launches_have_ended(arena: Arena, 
 
 
 @on_loop
-async def test_a_launch_that_is_refused_fails_its_write_alone(arena: Arena, directory: Path) -> None:
+async def test_a_launch_that_is_refused_fails_its_write_alone(arena: ArenaMemory, directory: Path) -> None:
     card, drained = FakeCard(), list[int]()
     both = Pair(arena, directory, card=card)
     await both.map()
@@ -437,7 +422,7 @@ async def test_a_launch_that_is_refused_fails_its_write_alone(arena: Arena, dire
 
 
 @on_loop
-async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: Arena, directory: Path) -> None:
+async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: ArenaMemory, directory: Path) -> None:
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
@@ -449,7 +434,9 @@ async def test_slots_outside_the_pool_fail_before_anything_is_launched(arena: Ar
 
 
 @on_loop
-async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked(arena: Arena, directory: Path) -> None:
+async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked(
+    arena: ArenaMemory, directory: Path
+) -> None:
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
@@ -476,7 +463,7 @@ async def test_a_card_that_fails_leaves_the_outcome_unknown_and_the_arena_locked
 
 
 @on_loop
-async def test_an_arena_that_cannot_be_registered_is_not_mapped(arena: Arena, directory: Path) -> None:
+async def test_an_arena_that_cannot_be_registered_is_not_mapped(arena: ArenaMemory, directory: Path) -> None:
     card = FakeCard()
     card.refused = 1
     both = Pair(arena, directory, card=card)
@@ -496,7 +483,7 @@ async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
 ) -> None:
     monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
     monkeypatch.setattr(arena_memory, "_CHUNK_BYTES", 1 << 20)
-    made = Arena.create(SLOTS * LAYERS * ROW, huge_pages="never")
+    made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
     card, told = FakeCard(), list[int]()
     both = Pair(made, directory, card=card)
     made.prefault(None, lambda: made.bytes_ready >= 3 << 20)
@@ -512,14 +499,14 @@ async def test_a_growing_arena_is_ready_as_far_as_the_card_reaches(
 @pytest.mark.parametrize("kind", [WorldError, OSError])
 @on_loop
 async def test_a_card_that_cannot_be_used_fails_writes(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     card = FakeCard()
 
-    def lane() -> None:
+    def launcher() -> None:
         raise kind("card 5: cuStreamCreate: CUDA_ERROR_OUT_OF_MEMORY")
 
-    monkeypatch.setattr(card, "lane", lane)
+    monkeypatch.setattr(card, "launcher", launcher)
     both = Pair(arena, directory, card=card)
     await both.map()
     both.write(EVERY[:3], EVERY[:3], grant=1)
@@ -529,7 +516,7 @@ async def test_a_card_that_cannot_be_used_fails_writes(
 
 
 @on_loop
-async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: Arena, directory: Path) -> None:
+async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: ArenaMemory, directory: Path) -> None:
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
@@ -546,7 +533,7 @@ async def test_a_checksum_is_of_the_rows_in_the_cards_pool(arena: Arena, directo
 
 
 @on_loop
-async def test_rows_that_cannot_be_read_back_fail_their_write(arena: Arena, directory: Path) -> None:
+async def test_rows_that_cannot_be_read_back_fail_their_write(arena: ArenaMemory, directory: Path) -> None:
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
@@ -563,21 +550,21 @@ async def test_rows_that_cannot_be_read_back_fail_their_write(arena: Arena, dire
 
 @on_loop
 async def test_a_launch_that_never_said_its_end_is_unknown(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = FakeCard()
     both = Pair(arena, directory, card=card)
     await both.map()
-    monkeypatch.setattr(FakeLane, "ended", lambda lane, place: (lane.queued.pop(place) and State.RUNNING, 0))
+    monkeypatch.setattr(FakeLauncher, "ended", lambda lane, place: (lane.queued.pop(place) and State.RUNNING, 0))
     both.write(EVERY[:3], EVERY[:3], grant=1)
     await until(lambda: bool(both.ended))
-    assert both.ended == [(1, Outcome.UNKNOWN, "the card has passed a launch that never said its end")]
+    assert both.ended == [(1, Outcome.UNKNOWN, "the card has passed a launch that never reported its end")]
     await both.close()
 
 
 @on_loop
 async def test_a_node_does_what_its_core_wants_done_about_a_write_that_is_near(
-    monkeypatch: pytest.MonkeyPatch, arena: Arena, directory: Path
+    monkeypatch: pytest.MonkeyPatch, arena: ArenaMemory, directory: Path
 ) -> None:
     node, sent = PrefillNode(settings("p"), (), lambda _: None), list[object]()
     monkeypatch.setattr(node.core, "near", lambda *of: [Send("d", Granted(*of))])
@@ -593,7 +580,7 @@ async def test_a_node_does_what_its_core_wants_done_about_a_write_that_is_near(
 
 @on_loop
 async def test_a_writer_of_unknown_outcome_condemns_its_process(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, condemned = PrefillNode(settings("p"), (), lambda _: None), list[int]()
     node.condemned = lambda: condemned.append(1)

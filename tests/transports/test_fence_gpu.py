@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from pdtransfer.kernels import driver
-from pdtransfer.memory.arena_memory import Arena
-from pdtransfer.transports.shm import ShmArena
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.transports.shm.arena import ShmArena
 from tests.support.card_process import CardProcess
-from tests.transports.test_shm import WRITER, on_loop, until
+from tests.support.shm_pair import WRITER
+from tests.support.waiting import on_loop, until
 
 if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)
@@ -27,25 +28,25 @@ STILL_SECONDS = 0.5  # a hundred launches
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena.create(ARENA_BYTES)
+def arena() -> Iterator[ArenaMemory]:
+    made = ArenaMemory.create(ARENA_BYTES)
     made.prefault()
     yield made
     made.close()
 
 
-def sample(arena: Arena) -> bytes:
+def sample(arena: ArenaMemory) -> bytes:
     """Some bytes of every row."""
     return arena.mapping.array[::4_096].tobytes()
 
 
-async def changes(arena: Arena) -> None:
+async def changes(arena: ArenaMemory) -> None:
     """Returns once the arena has been seen to change."""
     before = sample(arena)
     await until(lambda: sample(arena) != before)
 
 
-async def is_still(arena: Arena) -> None:
+async def is_still(arena: ArenaMemory) -> None:
     """Whatever is put there now stays."""
     arena.mapping.array[:] = 0xA5
     await asyncio.sleep(STILL_SECONDS)
@@ -55,7 +56,7 @@ async def is_still(arena: Arena) -> None:
 @pytest.mark.parametrize("turn", range(4))
 @on_loop
 async def test_a_killed_writer_is_quiet_only_after_its_cards_last_write(
-    arena: Arena, tmp_path: Path, turn: int, measured: Callable[[str], None]
+    arena: ArenaMemory, tmp_path: Path, turn: int, measured: Callable[[str], None]
 ) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
@@ -75,7 +76,7 @@ async def test_a_killed_writer_is_quiet_only_after_its_cards_last_write(
 @pytest.mark.parametrize("turn", range(3))
 @on_loop
 async def test_a_forked_child_keeps_a_card_writing_and_the_fence_closed(
-    arena: Arena, tmp_path: Path, turn: int, measured: Callable[[str], None]
+    arena: ArenaMemory, tmp_path: Path, turn: int, measured: Callable[[str], None]
 ) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
@@ -104,7 +105,7 @@ async def test_a_forked_child_keeps_a_card_writing_and_the_fence_closed(
 @pytest.mark.parametrize("turn", range(3))
 @on_loop
 async def test_a_child_that_runs_another_program_keeps_no_card_writing(
-    arena: Arena, tmp_path: Path, turn: int, measured: Callable[[str], None]
+    arena: ArenaMemory, tmp_path: Path, turn: int, measured: Callable[[str], None]
 ) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
@@ -121,7 +122,7 @@ async def test_a_child_that_runs_another_program_keeps_no_card_writing(
 
 
 @on_loop
-async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena: Arena, tmp_path: Path) -> None:
+async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena: ArenaMemory, tmp_path: Path) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     async with CardProcess(await owner.offer(WRITER)) as process:
         process.say("push")
@@ -140,7 +141,7 @@ async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena:
 
 @pytest.mark.skipif(driver.count() < 2, reason="one card here")
 @on_loop
-async def test_two_processes_write_one_arena_each_by_its_own_card(arena: Arena, tmp_path: Path) -> None:
+async def test_two_processes_write_one_arena_each_by_its_own_card(arena: ArenaMemory, tmp_path: Path) -> None:
     owner = ShmArena(arena, directory=tmp_path / "s")
     reaches = await owner.offer(1), await owner.offer(2)
     async with CardProcess(reaches[0], 1, card=0) as first, CardProcess(reaches[1], 2, card=1) as second:

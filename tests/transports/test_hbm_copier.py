@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import WorldError
-from pdtransfer.handoff.effects import Lift, Rows
+from pdtransfer.handoff.effects import LandedRows, Lift
 from pdtransfer.kernels import kv_copy
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.memory.hbm import Hbm
 from pdtransfer.transports import hbm_copier
-from tests.kernels.test_kv_copy import filled, wanted
 from tests.support import kernels_host
 from tests.support.card_on_host import CardOnHost
 from tests.support.layout_tensors import Pool as Tensors
 from tests.support.layout_tensors import mla
+from tests.support.slot_copies import filled, wanted
 
 EXTENTS = np.array([[8, 40], [70, 3]])
 SLOTS = [*range(8, 48), *range(70, 73)]
@@ -35,7 +35,7 @@ def here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     synchronise = made.synchronise
 
     def watched(stream: int) -> None:
-        assert stream == made.aside, "inside the driver it would hold up who asks an event"
+        assert stream == made.side_stream, "inside the driver it would hold up who asks an event"
         synchronise(stream)
 
     monkeypatch.setattr(made, "synchronise", watched)
@@ -51,8 +51,8 @@ def lifted(source: Tensors, target: Tensors) -> list[str]:
     said: list[str] = []
 
     async def run() -> None:
-        up = hbm_copier.Lifter(SimpleNamespace(mapping=mapping), memory)  # type: ignore[arg-type]
-        up.lift(Lift(1, 2, 3, (Rows(component, 0, EXTENTS),)), lambda _, text: said.append(text))
+        up = hbm_copier.HbmCopier(SimpleNamespace(mapping=mapping), memory)  # type: ignore[arg-type]
+        up.lift(Lift(1, 2, 3, (LandedRows(component, 0, EXTENTS),)), lambda _, text: said.append(text))
         await asyncio.to_thread(up._copier.close)  # it carries out what is queued
         assert not up._open
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from pdtransfer.kernels import driver
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
-from pdtransfer.transports.shm import ShmArena
+from pdtransfer.transports.shm.arena import ShmArena
 from tests.support.card_process import CardProcess
 from tests.support.layout_tensors import CANARY
-from tests.transports.test_shm import WRITER, on_loop, until
+from tests.support.shm_pair import WRITER
+from tests.support.waiting import on_loop, until
 from tests.two_gpu.clients import tensor_of
 
 if driver.count() == 0:
@@ -29,8 +30,8 @@ STILL_S = 0.5
 
 
 @pytest.fixture
-def owned() -> Iterator[Arena]:
-    arena = Arena.create(8 << 20)
+def owned() -> Iterator[ArenaMemory]:
+    arena = ArenaMemory.create(8 << 20)
     arena.prefault()
     arena.hbm = Hbm.of_card(0, base=4 << 20, byte_count=256 << 20)
     yield arena
@@ -55,7 +56,7 @@ async def is_still(hbm: torch.Tensor) -> None:
 @pytest.mark.parametrize("turn", range(4))
 @on_loop
 async def test_a_killed_writers_card_is_done_with_our_memory_when_its_lock_is_free(
-    owned: Arena, tmp_path: Path, turn: int, measured: Callable[[str], None]
+    owned: ArenaMemory, tmp_path: Path, turn: int, measured: Callable[[str], None]
 ) -> None:
     owner = ShmArena(owned, directory=tmp_path / "s")
     assert owned.hbm is not None
@@ -79,7 +80,7 @@ async def test_a_killed_writers_card_is_done_with_our_memory_when_its_lock_is_fr
 @pytest.mark.parametrize("turn", range(2))
 @on_loop
 async def test_a_forked_child_keeps_the_lock_and_maybe_the_card_writing(
-    owned: Arena, tmp_path: Path, turn: int, measured: Callable[[str], None]
+    owned: ArenaMemory, tmp_path: Path, turn: int, measured: Callable[[str], None]
 ) -> None:
     owner = ShmArena(owned, directory=tmp_path / "s")
     assert owned.hbm is not None
@@ -110,7 +111,7 @@ async def test_a_forked_child_keeps_the_lock_and_maybe_the_card_writing(
 
 @on_loop
 async def test_memory_is_not_given_back_while_a_writer_may_be_there(tmp_path: Path) -> None:
-    arena = Arena.create(8 << 20)
+    arena = ArenaMemory.create(8 << 20)
     arena.prefault()
     hbm = arena.hbm = Hbm.of_card(0, base=4 << 20, byte_count=64 << 20)
     owner = ShmArena(arena, directory=tmp_path / "s")

@@ -14,12 +14,13 @@ from pdtransfer.errors import TransportError
 from pdtransfer.handoff.effects import Outcome
 from pdtransfer.kernels import registered
 from pdtransfer.layout.layout import Component
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
-from pdtransfer.transports.shm import ShmArena
 from pdtransfer.transports.shm import writer as shm_writer
+from pdtransfer.transports.shm.arena import ShmArena
 from tests.support.fake_card import FakeCard, FakeExported
-from tests.transports.test_shm import LAYERS, ROW, SLOTS, WRITER, Pair, component, on_loop, page_first, until
+from tests.support.shm_pair import LAYERS, ROW, SLOTS, WRITER, Pair, component, page_first
+from tests.support.waiting import on_loop, until
 
 SIZE = SLOTS * LAYERS * ROW
 BASE = 1 << 16
@@ -28,9 +29,9 @@ HANDLE = b"handle"
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
+def arena() -> Iterator[ArenaMemory]:
     """HBM is apart, in memory of this process that the fake card has exported."""
-    made = Arena.create(BASE + SIZE, huge_pages="never")
+    made = ArenaMemory.create(BASE + SIZE, huge_pages="never")
     made.hbm = Hbm.of_process(base=BASE, byte_count=SIZE)
     made.hbm.handle = HANDLE
     yield made
@@ -46,7 +47,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 class HbmPair(Pair):
     """Its one component is in HBM; `hbm` is what the other memory must hold."""
 
-    def __init__(self, arena: Arena, directory: Path, card: FakeCard, *, hbm_direct: bool = True) -> None:
+    def __init__(self, arena: ArenaMemory, directory: Path, card: FakeCard, *, hbm_direct: bool = True) -> None:
         super().__init__(arena, directory, card=card)
         self.owner._hbm_direct = hbm_direct
         self.target = page_first()
@@ -64,7 +65,7 @@ class HbmPair(Pair):
         return np.ctypeslib.as_array((ctypes.c_uint8 * SIZE).from_address(self.arena.hbm.address))
 
 
-def exporting(arena: Arena) -> FakeCard:
+def exporting(arena: ArenaMemory) -> FakeCard:
     card = FakeCard()
     assert arena.hbm is not None
     card.exported[HANDLE] = FakeExported(card, arena.hbm.address, arena.hbm.byte_count)
@@ -79,7 +80,9 @@ async def wrote(both: HbmPair) -> None:
 
 
 @on_loop
-async def test_rows_go_to_the_memory_that_the_card_reaches_and_not_to_the_arena(arena: Arena, directory: Path) -> None:
+async def test_rows_go_to_the_memory_that_the_card_reaches_and_not_to_the_arena(
+    arena: ArenaMemory, directory: Path
+) -> None:
     card = exporting(arena)
     both = HbmPair(arena, directory, card)
     await both.map()
@@ -91,7 +94,9 @@ async def test_rows_go_to_the_memory_that_the_card_reaches_and_not_to_the_arena(
 
 
 @on_loop
-async def test_rows_land_in_the_arena_where_the_card_cannot_reach_that_memory(arena: Arena, directory: Path) -> None:
+async def test_rows_land_in_the_arena_where_the_card_cannot_reach_that_memory(
+    arena: ArenaMemory, directory: Path
+) -> None:
     both = HbmPair(arena, directory, FakeCard())
     await both.map()
     assert not both.writer.hbm_direct(WRITER)
@@ -102,7 +107,9 @@ async def test_rows_land_in_the_arena_where_the_card_cannot_reach_that_memory(ar
 
 
 @on_loop
-async def test_nobody_is_told_of_a_cards_memory_where_rows_are_to_be_read_back(arena: Arena, directory: Path) -> None:
+async def test_nobody_is_told_of_a_cards_memory_where_rows_are_to_be_read_back(
+    arena: ArenaMemory, directory: Path
+) -> None:
     card = exporting(arena)
     both = HbmPair(arena, directory, card, hbm_direct=False)
     assert (await both.owner.offer(WRITER)).hbm_handle == b""
@@ -113,7 +120,9 @@ async def test_nobody_is_told_of_a_cards_memory_where_rows_are_to_be_read_back(a
 
 
 @on_loop
-async def test_a_cards_memory_is_opened_under_the_lock_and_let_go_before_it(arena: Arena, directory: Path) -> None:
+async def test_a_cards_memory_is_opened_under_the_lock_and_let_go_before_it(
+    arena: ArenaMemory, directory: Path
+) -> None:
     card = exporting(arena)
     both = HbmPair(arena, directory, card)
     await both.map()
@@ -130,7 +139,7 @@ async def test_a_cards_memory_is_opened_under_the_lock_and_let_go_before_it(aren
 
 
 @on_loop
-async def test_a_card_that_does_not_let_go_of_it_keeps_the_lock_held(arena: Arena, directory: Path) -> None:
+async def test_a_card_that_does_not_let_go_of_it_keeps_the_lock_held(arena: ArenaMemory, directory: Path) -> None:
     card = exporting(arena)
     card.exported[HANDLE].keeps = True
     both = HbmPair(arena, directory, card)
@@ -150,7 +159,7 @@ async def test_a_card_that_does_not_let_go_of_it_keeps_the_lock_held(arena: Aren
 
 
 @on_loop
-async def test_memory_is_given_back_once_every_writer_is_gone(arena: Arena, directory: Path) -> None:
+async def test_memory_is_given_back_once_every_writer_is_gone(arena: ArenaMemory, directory: Path) -> None:
     given = list[int]()
     assert arena.hbm is not None
     free = arena.hbm._free
@@ -169,11 +178,11 @@ async def test_memory_is_given_back_once_every_writer_is_gone(arena: Arena, dire
 
 
 @on_loop
-async def test_less_memory_than_was_said_is_refused_and_closed(arena: Arena, directory: Path) -> None:
+async def test_less_memory_than_was_said_is_refused_and_closed(arena: ArenaMemory, directory: Path) -> None:
     card = exporting(arena)
     card.exported[HANDLE].byte_count -= 1
     both = HbmPair(arena, directory, card)
-    with pytest.raises(TransportError, match=f"{SIZE - 1} bytes were found, {SIZE} were said"):
+    with pytest.raises(TransportError, match=f"{SIZE - 1} bytes were opened, {SIZE} were announced"):
         await both.map()
     assert "close exported" in card.log
     both.owner.revoke(WRITER)

@@ -8,14 +8,9 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,85 +21,31 @@ from pdtransfer import kernels
 from pdtransfer.errors import LayoutMismatchError, RemoteProtocolError, TransportError
 from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.layout.checksum import lines_of
-from pdtransfer.layout.layout import Component, Layout, Plane, Span, expand_pages
+from pdtransfer.layout.layout import Component, Span, expand_pages
 from pdtransfer.layout.pairing import pair
 from pdtransfer.memory import arena_memory
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports import copier
-from pdtransfer.transports.card_launcher import WriterCard
-from pdtransfer.transports.copier import Copier, Job
-from pdtransfer.transports.shm import ShmArena, ShmWriter, handover
+from pdtransfer.transports.copier import Copier, CopyJob
+from pdtransfer.transports.options import WriterOptions
 from pdtransfer.transports.shm import arena as shm_arena
+from pdtransfer.transports.shm import handover
 from pdtransfer.transports.shm import writer as shm_writer
+from pdtransfer.transports.shm.arena import ShmArena
 from pdtransfer.transports.shm.handover import receive
+from pdtransfer.transports.shm.writer import ShmWriter
 from pdtransfer.wire import Reach
-from tests.support.bus_peers import no_descriptors, on_loop
-
-REPO = Path(__file__).resolve().parent.parent.parent
-LAYERS, ROW, PAGE, SLOTS = 4, 1_152, 64, 8_192
-WRITER = 7
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes and threads
-        await asyncio.sleep(0.005)
+from tests.support.internals import sessions_of
+from tests.support.processes import no_descriptors, open_files
+from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, Pool, Process, component, page_first
+from tests.support.waiting import on_loop, until
 
 
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena.create(SLOTS * LAYERS * ROW, huge_pages="never")
-    yield made
-    made.close()
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-class Process:
-    """tests/support/shm_writer.py, and what it forked."""
-
-    def __init__(self, reach: Reach, session: int = WRITER) -> None:
-        command = [sys.executable, str(REPO / "tests" / "shm_writer.py"), str(session), msgspec.json.encode(reach)]
-        self.started = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(REPO)},
-        )
-        self.forked: list[int] = []
-
-    async def __aenter__(self) -> Process:
-        assert await self.heard() == "mapped"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for pid in self.forked:
-            os.kill(pid, signal.SIGKILL)
-        self.started.kill()
-        self.started.communicate()
-
-    async def heard(self) -> str:
-        assert self.started.stdout is not None
-        return (await asyncio.to_thread(self.started.stdout.readline)).strip()
-
-    def say(self, command: str) -> None:
-        assert self.started.stdin is not None
-        self.started.stdin.write(command + "\n")
-        self.started.stdin.flush()
-
-    async def fork(self) -> int:
-        self.say("fork")
-        self.forked.append(int(await self.heard()))
-        return self.forked[-1]
-
-
-def count_in(arena: Arena) -> int:
+def count_in(arena: ArenaMemory) -> int:
     return int(arena.mapping.array[:8].view(np.uint64)[0])
 
 
-async def counts_on(arena: Arena) -> None:
+async def counts_on(arena: ArenaMemory) -> None:
     """Returns once the arena has been seen to change."""
     before = count_in(arena)
     await until(lambda: count_in(arena) != before)
@@ -115,7 +56,7 @@ async def counts_on(arena: Arena) -> None:
 
 @pytest.mark.parametrize("way", ["unmap", "exit", "kill"])
 @on_loop
-async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(arena: Arena, directory: Path, way: str) -> None:
+async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(arena: ArenaMemory, directory: Path, way: str) -> None:
     owner = ShmArena(arena, directory=directory)
     async with Process(await owner.offer(WRITER)) as process:
         owner.revoke(WRITER)
@@ -132,7 +73,7 @@ async def test_a_writer_is_quiet_only_when_its_mapping_is_gone(arena: Arena, dir
 
 
 @on_loop
-async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(arena: Arena, directory: Path) -> None:
+async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     async with Process(await owner.offer(WRITER)) as process:
         child = await process.fork()
@@ -152,7 +93,7 @@ async def test_a_forked_child_keeps_its_killed_writer_from_being_quiet(arena: Ar
 
 
 @on_loop
-async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: Arena, directory: Path) -> None:
+async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     async with Process(await owner.offer(WRITER)) as process:
         process.say("count")
@@ -171,7 +112,7 @@ async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: Arena, dir
 
 
 @on_loop
-async def test_one_writers_end_says_nothing_of_another(arena: Arena, directory: Path) -> None:
+async def test_one_writers_end_says_nothing_of_another(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     async with Process(await owner.offer(1), 1) as first, Process(await owner.offer(2), 2):
         for session in (1, 2):
@@ -183,10 +124,10 @@ async def test_one_writers_end_says_nothing_of_another(arena: Arena, directory: 
 
 
 @on_loop
-async def test_a_descriptor_under_way_counts_as_a_writer(arena: Arena, directory: Path) -> None:
+async def test_a_descriptor_under_way_counts_as_a_writer(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     peer, _ = await asked(owner, await owner.offer(WRITER))
-    await until(lambda: not owner._sessions[WRITER].token)
+    await until(lambda: not sessions_of(owner)[WRITER].token)
     owner.revoke(WRITER)
     assert not owner.quiet(WRITER), "it lies in the socket's buffer, and can be taken out any time"
     peer.close()
@@ -195,7 +136,7 @@ async def test_a_descriptor_under_way_counts_as_a_writer(arena: Arena, directory
 
 
 @on_loop
-async def test_a_session_whose_token_is_good_is_not_quiet(arena: Arena, directory: Path) -> None:
+async def test_a_session_whose_token_is_good_is_not_quiet(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     assert owner.quiet(WRITER), "nothing was ever offered"
     await owner.offer(WRITER)
@@ -241,7 +182,7 @@ async def said(peer: socket.socket) -> bytes:
 
 @pytest.mark.parametrize("abstract", [False, True])
 @on_loop
-async def test_who_shows_the_token_gets_the_arena_once(arena: Arena, directory: Path, abstract: bool) -> None:
+async def test_who_shows_the_token_gets_the_arena_once(arena: ArenaMemory, directory: Path, abstract: bool) -> None:
     before = open_files()
     owner = ShmArena(arena, directory=None if abstract else directory)
     reach = await owner.offer(WRITER)
@@ -257,7 +198,7 @@ async def test_who_shows_the_token_gets_the_arena_once(arena: Arena, directory: 
 
 
 @on_loop
-async def test_a_wrong_token_is_refused_and_spoils_nothing(arena: Arena, directory: Path) -> None:
+async def test_a_wrong_token_is_refused_and_spoils_nothing(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     reach, other = await owner.offer(WRITER), await owner.offer(8)
     wrong = msgspec.structs.replace(reach, token=secrets.token_bytes(32))
@@ -270,7 +211,7 @@ async def test_a_wrong_token_is_refused_and_spoils_nothing(arena: Arena, directo
 
 
 @on_loop
-async def test_an_old_or_a_revoked_token_is_refused(arena: Arena, directory: Path) -> None:
+async def test_an_old_or_a_revoked_token_is_refused(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     old, new = await owner.offer(WRITER), await owner.offer(WRITER)
     with pytest.raises(TransportError, match="refused the token"):
@@ -283,7 +224,7 @@ async def test_an_old_or_a_revoked_token_is_refused(arena: Arena, directory: Pat
 
 @on_loop
 async def test_a_token_that_is_shown_too_late_is_refused(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = ShmArena(arena, directory=directory)
     owner._listener._seconds = 0.05
@@ -302,7 +243,7 @@ async def test_a_token_that_is_shown_too_late_is_refused(
 
 @pytest.mark.parametrize("junk", [b"\xff" * 48, b"GET / HTTP/1.1\r\n" * 40, b"\0" * 49])
 @on_loop
-async def test_junk_is_closed_and_others_go_on(arena: Arena, directory: Path, junk: bytes) -> None:
+async def test_junk_is_closed_and_others_go_on(arena: ArenaMemory, directory: Path, junk: bytes) -> None:
     owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
     peer = connected(reach)
@@ -314,7 +255,7 @@ async def test_junk_is_closed_and_others_go_on(arena: Arena, directory: Path, ju
 
 
 @on_loop
-async def test_a_request_with_something_behind_it_is_refused(arena: Arena, directory: Path) -> None:
+async def test_a_request_with_something_behind_it_is_refused(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
     peer = connected(reach)
@@ -326,7 +267,7 @@ async def test_a_request_with_something_behind_it_is_refused(arena: Arena, direc
 
 
 @on_loop
-async def test_a_flood_of_silent_connections_keeps_no_writer_out(arena: Arena, directory: Path) -> None:
+async def test_a_flood_of_silent_connections_keeps_no_writer_out(arena: ArenaMemory, directory: Path) -> None:
     before = open_files()
     owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
@@ -344,18 +285,18 @@ async def test_a_flood_of_silent_connections_keeps_no_writer_out(arena: Arena, d
 
 @on_loop
 async def test_a_listener_without_descriptors_recovers(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
     reopen, failures = arena.reopen, iter([True])
 
-    def none_left(self: Arena) -> int:
+    def none_left(self: ArenaMemory) -> int:
         if next(failures, False):
             raise OSError(24, "Too many open files")
         return reopen()
 
-    monkeypatch.setattr(Arena, "reopen", none_left)
+    monkeypatch.setattr(ArenaMemory, "reopen", none_left)
     with pytest.raises(TransportError, match="refused"):
         await receive(reach, WRITER, seconds=60)
     os.close(await receive(reach, WRITER, seconds=60))
@@ -364,13 +305,13 @@ async def test_a_listener_without_descriptors_recovers(
 
 @on_loop
 async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_for_it(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = arena.byte_count // 2 // 4_096 * 4_096
     monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=half)
     told: list[int] = []
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1))
     reach = await decode.offer(WRITER)
     assert await prefill.map(WRITER, reach, (), told.append) == half
     held = open_files()
@@ -393,14 +334,14 @@ async def test_a_writer_follows_what_the_arenas_owner_backs_and_backs_nothing_fo
 
 @on_loop
 async def test_a_writer_has_the_first_piece_of_an_arena_ready_before_it_enters_the_others(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piece = arena.byte_count // 3 // 4_096 * 4_096
     monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
     monkeypatch.setattr(shm_writer, "_ENTER_BYTES", piece)
     arena.mapping.prefault()
     told: list[int] = []
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1))
     assert await prefill.map(WRITER, await decode.offer(WRITER), (), told.append) == piece
     assert told == []
     await until(lambda: told[-1:] == [arena.byte_count])
@@ -411,11 +352,11 @@ async def test_a_writer_has_the_first_piece_of_an_arena_ready_before_it_enters_t
 
 @on_loop
 async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_no_descriptor(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arena_memory, "UNBACKED_BYTES_MAX", 0)
     arena.mapping.prefault(end=4_096)
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1))
     assert await prefill.map(WRITER, await decode.offer(WRITER), ()) == 4_096
     held = open_files()
     prefill.unmap(WRITER)
@@ -426,9 +367,9 @@ async def test_a_session_that_ends_before_its_arena_is_ready_leaves_no_lock_and_
 
 @on_loop
 async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_the_reason(
-    arena: Arena, directory: Path
+    arena: ArenaMemory, directory: Path
 ) -> None:
-    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), copy_threads=1)
+    decode, prefill = ShmArena(arena, directory=directory), ShmWriter((), WriterOptions(copy_threads=1))
     with no_descriptors():
         reach = await decode.offer(WRITER)
         with pytest.raises(TransportError, match="Too many open files"):
@@ -439,7 +380,7 @@ async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_
 
 
 @on_loop
-async def test_users_who_are_not_allowed_are_turned_away(arena: Arena, directory: Path) -> None:
+async def test_users_who_are_not_allowed_are_turned_away(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory, uids=frozenset({os.geteuid() + 1}))
     with pytest.raises(TransportError):
         await receive(await owner.offer(WRITER), WRITER, seconds=60)
@@ -447,17 +388,17 @@ async def test_users_who_are_not_allowed_are_turned_away(arena: Arena, directory
 
 
 @on_loop
-async def test_a_writer_shows_its_token_to_nobody_elses_socket(arena: Arena, directory: Path) -> None:
+async def test_a_writer_shows_its_token_to_nobody_elses_socket(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
-    with pytest.raises(TransportError, match=rf"is user {os.geteuid()}'s, not one of \[{os.geteuid() + 1}\]"):
+    with pytest.raises(TransportError, match=rf"belongs to user {os.geteuid()}, not to one of \[{os.geteuid() + 1}\]"):
         await receive(reach, WRITER, seconds=5, uids=frozenset({os.geteuid() + 1}))
-    assert owner._sessions[WRITER].token, "it is still good"
+    assert sessions_of(owner)[WRITER].token, "it is still good"
     await owner.close()
 
 
 @on_loop
-async def test_what_cannot_be_reached_is_named(arena: Arena, directory: Path) -> None:
+async def test_what_cannot_be_reached_is_named(arena: ArenaMemory, directory: Path) -> None:
     owner = ShmArena(arena, directory=directory)
     reach = await owner.offer(WRITER)
     boot, _, _ = reach.host.partition(" ")
@@ -486,7 +427,7 @@ async def test_what_cannot_be_reached_is_named(arena: Arena, directory: Path) ->
 )  # fmt: skip
 @on_loop
 async def test_a_writer_knocks_at_no_door_that_is_not_an_arenas(
-    arena: Arena, directory: Path, address: str, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     knocked: list[str] = []
 
@@ -532,7 +473,7 @@ async def test_a_writer_is_not_led_by_a_name_to_what_is_no_arenas_socket(directo
 @pytest.mark.parametrize("whole", [True, False])
 @on_loop
 async def test_a_writer_that_locks_bytes_of_others_keeps_them_out_and_breaks_nothing(
-    arena: Arena, directory: Path, whole: bool, caplog: pytest.LogCaptureFixture
+    arena: ArenaMemory, directory: Path, whole: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner = ShmArena(arena, directory=directory)
     hostile = await receive(await owner.offer(1), 1, seconds=60)
@@ -554,7 +495,7 @@ async def test_a_writer_that_locks_bytes_of_others_keeps_them_out_and_breaks_not
 
 
 @on_loop
-async def test_an_owner_that_never_answers_costs_a_bounded_time(directory: Path, arena: Arena) -> None:
+async def test_an_owner_that_never_answers_costs_a_bounded_time(directory: Path, arena: ArenaMemory) -> None:
     os.mkdir(directory, 0o700)
     with socket.socket(socket.AF_UNIX) as frozen:
         frozen.bind(str(directory / f"arena-{0:016x}"))
@@ -567,7 +508,7 @@ async def test_an_owner_that_never_answers_costs_a_bounded_time(directory: Path,
 
 
 @on_loop
-async def test_a_directory_that_others_may_enter_is_refused(arena: Arena, directory: Path) -> None:
+async def test_a_directory_that_others_may_enter_is_refused(arena: ArenaMemory, directory: Path) -> None:
     os.mkdir(directory)
     os.chmod(directory, 0o755)
     with pytest.raises(TransportError, match=r"drwxr-xr-x.*must be drwx------"):
@@ -578,7 +519,9 @@ async def test_a_directory_that_others_may_enter_is_refused(arena: Arena, direct
 
 
 @on_loop
-async def test_sockets_of_the_dead_are_swept_and_those_of_the_living_are_not(arena: Arena, directory: Path) -> None:
+async def test_sockets_of_the_dead_are_swept_and_those_of_the_living_are_not(
+    arena: ArenaMemory, directory: Path
+) -> None:
     living = ShmArena(arena, directory=directory)
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(directory / "arena-0123456789abcdef"))
@@ -623,7 +566,7 @@ def plain_memfd(byte_count: int) -> int:
     ("reply", "files", "text"),
     [
         (reply_of(1 << 20), [1 << 20], "without SEAL"),
-        (reply_of(1 << 20), [1 << 19], f"{1 << 19} bytes were received, {1 << 20} were said"),
+        (reply_of(1 << 20), [1 << 19], f"{1 << 19} bytes were received, {1 << 20} were announced"),
         (reply_of(1 << 19), [1 << 20], "an answer of"),
         (reply_of(1 << 20), [], "with 0 descriptors"),
         (reply_of(1 << 20), [1 << 20] * 2, "with 2 descriptors"),
@@ -639,7 +582,7 @@ async def test_what_is_not_a_sealed_arena_is_refused_and_closed(
     fds = [plain_memfd(size) for size in files]
     reach, server = await offering(directory, reply, fds)
     pool = Pool()
-    writer = ShmWriter((pool.component,), pool_address=pool.address)
+    writer = ShmWriter((pool.component,), WriterOptions(pool_address=pool.address))
     before = open_files()
     with pytest.raises(TransportError, match=text):
         await writer.map(WRITER, reach, ())
@@ -650,111 +593,10 @@ async def test_what_is_not_a_sealed_arena_is_refused_and_closed(
         os.close(fd)
 
 
-def component(layout: Layout, name: str = "latent", **fields: object) -> Component:
-    given = {"memory": "dram", "tokens_per_row": 1, "span": Span()} | fields
-    return Component(name=name, layout=layout, **given)  # type: ignore[arg-type]
-
-
-def layer_first(slots: int = SLOTS, layers: int = LAYERS, base: int = 0) -> Layout:
-    return Layout(
-        tuple(
-            Plane(at, "latent", "uint8", 0, 1, base + at * slots * ROW, PAGE * ROW, ROW, ROW) for at in range(layers)
-        ),
-        PAGE,
-        slots,
-    )
-
-
-def page_first(slots: int = SLOTS, layers: int = LAYERS, first_layer: int = 0) -> Layout:
-    item = layers * ROW
-    return Layout(
-        tuple(Plane(first_layer + at, "latent", "uint8", 0, 1, at * ROW, item, item, ROW) for at in range(layers)),
-        1,
-        slots,
-    )
-
-
-@dataclass
-class Pool:
-    """Prefill's memory: random bytes, no two rows alike."""
-
-    layout: Layout = field(default_factory=layer_first)
-    bytes: NDArray[np.uint8] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.bytes = np.random.default_rng(5).integers(0, 256, self.layout.end, np.uint8)
-
-    @property
-    def component(self) -> Component:
-        return component(self.layout)
-
-    @property
-    def address(self) -> int:
-        return self.bytes.ctypes.data
-
-
-class Pair:
-    """An arena's owner and a writer on one loop, and what the arena must hold in the end."""
-
-    def __init__(
-        self, arena: Arena, directory: Path, *, threads: int = 2, card: WriterCard | None = None, address: int = 0
-    ) -> None:
-        self.pool, self.arena = Pool(), arena
-        self.owner = ShmArena(arena, directory=directory)
-        self.near: list[int] = []  # writes
-        self.writer = ShmWriter(
-            (self.pool.component,), pool_address=address or self.pool.address, copy_threads=threads, card=card,
-            near=lambda order: self.near.append(order.write),
-        )  # fmt: skip
-        self.target = page_first()
-        self.wanted = np.zeros(arena.byte_count, np.uint8)
-        self.ended: list[tuple[int, Outcome, str]] = []
-        self.writes = 0
-        self.checksums: dict[int, int] = {}
-
-    async def map(self, session: int = WRITER) -> int:
-        return await self.writer.map(session, await self.owner.offer(session), (component(self.target),))
-
-    def write(
-        self,
-        source: NDArray[np.int64],
-        target: NDArray[np.int64],
-        *,
-        grant: int,
-        layers: tuple[int, int] = (0, LAYERS),
-        **more: Any,
-    ) -> Write:
-        self.writes += 1
-        order = Write(
-            session=WRITER, grant=grant, room=grant, write=self.writes, component=0, layers=layers,
-            source_slots=source, target_slots=target, **more,
-        )  # fmt: skip
-        self.writer.write(order, self._wrote)
-        return order
-
-    def _wrote(self, order: Write, outcome: Outcome, text: str, checksum: int) -> None:
-        self.ended.append((order.write, outcome, text))
-        self.checksums[order.write] = checksum
-
-    def want(self, order: Write) -> None:
-        """The order's rows, by the layouts' own addresses."""
-        for layer in range(*order.layers):
-            ours = self.pool.layout.address(layer, order.source_slots)
-            theirs = self.target.address(layer, order.target_slots)
-            row = np.arange(ROW)
-            self.wanted[theirs[:, None] + row] = self.pool.bytes[ours[:, None] + row]
-
-    @property
-    def right(self) -> bool:
-        return bool(np.array_equal(self.arena.mapping.array, self.wanted))
-
-    async def close(self) -> None:
-        await self.writer.close()
-        await self.owner.close()
-
-
 @on_loop
-async def test_writes_large_and_small_land_where_they_belong_and_nowhere_else(arena: Arena, directory: Path) -> None:
+async def test_writes_large_and_small_land_where_they_belong_and_nowhere_else(
+    arena: ArenaMemory, directory: Path
+) -> None:
     both = Pair(arena, directory)
     assert await both.map() == arena.byte_count
     rng = np.random.default_rng(2)
@@ -773,7 +615,7 @@ async def test_writes_large_and_small_land_where_they_belong_and_nowhere_else(ar
 
 
 @on_loop
-async def test_pages_become_slots(arena: Arena, directory: Path) -> None:
+async def test_pages_become_slots(arena: ArenaMemory, directory: Path) -> None:
     both = Pair(arena, directory)
     await both.map()
     source = expand_pages([9, 3, 127], PAGE, 2 * PAGE + 5)
@@ -785,7 +627,7 @@ async def test_pages_become_slots(arena: Arena, directory: Path) -> None:
 
 @on_loop
 async def test_a_cancelled_write_fails_and_is_still(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = Pair(arena, directory)
     await both.map()
@@ -820,7 +662,7 @@ def stall_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, thre
 
 @on_loop
 async def test_a_session_is_unmapped_only_when_its_writes_have_ended(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = Pair(arena, directory)
     await both.map()
@@ -844,7 +686,7 @@ async def test_a_session_is_unmapped_only_when_its_writes_have_ended(
 
 @on_loop
 async def test_close_waits_for_what_is_in_flight(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = open_files()
     both = Pair(arena, directory)
@@ -866,7 +708,7 @@ async def test_close_waits_for_what_is_in_flight(
 
 
 @on_loop
-async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(arena: Arena, directory: Path) -> None:
+async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(arena: ArenaMemory, directory: Path) -> None:
     both = Pair(arena, directory)
     beyond = component(page_first(slots=SLOTS + 1))
     with pytest.raises(RemoteProtocolError, match=f"ends at byte {beyond.layout.end}, of {arena.byte_count}"):
@@ -886,7 +728,7 @@ async def test_a_layout_beyond_the_arena_is_a_breach_and_leaves_no_lock(arena: A
 )
 @on_loop
 async def test_another_model_is_refused_field_by_field(
-    arena: Arena, directory: Path, theirs: Component, text: str
+    arena: ArenaMemory, directory: Path, theirs: Component, text: str
 ) -> None:
     both = Pair(arena, directory)
     with pytest.raises(LayoutMismatchError, match=text):
@@ -897,7 +739,7 @@ async def test_another_model_is_refused_field_by_field(
 @pytest.mark.parametrize("way", ["cancel", "unmap"])
 @on_loop
 async def test_a_map_that_nobody_wants_any_more_leaves_no_lock(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     before = open_files()
     both = Pair(arena, directory)
@@ -928,7 +770,7 @@ async def test_a_map_that_nobody_wants_any_more_leaves_no_lock(
 
 @pytest.mark.parametrize("count", [1, 4_000])
 @on_loop
-async def test_a_slot_outside_its_side_fails_that_write_alone(arena: Arena, directory: Path, count: int) -> None:
+async def test_a_slot_outside_its_side_fails_that_write_alone(arena: ArenaMemory, directory: Path, count: int) -> None:
     both = Pair(arena, directory)
     await both.map()
     inside, outside = np.arange(count), np.arange(SLOTS - count + 1, SLOTS + 1)
@@ -945,7 +787,7 @@ async def test_a_slot_outside_its_side_fails_that_write_alone(arena: Arena, dire
 
 @on_loop
 async def test_a_copy_that_raises_fails_its_write_and_not_its_thread(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = Pair(arena, directory, threads=1)
     await both.map()
@@ -967,7 +809,7 @@ async def test_a_copy_that_raises_fails_its_write_and_not_its_thread(
 
 
 @on_loop
-async def test_a_done_that_raises_costs_nobody_else_a_report(arena: Arena, directory: Path) -> None:
+async def test_a_done_that_raises_costs_nobody_else_a_report(arena: ArenaMemory, directory: Path) -> None:
     both = Pair(arena, directory)
     await both.map()
     told: list[str] = []
@@ -989,7 +831,7 @@ async def test_a_done_that_raises_costs_nobody_else_a_report(arena: Arena, direc
 
 @on_loop
 async def test_the_loop_copies_a_bounded_share_of_small_writes_itself(
-    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = Pair(arena, directory)
     await both.map()
@@ -1022,14 +864,14 @@ async def test_the_loop_copies_a_bounded_share_of_small_writes_itself(
 # Turns
 
 
-def job_of(pool: Pool, target: NDArray[np.uint8], *, grant: int, rows: int, write: int = 1) -> Job:
+def job_of(pool: Pool, target: NDArray[np.uint8], *, grant: int, rows: int, write: int = 1) -> CopyJob:
     slots = np.arange(rows)
     order = Write(
         session=WRITER, grant=grant, room=grant, write=write, component=0, layers=(0, LAYERS), source_slots=slots,
         target_slots=slots,
     )  # fmt: skip
     pairing = pair(pool.layout, page_first())
-    return Job(
+    return CopyJob(
         order=order,
         done=lambda *_: None,
         pairing=pairing,
@@ -1038,7 +880,7 @@ def job_of(pool: Pool, target: NDArray[np.uint8], *, grant: int, rows: int, writ
     )
 
 
-def carried(jobs: list[Job], *, threads: int) -> list[tuple[int, int]]:
+def carried(jobs: list[CopyJob], *, threads: int) -> list[tuple[int, int]]:
     """Grant and write of each job, in the order in which they end, when all are queued before any is begun."""
     ended: list[tuple[int, int]] = []
     turns = Copier(threads, lambda job: ended.append((job.order.grant, job.order.write)))

@@ -19,12 +19,16 @@ from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.kernels import checksum_copy
 from pdtransfer.layout.checksum import lines_of, runs_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.base import ArenaTransport, WriterTransport
-from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, why_not
-from pdtransfer.transports.network import Network
-from pdtransfer.transports.shm import ShmArena, ShmWriter
+from pdtransfer.transports.mooncake.arena import MooncakeArena
+from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.writer import MooncakeWriter
+from pdtransfer.transports.options import Network, WriterOptions
+from pdtransfer.transports.shm.arena import ShmArena
+from pdtransfer.transports.shm.writer import ShmWriter
 from tests.support.fake_transport import FakeArena, FakeWriter
+from tests.support.waiting import on_loop, until
 
 SLOTS, ROW, SESSION = 32, 48, 5
 LAYOUT = Layout(tuple(Plane(at, "k", "uint8", 0, 1, at * SLOTS * ROW, ROW, ROW, ROW) for at in range(3)), 1, SLOTS)
@@ -78,9 +82,9 @@ async def fake(_: Path) -> AsyncIterator[World]:
 
 @asynccontextmanager
 async def shm(directory: Path) -> AsyncIterator[World]:
-    arena, source = Arena.create(LAYOUT.end, huge_pages="never"), pool()
+    arena, source = ArenaMemory.create(LAYOUT.end, huge_pages="never"), pool()
     owner = ShmArena(arena, directory=directory / "s")
-    writer = ShmWriter((COMPONENT,), pool_address=source.ctypes.data)
+    writer = ShmWriter((COMPONENT,), WriterOptions(pool_address=source.ctypes.data))
     yield World(owner, writer, source, lambda: arena.mapping.array)
     await writer.close()
     await owner.close()
@@ -91,35 +95,27 @@ async def shm(directory: Path) -> AsyncIterator[World]:
 async def mooncake(_: Path) -> AsyncIterator[World]:
     if reason := why_not():
         pytest.skip(reason)
-    arena, source = Arena.create(LAYOUT.end, huge_pages="never"), pool()
+    arena, source = ArenaMemory.create(LAYOUT.end, huge_pages="never"), pool()
     owner = MooncakeArena(arena, Network())
-    writer = MooncakeWriter((COMPONENT,), Network(), pool_address=source.ctypes.data)
+    writer = MooncakeWriter((COMPONENT,), WriterOptions(pool_address=source.ctypes.data))
     yield World(owner, writer, source, lambda: arena.mapping.array)
     await writer.close()
     await owner.close()
     arena.close()
 
 
-def on_loop(test: Callable[[World], Awaitable[None]]) -> Callable[..., None]:
+def on_each_transport(test: Callable[[World], Awaitable[None]]) -> Callable[..., None]:
     @pytest.mark.parametrize("transport", [fake, shm, mooncake])
-    def run(
+    async def case(
         tmp_path_factory: pytest.TempPathFactory, transport: Callable[[Path], AbstractAsyncContextManager[World]]
     ) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(120), transport(tmp_path_factory.mktemp("t")) as world:
-                await test(world)
+        async with transport(tmp_path_factory.mktemp("t")) as world:
+            await test(world)
 
-        uvloop.run(bounded())
-
-    return run
+    return on_loop(case)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for happens in threads
-        await asyncio.sleep(0.002)
-
-
-@on_loop
+@on_each_transport
 async def test_a_write_lands_its_rows_and_reports_later(world: World) -> None:
     assert await world.map() >= LAYOUT.end
     world.write(1, [3, 4, 9], (1, 3))
@@ -128,7 +124,7 @@ async def test_a_write_lands_its_rows_and_reports_later(world: World) -> None:
     assert world.landed([3, 4, 9], (1, 3))
 
 
-@on_loop
+@on_each_transport
 async def test_a_hand_over_is_good_once_and_never_after_revoke(world: World) -> None:
     reach = await world.owner.offer(SESSION)
     await world.writer.map(SESSION, reach, (COMPONENT,))
@@ -143,7 +139,7 @@ async def test_a_hand_over_is_good_once_and_never_after_revoke(world: World) -> 
         await world.writer.map(6, late, (COMPONENT,))
 
 
-@on_loop
+@on_each_transport
 async def test_a_session_is_quiet_from_unmap_to_for_ever(world: World) -> None:
     reach = await world.owner.offer(SESSION)
     assert not world.owner.quiet(SESSION)
@@ -159,7 +155,7 @@ async def test_a_session_is_quiet_from_unmap_to_for_ever(world: World) -> None:
     world.owner.forget(SESSION)
 
 
-@on_loop
+@on_each_transport
 async def test_close_ends_every_write(world: World) -> None:
     await world.map()
     for number in range(20):
@@ -221,7 +217,7 @@ async def test_a_fake_writer_that_died_is_quiet_and_says_nothing(writer: FakeWri
     assert world.ended == []
 
 
-@on_loop
+@on_each_transport
 async def test_a_write_that_is_to_be_verified_reports_the_sum_of_what_it_read(world: World) -> None:
     await world.map()
     for number, slots in enumerate(([3, 4, 9], [4, 3, 9]), 1):

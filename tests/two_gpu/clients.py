@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,16 @@ import torch
 from pdtransfer.client.clients import DecodeClient
 from pdtransfer.config.bounds import card_of
 from pdtransfer.engine_api import HBM_ALIGNMENT
-from pdtransfer.handoff.effects import Ready, RoomFailed
+from pdtransfer.handoff.effects import RoomFailed, RoomReady
 from pdtransfer.kernels import card as cards
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
 from tests.support.client_pair import Expected, settings, slots_of_pages
 from tests.support.hbm_prefill import INDEX, KV, PAGE, SLOTS, named, pool_of
+from tests.support.internals import core_of
 from tests.support.layout_tensors import CANARY
+from tests.support.paths import REPO
 
-REPO = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
 
 
@@ -58,14 +58,14 @@ class Two:
     decode: DecodeClient
     process: subprocess.Popen[str]
     endpoint: str
-    arena: Arena
+    arena: ArenaMemory
     hbm: torch.Tensor
-    said: list[Ready | RoomFailed] = field(default_factory=list)
+    said: list[RoomReady | RoomFailed] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
 
     @property
     def core(self) -> Any:
-        return self.decode._node.core
+        return core_of(self.decode)
 
     @property
     def free(self) -> list[int]:
@@ -95,13 +95,13 @@ class Two:
             time.sleep(0.002)
             self.said += self.decode.poll()
 
-    def end_of(self, room: int) -> Ready | RoomFailed:
+    def end_of(self, room: int) -> RoomReady | RoomFailed:
         self.until(lambda: any(each.room == room for each in self.said))
         return next(each for each in self.said if each.room == room)
 
-    def ready(self, room: int) -> Ready:
+    def ready(self, room: int) -> RoomReady:
         end = self.end_of(room)
-        assert isinstance(end, Ready), end
+        assert isinstance(end, RoomReady), end
         return end
 
 
@@ -111,7 +111,7 @@ def two(devices: tuple[str, str], **options: Any) -> Iterator[Two]:
     ours = card_of(devices[1])
     kv, index = pool_of(KV, name="page_first", page_size=1), pool_of(INDEX, name="page_first")
     base = -(-len(kv.memory) // HBM_ALIGNMENT) * HBM_ALIGNMENT
-    arena = Arena.create(base + len(index.memory), huge_pages="never")
+    arena = ArenaMemory.create(base + len(index.memory), huge_pages="never")
     if ours is not None:
         arena.card = cards.card(ours)
     arena.prefault()
@@ -158,7 +158,7 @@ class Landed:
         self.kv = Expected(pool_of(KV, name="page_first", page_size=1))
         self.index = Expected(pool_of(INDEX, name="page_first"))
 
-    def add(self, ready: Ready, room: int, tokens: int) -> None:
+    def add(self, ready: RoomReady, room: int, tokens: int) -> None:
         """The room's rows, where it says that they are."""
         pages = np.random.default_rng(room).permutation(SLOTS // PAGE)
         for name, expected in (("kv", self.kv), ("index", self.index)):

@@ -6,8 +6,7 @@ import pytest
 
 from pdtransfer.config.bounds import card_of
 from pdtransfer.kernels import driver
-
-from .matrix import Case
+from tests.two_gpu.matrix import Case
 
 Devices = tuple[str, str]  # prefill's and decode's
 CPU, ONE, TWO = ("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")

@@ -8,11 +8,10 @@ import os
 import signal
 from pathlib import Path
 
-from tests.integration.test_groups import followers
-from tests.support.fleets import ENGINE, Answer, Gates, Site, equal, prompts, running, until
+from tests.support.fleets import ENGINE, Answer, Gates, Site, equal, followers, prompts, running
 from tests.support.loads import LOST
-
-from .matrix import TEXTS, Case, expected, fleet_of, single
+from tests.support.waiting import until
+from tests.two_gpu.matrix import TEXTS, Case, expected, fleet_of, single
 
 CASES = (
     Case(attention="gqa", chunk=48, cell=1, here=True),

@@ -14,14 +14,14 @@ import torch
 
 from pdtransfer.config.bounds import card_of
 from pdtransfer.kernels import card as cards
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.memory.hbm import Hbm
-from pdtransfer.transports.shm import ShmArena
+from pdtransfer.transports.shm.arena import ShmArena
 from tests.support.card_process import CardProcess
 from tests.support.layout_tensors import CANARY
-from tests.transports.test_shm import WRITER, on_loop, until
-
-from .clients import fill, holds, tensor_of
+from tests.support.shm_pair import WRITER
+from tests.support.waiting import on_loop, until
+from tests.two_gpu.clients import fill, holds, tensor_of
 
 ARENA_BYTES, HBM_BYTES = 64 << 20, 256 << 20
 STILL_S = 0.3
@@ -29,10 +29,10 @@ LOOKS = 30  # at a lock that a child holds
 
 
 @pytest.fixture
-def arena(devices: tuple[str, str]) -> Iterator[Arena]:
+def arena(devices: tuple[str, str]) -> Iterator[ArenaMemory]:
     """Registered with decode's card, and that card's HBM beside it, if it is one; canaries in both."""
     ours = card_of(devices[1])
-    made = Arena.create(ARENA_BYTES, huge_pages="never")
+    made = ArenaMemory.create(ARENA_BYTES, huge_pages="never")
     if ours is not None:
         made.card = cards.card(ours)
     made.prefault()
@@ -44,7 +44,7 @@ def arena(devices: tuple[str, str]) -> Iterator[Arena]:
     made.close()
 
 
-def part_of(arena: Arena, memory: str, part: int) -> torch.Tensor:
+def part_of(arena: ArenaMemory, memory: str, part: int) -> torch.Tensor:
     """The half that the writer writes, 0, or the one that is others'."""
     if memory == "hbm":
         assert arena.hbm is not None
@@ -65,7 +65,7 @@ async def changes(part: Callable[[], torch.Tensor]) -> None:
 @pytest.mark.parametrize("memory", ["arena", "hbm"])
 @on_loop
 async def test_slots_of_a_killed_writer_are_quiet_only_after_the_last_write_and_others_are_never_touched(
-    devices: tuple[str, str], memory: str, forked: bool, arena: Arena, tmp_path: Path
+    devices: tuple[str, str], memory: str, forked: bool, arena: ArenaMemory, tmp_path: Path
 ) -> None:
     if memory == "hbm" and arena.hbm is None:
         pytest.skip("without a card no other process reaches what stands for HBM")

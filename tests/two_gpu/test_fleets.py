@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fleets import Site, running
-
-from .matrix import MATRIX, TEXTS, Case, answered, fleet_of, missing
+from tests.two_gpu.matrix import MATRIX, TEXTS, Case, answered, fleet_of, missing
 
 CASES = MATRIX
 

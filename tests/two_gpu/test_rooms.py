@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pdtransfer.config.bounds import card_of
-from pdtransfer.handoff.effects import Ready, RoomFailed
-
-from .clients import Landed, Two, holds, two
+from pdtransfer.handoff.effects import RoomFailed, RoomReady
+from tests.support.internals import node_of, sessions_of
+from tests.two_gpu.clients import Landed, Two, holds, two
 
 STILL_S = 0.3  # dozens of launches
 ROOMS = ((1, 1), (2, 1_000), (3, 2_111), (4, 64))  # and the tokens of each
@@ -50,8 +50,8 @@ def test_both_components_of_a_room_are_exact_to_the_byte_and_nothing_else_is_tou
         for room, tokens in ROOMS:
             into.add(it.ready(room), room, tokens)
         into.check(it)
-        assert it.core.settling.lifts.copies.total() == (0 if direct else len(ROOMS))
-        (session,) = it.core.links.sessions.values()
+        assert it.core.post_landing.hbm_copies.copies.total() == (0 if direct else len(ROOMS))
+        (session,) = it.core.prefill_peers.sessions.values()
         assert session.hbm_direct is direct
         assert untouched(it) is direct, "where rows are written to HBM, the arena's range stays as it is"
         for room, _ in ROOMS:
@@ -73,7 +73,7 @@ def test_rooms_that_are_aborted_on_the_way_give_slots_back_that_nobody_writes_an
             it.hears(f"Leased {room}")
             time.sleep(0.0007 * (room % 5))
             it.decode.abort(room)
-            if isinstance(it.end_of(room), Ready):
+            if isinstance(it.end_of(room), RoomReady):
                 it.decode.release(room)
             it.until(lambda: it.free == free)
             kept = wiped(it, into)
@@ -112,12 +112,12 @@ def test_a_killed_prefills_slots_stay_in_quarantine_until_nobody_writes_them(
         it.hears("Leased 2")
         killed = time.monotonic()
         it.process.send_signal(signal.SIGKILL)
-        shm = it.decode._node.transport._shm
+        shm = node_of(it.decode).transport._made["shm"]
 
         def fenced() -> bool:
             if it.free != free:
                 return False
-            assert all(shm.quiet(each) for each in list(shm._sessions)), "its lock is held, and its slots are free"
+            assert all(shm.quiet(each) for each in list(sessions_of(shm))), "its lock is held, and its slots are free"
             return True
 
         it.until(fenced)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from pdtransfer.config.config import DecodeConfig
-from pdtransfer.engine_api import HBM_ALIGNMENT, CardMemory, EngineCard
+from pdtransfer.engine_api import HBM_ALIGNMENT, CardMemory, EngineDescription
 from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.worker import daemon
 from tests.support.fake_card import FakeRegistrar
 
@@ -23,7 +23,7 @@ class Engine:
     """What a decode daemon's start asks of one."""
 
     def __init__(self, hbm_bytes: int = 0) -> None:
-        self.card = EngineCard(model="m", weights=b"w", components=(), memory_bytes=4 * MIB, hbm_bytes=hbm_bytes)
+        self.card = EngineDescription(model="m", weights=b"w", components=(), memory_bytes=4 * MIB, hbm_bytes=hbm_bytes)
         self.attached: list[tuple[int, int]] = []
         self.hbm: memoryview | CardMemory | None = None
 
@@ -32,7 +32,7 @@ class Engine:
         self.attached.append((arena.nbytes, device_address))
 
 
-def started(monkeypatch: pytest.MonkeyPatch, card: FakeRegistrar, engine: Engine, device: str) -> Arena:
+def started(monkeypatch: pytest.MonkeyPatch, card: FakeRegistrar, engine: Engine, device: str) -> ArenaMemory:
     card.numa_node = None  # type: ignore[attr-defined]
     monkeypatch.setattr(daemon, "card", lambda number: card if number == 3 else None)
     stop = SimpleNamespace(asked=asyncio.Event())
@@ -80,24 +80,26 @@ def test_hbm_components_are_told_to_peers_behind_those_of_dram() -> None:
         "layer_first", kinds=("latent",), layers=2, heads=1, head_bytes=8, dtype="uint8", slots=64, page_size=1
     )
     both = [Component(name, memory, 1, Span(), layout) for name, memory in (("kv", "dram"), ("index", "hbm"))]  # type: ignore[arg-type]
-    card = EngineCard(model="m", weights=b"w", components=tuple(both), memory_bytes=layout.end, hbm_bytes=layout.end)
+    card = EngineDescription(
+        model="m", weights=b"w", components=tuple(both), memory_bytes=layout.end, hbm_bytes=layout.end
+    )
     assert card.hbm_base == HBM_ALIGNMENT
     assert card.arena_bytes == HBM_ALIGNMENT + layout.end
     kv, index = card.arena_components
     assert kv is both[0]
     assert [plane.base for plane in index.layout.planes] == [HBM_ALIGNMENT, HBM_ALIGNMENT + 64 * 8]
-    assert EngineCard(model="m", weights=b"w", components=(both[0],), memory_bytes=77).arena_bytes == 77
+    assert EngineDescription(model="m", weights=b"w", components=(both[0],), memory_bytes=77).arena_bytes == 77
 
 
 def test_an_arena_that_its_card_refuses_ends_the_start_and_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    card, engine, seen = FakeRegistrar(refused=0), Engine(), list[Arena]()
-    create = Arena.create
+    card, engine, seen = FakeRegistrar(refused=0), Engine(), list[ArenaMemory]()
+    create = ArenaMemory.create
 
-    def created(*args: object, **kwargs: object) -> Arena:
+    def created(*args: object, **kwargs: object) -> ArenaMemory:
         seen.append(create(*args, **kwargs))  # type: ignore[arg-type]
         return seen[-1]
 
-    monkeypatch.setattr(Arena, "create", created)
+    monkeypatch.setattr(ArenaMemory, "create", created)
     with pytest.raises(WorldError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         started(monkeypatch, card, engine, "cuda:3")
     assert engine.attached == []

@@ -12,8 +12,8 @@ from pdtransfer.errors import Cause
 from pdtransfer.limits import Limits
 from pdtransfer.wire import Begin, Sampling, pack_ids
 from pdtransfer.worker.daemon_metrics import DecodeMetrics
-from tests.support.bus_peers import on_loop
-from tests.support.daemon_pair import decode, until
+from tests.support.daemon_pair import decode
+from tests.support.waiting import on_loop, until
 
 NOWHERE = "tcp://127.0.0.1:9"  # no prefill answers: rooms stay as they are
 SPARSE = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,19 +12,20 @@ from functools import partial
 import numpy as np
 import pytest
 
-from pdtransfer.engine_api import Broken, Computed, EngineCard, Finished, Prefilled, Request, Token
+from pdtransfer import wire
+from pdtransfer.engine_api import Broken, Computed, EngineDescription, Finished, Prefilled, Request, Token
 from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
 from pdtransfer.limits import AUX_BYTES_MAX
-from pdtransfer.node.thread_queues import Port
-from pdtransfer.wire import Ranks, Sampling
+from pdtransfer.node.thread_queues import ThreadQueues
+from pdtransfer.wire import Sampling, StepOrder, StepOrders
 from pdtransfer.worker import engine_thread
 from pdtransfer.worker.cell_batching import Push
 from pdtransfer.worker.engine_thread import (
-    Cancel,
     Compute,
     DecodeThread,
+    Drop,
     Dropped,
     Free,
     Generate,
@@ -32,12 +34,11 @@ from pdtransfer.worker.engine_thread import (
     PrefillThread,
     Quit,
     Refused,
+    leader_steps,
 )
-from pdtransfer.worker.group import frames
-from pdtransfer.worker.group.leader import Follower, Lead
 
 PAGE = 16
-CARD = EngineCard(
+CARD = EngineDescription(
     model="m",
     weights=b"w",
     components=(
@@ -140,10 +141,10 @@ class Site:
     """A thread with its engine; the test is the loop, and takes the calls that were submitted to it."""
 
     def __init__(self, engine: Engine, kind: Callable[..., PrefillThread | DecodeThread]) -> None:
-        self.engine, self.port, self.outcomes = engine, Port[Order](), []
+        self.engine, self.port, self.outcomes = engine, ThreadQueues[Order](), []
         self.died: list[BaseException] = []
         self.bursts: list[int] = []
-        self.work = kind(engine, self.port, self._heard)
+        self.work = kind(engine, self.port, self._heard, leader_steps(engine, self.port, None))
         self.thread = engine_thread.start(self.work, self.died.append)
 
     def _heard(self, outcomes: list) -> None:
@@ -152,7 +153,7 @@ class Site:
 
     def tell(self, *orders: Order) -> None:
         for order in orders:
-            self.port.tell(order)
+            self.port.to_engine(order)
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 60
@@ -242,7 +243,7 @@ def test_a_prompt_that_never_fits_is_refused_and_those_behind_it_go_on(prefill: 
 def test_a_cancelled_prompt_that_waits_is_never_computed(prefill: Site) -> None:
     prefill.tell(Compute(request(1, 60)))
     prefill.until(lambda: len(prefill.of(1)) == 2)
-    prefill.tell(Compute(request(2, 40)), Compute(request(3, 5)), Cancel(2))
+    prefill.tell(Compute(request(2, 40)), Compute(request(3, 5)), Drop(2))
     prefill.until(lambda: ("cancel", 2) in prefill.engine.calls)
     prefill.tell(Free(1))
     prefill.until(lambda: len(prefill.of(3)) == 2)
@@ -253,7 +254,7 @@ def test_a_cancelled_prompt_that_waits_is_never_computed(prefill: Site) -> None:
 def test_pages_are_freed_by_the_engines_thread(prefill: Site) -> None:
     prefill.tell(Compute(request(1, 60)))
     prefill.until(lambda: prefill.of(1))
-    prefill.tell(Cancel(1), Free(1))
+    prefill.tell(Drop(1), Free(1))
     prefill.until(lambda: prefill.engine.pages_free == 4)
     assert prefill.engine.calls == [("admit", 1), ("cancel", 1), ("free", 1)]
     assert prefill.engine.threads == {prefill.thread.ident}
@@ -307,7 +308,7 @@ def test_cancel_is_answered_once_the_engine_has_dropped_the_room(decode: Site) -
         seen.append(any(isinstance(e, Dropped) for e in decode.outcomes)),
     )
     decode.engine.made = lambda each: []
-    decode.tell(Generate(request(1), {}, b"aux"), Cancel(1), Cancel(9))
+    decode.tell(Generate(request(1), {}, b"aux"), Drop(1), Drop(9))
     decode.until(lambda: Dropped(9) in decode.outcomes)
     assert decode.outcomes == [Dropped(1), Dropped(9)]
     assert seen == [False, False]
@@ -326,35 +327,31 @@ def test_an_engine_that_breaks_down_ends_the_thread_and_says_why(
     assert "the engine broke down" in caplog.text
 
 
-def test_no_turn_is_longer_than_the_other_ranks_can_hear_of_in_one_frame() -> None:
-    @dataclass
-    class Link:
-        lengths: list[int] = field(default_factory=list)
-
-        def send(self, frame: frames.Frame) -> None:
-            self.lengths.append(len(frames.encode(frame)))
-
-    lead, link, port = Lead(Ranks(0, 2)), Link(), Port[Order]()
-    lead.followers[1] = Follower(Ranks(1, 2), "p0-tp1", link)  # type: ignore[arg-type]
+def test_the_orders_of_no_step_are_longer_than_one_frame() -> None:
+    announced, port = list[list[Order]](), ThreadQueues[Order]()
     orders = [Generate(request(room), {}, bytes(AUX_BYTES_MAX)) for room in range(100)]
     for order in orders:
-        port.tell(order)
-    turns, done = engine_thread.leading(Engine(), port), list[Order]()
+        port.to_engine(order)
+    steps, done = leader_steps(Engine(), port, announced.append), list[Order]()
     while len(done) < len(orders):
-        turn = next(turns)
-        lead.turn(turn)
-        done += turn
+        done += next(steps)
+    port.attach(loop := asyncio.new_event_loop())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
     port.close()
     assert done == orders
-    assert max(link.lengths) <= frames.BYTES_MAX
+    assert [order for step in announced for order in step] == orders
+    for step in announced:
+        said = tuple(StepOrder("generate", each.request.room, each.aux) for each in step if isinstance(each, Generate))
+        assert wire.decode(wire.encode(StepOrders(1, said))) == StepOrders(1, said)
 
 
 def test_an_engine_that_has_something_to_warm_up_does_so_on_its_thread_before_anything_else() -> None:
-    engine, port, told = Decode(made=generated), Port[Order](), list[int]()
+    engine, port, told = Decode(made=generated), ThreadQueues[Order](), list[int]()
     engine.warm_up = lambda: engine._note("warm up", 0)  # type: ignore[attr-defined]
-    port.tell(Generate(request(1), {}, b"aux"))
-    port.tell(Quit())
-    work = DecodeThread(engine, port, lambda _: None)
+    port.to_engine(Generate(request(1), {}, b"aux"))
+    port.to_engine(Quit())
+    work = DecodeThread(engine, port, lambda _: None, leader_steps(engine, port, None))
     thread = engine_thread.start(work, lambda _: None, lambda: told.append(len(engine.calls)))
     thread.join(60)
     assert engine.calls == [("warm up", 0), ("admit", 1)]
@@ -364,14 +361,15 @@ def test_an_engine_that_has_something_to_warm_up_does_so_on_its_thread_before_an
 
 
 def test_an_engine_that_breaks_down_while_it_warms_up_is_dead() -> None:
-    engine, port, died = Prefill(made=computed), Port[Order](), list[BaseException]()
+    engine, port, died = Prefill(made=computed), ThreadQueues[Order](), list[BaseException]()
 
     def breaks() -> None:
         raise WorldError("card 0: CUBLAS_STATUS_ALLOC_FAILED")
 
     engine.warm_up = breaks  # type: ignore[attr-defined]
     warm: list[int] = []
-    engine_thread.start(PrefillThread(engine, port, lambda _: None), died.append, lambda: warm.append(1)).join(60)
+    work = PrefillThread(engine, port, lambda _: None, leader_steps(engine, port, None))
+    engine_thread.start(work, died.append, lambda: warm.append(1)).join(60)
     assert [str(error) for error in died] == ["card 0: CUBLAS_STATUS_ALLOC_FAILED"]
     assert not warm
     port.close()

@@ -10,15 +10,28 @@ from prometheus_client import CollectorRegistry
 
 from pdtransfer.bus.keys import generate
 from pdtransfer.config.config import PrefillConfig
-from pdtransfer.errors import Cause, ConfigError
+from pdtransfer.errors import Cause, ConfigError, RemoteProtocolError
 from pdtransfer.node import NodeSettings
-from pdtransfer.node.thread_queues import Port
-from pdtransfer.wire import Begin, Cancel, End, Ended, Hello, Message, Ranks, Sampling, pack_ids
+from pdtransfer.node.thread_queues import ThreadQueues
+from pdtransfer.wire import (
+    Begin,
+    Cancel,
+    End,
+    Ended,
+    Hello,
+    Message,
+    RankDrained,
+    RankLanded,
+    RankPicked,
+    RankReady,
+    Ranks,
+    Sampling,
+    pack_ids,
+)
 from pdtransfer.worker import daemon
 from pdtransfer.worker.daemon import create_engine
-from pdtransfer.worker.engine_thread import Compute, Free, Order
-from pdtransfer.worker.group.frames import Drained
-from pdtransfer.worker.group.leader import Follower, Lead
+from pdtransfer.worker.engine_thread import Compute, Drop, Free, Order, Quit
+from pdtransfer.worker.group.leader import GroupLeader, JoinedRank
 from pdtransfer.worker.prefill_daemon import PrefillDaemon
 from tests.support.routing_world import identity
 
@@ -28,10 +41,10 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
         config = PrefillConfig(slots=1_024, http="")
         engine = create_engine(config.engine, config.engine_config)
         settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
-        port, said = Port[Order](), list[tuple[str, Message]]()
-        made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), Lead(Ranks(0, 2)))
+        port, said = ThreadQueues[Order](), list[tuple[str, Message]]()
+        made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
         made.desk._send = lambda peer, message: bool(said.append((peer, message))) or True
-        follower = Follower(Ranks(1, 2), "p0-tp1", link=None)  # type: ignore[arg-type]
+        follower = JoinedRank(Ranks(1, 2), "p0-tp1")
         begin = Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000)
         try:
             for node in ("a", "b"):
@@ -45,7 +58,7 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
             assert not [order for order in port.poll() if isinstance(order, Free)], (
                 "the follower may still read its pages"
             )
-            made.group.heard(follower, Drained(1))
+            made.group.reported(follower, RankDrained(1, 1))
             assert port.poll() == [Free(1)]
             assert made.load().slots_free == 1_024
             made.desk.receive("node:b", Ended(7))
@@ -55,6 +68,28 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
             made.desk.ticker.stop()
             await made.node.close()
             port.close()
+
+    uvloop.run(case())
+
+
+@pytest.mark.parametrize(("ranks", "announced"), [(Ranks(), 0), (Ranks(0, 2), 1)])
+def test_only_a_leader_that_ranks_follow_announces_its_steps(ranks: Ranks, announced: int) -> None:
+    async def case() -> None:
+        config = PrefillConfig(slots=1_024, http="")
+        engine = create_engine(config.engine, config.engine_config)
+        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        port, submitted = ThreadQueues[Order](), list[object]()
+        made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(ranks))
+        port.to_loop = submitted.append  # type: ignore[method-assign]
+        try:
+            port.to_engine(Drop(1))
+            port.to_engine(Quit())
+            made.thread.run()
+        finally:
+            made.desk.ticker.stop()
+            await made.node.close()
+            port.close()
+        assert len(submitted) == announced
 
     uvloop.run(case())
 
@@ -78,3 +113,30 @@ def test_keys_that_cannot_be_read_are_said_before_the_engine_is_made(
         key.unlink()
     with pytest.raises(ConfigError, match=str(key if name == "key" else peers)):
         daemon.run_prefill(PrefillConfig(http="", bind="tcp://127.0.0.1:0", key=key, allow=peers))
+
+
+def test_a_rank_that_reports_twice_or_what_no_prefill_rank_reports_is_refused() -> None:
+    async def case() -> None:
+        config = PrefillConfig(slots=1_024, http="")
+        engine = create_engine(config.engine, config.engine_config)
+        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        port = ThreadQueues[Order]()
+        made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
+        other = JoinedRank(Ranks(1, 2), "p0-tp1")
+        try:
+            made.desk.receive("node:a", Hello(1, 1, identity("a", "router", 1)))
+            made.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
+            for report in (RankLanded(1, 1, 10, 1, 1), RankPicked(2, 1, b"aux"), RankDrained(3, 1)):
+                made.group.reported(other, report)
+                with pytest.raises(RemoteProtocolError, match=f"{type(report).__name__} of room 1, not due"):
+                    made.group.reported(other, report)
+            with pytest.raises(RemoteProtocolError, match="RankReady of room 1, not due"):
+                made.group.reported(other, RankReady(4, 1, 0, 0))
+            made.group.reported(other, RankLanded(5, 99, 10, 1, 1))  # of a room that is over
+            assert made.load().slots_free == 1_024 - 3, "this rank has neither written nor drained it"
+        finally:
+            made.desk.ticker.stop()
+            await made.node.close()
+            port.close()
+
+    uvloop.run(case())

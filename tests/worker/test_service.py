@@ -29,7 +29,7 @@ from pdtransfer.wire import (
     encode,
     pack_ids,
 )
-from pdtransfer.worker.service import Introduce, Service, Start, Stop
+from pdtransfer.worker.service import IntroducePeers, Service, StartRoom, StopRoom
 from tests.support.routing_world import LIMITS, Faults, Net, World, identity, request
 
 A, B = "node:a", "node:b"
@@ -111,7 +111,7 @@ def test_a_routers_ping_names_peers_that_rooms_may_name_and_a_strangers_or_a_dea
     daemon = Daemon()
     assert daemon.hear(A, Ping(1, ("tcp://p:1", "tcp://p:2"))) == [
         Send(A, Pong(1)),
-        Introduce(("tcp://p:1", "tcp://p:2")),
+        IntroducePeers(("tcp://p:1", "tcp://p:2")),
     ]
     assert daemon.hear(A, Ping(7, ("tcp://p:1",))) == [], "another process than said Hello"
     assert daemon.hear("node:stranger", Ping(1, ("tcp://p:1",))) == [Send("node:stranger", Pong(1))]
@@ -119,7 +119,7 @@ def test_a_routers_ping_names_peers_that_rooms_may_name_and_a_strangers_or_a_dea
 
 def test_begin_starts_once_and_repeats_are_answered_begun() -> None:
     daemon = Daemon()
-    assert daemon.hear(A, begin(7)) == [Start(A, begin(7)), Send(A, Begun(7))]
+    assert daemon.hear(A, begin(7)) == [StartRoom(A, begin(7)), Send(A, Begun(7))]
     assert daemon.hear(A, begin(7), begin(7)) == [Send(A, Begun(7))] * 2
 
 
@@ -157,7 +157,7 @@ def test_cancel_stops_once_and_the_end_is_a_failure_whatever_the_daemon_says() -
     daemon = Daemon()
     daemon.hear(A, begin(7))
     daemon.tokens(7, 1, 2)
-    assert daemon.hear(A, Cancel(7, "deadline")) == [Stop(7, Cause.DEADLINE)]
+    assert daemon.hear(A, Cancel(7, "deadline")) == [StopRoom(7, Cause.DEADLINE)]
     assert daemon.hear(A, Cancel(7, "deadline")) == []
     assert daemon.tokens(7, 3) == []
     assert daemon.end(7, "length") == [Send(A, End(7, "deadline", "", 2))]
@@ -243,7 +243,7 @@ def test_a_silent_routers_rooms_stop_and_nobody_elses() -> None:
     daemon.hear(A, begin(7))
     daemon.hear(B, begin(8))
     effects = daemon.wait(LIMITS.silence_ms / 1e3 + 0.3, alive=(B,))
-    assert [each for each in effects if isinstance(each, Stop)] == [Stop(7, Cause.PEER_LOST)]
+    assert [each for each in effects if isinstance(each, StopRoom)] == [StopRoom(7, Cause.PEER_LOST)]
     daemon.end(7, "aborted")
     assert not [each for each in daemon.wait(1, alive=(B,)) if each.peer == A], "nothing is said to the silent"
     assert daemon.hear(A, begin(9)) == [], "not before it is heard again"
@@ -268,7 +268,7 @@ def test_a_restarted_routers_rooms_stop_and_late_words_of_the_old_one_do_nothing
     daemon = Daemon()
     daemon.hear(A, begin(7))
     stop, welcome = daemon.hear(A, hello("a", 2))
-    assert (stop, type(welcome.message)) == (Stop(7, Cause.PEER_RESTARTED), Welcome)
+    assert (stop, type(welcome.message)) == (StopRoom(7, Cause.PEER_RESTARTED), Welcome)
     daemon.hear(A, begin(8))
     assert daemon.hear(A, hello("a", 1)) == []
     assert daemon.hear(A, Ping(1)) == []
@@ -279,14 +279,14 @@ def test_goodbye_stops_a_routers_rooms() -> None:
     daemon = Daemon()
     daemon.hear(A, begin(7))
     assert daemon.hear(A, Goodbye(99, "shutdown")) == [], "another incarnation's"
-    assert daemon.hear(A, Goodbye(1, "shutdown")) == [Stop(7, Cause.SHUTDOWN)]
+    assert daemon.hear(A, Goodbye(1, "shutdown")) == [StopRoom(7, Cause.SHUTDOWN)]
 
 
 def test_a_router_that_rejects_us_has_its_rooms_stopped() -> None:
     daemon = Daemon()
     daemon.hear(A, begin(7))
     daemon.hear(B, begin(8))
-    assert daemon.hear(A, Reject(0, "breach", ("Tokens.ids: 3 bytes",))) == [Stop(7, Cause.BREACH)]
+    assert daemon.hear(A, Reject(0, "breach", ("Tokens.ids: 3 bytes",))) == [StopRoom(7, Cause.BREACH)]
 
 
 def test_a_full_or_draining_daemon_refuses_and_says_so_again() -> None:
@@ -320,13 +320,13 @@ def test_prompts_are_bounded_by_their_bytes_until_their_rooms_are_over() -> None
     daemon.end(2)
     assert daemon.hear(B, begin(5))[0].message.reason == "full", "its End was not acknowledged"
     daemon.hear(A, Ended(2))
-    assert any(isinstance(effect, Start) for effect in daemon.hear(B, begin(6)))
+    assert any(isinstance(effect, StartRoom) for effect in daemon.hear(B, begin(6)))
     # B's room is over when B has been away for long.
     daemon.end(6)
     daemon.now = 2 * daemon.limits.room_deadline_ms / 1e3
     daemon.hear(A, Ping(1))
     daemon.service.tick(daemon.now)
-    assert any(isinstance(effect, Start) for effect in daemon.hear(A, begin(7)))
+    assert any(isinstance(effect, StartRoom) for effect in daemon.hear(A, begin(7)))
 
 
 def test_load_is_told_when_it_changes_but_not_too_often() -> None:

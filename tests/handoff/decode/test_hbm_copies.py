@@ -10,16 +10,30 @@ import pytest
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.effects import Lift, Offer, Ready, RoomFailed, StopLifting, Verify
+from pdtransfer.handoff.effects import Lift, Offer, RoomFailed, RoomReady, StopLifting, Verify
 from pdtransfer.layout.checksum import CHECKSUM_BYTES
 from pdtransfer.limits import Limits
 from pdtransfer.wire import Drained, Grant, Registered, Reject
-from tests.handoff.test_component_variants import ARENA, DENSE_SLOTS, SLOTS, TwinEnd, twins
 from tests.sim.pools import LAYERS, ROW
 from tests.support.client_pair import slots_of_pages
 from tests.support.hbm_pair import expected, hbm_pair
+from tests.support.internals import core_of
 from tests.support.layout_tensors import CANARY
-from tests.support.session_ends import LIMITS, REACH, P, PrefillEnd, identity, kv_bytes, of, sent
+from tests.support.session_ends import (
+    ARENA,
+    DENSE_SLOTS,
+    LIMITS,
+    REACH,
+    SLOTS,
+    P,
+    PrefillEnd,
+    TwinEnd,
+    identity,
+    kv_bytes,
+    of,
+    sent,
+    twins,
+)
 
 HANDLE = b"handle"
 
@@ -54,14 +68,14 @@ def test_a_dense_room_is_ready_when_its_rows_were_copied_up() -> None:
     end.registers()
     grant = end.granted(1, tokens=8)
     effects = end.land(grant)
-    assert of(effects, Ready) == []
+    assert of(effects, RoomReady) == []
     (lift,) = of(effects, Lift)
     (rows,) = lift.parts
     assert (rows.component.name, rows.component.memory, rows.first_row) == ("kv", "hbm", 0)
     assert int(rows.extents[:, 1].sum()) == 8, "growth is not copied, nor what is in DRAM"
-    (ready,) = of(end.lifted(lift), Ready)
+    (ready,) = of(end.lifted(lift), RoomReady)
     assert ready.kv_bytes == kv_bytes(8)
-    lifts = end.core.settling.lifts
+    lifts = end.core.post_landing.hbm_copies
     assert (lifts.copies, lifts.bytes) == ({"dense": 1}, {"dense": 8 * LAYERS * ROW})
 
 
@@ -70,8 +84,8 @@ def test_a_sparse_rooms_kv_is_never_copied() -> None:
     end.registers()
     effects = end.land(end.granted(1, tokens=8, enable_hisparse=True))
     assert of(effects, Lift) == []
-    assert of(effects, Ready)
-    assert not end.core.settling.lifts.copies
+    assert of(effects, RoomReady)
+    assert not end.core.post_landing.hbm_copies.copies
 
 
 def test_what_its_writer_puts_there_itself_is_not_copied() -> None:
@@ -79,13 +93,13 @@ def test_what_its_writer_puts_there_itself_is_not_copied() -> None:
     end.registers(hbm_direct=True)
     effects = end.land(end.granted(1, tokens=8))
     assert of(effects, Lift) == []
-    assert of(effects, Ready)
+    assert of(effects, RoomReady)
 
 
 def test_a_range_of_the_arena_is_not_copied() -> None:
     end = ApartEnd(hbm_apart=False)
     end.registers()
-    assert of(end.land(end.granted(1, tokens=8)), Ready)
+    assert of(end.land(end.granted(1, tokens=8)), RoomReady)
 
 
 def test_nothing_lands_where_this_node_has_nothing_ready_to_be_copied_up_from() -> None:
@@ -110,7 +124,7 @@ def test_slots_are_claimed_as_long_as_they_are_copied() -> None:
     assert of(effects, RoomFailed)[0].cause is Cause.ABORTED
     assert end.free == [SLOTS, SLOTS - 2, DENSE_SLOTS - 8], "its lease has ended, and it is still being copied"
     assert not end.core.idle
-    assert of(end.lifted(lift, "cancelled"), Ready) == []
+    assert of(end.lifted(lift, "cancelled"), RoomReady) == []
     assert end.free == [SLOTS, SLOTS, DENSE_SLOTS]
     assert end.core.idle
 
@@ -121,9 +135,9 @@ def test_a_copy_that_fails_fails_its_room_and_gives_its_slots_back() -> None:
     (lift,) = of(end.land(end.granted(1, tokens=8)), Lift)
     (failed,) = of(end.lifted(lift, "the card is gone"), RoomFailed)
     assert failed.cause is Cause.TRANSFER
-    assert "not copied up: the card is gone" in failed.detail
+    assert "not copied to HBM: the card is gone" in failed.detail
     assert end.free == [SLOTS, SLOTS, DENSE_SLOTS]
-    assert end.core.settling.lifts.copies == {}
+    assert end.core.post_landing.hbm_copies.copies == {}
 
 
 def test_a_room_that_nobody_copies_up_fails_at_its_deadline_and_keeps_its_slots() -> None:
@@ -147,7 +161,7 @@ def test_rows_are_read_back_before_they_are_copied_and_wrong_ones_are_copied_now
         assert len(of(effects, Lift)) == right
         assert len(of(effects, RoomFailed)) != right
         if right:
-            assert of(end.lifted(of(effects, Lift)[0]), Ready)
+            assert of(end.lifted(of(effects, Lift)[0]), RoomReady)
 
 
 def test_all_of_hbm_may_be_leased_before_the_arena_is_backed_but_waits_for_a_writer_that_needs_the_arena() -> None:
@@ -161,13 +175,13 @@ def test_all_of_hbm_may_be_leased_before_the_arena_is_backed_but_waits_for_a_wri
 
 @pytest.mark.parametrize(
     ("handle", "second", "said"),
-    [(b"", True, "Reach names no card's memory"), (HANDLE, False, "False, it was True")],
+    [(b"", True, "Reach names no HBM"), (HANDLE, False, "False, it was True")],
 )
 def test_a_writer_says_once_where_it_writes_and_only_what_it_was_told(handle: bytes, second: bool, said: str) -> None:
     end = ApartEnd(handle=handle)
     effects = end.registers(hbm_direct=True)
     if handle:
-        session = next(iter(end.core.links.sessions))
+        session = next(iter(end.core.prefill_peers.sessions))
         effects = end.hear(Registered(session, ARENA, second))
     (reject,) = sent(effects, Reject)
     assert reject.reason == Cause.BREACH.value
@@ -224,7 +238,7 @@ def test_dense_rows_land_in_hbm_and_sparse_ones_stay_in_dram_to_the_byte() -> No
             target.land(slots_of_pages(of_room, 16, 40), ready.slots["kv"][:40])
         assert dram.holds(pair.target.memory)
         assert (pair.hbm == hbm.pool.memory).all()
-        lifts = pair.decode._node.core.settling.lifts
+        lifts = core_of(pair.decode).post_landing.hbm_copies
         assert lifts.copies == {"dense": 2}
         for room in pages:
             pair.decode.release(room)
@@ -237,7 +251,7 @@ def test_verified_rows_are_copied_up_as_well() -> None:
         ready, hbm = pair.ready(1), expected(pair)
         hbm.land(slots_of_pages(pages, 16, 100), ready.slots["kv"])
         assert (pair.hbm == hbm.pool.memory).all()
-        assert pair.decode._node.core.settling.verifications.matched == 1
+        assert core_of(pair.decode).post_landing.verifications.matched == 1
 
 
 def test_a_prompt_that_others_have_left_in_hbm_is_copied_up_once() -> None:
@@ -249,7 +263,7 @@ def test_a_prompt_that_others_have_left_in_hbm_is_copied_up_once() -> None:
             pair.send(room, 64)
             assert pair.ready(room).prefix == (0 if room == 1 else 64)
             pair.decode.release(room)
-        assert pair.decode._node.core.settling.lifts.bytes["dense"] == 64 * pair.target.layout.row_bytes
+        assert core_of(pair.decode).post_landing.hbm_copies.bytes["dense"] == 64 * pair.target.layout.row_bytes
 
 
 def test_what_landed_before_hbm_is_not_what_the_engine_reads() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import Cause, LocalProtocolError
-from pdtransfer.handoff.effects import Ready, RoomFailed
+from pdtransfer.handoff.decode.room_request import RoomRequest
+from pdtransfer.handoff.effects import RoomFailed, RoomReady
 from pdtransfer.wire import Abort, Drained, Grant, Released, unpack_extents
 from tests.support.session_ends import LIMITS, SLOTS, DecodeEnd, P, kv_bytes, of, sent
 
@@ -30,8 +31,8 @@ def granted(one: DecodeEnd, room: int, prompt: list[int], *, salt: bytes = b"", 
     return one.granted(room, len(prompt), keys=keys(one, prompt, salt), growth=growth)
 
 
-def ready(one: DecodeEnd, grant: Grant) -> Ready:
-    (effect,) = of(one.land(grant), Ready)
+def ready(one: DecodeEnd, grant: Grant) -> RoomReady:
+    (effect,) = of(one.land(grant), RoomReady)
     return effect
 
 
@@ -220,9 +221,9 @@ def test_a_repeated_landed_does_not_share_a_second_time() -> None:
 @pytest.mark.parametrize("wrong", [{"prefix": 8}, {"tokens": 15}], ids=str)
 def test_keys_that_do_not_fit_the_room_are_refused_at_once(wrong: dict[str, int]) -> None:
     one = end()
-    tokens = wrong.pop("tokens", 20)
+    request = RoomRequest(room=1, **{"tokens": 20, "sources": (P,), "time_left_s": 9.0} | wrong, keys=keys(one, PROMPT))
     with pytest.raises(LocalProtocolError, match="keys"):
-        one.core.expect(1, tokens=tokens, sources=(P,), now=0.0, deadline=9.0, keys=keys(one, PROMPT), **wrong)
+        one.core.expect(request, now=0.0)
 
 
 def test_a_shared_room_whose_writer_is_lost_fails_alone() -> None:

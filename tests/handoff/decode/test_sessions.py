@@ -9,9 +9,20 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import Cause, LocalProtocolError
-from pdtransfer.handoff.decode import coverage
-from pdtransfer.handoff.decode.records import SessionState
-from pdtransfer.handoff.effects import Fence, Forget, HangUp, Offer, PeerRefused, Ready, RoomFailed, Send, SessionLost
+from pdtransfer.handoff.decode import window_slots
+from pdtransfer.handoff.decode.room_request import RoomRequest
+from pdtransfer.handoff.effects import (
+    Fence,
+    Forget,
+    HangUp,
+    Offer,
+    PeerRefused,
+    RoomFailed,
+    RoomReady,
+    Send,
+    SessionLost,
+)
+from pdtransfer.handoff.states import SessionState
 from pdtransfer.limits import AHEAD_MAX
 from pdtransfer.wire import (
     Abort,
@@ -45,17 +56,13 @@ from tests.support.session_ends import (
     SLOTS,
     DecodeEnd,
     P,
+    failure,
     kv_bytes,
     of,
     sent,
-)  # fmt: skip
+)
 
 ALL_FREE = [SLOTS, SLOTS]
-
-
-def failure(effects: list) -> tuple[int, Cause]:
-    (failed,) = of(effects, RoomFailed)
-    return failed.room, failed.cause
 
 
 def failures(effects: list) -> list[tuple[int, Cause]]:
@@ -70,7 +77,7 @@ def test_a_room_is_ready_when_its_grant_has_landed() -> None:
     end.up()
     grant = end.granted(7, tokens=8, growth=2)
     effects = end.land(grant, aux=b"first token")
-    (ready,) = of(effects, Ready)
+    (ready,) = of(effects, RoomReady)
     assert (ready.room, ready.aux, ready.kv_bytes) == (7, b"first token", kv_bytes(8))
     assert sent(effects, Released) == [Released(grant.session, grant.grant)]
     for part, name, rows in zip(grant.parts, ("kv", "c4"), (8, 2), strict=True):
@@ -123,7 +130,7 @@ def test_a_room_that_decode_holds_already_is_granted_without_parts() -> None:
     end.up()
     grant = end.granted(1, tokens=8, prefix=8)
     assert grant.parts == ()
-    (ready,) = of(end.land(grant, aux=b"token"), Ready)
+    (ready,) = of(end.land(grant, aux=b"token"), RoomReady)
     assert ready.kv_bytes == 0
     assert len(ready.slots["kv"]) == 8
 
@@ -138,9 +145,9 @@ def test_a_room_that_decode_holds_already_is_granted_without_parts() -> None:
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_at_once(wrong: dict) -> None:
     end = DecodeEnd()
-    options = {"tokens": 8, "sources": (P,), "now": 0.0, "deadline": 1.0} | wrong
+    options = {"tokens": 8, "sources": (P,), "time_left_s": 1.0} | wrong
     with pytest.raises(LocalProtocolError):
-        end.core.expect(1, **options)
+        end.core.expect(RoomRequest(room=1, **options), now=0.0)
     assert end.core.idle
 
 
@@ -177,7 +184,7 @@ def test_a_draining_node_takes_no_room_and_ends_those_it_has() -> None:
     grant = end.granted(1)
     end.core.drain()
     assert failure(end.expect(2)) == (2, Cause.SHUTDOWN)
-    assert of(end.land(grant), Ready)
+    assert of(end.land(grant), RoomReady)
 
 
 def test_a_room_that_the_arena_could_never_hold_is_refused_and_a_full_queue_says_when_to_ask_again() -> None:
@@ -208,8 +215,8 @@ def test_a_room_of_two_ranks_is_ready_when_both_have_landed() -> None:
     end = DecodeEnd()
     first, second = two_ranks(end)
     assert (first.send_aux, second.send_aux) == (True, False)
-    assert of(end.land(second, P2), Ready) == []
-    (ready,) = of(end.land(first, P, aux=b"aux"), Ready)
+    assert of(end.land(second, P2), RoomReady) == []
+    (ready,) = of(end.land(first, P, aux=b"aux"), RoomReady)
     assert ready.aux == b"aux"
 
 
@@ -243,7 +250,7 @@ def test_each_rank_registers_its_own_planes_and_is_granted_by_their_places_in_re
     assert unpack_extents("x", c4.parts[0].extents).tolist() == [[2, 2]], "another component's slots are others"
     end.land(kv, P)
     end.land(none, P3)
-    (ready,) = of(end.land(c4, P2), Ready)
+    (ready,) = of(end.land(c4, P2), RoomReady)
     assert ready.kv_bytes == kv_bytes(8)
 
 
@@ -253,16 +260,16 @@ def test_slots_of_several_silent_ranks_are_quarantined_once_and_counted_against_
     end.tick(LIMITS.silence_ms / 1e3 + 1.0)
     held = kv_bytes(16)
     assert end.core.leases.quarantined_bytes == held
-    assert [end.core.links.peers[name].quarantined_bytes for name in (P, P2)] == [held, held]
-    for session in list(end.core.links.sessions):
+    assert [end.core.prefill_peers.peers[name].quarantined_bytes for name in (P, P2)] == [held, held]
+    for session in list(end.core.prefill_peers.sessions):
         end.core.fenced(session, end.now)
-        assert end.core.leases.quarantined_bytes == (held if end.core.links.sessions else 0)
+        assert end.core.leases.quarantined_bytes == (held if end.core.prefill_peers.sessions else 0)
     assert end.free == ALL_FREE
 
 
 def test_whether_sessions_cover_a_room_is_reckoned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reckoned: list[object] = []
-    monkeypatch.setattr(coverage, "uncovered", lambda components, shares: reckoned.append(shares) or "")
+    monkeypatch.setattr(window_slots, "uncovered", lambda components, shares: reckoned.append(shares) or "")
     end = DecodeEnd()
     for peer in (P, P2):
         end.up(peer)
@@ -284,7 +291,7 @@ def test_a_room_that_its_sources_do_not_cover_fails_as_soon_as_it_has_its_places
     while not failed:
         failed = of(end.hear(Pong(1)), RoomFailed) or of(end.hear(Pong(1), peer=P2), RoomFailed)
         failed = failed or of(end.tick(0.01), RoomFailed)
-        assert end.core.places.refused() is None
+        assert end.core.window_slots.refused() is None
     assert [(each.room, each.cause) for each in failed] == [(2, Cause.PEER_LOST), (3, Cause.REFUSED)]
 
 
@@ -320,7 +327,7 @@ def test_landed_crossing_abort_counts_as_drained() -> None:
     grant = end.granted(1)
     end.core.abort(1, end.now)
     effects = end.land(grant, aux=b"aux")
-    assert of(effects, Ready) == []
+    assert of(effects, RoomReady) == []
     assert sent(effects, Released) == [Released(grant.session, grant.grant)]
     assert end.free == ALL_FREE
 
@@ -389,8 +396,8 @@ def test_a_late_end_does_not_revive_a_room_or_end_another_of_the_same_label() ->
     end.core.abort(1, end.now)
     again = end.granted(1)
     assert again.grant == first.grant + 1
-    assert of(end.land(first), Ready) == []
-    assert of(end.land(again), Ready)
+    assert of(end.land(first), RoomReady) == []
+    assert of(end.land(again), RoomReady)
 
 
 def test_an_abort_that_nobody_answers_quarantines_the_slots() -> None:
@@ -588,7 +595,7 @@ def test_a_welcome_that_nobody_asked_for_is_ignored() -> None:
     end.granted(1)
     assert end.hear(end.welcome(incarnation=2)) == []
     assert end.hear(end.welcome(model="another")) == []
-    assert end.core.links.peers[P].up.id == session
+    assert end.core.prefill_peers.peers[P].up.id == session
 
 
 def test_a_new_incarnation_fails_rooms_at_once_but_keeps_slots() -> None:
@@ -631,7 +638,7 @@ def test_a_silent_peer_loses_its_rooms_and_another_keeps_its_own() -> None:
     (lost,) = of(effects, SessionLost)
     assert f"{P} has been silent for" in lost.detail
     assert failure(end.expect(3)) == (3, Cause.PEER_LOST)
-    assert of(end.land(other, P2), Ready)
+    assert of(end.land(other, P2), RoomReady)
 
 
 def test_a_silent_peer_comes_back_and_drains() -> None:
@@ -639,13 +646,13 @@ def test_a_silent_peer_comes_back_and_drains() -> None:
     session = end.up()
     grant = end.granted(1)
     end.tick(3.0)
-    assert end.core.links.sessions[session].state is SessionState.SILENT
+    assert end.core.prefill_peers.sessions[session].state is SessionState.SILENT
     assert end.core.leases.quarantined_bytes == kv_bytes(8)
     end.hear(Drained(grant.session, grant.grant))
-    assert end.core.links.peers[P].up.id == session
+    assert end.core.prefill_peers.peers[P].up.id == session
     assert end.core.leases.quarantined_bytes == 0
     assert end.free == ALL_FREE
-    assert of(end.land(end.granted(2)), Ready)
+    assert of(end.land(end.granted(2)), RoomReady)
 
 
 def test_a_room_for_a_peer_that_was_lost_greets_it_at_once_and_waits_as_for_a_new_one() -> None:
@@ -737,7 +744,7 @@ def test_a_late_reject_that_wants_a_hello_does_not_end_the_session_that_followed
     late = Reject(0, "hello_required", ())
     assert end.hear(late) == []
     assert end.hear(end.welcome()) == []
-    assert of(end.land(grant), Ready)
+    assert of(end.land(grant), RoomReady)
 
 
 def test_a_hello_that_is_refused_is_repeated_at_the_slowest_pace() -> None:
@@ -801,7 +808,7 @@ def test_a_session_that_is_refused_fails_the_rooms_that_wait_for_it(word: str, c
     end.core.offered(offer.session, REACH, 0.0)
     effects = end.hear(Reject(offer.session, word, ("Register.components[0].name: 'kv', this prefill has []",)))
     assert failure(effects) == (1, cause)
-    assert end.core.links.peers[P].session is None
+    assert end.core.prefill_peers.peers[P].session is None
     assert failure(end.expect(2)) == (2, cause), "of the same cause as long as it stands"
 
 
@@ -839,7 +846,7 @@ def test_a_word_of_an_earlier_process_changes_nothing() -> None:
     end.hear(Registered(offer.session, ARENA_BYTES))
     grant = end.granted(1)
     assert end.hear(Pong(1), Goodbye(1, "shutdown")) == []
-    assert of(end.land(grant), Ready)
+    assert of(end.land(grant), RoomReady)
 
 
 def test_a_late_welcome_of_an_earlier_process_does_not_answer_a_hello_to_the_new_one() -> None:
@@ -851,7 +858,7 @@ def test_a_late_welcome_of_an_earlier_process_does_not_answer_a_hello_to_the_new
     end.tick(0.3)
     assert sent(end.hear(Reject(0, "hello_required", ())), Hello)
     assert end.hear(end.welcome(incarnation=1)) == []
-    assert end.core.links.peers[P].session.id == offer.session
+    assert end.core.prefill_peers.peers[P].session.id == offer.session
 
 
 def test_what_an_earlier_process_left_on_its_way_does_not_make_the_new_one_heard() -> None:
@@ -863,7 +870,7 @@ def test_what_an_earlier_process_left_on_its_way_does_not_make_the_new_one_heard
     end.tick(1.5)
     end.hear(Drained(grant.session, grant.grant))
     end.tick(1.5)
-    assert end.core.links.sessions[offer.session].state is SessionState.FENCING
+    assert end.core.prefill_peers.sessions[offer.session].state is SessionState.FENCING
 
 
 def test_a_process_that_speaks_on_after_it_was_taken_for_gone_is_heard() -> None:
@@ -900,10 +907,10 @@ def test_a_peer_that_is_long_gone_is_forgotten_and_can_be_dialled_again() -> Non
     assert of(end.tick(30.0), HangUp) == [], "its session awaits its fence"
     end.core.fenced(session, end.now)
     assert of(end.tick(1.0), HangUp) == [HangUp(P)]
-    assert end.core.links.peers == {}
+    assert end.core.prefill_peers.peers == {}
     assert end.core.next_tick() is None
     end.up()
-    assert of(end.land(end.granted(1)), Ready)
+    assert of(end.land(end.granted(1)), RoomReady)
 
 
 def test_a_refused_peer_that_is_long_gone_is_forgotten_too() -> None:
@@ -921,7 +928,7 @@ def test_no_more_peers_are_known_than_sessions_max() -> None:
     assert failure(end.expect(1, 8, "tcp://p2")) == (1, Cause.FULL)
     assert failure(end.expect(2, 8, P, "tcp://p2")) == (2, Cause.FULL)
     assert of(end.core.dial("tcp://p2", 0.0), PeerRefused)
-    assert list(end.core.links.peers) == [P, P2]
+    assert list(end.core.prefill_peers.peers) == [P, P2]
 
 
 @pytest.mark.parametrize(("sessions_max", "ahead"), [(1, 0), (5, 2), (1_024, AHEAD_MAX)])
@@ -931,10 +938,10 @@ def test_half_of_the_places_are_kept_for_peers_that_rooms_name(sessions_max: int
     for name in names:
         if end.core.may_dial_ahead(name):
             end.core.dial(name, 0.0)
-    assert list(end.core.links.peers) == names[:ahead]
+    assert list(end.core.prefill_peers.peers) == names[:ahead]
     assert all(map(end.core.may_dial_ahead, names[:ahead])), "whoever has a place takes no other"
     end.expect(1, 8, "tcp://named")
-    assert list(end.core.links.peers) == [*names[:ahead], "tcp://named"]
+    assert list(end.core.prefill_peers.peers) == [*names[:ahead], "tcp://named"]
     end.core.drain()
     assert not end.core.may_dial_ahead("tcp://named")
 
@@ -961,8 +968,8 @@ def test_every_peer_without_a_session_is_being_greeted() -> None:
     ):  # fmt: skip
         end.core.dial(P, end.now)
         end.hear(message)
-        peer = end.core.links.peers[P]
-        assert peer.session is not None or ("hello", P, 0) in end.core.links.timers
+        peer = end.core.prefill_peers.peers[P]
+        assert peer.session is not None or ("hello", P, 0) in end.core.prefill_peers.timers
         end.tick(0.3)
-        peer = end.core.links.peers[P]
-        assert peer.session is not None or ("hello", P, 0) in end.core.links.timers
+        peer = end.core.prefill_peers.peers[P]
+        assert peer.session is not None or ("hello", P, 0) in end.core.prefill_peers.timers

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import Cause
-from pdtransfer.handoff.decode.records import SessionState
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.effects import Ready, RoomFailed, StopVerifying, Verify
+from pdtransfer.handoff.effects import RoomFailed, RoomReady, StopVerifying, Verify
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
-from pdtransfer.kernels import Native, checksum_copy
+from pdtransfer.handoff.states import SessionState
+from pdtransfer.kernels import NativeCopy, checksum_copy
 from pdtransfer.transports import verifier
 from pdtransfer.transports.shm import writer
 from pdtransfer.wire import Abort, Failed, Goodbye, Grant, Landed, Released, unpack_extents
@@ -42,11 +42,6 @@ def of_two_ranks() -> DecodeEnd:
     return made
 
 
-def failure(effects: list) -> RoomFailed:
-    (failed,) = of(effects, RoomFailed)
-    return failed
-
-
 # The core: what is asked, and what may be reused when
 
 
@@ -56,15 +51,15 @@ def test_a_room_is_ready_when_what_has_landed_was_read_back_and_is_what_was_sent
     assert grant.verify
     effects = decode.land(grant, aux=b"first", checksum=SENT)
     assert sent(effects, Released), "Landed is the proof that writing has ended, whatever the bytes are"
-    assert not of(effects, Ready)
+    assert not of(effects, RoomReady)
     (order,) = of(effects, Verify)
     assert (order.session, order.grant, order.room) == (grant.session, grant.grant, 7)
     for asked, part in zip(order.parts, grant.parts, strict=True):
         assert asked.first_row == part.first_row
         assert asked.extents.tolist() == unpack_extents("x", part.extents).tolist()
-    (ready,) = of(decode.verified(grant, SUM), Ready)
+    (ready,) = of(decode.verified(grant, SUM), RoomReady)
     assert (ready.room, ready.aux) == (7, b"first")
-    assert (decode.core.settling.verifications.matched, decode.core.settling.verifications.mismatched) == (1, 0)
+    assert (decode.core.post_landing.verifications.matched, decode.core.post_landing.verifications.mismatched) == (1, 0)
     decode.core.release(7, decode.now)
     assert decode.free == ALL_FREE
     assert decode.core.idle
@@ -77,7 +72,7 @@ def test_a_repeated_landed_is_read_once() -> None:
     again = decode.land(grant, checksum=bytes(8))
     assert sent(again, Released)
     assert not of(again, Verify)
-    assert of(decode.verified(grant, SUM), Ready)
+    assert of(decode.verified(grant, SUM), RoomReady)
     assert not of(decode.land(grant, checksum=SENT), Verify)
 
 
@@ -85,12 +80,12 @@ def test_a_sum_that_differs_fails_the_room_and_names_grant_peer_and_both_values(
     decode = end()
     grant = decode.granted(7)
     decode.land(grant, checksum=SENT)
-    failed = failure(decode.verified(grant, SUM + 1))
+    (failed,) = of(decode.verified(grant, SUM + 1), RoomFailed)
     assert failed.cause is Cause.TRANSFER
     for what in (P, "grant 1", SENT.hex(), (SUM + 1).to_bytes(8, "little").hex()):
         assert what in failed.detail
     assert decode.free == ALL_FREE, "writing has ended, and reading has"
-    assert decode.core.settling.verifications.mismatched == 1
+    assert decode.core.post_landing.verifications.mismatched == 1
     assert decode.core.idle
 
 
@@ -98,7 +93,7 @@ def test_a_sum_that_differs_fails_the_room_and_names_grant_peer_and_both_values(
 def test_a_landed_without_a_checksum_fails_the_room_and_returns_its_slots(checksum: bytes) -> None:
     decode = end()
     effects = decode.land(decode.granted(7), checksum=checksum)
-    failed = failure(effects)
+    (failed,) = of(effects, RoomFailed)
     assert failed.cause is Cause.TRANSFER
     assert P in failed.detail
     assert f"{len(checksum)} bytes" in failed.detail
@@ -113,8 +108,8 @@ def test_rows_that_cannot_be_read_fail_the_room() -> None:
     decode = end()
     grant = decode.granted(7)
     decode.land(grant, checksum=SENT)
-    assert "out of order" in failure(decode.verified(grant, 0, "out of order")).detail
-    assert decode.core.settling.verifications.mismatched == 0
+    assert "out of order" in of(decode.verified(grant, 0, "out of order"), RoomFailed)[0].detail
+    assert decode.core.post_landing.verifications.mismatched == 0
 
 
 def test_a_node_that_does_not_verify_asks_for_nothing_and_ignores_a_sum() -> None:
@@ -123,7 +118,7 @@ def test_a_node_that_does_not_verify_asks_for_nothing_and_ignores_a_sum() -> Non
     grant = decode.granted(7)
     assert not grant.verify
     effects = decode.land(grant, checksum=SENT)
-    assert of(effects, Ready)
+    assert of(effects, RoomReady)
     assert not of(effects, Verify)
 
 
@@ -136,7 +131,7 @@ def test_slots_of_a_room_that_fails_while_it_is_read_are_reused_only_after_the_l
         effects = decode.core.abort(7, decode.now)
     else:
         effects = decode.live(5.5, P)
-    failed = failure(effects)
+    (failed,) = of(effects, RoomFailed)
     assert failed.cause is (Cause.ABORTED if why == "abort" else Cause.DEADLINE)
     assert not sent(effects, Abort)
     assert of(effects, StopVerifying) == [StopVerifying(grant.session, grant.grant)]
@@ -156,7 +151,7 @@ def test_a_room_of_the_same_label_is_not_touched_by_an_earlier_ones_reading() ->
     second = decode.granted(7)
     decode.land(second, checksum=SENT)
     assert not of(decode.verified(first, SUM + 1), RoomFailed)
-    assert of(decode.verified(second, SUM), Ready)
+    assert of(decode.verified(second, SUM), RoomReady)
 
 
 @pytest.mark.parametrize("how", ["goodbye", "silence"])
@@ -167,22 +162,22 @@ def test_a_peer_that_is_lost_after_landed_costs_its_room_nothing(how: str) -> No
     if how == "goodbye":
         effects = decode.hear(Goodbye(decode.incarnation, "shutdown"))
         effects += decode.core.fenced(grant.session, decode.now)
-        assert grant.session not in decode.core.links.sessions
+        assert grant.session not in decode.core.prefill_peers.sessions
     else:
         effects = decode.tick(3.0)
-        assert decode.core.links.sessions[grant.session].state is SessionState.SILENT
+        assert decode.core.prefill_peers.sessions[grant.session].state is SessionState.SILENT
     assert not of(effects, RoomFailed)
-    assert of(decode.verified(grant, SUM), Ready)
+    assert of(decode.verified(grant, SUM), RoomReady)
 
 
 def test_every_grant_of_a_room_is_read_as_it_lands_and_the_wrong_one_is_named() -> None:
     decode = of_two_ranks()
     grants = {each.session: each for each in sent(decode.expect(7, 8, P, P2), Grant)}
-    first, second = (grants[decode.core.links.peers[name].session.id] for name in (P, P2))
+    first, second = (grants[decode.core.prefill_peers.peers[name].session.id] for name in (P, P2))
     assert of(decode.land(first, checksum=SENT), Verify)
-    assert not of(decode.verified(first, SUM), Ready), "the other has not landed"
+    assert not of(decode.verified(first, SUM), RoomReady), "the other has not landed"
     assert of(decode.land(second, peer=P2, checksum=SENT), Verify)
-    failed = failure(decode.verified(second, 0))
+    (failed,) = of(decode.verified(second, 0), RoomFailed)
     assert P2 in failed.detail
     assert decode.free == ALL_FREE
 
@@ -190,20 +185,20 @@ def test_every_grant_of_a_room_is_read_as_it_lands_and_the_wrong_one_is_named() 
 def test_a_room_of_two_is_ready_after_both_readings_in_whatever_order() -> None:
     decode = of_two_ranks()
     first, second = sent(decode.expect(7, 8, P, P2), Grant)
-    peers = [decode.core.links.sessions[each.session].peer for each in (first, second)]
+    peers = [decode.core.prefill_peers.sessions[each.session].peer for each in (first, second)]
     decode.land(first, peer=peers[0], checksum=SENT)
     decode.land(second, peer=peers[1], checksum=SENT)
-    assert not of(decode.verified(second, SUM), Ready)
-    assert of(decode.verified(first, SUM), Ready)
+    assert not of(decode.verified(second, SUM), RoomReady)
+    assert of(decode.verified(first, SUM), RoomReady)
 
 
 def test_a_wrong_grant_aborts_those_that_still_write() -> None:
     decode = of_two_ranks()
     first, second = sent(decode.expect(7, 8, P, P2), Grant)
-    peers = [decode.core.links.sessions[each.session].peer for each in (first, second)]
+    peers = [decode.core.prefill_peers.sessions[each.session].peer for each in (first, second)]
     decode.land(first, peer=peers[0], checksum=SENT)
     effects = decode.verified(first, 0)
-    assert failure(effects).room == 7
+    assert of(effects, RoomFailed)[0].room == 7
     assert [each.grant for each in sent(effects, Abort)] == [second.grant]
     assert decode.free != ALL_FREE
     decode.hear(Failed(second.session, second.grant, "aborted", "", quiescent=True), peer=peers[1])
@@ -320,7 +315,7 @@ def test_damage_in_the_arena_is_caught_before_anybody_reads_it(
         failed = pair.failed(2)
         assert failed.cause is Cause.TRANSFER
         assert pair.prefill.endpoint in failed.detail
-        assert pair.decode_said(2, Ready) is None
+        assert pair.decode_said(2, RoomReady) is None
         if damage is put_a_row_of_another_room:
             pair.decode.release(1)
         pair.whole_arena_is_free(3)
@@ -335,7 +330,7 @@ def test_a_row_of_the_pool_that_changes_between_read_and_write_is_caught(monkeyp
             return copy(*args, **kwargs)
 
         # Compiled, both are one call. In numpy there is a moment between them.
-        monkeypatch.setattr(writer.kernels, "native", lambda: Native(path=None, text="numpy"))
+        monkeypatch.setattr(writer.kernels, "native", lambda: NativeCopy(path=None, text="numpy"))
         monkeypatch.setattr(writer.kernels, "copy", late)
         pair.expect(1, 20)
         pair.send(1, 20)
@@ -404,7 +399,7 @@ def test_abort_of_a_room_that_is_being_read_keeps_its_slots_until_it_is(monkeypa
         pair.expect(2, 256)
         pair.send(2, 256, pages=pair.all_pages())
         pair.drained(1)
-        assert pair.decode_said(2, Ready) is None
+        assert pair.decode_said(2, RoomReady) is None
         assert not pair.prefill_said(2, type(pair.said_p[0])), "nothing is granted on slots that are read"
         held.go.set()
         pair.ready(2)

@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 
 from pdtransfer.errors import Cause, LocalProtocolError
-from pdtransfer.handoff.effects import Drained as RoomDrained
-from pdtransfer.handoff.effects import FenceWriter, Leased, Map, Outcome, RoomFailed, Send, StopWriting, Unmap, Write
-from pdtransfer.handoff.effects import Landed as RoomLanded
-from pdtransfer.handoff.prefill.sessions import Cell
+from pdtransfer.handoff.effects import (
+    FenceWriter,
+    Map,
+    Outcome,
+    RoomDrained,
+    RoomFailed,
+    RoomLanded,
+    RoomLeased,
+    Send,
+    StopWriting,
+    Unmap,
+    Write,
+)
+from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.limits import AUX_BYTES_MAX
 from pdtransfer.wire import (
     Abort,
@@ -37,6 +47,7 @@ from tests.support.session_ends import (
     SLOTS,
     D,
     PrefillEnd,
+    failure,
     grant,
     kv_bytes,
     of,
@@ -45,11 +56,6 @@ from tests.support.session_ends import (
 )
 
 S = 0xA0
-
-
-def failure(effects: list) -> tuple[int, Cause]:
-    (failed,) = of(effects, RoomFailed)
-    return failed.room, failed.cause
 
 
 def writing(end: PrefillEnd, room: int = 1, number: int = 1, tokens: int = 8, at: int = 0) -> list[Write]:
@@ -93,7 +99,7 @@ def test_cells_that_come_before_the_grant_are_written_when_it_comes() -> None:
     assert end.push() == []
     effects = end.hear(grant())
     assert sent(effects, Granted) == [Granted(S, 1)]
-    assert of(effects, Leased) == [Leased(1)]
+    assert of(effects, RoomLeased) == [RoomLeased(1)]
     assert len(of(effects, Write)) == 2
 
 
@@ -101,7 +107,7 @@ def test_a_grant_that_comes_before_the_room_waits_for_it() -> None:
     end = PrefillEnd()
     end.up()
     assert end.hear(grant()) == [Send(D, Granted(S, 1))]
-    assert of(end.open(), Leased) == [Leased(1)]
+    assert of(end.open(), RoomLeased) == [RoomLeased(1)]
     assert len(of(end.push(), Write)) == 2
     assert end.core._waiting == {}
 
@@ -142,7 +148,7 @@ def test_a_second_grant_of_one_session_takes_no_other_ranks_place_in_a_room() ->
     end.hear(grant(1))
     (failed,) = sent(end.hear(grant(2, at=8)), Failed)
     assert (failed.grant, failed.reason, failed.quiescent) == (2, Cause.BREACH.value, True)
-    assert of(end.hear(grant(session=0xA1), peer=D2), Leased) == [Leased(1)]
+    assert of(end.hear(grant(session=0xA1), peer=D2), RoomLeased) == [RoomLeased(1)]
 
 
 def test_a_grant_without_parts_lands_once_the_room_is_finished() -> None:
@@ -215,7 +221,7 @@ def test_misuse_by_the_engine_is_told_to_the_engine() -> None:
     end.finish()
     with pytest.raises(LocalProtocolError, match="finished already"):
         end.finish()
-    with pytest.raises(LocalProtocolError, match="too late"):
+    with pytest.raises(LocalProtocolError, match="no cell may follow"):
         end.push()
 
 
@@ -489,8 +495,8 @@ def two_ranks(end: PrefillEnd) -> list[Write]:
     end.up(S, D)
     end.up(0xB0, D2)
     end.open(grants=2)
-    assert of(end.hear(grant()), Leased) == []
-    assert of(end.hear(grant(session=0xB0), peer=D2), Leased) == [Leased(1)]
+    assert of(end.hear(grant()), RoomLeased) == []
+    assert of(end.hear(grant(session=0xB0), peer=D2), RoomLeased) == [RoomLeased(1)]
     return of(end.push(), Write)
 
 

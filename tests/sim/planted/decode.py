@@ -8,14 +8,13 @@ from msgspec.structs import replace
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.decode import prefill_peers
-from pdtransfer.handoff.decode.coverage import Coverage
 from pdtransfer.handoff.decode.leases import Leases
-from pdtransfer.handoff.decode.prefill_peers import Links
-from pdtransfer.handoff.decode.records import LeaseEntry, Session, SessionState
+from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
+from pdtransfer.handoff.decode.records import LeaseEntry, SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.lease import Lease, LeaseEvent
-from pdtransfer.handoff.liveness import Lives
-from pdtransfer.handoff.room import DECODE_ROOM, DecodeRoom, DecodeRoomEvent
+from pdtransfer.handoff.decode.window_slots import Coverage
+from pdtransfer.handoff.liveness import Liveness
+from pdtransfer.handoff.states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, LeaseEvent, SessionState
 from pdtransfer.wire import Failed, Landed
 
 from . import Patch
@@ -55,7 +54,7 @@ def silence_taken_for_a_fence(patch: Patch) -> None:
     """A peer that says nothing is taken for dead, and for quiet."""
     quarantine = Leases.quarantine
 
-    def end_all(self: Leases, session: Session) -> None:
+    def end_all(self: Leases, session: SessionRecord) -> None:
         quarantine(self, session)
         self.quiet(session)
 
@@ -66,7 +65,7 @@ def new_incarnation_taken_for_a_fence(patch: Patch) -> None:
     """The process that wrote is gone, so its leases end; but its child writes on."""
     lost = DecodeSessions._session_lost
 
-    def end_all(self: DecodeSessions, session: Session, cause: Cause, detail: str, now: float) -> None:
+    def end_all(self: DecodeSessions, session: SessionRecord, cause: Cause, detail: str, now: float) -> None:
         lost(self, session, cause, detail, now)
         if cause is Cause.PEER_RESTARTED:
             self.leases.quiet(session)
@@ -81,7 +80,7 @@ def one_queue_for_all_peers(patch: Patch) -> None:
     def in_order(self: DecodeSessions, name: str) -> None:
         waiting = [room for room in self.rooms.values() if room.state is DecodeRoom.CONNECTING]
         for room in waiting:
-            if any(self.links.peers[source].up is None for source in room.sources):
+            if any(self.prefill_peers.peers[source].up is None for source in room.sources):
                 return
             connect(self, room.sources[0])
 
@@ -90,14 +89,14 @@ def one_queue_for_all_peers(patch: Patch) -> None:
 
     patch(DecodeSessions, "_connect", in_order)
     patch(DecodeSessions, "_peer_unreachable", unreachable)
-    patch(Links, "unfit", lambda self, name, now, arena_bytes: None)
+    patch(PrefillPeers, "unfit", lambda self, name, now, arena_bytes: None)
 
 
 def landed_is_not_drained(patch: Patch) -> None:
     """Decode that has given a grant up waits for Drained, and Landed is none."""
     proof = Leases.proof
 
-    def strict(self: Leases, session: Session, number: int) -> None:
+    def strict(self: Leases, session: SessionRecord, number: int) -> None:
         lease = session.leases.get(number)
         if lease is None or lease.state is Lease.GRANTED:
             proof(self, session, number)
@@ -107,21 +106,21 @@ def landed_is_not_drained(patch: Patch) -> None:
 
 def failed_taken_for_a_proof(patch: Patch) -> None:
     """Failed ends the lease, whether or not its writes have ended."""
-    of_grant = DecodeSessions._of_grant
+    on_grant_message = DecodeSessions._on_grant_message
 
-    def hasty(self: DecodeSessions, session: Session, message: Any, now: float) -> None:
-        of_grant(self, session, message, now)
+    def hasty(self: DecodeSessions, session: SessionRecord, message: Any, now: float) -> None:
+        on_grant_message(self, session, message, now)
         if isinstance(message, Failed):
             self.leases.proof(session, message.grant)
 
-    patch(DecodeSessions, "_of_grant", hasty)
+    patch(DecodeSessions, "_on_grant_message", hasty)
 
 
 def released_only_once(patch: Patch) -> None:
     """An end that comes a second time is not answered: it has been."""
     proof = Leases.proof
 
-    def once(self: Leases, session: Session, number: int) -> None:
+    def once(self: Leases, session: SessionRecord, number: int) -> None:
         if number in session.leases:
             proof(self, session, number)
 
@@ -135,7 +134,7 @@ def abort_said_once(patch: Patch) -> None:
     def once(self: Leases, lease: LeaseEntry, now: float) -> None:
         repeat(self, lease, now)
         if lease.state is not Lease.GRANTED:
-            self._links.timers.clear(("lease", lease.session.id, lease.message.grant))
+            self._peers.timers.clear(("lease", lease.session.id, lease.message.grant))
 
     patch(Leases, "repeat", once)
 
@@ -153,18 +152,18 @@ def grant_said_once(patch: Patch) -> None:
 
 def window_unheeded_by_decode(patch: Patch) -> None:
     """Decode grants as many as it likes."""
-    patch(Session, "has_place", property(lambda self: True))
+    patch(SessionRecord, "has_window_slot", property(lambda self: True))
 
 
 def condemned_taken_for_quiet(patch: Patch) -> None:
     """A session that is condemned is free at once: nobody asks for the kernel's proof."""
-    condemn = Links.condemn
+    condemn = PrefillPeers.condemn
 
-    def quiet(self: Links, session: Session, cause: Cause, detail: str, now: float) -> None:
+    def quiet(self: PrefillPeers, session: SessionRecord, cause: Cause, detail: str, now: float) -> None:
         condemn(self, session, cause, detail, now)
         self._quiet(session)
 
-    patch(Links, "condemn", quiet)
+    patch(PrefillPeers, "condemn", quiet)
 
 
 def ready_with_the_first_rank(patch: Patch) -> None:
@@ -182,17 +181,17 @@ def ready_with_the_first_rank(patch: Patch) -> None:
 
 def earlier_lives_heard(patch: Patch) -> None:
     """What a dead process had left on its way is taken for the live one's word."""
-    patch(Lives, "late", lambda self, incarnation, now: False)
+    patch(Liveness, "late", lambda self, incarnation, now: False)
 
 
 def quarantine_without_a_cap(patch: Patch) -> None:
     """Who keeps a whole arena in quarantine is granted more."""
-    unfit = Links.unfit
+    unfit = PrefillPeers.unfit
 
-    def fit(self: Links, name: str, now: float, arena_bytes: int) -> Any:
+    def fit(self: PrefillPeers, name: str, now: float, arena_bytes: int) -> Any:
         return unfit(self, name, now, 1 << 60)
 
-    patch(Links, "unfit", fit)
+    patch(PrefillPeers, "unfit", fit)
 
 
 def quarantine_counted_for_ever(patch: Patch) -> None:
@@ -206,7 +205,7 @@ def place_kept_by_a_failed_room(patch: Patch) -> None:
     fail = DecodeSessions._fail
 
     def keep(self: DecodeSessions, room: Any, *args: Any) -> None:
-        room.places.clear()
+        room.reserved.clear()
         fail(self, room, *args)
 
     patch(DecodeSessions, "_fail", keep)
@@ -219,7 +218,7 @@ def deadline_as_a_time_of_day(patch: Patch) -> None:
     def absolute(self: Leases, lease: LeaseEntry, now: float) -> None:
         repeat(self, lease, 0.0) if lease.state is Lease.GRANTED else repeat(self, lease, now)
         if lease.state is Lease.GRANTED and not lease.granted:
-            self._links.timers.set(("lease", lease.session.id, lease.message.grant), now + lease.repeat_ms / 1e3)
+            self._peers.timers.set(("lease", lease.session.id, lease.message.grant), now + lease.repeat_ms / 1e3)
 
     patch(Leases, "repeat", absolute)
 
@@ -264,10 +263,10 @@ def deaf_writer_not_quarantined(patch: Patch) -> None:
 
 def silent_peer_not_fenced(patch: Patch) -> None:
     """Of a peer that is silent nobody asks whether it can still write, until another comes in its place."""
-    fence = Links._fence
+    fence = PrefillPeers._fence
 
-    def patient(self: Links, session: Session, now: float) -> None:
+    def patient(self: PrefillPeers, session: SessionRecord, now: float) -> None:
         if session.state is not SessionState.SILENT:
             fence(self, session, now)
 
-    patch(Links, "_fence", patient)
+    patch(PrefillPeers, "_fence", patient)

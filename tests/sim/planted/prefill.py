@@ -10,12 +10,10 @@ from pdtransfer.errors import Cause
 from pdtransfer.handoff import effects as fx
 from pdtransfer.handoff.decode.records import LeaseEntry
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.lease import Duty, DutyEvent
-from pdtransfer.handoff.prefill.decode_peers import Writers
-from pdtransfer.handoff.prefill.grants import Grants
+from pdtransfer.handoff.prefill.decode_peers import DecodePeers
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
-from pdtransfer.handoff.prefill.writer_grants import DutyEntry, WriterSession, WriterState
-from pdtransfer.handoff.room import PrefillRoom
+from pdtransfer.handoff.prefill.writer_grants import GrantEnds, WriterGrant, WriterSession
+from pdtransfer.handoff.states import PrefillRoom, WriterGrantEvent, WriterGrantState, WriterState
 from pdtransfer.wire import Drained, Landed
 
 from . import Patch
@@ -24,10 +22,10 @@ from . import Patch
 def drained_sent_early(patch: Patch) -> None:
     """The writer says that it has stopped while a write is in flight."""
 
-    def stop(self: DutyEntry, event: DutyEvent) -> None:
+    def stop(self: WriterGrant, event: WriterGrantEvent) -> None:
         self.step(event)
 
-    patch(DutyEntry, "stop", stop)
+    patch(WriterGrant, "stop", stop)
 
 
 def ended_grants_forgotten(patch: Patch) -> None:
@@ -41,29 +39,29 @@ def pages_reused_when_the_room_fails(patch: Patch) -> None:
     def drain(self: PrefillSessions, room: Any) -> None:
         if room.id in self.rooms and room.state.value in ("failed", "landed"):
             del self.rooms[room.id]
-            self._out.append(fx.Drained(room.id))
+            self._out.append(fx.RoomDrained(room.id))
 
     patch(PrefillSessions, "_drain_if_quiet", drain)
 
 
 def ends_said_once(patch: Patch) -> None:
     """Landed, Failed and Drained are not repeated."""
-    say = Grants.say
+    say = GrantEnds.send_end
 
-    def once(self: Grants, duty: DutyEntry, now: float) -> None:
-        say(self, duty, now)
-        self._timers.clear(("end", duty.session.id, duty.number))
+    def once(self: GrantEnds, grant: WriterGrant, now: float) -> None:
+        say(self, grant, now)
+        self._timers.clear(("end", grant.session.id, grant.number))
 
-    patch(Grants, "say", once)
+    patch(GrantEnds, "send_end", once)
 
 
 def abort_of_an_unknown_grant_forgotten(patch: Patch) -> None:
     """An Abort that comes before its Grant is answered, and nothing is kept of it."""
 
-    def refuse(self: Grants, session: WriterSession, number: int, now: float) -> None:
+    def refuse(self: GrantEnds, session: WriterSession, number: int, now: float) -> None:
         self._out(fx.Send(session.peer, Drained(session.id, number)))
 
-    patch(Grants, "refuse", refuse)
+    patch(GrantEnds, "refuse", refuse)
 
 
 def window_unheeded_by_prefill(patch: Patch) -> None:
@@ -74,11 +72,11 @@ def window_unheeded_by_prefill(patch: Patch) -> None:
 def mapping_dropped_under_a_write(patch: Patch) -> None:
     """A closed session's mapping goes at once, and with it the lock that says that somebody can write."""
 
-    def settle(self: Writers, session: WriterSession) -> None:
+    def settle(self: DecodePeers, session: WriterSession) -> None:
         if session.state is WriterState.CLOSING:
             self._end(session)
 
-    patch(Writers, "settle", settle)
+    patch(DecodePeers, "settle", settle)
 
 
 def unknown_taken_for_failed(patch: Patch) -> None:
@@ -96,10 +94,10 @@ def landed_short(patch: Patch) -> None:
     """Prefill lands a room although a cell is missing."""
     complete = PrefillSessions._complete
 
-    def short(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
-        if room.state is PrefillRoom.FINISHED and not duty.in_flight:
-            duty.written_bytes = duty.kv_bytes
-        complete(self, duty, room, now)
+    def short(self: PrefillSessions, grant: WriterGrant, room: Any, now: float) -> None:
+        if room.state is PrefillRoom.FINISHED and not grant.in_flight:
+            grant.written_bytes = grant.kv_bytes
+        complete(self, grant, room, now)
 
     patch(PrefillSessions, "_complete", short)
 
@@ -111,9 +109,9 @@ def landed_bytes_unchecked(patch: Patch) -> None:
     def blind(self: DecodeSessions, lease: LeaseEntry, message: Landed, *args: Any) -> str:
         return landed(self, lease, replace(message, kv_bytes=lease.kv_bytes), *args)
 
-    def land(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
-        if duty.state is Duty.ACTIVE and not duty.in_flight and room.state is PrefillRoom.FINISHED:
-            self._grants.land(duty, room.aux, now)
+    def land(self: PrefillSessions, grant: WriterGrant, room: Any, now: float) -> None:
+        if grant.state is WriterGrantState.ACTIVE and not grant.in_flight and room.state is PrefillRoom.FINISHED:
+            self._grant_ends.land(grant, room.aux, now)
 
     patch(DecodeSessions, "_landed", blind)
     patch(PrefillSessions, "_complete", land)
@@ -123,61 +121,61 @@ def landed_before_it_is_written(patch: Patch) -> None:
     """Landed leaves when every cell was offered, not when all are written."""
     complete = PrefillSessions._complete
 
-    def early(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
-        flying, duty.in_flight = duty.in_flight, 0
+    def early(self: PrefillSessions, grant: WriterGrant, room: Any, now: float) -> None:
+        flying, grant.in_flight = grant.in_flight, 0
         if room.state is PrefillRoom.FINISHED:
-            duty.written_bytes = duty.kv_bytes
-        complete(self, duty, room, now)
-        duty.in_flight = flying
+            grant.written_bytes = grant.kv_bytes
+        complete(self, grant, room, now)
+        grant.in_flight = flying
 
     patch(PrefillSessions, "_complete", early)
 
 
 def waiting_grants_wait_for_ever(patch: Patch) -> None:
     """A Grant whose room is not opened has no deadline at prefill."""
-    place = PrefillSessions._place
+    place = PrefillSessions._find_room
 
-    def patient(self: PrefillSessions, duty: DutyEntry, room_id: int, now: float) -> None:
-        place(self, duty, room_id, now)
-        self._timers.clear(("grant", duty.session.id, duty.number))
+    def patient(self: PrefillSessions, grant: WriterGrant, room_id: int, now: float) -> None:
+        place(self, grant, room_id, now)
+        self._timers.clear(("grant", grant.session.id, grant.number))
 
-    patch(PrefillSessions, "_place", patient)
+    patch(PrefillSessions, "_find_room", patient)
 
 
 def silent_decode_kept(patch: Patch) -> None:
     """Prefill keeps the sessions of a decode node that is silent, for ever."""
-    patch(Writers, "_depart", lambda self, peer, cause, detail, now: None)
+    patch(DecodePeers, "_depart", lambda self, peer, cause, detail, now: None)
 
 
 def ended_labels_forgotten(patch: Patch) -> None:
     """A Grant for a room that has ended at prefill waits for it to be opened."""
-    place = PrefillSessions._place
+    place = PrefillSessions._find_room
 
-    def forgetful(self: PrefillSessions, duty: DutyEntry, room_id: int, now: float) -> None:
+    def forgetful(self: PrefillSessions, grant: WriterGrant, room_id: int, now: float) -> None:
         self._ended.clear()
-        place(self, duty, room_id, now)
+        place(self, grant, room_id, now)
 
-    patch(PrefillSessions, "_place", forgetful)
+    patch(PrefillSessions, "_find_room", forgetful)
 
 
 def replaced_by_register(patch: Patch) -> None:
     """A Register ends the session before it, though a dead process may have sent it."""
-    register = Writers._open
+    register = DecodePeers._open
 
-    def hasty(self: Writers, peer: Any, message: Any, now: float) -> None:
+    def hasty(self: DecodePeers, peer: Any, message: Any, now: float) -> None:
         for other in self._open_of(peer.name):
             self.close(other, Cause.PEER_RESTARTED, "another session", now)
         register(self, peer, message, now)
 
-    patch(Writers, "_open", hasty)
+    patch(DecodePeers, "_open", hasty)
 
 
 def landed_with_the_first_grant(patch: Patch) -> None:
     """Prefill's room has landed when it has in one rank of a decode worker."""
     attach = PrefillSessions._attach
 
-    def first(self: PrefillSessions, duty: DutyEntry, room: Any, now: float) -> None:
-        attach(self, duty, room, now)
-        room.grants = len(room.duties)
+    def first(self: PrefillSessions, grant: WriterGrant, room: Any, now: float) -> None:
+        attach(self, grant, room, now)
+        room.grant_count = len(room.grants)
 
     patch(PrefillSessions, "_attach", first)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from pdtransfer.router.router_rooms import Leg
 from pdtransfer.router.routing import Routing
-from pdtransfer.router.worker_pool import Worker, Workers
+from pdtransfer.router.worker_pool import Worker, WorkerPool
 from pdtransfer.wire import Begun, End, Pong, Tokens
 from pdtransfer.worker.service import Service
 
@@ -53,7 +53,7 @@ def gap_in_tokens_unheeded(patch: Patch) -> None:
 
 def retried_after_a_token(patch: Patch) -> None:
     """A room that fails is tried again, whatever its client has seen."""
-    second = Routing._second
+    second = Routing._retry
 
     def again(self: Routing, room: Any, *args: Any) -> Any:
         received, room.received = room.received, 0
@@ -61,7 +61,7 @@ def retried_after_a_token(patch: Patch) -> None:
         room.received = received
         return pair
 
-    patch(Routing, "_second", again)
+    patch(Routing, "_retry", again)
 
 
 def other_side_not_cancelled(patch: Patch) -> None:
@@ -88,16 +88,16 @@ def end_before_its_tokens(patch: Patch) -> None:
 def restart_of_a_worker_unnoticed(patch: Patch) -> None:
     """The router takes a worker's new process for the old one."""
 
-    def pong(self: Workers, worker: Any, message: Pong, now: float) -> None:
-        worker.heard = now
+    def pong(self: WorkerPool, worker: Any, message: Pong, now: float) -> None:
+        worker.liveness.last_seen = now
 
-    def welcome(self: Workers, worker: Any, message: Any, now: float) -> None:
-        worker.identity = None
+    def welcome(self: WorkerPool, worker: Any, message: Any, now: float) -> None:
+        worker.liveness.incarnation = None
         known(self, worker, message, now)
 
-    known = Workers._welcome
-    patch(Workers, "_pong", pong)
-    patch(Workers, "_welcome", welcome)
+    known = WorkerPool._welcome
+    patch(WorkerPool, "_pong", pong)
+    patch(WorkerPool, "_welcome", welcome)
 
 
 def cancel_before_begin_forgotten(patch: Patch) -> None:
@@ -150,10 +150,10 @@ def leader_let_in_alone(patch: Patch) -> None:
 
 def sent_to_who_drains(patch: Patch) -> None:
     """The router goes on choosing a worker that has said that it drains."""
-    there = {"THERE"}
-    patch(Worker, "usable", property(lambda self: self.state.name in there and self.load is not None))
+    connected = {"CONNECTED"}
+    patch(Worker, "usable", property(lambda self: self.state.name in connected and self.load is not None))
 
 
 def never_tried_again(patch: Patch) -> None:
     """What a worker that drains has refused has failed."""
-    patch(Routing, "_second", lambda self, *args: None)
+    patch(Routing, "_retry", lambda self, *args: None)

@@ -8,15 +8,13 @@ from typing import Any
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff.admission import Admission
-from pdtransfer.handoff.decode.hbm_copies import Lifts
 from pdtransfer.handoff.decode.leases import Leases
-from pdtransfer.handoff.decode.post_landing import Verifications
-from pdtransfer.handoff.decode.prefill_peers import Links
-from pdtransfer.handoff.decode.records import LeaseEntry, Session
+from pdtransfer.handoff.decode.post_landing import HbmCopies, PostLanding, Verifications
+from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
+from pdtransfer.handoff.decode.records import LeaseEntry, SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.decode.settling import Settling
-from pdtransfer.handoff.prefill.decode_peers import Writers
-from pdtransfer.handoff.prefill.writer_grants import DutyEntry
+from pdtransfer.handoff.prefill.decode_peers import DecodePeers
+from pdtransfer.handoff.prefill.writer_grants import WriterGrant
 from pdtransfer.handoff.prefix import PrefixCache
 from pdtransfer.handoff.slot_allocator import Block, Holding
 from pdtransfer.wire import Granted
@@ -76,30 +74,30 @@ def keys_without_what_comes_before(patch: Patch) -> None:
 
 def granted_before_it_is_ready(patch: Patch) -> None:
     """A Grant is said whether or not its writer has its slots ready."""
-    patch(Session, "covers", lambda self, holding, ready: True)
+    patch(SessionRecord, "covers", lambda self, holding, ready: True)
 
 
 def more_said_ready_than_there_is(patch: Patch) -> None:
     """The writer says that it has the whole arena when it has some of it."""
-    mapped = Writers.mapped
+    mapped = DecodePeers.mapped
 
-    def all_of_it(self: Writers, session_id: int, bytes_ready: int, *, hbm_direct: bool = False) -> None:
+    def all_of_it(self: DecodePeers, session_id: int, bytes_ready: int, *, hbm_direct: bool = False) -> None:
         session = self.sessions.get(session_id)
         whole = bytes_ready if session is None else session.reach.arena_bytes
         mapped(self, session_id, whole, hbm_direct=hbm_direct)
 
-    patch(Writers, "mapped", all_of_it)
+    patch(DecodePeers, "mapped", all_of_it)
 
 
 def register_said_until_the_first_answer(patch: Patch) -> None:
     """Register ends with the first Registered, and the one that says more may be lost."""
-    registered = Links.registered
+    registered = PrefillPeers.registered
 
-    def once(self: Links, session: Session, message: Any) -> None:
+    def once(self: PrefillPeers, session: SessionRecord, message: Any) -> None:
         registered(self, session, message)
         self.timers.clear(("register", session.id, 0))
 
-    patch(Links, "registered", once)
+    patch(PrefillPeers, "registered", once)
 
 
 def held_grants_forgotten(patch: Patch) -> None:
@@ -129,11 +127,11 @@ def ready_before_it_is_read(patch: Patch) -> None:
 
     def uncounted(self: Verifications, room: Any, *args: Any) -> str:
         wrong = begin(self, room, *args)
-        room.settling -= not wrong
+        room.post_landing_count -= not wrong
         return wrong
 
     def ended(self: Verifications, session: int, grant: int, *args: Any) -> Any:
-        self._open[session, grant].room.settling += 1
+        self._open[session, grant].room.post_landing_count += 1
         return end(self, session, grant, *args)
 
     patch(Verifications, "begin", uncounted)
@@ -142,77 +140,77 @@ def ready_before_it_is_read(patch: Patch) -> None:
 
 def ready_before_it_is_copied_up(patch: Patch) -> None:
     """A room is READY with its last Landed, while its rows are copied up."""
-    begin, end = Lifts.begin, Lifts.end
+    begin, end = HbmCopies.begin, HbmCopies.end
 
-    def uncounted(self: Lifts, room: Any, lease: LeaseEntry) -> None:
-        before = room.settling
+    def uncounted(self: HbmCopies, room: Any, lease: LeaseEntry) -> None:
+        before = room.post_landing_count
         begin(self, room, lease)
-        room.settling = before
+        room.post_landing_count = before
 
-    def ended(self: Lifts, session: int, grant: int, *args: Any) -> Any:
-        self._open[session, grant].room.settling += 1
+    def ended(self: HbmCopies, session: int, grant: int, *args: Any) -> Any:
+        self._open[session, grant].room.post_landing_count += 1
         return end(self, session, grant, *args)
 
-    patch(Lifts, "begin", uncounted)
-    patch(Lifts, "end", ended)
+    patch(HbmCopies, "begin", uncounted)
+    patch(HbmCopies, "end", ended)
 
 
 def slots_not_claimed_while_they_are_copied_up(patch: Patch) -> None:
     """The slots of a room that fails while it is copied up are free at once."""
-    begin, end = Lifts.begin, Lifts.end
+    begin, end = HbmCopies.begin, HbmCopies.end
 
-    def unclaimed(self: Lifts, room: Any, lease: LeaseEntry) -> None:
+    def unclaimed(self: HbmCopies, room: Any, lease: LeaseEntry) -> None:
         before = len(self)
         begin(self, room, lease)
         lease.holding.claims -= len(self) - before
 
-    def ended(self: Lifts, session: int, grant: int, *args: Any) -> Any:
+    def ended(self: HbmCopies, session: int, grant: int, *args: Any) -> Any:
         holding = self._open[session, grant].holding
         holding.claims += 2
         found = end(self, session, grant, *args)
         holding.claims -= 1
         return found
 
-    patch(Lifts, "begin", unclaimed)
-    patch(Lifts, "end", ended)
+    patch(HbmCopies, "begin", unclaimed)
+    patch(HbmCopies, "end", ended)
 
 
 def copied_up_before_it_has_landed(patch: Patch) -> None:
     """Copying up begins when the writer has heard of its Grant."""
-    of_grant, landed = DecodeSessions._of_grant, Settling.landed
+    on_grant_message, landed = DecodeSessions._on_grant_message, PostLanding.landed
     begun: set[int] = set()
 
-    def hasty(self: DecodeSessions, session: Session, message: Any, now: float) -> None:
+    def hasty(self: DecodeSessions, session: SessionRecord, message: Any, now: float) -> None:
         lease = session.leases.get(message.grant)
         room = None if lease is None else self.rooms.get(lease.message.room)
         first = room is not None and lease in room.leases and id(lease) not in begun
         if isinstance(message, Granted) and first and not lease.message.verify:
             begun.add(id(lease))
-            self.settling.lifts.begin(room, lease)
-        of_grant(self, session, message, now)
+            self.post_landing.hbm_copies.begin(room, lease)
+        on_grant_message(self, session, message, now)
 
-    def once(self: Settling, room: Any, lease: LeaseEntry, checksum: bytes) -> str:
+    def once(self: PostLanding, room: Any, lease: LeaseEntry, checksum: bytes) -> str:
         return "" if id(lease) in begun else landed(self, room, lease, checksum)
 
-    patch(DecodeSessions, "_of_grant", hasty)
-    patch(Settling, "landed", once)
+    patch(DecodeSessions, "_on_grant_message", hasty)
+    patch(PostLanding, "landed", once)
 
 
 def copied_up_from_where_no_card_reaches(patch: Patch) -> None:
     """A Grant is said as soon as its writer has its slots, whether or not decode's own card reaches them."""
-    covers = Session.covers
-    patch(Session, "covers", lambda self, holding, ready: covers(self, holding, 1 << 60))
+    covers = SessionRecord.covers
+    patch(SessionRecord, "covers", lambda self, holding, ready: covers(self, holding, 1 << 60))
 
 
 def landed_taken_for_lifted(patch: Patch) -> None:
     """What lies in the arena is not copied up."""
-    patch(Lifts, "begin", lambda self, room, lease: None)
+    patch(HbmCopies, "begin", lambda self, room, lease: None)
 
 
 def wrong_rows_copied_all_the_same(patch: Patch) -> None:
     """A room whose copy failed is READY."""
-    end = Lifts.end
-    patch(Lifts, "end", lambda self, session, grant, detail: end(self, session, grant, ""))
+    end = HbmCopies.end
+    patch(HbmCopies, "end", lambda self, session, grant, detail: end(self, session, grant, ""))
 
 
 def ready_with_the_first_sum(patch: Patch) -> None:
@@ -221,7 +219,7 @@ def ready_with_the_first_sum(patch: Patch) -> None:
 
     def hasty(self: Verifications, *args: Any) -> Any:
         found = end(self, *args)
-        found[0].settling = 0
+        found[0].post_landing_count = 0
         return found
 
     patch(Verifications, "end", hasty)
@@ -252,11 +250,11 @@ def wrong_rows_taken_for_a_breach(patch: Patch) -> None:
     verified = DecodeSessions.verified
 
     def strict(self: DecodeSessions, session_id: int, *args: Any) -> Any:
-        before, now = self.settling.verifications.mismatched, args[-1]
+        before, now = self.post_landing.verifications.mismatched, args[-1]
         effects = verified(self, session_id, *args)
-        session = self.links.sessions.get(session_id)
-        if self.settling.verifications.mismatched > before and session is not None:
-            self.links.condemn(session, Cause.TRANSFER, "wrong rows", now)
+        session = self.prefill_peers.sessions.get(session_id)
+        if self.post_landing.verifications.mismatched > before and session is not None:
+            self.prefill_peers.condemn(session, Cause.TRANSFER, "wrong rows", now)
         return effects + self._effects(now)
 
     patch(DecodeSessions, "verified", strict)
@@ -264,10 +262,10 @@ def wrong_rows_taken_for_a_breach(patch: Patch) -> None:
 
 def sum_of_the_last_write(patch: Patch) -> None:
     """Landed carries the checksum of the grant's last write alone."""
-    wrote = DutyEntry.wrote
+    wrote = WriterGrant.wrote
 
-    def last(self: DutyEntry, byte_count: int, checksum: int) -> None:
+    def last(self: WriterGrant, byte_count: int, checksum: int) -> None:
         self.checksum = 0
         wrote(self, byte_count, checksum)
 
-    patch(DutyEntry, "wrote", last)
+    patch(WriterGrant, "wrote", last)

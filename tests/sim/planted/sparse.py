@@ -6,7 +6,7 @@ from typing import Any
 
 from pdtransfer.engine_api import Event
 from pdtransfer.hisparse.coordinator import Capacity, Coordinator, Placement, _Entry
-from pdtransfer.hisparse.scheduler import Scheduler, Turn
+from pdtransfer.hisparse.scheduler import Scheduler, SparseTurn
 from pdtransfer.hisparse.states import SPARSE_REQUEST_ENDS, SparseRequest
 
 from . import Patch
@@ -147,7 +147,7 @@ def small_ones_overtake(patch: Patch) -> None:
     """The line is one of sizes."""
     turn = Scheduler.next
 
-    def sort(self: Scheduler, now: float) -> Turn:
+    def sort(self: Scheduler, now: float) -> SparseTurn:
         for request in sorted(self._queue, key=lambda each: self.coordinator._entries[each].total):
             self._queue.move_to_end(request)
         return turn(self, now)
@@ -169,7 +169,7 @@ def one_line_for_newcomers_too(patch: Patch) -> None:
     """Who waits for logical tokens does so at the head of the line, before who holds some and was retracted."""
     turn = Scheduler.next
 
-    def stuck(self: Scheduler, now: float) -> Turn:
+    def stuck(self: Scheduler, now: float) -> SparseTurn:
         self._reserve()
         if not self._newcomers:
             return turn(self, now)

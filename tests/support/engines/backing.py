@@ -1,5 +1,4 @@
-"""tests.support.engines.plain's engine for a decode daemon whose arena stays at its first chunk while its gate is
-closed:
+"""The plain engine for a decode daemon whose arena stays at its first chunk while its gate is closed:
 `--engine tests.support.engines.backing:create`, option `gates`."""
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdtransfer.engine_api import EngineConfig
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from tests.support.engines import plain
 from tests.support.engines.plain import HELD_S
 
@@ -24,11 +23,11 @@ def create(config: EngineConfig) -> Any:
 
 def hold(gate: Path) -> None:
     """Has this process back no more than the first chunk of its arena while that file is there."""
-    prefault = Arena.prefault
+    prefault = ArenaMemory.prefault
 
-    def held(self: Arena, *given: Any) -> bool:
+    def held(self: ArenaMemory, *given: Any) -> bool:
         while self.bytes_ready and gate.exists():
             time.sleep(HELD_S)
         return prefault(self, *given)
 
-    Arena.prefault = held
+    ArenaMemory.prefault = held

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pdtransfer.engine_api import Broken, Computed, EngineCard, EngineConfig, Finished, Prefilled, Request, Token
+from examples.engine import WRONG, emit, stamps, token
+from pdtransfer.engine_api import Broken, Computed, EngineConfig, EngineDescription, Finished, Prefilled, Request, Token
 from pdtransfer.layout.deepseek_v4 import deepseek_v4
 from pdtransfer.layout.layout import Component
-from tests.support.engines.plain import WRONG, stamps, token, told
 
 RATIOS = (0, 4, 128, 4)
 WINDOW = 48
@@ -27,7 +27,7 @@ REQUESTS = 12
 Slots = dict[str, NDArray[np.int64]]
 
 
-def card(config: EngineConfig) -> EngineCard:
+def card(config: EngineConfig) -> EngineDescription:
     granular = config.page_size == 1
     components = deepseek_v4(
         config.host_layout, ratios=RATIOS, tokens=config.slots, requests=REQUESTS, page_tokens=config.page_size,
@@ -35,7 +35,7 @@ def card(config: EngineConfig) -> EngineCard:
         index_memory="hbm" if config.options.get("index") == "hbm" else "dram",
     )  # fmt: skip
     ends = {memory: [each.layout.end for each in components if each.memory == memory] for memory in ("dram", "hbm")}
-    return EngineCard(
+    return EngineDescription(
         model="hybrid", weights=b"hybrid", components=components, memory_bytes=max(ends["dram"]),
         hbm_bytes=max(ends["hbm"], default=0),
     )  # fmt: skip
@@ -245,7 +245,7 @@ class HybridDecode:
                 continue
             at = room.tokens - len(room.request.prompt)
             self._write(room)
-            made += told(self._rooms, number, at)
+            made += emit(self._rooms, number, at)
         return made
 
     def cancel(self, room: int) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from pdtransfer.errors import TransportError, WorldError
 from pdtransfer.handoff.effects import Outcome
-from pdtransfer.transports.mooncake import ring, why_not, writer
-from tests.support.fake_card import FakeCard
+from pdtransfer.transports.mooncake import ring, writer
+from pdtransfer.transports.mooncake.settings import why_not
+from tests.support.fake_card import FakeCard, Held
 from tests.support.far_pair import (
     CASES,
     LARGE,
@@ -23,15 +24,16 @@ from tests.support.far_pair import (
     lands_exactly,
     stops_in_the_middle,
 )
+from tests.support.internals import sessions_of
 from tests.support.layout_tensors import Model
-from tests.transports.mooncake.test_mooncake import on_loop, until
-from tests.transports.test_card_writer import Held
+from tests.support.waiting import on_loop, until
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 EVERY, FEW = np.arange(LARGE), np.arange(64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), CASES)
 @on_loop
 async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_has_them(
@@ -41,6 +43,7 @@ async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_
         await lands_exactly(it)
 
 
+@pytest.mark.slow
 @on_loop
 async def test_a_slot_is_sent_once_its_launch_has_ended_while_the_next_one_is_gathered() -> None:
     card, seen = FakeCard(), list[int]()
@@ -111,7 +114,7 @@ async def test_a_launch_that_is_refused_fails_its_write_alone() -> None:
         assert (outcome, "OUT_OF_RESOURCES" in text) == (Outcome.FAILED, True)
         it.write(2, FEW, FEW + LARGE)
         assert await it.ends(2) == (Outcome.LANDED, "")
-        assert len(it.writer._sessions[SESSION].ring.free) == ring.SLOTS
+        assert len(sessions_of(it.writer)[SESSION].ring.free) == ring.SLOTS
 
 
 @on_loop
@@ -123,14 +126,14 @@ async def test_a_target_that_no_plan_reaches_fails_its_write_alone() -> None:
         assert (outcome, "target_slots" in text) == (Outcome.FAILED, True)
         it.write(2, FEW, FEW)
         assert await it.ends(2) == (Outcome.LANDED, "")
-        assert len(it.writer._sessions[SESSION].ring.free) == ring.SLOTS
+        assert len(sessions_of(it.writer)[SESSION].ring.free) == ring.SLOTS
 
 
 @on_loop
 async def test_a_card_that_fails_leaves_its_write_unknown_the_ring_mapped_and_the_process_condemned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writer, "_lost", kept := list[ring.Ring]())
+    monkeypatch.setattr(writer, "_lost", kept := list[ring.SendRing]())
     card = FakeCard()
     async with far_pair(card) as it:
         await it.map()
@@ -149,6 +152,7 @@ async def test_a_card_that_fails_leaves_its_write_unknown_the_ring_mapped_and_th
         assert (await it.ends(2))[0] is Outcome.FAILED
 
 
+@pytest.mark.slow
 @on_loop
 async def test_an_engine_that_is_killed_in_mid_transfer_leaves_nothing_registered_and_the_next_session_lands() -> None:
     card = FakeCard()
@@ -168,7 +172,7 @@ async def test_a_ring_that_cannot_be_registered_maps_nothing_and_leaves_no_proce
     async with far_pair(card) as it:
         with pytest.raises(WorldError, match="CUDA_ERROR_OUT_OF_MEMORY"):
             await it.map()
-        assert SESSION not in it.writer._sessions
+        assert SESSION not in sessions_of(it.writer)
         await until(lambda: not it.writer._ending)
         assert not card.registered
 
@@ -184,5 +188,5 @@ async def test_a_session_that_ends_while_its_ring_is_registered_has_no_engine() 
         gate.open.set()
         with pytest.raises(TransportError, match="unmapped while"):
             await mapping
-        assert not it.writer._sessions
+        assert not sessions_of(it.writer)
     assert not card.registered

@@ -14,7 +14,7 @@ from pdtransfer.handoff.effects import Outcome
 from pdtransfer.kernels import card as cards
 from pdtransfer.kernels import driver
 from pdtransfer.transports.card_launcher import PoolCard
-from pdtransfer.transports.mooncake import why_not
+from pdtransfer.transports.mooncake.settings import why_not
 from tests.support.far_pair import (
     CASES,
     LARGE,
@@ -27,7 +27,7 @@ from tests.support.far_pair import (
     stops_in_the_middle,
 )
 from tests.support.layout_tensors import Model, Pool
-from tests.transports.mooncake.test_mooncake import on_loop
+from tests.support.waiting import on_loop
 
 if driver.count() == 0:
     pytest.skip("no card here, or no driver and bindings for it", allow_module_level=True)

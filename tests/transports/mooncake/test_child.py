@@ -13,7 +13,7 @@ from pdtransfer.transports.mooncake.child import (
     ORDER,
     PUT,
     WINDOW_OPERATIONS,
-    _Line,
+    _EngineLine,
     _Sender,
     _Source,
 )
@@ -38,7 +38,7 @@ class Sending:
     """A sender of two lines, with memory for orders."""
 
     def __init__(self) -> None:
-        self.lines = [_Line(Engine(), "there", WINDOW) for _ in range(2)]
+        self.lines = [_EngineLine(Engine(), "there", WINDOW) for _ in range(2)]
         self._memory = np.zeros(1 << 20, np.uint8)
         self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.theirs, self._slots, self._told = theirs, itertools.count(), 0
@@ -54,7 +54,7 @@ class Sending:
         self.ours.send(ORDER.pack(PUT, next(self._slots), count, start, grant))
 
     def submit(self) -> None:
-        self._sender._hear()
+        self._sender._receive()
         self._sender._submit()
 
     def close(self) -> None:

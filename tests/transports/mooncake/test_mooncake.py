@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import inspect
 import os
 import random
 import signal
@@ -12,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,27 +20,34 @@ from typing import Any
 
 import numpy as np
 import pytest
-import uvloop
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pdtransfer.config.config import DecodeConfig
 from pdtransfer.errors import ConfigError, TransportError
-from pdtransfer.handoff.effects import Drained, Landed, Leased, Outcome, Ready, RoomFailed, Write
-from pdtransfer.handoff.prefill.sessions import Cell
+from pdtransfer.handoff.decode.room_request import RoomRequest
+from pdtransfer.handoff.effects import Outcome, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady, Write
+from pdtransfer.handoff.prefill.cells import Cell
 from pdtransfer.layout.layout import Component
 from pdtransfer.limits import ENGINES_MAX
-from pdtransfer.memory.arena_memory import Arena
+from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.node import DecodeNode, PrefillNode
-from pdtransfer.transports import network, select
-from pdtransfer.transports.mooncake import MooncakeArena, MooncakeWriter, arena, child, process, why_not, writer
+from pdtransfer.transports import select
+from pdtransfer.transports.mooncake import arena, child, process, writer
+from pdtransfer.transports.mooncake import settings as engine_settings
+from pdtransfer.transports.mooncake.arena import MooncakeArena
 from pdtransfer.transports.mooncake.gather import CopyGatherer
-from pdtransfer.transports.mooncake.ring import SLOT_BYTES, SLOTS, Ring
-from pdtransfer.transports.mooncake.writer import targets_of
-from pdtransfer.transports.network import Network, Transport
+from pdtransfer.transports.mooncake.ring import SLOT_BYTES, SLOTS, SendRing
+from pdtransfer.transports.mooncake.settings import why_not
+from pdtransfer.transports.mooncake.writer import MooncakeWriter, targets_of
+from pdtransfer.transports.options import ArenaOptions, Network, WriterOptions
 from tests.support.client_pair import LIMITS, component, settings
-from tests.support.layout_tensors import CANARY, Pool, mla
+from tests.support.internals import sessions_of
+from tests.support.layout_tensors import CANARY, Pool, bytes_written, mla
+from tests.support.paths import REPO
+from tests.support.processes import command_line, freeze
 from tests.support.session_ends import REACH, identity
+from tests.support.waiting import on_loop, until
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -65,8 +71,8 @@ class Both:
 
     owner: MooncakeArena
     writer: MooncakeWriter
-    pool: Arena
-    memory: Arena
+    pool: ArenaMemory
+    memory: ArenaMemory
     target: Component
     lost: list[int]
     ended: dict[int, tuple[Outcome, str]] = field(default_factory=dict[int, tuple[Outcome, str]])
@@ -88,16 +94,16 @@ class Both:
         self.writer.write(order, lambda _, outcome, text, __: self.ended.update({grant: (outcome, text)}))
 
     def theirs(self, session: int = SESSION) -> int:
-        return self.owner._sessions[session].process.pid
+        return sessions_of(self.owner)[session].process.pid
 
     def ours(self, session: int = SESSION) -> int:
-        process = self.writer._sessions[session].process
+        process = sessions_of(self.writer)[session].process
         assert process is not None
         return process.pid
 
     def landed(self) -> int:
         """Bytes that are no canaries."""
-        return int(np.count_nonzero(self.memory.mapping.array != CANARY))
+        return bytes_written(self.memory.mapping.array)
 
 
 @asynccontextmanager
@@ -105,13 +111,13 @@ async def both(*, shared: bool = False, engines: tuple[int, int] = (2, 2)) -> As
     """With `shared` the pool is a memfd and laid out like the arena. `engines`: ours, and theirs."""
     slots = LARGE + SMALL
     source, target = latent("page_first" if shared else "layer_first", slots), latent("page_first", slots)
-    pool = Arena.create(source.layout.end, huge_pages="never")
-    memory, lost = Arena.create(target.layout.end, huge_pages="never"), list[int]()
+    pool = ArenaMemory.create(source.layout.end, huge_pages="never")
+    memory, lost = ArenaMemory.create(target.layout.end, huge_pages="never"), list[int]()
     pool.mapping.array[:], memory.mapping.array[:] = 7, CANARY
-    ours, theirs = (Network(engines=each) for each in engines)
+    ours, theirs = (Network(streams=each) for each in engines)
     owner = MooncakeArena(memory, theirs, lost=lambda session, _: lost.append(session))
     pool_fd = pool.fd if shared else -1
-    writer = MooncakeWriter((source,), ours, pool_address=pool.mapping.address, pool_fd=pool_fd)
+    writer = MooncakeWriter((source,), WriterOptions(network=ours, pool_address=pool.mapping.address, pool_fd=pool_fd))
     made = Both(owner, writer, pool, memory, target, lost)
     try:
         yield made
@@ -120,22 +126,6 @@ async def both(*, shared: bool = False, engines: tuple[int, int] = (2, 2)) -> As
         await owner.close()
         memory.close()
         pool.close()
-
-
-def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    def run(**more: Any) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(120):
-                await test(**more)
-
-        uvloop.run(bounded())
-
-    run.__name__, run.__signature__ = test.__name__, inspect.signature(test)  # pyright: ignore
-    return run
-
-
-def said_to(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
 
 
 def mapped_by(pid: int) -> list[tuple[int, str]]:
@@ -160,22 +150,6 @@ def listening(pid: int) -> list[str]:
     return found
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110 - what is waited for happens in other processes
-        await asyncio.sleep(0.002)
-
-
-async def freeze(pid: int) -> None:
-    """No thread of it runs any more: one that did when the signal was sent goes on for a while."""
-
-    def states() -> set[str]:
-        stats = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
-        return {stat.rpartition(") ")[2][0] for stat in stats}
-
-    os.kill(pid, signal.SIGSTOP)
-    await until(lambda: states() == {"T"})
-
-
 async def halfway(it: Both) -> None:
     """The large write has begun to land."""
     it.write(1, 0, LARGE)
@@ -188,7 +162,7 @@ async def test_a_writers_engine_that_is_killed_leaves_its_writes_unknown_and_its
         await it.map()
         await freeze(it.ours())  # so that it cannot be through
         it.write(1, 0, LARGE)
-        await until(lambda: it.writer._sessions[SESSION].batches)
+        await until(lambda: sessions_of(it.writer)[SESSION].batches)
         os.kill(it.ours(), signal.SIGKILL)
         await until(lambda: it.ended)
         assert it.ended[1][0] is Outcome.UNKNOWN
@@ -196,7 +170,7 @@ async def test_a_writers_engine_that_is_killed_leaves_its_writes_unknown_and_its
         await until(lambda: 2 in it.ended)
         assert it.ended[2][0] is Outcome.FAILED, "nothing of it was sent"
         assert await it.writer.fence(SESSION)
-        assert not it.writer._sessions
+        assert not sessions_of(it.writer)
         assert not it.writer._ending
         assert not it.owner.quiet(SESSION), "only decode's own process is a proof for decode"
 
@@ -211,7 +185,7 @@ async def test_who_closes_does_not_wait_for_what_an_engine_that_has_died_would_s
         await it.map()
         await freeze(it.theirs())
         it.write(1, 0, LARGE)
-        await until(lambda: it.writer._sessions[SESSION].batches)
+        await until(lambda: sessions_of(it.writer)[SESSION].batches)
         it.writer.unmap(SESSION)
         os.kill(it.ours(), signal.SIGKILL)
         async with asyncio.timeout(30):
@@ -243,7 +217,7 @@ async def test_decodes_engine_that_is_killed_is_told_of_and_ends_its_writers_wri
         await it.map()
         await freeze(it.theirs())
         it.write(1, 0, LARGE)
-        await until(lambda: it.writer._sessions[SESSION].batches)
+        await until(lambda: sessions_of(it.writer)[SESSION].batches)
         os.kill(it.theirs(), signal.SIGKILL)
         await until(lambda: it.ended and it.lost)
         assert it.ended[1][0] is Outcome.UNKNOWN
@@ -283,7 +257,7 @@ async def test_a_cancelled_write_fails_when_nothing_of_it_is_in_flight_and_other
         await it.map()
         await freeze(it.ours())
         it.write(1, 0, LARGE)
-        await until(lambda: it.writer._sessions[SESSION].batches)
+        await until(lambda: sessions_of(it.writer)[SESSION].batches)
         it.write(2, LARGE, LARGE + SMALL)
         it.writer.cancel(SESSION, 1)
         assert not it.ended
@@ -291,10 +265,11 @@ async def test_a_cancelled_write_fails_when_nothing_of_it_is_in_flight_and_other
         await until(lambda: len(it.ended) == 2)
         assert it.ended[1] == (Outcome.FAILED, "cancelled")
         assert it.ended[2][0] is Outcome.LANDED
-        assert not it.writer._sessions[SESSION].held
-        assert len(it.writer._sessions[SESSION].ring.free) == 16
+        assert not sessions_of(it.writer)[SESSION].held
+        assert len(sessions_of(it.writer)[SESSION].ring.free) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "straight"), [(16, True), (8, True), (4, False), (1, False)])
 @on_loop
 async def test_long_runs_leave_from_a_shared_pool_itself_and_short_ones_by_the_ring(run: int, straight: bool) -> None:
@@ -310,7 +285,7 @@ async def test_long_runs_leave_from_a_shared_pool_itself_and_short_ones_by_the_r
         landed = it.memory.mapping.array[:end].reshape(rows.shape).copy()
         assert np.array_equal(landed[target_slots], rows[source_slots])
         assert (landed[:SMALL] == CANARY).all()
-        ring = it.writer._sessions[SESSION].ring
+        ring = sessions_of(it.writer)[SESSION].ring
         filled = ring._memory.mapping.array[: SLOTS * SLOT_BYTES].any()
         assert filled != straight, "what goes straight leaves no byte in a slot"
 
@@ -325,7 +300,7 @@ async def test_pages_that_another_process_reads_are_not_reported_free_before_it_
         await it.map()
         await freeze(it.theirs())
         it.write(1, 0, LARGE)
-        mapped = it.writer._sessions[SESSION]
+        mapped = sessions_of(it.writer)[SESSION]
         await until(lambda: mapped.batches)
         monkeypatch.setattr(process.EngineProcess, "kill", lambda _: None)  # it takes as long as this test likes
         await until(lambda: mapped.broken)
@@ -367,9 +342,9 @@ async def test_an_engine_that_says_what_makes_no_sense_is_ended(said: bytes) -> 
         await it.map()
         await freeze(it.theirs())
         it.write(1, 0, LARGE)
-        mapped = it.writer._sessions[SESSION]
+        mapped = sessions_of(it.writer)[SESSION]
         await until(lambda: mapped.batches)
-        it.writer._heard(mapped, said)
+        it.writer._on_replies(mapped, said)
         await until(lambda: it.ended)
         assert it.ended[1][0] is Outcome.UNKNOWN
         await it.writer.fence(SESSION)
@@ -382,8 +357,8 @@ async def test_a_session_has_as_many_engines_as_both_sides_take(engines: tuple[i
         reach = await it.owner.offer(SESSION)
         assert len(targets_of(reach)) == engines[1]
         await it.writer.map(SESSION, reach, (it.target,))
-        command = said_to(it.ours())
-        assert command[-1 - min(engines) : -1] == list(targets_of(reach)[: min(engines)])
+        command = command_line(it.ours())
+        assert command[-min(engines) :] == list(targets_of(reach)[: min(engines)])
         it.write(1, 0, LARGE)
         await until(lambda: it.ended)
         assert it.ended[1] == (Outcome.LANDED, "")
@@ -425,11 +400,11 @@ async def test_no_two_engines_have_the_arena_at_overlapping_addresses() -> None:
 @on_loop
 async def test_engines_are_bounded_and_a_refused_offer_says_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     async with both() as it:
-        monkeypatch.setattr(network, "ENGINES_MAX", 2)
+        monkeypatch.setattr(engine_settings, "ENGINES_MAX", 2)
         reach = await it.owner.offer(1)
         with pytest.raises(TransportError, match="engines: 2 of 2"):
             await it.owner.offer(2)
-        monkeypatch.setattr(network, "ENGINES_MAX", 0)
+        monkeypatch.setattr(engine_settings, "ENGINES_MAX", 0)
         with pytest.raises(TransportError, match="engines: 0 of 0"):
             await it.writer.map(1, reach, (it.target,))
 
@@ -438,9 +413,9 @@ async def test_engines_are_bounded_and_a_refused_offer_says_the_bound(monkeypatc
 def test_the_fewer_engines_are_left_the_fewer_a_session_gets_until_none_is(wanted: int, sessions: int) -> None:
     given = list[int]()
     while sum(given) < ENGINES_MAX:
-        given.append(network.engines_left(wanted, taken=sum(given)))
+        given.append(engine_settings.engines_left(Network(streams=wanted), taken=sum(given)))
     with pytest.raises(TransportError, match=f"engines: {ENGINES_MAX} of {ENGINES_MAX}"):
-        network.engines_left(wanted, taken=sum(given))
+        engine_settings.engines_left(Network(streams=wanted), taken=sum(given))
     assert sum(given) == ENGINES_MAX
     assert len(given) == sessions
     assert given == sorted(given, reverse=True)
@@ -472,11 +447,11 @@ async def test_a_session_goes_on_with_the_engines_that_there_are_ports_for(
 ) -> None:
     with ExitStack() as stack:
         async with both() as it:
-            few = Network(engines=4, ports=few_ports(5, stack))
-            wide = Network(engines=4)
+            few = Network(streams=4, ports=few_ports(5, stack))
+            wide = Network(streams=4)
             it.writer._network, it.owner._network = (few, wide) if side == "prefill" else (wide, few)
             await it.map()
-            ends = it.writer._sessions[SESSION].process, it.owner._sessions[SESSION].process
+            ends = sessions_of(it.writer)[SESSION].process, sessions_of(it.owner)[SESSION].process
             assert [each.engines for each in ends if each is not None] == ([2, 4] if side == "prefill" else [2, 2])
             assert [each.args[:2] for each in caplog.records if "could be started" in each.message] == [(2, 4)]
             it.write(1, 0, LARGE)
@@ -488,14 +463,14 @@ async def test_a_session_goes_on_with_the_engines_that_there_are_ports_for(
 async def test_a_session_for_which_there_is_no_port_is_refused() -> None:
     with ExitStack() as stack:
         async with both() as it:
-            it.owner._network = Network(engines=4, ports=few_ports(1, stack))
+            it.owner._network = Network(streams=4, ports=few_ports(1, stack))
             with pytest.raises(TransportError, match="initialize answers"):
                 await it.owner.offer(SESSION)
 
 
 @on_loop
 async def test_a_peer_that_does_not_shake_hands_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    rings = list[Ring]()
+    rings = list[SendRing]()
     monkeypatch.setattr(CopyGatherer, "prepare", lambda _, ring: rings.append(ring))
     async with both() as it:
         reach = await it.owner.offer(1)
@@ -523,7 +498,7 @@ async def test_an_engine_that_dies_while_its_ring_is_prepared_maps_nothing(monke
     async with both() as it:
         mapping = asyncio.ensure_future(it.map())
         await until(reached.is_set)
-        died = it.writer._sessions[SESSION].process
+        died = sessions_of(it.writer)[SESSION].process
         assert died is not None
         died.kill()
         await until(lambda: died.dead)
@@ -531,7 +506,7 @@ async def test_an_engine_that_dies_while_its_ring_is_prepared_maps_nothing(monke
         with pytest.raises(TransportError, match="has ended"):
             await mapping
         await until(lambda: not it.writer._ending)
-        assert not it.writer._sessions
+        assert not sessions_of(it.writer)
 
 
 @on_loop
@@ -554,7 +529,7 @@ async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_wi
         ):
             with pytest.raises(TransportError):
                 await it.writer.map(2, replace(reach, **wrong), (it.target,))
-        assert not it.writer._sessions
+        assert not sessions_of(it.writer)
 
 
 @on_loop
@@ -562,24 +537,24 @@ async def test_an_address_that_no_engine_can_be_reached_by_is_refused_with_the_t
     with pytest.raises(ConfigError, match="advertise = '::1': transport mooncake"):
         DecodeConfig(transport="mooncake", advertise="::1")
     assert DecodeConfig(transport="auto", advertise="::1").advertise == "::1"
-    memory = Arena.create(4096, huge_pages="never")
+    memory = ArenaMemory.create(4096, huge_pages="never")
     owner = MooncakeArena(memory, Network(host="::1"))
     with pytest.raises(TransportError, match="transport mooncake is reached by"):
         await owner.offer(1)
-    assert not owner._sessions
+    assert not sessions_of(owner)
     await owner.close()
     memory.close()
 
 
 _ORPHAN = """
 import asyncio, os, sys
-from pdtransfer.memory.arena_memory import Arena
-from pdtransfer.transports.mooncake import MooncakeArena
-from pdtransfer.transports.network import Network
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.transports.mooncake.arena import MooncakeArena
+from pdtransfer.transports.options import Network
 async def main():
     secret = os.open("/etc/hostname", os.O_RDONLY)
     os.set_inheritable(secret, True)
-    arena = Arena.create(4096, huge_pages="never")
+    arena = ArenaMemory.create(4096, huge_pages="never")
     owner = MooncakeArena(arena, Network())
     await owner.offer(1)
     print(owner._sessions[1].process.pid, flush=True)
@@ -589,12 +564,7 @@ asyncio.run(main())
 
 
 def test_an_engine_dies_with_its_parent_and_has_none_of_its_descriptors() -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", _ORPHAN],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parent.parent.parent.parent,
-    )
+    parent = subprocess.Popen([sys.executable, "-c", _ORPHAN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPO)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     pidfd = os.pidfd_open(pid)
@@ -620,24 +590,23 @@ TARGET = Pool(name="page_first", model=mla(layers=range(2)), page_size=1, slots=
 class Nodes:
     """A prefill and a decode node on this very loop, whose KV goes over Mooncake, and what they tell."""
 
-    def __init__(self, memory: Arena) -> None:
+    def __init__(self, memory: ArenaMemory) -> None:
         SOURCE.fill(np.arange(SOURCE.slots))
-        self.told_p: list[Leased | Landed | RoomFailed | Drained] = []
-        self.told_d: list[Ready | RoomFailed] = []
+        self.told_p: list[RoomLeased | RoomLanded | RoomFailed | RoomDrained] = []
+        self.told_d: list[RoomReady | RoomFailed] = []
         self.prefill = PrefillNode(
             settings("p", LIMITS), [component(SOURCE)], self.told_p.append,
-            pool_address=SOURCE.memory.ctypes.data, transport="mooncake",
+            writer=WriterOptions(pool_address=SOURCE.memory.ctypes.data, transport="mooncake"),
         )  # fmt: skip
         self.decode = DecodeNode(
-            settings("d", LIMITS), [component(TARGET)], memory, self.told_d.append, transport="auto", verify=True,
-            prefix_cache=False,
+            settings("d", LIMITS), [component(TARGET)], memory, self.told_d.append, verify=True, prefix_cache=False,
         )  # fmt: skip
         self.memory, self.endpoint, self.rooms = memory, "", 0
 
     def begin(self) -> int:
         """A room of all slots but four."""
         self.rooms += 1
-        self.decode.expect(self.rooms, tokens=60, sources=[self.endpoint], time_left_s=60)
+        self.decode.expect(RoomRequest(room=self.rooms, tokens=60, sources=[self.endpoint], time_left_s=60))
         self.prefill.open(self.rooms, tokens=60, time_left_s=60)
         return self.rooms
 
@@ -645,7 +614,7 @@ class Nodes:
         self.prefill.push(room, Cell("kv", 0, (0, 2), np.arange(60)))
         self.prefill.finish(room, aux=b"")
 
-    async def ended(self, room: int) -> Ready | RoomFailed:
+    async def ended(self, room: int) -> RoomReady | RoomFailed:
         """How it ended, and nothing reads its pages any more."""
         await until(lambda: any(told.room == room for told in self.told_d))
         (told,) = (told for told in self.told_d if told.room == room)
@@ -653,23 +622,23 @@ class Nodes:
             self.prefill.abort(room)
         else:
             self.decode.release(room)
-        await until(lambda: Drained(room) in self.told_p)
+        await until(lambda: RoomDrained(room) in self.told_p)
         return told
 
     async def lands(self) -> bool:
         room = self.begin()
         self.send(room)
-        return isinstance(await self.ended(room), Ready)
+        return isinstance(await self.ended(room), RoomReady)
 
     def engine(self, side: DecodeNode | PrefillNode) -> int:
-        over = side.transport._mooncake if side is self.decode else side.transport._made["mooncake"]
-        (session,) = over._sessions.values()
+        over = side.transport._made["mooncake"]
+        (session,) = sessions_of(over).values()
         return session.process.pid
 
 
 @asynccontextmanager
 async def nodes() -> AsyncIterator[Nodes]:
-    memory = Arena.create(TARGET.layout.end, huge_pages="never")
+    memory = ArenaMemory.create(TARGET.layout.end, huge_pages="never")
     memory.mapping.array[:] = CANARY
     made = Nodes(memory)
     made.endpoint = await made.prefill.bus.bind("tcp://127.0.0.1:0")
@@ -685,7 +654,7 @@ async def nodes() -> AsyncIterator[Nodes]:
 async def test_rooms_cross_and_are_verified_and_both_nodes_count_the_session() -> None:
     async with nodes() as it:
         assert await it.lands()
-        assert it.decode.core.settling.verifications.matched == 1
+        assert it.decode.core.post_landing.verifications.matched == 1
         assert it.decode.transport.counts["mooncake"] == it.prefill.transport.counts["mooncake"] == 1
 
 
@@ -699,7 +668,7 @@ async def test_a_room_whose_engine_dies_or_freezes_fails_once_and_its_slots_come
         assert await it.lands()
         monkeypatch.setattr(writer, "_STALL_SECONDS", 1.0)
         room = it.begin()
-        await until(lambda: Leased(room) in it.told_p)
+        await until(lambda: RoomLeased(room) in it.told_p)
         engine = it.engine(getattr(it, side))
         await freeze(engine)
         os.kill(engine, signal_number)
@@ -718,9 +687,9 @@ async def test_a_room_whose_engine_dies_or_freezes_fails_once_and_its_slots_come
 async def test_an_engine_that_dies_between_rooms_is_replaced_before_the_next_one(side: str) -> None:
     async with nodes() as it:
         assert await it.lands()
-        (before,) = it.decode.core.links.sessions
+        (before,) = it.decode.core.prefill_peers.sessions
         os.kill(it.engine(getattr(it, side)), signal.SIGKILL)
-        sessions = it.decode.core.links.sessions
+        sessions = it.decode.core.prefill_peers.sessions
         await until(lambda: [(each.id != before, each.state.value) for each in sessions.values()] == [(True, "up")])
         assert await it.lands()
 
@@ -729,7 +698,7 @@ async def test_an_engine_that_dies_between_rooms_is_replaced_before_the_next_one
 async def test_nothing_is_begun_for_a_session_that_has_ended_before_it_was_offered() -> None:
     async with nodes() as it:
         assert await it.lands()
-        (session,) = it.decode.core.links.sessions
+        (session,) = it.decode.core.prefill_peers.sessions
         await it.decode._offer(it.endpoint, session + 1)
         assert it.decode.transport.counts["mooncake"] == 1
 
@@ -745,20 +714,18 @@ async def test_no_engine_is_started_for_a_session_that_ends_while_its_address_is
         return "127.0.0.1"
 
     monkeypatch.setattr(select, "own_address", slow)
-    memory = Arena.create(4096, huge_pages="never")
-    owner = select.ArenaChoice(memory, "mooncake", Network(), directory=None)
+    memory = ArenaMemory.create(4096, huge_pages="never")
+    owner = select.DecodeTransports(memory, ArenaOptions(transport="mooncake"))
     offered = asyncio.ensure_future(
         owner.offer(1, "tcp://127.0.0.1:1", identity("p", "prefill", 1, transports=("mooncake",)))
     )
     await until(lambda: owner.counts["mooncake"])
-    owner.revoke(1)
-    assert owner.quiet(1)
+    assert owner.fence(1)
     owner.forget(1)
     known.set()
     with pytest.raises(TransportError, match="the session has ended"):
         await offered
-    assert owner._mooncake is not None
-    assert not owner._mooncake._sessions
+    assert not sessions_of(owner._made["mooncake"])
     await owner.close()
     memory.close()
 
@@ -778,7 +745,7 @@ async def test_a_host_without_descriptors_has_no_engine_and_none_is_left_behind(
         return started[-1]
 
     async with both() as it:
-        ring = Ring()
+        ring = SendRing()
         monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL))
         monkeypatch.setattr(process.socket if lacking == "socketpair" else process.os, lacking, none_left)
         before = len(os.listdir("/proc/self/fd"))
@@ -796,8 +763,8 @@ async def test_a_host_without_descriptors_has_no_engine_and_none_is_left_behind(
 
 @pytest.mark.parametrize("transport", ["shm", "mooncake"])
 @on_loop
-async def test_a_writer_that_closes_maps_nothing_more(transport: Transport) -> None:
-    made = select.WriterChoice((latent("layer_first", 1),), transport, Network())
+async def test_a_writer_that_closes_maps_nothing_more(transport: Any) -> None:
+    made = select.PrefillTransports((latent("layer_first", 1),), WriterOptions(transport=transport))
     await made.close()
     with pytest.raises(TransportError, match="closing"):
         await made.map(1, replace(REACH, transport=transport), (latent("page_first", 1),))
@@ -819,7 +786,7 @@ async def test_an_arena_that_closes_starts_no_engine_for_a_session_that_comes_me
 @on_loop
 async def test_a_fence_of_a_session_that_was_unmapped_meanwhile_condemns_nobody() -> None:
     async with both() as it:
-        made = select.WriterChoice((latent("page_first", LARGE + SMALL),), "mooncake", Network())
+        made = select.PrefillTransports((latent("page_first", LARGE + SMALL),), WriterOptions(transport="mooncake"))
         await made.map(SESSION, await it.owner.offer(SESSION), (it.target,))
         made.unmap(SESSION)
         assert await made.fence(SESSION)
@@ -830,51 +797,10 @@ async def test_a_fence_of_a_session_that_was_unmapped_meanwhile_condemns_nobody(
 async def test_sessions_that_are_mapped_at_once_are_bounded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     async with both() as it:
         reaches = [await it.owner.offer(session) for session in (1, 2)]
-        monkeypatch.setattr(network, "ENGINES_MAX", 2)
+        monkeypatch.setattr(engine_settings, "ENGINES_MAX", 2)
         mapped = [it.writer.map(session, reach, (it.target,)) for session, reach in enumerate(reaches, 1)]
         _, refused = await asyncio.gather(*mapped, return_exceptions=True)
         assert "engines: 2 of 2" in str(refused)
-
-
-# The choice
-
-HERE = "boot net:[1] mnt:[2] 0"
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "where", "chosen", "reason"),
-    [
-        (("shm", "mooncake"), ("shm", "mooncake"), HERE, "shm", "on this host"),
-        (("shm", "mooncake"), ("shm", "mooncake"), "other net:[1] mnt:[2] 0", "mooncake", "another kernel"),
-        (("shm", "mooncake"), ("shm", "mooncake"), "boot net:[9] mnt:[2] 0", "mooncake", "network namespace"),
-        (("shm", "mooncake"), ("shm", "mooncake"), "boot net:[1] mnt:[9] 0", "mooncake", "mount namespace"),
-        (("shm", "mooncake"), ("shm", "mooncake"), "boot net:[1] mnt:[2] 7", "mooncake", "another user"),
-        (("shm", "mooncake"), ("shm", "mooncake"), "", "shm", "on this host"),
-        (("shm", "mooncake"), ("shm",), "other net:[1] mnt:[2] 0", "shm", "mooncake is not taken by both"),
-        (("shm", "mooncake"), ("mooncake",), HERE, "mooncake", "shm is not taken by both"),
-        (("shm",), ("mooncake", "carrier pigeon"), HERE, None, "takes mooncake, carrier pigeon, this node shm"),
-    ],
-)
-def test_the_transport_is_chosen_by_where_the_peer_is_and_what_both_take(
-    ours: tuple[str, ...], theirs: tuple[str, ...], where: str, chosen: str | None, reason: str
-) -> None:
-    peer = identity("p", "prefill", 1, transports=theirs, place=where)
-    if chosen is None:
-        with pytest.raises(TransportError, match=reason):
-            select.choose(ours, HERE, peer)
-        return
-    name, said = select.choose(ours, HERE, peer)
-    assert name == chosen
-    assert reason in said
-
-
-def test_a_transport_that_cannot_be_had_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "why_not", lambda: "mooncake is not installed")
-    assert select.taken("auto") == ("shm",)
-    with pytest.raises(TransportError, match="not installed"):
-        select.taken("mooncake")
-    monkeypatch.setattr(select, "why_not", lambda: "")
-    assert select.taken("auto") == ("shm", "mooncake")
 
 
 @pytest.mark.parametrize("source", ["", "import a_library_that_is_not_there"])
@@ -886,10 +812,4 @@ def test_a_mooncake_that_is_not_whole_is_said_with_what_to_do(
     for name in [each for each in sys.modules if each.partition(".")[0] == "mooncake"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    assert "pip install 'pdtransfer[mooncake]'" in why_not.__wrapped__()
-
-
-def test_this_hosts_address_is_the_one_on_the_way_to_the_peer() -> None:
-    assert select.own_address("tcp://127.0.0.1:7101") == "127.0.0.1"
-    with pytest.raises(TransportError, match="advertise"):
-        select.own_address("tcp://[::1]:7101")
+    assert "pip install '.[mooncake]'" in why_not.__wrapped__()

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pdtransfer.kernels import numpy_copy, pools
-from pdtransfer.kernels.cancel import Cancel
+from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.kernels.kv_copy import kv_copy
 from pdtransfer.layout.geometry import Int64s
 from pdtransfer.layout.pairing import pair
@@ -49,7 +49,7 @@ def by_copy(
 ) -> None:  # fmt: skip
     gathered = cut.gather(piece, source_slots)
     assert gathered.bytes <= ring.SLOT_BYTES
-    numpy_copy.copy(gathered, source.memory.ctypes.data, slots[at].ctypes.data, Cancel())
+    numpy_copy.copy(gathered, source.memory.ctypes.data, slots[at].ctypes.data, CancelWord())
 
 
 def by_launch(
@@ -65,6 +65,7 @@ def by_launch(
     )  # fmt: skip
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("fill", [by_copy, by_launch])
 @pytest.mark.parametrize("slot_bytes", [2_304, 9_000, ring.SLOT_BYTES])
 @pytest.mark.parametrize(("model", "source", "target"), CASES)
@@ -83,11 +84,12 @@ def test_what_passes_through_the_ring_lands_where_the_plan_says(
         cut = ring.cut(pairing, paged=fill is by_launch)
         through(cut, fill, source_slots, target_slots, ours, theirs[0])
         whole = plan(pairing, source_slots, target_slots)
-        numpy_copy.copy(whole, ours.memory.ctypes.data, theirs[1].memory.ctypes.data, Cancel())
+        numpy_copy.copy(whole, ours.memory.ctypes.data, theirs[1].memory.ctypes.data, CancelWord())
         assert np.array_equal(theirs[0].memory, theirs[1].memory)
         assert (theirs[0].memory == CANARY).sum() < theirs[0].memory.size
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("piece_bytes", [2_304, 9_000, ring.PIECE_BYTES])
 @pytest.mark.parametrize(("model", "source", "target"), CASES)
 def test_what_leaves_from_the_pool_itself_lands_where_the_plan_says(
@@ -110,7 +112,7 @@ def test_what_leaves_from_the_pool_itself_lands_where_the_plan_says(
             for here, there, byte_count in runs.tolist():
                 theirs[0].memory[there : there + byte_count] = ours.memory[here : here + byte_count]
         whole = plan(pairing, source_slots, slots)
-        numpy_copy.copy(whole, ours.memory.ctypes.data, theirs[1].memory.ctypes.data, Cancel())
+        numpy_copy.copy(whole, ours.memory.ctypes.data, theirs[1].memory.ctypes.data, CancelWord())
         assert np.array_equal(theirs[0].memory, theirs[1].memory)
         assert (theirs[0].memory == CANARY).sum() < theirs[0].memory.size
 

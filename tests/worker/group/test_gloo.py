@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ import pytest
 from pdtransfer.errors import WorldError
 from pdtransfer.wire import Ranks
 from pdtransfer.worker.group.gloo import Gloo
+from tests.support.paths import REPO
 
-REPO = Path(__file__).resolve().parent.parent.parent.parent
 HOST = "127.0.0.1"
 NEXT = """
 import sys
@@ -24,6 +23,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_stage_that_hands_on_to_one_that_was_killed_hears_that_it_is_gone() -> None:
     gloo, listening = Gloo(Ranks(pp_size=2)), Gloo.store_socket(HOST)
     port = listening.getsockname()[1]

@@ -1,0 +1,31 @@
+"""The examples run as their first lines say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from examples import engine
+from tests.support.fleets import Site, running
+from tests.support.paths import REPO
+
+
+def test_embed_lands_a_room_in_another_process() -> None:
+    command = [sys.executable, "examples/embed.py"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "100 tokens, 460,800 bytes: every byte is where it belongs\n"
+
+
+def test_engine_serves_completions_behind_a_router(tmp_path: Path) -> None:
+    own = {"engine": "examples.engine:create", "engine_option": ()}
+
+    async def case(site: Site) -> None:
+        for prompt in ("once", "upon a time " * 40):
+            answer = await site.complete(prompt, max_tokens=20)
+            assert (answer.status, answer.text) == (200, engine.text(prompt, 20)), answer
+        await site.settled()
+
+    with running(tmp_path, prefills=[own | {"chunk_tokens": 64}], decodes=[own]) as fleet:
+        fleet(case)

@@ -1,0 +1,42 @@
+"""How much of what could be tested is: a part of grids, seeds and examples by default; all of it with --full.
+
+Continuous integration runs everything. --fast is a glance: few cases of each test, no slow ones, no whole processes.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from enum import StrEnum
+
+from tests.support.paths import REPO
+
+VARIABLE = "TESTS_EFFORT"  # set before tests are imported, for workers and programs of tests, too
+CASES_MAX = 2  # of a test, with --fast
+SLOW_FOLDERS = {
+    REPO / "tests" / name for name in ("bench", "benchmarks", "house", "integration", "sim", "tools", "two_gpu")
+}
+
+
+class Effort(StrEnum):
+    """Named as pytest's options."""
+
+    FULL = "full"
+    FAST = "fast"
+
+
+SHARES = {Effort.FULL: 1, Effort.FAST: 16, None: 4}
+
+
+def chosen() -> Effort | None:
+    return Effort(value) if (value := os.environ.get(VARIABLE)) else None
+
+
+def some(count: int) -> int:
+    """So many seeds or examples: `count` with --full, or else a part of them."""
+    return max(1, count // SHARES[chosen()])
+
+
+def is_picked(case: str) -> bool:
+    """Whether this case of a grid is in the part that runs: the same ones each time, and of every value some."""
+    return zlib.crc32(case.encode()) % SHARES[chosen()] == 0

@@ -1,0 +1,39 @@
+"""What objects keep to themselves and tests ask for: here alone, so that a change of theirs changes one place."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # processes under test import no more than they need
+    from pdtransfer.bus import Bus
+    from pdtransfer.client.clients import DecodeClient, PrefillClient
+
+
+def node_of(client: DecodeClient | PrefillClient) -> Any:
+    """The node below a client's thread."""
+    return client._node
+
+
+def core_of(client: DecodeClient | PrefillClient) -> Any:
+    """The sessions of a client's node."""
+    return client._node.core
+
+
+def sessions_of(side: Any) -> dict[int, Any]:
+    """A transport's sessions, of its arena or its writer."""
+    return side._sessions
+
+
+def connections_of(bus: Bus) -> list[Any]:
+    """Every connection that peers have made to it, named or not."""
+    return bus._connections._all()
+
+
+def route_of(bus: Bus, peer: str) -> bytes | None:
+    """Where messages to a peer that has dialled go."""
+    return bus._connections.route_of(peer)
+
+
+def dialled_by(bus: Bus) -> dict[str, Any]:
+    """What it dials, by endpoint."""
+    return bus._dialled

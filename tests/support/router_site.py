@@ -1,0 +1,140 @@
+"""A router over HTTP, with workers made of Service on a real bus that compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+
+from pdtransfer.bus import Bus
+from pdtransfer.config.config import RouterConfig
+from pdtransfer.handoff.effects import Send
+from pdtransfer.limits import Limits
+from pdtransfer.node.core_driver import EffectRunner, LoopClock, Ticker
+from pdtransfer.router.router import Router
+from pdtransfer.wire import Begin, End, Load, unpack_ids
+from pdtransfer.worker.service import Service, StartRoom, StopRoom
+from tests.support.routing_world import identity
+from tests.support.waiting import until
+
+LIMITS = Limits(resend_ms=50, resend_ms_max=200, ping_ms=100, silence_ms=10_000, room_deadline_ms=60_000)
+LOAD = Load(True, False, 0, 0, 10_000, 10_000)
+
+
+def generated(begin: Begin) -> list[int]:
+    """The prompt backwards, again and again."""
+    prompt = unpack_ids("prompt", begin.prompt).tolist()[::-1]
+    return [prompt[place % len(prompt)] for place in range(begin.sampling.max_tokens)]
+
+
+class Worker:
+    """A daemon whose engine gives the prompt back. `gate` holds its rooms, `more` what follows the first piece of
+    each, and `failure` ends them."""
+
+    def __init__(self, node: str, role: str, *, model: str = "m") -> None:
+        self.node, self.role, self.model = node, role, model
+        self.gate, self.more, self.failure, self.piece = asyncio.Event(), asyncio.Event(), "", 3
+        self.gate.set()
+        self.more.set()
+        self.begun: list[Begin] = []
+        self.stopped: list[StopRoom] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._loop, self._clock = asyncio.get_running_loop(), LoopClock(LIMITS.ping_ms / 2e3)
+        who = identity(node, role, 7, model=model)
+        self.service = Service(who, LIMITS)
+        self.bus = Bus(node=node, keys=None, allowed=None, receive=self._receive, refused=lambda *_: None)
+        self.perform = EffectRunner(self._perform, Ticker(self.service.next_tick, self._tick, self._clock))
+
+    async def open(self) -> str:
+        self.load(LOAD)
+        return await self.bus.bind("tcp://127.0.0.1:0")
+
+    def load(self, load: Load) -> None:
+        self.perform(self.service.load(load, self._clock.now()))
+
+    async def close(self) -> None:
+        self.perform.ticker.stop()
+        for task in self._tasks.values():
+            task.cancel()
+        await self.bus.close()
+
+    def _receive(self, peer: str, message) -> None:
+        self.perform(self.service.receive(peer, message, self._clock.now()))
+
+    def _tick(self) -> None:
+        self.perform(self.service.tick(self._clock.now()))
+
+    def _perform(self, effect) -> None:
+        match effect:
+            case Send(peer, message):
+                self.bus.send(peer, message)
+            case StartRoom(_, begin):
+                self.begun.append(begin)
+                self._tasks[begin.room] = self._loop.create_task(self._work(begin))
+            case StopRoom(room):
+                self.stopped.append(effect)
+                self._tasks.pop(room).cancel()
+                self.end(End(room, "aborted", "", 0))
+
+    def end(self, end: End) -> None:
+        self.perform(self.service.end(end, self._clock.now()))
+
+    async def _work(self, begin: Begin) -> None:
+        room = begin.room
+        if self.role == "prefill":
+            await self.gate.wait()
+            reason = self.failure or "done"
+            self.end(End(room, reason, "as told", 0, retry_ms=2_500, kv_bytes=640, copy_us=12, stamp_ns=1_000))
+            return
+        ids = generated(begin)
+        for place in range(0, len(ids), self.piece):
+            await (self.more if place else self.gate).wait()
+            self.perform(self.service.tokens(room, ids[place : place + self.piece], self._clock.now()))
+            await asyncio.sleep(0)
+            if self.failure:
+                self.end(End(room, self.failure, "as told", 0))
+                return
+        digests = {"tokens_digest": b"\x01", "logits_digest": b"\x02", "kv_digest": b"\x03"}
+        self.end(End(room, "length", "", 0, kv_bytes=640, stamp_ns=43_500, prefix=2, **digests))
+
+
+@dataclass
+class Site:
+    """One router with its workers, and a client."""
+
+    router: Router
+    prefill: list[Worker]
+    decode: list[Worker]
+    http: aiohttp.ClientSession
+    url: str
+
+    async def post(self, **body) -> tuple[int, dict, aiohttp.ClientResponse]:
+        async with self.http.post(self.url + "/v1/completions", json=body) as response:
+            return response.status, await response.json(), response
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with self.http.get(self.url + path) as response:
+            return response.status, await response.text()
+
+
+@asynccontextmanager
+async def site(*, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS) -> AsyncIterator[Site]:
+    workers = [Worker(f"p{i}", "prefill") for i in range(prefill)] + [Worker(f"d{i}", "decode") for i in range(decode)]
+    endpoints = [await worker.open() for worker in workers]
+    router = Router(
+        RouterConfig(
+            listen="127.0.0.1:0", prefill=(*endpoints[:prefill],), decode=(*endpoints[prefill:],), limits=limits
+        )
+    )
+    url = "http://" + await router.open()
+    async with aiohttp.ClientSession() as http:
+        try:
+            await until(lambda: sum(each.usable for each in router.routing.workers.by_peer.values()) == len(workers))
+            yield Site(router, workers[:prefill], workers[prefill:], http, url)
+        finally:
+            await router.close()
+            for worker in workers:
+                await worker.close()

@@ -1,0 +1,178 @@
+"""An arena's owner and its writer over shared memory: on one loop, or the writer in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pdtransfer.handoff.effects import Outcome, Write
+from pdtransfer.layout.layout import Component, Layout, Plane, Span
+from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.transports.card_launcher import WriterCard
+from pdtransfer.transports.options import WriterOptions
+from pdtransfer.transports.shm.arena import ShmArena
+from pdtransfer.transports.shm.writer import ShmWriter
+from pdtransfer.wire import Reach
+from tests.support.paths import REPO
+
+LAYERS, ROW, PAGE, SLOTS = 4, 1_152, 64, 8_192
+WRITER = 7
+
+
+class Process:
+    """tests/support/shm_writer.py, and what it forked."""
+
+    def __init__(self, reach: Reach, session: int = WRITER) -> None:
+        command = [
+            sys.executable,
+            str(REPO / "tests" / "support" / "shm_writer.py"),
+            str(session),
+            msgspec.json.encode(reach),
+        ]
+        self.started = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(REPO)},
+        )
+        self.forked: list[int] = []
+
+    async def __aenter__(self) -> Process:
+        assert await self.heard() == "mapped"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for pid in self.forked:
+            os.kill(pid, signal.SIGKILL)
+        self.started.kill()
+        self.started.communicate()
+
+    async def heard(self) -> str:
+        assert self.started.stdout is not None
+        return (await asyncio.to_thread(self.started.stdout.readline)).strip()
+
+    def say(self, command: str) -> None:
+        assert self.started.stdin is not None
+        self.started.stdin.write(command + "\n")
+        self.started.stdin.flush()
+
+    async def fork(self) -> int:
+        self.say("fork")
+        self.forked.append(int(await self.heard()))
+        return self.forked[-1]
+
+
+def component(layout: Layout, name: str = "latent", **fields: object) -> Component:
+    given = {"memory": "dram", "tokens_per_row": 1, "span": Span()} | fields
+    return Component(name=name, layout=layout, **given)  # type: ignore[arg-type]
+
+
+def layer_first(slots: int = SLOTS, layers: int = LAYERS, base: int = 0) -> Layout:
+    return Layout(
+        tuple(
+            Plane(at, "latent", "uint8", 0, 1, base + at * slots * ROW, PAGE * ROW, ROW, ROW) for at in range(layers)
+        ),
+        PAGE,
+        slots,
+    )
+
+
+def page_first(slots: int = SLOTS, layers: int = LAYERS, first_layer: int = 0) -> Layout:
+    item = layers * ROW
+    return Layout(
+        tuple(Plane(first_layer + at, "latent", "uint8", 0, 1, at * ROW, item, item, ROW) for at in range(layers)),
+        1,
+        slots,
+    )
+
+
+@dataclass
+class Pool:
+    """Prefill's memory: random bytes, no two rows alike."""
+
+    layout: Layout = field(default_factory=layer_first)
+    bytes: NDArray[np.uint8] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bytes = np.random.default_rng(5).integers(0, 256, self.layout.end, np.uint8)
+
+    @property
+    def component(self) -> Component:
+        return component(self.layout)
+
+    @property
+    def address(self) -> int:
+        return self.bytes.ctypes.data
+
+
+class Pair:
+    """An arena's owner and a writer on one loop, and what the arena must hold in the end."""
+
+    def __init__(
+        self, arena: ArenaMemory, directory: Path, *, threads: int = 2, card: WriterCard | None = None, address: int = 0
+    ) -> None:
+        self.pool, self.arena = Pool(), arena
+        self.owner = ShmArena(arena, directory=directory)
+        self.near: list[int] = []  # writes
+        self.writer = ShmWriter(
+            (self.pool.component,),
+            WriterOptions(pool_address=address or self.pool.address, copy_threads=threads),
+            card=card,
+            near=lambda order: self.near.append(order.write),
+        )
+        self.target = page_first()
+        self.wanted = np.zeros(arena.byte_count, np.uint8)
+        self.ended: list[tuple[int, Outcome, str]] = []
+        self.writes = 0
+        self.checksums: dict[int, int] = {}
+
+    async def map(self, session: int = WRITER) -> int:
+        return await self.writer.map(session, await self.owner.offer(session), (component(self.target),))
+
+    def write(
+        self,
+        source: NDArray[np.int64],
+        target: NDArray[np.int64],
+        *,
+        grant: int,
+        layers: tuple[int, int] = (0, LAYERS),
+        **more: Any,
+    ) -> Write:
+        self.writes += 1
+        order = Write(
+            session=WRITER, grant=grant, room=grant, write=self.writes, component=0, layers=layers,
+            source_slots=source, target_slots=target, **more,
+        )  # fmt: skip
+        self.writer.write(order, self._wrote)
+        return order
+
+    def _wrote(self, order: Write, outcome: Outcome, text: str, checksum: int) -> None:
+        self.ended.append((order.write, outcome, text))
+        self.checksums[order.write] = checksum
+
+    def want(self, order: Write) -> None:
+        """The order's rows, by the layouts' own addresses."""
+        for layer in range(*order.layers):
+            ours = self.pool.layout.address(layer, order.source_slots)
+            theirs = self.target.address(layer, order.target_slots)
+            row = np.arange(ROW)
+            self.wanted[theirs[:, None] + row] = self.pool.bytes[ours[:, None] + row]
+
+    @property
+    def right(self) -> bool:
+        return bool(np.array_equal(self.arena.mapping.array, self.wanted))
+
+    async def close(self) -> None:
+        await self.writer.close()
+        await self.owner.close()

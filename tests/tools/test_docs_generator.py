@@ -1,0 +1,87 @@
+"""docs/flags.md and docs/metrics.md are what the code says, and leave nothing out."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from pdtransfer.commands.cli import COMMANDS
+from pdtransfer.limits import Limits
+from tools import docs_generator
+
+ROOT = Path(docs_generator.__file__).parent.parent
+PAGES = ("flags.md", "metrics.md")
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    for name in PAGES:
+        shutil.copy(ROOT / "docs" / name, tmp_path)
+    return tmp_path
+
+
+def test_no_page_is_stale() -> None:
+    assert docs_generator.main(["--check"]) == 0, "run python -m tools.docs_generator, and look at what it changed"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_stale_page_is_reported_and_then_written(name: str, docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = docs / name
+    whole = page.read_text()
+    page.write_text(whole.replace("a", "b", 1))
+    assert docs_generator.main(["--check", f"--root={docs}"]) == 1
+    assert capsys.readouterr().out == f"stale {page}\n"
+    assert page.read_text() != whole
+    assert docs_generator.main([f"--root={docs}"]) == 0
+    assert page.read_text() == whole
+
+
+def section(page: str, title: str) -> str:
+    return page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_field_of_a_command_has_a_row(command: str) -> None:
+    rows = section(docs_generator.flags_page(), f"pdtransfer {command}")
+    for field in fields(COMMANDS[command]):
+        if field.name != "limits":
+            flag, key = f"`--{field.name.replace('_', '-')}`", f"`{field.name}`"
+            (row,) = re.findall(
+                rf"^\| {flag}[ ,].* `PDTRANSFER_{field.name.upper()}` \| {key} \| .*$", rows, re.MULTILINE
+            )
+            assert re.search(r"\| [^|]*\w[^|]* \|$", row), row
+
+
+def test_every_limit_has_a_row_with_its_reason() -> None:
+    rows = section(docs_generator.flags_page(), "Limits")
+    for field in fields(Limits):
+        assert re.search(rf"\| `PDTRANSFER_LIMITS_{field.name.upper()}` \| `limits\.{field.name}` \| .+ \| \w", rows)
+
+
+@pytest.mark.parametrize(
+    ("title", "metric", "kind", "labels"),
+    [
+        ("Prefill", "pdtransfer_rooms_ended_total", "counter", "`reason`"),
+        ("Prefill", "pdtransfer_copy_seconds", "histogram", ""),
+        ("Decode", "pdtransfer_slots", "gauge", "`component`, `memory`"),
+        ("Decode", "pdtransfer_sessions", "gauge", "`state`"),
+        ("Decode", "pdtransfer_retracts_total", "counter", ""),
+        ("Router", "pdtransfer_requests_total", "counter", "`status`"),
+        ("Router", "pdtransfer_worker_usable", "gauge", "`peer`, `role`"),
+    ],
+)
+def test_a_metric_has_its_type_and_labels(title: str, metric: str, kind: str, labels: str) -> None:
+    rows = section((ROOT / "docs" / "metrics.md").read_text(), title)
+    assert re.search(rf"^\| `{metric}` \| {kind} \| {labels} \| \w.* \|$", rows, re.MULTILINE)
+
+
+def test_every_metric_that_the_code_names_has_a_row() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    sources = (ROOT / "pdtransfer" / each for each in ("worker/daemon_metrics.py", "router/router_metrics.py"))
+    names = {name for path in sources for name in re.findall(r'[^f]"(pdtransfer_\w+)"', path.read_text())}
+    assert len(names) > 40
+    assert {name for name in names if not re.search(rf"`{name}(_total)?`", page)} == set()

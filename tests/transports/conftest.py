@@ -1,0 +1,17 @@
+"""The arena that a ShmPair's rows fit into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pdtransfer.memory.arena_memory import ArenaMemory
+from tests.support.shm_pair import LAYERS, ROW, SLOTS
+
+
+@pytest.fixture
+def arena() -> Iterator[ArenaMemory]:
+    made = ArenaMemory.create(SLOTS * LAYERS * ROW, huge_pages="never")
+    yield made
+    made.close()

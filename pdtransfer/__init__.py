@@ -52,6 +52,7 @@ __all__ = [
     "Ranks",
     "RemoteProtocolError",
     "Replicas",
+    "RoomAsked",
     "RoomDrained",
     "RoomFailed",
     "RoomFailedError",
@@ -68,6 +69,8 @@ __all__ = [
     "deepseek_v4",
     "host_layout",
     "item_layout",
+    "room_id",
+    "weights_digest",
 ]
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import zmq
 
 from ..errors import ConfigError, RemoteProtocolError, WorldError
 from ..limits import TEXT_LENGTH_MAX
+from ..threads import in_thread
 from ..wire import Hello, Message, Reject, decode, encode
 from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwayError
 from .dialled import SOCKETS, Dialled
@@ -209,7 +210,7 @@ class Bus:
         self._router = self._router_drain = None
         if self._zap is not None:
             self._zap.close()
-        await self._loop.run_in_executor(None, self._context.destroy, self._limits.linger_ms)
+        await in_thread(lambda: self._context.destroy(self._limits.linger_ms))
 
     def _on_listener_frame(self, route: bytes, frame: zmq.Frame) -> None:
         now = self._loop.time()

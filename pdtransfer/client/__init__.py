@@ -23,7 +23,16 @@ from ..errors import (
     TransportError,
     WorldError,
 )
-from ..handoff.effects import DecodeEvent, PrefillEvent, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from ..handoff.effects import (
+    DecodeEvent,
+    PrefillEvent,
+    RoomAsked,
+    RoomDrained,
+    RoomFailed,
+    RoomLanded,
+    RoomLeased,
+    RoomReady,
+)
 from ..handoff.sharing import Replicas
 from ..layout.deepseek_v4 import deepseek_v4
 from ..layout.layout import Component, Layout, Plane, Span
@@ -45,6 +54,7 @@ from ..transports.options import ArenaOptions, Network, WriterOptions
 from ..wire import Ranks
 from .aio import AsyncDecode, AsyncPrefill, DecodeHand, PrefillHand
 from .clients import DecodeClient, KVPoll, PrefillClient
+from .labels import room_id, weights_digest
 
 __all__ = [
     "C4_PARTS",
@@ -88,6 +98,7 @@ __all__ = [
     "Ranks",
     "RemoteProtocolError",
     "Replicas",
+    "RoomAsked",
     "RoomDrained",
     "RoomFailed",
     "RoomFailedError",
@@ -103,4 +114,6 @@ __all__ = [
     "deepseek_v4",
     "host_layout",
     "item_layout",
+    "room_id",
+    "weights_digest",
 ]

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Generic, Protocol, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
 from ..errors import RoomFailedError
-from ..handoff.effects import DecodeEvent, PrefillEvent, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from ..handoff.effects import (
+    DecodeEvent,
+    PrefillEvent,
+    RoomAsked,
+    RoomDrained,
+    RoomFailed,
+    RoomLanded,
+    RoomLeased,
+    RoomReady,
+)
 from ..transports.device_events import Event
 from .clients import DecodeClient, PrefillClient
 
@@ -44,13 +53,31 @@ class _Events(Generic[Said]):
 class DecodeHand:
     """One room of an AsyncDecode."""
 
-    def __init__(self, client: DecodeClient, room: int, ready: asyncio.Future[RoomReady]) -> None:
-        self._client, self.room, self._ready = client, room, ready
+    def __init__(self, client: DecodeClient, room: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._client, self.room = client, room
+        self._ready: asyncio.Future[RoomReady] = loop.create_future()
+        self._drained: asyncio.Future[None] = loop.create_future()
+
+    def take(self, event: DecodeEvent) -> None:
+        """The room's events end up here."""
+        match event:
+            case RoomReady():
+                _resolve(self._ready, event)
+            case RoomFailed():
+                _fail(self._ready, event)
+            case RoomDrained():
+                _resolve(self._drained, None)
 
     async def ready(self) -> RoomReady:
         """Waits for the room to land, and returns its slots per component, its aux and the bytes that crossed.
         Raises RoomFailedError with the root cause."""
         return await asyncio.shield(self._ready)
+
+    async def drained(self) -> None:
+        """Waits until nobody writes the slots any more that the engine chose for this room: it may reuse them. Only
+        for a client with `engine_slots`."""
+        await asyncio.shield(self._drained)
 
     def release(self, *, after: Event | None = None) -> None:
         """As DecodeClient.release."""
@@ -66,7 +93,7 @@ class AsyncDecode:
 
     def __init__(self, client: DecodeClient) -> None:
         self.client = client
-        self._ready: dict[int, asyncio.Future[RoomReady]] = {}
+        self._rooms: dict[int, DecodeHand] = {}
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.client.start)
@@ -86,6 +113,7 @@ class AsyncDecode:
         prefix: int = 0,
         prompt: ArrayLike | None = None,
         salt: bytes = b"",
+        slots: Mapping[str, ArrayLike] | None = None,
         time_left_s: float = 60.0,
         enable_hisparse: bool = False,
     ) -> DecodeHand:
@@ -98,20 +126,20 @@ class AsyncDecode:
             prefix=prefix,
             prompt=prompt,
             salt=salt,
+            slots=slots,
             time_left_s=time_left_s,
             enable_hisparse=enable_hisparse,
         )
-        future = self._ready[room] = asyncio.get_running_loop().create_future()
-        return DecodeHand(self.client, room, future)
+        hand = self._rooms[room] = DecodeHand(self.client, room)
+        return hand
 
     def _on_event(self, event: DecodeEvent) -> None:
-        future = self._ready.pop(event.room, None)
-        if future is None:
+        hand = self._rooms.get(event.room)
+        if hand is None:
             return  # the caller used the client itself for this room
-        if isinstance(event, RoomReady):
-            _resolve(future, event)
-        else:
-            _fail(future, event)
+        hand.take(event)
+        if isinstance(event, RoomDrained) or not self.client.engine_slots:
+            del self._rooms[event.room]
 
 
 class PrefillHand:
@@ -168,9 +196,9 @@ class AsyncPrefill:
         self,
         room: int,
         *,
-        tokens: int,
+        tokens: int | None,
         time_left_s: float = 60.0,
-        grants: int = 1,
+        grants: int | None = 1,
         peers: Collection[str] | None = None,
     ) -> PrefillHand:
         """As PrefillClient.open."""
@@ -190,7 +218,7 @@ class AsyncPrefill:
             case RoomDrained(room):
                 del self._open[room]
                 _resolve(handing.drained, None)
-            case RoomLeased():
+            case RoomLeased() | RoomAsked():
                 pass
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
 from functools import partial
@@ -21,10 +21,18 @@ import uvloop
 from numpy.typing import ArrayLike
 
 from ..bus.keys import AllowList
-from ..environment import share_the_interpreter
 from ..errors import LocalProtocolError, PDTransferError
-from ..handoff.decode.room_request import RoomRequest
-from ..handoff.effects import DecodeEvent, PrefillEvent, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from ..handoff.decode.room_request import RoomRequest, place
+from ..handoff.effects import (
+    DecodeEvent,
+    PrefillEvent,
+    RoomAsked,
+    RoomDrained,
+    RoomFailed,
+    RoomLanded,
+    RoomLeased,
+    RoomReady,
+)
 from ..handoff.prefill.cells import Cell
 from ..handoff.sharing import Replicas
 from ..layout.layout import Component, slots_of_rows
@@ -96,8 +104,9 @@ def _call(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 class _Client(Generic[Node, Said]):
     """What both clients share: the queues to and from the node, the states of rooms, the thread."""
 
-    def __init__(self, start: Callable[[], Awaitable[Node]], *, has_keys: bool) -> None:
+    def __init__(self, start: Callable[[], Awaitable[Node]], *, has_keys: bool, drains: bool = True) -> None:
         self._port: ThreadQueues[Said] = ThreadQueues()
+        self._drains = drains
         self._has_keys = has_keys
         self._thread: _Thread[Node] = _Thread(self._port, start)
         self._states: dict[int, KVPoll] = {}
@@ -116,17 +125,17 @@ class _Client(Generic[Node, Said]):
     def start(self) -> None:
         """Opens the sockets and starts the thread that serves them. Blocks until both are up.
 
-        Threads of this process take shorter turns from now on (sys.setswitchinterval). Raises ConfigError for settings
-        that can never work, and WorldError for what fails now, such as a port that is taken.
+        While another thread runs Python code, the new one waits for up to sys.getswitchinterval(). An engine that wants
+        faster hand-offs shortens that itself. Raises ConfigError for settings that can never work, and WorldError for
+        what fails now, such as a port that is taken.
         """
-        share_the_interpreter()
         self._thread.start()
 
     def close(self) -> None:
         """Fails every room under way, says goodbye to the peers and ends the thread; idempotent, and blocks until then.
 
-        `poll` still returns the last events. From now on no page of a pool is read. Peers may write into an arena until
-        they have received the goodbye.
+        It may be called while the interpreter exits. `poll` still returns the last events. From now on no page of a
+        pool is read. Peers may write into an arena until they have received the goodbye.
         """
         self._closed = True
         self._thread.close()
@@ -153,13 +162,27 @@ class _Client(Generic[Node, Said]):
         """
         return self._states[room]
 
-    def _begin(self, room: int, tokens: int) -> None:
+    def quiesce(self, room: int, timeout_s: float) -> bool:
+        """Gives a room up and blocks until it is drained, so that its memory may be reused; False after `timeout_s`.
+
+        For an engine that must have the memory back now, as when it preempts a request. Call it from the thread that
+        calls `poll`, which still returns the room's events. Raises LocalProtocolError on a decode client without
+        `engine_slots`, and KeyError as `state`.
+        """
+        if not self._drains:
+            raise LocalProtocolError("room: this client leases the slots itself, and reports no RoomDrained")
+        if self.state(room) in (KVPoll.SUCCESS, KVPoll.FAILED) and room in self._ended:
+            return True
+        self._port.to_loop(lambda: self._node.abort(room))
+        return self._port.wait_for(lambda event: isinstance(event, RoomDrained) and event.room == room, timeout_s)
+
+    def _begin(self, room: int, tokens: int | None) -> None:
         if self._closed:
             raise LocalProtocolError(f"room: {room:#x} comes too late, this client is closed")
         if room in self._states:  # The peer remembers it, too: what is still on its way must not find another room.
             text = f"room: {room:#x} was used already, it is {self._states[room].name}; a retry takes a new label"
             raise LocalProtocolError(text)
-        if not 1 <= tokens <= TOKENS_MAX:
+        if tokens is not None and not 1 <= tokens <= TOKENS_MAX:
             raise LocalProtocolError(f"tokens: {tokens}, from 1 to {TOKENS_MAX} are possible")
         self._states[room] = KVPoll.BOOTSTRAPPING
 
@@ -191,7 +214,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
     travel, and `network` configures transports to other hosts.
 
     Each room takes `open`, then `push` and `finish`, or `abort`. Once `poll` returns RoomDrained, its pages may be
-    reused.
+    reused. RoomAsked reports a room that decode asked for before it is open.
     """
 
     def __init__(
@@ -229,17 +252,19 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
         self,
         room: int,
         *,
-        tokens: int,
+        tokens: int | None,
         time_left_s: float = 60.0,
-        grants: int = 1,
+        grants: int | None = 1,
         peers: Collection[str] | None = None,
     ) -> None:
         """Begins a room of `tokens` tokens for `grants` decode ranks, before or after these have asked for it.
 
-        `room` is a u64 by which both sides know the room; no other room may ever have it. The room fails if it has not
-        ended after `time_left_s` seconds. `peers` restricts it to these decode ranks, each given by its public key or
-        its name on the allow-list, or without keys by its node's name. Raises LocalProtocolError for a room number that
-        was used before, and for a count of tokens that is out of bounds.
+        Both may be None where only decode knows: the first decode rank that asks then decides, by its tokens and by the
+        size of its group. RoomLeased reports them. `room` is a u64 by which both sides know the room; no other room may
+        ever have it. The room fails if it has not ended after `time_left_s` seconds. `peers` restricts it to these
+        decode ranks, each given by its public key or its name on the allow-list, or without keys by its node's name.
+        Raises LocalProtocolError for a room number that was used before, and for a count of tokens that is out of
+        bounds.
         """
         self._begin(room, tokens)
         self._port.to_loop(
@@ -292,7 +317,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
             match event:
                 case RoomLeased(room) if self._states[room] is KVPoll.BOOTSTRAPPING:
                     self._states[room] = KVPoll.WAITING_FOR_INPUT
-                case RoomLeased():
+                case RoomLeased() | RoomAsked():
                     pass
                 case RoomLanded(room):
                     self._states[room] = KVPoll.SUCCESS
@@ -314,6 +339,11 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
     `transport` restricts how rows travel, and `network` configures transports from other hosts.
 
     Each room takes `expect`, then `release` after RoomReady, or `abort` before it.
+
+    With `engine_slots` the engine's own allocator owns the arena: `expect` takes the slots that it chose for a room,
+    and there is nothing to release. The engine must not give these slots to another request before `poll` has returned
+    RoomDrained for the room: it follows RoomReady and RoomFailed once nobody can write them any more. After RoomReady
+    that is at once. After an abort, a deadline or the death of a peer it takes until there is a proof.
     """
 
     def __init__(
@@ -324,9 +354,12 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         *,
         options: ArenaOptions | None = None,
         enable_hisparse: bool = False,
+        engine_slots: bool = False,
         prefix_cache: bool = True,
         verify: bool = False,
     ) -> None:
+        self._components, self.engine_slots = tuple(components), engine_slots
+
         async def start() -> DecodeNode:
             return DecodeNode(
                 settings,
@@ -335,11 +368,12 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
                 self._port.to_engine,
                 options=options,
                 enable_hisparse=enable_hisparse,
+                engine_slots=engine_slots,
                 prefix_cache=prefix_cache,
                 verify=verify,
             )
 
-        super().__init__(start, has_keys=settings.keys is not None)
+        super().__init__(start, has_keys=settings.keys is not None, drains=engine_slots)
 
     def dial(self, source: str) -> None:
         """Opens the session with the prefill rank at `source`, [KEY@]tcp://host:port, ahead of its first room."""
@@ -355,6 +389,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         prefix: int = 0,
         prompt: ArrayLike | None = None,
         salt: bytes = b"",
+        slots: Mapping[str, ArrayLike] | None = None,
         time_left_s: float = 60.0,
         enable_hisparse: bool = False,
     ) -> None:
@@ -369,14 +404,28 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         the engine has them elsewhere. With `enable_hisparse`, which the client must allow as well, a component that
         exists in both memories has its rows in DRAM.
 
-        Raises LocalProtocolError for a room number that was used before, a count of tokens that is out of bounds, and a
-        prompt that is not `tokens` u32 ids.
+        With `engine_slots`, and only then, `slots` are those that the engine chose: for each component integers
+        (rows,), one a row of the room. Where the first ones are -1 these rows do not cross, as in a sliding window, nor
+        do those of the `prefix`, whose slots other requests may share. RoomReady.slots begin at the first row that
+        crosses.
+
+        Raises LocalProtocolError for a room number that was used before, a count of tokens that is out of bounds, a
+        prompt that is not `tokens` u32 ids, and slots that are missing, repeated or outside the arena. Slots of a room
+        that has not drained fail this room.
         """
+        if (slots is not None) is not self.engine_slots:
+            wanted = "needs slots" if self.engine_slots else "takes no slots"
+            raise LocalProtocolError(f"slots: a client made with engine_slots={self.engine_slots} {wanted}")
+        placed = None
+        if slots is not None:
+            if prompt is not None or growth:
+                raise LocalProtocolError("slots: chosen by the engine, they leave no place for a prompt or for growth")
+            placed = place(self._components, slots, tokens=tokens, prefix=prefix, enable_hisparse=enable_hisparse)
         keys = () if prompt is None else self._node.core.cache.keys(_token_ids(prompt, tokens), salt)
         self._begin(room, tokens)
         request = RoomRequest(
             room=room, tokens=tokens, sources=sources, time_left_s=time_left_s, growth=growth, prefix=prefix, keys=keys,
-            enable_hisparse=enable_hisparse,
+            enable_hisparse=enable_hisparse, placed=placed,
         )  # fmt: skip
         self._port.to_loop(lambda: self._node.expect(request))
 
@@ -398,11 +447,15 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         """The events since the last call, oldest first; never waits."""
         events = self._port.poll()
         for event in events:
-            if isinstance(event, RoomReady):
-                self._states[event.room] = KVPoll.SUCCESS
-            else:
-                self._states[event.room] = KVPoll.FAILED
-                self._end(event.room)
+            match event:
+                case RoomReady(room):
+                    self._states[room] = KVPoll.SUCCESS
+                case RoomFailed(room):
+                    self._states[room] = KVPoll.FAILED
+                    if not self.engine_slots:
+                        self._end(room)
+                case RoomDrained(room):
+                    self._end(room)
         return events
 
 

@@ -193,11 +193,21 @@ class FenceWriter(Struct, frozen=True):
     session: int
 
 
+class RoomAsked(Struct, frozen=True):
+    """A decode rank granted slots to a room that is not open yet; reported with the first Grant that waits for it."""
+
+    room: int
+    tokens: int
+    prefix: int  # tokens that this decode rank has already
+
+
 class RoomLeased(Struct, frozen=True):
     """Prefill: every decode rank has leased slots for the room, so what is pushed now leaves at once. Decode: this
     rank has leased them."""
 
     room: int
+    tokens: int = 0  # of the room; prefill only, as the next
+    prefix: int = 0  # the first tokens that no decode rank needs: rows of them are not sent
 
 
 class RoomLanded(Struct, frozen=True):
@@ -208,21 +218,26 @@ class RoomLanded(Struct, frozen=True):
 
 
 class RoomDrained(Struct, frozen=True):
-    """The room has ended and nothing reads its pages any more: the engine may reuse them. Reported once."""
+    """The room has ended, and the engine may reuse its memory. Reported once, as the last event of a room.
+
+    Prefill: nothing reads its pages any more. Decode: nobody writes the slots any more that the engine chose for it.
+    """
 
     room: int
 
 
 DecodeEffect: TypeAlias = (
     Send | Offer | Fence | Forget | RoomLeased | Verify | StopVerifying | Lift | StopLifting | RoomReady | RoomFailed
-    | HangUp | SessionLost | PeerRefused
+    | RoomDrained | HangUp | SessionLost | PeerRefused
 )  # fmt: skip
 PrefillEffect: TypeAlias = (
-    Send | Map | Unmap | Write | StopWriting | FenceWriter | RoomLeased | RoomLanded | RoomFailed | RoomDrained
-)
+    Send | Map | Unmap | Write | StopWriting | FenceWriter | RoomAsked | RoomLeased | RoomLanded | RoomFailed
+    | RoomDrained
+)  # fmt: skip
 
-DecodeEvent: TypeAlias = RoomReady | RoomFailed
-"""What DecodeClient.poll returns; each ends its room, RoomReady once the engine has released it."""
+DecodeEvent: TypeAlias = RoomReady | RoomFailed | RoomDrained
+"""What DecodeClient.poll returns. RoomDrained is the last of a room whose slots the engine chose; other rooms end with
+RoomFailed, or with RoomReady once the engine has released them."""
 
-PrefillEvent: TypeAlias = RoomLeased | RoomLanded | RoomFailed | RoomDrained
+PrefillEvent: TypeAlias = RoomAsked | RoomLeased | RoomLanded | RoomFailed | RoomDrained
 """What PrefillClient.poll returns; RoomDrained is the last of a room."""

@@ -1,7 +1,7 @@
 """Slots of an arena: extents by best fit, leased for all components together or for none.
 
 Best fit keeps long runs whole, so that a request lands in few of them: over a network an operation costs the same,
-whatever its size.
+whatever its size. Where the engine's own allocator chooses the slots, the same ledger takes those and no others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import LocalProtocolError
 from ..layout.layout import Component, Layout
-from .component_variants import repeated
+from .component_variants import labels, repeated
 
 Extents = NDArray[np.int64]
 """(n, 2) int64: start, count."""
@@ -94,6 +94,20 @@ class FreeExtents:
             taken.append((start, wanted))
         return np.array(taken, dtype=np.int64).reshape(-1, 2)
 
+    def take(self, extents: Extents) -> bool:
+        """Takes exactly these slots; False, with nothing taken, if one is not free or is there twice."""
+        low, high = np.sort(extents[:, 0]), np.sort(extents[:, 0] + extents[:, 1])
+        starts, counts = self._runs()
+        ends = starts + counts
+        around = np.searchsorted(starts, low, side="right") - 1
+        twice = (low[1:] < high[:-1]).any()
+        if twice or (len(low) and (around[0] < 0 or (high > ends[around]).any())):
+            return False
+        starts, ends = np.sort(np.concatenate([starts, high])), np.sort(np.concatenate([ends, low]))
+        left = starts < ends
+        self._rebuild(starts[left], (ends - starts)[left])
+        return True
+
     def _forget(self, starts: list[int]) -> None:
         """Removes runs that have left `_by_size`."""
         for start in starts:
@@ -118,13 +132,19 @@ class FreeExtents:
         """As `_join` for each run, in one pass."""
         low, high = extents[:, 0], extents[:, 0] + extents[:, 1]
         assert ((low >= 0) & (low < high) & (high <= self.slots)).all(), f"{extents} are none of {self.slots} slots"
-        here = np.array(list(self._count_at.items()), dtype=np.int64).reshape(-1, 2)
-        runs = np.concatenate([here, extents])
+        runs = np.concatenate([np.stack(self._runs(), axis=1), extents])
         starts, counts = runs[np.argsort(runs[:, 0], kind="stable")].T
         ends = starts + counts
         assert (starts[1:] >= ends[:-1]).all(), "some of these slots are free already"
         opens = np.flatnonzero(np.concatenate([[True], starts[1:] != ends[:-1]]))
-        starts, counts = starts[opens], np.add.reduceat(counts, opens)
+        self._rebuild(starts[opens], np.add.reduceat(counts, opens))
+
+    def _runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Start and count of each free run, ascending."""
+        return np.array(self._starts, np.int64), np.array([self._count_at[each] for each in self._starts], np.int64)
+
+    def _rebuild(self, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """These runs, ascending, are free, and no others."""
         self._starts = starts.tolist()
         self._count_at = dict(zip(self._starts, counts.tolist(), strict=True))
         self.free_slots = int(counts.sum())
@@ -181,23 +201,39 @@ class Holding:
     own: tuple[Extents, ...] = field(default=(), kw_only=True)  # in no block; freed with the holding
     blocks: Sequence[Block] = field(default=(), kw_only=True)  # from the prompt's first row on
     prefix: int = field(default=0, kw_only=True)  # tokens that the cache held when it was leased
+    placed_for: int | None = field(default=None, kw_only=True)  # the room whose slots the engine chose
 
 
 class SlotAllocator:
     """The slots of every component of one decode node."""
 
     def __init__(
-        self, components: Sequence[Component], bytes_ready: int | None = None, *, hbm_apart: bool = False
+        self,
+        components: Sequence[Component],
+        bytes_ready: int | None = None,
+        *,
+        hbm_apart: bool = False,
+        engine_slots: bool = False,
     ) -> None:
-        """With `hbm_apart` all slots of HBM components may be leased from the start: they are in another memory."""
+        """With `hbm_apart` all slots of HBM components may be leased from the start: they are in another memory.
+
+        With `engine_slots` the engine's allocator chooses every slot (`place`). It knows nothing of backing, so all
+        slots may be taken from the start, and Grants wait until theirs are backed. Components may then lie in the same
+        memory, each with its own layers, and share one numbering of slots.
+        """
         if name := repeated(components):
             raise LocalProtocolError(f"components: {name!r} is registered twice in one memory")
         self.components = tuple(components)
-        ready = None if bytes_ready is None else 0
-        self.free = tuple(
+        self.engine_slots = engine_slots
+        self.drained: list[int] = []  # rooms whose chosen slots have become free; the caller takes them
+        ready = None if bytes_ready is None or engine_slots else 0
+        free = [
             FreeExtents(c.layout.slots, c.layout.page_size, None if hbm_apart and c.memory == "hbm" else ready)
             for c in self.components
-        )
+        ]
+        if engine_slots:
+            free = [free[first] for first in aliases(self.components)]
+        self.free = tuple(free)
         self._row_bytes = tuple(c.layout.row_bytes for c in self.components)
         self.bytes_ready = 0 if bytes_ready is not None else max(c.layout.end for c in self.components)
         self.grow(bytes_ready or 0)
@@ -228,6 +264,21 @@ class SlotAllocator:
         own = tuple(extents)
         return Holding(own, own=own, bytes=byte_count)
 
+    def place(self, room: int, extents: tuple[Extents, ...]) -> Holding:
+        """Takes the slots that the engine chose for a room, with the room's own claim.
+
+        Raises LocalProtocolError, with nothing taken, where a slot is taken already: its room has not drained.
+        """
+        byte_count = 0
+        for index, (free, own) in enumerate(zip(self.free, extents, strict=True)):
+            if len(own) and not free.take(own):
+                for other, taken in zip(self.free[:index], extents[:index], strict=True):
+                    other.free(taken)
+                name = labels(self.components)[index]
+                raise LocalProtocolError(f"slots: some of {name!r} belong to a room that has not drained")
+            byte_count += self._row_bytes[index] * slot_count(own)
+        return Holding(extents, own=extents, bytes=byte_count, placed_for=room)
+
     def drop(self, holding: Holding) -> bool:
         """Ends one claim; returns whether it was the last, so that the holding's own slots are free."""
         assert holding.claims > 0
@@ -236,11 +287,43 @@ class SlotAllocator:
             return False
         for free, extents in zip(self.free, holding.own, strict=True):
             free.free(extents)
+        if holding.placed_for is not None:
+            self.drained.append(holding.placed_for)
         return True
 
     def lacking(self, rows: Sequence[int]) -> list[int]:
         """The number of slots of each component that must become free before these rows could be leased."""
         return [free.lacking(count) for free, count in zip(self.free, rows, strict=True)]
+
+
+def aliases(components: Sequence[Component]) -> list[int]:
+    """For each component the index of the first one that lies in the same memory: some of their planes begin at the
+    same byte. Raises LocalProtocolError where two such components number their slots differently."""
+    first_at: dict[int, int] = {}  # by the base of a plane
+    found: list[int] = []
+    for index, component in enumerate(components):
+        layout = component.layout
+        bases = layout.table[:, 3].tolist()
+        met = {first_at[base] for base in bases if base in first_at}
+        first = min(met, default=index)
+        other = components[first].layout
+        ours, theirs = ((each.slots, each.page_size, set(each.table[:, 4].tolist())) for each in (layout, other))
+        if ours != theirs:
+            names = f"{components[first].name!r} and {component.name!r}"
+            raise LocalProtocolError(f"components: {names} share memory, but not slots, page_size and page_stride")
+        found = [first if each in met else each for each in found]
+        first_at = {base: first if each in met else each for base, each in first_at.items()}
+        first_at |= dict.fromkeys(bases, first)
+        found.append(first)
+    return found
+
+
+def extents_of(slots: NDArray[np.int64]) -> Extents:
+    """Slots in order, int64 (n,), as runs; the inverse of `slots_of`."""
+    if not len(slots):
+        return np.empty((0, 2), np.int64)
+    opens = np.flatnonzero(np.concatenate([[True], slots[1:] != slots[:-1] + 1]))
+    return np.stack([slots[opens], np.diff(np.append(opens, len(slots)))], axis=1)
 
 
 def slot_count(extents: Extents) -> int:

@@ -21,6 +21,7 @@ from ..handoff.effects import (
     Lift,
     Offer,
     PeerRefused,
+    RoomDrained,
     RoomFailed,
     RoomLeased,
     RoomReady,
@@ -57,6 +58,7 @@ class DecodeNode:
         *,
         options: ArenaOptions | None = None,
         enable_hisparse: bool = False,
+        engine_slots: bool = False,
         prefix_cache: bool = True,
         verify: bool = False,
         others: Others | None = None,
@@ -77,6 +79,7 @@ class DecodeNode:
             verify=verify,
             bytes_ready=arena.bytes_ready or None,  # an arena that is not prefaulted is backed as it is written
             hbm_apart=arena.hbm is not None,
+            engine_slots=engine_slots,
         )
         self._offers: set[asyncio.Task[None]] = set()
         self._verifier = Verifier(arena.mapping.address) if verify else None
@@ -109,6 +112,8 @@ class DecodeNode:
         except (LocalProtocolError, WorldError) as error:  # WorldError: this node can dial no more, others may
             cause = Cause.PEER_LOST if isinstance(error, WorldError) else Cause.REFUSED
             self._tell(RoomFailed(request.room, cause, str(error)))
+            if request.placed is not None:
+                self._tell(RoomDrained(request.room))
             return
         self._run(effects)
 
@@ -170,7 +175,7 @@ class DecodeNode:
         match effect:
             case Send():  # without sub-patterns, which cost as much as the call
                 self.bus.send(effect.peer, effect.message)
-            case RoomReady() | RoomFailed():
+            case RoomReady() | RoomFailed() | RoomDrained():
                 self._tell(effect)
             case RoomLeased():
                 self._leased(effect.room)

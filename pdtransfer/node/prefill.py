@@ -17,6 +17,7 @@ from ..handoff.effects import (
     Outcome,
     PrefillEffect,
     PrefillEvent,
+    RoomAsked,
     RoomDrained,
     RoomFailed,
     RoomLanded,
@@ -87,7 +88,13 @@ class PrefillNode:
         self.copy_ns: dict[int, int] = {}  # by room, until it is drained: the time that its writes took
 
     def open(
-        self, room: int, *, tokens: int, time_left_s: float, grants: int = 1, peers: Collection[str] | None = None
+        self,
+        room: int,
+        *,
+        tokens: int | None,
+        time_left_s: float,
+        grants: int | None = 1,
+        peers: Collection[str] | None = None,
     ) -> None:
         """As PrefillSessions.open, with `peers` by their names on the bus. Wrong numbers fail the room."""
         now = self._clock.now()
@@ -164,7 +171,7 @@ class PrefillNode:
             case Write():
                 self._started_ns[effect.session, effect.write] = time.monotonic_ns()
                 self.transport.write(effect, self._wrote)
-            case RoomLeased() | RoomLanded() | RoomFailed():
+            case RoomAsked() | RoomLeased() | RoomLanded() | RoomFailed():
                 self._tell(effect)
             case RoomDrained():
                 self._events.forget(effect.room)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -22,6 +23,7 @@ class ThreadQueues(Generic[EventForEngine]):
         self._calls: deque[Callable[[], None]] = deque()
         self._events: deque[EventForEngine] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watchers: list[tuple[Callable[[EventForEngine], bool], threading.Event]] = []
         self._waking = False
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -43,6 +45,8 @@ class ThreadQueues(Generic[EventForEngine]):
 
     def poll(self) -> list[EventForEngine]:
         """Takes all events; never waits. After close it takes those that were left."""
+        if not self._events:
+            return []  # without a system call
         if self._fd >= 0:
             try:
                 os.eventfd_read(self._fd)
@@ -59,6 +63,15 @@ class ThreadQueues(Generic[EventForEngine]):
         waiting.register(self._fd, select.POLLIN)
         return bool(waiting.poll(None if timeout_s is None else timeout_s * 1e3))
 
+    def wait_for(self, wanted: Callable[[EventForEngine], bool], timeout_s: float) -> bool:
+        """Waits until an event that `wanted` accepts waits for `poll`, or for so long; whether there is one."""
+        watcher = wanted, threading.Event()
+        self._watchers.append(watcher)
+        try:
+            return any(map(wanted, list(self._events))) or watcher[1].wait(timeout_s)
+        finally:
+            self._watchers.remove(watcher)
+
     def fileno(self) -> int:
         """For select, poll and epoll: readable while there are events that were not polled; -1 after close."""
         return self._fd
@@ -69,6 +82,9 @@ class ThreadQueues(Generic[EventForEngine]):
         """Gives the engine's side an event."""
         self._events.append(event)
         os.eventfd_write(self._fd, 1)
+        for wanted, seen in tuple(self._watchers):
+            if wanted(event):
+                seen.set()
 
     def close(self) -> None:
         """Closes the descriptor, once both sides are done."""

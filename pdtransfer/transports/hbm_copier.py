@@ -19,6 +19,7 @@ from ..layout.geometry import Int64s
 from ..layout.layout import Layout
 from ..memory.arena_memory import ArenaMemory
 from ..memory.hbm import Hbm
+from ..threads import in_thread
 from .copier import CANCELLED, PIECE_BYTES, Copier, Piece
 from .loop_mailbox import LoopMailbox
 
@@ -120,7 +121,7 @@ class HbmCopier:
         self._closing = True
         for key in self._open:
             self.cancel(*key)
-        await self._loop.run_in_executor(None, self._copier.close)
+        await in_thread(self._copier.close)
 
     def _rows(self, layout: Layout, slots: Int64s) -> _ComponentRows:
         mapping = self._arena.mapping

@@ -14,6 +14,7 @@ from ..kernels.cancel import CancelWord
 from ..layout.checksum import MASK, Lines, lines_of, pieces_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Component
+from ..threads import in_thread
 from .copier import CANCELLED, PIECE_BYTES, Copier, Piece, attempt
 from .loop_mailbox import LoopMailbox
 
@@ -122,7 +123,7 @@ class Verifier:
         for key in self._readings:
             self.cancel(*key)
         await self._native
-        await self._loop.run_in_executor(None, self._copier.close)
+        await in_thread(self._copier.close)
 
     def _lines_of(self, component: Component) -> Lines:
         if (lines := self._lines.get(component)) is None:

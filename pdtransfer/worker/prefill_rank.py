@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from ..config.config import PrefillConfig
 from ..engine_api import Broken, CardMemory, Prefilled, PrefillEngine, Request, SharedMemory
 from ..errors import Cause, RemoteProtocolError
-from ..handoff.effects import PrefillEvent, RoomDrained, RoomFailed, RoomLanded, RoomLeased
+from ..handoff.effects import PrefillEvent, RoomAsked, RoomDrained, RoomFailed, RoomLanded, RoomLeased
 from ..node import NodeSettings, Others, PrefillNode
 from ..node.thread_queues import ThreadQueues
 from ..tracing.timeline import Journeys
@@ -173,6 +173,8 @@ class PrefillRank:
         return room if room is not None and self._here.get(room.room_id) is room else None
 
     def _on_node_event(self, event: PrefillEvent) -> None:
+        if isinstance(event, RoomAsked):
+            return  # its Begin comes from the router
         room_id, local_id = event.room, self._here[event.room].local_id
         match event:
             case RoomLeased():

@@ -23,6 +23,8 @@ class Call:
         deadline = rng.uniform(*p.deadline)
         growth = 16 if p.sparse else 8
         self.room = Room(world, serial, serial, rng.randint(1, p.tokens_max), rng.randint(0, growth), deadline)
+        if p.placed:
+            self.room.growth = 0  # the engine's own affair
         if p.families:
             self.room.family = rng.randint(1, p.families)
             self.room.shared = rng.choice([0, BLOCK, rng.randint(0, self.room.tokens), self.room.tokens])

@@ -142,6 +142,9 @@ class Copy:
             world.fail(f"{where}, which are free")
         if is_shared(self.mapping.core.cache, self.component, int(targets[0])):
             world.fail(f"{where}, which rooms share")
+        target = world.decodes[self.mapping.name]
+        if target.core is self.mapping.core and target.rooms[self.order.room].drained:
+            world.fail(f"{where}, which the engine was told to reuse")
         if alive and self.source.drained:
             world.fail(f"{node.name} reads pages of room {self.source.room.id}, which were given back")
         world.seen["pieces by orphans"] += not alive

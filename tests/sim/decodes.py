@@ -55,8 +55,9 @@ class DecodeNode(Process):
         )
         self.core = DecodeSessions(
             self.identity, self.components, self.limits, lambda: world.rng.getrandbits(63) + 1,
-            verify=p.verify, bytes_ready=ends[0], hbm_apart=p.apart,
+            verify=p.verify, bytes_ready=ends[0], hbm_apart=p.apart, engine_slots=p.placed,
         )  # fmt: skip
+        self.slots = [[*range(each.layout.slots)] for each in self.components]  # that the engine may choose
         self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
         self.desk = DecodeDesk(self) if p.routers and self.group.leader is self else None
         self.engine = SparseEngine(self) if p.sparse else None
@@ -186,11 +187,8 @@ class DecodeNode(Process):
                     world.fail(f"{self.name} forgets session {session:#x}, which can still be written")
             case fx.RoomLeased(room) if self.desk is not None:
                 self.desk.leased(room)
-            case fx.RoomReady():
-                self.rooms[effect.room].on_ready(effect)
-            case fx.RoomFailed():
-                world.log(f"{self.name} room {effect.room} failed {effect.cause} {effect.detail}")
-                self.rooms[effect.room].on_failed(effect)
+            case fx.RoomReady() | fx.RoomFailed() | fx.RoomDrained():
+                self.rooms[effect.room].on_event(effect)
             case fx.SessionLost() | fx.PeerRefused() | fx.HangUp():
                 self._check_parting(effect)
             case _:
@@ -370,6 +368,12 @@ class DecodeNode(Process):
             self.desk.check_end()
         if self.engine is not None:
             self.engine.check_end()
+        self._check_slots()
+
+    def _check_slots(self) -> None:
+        for slots, component in zip(self.slots, self.components, strict=True):
+            if sorted(slots) != [*range(component.layout.slots)]:
+                self.world.fail(f"{self.name}: {len(slots)} slots of {component.name} came back to the engine")
 
     @property
     def settled(self) -> bool:

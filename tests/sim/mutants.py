@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .planted import Patch, decode, prefill, requests, rows, sparse
+from .planted import Patch, decode, placed, prefill, requests, rows, sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +114,13 @@ MUTANTS: dict[str, Mutant] = {
     "never fits is taken": Mutant(sparse.never_fits_is_taken, "sparse", 42),
     "newcomers forgotten when they end": Mutant(sparse.newcomers_forgotten_when_they_end, "sparse", 3),
     "newcomers released before their events": Mutant(sparse.newcomers_released_before_their_events, "sparse", 102),
+    "chosen slots drained when the room fails": Mutant(placed.drained_when_the_room_fails, "placed", 9),
+    "chosen slots drained with the first proof": Mutant(placed.drained_with_the_first_proof, "placed", 9),
+    "READY when an aborted room drains": Mutant(placed.drained_without_ready, "placed", 9),
+    "chosen slots never drained": Mutant(placed.never_drained, "placed", 9),
+    "chosen slots taken twice": Mutant(placed.taken_twice, "placed", 9),
+    "refused slots kept": Mutant(placed.refused_slots_are_kept, "placed", 60),
+    "any slot may be chosen": Mutant(placed.any_slot_is_taken, "placed", 9),
+    "chosen slots granted before they are backed": Mutant(placed.granted_before_it_is_backed, "placed", 9),
+    "chosen rows counted from the first slot": Mutant(placed.rows_count_from_the_first_slot, "placed", 9),
 }

@@ -9,7 +9,7 @@ KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
     "shared", "growing", "checked", "groups", "leaving", "sparse",
 )  # fmt: skip
-MORE_KINDS = ("apart",)  # that no seed has by itself
+MORE_KINDS = ("apart", "placed")  # that no seed has by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,7 @@ class Profile:
     corrupts: float = 0.0  # a write of which other bits arrive than left
     apart: bool = False  # decode's KV is in HBM, which some writers reach and others not
     lift_fails: float = 0.0  # a grant that is not copied up
+    placed: bool = False  # decode's engine chooses the slots, and now and then wrong ones
 
 
 def draw(seed: int, kind: str | None = None) -> Profile:
@@ -165,6 +166,8 @@ def _with(kind: str, base: Profile, rng: random.Random) -> Profile:
             return _growing(base, rng)
         case "apart":
             return _apart(base, rng)
+        case "placed":
+            return _placed(base, rng)
         case "checked":
             return _checked(base, rng)
         case "groups":
@@ -225,6 +228,18 @@ def _apart(base: Profile, rng: random.Random) -> Profile:
         abort=rng.choice([0.1, 0.4]), ranks=rng.random() < 0.3, verify=rng.random() < 0.3, loss=rng.choice([0.0, 0.1]),
         kills=rng.choice([0, 1, 2]), freezes=rng.choice([0, 1]), write_fails=rng.choice([0.0, 0.05]),
         opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0), chunks=rng.choice([1, 1, 8]), backing=1.0,
+    )  # fmt: skip
+
+
+def _placed(base: Profile, rng: random.Random) -> Profile:
+    """Few slots, so that the engine soon chooses those that are given back, and little time for rooms to land."""
+    return replace(
+        base, placed=True, arena_tokens=rng.choice([64, 128, 256]), duplicate=rng.choice([0.0, 0.2]),
+        write_tail=rng.choice([0.0, 1.5]), write_deaf=rng.choice([0.0, 0.3]), abort=rng.choice([0.1, 0.5]),
+        ranks=rng.random() < 0.4, verify=rng.random() < 0.2, apart=rng.random() < 0.2, loss=rng.choice([0.0, 0.1]),
+        kills=rng.choice([0, 1, 2]), freezes=rng.choice([0, 1]), write_fails=rng.choice([0.0, 0.05]),
+        write_unknown=rng.choice([0.0, 0.01]), opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0),
+        chunks=rng.choice([1, 1, 8]), backing=1.0,
     )  # fmt: skip
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pdtransfer.errors import Cause
+from pdtransfer.errors import Cause, LocalProtocolError
 from pdtransfer.handoff import effects as fx
-from pdtransfer.handoff.decode.room_request import RoomRequest
+from pdtransfer.handoff.decode.room_request import PlacedRows, RoomRequest, place
 from pdtransfer.handoff.prefill.cells import Cell
+from pdtransfer.handoff.slot_allocator import extents_of
 from pdtransfer.layout.layout import Component, expand_pages
 
 from .pools import BLOCK, LAYERS, ROW, Int64s, Shape, holds, places, words
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from .decodes import DecodeNode
     from .prefills import PrefillNode
     from .world import World
+
+
+_NONE = np.empty(0, np.int64)
 
 
 class Caller(Protocol):
@@ -222,9 +226,20 @@ class Target(_Part):
         self.corrupted = False  # a row of it is not what was sent
         self.grown = 0  # tokens that decode has written behind the prompt's
         self.ready_at = math.inf
+        self.drained = False
+        self.prefix = 0  # tokens that the engine has
+        self.chosen: list[Int64s] = []  # slots of each component, where the engine chooses them
+        self.first_rows = [0] * len(node.components)  # the first of each that has to cross
 
     def expect(self, *, seconds: float, sources: list[str]) -> None:
         node, room = self.node, self.room
+        placed = None
+        if self.world.profile.placed:
+            placed = self._choose()
+            if placed is None:  # the engine asks when some have come back
+                if seconds > 0.2:
+                    node.later(0.1, lambda: self.expect(seconds=seconds - 0.1, sources=sources))
+                return
         node.rooms[room.id], self.expected, self.life = self, True, node.life
         room.targets.append(self)
         if node.engine is not None and self.world.rng.random() < 0.5:
@@ -232,9 +247,86 @@ class Target(_Part):
         self.deadline = node.clock + seconds
         keys = node.core.cache.keys(room.prompt, b"") if room.family else ()
         request = RoomRequest(
-            room=room.id, tokens=room.tokens, sources=sources, time_left_s=seconds, growth=room.growth, keys=keys
-        )
+            room=room.id, tokens=room.tokens, sources=sources, time_left_s=seconds, growth=room.growth, keys=keys,
+            placed=placed, prefix=self.prefix,
+        )  # fmt: skip
         node.perform(node.core.expect(request, node.clock))
+
+    def _choose(self) -> tuple[PlacedRows, ...] | None:
+        """What the engine chooses, and that it is not let choose what is nobody's; None without enough of it."""
+        node, room, rng = self.node, self.room, self.world.rng
+        rows = [component.rows(room.tokens) for component in node.components]
+        if any(count > len(slots) for count, slots in zip(rows, node.slots, strict=True)):
+            self.world.seen["waits for slots"] += 1
+            return None
+        self.prefix = rng.choice([0, 0, rng.randint(0, room.tokens)])
+        asked: dict[str, Int64s] = {}
+        for index, (component, count) in enumerate(zip(node.components, rows, strict=True)):
+            slots = node.slots[index]
+            if rng.random() < 0.5:
+                rng.shuffle(slots)
+            self.chosen.append(np.array(slots[len(slots) - count :], np.int64))
+            del slots[len(slots) - count :]
+            absent = rng.choice([0, 0, rng.randint(0, count)])
+            self.first_rows[index] = max(absent, self.prefix // component.tokens_per_row)
+            asked[component.name] = np.where(np.arange(count) < absent, -1, self.chosen[index])
+            held = self.room.words(component, index, (0, self.first_rows[index]), holds(component))
+            node.where(component)[places(component)[:, :, self.chosen[index][: self.first_rows[index]]]] = held
+        placed = place(node.components, asked, tokens=room.tokens, prefix=self.prefix)
+        if rng.random() < 0.2:
+            self._misuse(asked)
+        others = [each for each in node.rooms.values() if each.chosen and not each.drained and each.life == node.life]
+        if others and rng.random() < 0.1:
+            self._take_twice(placed, rng.choice(others))
+        return placed
+
+    def _misuse(self, asked: dict[str, Int64s]) -> None:
+        """Slots outside the pool, or one twice, are refused before anything is asked."""
+        for index, component in enumerate(self.node.components):
+            own, first = asked[component.name], self.first_rows[index]
+            wrong = component.layout.slots if len(own) - first < 2 or self.world.rng.random() < 0.5 else int(own[-1])
+            if len(own) > first and (wrong != own[first] or wrong == component.layout.slots):
+                changed = own.copy()
+                changed[first] = wrong
+                try:
+                    place(self.node.components, {**asked, component.name: changed}, tokens=self.room.tokens)
+                except LocalProtocolError:
+                    self.world.seen["wrong slots refused"] += 1
+                else:
+                    self.world.fail(f"room {self.room.id} may have slot {wrong} of {component.name}")
+
+    def _take_twice(self, placed: tuple[PlacedRows, ...], other: Target) -> None:
+        """Slots of a room that has not drained are refused."""
+        arena = self.node.core.arena
+        parts = zip(other.chosen, other.first_rows, strict=True)
+        theirs = [extents_of(slots[first:][-1:]) for slots, first in parts]  # one slot of theirs instead of all of ours
+        if not any(map(len, theirs)):
+            return
+        mixed = [taken if len(taken) else own.extents for taken, own in zip(theirs, placed, strict=True)]
+        before = [free.free_slots for free in arena.free]
+        try:
+            arena.place(self.room.id, tuple(mixed))
+        except LocalProtocolError:
+            self.world.seen["slots of another room refused"] += 1
+        else:
+            self.world.fail(f"room {self.room.id} may have the slots of room {other.room.id}, which has not drained")
+        if before != [free.free_slots for free in arena.free]:
+            self.world.fail(f"{self.node.name} keeps slots that it has refused")
+
+    def on_drained(self) -> None:
+        """The engine may reuse its slots, so it poisons what it does not read any more."""
+        if self.drained or not (self.ready or self.failed):
+            self.world.fail(f"room {self.room.id} drains twice, or before it has ended, on decode")
+        self.drained = True
+        self.world.seen["chosen slots drained"] += 1
+        if self.failed:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        for component, slots, mine in zip(self.node.components, self.node.slots, self.chosen, strict=True):
+            self.node.where(component)[places(component)[:, :, mine]] = -1
+            slots += mine.tolist()
+        self.chosen = []
 
     def abort(self, cause: Cause = Cause.ABORTED) -> None:
         """A room that is READY stays."""
@@ -244,7 +336,19 @@ class Target(_Part):
     def release(self) -> None:
         self._read("release", grown=True)
         self.released = True
+        if self.world.profile.placed:
+            self._give_back()
         self.node.perform(self.node.core.release(self.room.id, self.node.clock))
+
+    def on_event(self, event: fx.DecodeEvent) -> None:
+        match event:
+            case fx.RoomReady():
+                self.on_ready(event)
+            case fx.RoomFailed():
+                self.world.log(f"{self.node.name} room {event.room} failed {event.cause} {event.detail}")
+                self.on_failed(event)
+            case fx.RoomDrained():
+                self.on_drained()
 
     def on_ready(self, effect: fx.RoomReady) -> None:
         """Invariants 3 and 4."""
@@ -255,19 +359,26 @@ class Target(_Part):
         self.ready, self.ready_at = True, world.now
         if effect.aux != room.aux:
             world.fail(f"room {room.id} has another's aux")
-        self.slots = effect.slots
         components = self.node.components
-        for component in components:
-            if len(effect.slots[component.name]) != component.rows(room.tokens + room.growth):
-                world.fail(f"room {room.id} got {len(effect.slots[component.name])} slots for {component.name}")
-            at = places(component)[:, :, effect.slots[component.name]]
+        self.slots = effect.slots
+        if world.profile.placed:
+            self.slots = {each.name: own for each, own in zip(components, self.chosen, strict=True)}
+        for index, component in enumerate(components):
+            rows = component.rows(room.tokens + room.growth) - self.first_rows[index]
+            if len(effect.slots.get(component.name, _NONE)) != rows:
+                world.fail(f"room {room.id} got other than {rows} slots for {component.name}")
+            at = places(component)[:, :, effect.slots.get(component.name, _NONE)]
             in_arena = self.node.where(component) is self.node.memory
             if in_arena and at.size and (int(at.max()) + 1) * ROW > self.node.arena.byte_count:
                 world.fail(f"room {room.id} got slots for {component.name} where there is no memory yet")
         rest = {each: each.rows(room.tokens) - effect.prefix // each.tokens_per_row for each in components}
+        if world.profile.placed:
+            rest = {each: each.rows(room.tokens) - self.first_rows[at] for at, each in enumerate(components)}
+            if effect.prefix != self.prefix:
+                world.fail(f"room {room.id} has a prefix of {effect.prefix}, it asked for {self.prefix}")
         if effect.kv_bytes != sum(component.bytes_of(rows) for component, rows in rest.items()):
             world.fail(f"room {room.id} is READY with {effect.kv_bytes} bytes")
-        if effect.prefix % BLOCK or effect.prefix > room.shared:
+        if not world.profile.placed and (effect.prefix % BLOCK or effect.prefix > room.shared):
             world.fail(f"room {room.id} shares {effect.prefix} tokens, it has {room.shared} in common with others")
         world.seen["tokens shared"] += effect.prefix
         self._read("READY", grown=False)

@@ -36,6 +36,17 @@ def test_every_world_with_hbm_apart_keeps_the_invariants(chunk: int) -> None:
         assert tally.seen[what] > 0, what
 
 
+@pytest.mark.parametrize("chunk", range(some(8)))
+def test_every_world_whose_engine_chooses_the_slots_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="placed")
+    assert not tally.failure, tally.failure
+    for what in (
+        "chosen slots drained", "slots of another room refused", "wrong slots refused", "ready",
+        "pieces after the room failed", "fences that had to wait", "grants that waited for memory",
+    ):  # fmt: skip
+        assert tally.seen[what] > 0, what
+
+
 def test_worlds_show_what_they_are_for() -> None:
     """Invariants hold easily where nothing happens: most rooms are READY, and each fault was there."""
     tally = run([*range(SHOWN), 315, 349])  # in these two a worker is full and its router cannot go elsewhere

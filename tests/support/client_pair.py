@@ -9,7 +9,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -164,9 +164,11 @@ def client_pair(
     components: Callable[[Component], Sequence[Component]] = lambda one: [one],
     prefix_cache: bool = True,
     held: torch.Tensor | None = None,
+    start: bool = True,
 ) -> Iterator[Pair]:
     """`source` and `target` are (host layout, page size, slots). With `held`, as many bytes of a card, the pool that
-    prefill sends is there; `Pair.source` says what it is to hold in the end."""
+    prefill sends is there; `Pair.source` says what it is to hold in the end. Without `start` the test starts
+    and closes the clients."""
     model = model or mla(layers=range(2))
     pools = [Pool(name=name, model=model, page_size=page, slots=slots) for name, page, slots in (source, target)]
     pools[0].fill(np.arange(pools[0].slots))
@@ -190,7 +192,7 @@ def client_pair(
         **decode_options or {},
     )
     try:
-        with prefill, decode:
+        with prefill if start else nullcontext(), decode if start else nullcontext():
             yield Pair(prefill, decode, *pools)
     finally:
         for name in ("memory", "tensor"):

@@ -34,7 +34,8 @@ class Leases:
         """Leases the room's slots to one of its sessions; the lease adds its own claim on them."""
         assert room.holding is not None
         extents = session.extents_of(room.holding)
-        parts = parts_of(session.components, extents, tokens=room.tokens, prefix=room.prefix)
+        first_rows = [room.first_rows[index] for index in session.component_indices] if room.first_rows else None
+        parts = parts_of(session.components, extents, tokens=room.tokens, prefix=room.prefix, first_rows=first_rows)
         message = Grant(
             session.id, session.next_grant, room.id, room.tokens, room.prefix, parts, send_aux,
             time_left_ms=0, enable_hisparse=room.enable_hisparse, verify=verify,
@@ -133,16 +134,22 @@ _PART_BYTES = 32  # upper bound of a part without its extents
 
 
 def parts_of(
-    components: Sequence[Component], extents: Sequence[Extents], *, tokens: int, prefix: int
+    components: Sequence[Component],
+    extents: Sequence[Extents],
+    *,
+    tokens: int,
+    prefix: int,
+    first_rows: Sequence[int] | None = None,
 ) -> tuple[Part, ...]:
     """One Part for each of a session's components that has rows to send, without growth. A component of which the room
-    has no slots gets no Part."""
+    has no slots gets no Part. `first_rows`: the row of each component's first slot, by default row 0."""
     parts: list[Part] = []
     for index, (component, own) in enumerate(zip(components, extents, strict=True)):
-        first = prefix_rows(component, prefix)
+        slots_from = 0 if first_rows is None else first_rows[index]
+        first = max(prefix_rows(component, prefix), slots_from)
         rows = component.rows(tokens) - first
         if rows > 0 and len(own):
-            parts.append(Part(index, first, rows, pack_extents(cut(own, first=first, count=rows))))
+            parts.append(Part(index, first, rows, pack_extents(cut(own, first=first - slots_from, count=rows))))
     return tuple(parts)
 
 

@@ -26,7 +26,7 @@ from ...wire import (
     Welcome,
 )
 from ..admission import Admission
-from ..effects import DecodeEffect, PeerRefused, RoomFailed, RoomLeased, RoomReady, Send, SessionLost
+from ..effects import DecodeEffect, PeerRefused, RoomDrained, RoomFailed, RoomLeased, RoomReady, Send, SessionLost
 from ..prefix import PrefixCache
 from ..slot_allocator import SlotAllocator
 from ..states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, step
@@ -49,12 +49,13 @@ class DecodeSessions:
         mint: Callable[[], int],
         *,
         enable_hisparse: bool = False, prefix_cache: bool = True, verify: bool = False, bytes_ready: int | None = None,
-        hbm_apart: bool = False,
+        hbm_apart: bool = False, engine_slots: bool = False,
     ) -> None:  # fmt: skip
         """With `hbm_apart` HBM is a separate memory, ready from the start. Rows whose writer cannot reach it land in
-        the arena and are copied."""
+        the arena and are copied. With `engine_slots` each room brings its slots, and RoomDrained returns them."""
         self._limits, self._verify, self._enable_hisparse = limits, verify, enable_hisparse
-        self.arena = SlotAllocator(components, bytes_ready, hbm_apart=hbm_apart)
+        self.arena = SlotAllocator(components, bytes_ready, hbm_apart=hbm_apart, engine_slots=engine_slots)
+        prefix_cache = prefix_cache and not engine_slots
         self.cache = PrefixCache(
             self.arena, limits, model=identity.model, weights=identity.weights, enabled=prefix_cache
         )
@@ -92,14 +93,17 @@ class DecodeSessions:
     def expect(self, request: RoomRequest, now: float) -> list[DecodeEffect]:
         """Leases the slots of a room and grants them to its sources.
 
-        The room ends as RoomReady, or as RoomFailed with its root cause. Raises as RoomRequest.record.
+        The room ends as RoomReady, or as RoomFailed with its root cause. Where its engine chose the slots, RoomDrained
+        follows either of them. Raises as RoomRequest.record, and as SlotAllocator.place.
         """
         room = request.record(self.cache, self.rooms, now + request.time_left_s)
         refused = refusal(
             room, self.admission, rooms=len(self.rooms), draining=self.draining, enable_hisparse=self._enable_hisparse
         )
         if refused is not None:
-            return [refused]
+            return [refused] if request.placed is None else [refused, RoomDrained(room.id)]
+        if request.placed is not None:
+            room.holding = self.arena.place(room.id, tuple([each.extents for each in request.placed]))
         self.rooms[room.id] = room
         self.prefill_peers.timers.set(("room", room.id, 0), room.deadline)
         for name in room.sources:
@@ -288,7 +292,7 @@ class DecodeSessions:
                 self._fail(room, *unfit, now)
                 continue
             self.prefix_publish.publish_all()
-            holding = self.admission.admit(now)
+            holding = self.admission.admit(now, room.holding)
             if holding is None:
                 return
             room.state, room.holding = step(DECODE_ROOM, room.state, DecodeRoomEvent.ADMIT), holding
@@ -320,6 +324,9 @@ class DecodeSessions:
         self._out.append(
             RoomReady(room.id, slots, room.aux, sum([lease.kv_bytes for lease in room.leases]), room.prefix)
         )
+        if self.arena.engine_slots:
+            room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.RELEASE)
+            self._close(room)
 
     def _room_of(self, lease: LeaseEntry) -> RoomRecord | None:
         """The room that this lease may still complete or fail: the one that holds it and is LANDING."""
@@ -365,6 +372,7 @@ class DecodeSessions:
     def _effects(self, now: float) -> list[DecodeEffect]:
         """Returns the effects so far. Slots are leased first, since any call may have freed some."""
         self._admit(now)
-        out = self._out.copy()
+        out = [*self._out, *map(RoomDrained, self.arena.drained)]
         self._out.clear()
+        self.arena.drained.clear()
         return out

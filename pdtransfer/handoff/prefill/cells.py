@@ -35,8 +35,8 @@ class OpenRoom:
     """One request on the prefill side."""
 
     id: int
-    tokens: int
-    grant_count: int  # decode ranks that will grant
+    tokens: int | None  # None: as many as the first Grant has
+    grant_count: int | None  # decode ranks that will grant; None: all ranks of the group whose Grant comes first
     peers: frozenset[str] | None  # that may grant; None: all that know the label
     deadline: float
     state: PrefillRoom = PrefillRoom.OPEN
@@ -53,7 +53,8 @@ class OpenRoom:
         component = components.get(cell.component)
         if component is None:
             raise LocalProtocolError(f"component: {cell.component!r} is none of {sorted(components)}")
-        end_row, rows = cell.first_row + len(cell.source_slots), component.rows(self.tokens)
+        end_row = cell.first_row + len(cell.source_slots)
+        rows = end_row if self.tokens is None else component.rows(self.tokens)
         if not 0 <= cell.first_row < end_row <= rows:
             raise LocalProtocolError(f"rows: [{cell.first_row}, {end_row}) of a room of {rows}")
         first, end = component.layout.layer_range
@@ -71,6 +72,25 @@ class OpenRoom:
             offered = self._offered[key] = ExtentSet()
         offered.add_run(cell.first_row, end_row - cell.first_row)
         self.cells.append(cell)
+
+    @property
+    def leased(self) -> bool:
+        """Whether every decode rank has granted."""
+        return len(self.grants) == self.grant_count
+
+    def meet(self, grant: WriterGrant, ranks: int) -> None:
+        """Adds a grant, of a group of so many decode ranks; the first one decides what the engine left open."""
+        assert grant.message is not None
+        self.grants.append(grant)
+        if self.tokens is None:
+            self.tokens = grant.message.tokens
+        if self.grant_count is None:
+            self.grant_count = ranks
+
+    @property
+    def prefix(self) -> int:
+        """The first tokens that no decode rank needs."""
+        return min([grant.message.prefix for grant in self.grants if grant.message is not None], default=0)
 
 
 def started(grant: WriterGrant, cell: Cell) -> list[Write]:

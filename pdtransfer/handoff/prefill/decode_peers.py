@@ -46,6 +46,7 @@ class DecodePeer:
     name: str
     window: int
     liveness: Liveness
+    group_size: int  # ranks of its group, each of which grants
     ended: deque[int] = field(default_factory=lambda: deque[int](maxlen=EARLIER_INCARNATIONS_MAX))  # latest sessions
 
     @property
@@ -104,6 +105,11 @@ class DecodePeers:
                     self._out(Send(name, Reject(message.session, "unknown_session", ())))
             case _:
                 raise RemoteProtocolError("kind", f"{type(message).__name__} is no message from decode to prefill")
+
+    def group_size(self, name: str) -> int:
+        """The ranks of a peer's group; 1 for a peer that has left."""
+        peer = self.peers.get(name)
+        return 1 if peer is None else peer.group_size
 
     def breach(self, name: str, session_id: int, text: str, now: float) -> None:
         """The peer broke the protocol: ends its session if the message was about it, else sends Reject."""
@@ -207,9 +213,10 @@ class DecodePeers:
                 return
             silence_ms = self._limits.session_silence_ms
             liveness = Liveness(self._limits, now, theirs.incarnation, silence_ms=silence_ms)
-            peer = self.peers[name] = DecodePeer(name, theirs.window, liveness)
+            peer = self.peers[name] = DecodePeer(name, theirs.window, liveness, 1)
             self._watch(peer, now)
         peer.liveness.last_seen, peer.window = now, min(theirs.window, self._limits.window)
+        peer.group_size = theirs.ranks.tp_size * theirs.ranks.pp_size
         self._out(Send(name, Welcome(version, ours)))
 
     def _register(self, peer: DecodePeer, message: Register, now: float) -> None:

@@ -11,7 +11,17 @@ from ...errors import Cause, LocalProtocolError, RemoteProtocolError
 from ...layout.layout import Component
 from ...limits import AUX_BYTES_MAX, TEXT_LENGTH_MAX, Limits
 from ...wire import Abort, Grant, Granted, Identity, Message, Released
-from ..effects import FenceWriter, Outcome, PrefillEffect, RoomDrained, RoomFailed, RoomLanded, RoomLeased, Send
+from ..effects import (
+    FenceWriter,
+    Outcome,
+    PrefillEffect,
+    RoomAsked,
+    RoomDrained,
+    RoomFailed,
+    RoomLanded,
+    RoomLeased,
+    Send,
+)
 from ..states import (
     PREFILL_ROOM,
     WRITER_GRANT_ENDS,
@@ -61,19 +71,20 @@ class PrefillSessions:
         self,
         room_id: int,
         *,
-        tokens: int,
+        tokens: int | None,
         now: float,
         deadline: float,
-        grants: int = 1,
+        grants: int | None = 1,
         peers: Collection[str] | None = None,
     ) -> list[PrefillEffect]:
         """Opens a room; grants that came before are waiting for it. Only `peers`, if given, may grant.
 
+        Without `tokens` the room has as many as the first Grant, and without `grants` every rank of its group grants.
         Raises LocalProtocolError for a label in use.
         """
         if room_id in self.rooms:
             raise LocalProtocolError(f"room: {room_id:#x} is open already")
-        if tokens < 1 or grants < 1:
+        if (tokens is not None and tokens < 1) or (grants is not None and grants < 1):
             raise LocalProtocolError(f"room: {tokens} tokens for {grants} grants are invalid")
         if self.draining:
             return [RoomFailed(room_id, Cause.SHUTDOWN, "this node is draining"), RoomDrained(room_id)]
@@ -261,6 +272,9 @@ class PrefillSessions:
         elif room_id in self._ended:
             self._fail_grant(grant, *self._ended[room_id], now)
         else:
+            if room_id not in self._waiting:
+                assert grant.message is not None
+                self._out.append(RoomAsked(room_id, grant.message.tokens, grant.message.prefix))
             self._waiting.setdefault(room_id, {})[grant] = None
             self._timers.set(("grant", grant.session.id, grant.number), grant.deadline)
 
@@ -285,17 +299,17 @@ class PrefillSessions:
         elif any(each.session is grant.session for each in room.grants):
             text = f"grants: a second one of session {grant.session.id:#x} for room {room.id:#x}"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
-        elif len(room.grants) == room.grant_count:
+        elif room.leased:
             text = f"grants: one more than the {room.grant_count} that the engine expects"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
         else:
-            room.grants.append(grant)
+            room.meet(grant, self.decode_peers.group_size(peer))
             if message.tokens != room.tokens:
                 text = f"tokens: the grant has {message.tokens}, the engine {room.tokens}"
                 self._fail_grant(grant, Cause.BREACH, text, now)
                 return
-            if len(room.grants) == room.grant_count:
-                self._out.append(RoomLeased(room.id))
+            if room.leased:
+                self._out.append(RoomLeased(room.id, message.tokens, room.prefix))
             for cell in room.cells:
                 self._out += started(grant, cell)
             self._complete(grant, room, now)
@@ -309,7 +323,7 @@ class PrefillSessions:
             self._fail_grant(grant, Cause.ENGINE, text, now)
             return
         self._grant_ends.land(grant, room.aux, now)
-        if len(room.grants) == room.grant_count and all(each.state is WriterGrantState.LANDED for each in room.grants):
+        if room.leased and all(each.state is WriterGrantState.LANDED for each in room.grants):
             room.state = step(PREFILL_ROOM, room.state, PrefillRoomEvent.LAND)
             room.detail = "the room has landed already"
             self._timers.clear(("room", room.id, 0))

@@ -19,6 +19,7 @@ from ...handoff.ready_gate import ReadyGate
 from ...layout.checksum import MASK, Lines
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
+from ...threads import in_thread
 from ...wire import Reach
 from ..base import Ready, WriteDone
 from ..card_launcher import WriterCard
@@ -401,7 +402,7 @@ class MooncakeWriter:
             self.unmap(session)
         for mapped in [*self._sessions.values(), *self._ending]:
             await mapped.quiet.wait()
-        await self._loop.run_in_executor(None, self._gatherer.close)
+        await in_thread(self._gatherer.close)
 
 
 def _check_wanted(mapped: MooncakeSession) -> None:

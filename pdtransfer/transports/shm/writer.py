@@ -22,6 +22,7 @@ from ...layout.checksum import Lines
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
 from ...memory.arena_memory import Mapping, enter_backed, map_received
+from ...threads import in_thread
 from ...wire import Reach
 from ..base import Near, Ready, WriteDone
 from ..card_launcher import Exported, WriterCard
@@ -371,7 +372,7 @@ class ShmWriter:
             self.unmap(session)
         if self._sessions:
             await self._unmapped.wait()
-        await self._loop.run_in_executor(None, self._join)
+        await in_thread(self._join)
 
     def _join(self) -> None:
         if self._card_writer is not None:

@@ -13,6 +13,7 @@ from pdtransfer.handoff.effects import (
     FenceWriter,
     Map,
     Outcome,
+    RoomAsked,
     RoomDrained,
     RoomFailed,
     RoomLanded,
@@ -99,15 +100,15 @@ def test_cells_that_come_before_the_grant_are_written_when_it_comes() -> None:
     assert end.push() == []
     effects = end.hear(grant())
     assert sent(effects, Granted) == [Granted(S, 1)]
-    assert of(effects, RoomLeased) == [RoomLeased(1)]
+    assert of(effects, RoomLeased) == [RoomLeased(1, 8)]
     assert len(of(effects, Write)) == 2
 
 
 def test_a_grant_that_comes_before_the_room_waits_for_it() -> None:
     end = PrefillEnd()
     end.up()
-    assert end.hear(grant()) == [Send(D, Granted(S, 1))]
-    assert of(end.open(), RoomLeased) == [RoomLeased(1)]
+    assert end.hear(grant()) == [Send(D, Granted(S, 1)), RoomAsked(1, 8, 0)]
+    assert of(end.open(), RoomLeased) == [RoomLeased(1, 8)]
     assert len(of(end.push(), Write)) == 2
     assert end.core._waiting == {}
 
@@ -148,7 +149,7 @@ def test_a_second_grant_of_one_session_takes_no_other_ranks_place_in_a_room() ->
     end.hear(grant(1))
     (failed,) = sent(end.hear(grant(2, at=8)), Failed)
     assert (failed.grant, failed.reason, failed.quiescent) == (2, Cause.BREACH.value, True)
-    assert of(end.hear(grant(session=0xA1), peer=D2), RoomLeased) == [RoomLeased(1)]
+    assert of(end.hear(grant(session=0xA1), peer=D2), RoomLeased) == [RoomLeased(1, 8)]
 
 
 def test_a_grant_without_parts_lands_once_the_room_is_finished() -> None:
@@ -253,7 +254,8 @@ def test_a_full_or_draining_node_opens_no_room() -> None:
 def test_a_repeated_grant_is_answered_by_what_became_of_it() -> None:
     end = PrefillEnd()
     end.up()
-    assert end.hear(grant(), grant(time_left_ms=5)) == [Send(D, Granted(S, 1))] * 2
+    granted = Send(D, Granted(S, 1))
+    assert end.hear(grant(), grant(time_left_ms=5)) == [granted, RoomAsked(1, 8, 0), granted]
     end.open()
     for write in of(end.push(), Write):
         end.wrote(write)
@@ -292,7 +294,7 @@ def test_released_for_what_was_never_granted_is_ignored() -> None:
     end = PrefillEnd()
     end.up()
     assert end.released(3) == []
-    assert end.hear(grant(3)) == [Send(D, Granted(S, 3))]
+    assert of(end.hear(grant(3)), Send) == [Send(D, Granted(S, 3))]
 
 
 def test_a_grant_outside_the_window_goes_unanswered_until_the_floor_has_moved() -> None:
@@ -303,7 +305,7 @@ def test_a_grant_outside_the_window_goes_unanswered_until_the_floor_has_moved() 
     ended(end, 1, 1)
     assert end.hear(far) == []
     end.released(1)
-    assert end.hear(far) == [Send(D, Granted(S, far.grant))]
+    assert of(end.hear(far), Send) == [Send(D, Granted(S, far.grant))]
 
 
 def test_the_floor_passes_only_ends_that_were_acknowledged() -> None:
@@ -485,7 +487,7 @@ def test_slots_may_be_granted_again_once_their_grant_has_ended() -> None:
     end = PrefillEnd()
     end.up()
     ended(end, 1, 1)
-    assert end.hear(grant(2, 2, at=0)) == [Send(D, Granted(S, 2))]
+    assert of(end.hear(grant(2, 2, at=0)), Send) == [Send(D, Granted(S, 2))]
 
 
 # Several decode ranks
@@ -496,7 +498,7 @@ def two_ranks(end: PrefillEnd) -> list[Write]:
     end.up(0xB0, D2)
     end.open(grants=2)
     assert of(end.hear(grant()), RoomLeased) == []
-    assert of(end.hear(grant(session=0xB0), peer=D2), RoomLeased) == [RoomLeased(1)]
+    assert of(end.hear(grant(session=0xB0), peer=D2), RoomLeased) == [RoomLeased(1, 8)]
     return of(end.push(), Write)
 
 

@@ -1,0 +1,16 @@
+"""Calls that block, away from a loop's own thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+async def in_thread(call: Callable[[], None]) -> None:
+    """Runs `call` in another thread and waits for it; in this one while the interpreter exits, when none can start."""
+    try:
+        done = asyncio.get_running_loop().run_in_executor(None, call)
+    except RuntimeError:
+        call()
+    else:
+        await done

@@ -5,7 +5,7 @@ RUN := .venv/bin/python
 # Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo compose-demo test test-fast test-gpu test-two-gpu sanitize check bench venv clean
+.PHONY: demo compose-demo test test-fast test-gpu test-two-gpu test-engines sanitize check bench venv venv-vllm clean
 
 demo: .venv/.stamp
 	@$(RUN) -m pdtransfer demo $(ARGS)
@@ -35,6 +35,10 @@ test-two-gpu: .venv/.stamp
 	@$(RUN) -m pytest tests/two_gpu -m two_gpu -rs -n 16 --dist worksteal $(ARGS)
 	@$(RUN) -m benchmarks pd
 
+# Real engines of others on the CPU, in an environment of their own, .venv-vllm: no other target runs these.
+test-engines: .venv/.stamp .venv-vllm/.stamp
+	@$(RUN) -m pytest tests/engines -rs $(ARGS)
+
 # On a host with a card and compute-sanitizer; ARGS are its tools, by default memcheck and racecheck.
 sanitize: .venv/.stamp
 	@PYTHON=$(RUN) tools/sanitize $(ARGS)
@@ -57,6 +61,11 @@ venv: .venv/.stamp
 .venv/.stamp: pyproject.toml tools/venv
 	@PYTHON='$(PYTHON)' tools/venv
 
+venv-vllm: .venv-vllm/.stamp
+
+.venv-vllm/.stamp: pyproject.toml tools/venv tests/engines/requirements.txt
+	@PYTHON='$(PYTHON)' tools/venv vllm
+
 clean:
-	rm -rf .venv build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-vllm build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

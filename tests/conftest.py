@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.support.effort import CASES_MAX, SLOW_FOLDERS, VARIABLE, Effort, chosen, is_picked
+from tests.support.effort import CASES_MAX, ENGINES_FOLDER, SLOW_FOLDERS, VARIABLE, Effort, chosen, is_picked
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -34,7 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ[VARIABLE] = effort
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out folders that are not named: slow ones at a glance, real engines without their mark at all times."""
+    if collection_path == ENGINES_FOLDER:
+        return "engines" not in config.getoption("markexpr") or None
     return (chosen() is Effort.FAST and collection_path in SLOW_FOLDERS) or None
 
 

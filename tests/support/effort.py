@@ -16,6 +16,7 @@ CASES_MAX = 2  # of a test, with --fast
 SLOW_FOLDERS = {
     REPO / "tests" / name for name in ("bench", "benchmarks", "house", "integration", "sim", "tools", "two_gpu")
 }
+ENGINES_FOLDER = REPO / "tests" / "engines"  # in no effort: they need an environment of their own
 
 
 class Effort(StrEnum):

@@ -1,0 +1,38 @@
+"""Tests with real engines of others. Each says why it is skipped where their environment has not been made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.vllm_engine import Checkpoints, StartEngine, VllmEngine, why_not
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever stands in this folder has the mark, and is skipped where it cannot run."""
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in here:
+        item.add_marker(pytest.mark.engines)
+        if reason := why_not():
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoints]:
+    with Checkpoints(tmp_path_factory.mktemp("checkpoints")) as made:
+        yield made
+
+
+@pytest.fixture
+def start_engine(checkpoints: Checkpoints, tmp_path: Path) -> Iterator[StartEngine]:
+    """Starts engines, and ends them with the test."""
+    with ExitStack() as stack:
+
+        def start(family: str, name: str = "engine", **options: Any) -> VllmEngine:
+            return stack.enter_context(VllmEngine(checkpoints.path(family), tmp_path / f"{name}.log", **options))
+
+        yield start

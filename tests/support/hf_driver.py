@@ -1,0 +1,68 @@
+"""Runs where transformers are: makes tiny checkpoints with random weights, and generates from them.
+
+Each family is the smallest that has what is special about it, at head sizes that vLLM's attention for CPUs takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from tests.support.json_process import Requests
+
+COMMON = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.12,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
+    "qwen3": ("Qwen3Config", {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": False}),
+    # Five layers with a window of 64 tokens before one that sees all.
+    "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 6, "head_dim": 64, "sliding_window": 64}),
+    # MLA: one latent row of 512 + 64 numbers a token; vLLM asks for the name of the way in which experts are chosen.
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 96,
+            "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "moe_intermediate_size": 128,
+            "n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 1, "topk_method": "noaux_tc", "initializer_range": 0.08,
+        },
+    ),
+}  # fmt: skip
+
+
+def make(family: str, path: str) -> None:
+    """Writes a checkpoint of a family to `path`: float32, the same weights each time."""
+    name, sizes = FAMILIES[family]
+    torch.manual_seed(7)
+    config = getattr(transformers, name)(**COMMON | sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+
+
+def generate(path: str, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Of each prompt, the `count` tokens that are likeliest in turn."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    made: list[list[int]] = []
+    for prompt in prompts:
+        tokens = model.generate(
+            torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+        made.append(tokens[0, len(prompt) :].tolist())
+    return made
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    requests = Requests()
+    does = {each.__name__: each for each in (make, generate)}
+    while not requests.ended:
+        for number, name, arguments in requests.take(wait=True):
+            requests.attempt(number, does[name], arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Runs in .venv-vllm: one vLLM engine, its scheduler and its worker in this process, stepped as long as it has work.
+
+Requests come while others run: whether a prefill engine or a decode engine gets a prompt first is up to the test.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from tests.support.json_process import LATER, Requests
+
+IDLE_STEP_S = 0.001  # between steps in which nothing runs, as vLLM's own loop: transfers get the interpreter
+
+
+class Driver:
+    """What a test may ask of the engine: each public method by its name."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._numbers: dict[str, int] = {}  # of the requests of `generate` that are not answered, by their id
+
+    def start(self, **options: Any) -> dict[str, int]:
+        """Starts the engine with LLM's options; returns what its KV cache has."""
+        self._engine = LLM(**options).llm_engine
+        self._core = self._engine.engine_core.engine_core
+        cache = self._engine.vllm_config.cache_config
+        return {"blocks": self._core.scheduler.kv_cache_config.num_blocks, "block_size": cache.block_size}
+
+    def generate(
+        self, *, number: int, request: str, prompt: list[int], tokens: int, kv_transfer_params: dict[str, Any] | None
+    ) -> object:
+        """Answers later: exactly so many greedy tokens, why it ended, and what the KV connector returned."""
+        extra = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params is not None else None
+        params = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        self._engine.add_request(request, {"prompt_token_ids": prompt}, params)
+        self._numbers[request] = number
+        return LATER
+
+    def abort(self, *, request: str) -> None:
+        """Ends a request as a client's disconnection does; its `generate` is answered, without tokens."""
+        self._engine.abort_request([request])
+        if (number := self._numbers.pop(request, None)) is not None:
+            self._requests.answer(number, {"tokens": [], "finish_reason": "abort", "kv_transfer_params": None})
+
+    def state(self) -> dict[str, int]:
+        """Blocks that nobody has, and requests that the scheduler knows, those included that wait for a transfer."""
+        scheduler = self._core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        return {"free_blocks": pool.get_num_free_blocks(), "requests": len(scheduler.requests)}
+
+    def run(self) -> None:
+        """Until the input ends; then the engine is shut down."""
+        while True:
+            for number, name, arguments in self._requests.take(wait=not self._is_busy()):
+                does = getattr(self, name)
+                self._requests.attempt(number, partial(does, number=number) if name == "generate" else does, arguments)
+            if self._requests.ended:
+                break
+            if self._is_busy():
+                self._step()
+        if hasattr(self, "_engine"):
+            self._engine.engine_core.shutdown()
+
+    def _is_busy(self) -> bool:
+        """Also while a request that has ended still holds blocks: its transfer ends in a step."""
+        return hasattr(self, "_core") and self._core.scheduler.has_requests()
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            [made] = output.outputs
+            answer = {
+                "tokens": list(made.token_ids), "finish_reason": made.finish_reason,
+                "kv_transfer_params": output.kv_transfer_params,
+            }  # fmt: skip
+            self._requests.answer(self._numbers.pop(output.request_id), answer)
+        if not self._core.scheduler.running:
+            time.sleep(IDLE_STEP_S)
+
+
+if __name__ == "__main__":
+    Driver(Requests()).run()

@@ -1,0 +1,136 @@
+"""vLLM engines in processes of their own, from .venv-vllm, and tiny checkpoints that they load."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+from tests.support.json_process import JsonProcess
+from tests.support.paths import REPO
+
+VENV = REPO / ".venv-vllm"
+PYTHON = VENV / "bin" / "python"
+START_S = 300.0  # of a process that imports vLLM and starts an engine, beside others on two cores
+ANSWER_S = 120.0
+KV_BYTES = 128 << 20
+VOCABULARY = 512  # of each tiny checkpoint
+
+ENVIRONMENT = {
+    # The engine's scheduler and worker are in the process that a test holds.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Several engines share two cores, and none may claim one for itself.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    # What vLLM learns of a model's class is kept with the environment; nothing is fetched, nothing is reported.
+    "VLLM_CACHE_ROOT": str(VENV / "cache"),
+    "VLLM_CONFIG_ROOT": str(VENV / "config"),
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(REPO),
+}
+
+
+def why_not() -> str | None:
+    """Why no engine can be started here; None where one can."""
+    if not (VENV / ".stamp").exists():
+        return "no vLLM here: make venv-vllm"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What an engine made of a prompt."""
+
+    tokens: list[int]
+    finish_reason: str | None
+    kv_transfer_params: dict[str, Any] | None  # that its KV connector returned
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    """Prompts of random tokens, the same each time, without those that begin and end a text."""
+    draw = random.Random(3)
+    return [[draw.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+class VllmEngine(JsonProcess):
+    """One engine. It starts in the background: `ready` waits for it.
+
+    `options` are those of vLLM's LLM, `kv_transfer_config` among them. Its log is `log`.
+    """
+
+    def __init__(self, model: Path, log: Path, *, dtype: str = "float32", **options: Any) -> None:
+        super().__init__(PYTHON, "tests.support.vllm_driver", log, ENVIRONMENT)
+        self._names = count()
+        self._started = self.submit(
+            "start", model=str(model), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True,
+            kv_cache_memory_bytes=KV_BYTES, **{"max_model_len": 1024, "max_num_seqs": 8} | options,
+        )  # fmt: skip
+
+    def ready(self) -> dict[str, int]:
+        """Once it takes requests: `blocks` and `block_size` of its KV cache."""
+        return self.wait(self._started, START_S)
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        tokens: int,
+        request: str | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> Future[Any]:
+        """Adds a request for so many greedy tokens; `generated` has what comes of it."""
+        return self.submit(
+            "generate", request=request or f"request-{next(self._names)}", prompt=list(prompt), tokens=tokens,
+            kv_transfer_params=kv_transfer_params,
+        )  # fmt: skip
+
+    def generated(self, added: Future[Any], seconds: float = ANSWER_S) -> Generated:
+        """What came of a request that was added."""
+        return Generated(**self.wait(added, seconds))
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, tokens: int) -> list[list[int]]:
+        """So many greedy tokens of each prompt, all of them batched."""
+        added = [self.add(prompt, tokens=tokens) for prompt in prompts]
+        return [self.generated(each).tokens for each in added]
+
+    def abort(self, request: str) -> None:
+        """Ends a request as a client that goes away does."""
+        self.ask("abort", ANSWER_S, request=request)
+
+    def state(self) -> dict[str, int]:
+        """`free_blocks` of its KV cache, and `requests` that its scheduler knows."""
+        return self.ask("state", ANSWER_S)
+
+
+class StartEngine(Protocol):
+    """What the fixture `start_engine` does."""
+
+    def __call__(self, family: str, name: str = "engine", **options: Any) -> VllmEngine:
+        """An engine that begins to start, with the tiny checkpoint of `family`; its log is named after `name`."""
+        ...
+
+
+class Checkpoints(JsonProcess):
+    """Tiny checkpoints with random weights in `folder`, made when first asked for, and what transformers generate."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(PYTHON, "tests.support.hf_driver", folder / "checkpoints.log", ENVIRONMENT)
+        self._folder = folder
+
+    def path(self, family: str) -> Path:
+        """One of a family of `hf_driver.FAMILIES`, in float32."""
+        path = self._folder / family
+        if not path.exists():
+            self.ask("make", START_S, family=family, path=str(path))
+        return path
+
+    def generate(self, family: str, prompts: Sequence[Sequence[int]], *, tokens: int) -> list[list[int]]:
+        """So many greedy tokens of each prompt, by transformers' own `generate`."""
+        return self.ask(
+            "generate", START_S, path=str(self.path(family)), prompts=[list(each) for each in prompts], count=tokens
+        )  # fmt: skip

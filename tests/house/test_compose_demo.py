@@ -108,13 +108,17 @@ def test_a_fleet_does_not_start_before_it_may(tried: Path) -> None:
     assert (status, "does not start" in said, after.exists(), early.exists()) == (1, True, True, False), said
 
 
-def integrate(tried: Path, *, test: str, containers: str) -> subprocess.CompletedProcess[str]:
-    """.ci/run, where `make test` and tools/compose-demo do what is said here."""
+def integrate(
+    tried: Path, *, test: str = "", containers: str = "exit 3", engines: int = 3, test_engines: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """.ci/run, where `make test` and tools/compose-demo do what is said here, and where `tools/venv vllm` and
+    `make test-engines` end with these statuses."""
     (tried / ".ci").mkdir()
     shutil.copy(REPO / ".ci" / "run", tried / ".ci" / "run")
-    (tried / "tools" / "compose-demo").write_text(f"#!/usr/bin/env bash\n{containers}\n")
-    (tried / "bin" / "make").write_text(f"#!/usr/bin/env bash\n[ $1 = test ] || exit 0\n{test}\n")
-    (tried / "bin" / "make").chmod(0o755)
+    make = f"case $1 in test) {test or ':'} ;; test-engines) exit {test_engines} ;; esac"
+    for name, does in (("tools/compose-demo", containers), ("tools/venv", f"exit {engines}"), ("bin/make", make)):
+        (tried / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
+        (tried / name).chmod(0o755)
     environment = {"PATH": str(tried / "bin")}
     return subprocess.run(
         [tried / ".ci" / "run"], env=environment, capture_output=True, text=True, timeout=60, check=False
@@ -125,10 +129,23 @@ def integrate(tried: Path, *, test: str, containers: str) -> subprocess.Complete
 def test_continuous_integration_fails_with_the_containers_and_not_for_want_of_them(
     tried: Path, status: int, ends: int
 ) -> None:
-    ran = integrate(tried, test="", containers=f"echo so it is; exit {status}")
+    ran = integrate(tried, containers=f"echo so it is; exit {status}")
     assert ran.returncode == ends, ran.stderr
     assert "so it is\n" in ran.stdout
     assert ("compose-demo:" in ran.stdout) == (ends == 0)
+
+
+@pytest.mark.parametrize(
+    ("engines", "test_engines", "ends", "said"),
+    [(0, 0, 0, "test-engines: passed"), (0, 1, 1, ""), (3, 1, 0, "test-engines: not run"), (1, 0, 1, "")],
+)
+def test_continuous_integration_fails_with_the_engines_and_not_for_want_of_them(
+    tried: Path, engines: int, test_engines: int, ends: int, said: str
+) -> None:
+    ran = integrate(tried, engines=engines, test_engines=test_engines)
+    assert ran.returncode == ends, ran.stderr
+    assert said in ran.stdout
+    assert ("test-engines:" in ran.stdout) == bool(said)
 
 
 def test_an_image_is_built_beside_the_tests_and_its_fleet_starts_after_them(tried: Path) -> None:

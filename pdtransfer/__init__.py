@@ -70,6 +70,7 @@ __all__ = [
     "host_layout",
     "item_layout",
     "room_id",
+    "strided_layout",
     "weights_digest",
 ]
 

@@ -44,6 +44,7 @@ from ..layout.layout_builders import (
     PagePart,
     host_layout,
     item_layout,
+    strided_layout,
 )
 from ..limits import Limits
 from ..memory.arena_memory import ArenaMemory, Mapping, allocate
@@ -115,5 +116,6 @@ __all__ = [
     "host_layout",
     "item_layout",
     "room_id",
+    "strided_layout",
     "weights_digest",
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from ..errors import LocalProtocolError
-from .layout import Layout, Plane
+from .layout import DTYPE_BYTES, Layout, Plane
 
 _AXES = {  # of one kind's tensor, outermost first; a row's bytes of one head are innermost
     "layer_first": ("layer", "page", "row", "head"),  # (L, N, H, D)
@@ -35,6 +37,10 @@ C4_PARTS = (
 )  # 448 fp8 + 64 bfloat16; 7 scales and a pad
 C4_PAGE_SIZE = 64
 C4_PAGE_BYTES = 37_440  # the last 64 are padding, so that a page is a multiple of 576
+
+Axis = Literal["page", "row", "head"]
+_AXES_OF_VIEWS = ("page", "row", "head")
+_DTYPE_NAMES = {"float8_e4m3fn": "float8_e4m3"}  # of torch and numpy, where DTYPE_BYTES has another
 
 
 def host_layout(
@@ -128,6 +134,146 @@ def item_layout(
         for part_at, part in enumerate(parts)
     )
     return Layout(planes, page_size, slots)
+
+
+def strided_layout(
+    views: Mapping[tuple[int, str], Any],
+    *,
+    axes: Sequence[Axis],
+    page_size: int | None = None,
+    heads: range | None = None,
+    dtype: str | None = None,
+    origin: int = 0,
+    byte_count: int | None = None,
+) -> Layout:
+    """The pool that an engine allocated, by its own views: `views[layer, kind]` is a torch tensor or a numpy array.
+
+    `axes` names the first axes of every view. The axes after them are one head of one row, and must be contiguous:
+
+        ("page", "row", "head")  NHD [B, N, H, D], with N slots a page
+        ("page", "row")          MLA [B, N, C], one head
+        ("row", "head")          [slots, H, D], in pages of `page_size` slots, by default of one
+        ("page", "head")         opaque blocks [B, H, N, 2D]: a slot is a block, and N is Component.tokens_per_row
+
+    Any order will do, as ("page", "head", "row") for HND, if in memory a page holds its rows. Heads that lie side by
+    side in a row are one wide plane. `heads` are this rank's, by default from 0 on. A view's dtype is kept; give
+    `dtype` for elements that only the engines understand, as "uint8". Bases are relative to the address `origin`, or
+    absolute by default. With `byte_count`, that of an arena or a pool, every view must lie within that many bytes.
+
+    Raises LocalProtocolError, with the view and its field, for views that do not fit this description or one another,
+    and ValueError as Layout does, as for two views of the same bytes. Views of other axes take a second call, and one
+    Layout of all planes.
+    """
+    if len(set(axes)) < len(axes) or not set(axes) <= set(_AXES_OF_VIEWS) or not {"page", "row"} & set(axes):
+        text = f"axes: {tuple(axes)} are not some of {', '.join(_AXES_OF_VIEWS)}, each once, with page or row"
+        raise LocalProtocolError(text)
+    if not views:
+        raise LocalProtocolError("views: there are none")
+    found = [_strided(f"views[{layer}, {kind!r}]", view, axes) for (layer, kind), view in views.items()]
+    pages, size = _pages(found[0], page_size)
+    planes: list[Plane] = []
+    for (layer, kind), view in zip(views, found, strict=True):
+        if (other := _pages(view, page_size)) != (pages, size):
+            text = f"{other[0]} pages of {other[1]} slots, {found[0].name} has {pages} of {size}"
+            raise LocalProtocolError(f"{view.name}.shape: {text}")
+        base, end = view.address - origin, view.address - origin + view.extent
+        if base < 0 or (byte_count is not None and end > byte_count):
+            within = "" if byte_count is None else f", of {byte_count}"
+            raise LocalProtocolError(f"{view.name}.address: bytes {base}..{end - 1} from {origin:#x} on{within}")
+        count = view.counts.get("head", 1)
+        own = range(count) if heads is None else heads
+        if len(own) != count or own.step != 1:
+            raise LocalProtocolError(f"{view.name}.shape: {count} heads, where heads={own}")
+        planes += _planes(view, layer=layer, kind=kind, dtype=_dtype(view, dtype), heads=own, base=base, page_size=size)
+    return Layout(tuple(planes), size, pages * size)
+
+
+class _Strided(NamedTuple):
+    """A view by the names of its first axes; strides and head_bytes are bytes."""
+
+    name: str
+    address: int
+    counts: dict[Axis, int]
+    strides: dict[Axis, int]
+    head_bytes: int  # of the axes behind them
+    dtype: str
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first to the last."""
+        return sum((self.counts[axis] - 1) * stride for axis, stride in self.strides.items()) + self.head_bytes
+
+
+def _strided(name: str, view: Any, axes: Sequence[Axis]) -> _Strided:
+    if hasattr(view, "data_ptr"):  # a torch tensor, whose strides are elements
+        item_bytes: int = view.element_size()
+        address, shape, strides = view.data_ptr(), tuple(view.shape), [step * item_bytes for step in view.stride()]
+        dtype = str(view.dtype).removeprefix("torch.")
+    elif hasattr(view, "__array_interface__"):
+        array = np.asarray(view)
+        item_bytes, address = array.itemsize, array.ctypes.data
+        shape, strides, dtype = array.shape, list(array.strides), array.dtype.name
+    else:
+        raise LocalProtocolError(f"{name}: {type(view).__name__} is no torch tensor and no numpy array")
+    if len(shape) < len(axes) or not prod(shape):
+        raise LocalProtocolError(f"{name}.shape: {shape} for axes {tuple(axes)}, which must all have elements")
+    head_bytes = item_bytes
+    for size, step in zip(shape[: len(axes) - 1 : -1], strides[: len(axes) - 1 : -1], strict=True):
+        if size > 1 and step != head_bytes:
+            raise LocalProtocolError(
+                f"{name}.strides: {tuple(strides)} bytes, the axes behind {tuple(axes)} are not contiguous"
+            )
+        head_bytes *= size
+    counts, steps = dict(zip(axes, shape, strict=False)), dict(zip(axes, strides, strict=False))
+    for axis, step in steps.items():
+        if step < 0 or (step == 0 and counts[axis] > 1):
+            raise LocalProtocolError(f"{name}.strides: {step} bytes from one {axis} to the next do not ascend")
+    return _Strided(name, address, counts, steps, head_bytes, dtype)
+
+
+def _planes(
+    view: _Strided, *, layer: int, kind: str, dtype: str, heads: range, base: int, page_size: int
+) -> list[Plane]:
+    """A plane for each head, or one where a row's heads are adjacent."""
+    head_stride = view.strides.get("head", 0)
+    wide = len(heads) == 1 or head_stride == view.head_bytes
+    row_bytes = view.head_bytes * (len(heads) if wide else 1)
+    row_stride = view.strides.get("row", row_bytes)
+    return [
+        Plane(
+            layer=layer,
+            kind=kind,
+            dtype=dtype,
+            head_start=head,
+            head_count=len(heads) if wide else 1,
+            base=base + at * head_stride,
+            page_stride=view.strides.get("page", page_size * row_stride),
+            row_stride=row_stride,
+            row_bytes=row_bytes,
+        )
+        for at, head in enumerate(heads[:1] if wide else heads)
+    ]
+
+
+def _pages(view: _Strided, page_size: int | None) -> tuple[int, int]:
+    """Its pages, and the slots of each."""
+    if "page" in view.counts:
+        pages, size = view.counts["page"], view.counts.get("row", 1)
+        if page_size not in (None, size):
+            raise LocalProtocolError(f"page_size: {page_size}, {view.name} has {size} rows a page")
+        return pages, size
+    rows, size = view.counts["row"], 1 if page_size is None else page_size
+    pages = _page_count(rows, size)
+    if pages * size != rows:
+        raise LocalProtocolError(f"{view.name}.shape: {rows} rows are no whole pages of {size}")
+    return pages, size
+
+
+def _dtype(view: _Strided, wanted: str | None) -> str:
+    dtype = wanted or _DTYPE_NAMES.get(view.dtype, view.dtype)
+    if dtype not in DTYPE_BYTES:
+        raise LocalProtocolError(f"{view.name}.dtype: {dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+    return dtype
 
 
 def _listed(counted: int | Sequence[int]) -> Sequence[int]:

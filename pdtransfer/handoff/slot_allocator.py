@@ -231,9 +231,12 @@ class SlotAllocator:
             FreeExtents(c.layout.slots, c.layout.page_size, None if hbm_apart and c.memory == "hbm" else ready)
             for c in self.components
         ]
-        if engine_slots:
-            free = [free[first] for first in aliases(self.components)]
-        self.free = tuple(free)
+        memories = aliases(self.components) if engine_slots else range(len(self.components))
+        self.free = tuple([free[first] for first in memories])
+        sizes = dict[int, int]()
+        for component, first in zip(self.components, memories, strict=True):
+            sizes[first] = max(sizes.get(first, 0), component.bytes_of(component.layout.slots))
+        self.slot_bytes = sum(sizes.values())  # of all slots; components in the same memory count once
         self._row_bytes = tuple(c.layout.row_bytes for c in self.components)
         self.bytes_ready = 0 if bytes_ready is not None else max(c.layout.end for c in self.components)
         self.grow(bytes_ready or 0)
@@ -316,6 +319,15 @@ def aliases(components: Sequence[Component]) -> list[int]:
         first_at |= dict.fromkeys(bases, first)
         found.append(first)
     return found
+
+
+def check_apart(components: Sequence[Component]) -> None:
+    """Raises LocalProtocolError where two components lie in the same memory: leased apart, both would have its
+    slots."""
+    for index, first in enumerate(aliases(components)):
+        if index != first:
+            names = f"{components[first].name!r} and {components[index].name!r}"
+            raise LocalProtocolError(f"components: {names} share memory, but not engine_slots=True")
 
 
 def extents_of(slots: NDArray[np.int64]) -> Extents:

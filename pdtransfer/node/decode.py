@@ -31,6 +31,7 @@ from ..handoff.effects import (
     StopVerifying,
     Verify,
 )
+from ..handoff.slot_allocator import check_apart
 from ..handoff.states import SessionState
 from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
@@ -64,7 +65,12 @@ class DecodeNode:
         others: Others | None = None,
         leased: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`leased` gets each room that has its slots, some time before it is READY."""
+        """`leased` gets each room that has its slots, some time before it is READY.
+
+        Raises LocalProtocolError for components that lie in the same memory without `engine_slots`.
+        """
+        if not engine_slots:
+            check_apart(components)
         self._tell, self._others, self._leased = tell, others, leased
         self._clock = LoopClock(settings.limits.ping_ms / 2e3)
         # To be verified, rows have to land where this process can read them: in the arena.

@@ -64,7 +64,6 @@ class DecodeSessions:
         self.draining = False
         self._out: list[DecodeEffect] = []
         self.window_slots = WindowSlots(Coverage(self.arena.components, limits.sessions_max))
-        self._arena_bytes = sum(c.bytes_of(c.layout.slots) for c in self.arena.components)
         self.prefill_peers = PrefillPeers(
             identity, tuple(components), limits, mint, self._out.append,
             enable_hisparse=enable_hisparse,
@@ -310,7 +309,7 @@ class DecodeSessions:
     def _unfit(self, room: RoomRecord, now: float) -> tuple[Cause, str] | None:
         """Why one of the room's sources may not be granted now; None if all may."""
         for source in room.sources:
-            if (refusal := self.prefill_peers.unfit(source, now, self._arena_bytes)) is not None:
+            if (refusal := self.prefill_peers.unfit(source, now, self.arena.slot_bytes)) is not None:
                 return refusal
         return None
 

@@ -39,6 +39,9 @@ class Plan:
         if not rows * row_bytes:
             return
         step = max(1, bytes_max // row_bytes)
+        if rows <= step:
+            yield self
+            return
         ends = np.cumsum(self.runs[:, 2])
         for start in range(0, rows, step):
             end = min(start + step, rows)

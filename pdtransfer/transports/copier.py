@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -31,52 +31,38 @@ Piece = Callable[[], int]
 """Does a piece of a work, and returns its share of the work's checksum. Raises TransportError when it is cancelled."""
 
 
-class CopyWork(Protocol):
-    """What the threads do piece by piece. Once it has ended, `text` is empty if all of it was done, else the reason."""
-
-    text: str
-    checksum: int  # of what was done, mod 2**64
-    # For the Copier alone, under its lock:
-    running: int
-    exhausted: bool
+class OrderOfGrant(Protocol):
+    """What a session orders for one of its grants."""
 
     @property
-    def piece_bytes(self) -> int:
-        """What its latest piece counts for in its grant's turn."""
-        ...
+    def session(self) -> int: ...
 
     @property
-    def turn(self) -> tuple[int, int]:
-        """What takes turns: session and grant."""
-        ...
-
-    def next(self) -> Piece | None:
-        """The next piece; None when there is none. Only the thread that has taken the turn calls it."""
-        ...
+    def grant(self) -> int: ...
 
 
-AnyWork = TypeVar("AnyWork", bound=CopyWork)
+_Order = TypeVar("_Order", bound=OrderOfGrant)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class CopyJob:
-    """One write between two mappings of this process. Once it has ended, no byte of it moves any more, and `text` is
-    empty if all of it has landed."""
+class CopyWork(Generic[_Order]):
+    """What the threads do piece by piece. Once it has ended, nothing of it is under way, and `text` is empty if all of
+    it was done, else the reason.
 
-    order: Write
-    done: WriteDone
-    pairing: Pairing
-    source_address: int
-    target_address: int
-    lines: Lines | None = None  # of the source, where a checksum is wanted
-    cancel: CancelWord = field(default_factory=CancelWord)
+    `pieces` has each piece with the bytes that it counts for in its grant's turn. Only the thread that has taken the
+    turn asks for the next one; what that raises fails the work.
+    """
+
+    order: _Order
+    done: Callable[..., None]
+    pieces: Iterator[tuple[int, Piece]]
+    cancel: CancelWord  # ends it at its next rows, from any thread
+    byte_count: int = 0  # of all pieces
     text: str = ""
-    checksum: int = 0
+    checksum: int = 0  # of what was done, mod 2**64
+    # For the Copier alone, under its lock:
     running: int = 0
     exhausted: bool = False
-    pieces: Iterator[Plan] | None = None
-    rows_taken: int = 0  # in pieces
-    piece_bytes: int = 0
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -92,54 +78,53 @@ class CopyJob:
         """Ends it at its next rows, from any thread."""
         self.cancel.set()
 
-    @property
-    def byte_count(self) -> int:
-        """The bytes that it copies."""
-        return len(self.order.source_slots) * self.pairing.row_bytes
-
     def carry(self) -> None:
         """Does all of it in the calling thread."""
-        plan, self.text = attempt(self._plan)
-        if plan is not None:
-            checksum, self.text = attempt(partial(self._copy, plan, 0))
-            self.checksum = checksum or 0
+        checksum, self.text = attempt(lambda: sum(piece() for _, piece in self.pieces) & MASK)
+        self.checksum = checksum or 0
 
-    def next(self) -> Piece | None:
-        """As CopyWork.next; raises what planning raises."""
+    def next(self) -> tuple[int, Piece] | None:
+        """The next piece; None when there is none. Raises what planning raises, and TransportError once cancelled."""
         if self.cancel.is_set:
             raise TransportError(CANCELLED)
-        if self.pieces is None:
-            self.pieces = self._plan().pieces(PIECE_BYTES)
-        plan = next(self.pieces, None)
-        if plan is None:
-            return None
-        first, self.rows_taken = self.rows_taken, self.rows_taken + plan.rows
-        self.piece_bytes = plan.rows * self.pairing.row_bytes
-        return partial(self._copy, plan, first)
+        return next(self.pieces, None)
 
-    def _copy(self, piece: Plan, first: int) -> int:
-        """Copies a piece whose first row is row `first` of the order. The checksum is of the bytes that it read."""
-        between = piece, self.source_address, self.target_address
-        if self.lines is None:
-            checksum = 0 if kernels.copy(*between, cancel=self.cancel) else None
+
+def copy_job(
+    order: Write, done: WriteDone, pairing: Pairing, *, source_address: int, target_address: int,
+    lines: Lines | None = None,
+) -> CopyWork[Write]:  # fmt: skip
+    """One write between two mappings of this process. `lines` are of the source, where a checksum is wanted: it is of
+    the bytes that were read."""
+    cancel = CancelWord()
+
+    def copied(piece: Plan, first_row: int) -> int:
+        between = piece, source_address, target_address
+        if lines is None:
+            checksum = 0 if kernels.copy(*between, cancel=cancel) else None
         else:
-            row = self.order.first_row + first
-            checksum = checksum_copy.copy(*between, lines=self.lines, first_row=row, cancel=self.cancel)
+            checksum = checksum_copy.copy(*between, lines=lines, first_row=first_row, cancel=cancel)
         if checksum is None:
             raise TransportError(CANCELLED)
         return checksum
 
-    def _plan(self) -> Plan:
-        return plan(self.pairing, self.order.source_slots, self.order.target_slots)
+    def pieces() -> Iterator[tuple[int, Piece]]:
+        row = order.first_row
+        for piece in plan(pairing, order.source_slots, order.target_slots).pieces(PIECE_BYTES):
+            yield piece.bytes, partial(copied, piece, row)
+            row += piece.rows
+
+    byte_count = len(order.source_slots) * pairing.row_bytes
+    return CopyWork(order=order, done=done, pieces=pieces(), cancel=cancel, byte_count=byte_count)
 
 
-class Copier(Generic[AnyWork]):
+class Copier(Generic[_Order]):
     """`threads` threads, each of which takes one piece of one grant at a time. They call `ended` with each work."""
 
-    def __init__(self, threads: int, ended: Callable[[AnyWork], None], *, name: str = "copy") -> None:
+    def __init__(self, threads: int, ended: Callable[[CopyWork[_Order]], None], *, name: str = "copy") -> None:
         self._ended = ended
         self._changed = threading.Condition()
-        self._turns: Turns[AnyWork] = Turns(PIECE_BYTES)
+        self._turns: Turns[CopyWork[_Order]] = Turns(PIECE_BYTES)
         self._closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"pdtransfer-{name}-{number}", daemon=True)
@@ -148,7 +133,7 @@ class Copier(Generic[AnyWork]):
         for thread in self._threads:
             thread.start()
 
-    def add(self, job: AnyWork) -> None:
+    def add(self, job: CopyWork[_Order]) -> None:
         """Queues a work behind those of its own grant."""
         with self._changed:
             assert not self._closing
@@ -167,15 +152,15 @@ class Copier(Generic[AnyWork]):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone
         while (queue := self._take()) is not None:
             job = queue.items[0]
-            piece, text = (None, job.text) if job.text else attempt(job.next)
-            over = self._put_back(queue, piece, text)
-            if piece is not None:
-                checksum, text = attempt(piece)
+            found, text = (None, job.text) if job.text else attempt(job.next)
+            over = self._put_back(queue, None if found is None else found[0], text)
+            if found is not None:
+                checksum, text = attempt(found[1])
                 over = self._done(job, checksum or 0, text)
             if over:
                 self._ended(job)
 
-    def _take(self) -> Queue[AnyWork] | None:
+    def _take(self) -> Queue[CopyWork[_Order]] | None:
         """The queue of the grant whose turn it is; None when this is closed and nothing is queued."""
         with self._changed:
             while (queue := self._turns.take()) is None:
@@ -184,24 +169,25 @@ class Copier(Generic[AnyWork]):
                 self._changed.wait()
             return queue
 
-    def _put_back(self, queue: Queue[AnyWork], piece: Piece | None, text: str) -> bool:
-        """Ends the turn, unless some of it is left; whether the grant's first work has ended."""
+    def _put_back(self, queue: Queue[CopyWork[_Order]], byte_count: int | None, text: str) -> bool:
+        """Ends the turn, unless some of it is left; whether the grant's first work has ended. `byte_count` is of the
+        piece that was taken, None for none."""
         with self._changed:
             job = queue.items[0]
-            if piece is None:
+            if byte_count is None:
                 queue.items.popleft()
                 job.exhausted, job.text = True, job.text or text
                 self._turns.put_back(queue)
             else:
                 job.running += 1
-                self._turns.put_back(queue, job.piece_bytes)
+                self._turns.put_back(queue, byte_count)
             if queue.items:
                 self._changed.notify()
             else:
                 self._changed.notify_all()  # a thread may wait for this to close
             return job.exhausted and not job.running
 
-    def _done(self, job: AnyWork, checksum: int, text: str) -> bool:
+    def _done(self, job: CopyWork[_Order], checksum: int, text: str) -> bool:
         """Whether that was the last piece of an exhausted work."""
         with self._changed:
             job.running -= 1

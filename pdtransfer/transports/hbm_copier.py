@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from ..errors import TransportError
@@ -20,7 +20,7 @@ from ..layout.layout import Layout
 from ..memory.arena_memory import ArenaMemory
 from ..memory.hbm import Hbm
 from ..threads import in_thread
-from .copier import CANCELLED, PIECE_BYTES, Copier, Piece
+from .copier import CANCELLED, PIECE_BYTES, Copier, CopyWork, Piece
 from .loop_mailbox import LoopMailbox
 
 log = logging.getLogger(__name__)
@@ -39,55 +39,6 @@ class _ComponentRows:
     slots: Int64s
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _HbmCopy:
-    """One grant, as a CopyWork."""
-
-    order: Lift
-    done: LiftDone
-    parts: list[_ComponentRows]
-    copy: Callable[[_ComponentRows, Int64s], None]
-    cancel: CancelWord = field(default_factory=CancelWord)
-    text: str = ""
-    checksum: int = 0
-    running: int = 0
-    exhausted: bool = False
-    lost: bool = False  # the card cannot report whether its last copy has ended
-    part: int = 0
-    row: int = 0
-    piece_bytes: int = 0
-
-    @property
-    def turn(self) -> tuple[int, int]:
-        return self.order.session, self.order.grant
-
-    def next(self) -> Piece | None:
-        if self.cancel.is_set:
-            raise TransportError(CANCELLED)
-        if self.lost or self.part == len(self.parts):
-            return None
-        part = self.parts[self.part]
-        first, self.row = self.row, self.row + max(1, PIECE_BYTES // part.source.layout.row_bytes)
-        if self.row >= len(part.slots):
-            end, self.part, self.row = len(part.slots), self.part + 1, 0
-        else:
-            end = self.row
-        self.piece_bytes = (end - first) * part.source.layout.row_bytes
-        return partial(self._carry, part, part.slots[first:end])
-
-    def _carry(self, part: _ComponentRows, slots: Int64s) -> int:
-        try:
-            self.copy(part, slots)
-        except _LostError:
-            self.lost = True
-            raise
-        return 0
-
-
-class _LostError(Exception):
-    """The card cannot report any more whether a copy has ended."""
-
-
 class HbmCopier:
     """Copies within this process, or to a card. Make it on the loop's thread; both memories outlive `close`."""
 
@@ -95,16 +46,18 @@ class HbmCopier:
         self._arena, self._hbm = arena, hbm
         self._queue: tuple[int, CudaEvent] | None = None  # a stream, and the event behind its last copy
         self._loop = asyncio.get_running_loop()
-        self._reports: LoopMailbox[_HbmCopy] = LoopMailbox(self._ended)
+        self._reports: LoopMailbox[CopyWork[Lift]] = LoopMailbox(self._ended)
         # One thread launches on one stream, and waits for it.
-        self._copier: Copier[_HbmCopy] = Copier(1 if hbm.card is not None else threads, self._reports.post, name="lift")
-        self._open: dict[tuple[int, int], _HbmCopy] = {}
+        self._copier: Copier[Lift] = Copier(1 if hbm.card is not None else threads, self._reports.post, name="lift")
+        self._open: dict[tuple[int, int], CopyWork[Lift]] = {}
+        self._lost: set[tuple[int, int]] = set()  # of which the card cannot report whether a copy has ended
         self._closing = False
 
     def lift(self, order: Lift, done: LiftDone) -> None:
         """Starts copying, in turn between grants."""
         parts = [self._rows(part.component.layout, slots_of(part.extents)) for part in order.parts]
-        work = self._open[order.session, order.grant] = _HbmCopy(order=order, done=done, parts=parts, copy=self._copy)
+        work = CopyWork(order=order, done=done, pieces=self._pieces(order, parts), cancel=CancelWord())
+        self._open[work.turn] = work
         if self._closing:
             work.text = CANCELLED
             self._reports.post(work)
@@ -114,7 +67,7 @@ class HbmCopier:
     def cancel(self, session: int, grant: int) -> None:
         """Stops at the next piece; the grant reports nevertheless. A grant that has ended is ignored."""
         if (work := self._open.get((session, grant))) is not None:
-            work.cancel.set()
+            work.stop()
 
     async def close(self) -> None:
         """Stops copying, and returns once nothing is copied."""
@@ -132,11 +85,19 @@ class HbmCopier:
             source = Pool(layout=layout, address=mapping.registered.device_address, card=self._hbm.card, host=True)
         return _ComponentRows(self._hbm.pool(layout), source, slots)
 
-    def _copy(self, part: _ComponentRows, slots: Int64s) -> None:
+    def _pieces(self, order: Lift, parts: list[_ComponentRows]) -> Iterator[tuple[int, Piece]]:
+        for part in parts:
+            row_bytes = part.source.layout.row_bytes
+            rows = max(1, PIECE_BYTES // row_bytes)
+            for first in range(0, len(part.slots), rows):
+                slots = part.slots[first : first + rows]
+                yield len(slots) * row_bytes, partial(self._copy, order, part, slots)
+
+    def _copy(self, order: Lift, part: _ComponentRows, slots: Int64s) -> int:
         """In the copier's thread; returns once the rows are there."""
         if self._hbm.card is None:
             kv_copy(part.target, part.source, slots, slots, len(slots))
-            return
+            return 0
         here = card(self._hbm.card)
         if self._queue is None:
             self._queue = here.stream(), CudaEvent(here)
@@ -149,13 +110,15 @@ class HbmCopier:
             copied.record(stream)
             copied.wait()
         except Exception as error:  # noqa: BLE001 (whatever it is, nothing reports what has ended)
-            raise _LostError(str(failure or error)) from None
+            self._lost.add((order.session, order.grant))
+            raise TransportError(str(failure or error)) from None
         if failure is not None:
             raise failure
+        return 0
 
-    def _ended(self, work: _HbmCopy) -> None:
+    def _ended(self, work: CopyWork[Lift]) -> None:
         del self._open[work.turn]
-        if work.lost:
+        if work.turn in self._lost:
             text = "grant %d keeps its slots: the card cannot report whether a copy has ended: %s"
             log.critical(text, work.turn[1], work.text)
             return

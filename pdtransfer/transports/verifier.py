@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from ..errors import TransportError
 from ..handoff.effects import LandedRows, Verify
 from ..kernels import checksum_copy
 from ..kernels.cancel import CancelWord
-from ..layout.checksum import MASK, Lines, lines_of, pieces_of, runs_of
+from ..layout.checksum import Lines, lines_of, pieces_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Component
 from ..threads import in_thread
-from .copier import CANCELLED, PIECE_BYTES, Copier, Piece, attempt
+from .copier import CANCELLED, PIECE_BYTES, Copier, CopyWork, Piece
 from .loop_mailbox import LoopMailbox
 
 VerifyDone = Callable[[Verify, int, str], None]
@@ -27,54 +26,18 @@ _INLINE_BYTES_TURN = 1 << 20  # of all in one turn of the loop
 _LINES_MAX = 256  # components whose Lines are cached
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Reading:
-    """One grant's rows in a mapping of this process, as a CopyWork."""
+def _pieces(address: int, rows: Sequence[tuple[Lines, Int64s]], cancel: CancelWord) -> Iterator[tuple[int, Piece]]:
+    """One grant's rows in a mapping of this process."""
 
-    order: Verify
-    done: VerifyDone
-    address: int
-    rows: list[tuple[Lines, Int64s]]
-    cancel: CancelWord = field(default_factory=CancelWord)
-    text: str = ""
-    checksum: int = 0
-    running: int = 0
-    exhausted: bool = False
-    piece_bytes: int = PIECE_BYTES
-    pieces: Iterator[Piece] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pieces = self._pieces()
-
-    @property
-    def turn(self) -> tuple[int, int]:
-        return self.order.session, self.order.grant
-
-    @property
-    def byte_count(self) -> int:
-        """The bytes that it reads."""
-        return sum(lines.row_bytes * int(runs[:, 2].sum()) for lines, runs in self.rows)
-
-    def carry(self) -> None:
-        """Does all of it in the calling thread."""
-        checksum, self.text = attempt(lambda: sum(piece() for piece in self.pieces) & MASK)
-        self.checksum = checksum or 0
-
-    def next(self) -> Piece | None:
-        if self.cancel.is_set:
-            raise TransportError(CANCELLED)
-        return next(self.pieces, None)
-
-    def _pieces(self) -> Iterator[Piece]:
-        for lines, runs in self.rows:
-            for piece in pieces_of(runs, max(1, PIECE_BYTES // lines.row_bytes)):
-                yield partial(self._sum, lines, piece)
-
-    def _sum(self, lines: Lines, runs: Int64s) -> int:
-        found = checksum_copy.checksum(lines, runs, self.address, cancel=self.cancel)
+    def summed(lines: Lines, runs: Int64s) -> int:
+        found = checksum_copy.checksum(lines, runs, address, cancel=cancel)
         if found is None:
             raise TransportError(CANCELLED)
         return found
+
+    for lines, runs in rows:
+        for piece in pieces_of(runs, max(1, PIECE_BYTES // lines.row_bytes)):
+            yield PIECE_BYTES, partial(summed, lines, piece)
 
 
 class Verifier:
@@ -84,24 +47,25 @@ class Verifier:
         self._address = address
         self._loop = asyncio.get_running_loop()
         self._native = self._loop.run_in_executor(None, checksum_copy.native)  # may compile
-        self._reports: LoopMailbox[_Reading] = LoopMailbox(self._ended)
-        self._copier: Copier[_Reading] = Copier(threads, self._reports.post, name="verify")
+        self._reports: LoopMailbox[CopyWork[Verify]] = LoopMailbox(self._ended)
+        self._copier: Copier[Verify] = Copier(threads, self._reports.post, name="verify")
         self._lines: dict[Component, Lines] = {}
-        self._readings: dict[tuple[int, int], _Reading] = {}  # by session and grant
+        self._readings: dict[tuple[int, int], CopyWork[Verify]] = {}  # by session and grant
         self._closing = False
         self._inline_bytes = 0  # read in this turn of the loop
 
     def verify(self, order: Verify, done: VerifyDone) -> None:
         """Starts reading, in turn between grants."""
         rows = [(self._lines_of(part.component), self._runs_of(part)) for part in order.parts]
-        reading = self._readings[order.session, order.grant] = _Reading(
-            order=order, done=done, address=self._address, rows=rows
+        cancel, byte_count = CancelWord(), sum(lines.row_bytes * int(runs[:, 2].sum()) for lines, runs in rows)
+        reading = CopyWork(
+            order=order, done=done, pieces=_pieces(self._address, rows, cancel), cancel=cancel, byte_count=byte_count
         )
+        self._readings[reading.turn] = reading
         if self._closing:
             reading.text = CANCELLED
             self._reports.post(reading)
             return
-        byte_count = reading.byte_count
         inline = byte_count <= _INLINE_BYTES_MAX and self._inline_bytes + byte_count <= _INLINE_BYTES_TURN
         if not inline or not self._native.done():
             self._copier.add(reading)
@@ -115,7 +79,7 @@ class Verifier:
     def cancel(self, session: int, grant: int) -> None:
         """Stops reading this grant at its next rows; it reports nevertheless. A grant that has ended is ignored."""
         if (reading := self._readings.get((session, grant))) is not None:
-            reading.cancel.set()
+            reading.stop()
 
     async def close(self) -> None:
         """Stops reading, and returns once nothing of the arena is read."""
@@ -139,6 +103,6 @@ class Verifier:
     def _next_turn(self) -> None:
         self._inline_bytes = 0
 
-    def _ended(self, reading: _Reading) -> None:
+    def _ended(self, reading: CopyWork[Verify]) -> None:
         del self._readings[reading.turn]
         reading.done(reading.order, reading.checksum, reading.text)

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from pdtransfer import kernels
 from pdtransfer.errors import LayoutMismatchError, RemoteProtocolError, TransportError
 from pdtransfer.handoff.effects import Outcome, Write
-from pdtransfer.layout.checksum import lines_of
+from pdtransfer.layout.checksum import Lines, lines_of
 from pdtransfer.layout.layout import Component, Span, expand_pages
 from pdtransfer.layout.pairing import pair
 from pdtransfer.memory import arena_memory
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports import copier
-from pdtransfer.transports.copier import Copier, CopyJob
+from pdtransfer.transports.copier import Copier, CopyWork, copy_job
 from pdtransfer.transports.options import WriterOptions
 from pdtransfer.transports.shm import arena as shm_arena
 from pdtransfer.transports.shm import handover
@@ -864,26 +864,22 @@ async def test_the_loop_copies_a_bounded_share_of_small_writes_itself(
 # Turns
 
 
-def job_of(pool: Pool, target: NDArray[np.uint8], *, grant: int, rows: int, write: int = 1) -> CopyJob:
+def job_of(
+    pool: Pool, target: NDArray[np.uint8], *, grant: int, rows: int, write: int = 1, lines: Lines | None = None
+) -> CopyWork[Write]:
     slots = np.arange(rows)
     order = Write(
         session=WRITER, grant=grant, room=grant, write=write, component=0, layers=(0, LAYERS), source_slots=slots,
         target_slots=slots,
     )  # fmt: skip
-    pairing = pair(pool.layout, page_first())
-    return CopyJob(
-        order=order,
-        done=lambda *_: None,
-        pairing=pairing,
-        source_address=pool.address,
-        target_address=target.ctypes.data,
-    )
+    pairing, there = pair(pool.layout, page_first()), target.ctypes.data
+    return copy_job(order, lambda *_: None, pairing, source_address=pool.address, target_address=there, lines=lines)
 
 
-def carried(jobs: list[CopyJob], *, threads: int) -> list[tuple[int, int]]:
+def carried(jobs: list[CopyWork[Write]], *, threads: int) -> list[tuple[int, int]]:
     """Grant and write of each job, in the order in which they end, when all are queued before any is begun."""
     ended: list[tuple[int, int]] = []
-    turns = Copier(threads, lambda job: ended.append((job.order.grant, job.order.write)))
+    turns: Copier[Write] = Copier(threads, lambda job: ended.append((job.order.grant, job.order.write)))
     with turns._changed:  # no thread takes a turn before all jobs are there
         for job in jobs:
             turns.add(job)
@@ -928,8 +924,7 @@ def test_the_sum_of_a_write_is_that_of_its_pieces(monkeypatch: pytest.MonkeyPatc
     sums_of: list[int] = []
     for piece_bytes, threads in ((1 << 30, 1), (64 * LAYERS * ROW, 1), (7 * LAYERS * ROW, 2)):
         monkeypatch.setattr(copier, "PIECE_BYTES", piece_bytes)
-        job = job_of(pool, target, grant=1, rows=500)
-        job.lines = lines_of("kv", pool.layout)
+        job = job_of(pool, target, grant=1, rows=500, lines=lines_of("kv", pool.layout))
         carried([job], threads=threads)
         assert job.text == ""
         sums_of.append(job.checksum)

@@ -24,8 +24,7 @@ from ...layout.pairing import Pairing
 from ..base import WriteDone
 from ..card_launcher import WriterCard
 from ..card_writer import CardWrite, CardWriter, Staged
-from ..copier import CANCELLED, Copier, attempt
-from ..copier import Piece as Step
+from ..copier import CANCELLED, Copier, CopyWork, attempt
 from .ring import Cut, Piece, SendRing, cut
 
 _STAGED_MAX = 64
@@ -115,7 +114,7 @@ class CopyGatherer:
 
     def __init__(self, pool_address: int, threads: int, over: Callable[[Gather], None]) -> None:
         self._pool_address, self._over = pool_address, over
-        self._copier: Copier[_Copy] = Copier(threads, self._ended, name="gather")
+        self._copier: Copier[Write] = Copier(threads, _report, name="gather")
 
     def prepare(self, ring: SendRing) -> None:  # noqa: ARG002
         kernels.native()
@@ -125,7 +124,9 @@ class CopyGatherer:
         return cut(pairing)
 
     def add(self, gather: Gather) -> None:
-        self._copier.add(_Copy(gather=gather, source_address=self._pool_address))
+        order, byte_count = gather.job.order, gather.job.cut.byte_count(gather.piece)
+        pieces = iter([(byte_count, partial(self._fill, gather))])
+        self._copier.add(CopyWork(order=order, done=partial(self._ended, gather), pieces=pieces, cancel=gather.cancel))
 
     def stop(self, gather: Gather) -> None:
         gather.cancel.set()
@@ -133,49 +134,18 @@ class CopyGatherer:
     def close(self) -> None:
         self._copier.close()
 
-    def _ended(self, copy: _Copy) -> None:
-        gather = copy.gather
-        gather.text, gather.checksum = copy.text, copy.checksum
+    def _ended(self, gather: Gather, _: Write, __: Outcome, text: str, checksum: int) -> None:
+        gather.text, gather.checksum = text, checksum
         self._over(gather)
 
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Copy:
-    """A gather, as a CopyWork."""
-
-    gather: Gather
-    source_address: int
-    text: str = ""
-    checksum: int = 0
-    running: int = 0
-    exhausted: bool = False
-    taken: bool = False
-
-    @property
-    def piece_bytes(self) -> int:
-        """The bytes that the slot sends."""
-        return self.gather.job.cut.byte_count(self.gather.piece)
-
-    @property
-    def turn(self) -> tuple[int, int]:
-        """What takes turns: session and grant."""
-        return self.gather.job.order.session, self.gather.job.order.grant
-
-    def next(self) -> Step | None:
-        """All of it, once."""
-        if self.gather.cancel.is_set:
-            raise TransportError(CANCELLED)
-        taken, self.taken = self.taken, True
-        return None if taken else partial(self._fill)
-
-    def _fill(self) -> int:
-        gather, job, piece = self.gather, self.gather.job, self.gather.piece
-        order, cancel = job.order, gather.cancel
+    def _fill(self, gather: Gather) -> int:
+        job, piece, cancel = gather.job, gather.piece, gather.cancel
+        order = job.order
         if job.straight:
             gather.runs = job.cut.straight(piece, order.source_slots, order.target_slots)
             return 0
         rows = job.cut.gather(piece, order.source_slots)
-        between = rows, self.source_address, gather.ring.address(gather.slot)
+        between = rows, self._pool_address, gather.ring.address(gather.slot)
         checksum: int | None = 0
         if job.lines is None or piece.low:
             checksum = 0 if kernels.copy(*between, cancel=cancel, by=_by()) else None
@@ -185,7 +155,7 @@ class _Copy:
         elif kernels.copy(*between, cancel=cancel, by=_by()):
             # The piece with the first planes of these rows sums all of their planes.
             of = runs_of(rows.runs[:, 0], rows.runs[:, 2], order.first_row + piece.first)
-            checksum = checksum_copy.checksum(job.lines, of, self.source_address, cancel=cancel)
+            checksum = checksum_copy.checksum(job.lines, of, self._pool_address, cancel=cancel)
         if checksum is None:
             raise TransportError(CANCELLED)
         gather.runs = job.cut.runs(piece, order.target_slots)
@@ -195,6 +165,10 @@ class _Copy:
 def _by() -> kernels.NativeCopy:
     """This process's copy, without streaming stores, since what is sent next should be in the cache."""
     return replace(kernels.native(), streams=0)
+
+
+def _report(work: CopyWork[Write] | CardWrite) -> None:
+    work.done(work.order, work.outcome, work.text, work.checksum)
 
 
 class LaunchGatherer:
@@ -208,9 +182,7 @@ class LaunchGatherer:
         self, card: WriterCard, pool_address: int, components: dict[str, Component], over: Callable[[Gather], None]
     ) -> None:
         self._card, self._pool_address, self._components, self._over = card, pool_address, components, over
-        self._card_writer = CardWriter(
-            card.launcher, lambda write: write.done(write.order, write.outcome, write.text, write.checksum), card.spans
-        )
+        self._card_writer = CardWriter(card.launcher, _report, card.spans)
         self._writes: dict[Gather, CardWrite] = {}  # that have not ended
 
     def prepare(self, ring: SendRing) -> None:

@@ -28,7 +28,7 @@ from ..base import Near, Ready, WriteDone
 from ..card_launcher import Exported, WriterCard
 from ..card_writer import CardWrite, CardWriter, Staged
 from ..component_match import Planes, lines_for, paired
-from ..copier import Copier, CopyJob
+from ..copier import Copier, CopyWork, copy_job
 from ..loop_mailbox import LoopMailbox
 from ..options import WriterOptions
 from .handover import receive
@@ -127,19 +127,19 @@ class ShmWriter:
         self._components = {component.name: component for component in components}
         self._pool_address, self._uids = options.pool_address, uids
         self._loop = asyncio.get_running_loop()
-        self._reports: LoopMailbox[CopyJob | CardWrite] = LoopMailbox(self._ended)
+        self._reports: LoopMailbox[CopyWork[Write] | CardWrite] = LoopMailbox(self._ended)
         self._card = card
         self._nears: LoopMailbox[CardWrite] = LoopMailbox(self._report_near)
         self._near = near
         self._card_writer = (
             None if card is None else CardWriter(card.launcher, self._reports.post, card.spans, self._nears.post)
         )
-        self._copier: Copier[CopyJob] = Copier(0 if card else options.copy_threads, self._reports.post)
+        self._copier: Copier[Write] = Copier(0 if card else options.copy_threads, self._reports.post)
         self._apart = ThreadPoolExecutor(_MAP_THREADS, thread_name_prefix="pdtransfer-map")
         self._sessions: dict[int, _Session] = {}
-        self._jobs: dict[tuple[int, int], set[CopyJob | CardWrite]] = {}  # by session and grant
+        self._jobs: dict[tuple[int, int], set[CopyWork[Write] | CardWrite]] = {}  # by session and grant
         self._inline_bytes = 0  # copied in this turn of the loop
-        self._small: deque[CopyJob] = deque()  # writes for the next turns of the loop
+        self._small: deque[CopyWork[Write]] = deque()  # writes for the next turns of the loop
         self._closing = False
         self._unmapped = asyncio.Event()
 
@@ -285,10 +285,10 @@ class ShmWriter:
             self._jobs.setdefault(write.turn, set()).add(write)
             self._card_writer.add(write)
             return
-        job = CopyJob(
-            order=order,
-            done=done,
-            pairing=mapped.pairing(order.component, order.layers),
+        job = copy_job(
+            order,
+            done,
+            mapped.pairing(order.component, order.layers),
             source_address=self._pool_address,
             target_address=mapped.reached.mapping.address,
             lines=lines_for(order, self._components, mapped.components, mapped.lines) if order.verify else None,
@@ -321,10 +321,10 @@ class ShmWriter:
         row_bytes = target.layout.row_bytes
         return CardWrite(order=order, done=done, source=source, target=target, row_bytes=row_bytes, staged=staged)
 
-    def _has_turn(self, job: CopyJob) -> bool:
+    def _has_turn(self, job: CopyWork[Write]) -> bool:
         return self._inline_bytes + job.byte_count <= _INLINE_BYTES_TURN
 
-    def _carry(self, job: CopyJob) -> None:
+    def _carry(self, job: CopyWork[Write]) -> None:
         if not self._inline_bytes:
             self._loop.call_soon(self._next_turn)
         self._inline_bytes += job.byte_count
@@ -336,7 +336,7 @@ class ShmWriter:
         while self._small and self._has_turn(self._small[0]):
             self._carry(self._small.popleft())
 
-    def _ended(self, job: CopyJob | CardWrite) -> None:
+    def _ended(self, job: CopyWork[Write] | CardWrite) -> None:
         """On the loop."""
         jobs = self._jobs[job.turn]
         jobs.remove(job)

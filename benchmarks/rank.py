@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
 import zmq
 
 from pdtransfer.bench import rank
-from pdtransfer.bench.rank import ROOM_SECONDS, RoomBatch, run_rank
+from pdtransfer.bench.rank import ROOM_SECONDS, RoomBatch
 from pdtransfer.bus import BusLimits
 from pdtransfer.bus.sockets import NOBLOCK, NOBLOCK_MORE, Drain
 from pdtransfer.handoff.decode.room_request import RoomRequest
@@ -143,8 +142,9 @@ class FaultyPrefillRank(rank.PrefillProcess):
 class FaultyDecodeRank(rank.DecodeProcess):
     """Takes Connect, Echoes, Aborts, Share and Stall as well."""
 
-    def __init__(self, *arguments: Any, verify: bool) -> None:
-        super().__init__(*arguments, others=self._on_message, verify=verify)
+    def __init__(self, *arguments: Any) -> None:
+        """The last argument is whether decode verifies."""
+        super().__init__(*arguments[:-1], others=self._on_message, verify=arguments[-1])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._echoes: Drain | None = None
         self._trips_ns: list[int] = []
@@ -255,13 +255,3 @@ class FaultyDecodeRank(rank.DecodeProcess):
         else:
             self._pipe.send(np.array(self._trips_ns))
         return len(frame)
-
-
-def run_prefill(pipe: Connection, *arguments: Any) -> None:
-    """The prefill process."""
-    run_rank(pipe, lambda: FaultyPrefillRank(pipe, *arguments))
-
-
-def run_decode(pipe: Connection, *arguments: Any) -> None:
-    """The decode process; its last argument is whether decode verifies."""
-    run_rank(pipe, lambda: FaultyDecodeRank(pipe, *arguments[:-1], verify=arguments[-1]))

@@ -13,7 +13,7 @@ from pdtransfer.bus.keys import AllowList, KeyPair, generate_pair
 from pdtransfer.layout.layout import Component
 from pdtransfer.node import NodeSettings
 
-from .rank import Aborts, Connect, Echoes, GiveUp, Listen, Share, Stall, run_decode, run_prefill
+from .rank import Aborts, Connect, Echoes, FaultyDecodeRank, FaultyPrefillRank, GiveUp, Listen, Share, Stall
 
 
 class FaultyRankPair(RankPair):
@@ -45,12 +45,12 @@ class FaultyRankPair(RankPair):
             copy_threads=copy_threads,
             prefill=nodes[:prefill_nodes],
             decode=nodes[prefill_nodes:],
-            run=(run_prefill, run_decode),
+            kinds=(FaultyPrefillRank, FaultyDecodeRank),
             options=(verify,),
         )
         self._echoing = False
         if bystander:
-            self._bystander = self._start(run_prefill, source, 1, (node_settings("bystander"),), "auto")
+            self._bystander = self._start(FaultyPrefillRank, source, 1, (node_settings("bystander"),), "auto")
             (self._stalling,) = rank_answer(self._bystander)
 
     @property

@@ -5,16 +5,13 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from json import dumps
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from re import findall
 from statistics import median, median_low
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -26,8 +23,8 @@ from ..kernels import driver
 from ..limits import Limits
 from ..tracing.timeline import TimedSpan
 from ..tracing.ttft import Split, split_of
-from .pd_rank import Prompt, Report, Roof, Way, run_decode, run_prefill
-from .processes import answer, begun
+from .pd_rank import DecodeSide, PrefillSide, Prompt, Report, Roof, Way
+from .processes import Processes, answer
 from .report import about
 
 ENGINE = "pdtransfer.reference.deep:create"
@@ -228,37 +225,21 @@ def _median(splits: Iterable[Split]) -> Split:
     return Split(**{name: of(getattr(split, name) for split in found) for name, of in middle.items()})
 
 
-class Pair:
+class Pair(Processes):
     """Both processes, each with its engine. A failure in one of them is raised here as WorldError."""
 
     def __init__(self, prefill: PrefillConfig, decode: DecodeConfig) -> None:
-        self._processes: list[SpawnProcess] = []
-        self._pipes: list[Connection] = []
+        super().__init__()
         self._hisparse, self._on_card = decode.enable_hisparse, prefill.card is not None
         self._rooms = 0
         try:
-            self._prefill = self._start(run_prefill, prefill)
-            self._decode = self._start(run_decode, decode)
+            self._prefill = self._start(PrefillSide, prefill)
+            self._decode = self._start(DecodeSide, decode)
             self._decode.send(_answer(self._prefill))
             _answer(self._decode)
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends both."""
-        for pipe in self._pipes:
-            with suppress(OSError):
-                pipe.close()
-        for process in self._processes:
-            process.join(10.0)
-            process.kill()
 
     def prompt(self, tokens: int, way: Way, *, steps: int = 2, check: bool = False) -> Run:
         """One prompt, from the asking until both sides are done with it."""
@@ -279,12 +260,6 @@ class Pair:
         """Seconds that so many bytes take at the least, each the median of several."""
         self._prefill.send(Roof(tuple(byte_counts), repeats))
         return _answer(self._prefill)
-
-    def _start(self, run: Callable[..., None], *arguments: object) -> Connection:
-        process, ours = begun(run, *arguments)
-        self._processes.append(process)
-        self._pipes.append(ours)
-        return ours
 
 
 def _set_right(spans: tuple[TimedSpan, ...]) -> tuple[TimedSpan, ...]:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -19,11 +17,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
-import uvloop
 
 from ..config.config import DecodeConfig, PrefillConfig
 from ..engine_api import Broken, CardMemory, Finished, Prefilled, Request, SharedMemory
-from ..errors import PDTransferError
 from ..handoff.decode.room_request import RoomRequest
 from ..handoff.effects import DecodeEvent, PrefillEvent, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from ..handoff.prefill.cells import Cell
@@ -35,7 +31,6 @@ from ..memory.arena_memory import ArenaMemory
 from ..memory.hbm import Hbm
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..node.thread_queues import ThreadQueues
-from ..process.setup import prepare
 from ..tracing.timeline import TimedSpan, Timeline
 from ..transports.options import ArenaOptions, WriterOptions
 from ..wire import Sampling
@@ -43,7 +38,7 @@ from ..worker import engine_thread
 from ..worker.cell_batching import Push
 from ..worker.daemon import attach, create_engine
 from ..worker.engine_thread import Compute, DecodeOutcome, Free, Generate, Offered, PrefillOutcome, Quit, Refused
-from .processes import Failure
+from .processes import PipeProcess
 from .replays import registered
 
 Way = Literal["auto", "layers", "end", "none", "alone"]
@@ -160,52 +155,27 @@ def roof(on: int | None, source: int, byte_counts: Sequence[int], repeats: int) 
         return [median(crossed(each) for _ in range(repeats)) for each in byte_counts]
 
 
-class _Side(ABC):
-    """One process. It ends when its pipe does."""
+class _Side(PipeProcess):
+    """One process, with its engine."""
 
-    def __init__(self, pipe: Connection, engine: Any, timeline: Timeline) -> None:
-        self._pipe, self._loop, self._over = pipe, asyncio.get_running_loop(), asyncio.Event()
-        self._engine, self._timeline = engine, timeline
+    def __init__(self, pipe: Connection, config: PrefillConfig | DecodeConfig) -> None:
+        super().__init__(pipe)
+        self._timeline = Timeline(config.role)
+        self._engine = create_engine(config.engine, replace(config.engine_config, spans=self._timeline))
         self._prompt = Prompt(0, 0, "none")
-        self._loop.set_exception_handler(self._broke)
-        self._loop.add_reader(pipe.fileno(), self._receive)
-
-    async def wait(self) -> None:
-        """Until the pipe ends."""
-        await self._over.wait()
-        self._loop.remove_reader(self._pipe.fileno())
-
-    def _receive(self) -> None:
-        try:
-            order = self._pipe.recv()
-        except (EOFError, ConnectionResetError):
-            self._over.set()
-            return
-        self.perform(order)
-
-    def _broke(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """A call on the loop raised something: the bench would wait for nothing."""
-        error = context.get("exception")
-        self._fail(f"{type(error).__name__}: {error}" if error is not None else str(context.get("message")))
 
     @property
     def quiet(self) -> bool:
         """Whether the engine has nothing to do, and no span left to report."""
         return self._engine.idle
 
-    @abstractmethod
-    def perform(self, order: object) -> None:
-        """Executes an order, and answers now or when it is done."""
-
-    def _fail(self, text: str) -> None:
-        if not self._over.is_set():
-            self._over.set()
-            self._pipe.send(Failure(f"room {self._prompt.room}: {text}"))
+    def fail(self, text: str) -> None:
+        super().fail(f"room {self._prompt.room}: {text}")
 
     def _died(self, error: BaseException) -> None:
         """In the engine's thread."""
         text = f"the engine broke down: {type(error).__name__}: {error}"
-        self._loop.call_soon_threadsafe(self._fail, text)
+        self._loop.call_soon_threadsafe(self.fail, text)
 
     def _report(self, sums: Sums | None = None) -> None:
         """Reports once the engine is quiet: it reports its spans when it has nothing else to do."""
@@ -215,9 +185,12 @@ class _Side(ABC):
             self._loop.call_later(_IDLE_POLL_S, self._report, sums)
 
 
-class _PrefillSide(_Side):
-    def __init__(self, pipe: Connection, config: PrefillConfig, engine: Any, timeline: Timeline) -> None:
-        super().__init__(pipe, engine, timeline)
+class PrefillSide(_Side):
+    """The prefill process: answers first with its endpoint."""
+
+    def __init__(self, pipe: Connection, config: PrefillConfig) -> None:
+        super().__init__(pipe, config)
+        engine = self._engine
         pool, pool_fd = engine.pool, -1
         if isinstance(pool, SharedMemory):
             pool, pool_fd = pool.view, pool.fd
@@ -244,7 +217,7 @@ class _PrefillSide(_Side):
     async def serve(self) -> None:
         """Says where it is reached, then does what it is asked."""
         self._pipe.send(await self.node.bus.bind("tcp://127.0.0.1:0"))
-        await self.wait()
+        await super().serve()
         for port in self._ports.values():
             port.to_engine(Quit())
         await self.node.close()
@@ -290,7 +263,7 @@ class _PrefillSide(_Side):
                         self._port.to_engine(Free(room))
                         self._report()
                 case Broken(detail=detail) | Refused(detail=detail):
-                    self._fail(detail)
+                    self.fail(detail)
 
     def _on_event(self, event: PrefillEvent) -> None:
         now = time.monotonic()
@@ -302,7 +275,7 @@ class _PrefillSide(_Side):
             case RoomLanded(room):
                 self._timeline("control", "finish to Landed", self._finished_s, now, room=room)
             case RoomFailed(detail=detail):
-                self._fail(f"failed at prefill: {detail}")
+                self.fail(f"failed at prefill: {detail}")
             case RoomDrained(room):
                 sums = self._sums() if self._prompt.check else None
                 if self._prompt.way != "alone":
@@ -328,14 +301,15 @@ class _PrefillSide(_Side):
         return sums
 
 
-class _DecodeSide(_Side):
-    def __init__(
-        self, pipe: Connection, config: DecodeConfig, engine: Any, arena: ArenaMemory, endpoint: str, timeline: Timeline
-    ) -> None:
-        super().__init__(pipe, engine, timeline)
-        self._arena, self._endpoint = arena, endpoint
+class DecodeSide(_Side):
+    """The decode process: receives a prefill's endpoint, and answers when its arena is mapped."""
+
+    def __init__(self, pipe: Connection, config: DecodeConfig) -> None:
+        super().__init__(pipe, config)
+        self._arena = _arena(config, self._engine)
+        self._endpoint: str = pipe.recv()
         self.node = DecodeNode(
-            _settings(config, engine), engine.card.arena_components, arena, self._on_event,
+            _settings(config, self._engine), self._engine.card.arena_components, self._arena, self._on_event,
             options=ArenaOptions(socket_directory=config.socket_directory),
             enable_hisparse=config.enable_hisparse, prefix_cache=False,
             leased=self._leased,
@@ -355,7 +329,7 @@ class _DecodeSide(_Side):
             while not any(session.whole for session in sessions.values()):  # noqa: ASYNC110 (no event for it)
                 await asyncio.sleep(_IDLE_POLL_S)
         self._pipe.send(None)
-        await self.wait()
+        await super().serve()
         self._port.to_engine(Quit())
         await self.node.close()
 
@@ -385,7 +359,7 @@ class _DecodeSide(_Side):
                 else:
                     self._port.to_engine(Generate(request_of(self._prompt), slots, aux))
             case RoomFailed(detail=detail):
-                self._fail(f"failed at decode: {detail}")
+                self.fail(f"failed at decode: {detail}")
 
     def _on_outcomes(self, outcomes: list[DecodeOutcome]) -> None:
         for outcome in outcomes:
@@ -393,7 +367,7 @@ class _DecodeSide(_Side):
                 case Finished(room=room):
                     self._over_with(room)
                 case Broken(detail=detail):
-                    self._fail(detail)
+                    self.fail(detail)
                 case _:
                     pass
 
@@ -412,30 +386,6 @@ def _settings(config: PrefillConfig | DecodeConfig, engine: Any) -> NodeSettings
     return NodeSettings(node=config.role, model=engine.card.model, weights=engine.card.weights, limits=config.limits)
 
 
-def run_prefill(pipe: Connection, config: PrefillConfig) -> None:
-    """The prefill process: answers first with its endpoint."""
-
-    async def serve() -> None:
-        timeline = Timeline("prefill")
-        engine = create_engine(config.engine, replace(config.engine_config, spans=timeline))
-        await _PrefillSide(pipe, config, engine, timeline).serve()
-
-    _run(pipe, serve)
-
-
-def run_decode(pipe: Connection, config: DecodeConfig) -> None:
-    """The decode process: receives a prefill's endpoint, and answers when its arena is mapped."""
-
-    async def serve() -> None:
-        timeline = Timeline("decode")
-        engine = create_engine(config.engine, replace(config.engine_config, spans=timeline))
-        arena = await asyncio.to_thread(_arena, config, engine)
-        endpoint = await asyncio.to_thread(pipe.recv)
-        await _DecodeSide(pipe, config, engine, arena, endpoint, timeline).serve()
-
-    _run(pipe, serve)
-
-
 def _arena(config: DecodeConfig, engine: Any) -> ArenaMemory:
     """As a daemon's, ready as a whole; it lasts as long as the process."""
     arena = ArenaMemory.create(engine.card.arena_bytes, huge_pages=config.huge_pages, name=config.node)
@@ -448,12 +398,3 @@ def _arena(config: DecodeConfig, engine: Any) -> ArenaMemory:
     arena.prefault()
     attach(engine, arena)
     return arena
-
-
-def _run(pipe: Connection, serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    prepare()
-    logging.getLogger("pdtransfer").setLevel(logging.CRITICAL)  # rooms that fail end the bench
-    try:
-        uvloop.run(serve())
-    except PDTransferError as error:
-        pipe.send(Failure(str(error)))

@@ -1,14 +1,21 @@
-"""A process that a benchmark starts, and what it answers over its pipe."""
+"""Processes that a benchmark starts, the orders that they take over a pipe, and what they answer."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import multiprocessing
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from ..errors import WorldError
+import uvloop
+
+from ..errors import PDTransferError, WorldError
+from ..process.setup import prepare
 
 
 class Failure(NamedTuple):
@@ -38,3 +45,83 @@ def answer(pipe: Connection, *, who: str, within_s: float) -> Any:
     if isinstance(received, Failure):
         raise WorldError(received.text)
     return received
+
+
+class Processes:
+    """Processes that end when this context is left."""
+
+    def __init__(self) -> None:
+        self._processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes their pipes, which ends them."""
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.close()
+        for process in self._processes:
+            process.join(10.0)
+            process.kill()
+
+    def _start(self, make: Callable[..., PipeProcess], *arguments: object) -> Connection:
+        """Starts one that serves `make(pipe, *arguments)`; returns this end of its pipe."""
+        process, ours = begun(_serve, make, arguments)
+        self._processes.append(process)
+        self._pipes.append(ours)
+        return ours
+
+
+class PipeProcess(ABC):
+    """What one of them is: a loop, and orders from a pipe. It ends when its pipe does."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._loop, self._over = pipe, asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_exception_handler(self._broke)
+
+    async def serve(self) -> None:
+        """Takes orders until the pipe ends."""
+        self._loop.add_reader(self._pipe.fileno(), self._receive)
+        await self._over.wait()
+        self._loop.remove_reader(self._pipe.fileno())
+
+    @abstractmethod
+    def perform(self, order: object) -> None:
+        """Executes an order, and answers now or when it is done."""
+
+    def fail(self, text: str) -> None:
+        """What was ordered cannot end as it should."""
+        if not self._over.is_set():
+            self._over.set()
+            self._pipe.send(Failure(text))
+
+    def _receive(self) -> None:
+        try:
+            order = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._over.set()
+            return
+        self.perform(order)
+
+    def _broke(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A call on the loop raised something: the bench would wait for nothing."""
+        error = context.get("exception")
+        self.fail(f"{type(error).__name__}: {error}" if error is not None else str(context.get("message")))
+
+
+def _serve(pipe: Connection, make: Callable[..., PipeProcess], arguments: tuple[object, ...]) -> None:
+    async def serve() -> None:
+        await make(pipe, *arguments).serve()
+
+    prepare()
+    # A failed room ends the benchmark. Lines of the log would only disturb what is measured.
+    logging.getLogger("pdtransfer").setLevel(logging.CRITICAL)
+    try:
+        uvloop.run(serve())
+    except PDTransferError as error:
+        pipe.send(Failure(str(error)))

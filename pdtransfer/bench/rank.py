@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
-import uvloop
 
-from ..errors import PDTransferError
 from ..handoff.decode.room_request import RoomRequest
 from ..handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
 from ..handoff.prefill.cells import Cell
@@ -27,10 +24,9 @@ from ..handoff.states import SessionState
 from ..layout.layout import Component, expand_pages
 from ..memory.arena_memory import ArenaMemory, allocate
 from ..node import DecodeNode, NodeSettings, PrefillNode
-from ..process.setup import prepare
 from ..transports.options import ArenaOptions, WriterOptions
 from ..transports.registry import TRANSPORTS
-from .processes import Failure
+from .processes import PipeProcess
 
 ROOM_SECONDS = 60.0
 _ANY_PORT = "tcp://127.0.0.1:0"
@@ -60,26 +56,14 @@ class Fragment(NamedTuple):
     run: int
 
 
-class Rank(ABC):
-    """One process. It ends when its pipe does."""
+class Rank(PipeProcess):
+    """One process."""
 
     def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._loop, self._over = pipe, asyncio.get_running_loop(), asyncio.Event()
+        super().__init__(pipe)
         self._batch = RoomBatch(1, 0, 0, 0)
         self._started = self._ended = 0  # rooms of the batch
         self._cpu_ns = 0
-        self._loop.add_reader(pipe.fileno(), self._receive)
-
-    async def serve(self) -> None:
-        """Until the pipe ends."""
-        await self._over.wait()
-        self._loop.remove_reader(self._pipe.fileno())
-
-    def fail(self, text: str) -> None:
-        """The batch cannot end as it should."""
-        if not self._over.is_set():
-            self._over.set()
-            self._pipe.send(Failure(text))
 
     def begin(self, batch: RoomBatch) -> None:
         """Starts as many rooms as may be under way."""
@@ -102,16 +86,6 @@ class Rank(ABC):
     def _next(self) -> None:
         self._started += 1
         self.start(self._batch.first + self._started - 1)
-
-    def _receive(self) -> None:
-        try:
-            self.perform(self._pipe.recv())
-        except (EOFError, ConnectionResetError):
-            self._over.set()
-
-    @abstractmethod
-    def perform(self, order: object) -> None:
-        """Executes an order, and answers now or when it is done."""
 
     @abstractmethod
     def start(self, room: int) -> None:
@@ -305,28 +279,3 @@ class DecodeProcess(Rank):
             arena.drop(holding)
         self._held = holdings[1::2]
         return arena.free[0].largest
-
-
-def run_prefill(pipe: Connection, *arguments: Any) -> None:
-    """The prefill process, with PrefillProcess's arguments."""
-    run_rank(pipe, lambda: PrefillProcess(pipe, *arguments))
-
-
-def run_decode(pipe: Connection, *arguments: Any) -> None:
-    """The decode process, with DecodeProcess's arguments."""
-    run_rank(pipe, lambda: DecodeProcess(pipe, *arguments))
-
-
-def run_rank(pipe: Connection, make: Callable[[], Rank]) -> None:
-    """Serves one rank as long as its pipe is open."""
-
-    async def serve() -> None:
-        await make().serve()
-
-    prepare()
-    # A failed room ends the benchmark. Lines of the log would only disturb what is measured.
-    logging.getLogger("pdtransfer").setLevel(logging.CRITICAL)
-    try:
-        uvloop.run(serve())
-    except PDTransferError as error:
-        pipe.send(Failure(str(error)))

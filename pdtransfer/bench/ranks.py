@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..layout.layout import Component
 from ..node import NodeSettings
-from .processes import answer, begun
-from .rank import Fragment, Memcpy, RoomBatch, run_decode, run_prefill
+from .processes import Processes, answer
+from .rank import DecodeProcess, Fragment, Memcpy, PrefillProcess, Rank, RoomBatch
 
 _ANSWER_SECONDS = 120.0
 rank_answer = partial(answer, who="a rank", within_s=_ANSWER_SECONDS)
@@ -38,7 +34,7 @@ class Stamps:
         return float(self.ready.max() - self.expected.min()) / 1e9
 
 
-class RankPair:
+class RankPair(Processes):
     """Both processes: nodes on a loop each, no engine. `source` is what prefill's pool holds, `target` an arena.
 
     Rooms go to each side's nodes in turn. A failure in one of the processes is raised here as WorldError.
@@ -53,35 +49,22 @@ class RankPair:
         transport: str = "auto",
         prefill: Sequence[NodeSettings] = (),
         decode: Sequence[NodeSettings] = (),
-        run: tuple[Callable[..., None], Callable[..., None]] = (run_prefill, run_decode),
+        kinds: tuple[type[Rank], type[Rank]] = (PrefillProcess, DecodeProcess),
         options: Sequence[object] = (),
     ) -> None:
-        """`prefill` and `decode` are the nodes, by default one each; `run` are the processes' functions, and `options`
-        decode's further arguments."""
-        self._processes: list[SpawnProcess] = []
-        self._pipes: list[Connection] = []
+        """`prefill` and `decode` are the nodes, by default one each; `kinds` are those of the processes, and
+        `options` decode's further arguments."""
+        super().__init__()
         self._next_room = 1
         prefill = prefill or (node_settings("prefill-0"),)
-        self._prefill = self._start(run[0], source, copy_threads, prefill, transport)
+        self._prefill = self._start(kinds[0], source, copy_threads, prefill, transport)
         bound = rank_answer(self._prefill)
         self.endpoints: list[str] = [
             address if each.keys is None else f"{each.keys.public}@{address}"
             for address, each in zip(bound, prefill, strict=True)
         ]
         decode = decode or (node_settings("decode-0"),)
-        self._decode = self._start(run[1], target, self.endpoints, decode, transport, *options)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for pipe in self._pipes:
-            pipe.close()  # which ends them
-        for process in self._processes:
-            process.join(10.0)
-            process.kill()
+        self._decode = self._start(kinds[1], target, self.endpoints, decode, transport, *options)
 
     def hand_off(self, rooms: int, *, tokens: int, at_once: int = 1) -> Stamps:
         """Moves `rooms` rooms of `tokens` tokens, `at_once` of them under way at any time."""
@@ -117,12 +100,6 @@ class RankPair:
             prefill_cpu_ns=prefill_cpu_ns,
             decode_cpu_ns=decode_cpu_ns,
         )
-
-    def _start(self, run: Callable[..., None], *arguments: object) -> Connection:
-        process, ours = begun(run, *arguments)
-        self._processes.append(process)
-        self._pipes.append(ours)
-        return ours
 
 
 def node_settings(name: str) -> NodeSettings:

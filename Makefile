@@ -27,7 +27,7 @@ test-fast: .venv/.stamp
 # On a host with a card; elsewhere each test says why it is skipped, and the figures say what is missing.
 test-gpu: .venv/.stamp
 	@$(RUN) -m pytest -m gpu -rs $(ARGS)
-	@$(RUN) -m pdtransfer bench kernels
+	@$(RUN) -m benchmarks kernels
 
 # On a host with two cards: KV from one to the other, however it is laid out, and whoever dies on the way.
 # ARGS=--devices=cuda:0,cuda:0 does it with one card, cpu,cpu with none.

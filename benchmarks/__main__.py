@@ -73,6 +73,18 @@ def pages(*, gib: Annotated[float, Parameter(help="GiB of each of two arenas.")]
 
 
 @app.command
+def kernels(*, json: Json = False) -> int:
+    """What pdtransfer bench kernels measures, pushes by each backend, and what a decode step asks of a card."""
+    from pdtransfer.bench import kernels as part
+
+    from . import pushes, steps
+
+    figures = part.measure() | pushes.measure() | steps.measure()
+    lines = (*part.LINES, *pushes.LINES, *steps.LINES)
+    return show(figures, lines, part.measure, pushes.measure, steps.measure, json=json)
+
+
+@app.command
 def pd(
     *,
     tokens: Annotated[tuple[int, ...], counted("Of a prompt; may be repeated. By default 128 to 32,768.")] = (),

@@ -70,12 +70,10 @@ def bench_copy(*, tokens: Annotated[int, counted("Tokens of one room.")] = 4_096
 @bench.command(name="kernels")
 def bench_kernels(*, json: Json = False) -> int:
     """The kernels on card 0, as shares of what its copy engine does with the same bytes."""
-    from ..bench import kernels, pushes, steps
+    from ..bench import kernels
     from ..bench.report import show
 
-    figures = kernels.measure() | pushes.measure() | steps.measure()
-    lines = (*kernels.LINES, *pushes.LINES, *steps.LINES)
-    return show(figures, lines, kernels.measure, pushes.measure, steps.measure, json=json)
+    return show(kernels.measure(), kernels.LINES, kernels.measure, json=json)
 
 
 @bench.command(name="hisparse")

@@ -10,13 +10,13 @@ from statistics import median
 
 import numpy as np
 
-from ..kernels.card import Card, card
-from ..kernels.pools import Pool, Progress, State
-from ..kernels.push import Backend, push
-from ..layout.layout import Layout, Plane
-from .models import PAGE_SIZE, latent_layout
-from .replays import filled, registered
-from .report import Figures, Line
+from pdtransfer.bench.models import PAGE_SIZE, latent_layout
+from pdtransfer.bench.replays import filled, registered
+from pdtransfer.bench.report import Figures, Line
+from pdtransfer.kernels.card import Card, card
+from pdtransfer.kernels.pools import Pool, Progress, State
+from pdtransfer.kernels.push import Backend, push
+from pdtransfer.layout.layout import Layout, Plane
 
 _RUNS = 5
 _SLOTS, _LAYERS, _ROW = 16_384, 61, 1_152

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..kernels.card import Card, card
-from ..kernels.kv_copy import PlannedCopy
-from ..kernels.pools import Pool
-from ..kernels.set_mla import argument_of, launch
-from ..kernels.swap import HotBuffers, SwapPlan, swap_plan
-from ..layout.layout import Layout, Plane
-from .replays import Replays, registered
-from .report import Figures, Line
+from pdtransfer.bench.replays import Replays, registered
+from pdtransfer.bench.report import Figures, Line
+from pdtransfer.kernels.card import Card, card
+from pdtransfer.kernels.kv_copy import PlannedCopy
+from pdtransfer.kernels.pools import Pool
+from pdtransfer.kernels.set_mla import argument_of, launch
+from pdtransfer.kernels.swap import HotBuffers, SwapPlan, swap_plan
+from pdtransfer.layout.layout import Layout, Plane
 
 _RUNS = 7
 _NODES = 96

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..kernels.card import Card, card
 from ..kernels.kv_copy import kv_copy
-from ..kernels.pools import Pool
+from ..kernels.pools import CardArray, Pool
 from ..layout.layout import Layout, Plane
 from .models import PAGE_SIZE, latent_layout
 from .replays import Replays, Seconds, filled, registered
@@ -98,21 +98,14 @@ def measure(*, runs: int = _RUNS) -> Figures:
         return figures
 
 
-class _OnCard:
-    """Slots in the card's memory as kv_copy takes them."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": (count,), "typestr": "<i8", "version": 3}
-
-
 def _push(bench: _Bench, row: int, planes: int, tokens: int, runs: int) -> tuple[Seconds, Seconds]:
     source, target = (_layout(name, row, planes) for name in ("layer_first", "page_first"))
     return _timed(
         bench,
         Pool(layout=target, address=bench.arena, card=0, host=True),
         Pool(layout=source, address=bench.pool, card=0),
-        _OnCard(bench.slots(tokens, _SLOTS), tokens),
-        [_OnCard(bench.slots(tokens, _SLOTS), tokens)],
+        CardArray(bench.slots(tokens, _SLOTS), tokens),
+        [CardArray(bench.slots(tokens, _SLOTS), tokens)],
         tokens,
         runs,
     )
@@ -127,7 +120,7 @@ def _gather(bench: _Bench, row: int, rows: int, runs: int) -> tuple[Seconds, Sec
         Pool(layout=target, address=bench.pool, card=0),
         Pool(layout=source, address=bench.arena, card=0, host=True),
         range(rows),
-        [_OnCard(bench.slots(rows, held), rows) for _ in range(_TURN_BYTES // (rows * row))],
+        [CardArray(bench.slots(rows, held), rows) for _ in range(_TURN_BYTES // (rows * row))],
         rows,
         runs,
     )
@@ -175,7 +168,7 @@ def _matmul_share(bench: _Bench) -> float:
     source, target = (_layout(name, 1_152, 61) for name in ("layer_first", "page_first"))
     arena = Pool(layout=target, address=bench.arena, card=0, host=True)
     pool = Pool(layout=source, address=bench.pool, card=0)
-    ours, theirs = (_OnCard(bench.slots(_SLOTS, _SLOTS), _SLOTS) for _ in range(2))
+    ours, theirs = (CardArray(bench.slots(_SLOTS, _SLOTS), _SLOTS) for _ in range(2))
 
     def matmuls(beside: bool) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

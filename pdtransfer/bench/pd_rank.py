@@ -25,6 +25,7 @@ from ..handoff.effects import DecodeEvent, PrefillEvent, RoomDrained, RoomFailed
 from ..handoff.prefill.cells import Cell
 from ..kernels import numpy_copy
 from ..kernels.card import card
+from ..kernels.pools import CardArray
 from ..layout.geometry import Int64s
 from ..layout.layout import Layout, expand_pages
 from ..memory.arena_memory import ArenaMemory
@@ -105,22 +106,13 @@ def add_rows(
         sums[key] = crc32(np.ascontiguousarray(rows).data, sums.get(key, 0))
 
 
-class _CardBytes:
-    """Bytes of a card, as torch takes them over."""
-
-    def __init__(self, address: int, byte_count: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False), "shape": (byte_count,), "typestr": "|u1", "version": 3,
-        }  # fmt: skip
-
-
 def _gather_from_card(address: int, where: list[int], slots: Int64s, layout: Layout, width: int, card: int) -> Any:
     """As numpy_copy.gather."""
     import torch
 
     device, (base, *strides) = torch.device("cuda", card), where
     shape = layout.slots // layout.page_size, layout.page_size, width
-    plane = torch.as_tensor(_CardBytes(address, layout.end), device=device).as_strided(shape, (*strides, 1), base)
+    plane = torch.as_tensor(CardArray(address, layout.end, "|u1"), device=device).as_strided(shape, (*strides, 1), base)
     at = torch.as_tensor(slots, device=device)
     return plane[at // layout.page_size, at % layout.page_size].cpu().numpy()
 

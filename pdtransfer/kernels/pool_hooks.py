@@ -12,7 +12,7 @@ import numpy as np
 
 from .card import Card, CudaEvent, card
 from .kv_copy import CheckedCopy, check_copy, kv_copy, slots_of
-from .pools import Pool, Slots
+from .pools import CardArray, Pool, Slots
 from .push import Backend, push
 
 _POOLS_MAX = 64  # an engine has a few
@@ -107,20 +107,11 @@ def _by_layer(pool: Pool) -> dict[int, Pool]:
     }
 
 
-class _CardSlots:
-    """int64 (n,) in a card's memory."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (count,), "typestr": "<i8", "data": (address, True), "strides": None, "version": 3,
-        }  # fmt: skip
-
-
 class _UploadedSlots:
     """Both sides' slots in the card's memory, uploaded once for all layers."""
 
     def __init__(self, gpu: Card, copy: CheckedCopy, stream: int) -> None:
         target, source = slots_of(copy.target, copy.rows), slots_of(copy.source, copy.rows)
         self.address = gpu.upload_new(np.concatenate((target, source)), stream)
-        self.target = _CardSlots(self.address, len(target))
-        self.source = _CardSlots(self.address + target.nbytes, len(source))
+        self.target = CardArray(self.address, len(target))
+        self.source = CardArray(self.address + target.nbytes, len(source))

@@ -40,6 +40,16 @@ Slots: TypeAlias = "NDArray[np.int64] | NDArray[np.int32] | range | PageSlots | 
 __cuda_array_interface__) that only the kernel reads, or PageSlots of one of these."""
 
 
+class CardArray:
+    """Memory at an address of a card, or one that a card sees there, as torch and the kernels take it: elements of
+    `typestr`, as numpy spells it. The caller keeps the memory."""
+
+    def __init__(self, address: int, count: int, typestr: str = "<i8") -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (count,), "typestr": typestr, "strides": None, "version": 3,
+        }  # fmt: skip
+
+
 class State(IntEnum):
     """The state of a launch."""
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.pools import CardArray
 from ..layout.layout import Layout, Plane
 from .architecture import DIGEST_BYTES, Architecture
 from .stream import upload
@@ -81,18 +82,9 @@ class Cache:
         return np.stack([np.frombuffer(digest.digest(), np.uint8) for digest in digests])
 
 
-class _CardView:
-    """Host memory at a device address, for torch."""
-
-    def __init__(self, address: int, elements: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (elements,), "typestr": "<f4", "data": (address, False), "strides": None, "version": 3,
-        }  # fmt: skip
-
-
 def device_tensor(address: int, byte_count: int, device: torch.device) -> Tensor:
     """Memory at a device address as a flat float32 tensor. The caller keeps the memory alive."""
-    return torch.as_tensor(_CardView(address, byte_count // 4), device=device)
+    return torch.as_tensor(CardArray(address, byte_count // 4, "<f4"), device=device)
 
 
 def _view(flat: Tensor, plane: Plane, unit: int) -> Tensor:

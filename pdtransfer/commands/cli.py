@@ -59,31 +59,30 @@ app.command(kernels)
 @app.command
 def prefill(config: Annotated[PrefillConfig | None, _FLAT] = None) -> int:
     """Runs a prefill daemon: computes prompts and writes their KV into decode's memory."""
-    from ..worker.daemon import run_prefill
-
-    config = config or PrefillConfig()
-    logs.start(node=config.node, level=config.log_level, file=config.log_file)
-    return run_prefill(config)
+    return _serve(config or PrefillConfig())
 
 
 @app.command
 def decode(config: Annotated[DecodeConfig | None, _FLAT] = None) -> int:
     """Runs a decode daemon: owns the arena, and generates from it."""
-    from ..worker.daemon import run_decode
-
-    config = config or DecodeConfig()
-    logs.start(node=config.node, level=config.log_level, file=config.log_file)
-    return run_decode(config)
+    return _serve(config or DecodeConfig())
 
 
 @app.command
 def router(config: Annotated[RouterConfig | None, _FLAT] = None) -> int:
     """Runs the router: /v1/completions in front of prefill and decode daemons."""
-    from ..router.router import run
+    return _serve(config or RouterConfig())
 
-    config = config or RouterConfig()
+
+def _serve(config: Config) -> int:
     logs.start(node=config.node, level=config.log_level, file=config.log_file)
-    return run(config)
+    if isinstance(config, RouterConfig):
+        from ..router.router import run
+
+        return run(config)
+    from ..worker.daemon import run as run_daemon
+
+    return run_daemon(config)
 
 
 @app.command

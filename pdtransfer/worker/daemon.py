@@ -92,17 +92,8 @@ def create_engine(path: str, config: EngineConfig) -> Any:
         raise ConfigError(f"engine = {path!r}: {missing_extra(error) or error}") from error
 
 
-def run_prefill(config: PrefillConfig) -> int:
-    """Runs a prefill daemon until SIGTERM or SIGINT; returns the exit status."""
-    return _run(config)
-
-
-def run_decode(config: DecodeConfig) -> int:
-    """Runs a decode daemon until SIGTERM or SIGINT; returns the exit status."""
-    return _run(config)
-
-
-def _run(config: Config) -> int:
+def run(config: Config) -> int:
+    """Runs a prefill or a decode daemon until SIGTERM or SIGINT; returns the exit status."""
     status = uvloop.run(_serve(config))
     if status and config.grouped:
         # The engine's thread may wait for ever for a rank that is gone or frozen.

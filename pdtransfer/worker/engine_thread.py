@@ -130,15 +130,11 @@ class PrefillThread:
         *,
         push: Push = "auto",
     ) -> None:
-        self._engine, self._port, self._on_outcomes = engine, port, on_outcomes
+        self.engine, self._port, self._on_outcomes = engine, port, on_outcomes
         self._steps = steps
         self._waiting: deque[Request] = deque()
         self._offers = CellBatcher(engine.card.components, push)
         self._page_size = {component.name: component.layout.page_size for component in engine.card.components}
-
-    def warm_up(self) -> None:
-        """Runs on the thread before `run`."""
-        _warm_up(self._engine)
 
     @property
     def waiting(self) -> int:
@@ -154,16 +150,16 @@ class PrefillThread:
                         self._waiting.append(request)
                     case Drop(room):
                         self._waiting = deque(request for request in self._waiting if request.room != room)
-                        self._engine.cancel(room)
+                        self.engine.cancel(room)
                         self._offers.drop(room)
                     case Free(room):
-                        self._engine.free(room)
+                        self.engine.free(room)
                     case Quit():
                         return
                     case Generate():
                         raise AssertionError("a prefill engine generates nothing")
             outcomes = self._admit()
-            made = [self._known(each) for each in self._engine.step()]
+            made = [self._known(each) for each in self.engine.step()]
             outcomes += [self._outcome(each) for each in self._offers.take(made)]
             if outcomes:
                 self._port.to_loop(lambda outcomes=outcomes: self._on_outcomes(outcomes))
@@ -172,7 +168,7 @@ class PrefillThread:
         refused: list[PrefillOutcome] = []
         while self._waiting:
             try:
-                if not self._engine.admit(self._waiting[0]):
+                if not self.engine.admit(self._waiting[0]):
                     break
             except ValueError as error:
                 refused.append(Refused(self._waiting[0].room, str(error)))
@@ -207,12 +203,8 @@ class DecodeThread:
         on_outcomes: Callable[[list[DecodeOutcome]], None],
         steps: Steps,
     ) -> None:
-        self._engine, self._port, self._on_outcomes = engine, port, on_outcomes
+        self.engine, self._port, self._on_outcomes = engine, port, on_outcomes
         self._steps = steps
-
-    def warm_up(self) -> None:
-        """Runs on the thread before `run`."""
-        _warm_up(self._engine)
 
     def run(self) -> None:
         """Runs until Quit."""
@@ -222,25 +214,19 @@ class DecodeThread:
                 match order:
                     case Generate(request, slots, aux):
                         try:
-                            self._engine.admit(request, slots, aux)
+                            self.engine.admit(request, slots, aux)
                         except ValueError as error:
                             outcomes.append(Broken(room=request.room, detail=str(error)))
                     case Drop(room):
-                        self._engine.cancel(room)
+                        self.engine.cancel(room)
                         outcomes.append(Dropped(room))
                     case Quit():
                         return
                     case Compute() | Free():
                         raise AssertionError("a decode engine computes no prompt")
-            outcomes += self._engine.step()
+            outcomes += self.engine.step()
             if outcomes:
                 self._port.to_loop(lambda outcomes=outcomes: self._on_outcomes(outcomes))
-
-
-def _warm_up(engine: PrefillEngine | DecodeEngine) -> None:
-    """Calls the engine's `warm_up` if it has one."""
-    warm_up: Callable[[], None] = getattr(engine, "warm_up", lambda: None)
-    warm_up()
 
 
 def start(
@@ -253,7 +239,8 @@ def start(
 
     def run() -> None:
         try:
-            work.warm_up()
+            warm_up: Callable[[], None] = getattr(work.engine, "warm_up", lambda: None)
+            warm_up()
             warm()
             work.run()
         except WorldError as error:

@@ -23,8 +23,8 @@ from pdtransfer.wire import Ranks
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 TARGETS = {
-    "prefill": ("worker.daemon", "run_prefill"),
-    "decode": ("worker.daemon", "run_decode"),
+    "prefill": ("worker.daemon", "run"),
+    "decode": ("worker.daemon", "run"),
     "router": ("router.router", "run"),
 }
 

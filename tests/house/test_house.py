@@ -451,9 +451,8 @@ def test_deployed_unit_starts_a_daemon_that_its_example_settings_satisfy(
     assert Path(arguments[at]).name == "pdtransfer.toml"
     arguments[at] = str(REPO / "deploy" / "pdtransfer.toml")
     seen: list[Any] = []
-    run = {"prefill": "run_prefill", "decode": "run_decode", "router": "run"}[role]
     module = "router.router" if role == "router" else "worker.daemon"
-    fake = SimpleNamespace(**{run: lambda given: seen.append(given) or 0})
+    fake = SimpleNamespace(run=lambda given: seen.append(given) or 0)
     monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
     assert cli.main(arguments) == 0
     assert seen[0].role == role
@@ -538,9 +537,7 @@ def test_composed_nodes_start_daemons_with_the_keys_and_names_that_fleet_keys_gi
         subprocess.run(command, env=os.environ | {"PATH": path}, cwd=REPO, timeout=120, check=True)
     publics = {each.name: KeyPair.read(each / "node.key").public for each in keys.iterdir()}
     seen: dict[str, list[Any]] = {}
-    fake = SimpleNamespace(
-        **dict.fromkeys(("run_prefill", "run_decode", "run"), lambda given: seen[given.node].append(given) or 0)
-    )
+    fake = SimpleNamespace(run=lambda given: seen[given.node].append(given) or 0)
     for module in ("worker.daemon", "router.router"):
         monkeypatch.setitem(sys.modules, f"pdtransfer.{module}", fake)
     for name, words, environment in _composed():

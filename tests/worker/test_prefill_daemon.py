@@ -112,7 +112,7 @@ def test_keys_that_cannot_be_read_are_said_before_the_engine_is_made(
         peers.write_text(line)
         key.unlink()
     with pytest.raises(ConfigError, match=str(key if name == "key" else peers)):
-        daemon.run_prefill(PrefillConfig(http="", bind="tcp://127.0.0.1:0", key=key, allow=peers))
+        daemon.run(PrefillConfig(http="", bind="tcp://127.0.0.1:0", key=key, allow=peers))
 
 
 def test_a_rank_that_reports_twice_or_what_no_prefill_rank_reports_is_refused() -> None:

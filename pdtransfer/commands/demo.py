@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -134,8 +135,7 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
     try:
         answers, seconds = await _ask(config, fleet, texts, console)
         leaked = await _leaked(fleet)
-        verified = await _verified(fleet) if config.verify else (0, 0)
-        hot = await _metrics(fleet) if config.hisparse else {}
+        metrics = await _metrics(fleet) if config.verify or config.hisparse else {}
     finally:
         await fleet.__aexit__()
     with _stage(console, "the same prompts in a single process, nothing transferred"):
@@ -145,9 +145,9 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
         answer.identical = not answer.error and not answer.differs
     report = make_report(config, answers, seconds, leaked)
     if config.verify:
-        report |= {"grants_verified": verified[0], "grants_mismatched": verified[1]}
+        report |= {name: metrics[f"pdtransfer_{name}"] for name in ("grants_verified", "grants_mismatched")}
     if config.hisparse:
-        report |= hot_report(hot, ranks=len(fleet.metrics), hot_tokens=_hot_tokens(config), answers=answers)
+        report |= hot_report(metrics, ranks=len(fleet.metrics), hot_tokens=_hot_tokens(config), answers=answers)
     if config.json:
         print(json.dumps(report))
     else:
@@ -234,7 +234,10 @@ async def _ask(
 
             async def run_one(answer: DemoAnswer) -> None:
                 async with gate:
-                    await _complete(config, session, answer, lambda count: progress.advance(tokens, count))
+                    try:
+                        await _complete(config, session, answer, lambda count: progress.advance(tokens, count))
+                    except (aiohttp.ClientError, TimeoutError) as error:
+                        answer.error = f"{type(error).__name__}: {error}"
                     progress.advance(requests)
 
             start = time.perf_counter()
@@ -257,15 +260,6 @@ async def _ready(session: aiohttp.ClientSession) -> None:
 
 
 async def _complete(
-    config: DemoConfig, session: aiohttp.ClientSession, answer: DemoAnswer, on_tokens: Callable[[int], None]
-) -> None:
-    try:
-        await _attempts(config, session, answer, on_tokens)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        answer.error = f"{type(error).__name__}: {error}"
-
-
-async def _attempts(
     config: DemoConfig, session: aiohttp.ClientSession, answer: DemoAnswer, on_tokens: Callable[[int], None]
 ) -> None:
     greedy = {"temperature": 0, "ignore_eos": True}
@@ -302,20 +296,21 @@ def _event(answer: DemoAnswer, event: dict[str, Any], on_tokens: Callable[[int],
     answer.tokens = tokens
 
 
-async def _sum_metrics(fleet: Fleet | Standing, session: aiohttp.ClientSession) -> dict[str, int]:
+async def _metrics(fleet: Fleet | Standing) -> dict[str, int]:
     """Returns the sums of all decode ranks' metrics, by name."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    total: dict[str, int] = {}
-    for address in fleet.metrics:
-        try:
-            async with session.get(f"http://{address}/metrics") as response:
-                families = text_string_to_metric_families(await response.text())
-        except aiohttp.ClientError as error:
-            raise WorldError(f"a decode daemon does not answer: {error}") from error
-        for family in families:
-            total[family.name] = total.get(family.name, 0) + int(sum(sample.value for sample in family.samples))
-    return total
+    total: Counter[str] = Counter()
+    async with aiohttp.ClientSession() as session:
+        for address in fleet.metrics:
+            try:
+                async with session.get(f"http://{address}/metrics") as response:
+                    families = text_string_to_metric_families(await response.text())
+            except aiohttp.ClientError as error:
+                raise WorldError(f"a decode daemon does not answer: {error}") from error
+            for family in families:
+                total[family.name] += int(sum(sample.value for sample in family.samples))
+    return dict(total)
 
 
 async def _leaked(fleet: Fleet | Standing) -> int | None:
@@ -323,24 +318,12 @@ async def _leaked(fleet: Fleet | Standing) -> int | None:
     if not fleet.metrics:
         return None
     deadline = time.monotonic() + SETTLE_S
-    async with aiohttp.ClientSession() as session:
-        while True:
-            figures = await _sum_metrics(fleet, session)
-            leaked = figures["pdtransfer_slots"] - figures["pdtransfer_slots_free"]
-            if not leaked or time.monotonic() >= deadline:
-                return leaked
-            await asyncio.sleep(0.05)
-
-
-async def _metrics(fleet: Fleet | Standing) -> dict[str, int]:
-    async with aiohttp.ClientSession() as session:
-        return await _sum_metrics(fleet, session)
-
-
-async def _verified(fleet: Fleet | Standing) -> tuple[int, int]:
-    """Returns the numbers of grants whose rows were read back and matched, and that did not."""
-    figures = await _metrics(fleet)
-    return figures["pdtransfer_grants_verified"], figures["pdtransfer_grants_mismatched"]
+    while True:
+        metrics = await _metrics(fleet)
+        leaked = metrics["pdtransfer_slots"] - metrics["pdtransfer_slots_free"]
+        if not leaked or time.monotonic() >= deadline:
+            return leaked
+        await asyncio.sleep(0.05)
 
 
 async def _reference(config: DemoConfig, texts: Sequence[str]) -> list[dict[str, str]]:

@@ -357,10 +357,10 @@ def test_with_verify_every_room_must_be_verified_and_none_mismatched(
     mismatched: int,
     status: int,
 ) -> None:
-    async def counted(*_: object) -> tuple[int, int]:
-        return verified, mismatched
+    async def counted(*_: object) -> dict[str, int]:
+        return {"pdtransfer_grants_verified": verified, "pdtransfer_grants_mismatched": mismatched}
 
-    monkeypatch.setattr(demo, "_verified", counted)
+    monkeypatch.setattr(demo, "_metrics", counted)
     answers(answered("a"), answered("b"))
     assert run(replace(CONFIG, verify=True)) == status
     report = json.loads(capsys.readouterr().out)

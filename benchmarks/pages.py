@@ -113,8 +113,8 @@ def _copies(
     at = {name: arena.mapping.address for name, arena in arenas.items()}
     return {
         "memcpy": (eighth, {n: lambda a=a: memcpy(a, pool.address, eighth) for n, a in at.items()}),
-        "scatter": (into.bytes, {n: lambda a=a: kernels.copy(into, pool.address, a, threads=1) for n, a in at.items()}),
-        "collect": (out.bytes, {n: lambda a=a: kernels.copy(out, a, pool.address, threads=1) for n, a in at.items()}),
+        "scatter": (into.bytes, {n: lambda a=a: kernels.copy(into, pool.address, a) for n, a in at.items()}),
+        "collect": (out.bytes, {n: lambda a=a: kernels.copy(out, a, pool.address) for n, a in at.items()}),
     }
 
 

@@ -15,15 +15,14 @@ import subprocess
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from ..environment import cache_directory
-from ..layout.geometry import read_only
 from ..layout.plan import Plan
 from . import numpy_copy
 from .cancel import CancelWord
@@ -202,7 +201,7 @@ def _open(path: Path) -> NativeCopy:
 
 
 def copy(
-    plan: Plan, source_address: int, target_address: int, *, threads: int = 1, cancel: CancelWord | None = None,
+    plan: Plan, source_address: int, target_address: int, *, cancel: CancelWord | None = None,
     by: NativeCopy | None = None,
 ) -> bool:  # fmt: skip
     """Copies `plan` between two mappings, whose addresses are added to its bases. Returns False if cancelled.
@@ -210,33 +209,6 @@ def copy(
     No store is pending when it returns. Copying does not hold the GIL. Tests and benchmarks select a copy with `by`.
     """
     by, cancel = by or native(), cancel or CancelWord()
-    streams = streams_for(plan, by)
-    if threads == 1:
-        return _copy(plan, source_address, target_address, cancel, by, streams)
-    parts, results = list(_shares(plan, threads)), list[bool]()
-
-    def copy_part(part: Plan) -> None:
-        results.append(_copy(part, source_address, target_address, cancel, by, streams))
-
-    others = [threading.Thread(target=copy_part, args=(part,), name="pdtransfer-copy") for part in parts[1:]]
-    for other in others:
-        other.start()
-    for part in parts[:1]:
-        copy_part(part)
-    for other in others:
-        other.join()
-    assert len(results) == len(parts), "a copy thread has died"
-    return all(results)
-
-
-def streams_for(plan: Plan, by: NativeCopy) -> int:
-    """The kind of streaming stores for a plan of this size; 0 is ordinary stores."""
-    return by.streams if plan.bytes >= _STREAM_BYTES_MIN else 0
-
-
-def _copy(
-    plan: Plan, source_address: int, target_address: int, cancel: CancelWord, by: NativeCopy, streams: int
-) -> bool:
     if by.copy is None:
         return numpy_copy.copy(plan, source_address, target_address, cancel)
     table, runs = plan.pairing.table, plan.runs
@@ -245,19 +217,9 @@ def _copy(
     assert table.dtype == runs.dtype == np.int64
     sizes = plan.pairing.source_page_size, plan.pairing.target_page_size
     sides = table.ctypes.data, len(table), runs.ctypes.data, len(runs)
-    return bool(by.copy(*sides, *sizes, source_address, target_address, streams, cancel.address))
+    return bool(by.copy(*sides, *sizes, source_address, target_address, streams_for(plan, by), cancel.address))
 
 
-def _shares(plan: Plan, threads: int) -> Iterator[Plan]:
-    """Splits `plan` into at most `threads` plans of similar size: by rows, or by planes if it has few rows."""
-    if plan.rows >= 4 * threads:
-        yield from plan.pieces(-(-plan.rows // threads) * plan.pairing.row_bytes)
-        return
-    pairing = plan.pairing
-    ends = np.cumsum(pairing.table[:, 6])
-    cuts = np.searchsorted(ends, np.arange(1, threads) * (pairing.row_bytes / threads), side="right")
-    for low, high in zip((0, *cuts), (*cuts, len(ends)), strict=True):
-        if low < high:
-            part = slice(int(low), int(high))
-            table, layers = read_only(pairing.table[part]), read_only(pairing.layers[part])
-            yield Plan(pairing=replace(pairing, table=table, layers=layers), runs=plan.runs, rows=plan.rows)
+def streams_for(plan: Plan, by: NativeCopy) -> int:
+    """The kind of streaming stores for a plan of this size; 0 is ordinary stores."""
+    return by.streams if plan.bytes >= _STREAM_BYTES_MIN else 0

@@ -147,10 +147,10 @@ class Case:
                 wanted[b : b + width] = pools[0][a : a + width]
         return cls(plan(pair(ours, theirs).fused(), source_slots, target_slots), *pools, wanted)
 
-    def check(self, by: NativeCopy, **how: object) -> None:
+    def check(self, by: NativeCopy) -> None:
         target = self.target.copy()
         where = self.source.ctypes.data + MARGIN, target.ctypes.data + MARGIN
-        assert kernels.copy(self.work, *where, by=by, **how)  # type: ignore[arg-type]
+        assert kernels.copy(self.work, *where, by=by)
         wrong = np.flatnonzero(target != self.wanted)
         assert not len(wrong), f"{len(wrong)} bytes differ, the first at {wrong[0] - MARGIN}"
 
@@ -191,24 +191,6 @@ def test_numpy_copies_the_same(widths: list[int], source: Side, target: Side, se
     Case.of(widths, source, target, seed).check(NUMPY)
 
 
-@PROPERTY
-@given(WIDTHS, SIDES, SIDES, st.integers(0, 1 << 32), st.integers(2, 5))
-def test_threads_share_a_copy_without_losing_a_row(
-    compiled: NativeCopy, widths: list[int], source: Side, target: Side, seed: int, threads: int
-) -> None:
-    case = Case.of(widths, source, target, seed)
-    case.check(compiled, threads=threads)
-    case.check(NUMPY, threads=threads)
-
-
-def test_threads_share_few_wide_rows_by_planes(compiled: NativeCopy) -> None:
-    case = Case.of([500, 300, 900, 40], Side(1, 2, False, 0, 0), Side(1, 2, False, 9, 3), 5)
-    shares = list(kernels._shares(case.work, 3))
-    assert 1 < len(shares) <= 3
-    assert sum(share.bytes for share in shares) == case.work.bytes
-    case.check(compiled, threads=3)
-
-
 def test_the_compiled_copy_has_no_undefined_behaviour(sanitized: NativeCopy, capfd: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(11)
     for seed in range(60):
@@ -244,7 +226,7 @@ def test_cancel_stops_a_copy_that_runs(either: NativeCopy) -> None:
     cancel, ended = CancelWord(), list[bool]()
     thread = threading.Thread(
         target=lambda: ended.append(
-            kernels.copy(work, source.ctypes.data, target.ctypes.data, cancel=cancel, by=either, threads=2)
+            kernels.copy(work, source.ctypes.data, target.ctypes.data, cancel=cancel, by=either)
         )
     )
     thread.start()

@@ -29,17 +29,16 @@ class Cache:
     def __init__(self, flat: Tensor, layout: Layout, architecture: Architecture, heads: range) -> None:
         strides = {(plane.page_stride, plane.row_stride) for plane in layout.planes}
         assert len(strides) == 1, strides
-        page_stride, row_stride = strides.pop()
-        unit = gcd(page_stride, row_stride)
         self._page_size = layout.page_size
-        self._page_step, self._row_step = page_stride // unit, row_stride // unit
+        self._page_step, self._row_step = steps_of(layout.planes[0])
         self._architecture, self._head_count, self._device = architecture, len(heads), flat.device
         held = flat.view(_DTYPES[architecture.dtype])
         self._planes: dict[tuple[str, int], list[tuple[slice, Tensor]]] = {}
         for plane in sorted(layout.planes, key=lambda plane: plane.head_start):
             first = plane.head_start - heads.start
             place = slice(first, first + plane.head_count)
-            self._planes.setdefault((plane.kind, plane.layer), []).append((place, _view(held, plane, unit)))
+            assert _DTYPES[plane.dtype] is held.dtype, plane.dtype
+            self._planes.setdefault((plane.kind, plane.layer), []).append((place, view_of(held, plane)))
 
     def index(self, slots: NDArray[np.int64], multiple: int) -> Tensor:
         """Slots int64 (n,) -> cache rows int64 for all planes, padded to a multiple with the first row."""
@@ -87,10 +86,15 @@ def device_tensor(address: int, byte_count: int, device: torch.device) -> Tensor
     return torch.as_tensor(CardArray(address, byte_count // 4, "<f4"), device=device)
 
 
-def _view(flat: Tensor, plane: Plane, unit: int) -> Tensor:
+def steps_of(plane: Plane) -> tuple[int, int]:
+    """Rows of the plane's view between two pages, and between two slots of a page."""
+    unit = gcd(plane.page_stride, plane.row_stride)
+    return plane.page_stride // unit, plane.row_stride // unit
+
+
+def view_of(flat: Tensor, plane: Plane) -> Tensor:
     """The plane as (units, row elements). Row i begins i units after the base; rows overlap if a unit is shorter."""
-    size = flat.element_size()
-    assert _DTYPES[plane.dtype] is flat.dtype, plane.dtype
+    size, unit = flat.element_size(), gcd(plane.page_stride, plane.row_stride)
     assert not any(number % size for number in (plane.base, unit, plane.row_bytes)), (plane, unit)
     elements, base, step = plane.row_bytes // size, plane.base // size, unit // size
     return flat.as_strided((1 + (flat.numel() - base - elements) // step, elements), (step, 1), base)

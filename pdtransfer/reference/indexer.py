@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import gcd
 from typing import Protocol
 
 import numpy as np
@@ -18,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..layout.layout import Layout, Plane
+from ..layout.layout import Layout
 from .architecture import DIGEST_BYTES, INDEX_DIM, INDEX_HEADS
 from .attention import KEY_BLOCK
+from .cache import steps_of, view_of
 from .numerics import Rope, linear, products, rms_norm
 from .stream import upload
 
@@ -44,8 +44,8 @@ class IndexCache:
     def __init__(self, flat: Tensor, layout: Layout) -> None:
         self._page_size, self._device = layout.page_size, flat.device
         held = flat.view(torch.uint8)
-        self._planes = {(plane.kind, plane.layer): _view(held, plane) for plane in layout.planes}
-        self._steps = {plane.kind: _steps(plane) for plane in layout.planes}
+        self._planes = {(plane.kind, plane.layer): view_of(held, plane) for plane in layout.planes}
+        self._steps = {plane.kind: steps_of(plane) for plane in layout.planes}
         self.layers = sorted({plane.layer for plane in layout.planes})
         every = torch.arange(256, dtype=torch.uint8)
         self._values = every.view(torch.float8_e4m3fn).to(torch.float32).to(flat.device)
@@ -152,20 +152,3 @@ def pick_top(values: Tensor, top: int) -> Tensor:
     picks = torch.full((rows, top + 1), -1, dtype=torch.int64, device=values.device)
     picks.scatter_(1, places, torch.arange(count, device=values.device).expand(rows, -1))
     return picks[:, :top]
-
-
-def _unit(plane: Plane) -> int:
-    return gcd(plane.page_stride, plane.row_stride)
-
-
-def _steps(plane: Plane) -> tuple[int, int]:
-    """Rows of the view between two pages, and between two slots of a page."""
-    return plane.page_stride // _unit(plane), plane.row_stride // _unit(plane)
-
-
-def _view(held: Tensor, plane: Plane) -> Tensor:
-    """The plane as (units, row bytes), as in cache.Cache."""
-    unit = _unit(plane)
-    return held.as_strided(
-        (1 + (held.numel() - plane.base - plane.row_bytes) // unit, plane.row_bytes), (unit, 1), plane.base
-    )

@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from pdtransfer.bench.processes import begun
-from pdtransfer.environment import enter_environment
 from pdtransfer.errors import WorldError
 from pdtransfer.process.setup import prepare
 from pdtransfer.transports.mooncake.settings import environment
@@ -70,7 +69,7 @@ def _process(run: Callable[[Connection], None]) -> Generator[Connection, None, N
 
 
 def _engine() -> Any:
-    enter_environment(environment(Network()))
+    os.environ.update(environment(Network()))  # for the library, which reads it as it is imported
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its log is of no use here
     engine: Any = import_module("mooncake.engine").TransferEngine()
     if engine.initialize(_HOST, "P2PHANDSHAKE", "tcp", ""):

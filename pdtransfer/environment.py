@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 PREFIX = "PDTRANSFER_"
@@ -37,11 +36,6 @@ def child_environment() -> dict[str, str]:
     variables, and without PDTRANSFER_* except the cache directory."""
     left_out = {name for name in os.environ if name.startswith(PREFIX) and name != PREFIX + "CACHE"}
     return {name: value for name, value in os.environ.items() if name not in left_out.union(LAUNCHER_VARIABLES)}
-
-
-def enter_environment(variables: Mapping[str, str]) -> None:
-    """Sets variables of this process: for a library that reads them when it is imported."""
-    os.environ.update(variables)
 
 
 def share_the_interpreter() -> None:

@@ -18,7 +18,7 @@ from ..threads import in_thread
 from ..wire import Hello, Message, Reject, decode, encode
 from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwayError
 from .dialled import SOCKETS, Dialled
-from .keys import Address, AllowList, Endpoint, KeyPair, check_exposure
+from .keys import Address, AllowList, Endpoint, KeyPair, address_of, check_exposure
 from .limits import BusLimits
 from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, open_socket, resolve
 from .zap import DOMAIN, Authenticator
@@ -82,7 +82,7 @@ class Bus:
             host = (await resolve(self._loop, address.host))[0]
         except OSError as error:
             raise ConfigError(f"endpoint {endpoint!r}: host: {address.host} does not resolve: {error}") from None
-        wanted = address.at(host, address.port_first)
+        wanted = address_of(host, address.port_first)
         check_exposure(wanted, named=f"bind {wanted}", keyed=self._keys is not None, insecure=self._insecure)
         router = open_socket(self._context, zmq.ROUTER, self._limits)
         router.set(zmq.ROUTER_MANDATORY, 1)
@@ -363,7 +363,7 @@ def _reject(reason: str, error: RemoteProtocolError) -> bytes:
 def _bind_first_free(router: zmq.Socket[bytes], address: Address, host: str, endpoint: str) -> None:
     for port in range(address.port_first, address.port_last + 1):
         try:
-            router.bind(address.at(host, port))
+            router.bind(address_of(host, port))
         except zmq.ZMQError as error:
             if error.errno == errno.EADDRINUSE:
                 continue

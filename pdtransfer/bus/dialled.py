@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ..handoff.timers import backoff_ms
-from .keys import Address, Endpoint, KeyPair
+from .keys import Address, Endpoint, KeyPair, address_of
 from .limits import BusLimits
 from .sockets import NOBLOCK, Drain, Frames, TcpConnection, open_socket, resolve
 
@@ -99,7 +99,7 @@ class Dialled:
             hosts = await resolve(self._loop, self._address.host)
             self._link = _Link(
                 self._dealer(),
-                self._address.at(hosts[self._attempt % len(hosts)], self._address.port_first),
+                address_of(hosts[self._attempt % len(hosts)], self._address.port_first),
                 context=self._context,
                 loop=self._loop,
                 limits=self._limits,

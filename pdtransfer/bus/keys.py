@@ -167,9 +167,10 @@ class Address:
         """Whether the address can be bound but not dialled."""
         return self.host == "*" or (is_literal(self.host) and ipaddress.ip_address(self.host).is_unspecified)
 
-    def at(self, host: str, port: int) -> str:
-        """Returns the address text of one host and port in ZMQ's form."""
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+def address_of(host: str, port: int) -> str:
+    """Returns the address text of one host and port in ZMQ's form."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True)

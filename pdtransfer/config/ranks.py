@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..bus.keys import Address, Endpoint, check_exposure, is_literal
+from ..bus.keys import Address, Endpoint, address_of, check_exposure, is_literal
 from ..environment import AGENT_STORE
 from ..errors import ConfigError
 from ..wire import KEY_LENGTH, Ranks
@@ -137,7 +137,7 @@ def check_advertise(advertise: str, bind: str, *, shared: bool) -> None:
     """Raises ConfigError for an `advertise` that is no host, and for a `bind` that peers cannot dial but are given."""
     if advertise:
         try:
-            Endpoint.parse(_at(advertise, 1) if is_literal(advertise) else f"tcp://{advertise}:1")
+            Endpoint.parse(address_of(advertise, 1) if is_literal(advertise) else f"tcp://{advertise}:1")
         except ConfigError as error:
             raise ConfigError(f"advertise = {advertise!r}: must be a host to dial, without a port ({error})") from None
     elif shared and Address.parse(bind).wildcard:
@@ -149,8 +149,4 @@ def check_advertise(advertise: str, bind: str, *, shared: bool) -> None:
 
 def advertised(bound: str, advertise: str) -> str:
     """Returns the endpoint to send to peers, for the bound endpoint."""
-    return _at(advertise, Address.parse(bound).port_first) if advertise else bound
-
-
-def _at(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return address_of(advertise, Address.parse(bound).port_first) if advertise else bound

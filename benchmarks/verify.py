@@ -14,10 +14,10 @@ import numpy as np
 from pdtransfer.bench.models import PAGE_SIZE, components, latent_layout
 from pdtransfer.bench.report import Figures, Line
 from pdtransfer.kernels import checksum_copy
-from pdtransfer.layout.checksum import Lines, lines_of, pieces_of, runs_of
+from pdtransfer.layout.checksum import Lines, lines_of, runs_of
 from pdtransfer.layout.geometry import Int64s
 from pdtransfer.layout.pairing import pair
-from pdtransfer.layout.plan import plan
+from pdtransfer.layout.plan import pieces_of, plan
 from pdtransfer.memory.arena_memory import ArenaMemory, Mapping, allocate
 from pdtransfer.transports.copier import PIECE_BYTES
 

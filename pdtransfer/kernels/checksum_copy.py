@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from .. import kernels
-from ..layout.checksum import MASK, Lines, hashes, pieces_of, row_seeds, runs_of
+from ..layout.checksum import MASK, Lines, hashes, row_seeds, runs_of
 from ..layout.geometry import Int64s
-from ..layout.plan import Plan
+from ..layout.plan import Plan, pieces_of
 from . import numpy_copy
 from .cancel import CancelWord
 

@@ -94,8 +94,8 @@ class HotPool:
             _Group(
                 self._tables.of(at),
                 PlannedCopy(
-                    _layers(device, layers), _layers(host, layers), kernel_view(self._targets),
-                    kernel_view(self._sources), counts=kernel_view(self._counts),
+                    device.layers(layers.start, layers.stop), host.layers(layers.start, layers.stop),
+                    kernel_view(self._targets), kernel_view(self._sources), counts=kernel_view(self._counts),
                 ),
                 device.layout.row_bytes_of(layers.start, layers.stop),
             )
@@ -290,12 +290,6 @@ class HotPool:
                 f"rows: {requests} of {self._tables.rows}, and {int(lengths.shape[0])} lengths or positions"
             )
         return requests
-
-
-def _layers(pool: Pool, layers: range) -> Pool:
-    """The planes of these layers."""
-    layout = pool.layout.layers(layers.start, layers.stop)
-    return Pool(layout=layout, address=pool.address, card=pool.card, host=pool.host)
 
 
 def _check_groups(groups: Sequence[range], device: Pool) -> None:

@@ -101,10 +101,7 @@ def backup_from_device_all_layer(
 @lru_cache(_POOLS_MAX)
 def _by_layer(pool: Pool) -> dict[int, Pool]:
     layers = sorted({plane.layer for plane in pool.layout.planes})
-    return {
-        layer: Pool(layout=pool.layout.layers(layer, layer + 1), address=pool.address, card=pool.card, host=pool.host)
-        for layer in layers
-    }
+    return {layer: pool.layers(layer, layer + 1) for layer in layers}
 
 
 class _UploadedSlots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, TypeAlias
 
@@ -26,6 +26,10 @@ class Pool:
     address: int
     card: int | None = None
     host: bool = False
+
+    def layers(self, first: int, end: int) -> Pool:
+        """The planes of layers [first, end)."""
+        return replace(self, layout=self.layout.layers(first, end))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,6 @@ slots, nor on how heads, layers and rows are split between ranks. proto/v1 defin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,23 +85,6 @@ def runs_of(slots: Int64s, counts: Int64s, first_row: int) -> Int64s:
     runs[:, 0], runs[:, 2] = slots, counts
     runs[:, 1] = first_row + np.cumsum(counts) - counts
     return runs
-
-
-def pieces_of(runs: Int64s, rows_max: int) -> Iterator[Int64s]:
-    """The same rows in the same order, at most `rows_max` at a time."""
-    ends = np.cumsum(runs[:, 2])
-    rows = int(ends[-1]) if len(ends) else 0
-    if 0 < rows <= rows_max:
-        yield runs
-        return
-    for start in range(0, rows, rows_max):
-        end = min(start + rows_max, rows)
-        low, high = np.searchsorted(ends, (start + 1, end))
-        piece = runs[low : high + 1].copy()
-        piece[-1, 2] -= ends[high] - end
-        skipped = start - (ends[low] - runs[low, 2])
-        piece[0] += (skipped, skipped, -skipped)
-        yield piece
 
 
 def hashes(rows: NDArray[np.uint8], seeds: Words) -> Words:

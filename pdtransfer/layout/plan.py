@@ -35,22 +35,11 @@ class Plan:
 
     def pieces(self, bytes_max: int) -> Iterator[Plan]:
         """The same rows in the same order, in plans of at most `bytes_max` bytes, or of one row if rows are larger."""
-        rows, row_bytes = self.rows, self.pairing.row_bytes
-        if not rows * row_bytes:
-            return
-        step = max(1, bytes_max // row_bytes)
-        if rows <= step:
+        if 0 < self.bytes <= bytes_max:
             yield self
-            return
-        ends = np.cumsum(self.runs[:, 2])
-        for start in range(0, rows, step):
-            end = min(start + step, rows)
-            low, high = np.searchsorted(ends, (start + 1, end))
-            runs = self.runs[low : high + 1].copy()
-            runs[-1, 2] -= ends[high] - end
-            skipped = start - (ends[low] - self.runs[low, 2])
-            runs[0] += (skipped, skipped, -skipped)
-            yield Plan(pairing=self.pairing, runs=read_only(runs), rows=end - start)
+        elif self.bytes:
+            for runs in pieces_of(self.runs, max(1, bytes_max // self.pairing.row_bytes)):
+                yield Plan(pairing=self.pairing, runs=read_only(runs), rows=int(runs[:, 2].sum()))
 
     def strided(self) -> tuple[Int64s, Int64s]:
         """Every byte to copy as rows, run by run and plane by plane, in two int64 (m, 3) arrays. The first has the
@@ -179,3 +168,20 @@ def _offsets(runs: Int64s, pairing: Pairing, table: Int64s) -> Int64s:
         page, row = np.divmod(runs[:, side, None], page_size)
         found[:, :, side] = base + page * page_stride + row * row_stride
     return found
+
+
+def pieces_of(runs: Int64s, rows_max: int) -> Iterator[Int64s]:
+    """Runs int64 (n, 3), of two firsts and a count: the same rows in the same order, at most `rows_max` at a time."""
+    ends = np.cumsum(runs[:, 2])
+    rows = int(ends[-1]) if len(ends) else 0
+    if 0 < rows <= rows_max:
+        yield runs
+        return
+    for start in range(0, rows, rows_max):
+        end = min(start + rows_max, rows)
+        low, high = np.searchsorted(ends, (start + 1, end))
+        piece = runs[low : high + 1].copy()
+        piece[-1, 2] -= ends[high] - end
+        skipped = start - (ends[low] - runs[low, 2])
+        piece[0] += (skipped, skipped, -skipped)
+        yield piece

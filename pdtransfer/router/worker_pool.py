@@ -262,7 +262,7 @@ class WorkerPool:
                     key=lambda each: (
                         each in avoided,
                         each.prompt_tokens,
-                        self._queued(each),
+                        each.load.rooms_queued if each.load is not None else 0,
                         len(each.rooms),
                         each.peer,
                     ),
@@ -302,11 +302,6 @@ class WorkerPool:
         prefix = decode.known.count(keys) * self._limits.prefix_block_tokens
         fits = slots_left >= tokens - prefix
         return slots_left + (self._limits.prefix_weight * prefix if fits else 0)
-
-    @staticmethod
-    def _queued(worker: Worker) -> int:
-        assert worker.load is not None
-        return worker.load.rooms_queued
 
     def _welcome(self, worker: Worker, message: Welcome, now: float) -> None:
         identity = message.identity

@@ -221,7 +221,7 @@ class CardWriter:
         with self._changed:
             if self._broken:
                 return next(self._turns.heads, None)
-            queue = self._turns.take(_is_open)
+            queue = self._turns.take(lambda write: write.gate is None)
             if queue is None:
                 return None
             self._turns.put_back(queue)
@@ -408,10 +408,6 @@ class CardWriter:
         if word is not None and launcher is not None and write.outcome is not Outcome.UNKNOWN:
             launcher.reuse(word)
         self._ended(write)
-
-
-def _is_open(write: CardWrite) -> bool:
-    return write.gate is None
 
 
 def _text(error: Exception) -> str:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from ..errors import TransportError
-from ..handoff.effects import LandedRows, Verify
+from ..handoff.effects import Verify
 from ..kernels import checksum_copy
 from ..kernels.cancel import CancelWord
-from ..layout.checksum import Lines, lines_of, pieces_of, runs_of
+from ..layout.checksum import Lines, lines_of, runs_of
 from ..layout.geometry import Int64s
 from ..layout.layout import Component
+from ..layout.plan import pieces_of
 from ..threads import in_thread
 from .copier import CANCELLED, PIECE_BYTES, Copier, CopyWork, Piece
 from .loop_mailbox import LoopMailbox
@@ -56,7 +57,10 @@ class Verifier:
 
     def verify(self, order: Verify, done: VerifyDone) -> None:
         """Starts reading, in turn between grants."""
-        rows = [(self._lines_of(part.component), self._runs_of(part)) for part in order.parts]
+        rows = [
+            (self._lines_of(part.component), runs_of(part.extents[:, 0], part.extents[:, 1], part.first_row))
+            for part in order.parts
+        ]
         cancel, byte_count = CancelWord(), sum(lines.row_bytes * int(runs[:, 2].sum()) for lines, runs in rows)
         reading = CopyWork(
             order=order, done=done, pieces=_pieces(self._address, rows, cancel), cancel=cancel, byte_count=byte_count
@@ -95,10 +99,6 @@ class Verifier:
                 self._lines.clear()
             lines = self._lines[component] = lines_of(component.name, component.layout)
         return lines
-
-    @staticmethod
-    def _runs_of(part: LandedRows) -> Int64s:
-        return runs_of(part.extents[:, 0], part.extents[:, 1], part.first_row)
 
     def _next_turn(self) -> None:
         self._inline_bytes = 0

@@ -17,10 +17,10 @@ from pdtransfer import kernels
 from pdtransfer.kernels import checksum_copy
 from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.kernels.checksum_copy import NativeChecksum, checksum
-from pdtransfer.layout.checksum import MASK, Lines, hash_of, hashes, lines_of, pieces_of, runs_of
+from pdtransfer.layout.checksum import MASK, Lines, hash_of, hashes, lines_of, runs_of
 from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.layout.pairing import pair
-from pdtransfer.layout.plan import plan
+from pdtransfer.layout.plan import pieces_of, plan
 from tests.support import stranger
 from tests.support.effort import some
 from tests.support.layout_tensors import CANARY, Pool, mha, mla, models, pools

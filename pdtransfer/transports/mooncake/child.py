@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
@@ -315,7 +316,7 @@ class _Sender:
     def _next_line(self) -> _EngineLine | None:
         """The line with the least in flight of those that are not full. Small operations fill a line long before their
         bytes do."""
-        return min((line for line in self._lines if not line.full), key=_bytes_of, default=None)
+        return min((line for line in self._lines if not line.full), key=attrgetter("byte_count"), default=None)
 
     def _poll(self) -> bool:
         """False where a write has failed."""
@@ -330,10 +331,6 @@ class _Sender:
 
     def _over(self, batch: _SlotBatch) -> None:
         self._replies.append(REPLY.pack(CANCELLED if batch.cancelled else DONE, batch.slot))
-
-
-def _bytes_of(line: _EngineLine) -> int:
-    return line.byte_count
 
 
 if __name__ == "__main__":

@@ -2,122 +2,59 @@
 
 from __future__ import annotations
 
-from .codec import (
-    KEY_LENGTH,
-    decode,
-    encode,
-    negotiate,
-    pack_extents,
-    pack_ids,
-    split_key,
-    unpack_extents,
-    unpack_ids,
-)
-from .messages import (
-    MESSAGES,
-    VERSION,
-    Abort,
-    Begin,
-    Begun,
-    Cancel,
-    Drained,
-    End,
-    Ended,
-    Failed,
-    Goodbye,
-    Grant,
-    Granted,
-    Hello,
-    Holds,
-    Identity,
-    Kind,
-    Landed,
-    Load,
-    Member,
-    Message,
-    Part,
-    Ping,
-    Pong,
-    RankBound,
-    RankDrained,
-    RankFailed,
-    RankJoin,
-    RankLanded,
-    RankMeet,
-    RankPicked,
-    RankReady,
-    RankReload,
-    RankRoom,
-    Ranks,
-    Reach,
-    Register,
-    Registered,
-    Reject,
-    Released,
-    Sampling,
-    Setting,
-    StepOrder,
-    StepOrders,
-    Tokens,
-    TokensAcked,
-    Welcome,
-)
-
-__all__ = [
-    "KEY_LENGTH",
-    "MESSAGES",
-    "VERSION",
-    "Abort",
-    "Begin",
-    "Begun",
-    "Cancel",
-    "Drained",
-    "End",
-    "Ended",
-    "Failed",
-    "Goodbye",
-    "Grant",
-    "Granted",
-    "Hello",
-    "Holds",
-    "Identity",
-    "Kind",
-    "Landed",
-    "Load",
-    "Member",
-    "Message",
-    "Part",
-    "Ping",
-    "Pong",
-    "RankBound",
-    "RankDrained",
-    "RankFailed",
-    "RankJoin",
-    "RankLanded",
-    "RankMeet",
-    "RankPicked",
-    "RankReady",
-    "RankReload",
-    "RankRoom",
-    "Ranks",
-    "Reach",
-    "Register",
-    "Registered",
-    "Reject",
-    "Released",
-    "Sampling",
-    "Setting",
-    "StepOrder",
-    "StepOrders",
-    "Tokens",
-    "TokensAcked",
-    "Welcome",
-    "decode",
-    "encode",
-    "negotiate",
-    "pack_extents",
-    "pack_ids",
-    "split_key",
-    "unpack_extents",
-    "unpack_ids",
-]
+from .codec import KEY_LENGTH as KEY_LENGTH
+from .codec import decode as decode
+from .codec import encode as encode
+from .codec import negotiate as negotiate
+from .codec import pack_extents as pack_extents
+from .codec import pack_ids as pack_ids
+from .codec import split_key as split_key
+from .codec import unpack_extents as unpack_extents
+from .codec import unpack_ids as unpack_ids
+from .messages import MESSAGES as MESSAGES
+from .messages import VERSION as VERSION
+from .messages import Abort as Abort
+from .messages import Begin as Begin
+from .messages import Begun as Begun
+from .messages import Cancel as Cancel
+from .messages import Drained as Drained
+from .messages import End as End
+from .messages import Ended as Ended
+from .messages import Failed as Failed
+from .messages import Goodbye as Goodbye
+from .messages import Grant as Grant
+from .messages import Granted as Granted
+from .messages import Hello as Hello
+from .messages import Holds as Holds
+from .messages import Identity as Identity
+from .messages import Kind as Kind
+from .messages import Landed as Landed
+from .messages import Load as Load
+from .messages import Member as Member
+from .messages import Message as Message
+from .messages import Part as Part
+from .messages import Ping as Ping
+from .messages import Pong as Pong
+from .messages import RankBound as RankBound
+from .messages import RankDrained as RankDrained
+from .messages import RankFailed as RankFailed
+from .messages import RankJoin as RankJoin
+from .messages import RankLanded as RankLanded
+from .messages import RankMeet as RankMeet
+from .messages import RankPicked as RankPicked
+from .messages import RankReady as RankReady
+from .messages import RankReload as RankReload
+from .messages import RankRoom as RankRoom
+from .messages import Ranks as Ranks
+from .messages import Reach as Reach
+from .messages import Register as Register
+from .messages import Registered as Registered
+from .messages import Reject as Reject
+from .messages import Released as Released
+from .messages import Sampling as Sampling
+from .messages import Setting as Setting
+from .messages import StepOrder as StepOrder
+from .messages import StepOrders as StepOrders
+from .messages import Tokens as Tokens
+from .messages import TokensAcked as TokensAcked
+from .messages import Welcome as Welcome

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,41 +16,16 @@ from ..layout.plan import plan
 from . import copy as host_copy
 from .cancel import CancelWord
 from .card import Card, card
+from .copy_argument import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument
+from .lanes import Staging
 from .pools import PageSlots, PinnedCancel, Pool, Progress, Slots, State
 
-if TYPE_CHECKING:
-    from .lanes import Staging
-
-THREADS = 1_024
-BLOCKS_PUSH = 4  # to host memory: they saturate the bus and leave the other multiprocessors to the model
 BLOCKS_FETCH = 32  # from host memory, whose latency they hide
 _PAIRINGS_MAX = 64  # an engine has a few pools
 _PIECE_BYTES = 2_048  # 32 lanes of 64 bytes each
 _LINE_BYTES = 128
 _UNIT_BYTES = 16
 _LANE_UNITS = 4
-
-
-class SlotsArgument(ctypes.Structure):
-    """Slots of kernels/kv_copy.h."""
-
-    _fields_ = (
-        ("entries", ctypes.c_uint64), ("first", ctypes.c_int64), ("entry_limit", ctypes.c_int64),
-        ("wide", ctypes.c_int32), ("granule_shift", ctypes.c_int32), ("page_shift", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-    )  # fmt: skip
-
-
-class CopyArgument(ctypes.Structure):
-    """Copy of kernels/kv_copy.h."""
-
-    _fields_ = (
-        ("pairs", ctypes.c_uint64), ("source", SlotsArgument), ("target", SlotsArgument), ("count_at", ctypes.c_uint64),
-        ("cancel", ctypes.c_uint64), ("progress", ctypes.c_uint64), ("tally", ctypes.c_uint64),
-        ("count", ctypes.c_int64), ("pair_count", ctypes.c_uint32), ("ticket", ctypes.c_uint32),
-        ("group_shift", ctypes.c_int32), ("pair_major", ctypes.c_int32), ("by_source", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-    )  # fmt: skip
 
 
 class Side(NamedTuple):

@@ -24,7 +24,7 @@ from ..layout.geometry import Int64s
 from . import UnusableError, library_at, load_library
 from .cancel import CancelWord
 from .card import POLL_SECONDS, Card
-from .kv_copy import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument
+from .copy_argument import BLOCKS_PUSH, THREADS, CopyArgument, SlotsArgument
 from .pools import Progress, State
 
 SLOTS = 3

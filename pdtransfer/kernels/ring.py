@@ -19,12 +19,10 @@ from ..layout.plan import Plan, plan
 from . import copy as host_copy
 from .cancel import CancelWord
 from .card import Card
+from .copy_argument import BLOCKS_PUSH, CopyArgument, SlotsArgument
 from .kv_copy import (
     BLOCKS_FETCH,
-    BLOCKS_PUSH,
-    CopyArgument,
     Side,
-    SlotsArgument,
     device_pairs,
     kv_copy,
     lanes_of,

@@ -15,7 +15,8 @@ import numpy as np
 from ..errors import LocalProtocolError
 from ..layout.geometry import Int64s
 from .card import Card, card
-from .kv_copy import CopyArgument, PlannedCopy
+from .copy_argument import CopyArgument
+from .kv_copy import PlannedCopy
 
 _THREADS_MAX = 1_024
 _SHARES = (2, 4), (4, 16)  # positions and places of one thread, as in kernels/swap_plan.cu

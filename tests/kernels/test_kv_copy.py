@@ -19,7 +19,8 @@ from pdtransfer.commands import cli
 from pdtransfer.errors import LayoutMismatchError, LocalProtocolError, WorldError
 from pdtransfer.kernels import UnusableError, card, compiled, driver, native, source_directory
 from pdtransfer.kernels.cancel import CancelWord
-from pdtransfer.kernels.kv_copy import CopyArgument, SlotsArgument, kv_copy, lanes_of
+from pdtransfer.kernels.copy_argument import CopyArgument, SlotsArgument
+from pdtransfer.kernels.kv_copy import kv_copy, lanes_of
 from pdtransfer.kernels.pools import PageSlots, PinnedCancel, Progress, State
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS
 from tests.support import kernels_host

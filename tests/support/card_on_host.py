@@ -12,8 +12,8 @@ import numpy as np
 
 from pdtransfer.errors import WorldError
 from pdtransfer.kernels.card import Card, words
+from pdtransfer.kernels.copy_argument import CopyArgument
 from pdtransfer.kernels.driver import Calls
-from pdtransfer.kernels.kv_copy import CopyArgument
 from pdtransfer.kernels.tables import DeviceTables
 
 

@@ -25,7 +25,7 @@ from pdtransfer.transports.mooncake.settings import why_not
 from tests.support import networks
 from tests.support.kv_fleet import DECODES, LARGE, MEGABITS, PAIRS, PREFILLS, SMALL, Fleet, Pair, Room
 from tests.support.networks import Network
-from tests.support.processes import stop
+from tests.support.processes import deliver
 
 QUIET_S = 1.5, 3.0
 BRIEF_S, LONG_S = (0.1, 2.0), (3.5, 14.0)  # LONG is past silence, and at its end past every timeout there is
@@ -178,7 +178,7 @@ class Soak:
     async def _kill_engines(self) -> Fault:
         name, pairs = self._host()
         engines = self._fleet.hosts[name].engines()
-        stop(self._random.sample(engines, self._random.randint(0, len(engines))), signal.SIGKILL)
+        deliver(self._random.sample(engines, self._random.randint(0, len(engines))), signal.SIGKILL)
         return Fault(f"engines of {name[0]} killed", pairs, _nothing)
 
     async def _freeze(self) -> Fault:
@@ -186,10 +186,10 @@ class Soak:
         host = self._fleet.hosts[name]
         engines = self._random.choice((host.engines(), list[int]()))
         host.signal(signal.SIGSTOP)
-        stop(engines, signal.SIGSTOP)
+        deliver(engines, signal.SIGSTOP)
 
         async def thaw() -> None:
-            stop(engines, signal.SIGCONT)
+            deliver(engines, signal.SIGCONT)
             host.signal(signal.SIGCONT)
 
         return Fault(f"{name[0]} frozen", pairs, thaw)
@@ -197,10 +197,10 @@ class Soak:
     async def _freeze_engines(self) -> Fault:
         name, pairs = self._host()
         engines = self._fleet.hosts[name].engines()
-        stop(engines, signal.SIGSTOP)
+        deliver(engines, signal.SIGSTOP)
 
         async def thaw() -> None:
-            stop(engines, signal.SIGCONT)
+            deliver(engines, signal.SIGCONT)
 
         return Fault(f"engines of {name[0]} frozen", pairs, thaw)
 

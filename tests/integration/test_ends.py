@@ -17,6 +17,7 @@ from pdtransfer.process.fleet import Daemon
 from tests.support.engines import plain
 from tests.support.fleets import ENGINE, LIMITS, Gates, Running, Site, prompts, running
 from tests.support.healing import decode, prefill, right, said
+from tests.support.processes import deliver
 from tests.support.waiting import PATIENCE_S, until
 
 
@@ -156,7 +157,8 @@ def test_a_signal_drains_what_is_under_way_ends_and_new_requests_get_503(
     async def case(site: Site) -> None:
         daemon = site.fleet.of(role)[0]
         async with under_way(site, gates) as stream:
-            for number in (signal.SIGSTOP, *signals, signal.SIGCONT):  # it finds them all there at once
+            deliver([daemon.process.pid], signal.SIGSTOP)  # it finds them all there at once
+            for number in (*signals, signal.SIGCONT):
                 daemon.process.send_signal(number)
             await until(lambda: unusable(site, role), f"{role} drains")
             refused = await site.complete("too late")

@@ -15,7 +15,7 @@ from pdtransfer.process.fleet import Daemon
 from tests.support.fleets import Gates, Running, Site, prompts, running
 from tests.support.healing import QUICK, Rest, decode, healed, met, prefill, right
 from tests.support.loads import Load, has, killed, mend, metric, named, streams, strike
-from tests.support.processes import children
+from tests.support.processes import children, deliver
 from tests.support.waiting import PATIENCE_S, until
 
 STEP_MS = 10
@@ -117,7 +117,7 @@ def test_a_prefill_that_dies_frozen_gives_its_slots_back(four: tuple[Running, Re
             load = Load(site, seed=3)
             await has(site, "prefill-1", "pdtransfer_grants")
             frozen = named(site, "prefill-1")
-            frozen.process.send_signal(signal.SIGSTOP)
+            deliver([frozen.process.pid], signal.SIGSTOP)
         await load.all_served()
         await has_quarantined(site)
         await killed(frozen)

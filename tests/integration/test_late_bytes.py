@@ -14,7 +14,7 @@ from pdtransfer.transports.mooncake.settings import why_not
 from tests.support import kv_fleet, networks
 from tests.support.kv_fleet import DECODES, LARGE, MEGABITS, PREFILLS, Fleet, Host, Room, Side
 from tests.support.networks import Network
-from tests.support.processes import stop
+from tests.support.processes import deliver
 from tests.support.waiting import until
 
 SKIPPED = why_not() or networks.why_not()
@@ -50,7 +50,7 @@ def test_bytes_that_come_when_their_slots_are_somebody_elses_are_seen(tmp_path: 
             early = fleet.begin(("p0", "d0"), LARGE, push="some")
             await fleet.halfway(early)
             (engine,) = fleet.hosts["d0"].engines()
-            stop([engine], signal.SIGSTOP)
+            deliver([engine], signal.SIGSTOP)
             fleet.push(early)
             await fleet.over(early)
             assert not early.landed
@@ -59,7 +59,7 @@ def test_bytes_that_come_when_their_slots_are_somebody_elses_are_seen(tmp_path: 
             for other in others:
                 await ready(fleet, other)
             assert not await fleet.rows(early)
-            stop([engine], signal.SIGCONT)
+            deliver([engine], signal.SIGCONT)
             if planted:
                 await until(lambda: fleet.rows(early), "what was in the engine's sockets does not come")
             else:
@@ -80,7 +80,7 @@ def test_a_room_that_is_ready_before_its_bytes_are_there_is_seen(tmp_path: Path,
         async with two_prefills_and_a_decode(tmp_path, planted) as fleet:
             room = fleet.begin(("p0", "d0"), push="none")
             await fleet.until(room, lambda: "leased" in room.prefill.said, "leased")
-            stop(fleet.hosts["d0"].engines(), signal.SIGSTOP)
+            deliver(fleet.hosts["d0"].engines(), signal.SIGSTOP)
             fleet.push(room)
             await fleet.over(room)
             assert room.landed == bool(planted), room.detail

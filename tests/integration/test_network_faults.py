@@ -21,7 +21,7 @@ from tests import soak
 from tests.support import networks
 from tests.support.kv_fleet import LARGE, MEGABITS, PAIRS, Fleet, Room
 from tests.support.networks import Network
-from tests.support.processes import stop
+from tests.support.processes import deliver
 
 pytestmark = pytest.mark.skipif(bool(why := why_not() or networks.why_not()), reason=why)
 
@@ -99,12 +99,12 @@ def test_a_node_frozen_past_every_timeout_has_its_rooms_ended_by_its_peer_which_
             frozen = fleet.hosts[host]
             engines = frozen.engines()
             frozen.signal(signal.SIGSTOP)
-            stop(engines, signal.SIGSTOP)
+            deliver(engines, signal.SIGSTOP)
             (side,) = (each for each in large.sides if each.host == other)
             await fleet.until(large, lambda: side.ended, "ended")
             await fleet.idle(other)
             await fleet.land_again([spared])
-            stop(engines, signal.SIGCONT)
+            deliver(engines, signal.SIGCONT)
             frozen.signal(signal.SIGCONT)
             recovered_s = await fleet.land_again([HIT])
         assert not large.landed
@@ -129,7 +129,7 @@ def test_a_node_frozen_for_a_moment_costs_at_most_what_was_under_way(on: On, hos
 def test_engines_that_are_killed_halfway_are_replaced(on: On, host: str) -> None:
     async def case(fleet: Fleet) -> float:
         async with halfway(fleet) as large:
-            stop(fleet.hosts[host].engines(), signal.SIGKILL)
+            deliver(fleet.hosts[host].engines(), signal.SIGKILL)
             recovered_s = await fleet.land_again([HIT])
         assert not large.landed
         assert large.detail
@@ -145,10 +145,10 @@ def test_engines_frozen_halfway_are_given_up_and_replaced(on: On, host: str) -> 
     async def case(fleet: Fleet) -> float:
         async with halfway(fleet) as large:
             ours = {name: set(fleet.hosts[name].engines()) for name in ("p0", "d0", "p1", "d1")}
-            stop(ours[host], signal.SIGSTOP)
+            deliver(ours[host], signal.SIGSTOP)
             fleet.push(large)
             await fleet.over(large)
-            stop(ours[host], signal.SIGCONT)
+            deliver(ours[host], signal.SIGCONT)
             recovered_s = await fleet.land_again([HIT])
         assert not large.landed
         return recovered_s

@@ -21,7 +21,7 @@ from tests.support.fleets import Gates, Site, fleet
 from tests.support.healing import Rest, decode, healed, met, prefill
 from tests.support.loads import Load, has, mend, named, streams, strike
 from tests.support.networks import DATA_PORTS, Network
-from tests.support.processes import children, stop
+from tests.support.processes import children, deliver
 
 PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 MEGABITS = 1_000
@@ -103,9 +103,9 @@ async def engines_refused_while_nodes_still_talk(far: Far) -> dict[str, int]:
 async def decodes_engines_frozen(far: Far) -> dict[str, int]:
     async with far.granted("decode-0", 5) as load:
         engines = children(named(far.site, "decode-0").process.pid)
-        stop(engines, signal.SIGSTOP)
+        deliver(engines, signal.SIGSTOP)
     found = await tally(load)
-    stop(engines, signal.SIGCONT)
+    deliver(engines, signal.SIGCONT)
     return found
 
 

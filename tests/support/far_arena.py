@@ -7,12 +7,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from pdtransfer.transports.options import ArenaOptions
 from tests.support.bus_peers import pair
 from tests.support.client_pair import component, settings
 from tests.support.internals import core_of, node_of, sessions_of
+from tests.support.processes import deliver
 from tests.support.two_hosts import HERE, PATIENCE_S, THERE, TOKENS, Far, Link, ip, known, pages_of, pool
 from tests.support.waiting import wait_for
 
@@ -95,15 +94,16 @@ class Decode:
         if wanted != found:
             raise SystemExit(f"room {told.room} has other bytes than were sent")
 
-    def suffers(self, fault: Callable[[], object], heal: Callable[[], object]) -> dict[str, Any]:
-        """A room that has its slots when a fault begins; then the next one that lands."""
+    def suffers(self, fault: Callable[[], Any], heal: Callable[[Any], object]) -> dict[str, Any]:
+        """A room that has its slots when a fault begins; then the next one that lands. `fault` returns once nothing of
+        a room can cross any more; `heal` gets what it returned."""
         room = self.begin()
         self.far.ask(["open", room])
         self.far.ask(["Leased", room])
-        fault()
+        struck = fault()
         self.far.ask(["push", room])
         told = self.ended(room)
-        heal()
+        heal(struck)
         healed = time.monotonic()
         self.over(room)
         if isinstance(told, RoomReady):
@@ -112,12 +112,14 @@ class Decode:
         wait_for(self.lands, "no room lands after it", PATIENCE_S)
         return {"ready": isinstance(told, RoomReady), "recovered_s": round(time.monotonic() - healed, 2)}
 
-    def engine(self, number: int) -> None:
+    def engine(self, number: signal.Signals) -> int:
+        """The signal is in force once this returns the process's id."""
         mooncake = node_of(self.client).transport._made["mooncake"]
         assert mooncake is not None
-        for offered in list(sessions_of(mooncake).values()):
-            with suppress(ProcessLookupError):  # its fence was quicker
-                os.kill(offered.process.pid, number)
+        offered = [each for each in sessions_of(mooncake).values() if not each.revoked and not each.process.dead]
+        [pid] = [each.process.pid for each in offered]  # a room that has its slots has an engine that lands it
+        deliver([pid], number)
+        return pid
 
     def both(self, what: str) -> None:
         getattr(self.link, what)()
@@ -137,7 +139,7 @@ def total(of: Any, slots: Any, address: int) -> int:
 
 def faults(files: Path) -> dict[str, Any]:
     it, outcome = Decode(files), dict[str, Any]()
-    far, link, nothing = it.far, it.link, lambda: None
+    far, link, nothing = it.far, it.link, lambda _: None
     with it.client:
         wait_for(it.lands, "the first room does not land", PATIENCE_S)
         counts = node_of(it.client).transport.counts
@@ -145,10 +147,12 @@ def faults(files: Path) -> dict[str, Any]:
         outcome["faults"] = {
             "decode's engine killed": it.suffers(lambda: it.engine(signal.SIGKILL), nothing),
             "prefill's engine killed": it.suffers(lambda: far.ask(["engine", signal.SIGKILL]), nothing),
-            "decode's engine stopped": it.suffers(lambda: it.engine(signal.SIGSTOP), lambda: it.engine(signal.SIGCONT)),
-            "cut in both directions": it.suffers(lambda: it.both("cut"), lambda: it.both("heal")),
-            "cut from decode to prefill": it.suffers(link.cut, link.heal),
-            "cut from prefill to decode": it.suffers(lambda: far.ask(["cut"]), lambda: far.ask(["heal"])),
+            "decode's engine stopped": it.suffers(
+                lambda: it.engine(signal.SIGSTOP), lambda pid: deliver([pid], signal.SIGCONT)
+            ),
+            "cut in both directions": it.suffers(lambda: it.both("cut"), lambda _: it.both("heal")),
+            "cut from decode to prefill": it.suffers(link.cut, lambda _: link.heal()),
+            "cut from prefill to decode": it.suffers(lambda: far.ask(["cut"]), lambda _: far.ask(["heal"])),
         }
         it.client.release(it.held.room)  # pyright: ignore
         wait_for(lambda: it.client.poll() is None or core_of(it.client).idle, "leases are left", PATIENCE_S)

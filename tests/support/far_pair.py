@@ -24,7 +24,7 @@ from pdtransfer.transports.options import Network, WriterOptions
 from tests.support.client_pair import component
 from tests.support.internals import sessions_of
 from tests.support.layout_tensors import CANARY, Model, Pool, bytes_written, c4, content, dsa_index, mha, mla
-from tests.support.processes import freeze
+from tests.support.processes import deliver
 from tests.support.waiting import until
 
 SESSION = 5
@@ -174,7 +174,7 @@ async def dies_while_it_sends(it: FarPair) -> None:
     """The writer's engine is killed with a large write under way, whose end is then unknown."""
     every = np.arange(LARGE)
     await it.map()
-    await freeze(it.engine())  # so that it cannot be through
+    deliver([it.engine()], signal.SIGSTOP)  # so that it cannot be through
     it.write(1, every, every)
     await until(lambda: sessions_of(it.writer)[SESSION].batches)
     os.kill(it.engine(), signal.SIGKILL)

@@ -20,7 +20,7 @@ from tests.support.bus_peers import pair
 from tests.support.kv_host import PAGE_SIZE, PORT
 from tests.support.networks import Network
 from tests.support.paths import REPO
-from tests.support.processes import children
+from tests.support.processes import children, deliver
 from tests.support.waiting import PATIENCE_S, until
 
 PREFILLS, DECODES = ("p0", "p1"), ("d0", "d1")
@@ -99,7 +99,7 @@ class Host:
             self.process.stdin.write(json.dumps(what).encode() + b"\n")
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        deliver([self.process.pid], number)
 
     def engines(self) -> list[int]:
         """Its engines' processes."""

@@ -10,6 +10,7 @@ from pdtransfer.process.fleet import Daemon
 from tests.support.engines import plain
 from tests.support.fleets import Answer, Site, prompts
 from tests.support.healing import right, said
+from tests.support.processes import deliver
 from tests.support.waiting import until
 
 STREAM_TOKENS = 100
@@ -97,7 +98,8 @@ async def streams(site: Site, node: str) -> list[Stream]:
 
 
 async def strike(site: Site, node: str, number: signal.Signals) -> None:
-    named(site, node).process.send_signal(number)
+    """The signal is in force once this returns."""
+    deliver([named(site, node).process.pid], number)
     if number is signal.SIGKILL:
         await named(site, node).process.wait()
 

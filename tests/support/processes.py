@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.support.waiting import until
+from tests.support.waiting import wait_for
 
 
 def children(pid: int) -> list[int]:
@@ -38,22 +38,37 @@ def open_files(pid: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def stop(pids: Iterable[int], number: signal.Signals) -> None:
-    """Signals processes, some of which may be gone."""
-    for pid in pids:
+def deliver(pids: Iterable[int], number: signal.Signals) -> None:
+    """Signals processes, some of which may be gone, and returns once all threads of each are dead, stopped or running
+    again. A signal alone is only on its way then: a thread that runs when SIGSTOP is sent goes on until another thread
+    has taken the signal, which on a busy machine is long enough to land a room."""
+    signalled = list(pids)
+    for pid in signalled:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+    for pid in signalled:
+        wait_for(lambda pid=pid: _obeys(pid, number), f"{number.name} to process {pid} is not in force")
 
 
-async def freeze(pid: int) -> None:
-    """No thread of it runs any more: one that did when the signal was sent goes on for a while."""
+def _obeys(pid: int, number: signal.Signals) -> bool:
+    states = _thread_states(pid)
+    match number:
+        case signal.SIGSTOP:
+            return states <= {"T", "Z", "X"}
+        case signal.SIGCONT:
+            return "T" not in states
+        case _:
+            return states <= {"Z", "X"}
 
-    def states() -> set[str]:
-        stats = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
-        return {stat.rpartition(") ")[2][0] for stat in stats}
 
-    os.kill(pid, signal.SIGSTOP)
-    await until(lambda: states() == {"T"})
+def _thread_states(pid: int) -> set[str]:
+    """As proc(5) has them; none of a process that is gone."""
+    states: set[str] = set()
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                states.add(Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(") ")[2][0])
+    return states
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +27,7 @@ from tests.support.bus_peers import pair
 from tests.support.client_pair import component, settings
 from tests.support.internals import connections_of, dialled_by, node_of, sessions_of
 from tests.support.layout_tensors import Pool, mla
+from tests.support.processes import deliver
 from tests.support.waiting import wait_for
 
 HERE, THERE = "10.213.77.1", "10.213.77.2"
@@ -48,6 +49,7 @@ class Link:
         ip("link", "set", device, "up")
 
     def cut(self) -> None:
+        """The kernel has it once the command returns; no frame is sent on the way of before."""
         ip("neighbour", "replace", self._there, "lladdr", NOBODY, "dev", self._device, "nud", "permanent")
 
     def heal(self) -> None:
@@ -98,7 +100,7 @@ def prefill_host() -> None:
                     client.finish(room)
                 case ["engine", number]:
                     (mapped,) = sessions_of(node_of(client).transport._made["mooncake"]).values()
-                    os.kill(mapped.process.pid, number)
+                    deliver([mapped.process.pid], signal.Signals(number))
                 case ["abort", room]:
                     client.abort(room)
                 case ["cut" | "heal" as what]:

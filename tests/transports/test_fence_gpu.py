@@ -16,6 +16,7 @@ from pdtransfer.kernels import driver
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.shm.arena import ShmArena
 from tests.support.card_process import CardProcess
+from tests.support.processes import deliver
 from tests.support.shm_pair import WRITER
 from tests.support.waiting import on_loop, until
 
@@ -128,9 +129,7 @@ async def test_a_frozen_writers_card_writes_on_and_the_fence_stays_closed(arena:
         process.say("push")
         await changes(arena)
         owner.revoke(WRITER)
-        process.started.send_signal(signal.SIGSTOP)
-        stopped = Path(f"/proc/{process.started.pid}/stat")
-        await until(lambda: stopped.read_text().rpartition(")")[2].split()[0] == "T")
+        deliver([process.started.pid], signal.SIGSTOP)
         await changes(arena)
         assert not owner.quiet(WRITER)
         process.started.kill()

@@ -36,7 +36,7 @@ from pdtransfer.transports.shm.handover import receive
 from pdtransfer.transports.shm.writer import ShmWriter
 from pdtransfer.wire import Reach
 from tests.support.internals import sessions_of
-from tests.support.processes import no_descriptors, open_files
+from tests.support.processes import deliver, no_descriptors, open_files
 from tests.support.shm_pair import LAYERS, PAGE, ROW, SLOTS, WRITER, Pair, Pool, Process, component, page_first
 from tests.support.waiting import on_loop, until
 
@@ -99,9 +99,7 @@ async def test_a_frozen_writer_is_not_quiet_until_it_is_killed(arena: ArenaMemor
         process.say("count")
         await counts_on(arena)
         owner.revoke(WRITER)
-        process.started.send_signal(signal.SIGSTOP)
-        stopped = Path(f"/proc/{process.started.pid}/stat")
-        await until(lambda: stopped.read_text().rpartition(")")[2].split()[0] == "T")
+        deliver([process.started.pid], signal.SIGSTOP)
         assert not owner.quiet(WRITER)
         process.started.send_signal(signal.SIGCONT)
         await counts_on(arena)

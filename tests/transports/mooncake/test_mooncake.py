@@ -45,7 +45,7 @@ from tests.support.client_pair import LIMITS, component, settings
 from tests.support.internals import sessions_of
 from tests.support.layout_tensors import CANARY, Pool, bytes_written, mla
 from tests.support.paths import REPO
-from tests.support.processes import command_line, freeze
+from tests.support.processes import command_line, deliver
 from tests.support.session_ends import REACH, identity
 from tests.support.waiting import on_loop, until
 
@@ -160,7 +160,7 @@ async def halfway(it: Both) -> None:
 async def test_a_writers_engine_that_is_killed_leaves_its_writes_unknown_and_its_fence_drops_the_ring() -> None:
     async with both() as it:
         await it.map()
-        await freeze(it.ours())  # so that it cannot be through
+        deliver([it.ours()], signal.SIGSTOP)  # so that it cannot be through
         it.write(1, 0, LARGE)
         await until(lambda: sessions_of(it.writer)[SESSION].batches)
         os.kill(it.ours(), signal.SIGKILL)
@@ -183,7 +183,7 @@ async def test_who_closes_does_not_wait_for_what_an_engine_that_has_died_would_s
     monkeypatch.setattr(writer, "_STALL_SECONDS", 1e6)
     async with both(shared=shared) as it:
         await it.map()
-        await freeze(it.theirs())
+        deliver([it.theirs()], signal.SIGSTOP)
         it.write(1, 0, LARGE)
         await until(lambda: sessions_of(it.writer)[SESSION].batches)
         it.writer.unmap(SESSION)
@@ -215,7 +215,7 @@ async def test_revoking_ends_decodes_engine_and_no_byte_changes_from_quiet_on() 
 async def test_decodes_engine_that_is_killed_is_told_of_and_ends_its_writers_writes_as_unknown() -> None:
     async with both() as it:
         await it.map()
-        await freeze(it.theirs())
+        deliver([it.theirs()], signal.SIGSTOP)
         it.write(1, 0, LARGE)
         await until(lambda: sessions_of(it.writer)[SESSION].batches)
         os.kill(it.theirs(), signal.SIGKILL)
@@ -231,7 +231,7 @@ async def test_a_frozen_engine_at_either_end_is_not_waited_for(monkeypatch: pyte
     async with both() as it:
         for session, end in ((1, it.ours), (2, it.theirs)):
             await it.map(session)
-            await freeze(end(session))
+            deliver([end(session)], signal.SIGSTOP)
             it.write(session, 0, LARGE, session)
             await until(lambda session=session: session in it.ended)
             assert it.ended[session][0] is Outcome.UNKNOWN
@@ -255,7 +255,7 @@ async def test_a_small_write_behind_a_large_one_ends_before_it() -> None:
 async def test_a_cancelled_write_fails_when_nothing_of_it_is_in_flight_and_others_land() -> None:
     async with both() as it:
         await it.map()
-        await freeze(it.ours())
+        deliver([it.ours()], signal.SIGSTOP)
         it.write(1, 0, LARGE)
         await until(lambda: sessions_of(it.writer)[SESSION].batches)
         it.write(2, LARGE, LARGE + SMALL)
@@ -298,7 +298,7 @@ async def test_pages_that_another_process_reads_are_not_reported_free_before_it_
     kill = process.EngineProcess.kill
     async with both(shared=True) as it:
         await it.map()
-        await freeze(it.theirs())
+        deliver([it.theirs()], signal.SIGSTOP)
         it.write(1, 0, LARGE)
         mapped = sessions_of(it.writer)[SESSION]
         await until(lambda: mapped.batches)
@@ -340,7 +340,7 @@ async def test_an_engine_listens_on_every_interface_whatever_it_is_told(monkeypa
 async def test_an_engine_that_says_what_makes_no_sense_is_ended(said: bytes) -> None:
     async with both() as it:
         await it.map()
-        await freeze(it.theirs())
+        deliver([it.theirs()], signal.SIGSTOP)
         it.write(1, 0, LARGE)
         mapped = sessions_of(it.writer)[SESSION]
         await until(lambda: mapped.batches)
@@ -474,7 +474,7 @@ async def test_a_peer_that_does_not_shake_hands_costs_no_memory(monkeypatch: pyt
     monkeypatch.setattr(CopyGatherer, "prepare", lambda _, ring: rings.append(ring))
     async with both() as it:
         reach = await it.owner.offer(1)
-        await freeze(it.theirs(1))
+        deliver([it.theirs(1)], signal.SIGSTOP)
         with monkeypatch.context() as hurried:
             hurried.setattr(process, "_READY_SECONDS", 1.0)  # one that is to come up may take longer
             with pytest.raises(TransportError, match="not ready within"):
@@ -517,7 +517,7 @@ async def test_an_address_that_never_answers_or_is_another_arenas_is_an_error_wi
         reach = await it.owner.offer(1)
         monkeypatch.setattr(process, "_READY_SECONDS", 1.0)
         host, _, port = reach.host.partition(":")
-        await freeze(it.theirs(1))  # its port takes connections, and nobody ever answers
+        deliver([it.theirs(1)], signal.SIGSTOP)  # its port takes connections, and nobody ever answers
         with pytest.raises(TransportError, match=reach.host):
             await it.writer.map(1, reach, (it.target,))
         os.kill(it.theirs(1), signal.SIGCONT)
@@ -670,7 +670,7 @@ async def test_a_room_whose_engine_dies_or_freezes_fails_once_and_its_slots_come
         room = it.begin()
         await until(lambda: RoomLeased(room) in it.told_p)
         engine = it.engine(getattr(it, side))
-        await freeze(engine)
+        deliver([engine], signal.SIGSTOP)
         os.kill(engine, signal_number)
         it.send(room)
         told = await it.ended(room)

@@ -175,8 +175,8 @@ class Router:
                 worker = self.routing.workers.by_peer[peer]
                 assert worker.identity is not None
                 log.info("%s %s is connected at %s", worker.role, worker.identity.node, peer)
-            case WorkerChanged(_, why):
-                log.warning("%s", why)
+            case WorkerChanged(_, why, orderly):
+                log.log(logging.INFO if orderly else logging.WARNING, "%s", why)
 
     def _health(self) -> Health:
         workers = [

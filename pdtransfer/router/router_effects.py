@@ -60,10 +60,12 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChanged:
-    """A worker was connected (empty `why`) or lost, for the reason `why`. Reported at every change."""
+    """A worker was connected (empty `why`) or lost, for the reason `why`. Reported at every change. `orderly`: it sent
+    Goodbye."""
 
     peer: str
     why: str
+    orderly: bool = False
 
 
 RoutingEffect: TypeAlias = Send | Emit | Finish | Fail | WorkerChanged

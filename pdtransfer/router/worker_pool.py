@@ -216,7 +216,8 @@ class WorkerPool:
                 self._pong(worker, message, now)
             case Goodbye():
                 if worker.state is WorkerState.CONNECTED and worker.liveness.incarnation == message.incarnation:
-                    self._lose(worker, Cause.PEER_LOST, f"{worker.peer} sent Goodbye ({message.reason})", now)
+                    text = f"{worker.peer} sent Goodbye ({message.reason})"
+                    self._lose(worker, Cause.PEER_LOST, text, now, orderly=True)
                     self._hello(worker, now)
             case Load():
                 worker.load, worker.promised_slots = message, 0
@@ -343,10 +344,10 @@ class WorkerPool:
         worker.liveness.hello_ms = self._limits.resend_ms_max
         self.timers.set(worker.peer, now + worker.liveness.hello_ms / 1e3)
 
-    def _lose(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
+    def _lose(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
         worker.state = step(WORKER_STATE, worker.state, WorkerEvent.LOSE)
         worker.why, worker.load, worker.liveness.hello_ms = text, None, 0
-        self._out(WorkerChanged(worker.peer, text))
+        self._out(WorkerChanged(worker.peer, text, orderly))
         worker.full_until = worker.sparse_full_until = 0.0
         worker.known.clear()
         self._lost(worker, cause, text, now)

@@ -23,7 +23,7 @@ from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.router.completions import BadRequestError, Text, parse
 from pdtransfer.router.router import Router
-from pdtransfer.wire import End, Tokens, unpack_ids
+from pdtransfer.wire import End, Goodbye, Reject, Tokens, unpack_ids
 from tests.support.router_site import LIMITS, LOAD, site
 from tests.support.waiting import PATIENCE_S, run_on_loop, until
 
@@ -408,6 +408,25 @@ def test_a_worker_that_breaks_the_protocol_is_disconnected_and_counted(caplog: p
             await until(lambda: it.decode[0].stopped)
             assert "pdtransfer_breaches_total 1.0" in (await it.get("/metrics"))[1]
             assert it.router.routing.workers.by_peer[it.router._config.decode[0]].why in caplog.messages
+
+    run_on_loop(case)
+
+
+def test_a_worker_that_says_goodbye_is_no_warning_and_one_that_refuses_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    def level(end: str) -> str:
+        return next((each.levelname for each in caplog.records if each.message.endswith(end)), "")
+
+    async def case() -> None:
+        async with site() as it:
+            d = it.router.routing.workers.by_peer[it.router._config.decode[0]]
+            goodbye, refuses = Goodbye(d.liveness.incarnation, "shutdown"), Reject(0, "refused", ("model",))
+            for worker, leaves in ((it.decode[0], goodbye), (it.prefill[0], refuses)):
+                (router,) = worker.service._routers
+                worker.bus.send(router, leaves)
+            assert await until(lambda: level("sent Goodbye (shutdown)")) == "INFO"
+            assert await until(lambda: level("refuses (refused): model")) == "WARNING"
 
     run_on_loop(case)
 

@@ -271,7 +271,7 @@ def test_each_connection_change_is_reported_and_each_reason_for_refusal_once() -
     hear(P, who, who)
     assert told == [WorkerChanged(P, "")]
     hear(D, Goodbye(1, "shutdown"))
-    assert told[1:] == [WorkerChanged(D, f"{D} sent Goodbye (shutdown)")]
+    assert told[1:] == [WorkerChanged(D, f"{D} sent Goodbye (shutdown)", orderly=True)]
     bench.silence(LIMITS.silence_ms / 1e3 + 1)
     assert {each.peer for each in bench.of(WorkerChanged)} == {P, D2}
     assert all("has been silent for" in each.why for each in bench.of(WorkerChanged))

@@ -35,7 +35,10 @@ async def test_a_restarted_listener_receives_hello_first_and_nothing_stale() -> 
             assert await second.bus.bind(bound) == bound
             await until(lambda: bool(second.heard))
             await decode_node.ping(peer, 3)
-            assert second.heard[:2] == [("node:d", hello("d")), ("node:d", Ping(3))]
+            # A busy machine may have Hello sent again; what was sent between the two listeners never comes.
+            first_said, *more = second.heard
+            assert first_said == ("node:d", hello("d"))
+            assert next(each for each in more if each != first_said) == ("node:d", Ping(3))
 
 
 @on_loop

@@ -71,7 +71,8 @@ def lib(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels as host code."""
     from tests.support import kernels_host
 
-    return kernels_host.library(tmp_path_factory.getbasetemp())
+    own = tmp_path_factory.getbasetemp()  # in the run's, where xdist has several workers
+    return kernels_host.library(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
 
 
 _MEASURED = "measured"

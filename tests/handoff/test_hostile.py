@@ -542,6 +542,7 @@ def test_whatever_a_hostile_peer_says_nothing_raises_and_the_honest_ones_rooms_l
     assert len(siege.prefill.peers) <= 2
 
 
+@pytest.mark.slow
 def test_the_raving_gets_somewhere() -> None:
     """Else the test above would pass by saying nothing."""
     said, done = Counter[str](), Counter[str]()

@@ -104,6 +104,7 @@ def test_a_replayed_step_is_bitwise_the_step_that_is_queued(attention: str, case
     assert sum(graph.replays for graph in played) > 4
 
 
+@pytest.mark.slow
 def test_requests_whose_keys_are_many_are_read_some_at_a_time(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this model's two batches differ in last bits: ids are asked."""
     ids = [one.tokens for one in outcomes(attention, graphs=False, hot=True)]

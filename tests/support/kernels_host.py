@@ -4,6 +4,7 @@ behaviour, with addresses of this process."""
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import shutil
 import subprocess
 from functools import cache
@@ -34,9 +35,12 @@ def built(target: Path, *flags: str) -> None:
 
 @cache
 def library(directory: Path) -> ctypes.CDLL:
-    """The launches, built once for all tests of a process; undefined behaviour ends it."""
+    """The launches, built once for all processes of this directory; undefined behaviour ends the process."""
     path = directory / "kernels_on_host.so"
-    built(path, "-shared", "-fPIC", "-fsanitize=undefined")
+    with (directory / "kernels_on_host.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            built(path, "-shared", "-fPIC", "-fsanitize=undefined")
     return ctypes.CDLL(str(path))
 
 

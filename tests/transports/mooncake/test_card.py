@@ -28,12 +28,11 @@ from tests.support.internals import sessions_of
 from tests.support.layout_tensors import Model
 from tests.support.waiting import on_loop, until
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]  # whole processes
 
 EVERY, FEW = np.arange(LARGE), np.arange(64)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout"), CASES)
 @on_loop
 async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_has_them(
@@ -43,7 +42,6 @@ async def test_rows_of_a_card_land_where_they_belong_and_are_summed_as_the_card_
         await lands_exactly(it)
 
 
-@pytest.mark.slow
 @on_loop
 async def test_a_slot_is_sent_once_its_launch_has_ended_while_the_next_one_is_gathered() -> None:
     card, seen = FakeCard(), list[int]()
@@ -152,7 +150,6 @@ async def test_a_card_that_fails_leaves_its_write_unknown_the_ring_mapped_and_th
         assert (await it.ends(2))[0] is Outcome.FAILED
 
 
-@pytest.mark.slow
 @on_loop
 async def test_an_engine_that_is_killed_in_mid_transfer_leaves_nothing_registered_and_the_next_session_lands() -> None:
     card = FakeCard()

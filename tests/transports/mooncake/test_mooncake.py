@@ -49,7 +49,7 @@ from tests.support.processes import command_line, deliver
 from tests.support.session_ends import REACH, identity
 from tests.support.waiting import on_loop, until
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]  # whole processes
 
 SESSION = 5
 LARGE, SMALL = 4_096, 16  # tokens: 64 MiB, and a quarter
@@ -269,7 +269,6 @@ async def test_a_cancelled_write_fails_when_nothing_of_it_is_in_flight_and_other
         assert len(sessions_of(it.writer)[SESSION].ring.free) == 16
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("run", "straight"), [(16, True), (8, True), (4, False), (1, False)])
 @on_loop
 async def test_long_runs_leave_from_a_shared_pool_itself_and_short_ones_by_the_ring(run: int, straight: bool) -> None:

@@ -15,7 +15,12 @@ from pdtransfer.bench.rank import ROOM_SECONDS, RoomBatch
 from pdtransfer.bus import BusLimits
 from pdtransfer.bus.sockets import NOBLOCK, NOBLOCK_MORE, Drain
 from pdtransfer.handoff.decode.room_request import RoomRequest
-from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from pdtransfer.handoff.effects import (
+    DecodeEvent,
+    PrefillEvent,
+    RoomFailed,
+    RoomLeased,
+)
 from pdtransfer.wire import Grant, Message, Part, encode
 
 _ECHO = encode(Grant(1 << 63, 1, 1 << 63, 16, 0, (Part(0, 0, 16, b"\0" * 8),), send_aux=True, time_left_ms=1))
@@ -120,7 +125,7 @@ class FaultyPrefillRank(rank.PrefillProcess):
             case _:
                 super().perform(order)
 
-    def on_event(self, event: RoomLeased | RoomLanded | RoomFailed | RoomDrained) -> None:
+    def on_event(self, event: PrefillEvent) -> None:
         """From a node."""
         if event.room >= _STALLED:
             if isinstance(event, RoomLeased):
@@ -209,7 +214,7 @@ class FaultyDecodeRank(rank.DecodeProcess):
         prompt[self._shared :] += room * self._batch.tokens
         return self.node_of(room).core.cache.keys(prompt.tobytes(), b"")
 
-    def on_event(self, event: RoomReady | RoomFailed) -> None:
+    def on_event(self, event: DecodeEvent) -> None:
         """From a node. Of aborts `expected` becomes when a room was aborted, `ready` when its slots were free; both are
         0 for a room that was READY before."""
         if event.room >= _STALLED or (self._after_s and isinstance(event, RoomFailed)):

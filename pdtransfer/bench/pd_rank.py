@@ -21,7 +21,16 @@ import numpy as np
 from ..config.config import DecodeConfig, PrefillConfig
 from ..engine_api import Broken, CardMemory, Finished, Prefilled, Request, SharedMemory
 from ..handoff.decode.room_request import RoomRequest
-from ..handoff.effects import DecodeEvent, PrefillEvent, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from ..handoff.effects import (
+    DecodeEvent,
+    PrefillEvent,
+    RoomAsked,
+    RoomDrained,
+    RoomFailed,
+    RoomLanded,
+    RoomLeased,
+    RoomReady,
+)
 from ..handoff.prefill.cells import Cell
 from ..kernels import numpy_copy
 from ..kernels.card import card
@@ -264,6 +273,8 @@ class PrefillSide(_Side):
                 self._timeline("control", "open to grant", self._opened_s, now, room=room)
                 if self._prompt.way == "alone":
                     self._loop.call_soon(self._offer, room)
+            case RoomAsked():
+                pass
             case RoomLanded(room):
                 self._timeline("control", "finish to Landed", self._finished_s, now, room=room)
             case RoomFailed(detail=detail):
@@ -352,6 +363,8 @@ class DecodeSide(_Side):
                     self._port.to_engine(Generate(request_of(self._prompt), slots, aux))
             case RoomFailed(detail=detail):
                 self.fail(f"failed at decode: {detail}")
+            case RoomDrained():
+                pass
 
     def _on_outcomes(self, outcomes: list[DecodeOutcome]) -> None:
         for outcome in outcomes:

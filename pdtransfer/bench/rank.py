@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..handoff.decode.room_request import RoomRequest
-from ..handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
+from ..handoff.effects import (
+    DecodeEvent,
+    PrefillEvent,
+    RoomAsked,
+    RoomDrained,
+    RoomFailed,
+    RoomLanded,
+    RoomLeased,
+)
 from ..handoff.prefill.cells import Cell
 from ..handoff.slot_allocator import Holding
 from ..handoff.states import SessionState
@@ -156,12 +164,12 @@ class PrefillProcess(Rank):
         """The node whose turn it is."""
         return self._nodes[room % len(self._nodes)]
 
-    def on_event(self, event: RoomLeased | RoomLanded | RoomFailed | RoomDrained) -> None:
+    def on_event(self, event: PrefillEvent) -> None:
         """From a node."""
         match event:
             case RoomLeased(room):
                 self._loop.call_soon(self._offer, room)
-            case RoomLanded():
+            case RoomAsked() | RoomLanded():
                 pass
             case RoomFailed(room, _, detail):
                 self.fail(f"room {room} failed at prefill: {detail}")
@@ -255,7 +263,7 @@ class DecodeProcess(Rank):
         """The node whose turn it is."""
         return self._nodes[room % len(self._nodes)]
 
-    def on_event(self, event: RoomReady | RoomFailed) -> None:
+    def on_event(self, event: DecodeEvent) -> None:
         """From a node."""
         if isinstance(event, RoomFailed):
             self.fail(f"room {event.room} failed at decode: {event.detail}")

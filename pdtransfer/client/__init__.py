@@ -53,7 +53,7 @@ from ..node import NodeSettings
 from ..transports.base import Transport
 from ..transports.options import ArenaOptions, Network, WriterOptions
 from ..wire import Ranks
-from .aio import AsyncDecode, AsyncPrefill, DecodeHand, PrefillHand
+from .aio import AsyncDecode, AsyncPrefill, DecodeRoomHandle, PrefillRoomHandle
 from .clients import DecodeClient, KVPoll, PrefillClient
 from .labels import room_id, weights_digest
 
@@ -77,7 +77,7 @@ __all__ = [
     "ConfigError",
     "DecodeClient",
     "DecodeEvent",
-    "DecodeHand",
+    "DecodeRoomHandle",
     "Endpoint",
     "Event",
     "Hbm",
@@ -95,7 +95,7 @@ __all__ = [
     "Plane",
     "PrefillClient",
     "PrefillEvent",
-    "PrefillHand",
+    "PrefillRoomHandle",
     "Ranks",
     "RemoteProtocolError",
     "Replicas",

@@ -50,7 +50,7 @@ class _Events(Generic[Said]):
             self._take(event)
 
 
-class DecodeHand:
+class DecodeRoomHandle:
     """One room of an AsyncDecode."""
 
     def __init__(self, client: DecodeClient, room: int) -> None:
@@ -93,7 +93,7 @@ class AsyncDecode:
 
     def __init__(self, client: DecodeClient) -> None:
         self.client = client
-        self._rooms: dict[int, DecodeHand] = {}
+        self._rooms: dict[int, DecodeRoomHandle] = {}
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.client.start)
@@ -116,7 +116,7 @@ class AsyncDecode:
         slots: Mapping[str, ArrayLike] | None = None,
         time_left_s: float = 60.0,
         enable_hisparse: bool = False,
-    ) -> DecodeHand:
+    ) -> DecodeRoomHandle:
         """As DecodeClient.expect."""
         self.client.expect(
             room,
@@ -130,7 +130,7 @@ class AsyncDecode:
             time_left_s=time_left_s,
             enable_hisparse=enable_hisparse,
         )
-        hand = self._rooms[room] = DecodeHand(self.client, room)
+        hand = self._rooms[room] = DecodeRoomHandle(self.client, room)
         return hand
 
     def _on_event(self, event: DecodeEvent) -> None:
@@ -142,7 +142,7 @@ class AsyncDecode:
             del self._rooms[event.room]
 
 
-class PrefillHand:
+class PrefillRoomHandle:
     """One room of an AsyncPrefill: `landed` and `drained` are its futures."""
 
     def __init__(self, client: PrefillClient, room: int) -> None:
@@ -182,7 +182,7 @@ class AsyncPrefill:
 
     def __init__(self, client: PrefillClient) -> None:
         self.client = client
-        self._open: dict[int, PrefillHand] = {}
+        self._open: dict[int, PrefillRoomHandle] = {}
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self.client.start)
@@ -200,10 +200,10 @@ class AsyncPrefill:
         time_left_s: float = 60.0,
         grants: int | None = 1,
         peers: Collection[str] | None = None,
-    ) -> PrefillHand:
+    ) -> PrefillRoomHandle:
         """As PrefillClient.open."""
         self.client.open(room, tokens=tokens, time_left_s=time_left_s, grants=grants, peers=peers)
-        handing = self._open[room] = PrefillHand(self.client, room)
+        handing = self._open[room] = PrefillRoomHandle(self.client, room)
         return handing
 
     def _on_event(self, event: PrefillEvent) -> None:

@@ -13,7 +13,7 @@ from ..config.config import DecodeConfig
 from ..engine_api import Broken, DecodeEngine, Finished, Request, Token
 from ..errors import Cause, RemoteProtocolError
 from ..handoff.decode.room_request import RoomRequest
-from ..handoff.effects import DecodeEvent, RoomFailed, RoomReady
+from ..handoff.effects import DecodeEvent, RoomDrained, RoomFailed, RoomReady
 from ..memory.arena_memory import ArenaMemory
 from ..node import DecodeNode, NodeSettings, Others
 from ..node.thread_queues import ThreadQueues
@@ -198,5 +198,5 @@ class DecodeRank:
             case RoomFailed(_, cause, detail, retry_ms) if room is not None:
                 self._forget(room.local_id)
                 self._reports.failed(room.local_id, cause, detail, retry_ms)
-            case RoomFailed():
-                pass  # the room was aborted
+            case RoomFailed() | RoomDrained():
+                pass  # the room was aborted; no room here drains, since the engine chooses no slots

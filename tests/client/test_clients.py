@@ -25,7 +25,7 @@ import pytest
 from pdtransfer import kernels
 from pdtransfer.bus.keys import AllowList
 from pdtransfer.client import clients as client_module
-from pdtransfer.client.aio import AsyncDecode, AsyncPrefill, DecodeHand, PrefillHand
+from pdtransfer.client.aio import AsyncDecode, AsyncPrefill, DecodeRoomHandle, PrefillRoomHandle
 from pdtransfer.client.clients import DecodeClient, KVPoll, PrefillClient
 from pdtransfer.errors import Cause, LocalProtocolError, RoomFailedError, WorldError
 from pdtransfer.handoff.effects import RoomAsked, RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
@@ -1002,8 +1002,8 @@ async def test_a_label_used_already_is_refused_and_its_room_goes_on(twins: Twins
     [
         (AsyncDecode.expect, DecodeClient.expect),
         (AsyncPrefill.open, PrefillClient.open),
-        (PrefillHand.push, PrefillClient.push),
-        (DecodeHand.release, DecodeClient.release),
+        (PrefillRoomHandle.push, PrefillClient.push),
+        (DecodeRoomHandle.release, DecodeClient.release),
     ],
 )
 def test_the_clients_for_asyncio_take_what_the_clients_take(twin: Any, original: Any) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "Limits",
     "LocalProtocolError",
     "Mapping",
+    "Member",
     "Network",
     "NodeSettings",
     "PDTransferError",

@@ -52,7 +52,7 @@ from ..memory.hbm import Hbm
 from ..node import NodeSettings
 from ..transports.base import Transport
 from ..transports.options import ArenaOptions, Network, WriterOptions
-from ..wire import Ranks
+from ..wire import Member, Ranks
 from .aio import AsyncDecode, AsyncPrefill, DecodeRoomHandle, PrefillRoomHandle
 from .clients import DecodeClient, KVPoll, PrefillClient
 from .labels import room_id, weights_digest
@@ -88,6 +88,7 @@ __all__ = [
     "Limits",
     "LocalProtocolError",
     "Mapping",
+    "Member",
     "Network",
     "NodeSettings",
     "PDTransferError",

@@ -116,6 +116,7 @@ class AsyncDecode:
         slots: Mapping[str, ArrayLike] | None = None,
         time_left_s: float = 60.0,
         enable_hisparse: bool = False,
+        whole_group: bool = False,
     ) -> DecodeRoomHandle:
         """As DecodeClient.expect."""
         self.client.expect(
@@ -129,6 +130,7 @@ class AsyncDecode:
             slots=slots,
             time_left_s=time_left_s,
             enable_hisparse=enable_hisparse,
+            whole_group=whole_group,
         )
         hand = self._rooms[room] = DecodeRoomHandle(self.client, room)
         return hand

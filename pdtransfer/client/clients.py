@@ -36,13 +36,13 @@ from ..handoff.effects import (
 from ..handoff.prefill.cells import Cell
 from ..handoff.sharing import Replicas
 from ..layout.layout import Component, slots_of_rows
-from ..limits import TOKENS_MAX
+from ..limits import PEERS_MAX, TOKENS_MAX
 from ..memory.arena_memory import ArenaMemory
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..node.thread_queues import ThreadQueues
 from ..transports.device_events import Event
 from ..transports.options import ArenaOptions, WriterOptions
-from ..wire import pack_ids
+from ..wire import Member, pack_ids
 
 STATES_MAX = 65_536  # ended rooms whose state is kept
 Node = TypeVar("Node", DecodeNode, PrefillNode)
@@ -247,6 +247,24 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
             return node
 
         super().__init__(start, has_keys=settings.keys is not None)
+        self._node_name, self._group_is_known = settings.node, settings.group is not None
+
+    def set_group(self, members: Sequence[Member]) -> None:
+        """Names all ranks of this worker, this one first, so that a decode rank needs the endpoint of this one alone.
+
+        For a rank that leads and was made with `group=None`, as the endpoints are known only once all ranks have
+        started. Until then it answers no decode rank. Raises LocalProtocolError for other clients, a second call, and
+        members that have no endpoint, are too many, or are there twice; the first one needs none.
+        """
+        if self._group_is_known:
+            raise LocalProtocolError("group: it is known already; NodeSettings(group=None) leaves it to set_group")
+        names, endpoints = [each.node for each in members], [each.endpoint for each in members[1:]]
+        if names[:1] != [self._node_name] or len(names) > PEERS_MAX:
+            raise LocalProtocolError(f"group: {names[:8]} are not 1..{PEERS_MAX} ranks with {self._node_name!r} first")
+        if not all(endpoints) or len(set(names)) < len(names) or len(set(endpoints)) < len(endpoints):
+            raise LocalProtocolError(f"group: {endpoints} of {names[1:]} are not one endpoint each")
+        self._group_is_known = True
+        self._port.to_loop(lambda: self._node.set_group(tuple(members)))
 
     def open(
         self,
@@ -394,11 +412,14 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         slots: Mapping[str, ArrayLike] | None = None,
         time_left_s: float = 60.0,
         enable_hisparse: bool = False,
+        whole_group: bool = False,
     ) -> None:
         """Leases slots for `tokens` and `growth` more tokens, and has the prefill ranks at `sources` write the former.
 
         `room` is the u64 under which they open it, and `sources` are their endpoints, [KEY@]tcp://host:port. Ends as
         RoomReady, whose slots are one a row with growth included, or as RoomFailed, at the latest after `time_left_s`.
+        With `whole_group` each source is the rank that leads a prefill worker and names its other ranks
+        (PrefillClient.set_group): the room waits for all of them.
 
         `prompt` is the room's token ids, integers (tokens,). Blocks that an earlier prompt with the same first tokens
         and the same `salt` has left in the arena are not sent again, and this prompt's blocks stay for later rooms; the
@@ -427,7 +448,7 @@ class DecodeClient(_Client[DecodeNode, DecodeEvent]):
         self._begin(room, tokens)
         request = RoomRequest(
             room=room, tokens=tokens, sources=sources, time_left_s=time_left_s, growth=growth, prefix=prefix, keys=keys,
-            enable_hisparse=enable_hisparse, placed=placed,
+            enable_hisparse=enable_hisparse, placed=placed, whole_group=whole_group,
         )  # fmt: skip
         self._port.to_loop(lambda: self._node.expect(request))
 

@@ -27,6 +27,13 @@ class Send(Struct, frozen=True):
 # Decode
 
 
+class Dial(Struct, frozen=True):
+    """Keep a connection to `peer`, an endpoint that a leader named, from now on; call `undialled` where that is
+    impossible."""
+
+    peer: str
+
+
 class Offer(Struct, frozen=True):
     """Prepare a hand-over of the arena for `session`, then call `offered` with its Reach."""
 
@@ -227,8 +234,8 @@ class RoomDrained(Struct, frozen=True):
 
 
 DecodeEffect: TypeAlias = (
-    Send | Offer | Fence | Forget | RoomLeased | Verify | StopVerifying | Lift | StopLifting | RoomReady | RoomFailed
-    | RoomDrained | HangUp | SessionLost | PeerRefused
+    Send | Dial | Offer | Fence | Forget | RoomLeased | Verify | StopVerifying | Lift | StopLifting | RoomReady
+    | RoomFailed | RoomDrained | HangUp | SessionLost | PeerRefused
 )  # fmt: skip
 PrefillEffect: TypeAlias = (
     Send | Map | Unmap | Write | StopWriting | FenceWriter | RoomAsked | RoomLeased | RoomLanded | RoomFailed

@@ -40,7 +40,7 @@ def diagram(table: Mapping[tuple[State, Event], State], start: State) -> str:
 class DecodeRoom(Word):
     """A room on the decode side."""
 
-    CONNECTING = "connecting"  # some prefill rank's session is not up, or its window is full
+    CONNECTING = "connecting"  # some prefill rank is not known yet, its session is not up, or its window is full
     QUEUED = "queued"  # waits for slots; its window slots are reserved
     LANDING = "landing"  # granted; bytes are on their way
     SETTLING = "settling"  # every grant has landed, and some are still verified or copied to HBM

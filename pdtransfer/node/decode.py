@@ -15,6 +15,7 @@ from ..handoff.decode.sessions import DecodeSessions
 from ..handoff.effects import (
     DecodeEffect,
     DecodeEvent,
+    Dial,
     Fence,
     Forget,
     HangUp,
@@ -194,6 +195,8 @@ class DecodeNode:
                     self._run(self.core.fenced(session, self._clock.now()))
             case Forget(session):
                 self.transport.forget(session)
+            case Dial(peer):
+                self._dial(peer)
             case HangUp(peer):
                 self.bus.hang_up(peer)
             case SessionLost(session, detail):
@@ -202,6 +205,13 @@ class DecodeNode:
                 log.warning("%s", detail)
             case _:
                 self._settle(effect)
+
+    def _dial(self, peer: str) -> None:
+        try:
+            self.bus.dial(peer)
+        except (ConfigError, WorldError) as error:
+            cause = Cause.PEER_LOST if isinstance(error, WorldError) else Cause.REFUSED
+            self._run(self.core.undialled(peer, cause, str(error), self._clock.now()))
 
     def _settle(self, effect: Verify | StopVerifying | Lift | StopLifting) -> None:
         match effect:

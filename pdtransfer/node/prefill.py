@@ -35,7 +35,7 @@ from ..layout.layout import Component
 from ..transports.device_events import Event, EventQueue
 from ..transports.options import WriterOptions
 from ..transports.select import PrefillTransports
-from ..wire import Goodbye, Message
+from ..wire import Goodbye, Member, Message
 from .core_driver import EffectRunner, LoopClock, Ticker
 from .settings import REVOKED, NodeSettings, Others, revoked
 
@@ -73,7 +73,9 @@ class PrefillNode:
         )
         holds = holds_of(components, settings.ranks, replicas or {})
         identity = settings.identity("prefill", holds, self.transport.taken)
-        core = self.core = PrefillSessions(identity, components, settings.limits)
+        core = self.core = PrefillSessions(
+            identity, components, settings.limits, group_is_known=settings.group is not None
+        )
         self._silence_s = settings.limits.silence_ms / 1e3
         self.condemned: Callable[[], None] = lambda: None
         self.bus = settings.bus(self.receive)
@@ -86,6 +88,10 @@ class PrefillNode:
         self._started_ns: dict[tuple[int, int], int] = {}
         self.stamp_ns = 0  # CLOCK_MONOTONIC of the latest write's end or finish, whichever landed the latest room
         self.copy_ns: dict[int, int] = {}  # by room, until it is drained: the time that its writes took
+
+    def set_group(self, members: tuple[Member, ...]) -> None:
+        """As PrefillSessions.set_group."""
+        self.core.set_group(members)
 
     def open(
         self,

@@ -36,7 +36,8 @@ class NodeSettings:
     allowed: AllowList | None = None  # the peers that may connect
     insecure: bool = False  # lets other hosts connect without keys
     ranks: Ranks = field(default_factory=Ranks)  # this rank's place in its model
-    group: tuple[Member, ...] = ()  # for the leader of a worker of several ranks: all of them, the leader first
+    # For the leader of a worker of several ranks: all of them, the leader first. None: set_group names them later.
+    group: tuple[Member, ...] | None = ()
     limits: Limits = field(default_factory=Limits)
     bus_limits: BusLimits = field(default_factory=BusLimits)
 
@@ -46,7 +47,7 @@ class NodeSettings:
         """A new incarnation under this name."""
         return Identity(
             self.node, role, secrets.randbits(64), self.ranks, self.model, self.weights, self.limits.window,
-            holds=holds, group=self.group, transports=transports, place=place(),
+            holds=holds, group=self.group or (), transports=transports, place=place(),
         )  # fmt: skip
 
     def bus(self, receive: Callable[[str, Message], None]) -> Bus:

@@ -19,6 +19,7 @@ from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, Room
 from pdtransfer.layout.layout import Component
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.transports.options import WriterOptions
+from pdtransfer.wire import Member
 from tests.support.client_pair import Expected, Late, settings, slots_of_pages
 from tests.support.layout_tensors import CANARY, Pool, mha, mla
 from tests.support.rank_grid import JUNK, Part, Place
@@ -64,11 +65,20 @@ class Fleet:
     def sources(self) -> list[str]:
         return [node.client.endpoint for node in self.prefill]
 
-    def begin(self, room: int, tokens: int, **more: Any) -> None:
+    @property
+    def members(self) -> list[Member]:
+        return [Member(node.name, node.client.endpoint) for node in self.prefill]
+
+    def begin(self, room: int, tokens: int, *, led: bool = False, **more: Any) -> None:
         for node in self.prefill:
             node.client.open(room, tokens=tokens, grants=len(self.decode), **more)
         for node in self.decode:
-            node.client.expect(room, tokens=tokens, sources=self.sources)
+            node.client.expect(room, tokens=tokens, sources=self.sources[:1] if led else self.sources, whole_group=led)
+
+    def fails(self, room: int) -> RoomFailed:
+        """On the first decode rank."""
+        self.until(lambda: self.decode[0].said_of(room, RoomFailed))
+        return self.decode[0].said_of(room, RoomFailed)
 
     def fill(self, node: Node, seed: int, tokens: int) -> np.ndarray:
         """Random pages of the room, whose rows hold what every holder of them has."""
@@ -121,15 +131,17 @@ def fleet(
     prefill: Size,
     decode: Size,
     layouts: tuple[str, str] = ("layer_first", "page_head"),
+    *,
+    led: bool = False,
     **more: Any,
 ) -> Iterator[Fleet]:
-    """`more` is DecodeClient's."""
+    """`more` is DecodeClient's. With `led` the first prefill rank learns the others' endpoints from the test."""
     with ExitStack() as stack:
         made = Fleet([], [])
         for at, place in enumerate(part.places(*prefill)):
             pool = part.pool(place, layouts[0], 16, SLOTS)
             client = PrefillClient(
-                settings(f"p{at}", ranks=place.ranks), [part.component(pool)],
+                settings(f"p{at}", ranks=place.ranks, group=None if led and not at else ()), [part.component(pool)],
                 writer=WriterOptions(pool_address=pool.memory.ctypes.data), replicas={"kv": place.replica},
             )  # fmt: skip
             made.prefill.append(Node(f"p{at}", stack.enter_context(client), pool, part.component(pool)))
@@ -246,3 +258,65 @@ def test_a_rank_that_cannot_be_is_refused_when_it_starts() -> None:
     with pytest.raises(LocalProtocolError, match="replicas: 2, of 1 tensor-parallel ranks"):
         client.start()
     client.close()
+
+
+# One address for a whole group
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [((2, 1), (1, 1)), ((2, 2), (2, 1)), ((1, 1), (1, 1))], ids=str)
+def test_the_leader_s_address_is_all_that_decode_needs(prefill: Size, decode: Size) -> None:
+    with fleet(GQA, prefill, decode, led=True) as it:
+        it.begin(1, 50, led=True)  # before the leader knows its group
+        it.prefill[0].client.set_group(it.members)
+        it.send(1, 50)
+        it.check_landed(1, 50)
+
+
+def test_a_leader_that_does_not_know_its_group_answers_nobody() -> None:
+    with fleet(GQA, (2, 1), (1, 1), led=True) as it:
+        it.decode[0].client.expect(1, tokens=40, sources=it.sources[:1], whole_group=True, time_left_s=1.0)
+        failed = it.fails(1)
+        assert (failed.cause, failed.detail) == (Cause.DEADLINE, "not ready in time, still connecting")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "cause", "text"),
+    [
+        ("tcp://127.0.0.1:1", Cause.PEER_LOST, "tcp://127.0.0.1:1 has been silent for "),
+        ("127.0.0.1:7101", Cause.REFUSED, "endpoint '127.0.0.1:7101': "),
+    ],
+)
+def test_a_member_that_cannot_be_reached_ends_the_room(endpoint: str, cause: Cause, text: str) -> None:
+    with fleet(GQA, (2, 1), (1, 1), led=True) as it:
+        it.prefill[0].client.set_group([it.members[0], Member("p1", endpoint)])
+        it.begin(1, 40, led=True)
+        failed = it.fails(1)
+        assert (failed.cause, failed.detail[: len(text)]) == (cause, text)
+
+
+def test_an_address_that_leads_no_group_names_what_is_missing() -> None:
+    with fleet(GQA, (2, 1), (1, 1)) as it:
+        it.begin(1, 40, led=True)
+        text = f"component 'kv' layers 0..3 heads 1: sent by none of {it.sources[0]}"
+        assert (it.fails(1).cause, it.fails(1).detail) == (Cause.REFUSED, text)
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        ([], "group: [] are not 1..256 ranks with 'p0' first"),
+        ([Member("p1", "tcp://a:1"), Member("p0", "tcp://a:2")], "group: ['p1', 'p0'] are not 1..256 ranks with"),
+        ([Member("p0", ""), Member("p1", "")], "group: [''] of ['p1'] are not one endpoint each"),
+        ([Member("p0", ""), Member("p0", "tcp://a:1")], "group: ['tcp://a:1'] of ['p0'] are not one endpoint each"),
+        ([Member("p0", ""), *[Member(f"p{n}", "tcp://a:1") for n in (1, 2)]], "group: ['tcp://a:1', 'tcp://a:1'] of"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(members: list[Member], text: str) -> None:
+    with fleet(GQA, (2, 1), (1, 1), led=True) as it:
+        leader = it.prefill[0].client
+        with pytest.raises(LocalProtocolError) as caught:
+            leader.set_group(members)
+        assert str(caught.value)[: len(text)] == text
+        leader.set_group(it.members)
+        with pytest.raises(LocalProtocolError, match="group: it is known already"):
+            leader.set_group(it.members)

@@ -37,12 +37,16 @@ class Call:
         world, rng, room, p = self.world, self.world.rng, self.room, self.world.profile
         room.begun_at = world.now
         names = [node.name for node in self.prefills]
-        if len(names) > 1 and rng.random() < 0.1:
+        whole_group = p.led and rng.random() < 0.5
+        if whole_group:
+            world.seen["rooms that name a leader"] += 1
+            del names[1:]
+        elif len(names) > 1 and rng.random() < 0.1:
             world.seen["rooms with a rank left out"] += 1
             names.remove(rng.choice(names))
         for target in self.targets:
             wait = rng.expovariate(500.0)
-            target.node.later(wait, lambda each=target: each.expect(seconds=room.deadline, sources=names))
+            target.node.later(wait, lambda each=target: each.expect(room.deadline, names, whole_group))
         slow, peers = rng.random() < p.opens_late, [node.name for node in self.decodes]
         for source in self.sources:
             wait = rng.uniform(0.1, 2.0) if slow else rng.expovariate(500.0)

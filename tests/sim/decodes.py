@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from pdtransfer.errors import Cause
 from pdtransfer.handoff import effects as fx
 from pdtransfer.handoff.decode.sessions import DecodeSessions
 from pdtransfer.handoff.slot_allocator import slots_of
@@ -62,6 +63,7 @@ class DecodeNode(Process):
         self.desk = DecodeDesk(self) if p.routers and self.group.leader is self else None
         self.engine = SparseEngine(self) if p.sparse else None
         self.rooms = {}
+        self.dialled: set[str] = set()  # that it may send to
         self.writers: dict[int, set[Mapping]] = {}  # session -> mappings that can still write
         self.revoked: set[int] = set()
         self.offered: set[int] = set()  # sessions whose token is good: once
@@ -72,7 +74,9 @@ class DecodeNode(Process):
         self.asked: dict[tuple[int, int], float] = {}  # when a session's grant was first given up
         self.granted: Counter[int] = Counter()  # the highest number, by session
         for peer in world.prefills:
-            self.later(0.0, lambda peer=peer: self.perform(self.core.dial(peer, self.clock)))
+            if not p.led or world.rng.random() < 0.2:
+                self.dialled.add(peer)
+                self.later(0.0, lambda peer=peer: self.perform(self.core.dial(peer, self.clock)))
         for end in ends[1:]:
             self.later(p.backing * end / self._arena_bytes, lambda end=end: self._back(end))
 
@@ -170,6 +174,8 @@ class DecodeNode(Process):
         match effect:
             case fx.Send(peer, message):
                 self.send(peer, message)
+            case fx.Dial(peer):
+                self._dial(peer)
             case fx.Offer(_, session):
                 reach = self._reach()
                 self.writers[session] = set()
@@ -214,15 +220,27 @@ class DecodeNode(Process):
                 self.asked.setdefault((message.session, message.grant), self.clock)
             case _:
                 pass
+        if self.world.profile.led and peer not in self.dialled and not self.world.profile.dial_fails:
+            self.world.fail(f"{self.name} sends to {peer}, which nobody has dialled")
         super().send(peer, message)
         if isinstance(message, Register):
             self._die_registering(peer)
+
+    def _dial(self, peer: str) -> None:
+        world = self.world
+        if peer in self.dialled or world.rng.random() >= world.profile.dial_fails:
+            self.dialled.add(peer)
+        else:
+            world.seen["ranks that cannot be dialled"] += 1
+            self.perform(self.core.undialled(peer, Cause.PEER_LOST, "too many are dialled", self.clock))
 
     def _check_parting(self, effect: fx.SessionLost | fx.PeerRefused | fx.HangUp) -> None:
         """None parts from an honest peer; but a new process cannot map what the dead one had, without saying so."""
         if isinstance(effect, fx.SessionLost):  # it was silent, or is another process
             self.world.log(f"{self.name} session {effect.session:#x} lost {effect.detail}")
             return
+        if isinstance(effect, fx.HangUp) and effect.peer not in self.dialled and self.world.profile.dial_fails:
+            return  # it could not be dialled
         refused = isinstance(effect, fx.PeerRefused) and "(transfer)" in effect.detail
         if not refused or not self.world.prefills[effect.peer].deaths:
             self.world.fail(f"{self.name}: {effect}")
@@ -355,7 +373,8 @@ class DecodeNode(Process):
                 world.fail(f"{self.name} leaks {free.slots - free.free_slots} slots")
         if core.admission.inflight_bytes or len(core.admission) or core.leases.quarantined_bytes:
             world.fail(f"{self.name} ends with bytes in flight, in the queue or in quarantine")
-        if len(core.prefill_peers.sessions) != len(world.prefills) or core.window_slots:
+        waiting = core.window_slots or core.room_groups
+        if len(core.prefill_peers.sessions) != self._sessions_in_the_end or waiting:
             world.fail(f"{self.name} ends with sessions that nobody fenced, or rooms that wait")
         for peer in core.prefill_peers.peers.values():
             if peer.up is None or peer.quarantined_bytes:
@@ -370,6 +389,11 @@ class DecodeNode(Process):
             self.engine.check_end()
         self._check_slots()
 
+    @property
+    def _sessions_in_the_end(self) -> int:
+        """One a prefill rank; where rooms name leaders, of those that were dialled."""
+        return len(self.core.prefill_peers.peers if self.world.profile.led else self.world.prefills)
+
     def _check_slots(self) -> None:
         for slots, component in zip(self.slots, self.components, strict=True):
             if sorted(slots) != [*range(component.layout.slots)]:
@@ -383,7 +407,7 @@ class DecodeNode(Process):
             not self.dead
             and self.core.idle
             and all(peer.up and peer.up.bytes_ready == self._arena_bytes for peer in peers.peers.values())
-            and len(peers.sessions) == len(self.world.prefills)
+            and len(peers.sessions) == self._sessions_in_the_end
             and (self.desk is None or self.desk.idle)
             and (self.engine is None or self.engine.idle)
         )

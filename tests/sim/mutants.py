@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .planted import Patch, decode, placed, prefill, requests, rows, sparse
+from .planted import Patch, decode, leaders, placed, prefill, requests, rows, sparse
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,11 @@ MUTANTS: dict[str, Mutant] = {
     "never fits is taken": Mutant(sparse.never_fits_is_taken, "sparse", 42),
     "newcomers forgotten when they end": Mutant(sparse.newcomers_forgotten_when_they_end, "sparse", 3),
     "newcomers released before their events": Mutant(sparse.newcomers_released_before_their_events, "sparse", 102),
+    "a leader waited for alone": Mutant(leaders.waited_for_alone, "led", 9),
+    "ranks greeted that nobody dialled": Mutant(leaders.greeted_undialled, "led", 9),
+    "Welcome before the group is known": Mutant(leaders.welcomed_before_the_group_is_known, "led", 9),
+    "a group named too late for its rooms": Mutant(leaders.named_too_late, "led", 9),
+    "rooms of a rank that cannot be dialled forgotten": Mutant(leaders.undialled_forgotten, "led", 66),
     "chosen slots drained when the room fails": Mutant(placed.drained_when_the_room_fails, "placed", 9),
     "chosen slots drained with the first proof": Mutant(placed.drained_with_the_first_proof, "placed", 9),
     "READY when an aborted room drains": Mutant(placed.drained_without_ready, "placed", 9),

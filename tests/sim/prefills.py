@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from pdtransfer.handoff import effects as fx
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.handoff.sharing import holds_of
@@ -46,7 +48,11 @@ class PrefillNode(Process):
             self.name, "prefill", incarnation, self._ranks, "sim", b"w", self.limits.window, holds=self._holds,
             group=members(self),
         )  # fmt: skip
-        self.core = PrefillSessions(self.identity, self.components, self.limits)
+        late = p.led and bool(self.identity.group)
+        own = replace(self.identity, group=()) if late else self.identity
+        self.core = PrefillSessions(own, self.components, self.limits, group_is_known=not late)
+        if late:
+            self.later(world.rng.uniform(0.0, 0.3), lambda core=self.core: core.set_group(members(self)))
         self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
         self.desk = PrefillDesk(self) if p.routers and self.group.leader is self else None
         self.rooms = {}

@@ -9,7 +9,7 @@ KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
     "shared", "growing", "checked", "groups", "leaving", "sparse",
 )  # fmt: skip
-MORE_KINDS = ("apart", "placed")  # that no seed has by itself
+MORE_KINDS = ("apart", "placed", "led")  # that no seed has by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,8 @@ class Profile:
     corrupts: float = 0.0  # a write of which other bits arrive than left
     apart: bool = False  # decode's KV is in HBM, which some writers reach and others not
     lift_fails: float = 0.0  # a grant that is not copied up
+    led: bool = False  # half of the rooms name the leader of a worker alone, which learns its group late
+    dial_fails: float = 0.0  # a rank that a leader named, and that cannot be dialled this time
     placed: bool = False  # decode's engine chooses the slots, and now and then wrong ones
 
 
@@ -168,6 +170,8 @@ def _with(kind: str, base: Profile, rng: random.Random) -> Profile:
             return _apart(base, rng)
         case "placed":
             return _placed(base, rng)
+        case "led":
+            return _led(base, rng)
         case "checked":
             return _checked(base, rng)
         case "groups":
@@ -240,6 +244,22 @@ def _placed(base: Profile, rng: random.Random) -> Profile:
         kills=rng.choice([0, 1, 2]), freezes=rng.choice([0, 1]), write_fails=rng.choice([0.0, 0.05]),
         write_unknown=rng.choice([0.0, 0.01]), opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0),
         chunks=rng.choice([1, 1, 8]), backing=1.0,
+    )  # fmt: skip
+
+
+def _led(base: Profile, rng: random.Random) -> Profile:
+    """Half of them lose messages and nothing else, so that no room waits for its deadline."""
+    led = replace(
+        base, led=True, ranks=True, decodes=1, prefills=rng.randint(1, 2), rooms=rng.randint(10, 30),
+        span=rng.choice([0.05, 1.0]), window=rng.choice([1, 2, 64]), write=rng.choice([0.0001, 0.01]),
+        loss=rng.choice([0.0, 0.05]), dial_fails=rng.choice([0.0, 0.5]),
+    )  # fmt: skip
+    if rng.random() < 0.5:
+        return replace(led, patient=True, arena_tokens=4096, pool_tokens=4096, deadline=(20.0, 30.0))
+    return replace(
+        led, kills=rng.choice([0, 1, 2]), freezes=rng.choice([0, 1]), partitions=rng.choice([0, 1]),
+        duplicate=rng.choice([0.0, 0.2]), delay_tail=rng.choice([0.0, 1.0]),
+        deadline=(1.0, 8.0),
     )  # fmt: skip
 
 

@@ -223,6 +223,7 @@ class Target(_Part):
         super().__init__(room, node, caller)
         self.node = node
         self.expected = self.ready = self.released = False
+        self.whole_group = False  # its sources are the leader's to name
         self.corrupted = False  # a row of it is not what was sent
         self.grown = 0  # tokens that decode has written behind the prompt's
         self.ready_at = math.inf
@@ -231,14 +232,16 @@ class Target(_Part):
         self.chosen: list[Int64s] = []  # slots of each component, where the engine chooses them
         self.first_rows = [0] * len(node.components)  # the first of each that has to cross
 
-    def expect(self, *, seconds: float, sources: list[str]) -> None:
+    def expect(self, seconds: float, sources: list[str], whole_group: bool = False) -> None:
         node, room = self.node, self.room
+        node.dialled.update(sources)
+        self.whole_group = whole_group
         placed = None
         if self.world.profile.placed:
             placed = self._choose()
             if placed is None:  # the engine asks when some have come back
                 if seconds > 0.2:
-                    node.later(0.1, lambda: self.expect(seconds=seconds - 0.1, sources=sources))
+                    node.later(0.1, lambda: self.expect(seconds - 0.1, sources))
                 return
         node.rooms[room.id], self.expected, self.life = self, True, node.life
         room.targets.append(self)
@@ -248,7 +251,7 @@ class Target(_Part):
         keys = node.core.cache.keys(room.prompt, b"") if room.family else ()
         request = RoomRequest(
             room=room.id, tokens=room.tokens, sources=sources, time_left_s=seconds, growth=room.growth, keys=keys,
-            placed=placed, prefix=self.prefix,
+            placed=placed, prefix=self.prefix, whole_group=whole_group,
         )  # fmt: skip
         node.perform(node.core.expect(request, node.clock))
 
@@ -392,8 +395,8 @@ class Target(_Part):
             world.fail(f"room {room.id} fails on decode after it has ended: {effect.cause} {effect.detail}")
         if effect.cause is Cause.BREACH:
             world.fail(f"room {room.id}: honest peers were accused: {effect.detail}")
-        if "sent by none" in effect.detail and world.profile.routers:
-            world.fail(f"room {room.id}: its router left a rank out: {effect.detail}")
+        if "sent by none" in effect.detail and (world.profile.routers or self.whole_group):
+            world.fail(f"room {room.id}: its router or its leader left a rank out: {effect.detail}")
         if effect.cause is Cause.DEADLINE and world.profile.patient:
             world.fail(f"room {room.id} waited for its deadline, and for nothing else: {effect.detail}")
         if "checksum" in effect.detail and not self.corrupted:

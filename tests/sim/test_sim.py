@@ -47,6 +47,14 @@ def test_every_world_whose_engine_chooses_the_slots_keeps_the_invariants(chunk: 
         assert tally.seen[what] > 0, what
 
 
+@pytest.mark.parametrize("chunk", range(some(8)))
+def test_every_world_whose_rooms_name_leaders_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="led")
+    assert not tally.failure, tally.failure
+    for what in ("rooms that name a leader", "ranks that cannot be dialled", "ready", "prefill kills"):
+        assert tally.seen[what] > 0, what
+
+
 def test_worlds_show_what_they_are_for() -> None:
     """Invariants hold easily where nothing happens: most rooms are READY, and each fault was there."""
     tally = run([*range(SHOWN), 315, 349])  # in these two a worker is full and its router cannot go elsewhere

@@ -78,6 +78,21 @@ class PrefillPeers:
             return Cause.PEER_LOST, f"{name} keeps {peer.quarantined_bytes} bytes of the arena in quarantine"
         return None
 
+    def group_of(self, name: str) -> tuple[str, ...] | None:
+        """The ranks that this peer leads, as they are dialled, itself first; None without a session with it."""
+        peer = self.peers.get(name)
+        if peer is None or peer.identity is None or peer.session is None:
+            return None
+        return name, *[member.endpoint for member in peer.identity.group[1:]]
+
+    def undialled(self, name: str, cause: Cause, text: str, now: float) -> None:
+        """The shell cannot dial the peer: its rooms fail, and a later room tries again."""
+        peer = self.peers.get(name)
+        if peer is not None:
+            self._unreachable(peer, cause, text, now)
+            if all(session.peer != name for session in self.sessions.values()):
+                self._forget(peer)
+
     def session_of(self, name: str, session_id: int) -> SessionRecord | None:
         """The session, None if unknown. Raises RemoteProtocolError if it is another peer's."""
         session = self.sessions.get(session_id)

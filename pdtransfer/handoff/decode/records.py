@@ -124,6 +124,7 @@ class RoomRecord:
     sources: tuple[str, ...]
     deadline: float
     enable_hisparse: bool
+    leaders: tuple[str, ...] = ()  # whose groups the sources are; none where the caller named all sources
     first_rows: tuple[int, ...] = ()  # where the engine chose the slots: the first row of each component that has one
     state: DecodeRoom = DecodeRoom.CONNECTING
     reserved: dict[str, SessionRecord] = field(default_factory=dict[str, SessionRecord])  # window slots, by source

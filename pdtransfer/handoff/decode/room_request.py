@@ -34,6 +34,7 @@ class RoomRequest:
     `room` is the label under which those ranks open it. The engine has the first `prefix` tokens elsewhere. Or `keys`,
     as `PrefixCache.keys` makes them, name the prompt's blocks: those in the arena when the room is admitted do not
     cross, and the others are shared from READY on. Or `placed`, one a component, are the slots that the engine chose.
+    With `whole_group` the sources are leaders, and the room is written by all ranks of the groups that they name.
     """
 
     room: int
@@ -45,6 +46,7 @@ class RoomRequest:
     keys: tuple[bytes, ...] = ()
     enable_hisparse: bool = False
     placed: tuple[PlacedRows, ...] | None = None
+    whole_group: bool = False
 
     def record(self, cache: PrefixCache, rooms: Collection[int], deadline: float) -> RoomRecord:
         """The room, which waits for nothing yet.
@@ -67,9 +69,11 @@ class RoomRequest:
             raise LocalProtocolError(f"sources: {list(self.sources)} names no rank, or one twice")
         demand = self._demand(cache.arena.components)
         first_rows = () if placed is None else tuple([each.first_row for each in placed])
+        sources = tuple(self.sources)
         return RoomRecord(
-            self.room, tokens, prefix, demand, tuple(self.sources), deadline, self.enable_hisparse, first_rows
-        )
+            self.room, tokens, prefix, demand, sources, deadline, self.enable_hisparse,
+            leaders=sources if self.whole_group else (), first_rows=first_rows,
+        )  # fmt: skip
 
     def _demand(self, components: Sequence[Component]) -> Demand:
         rows, byte_count = list[int](), 0

@@ -26,7 +26,7 @@ from ...wire import (
     Welcome,
 )
 from ..admission import Admission
-from ..effects import DecodeEffect, PeerRefused, RoomDrained, RoomFailed, RoomLeased, RoomReady, Send, SessionLost
+from ..effects import DecodeEffect, Dial, PeerRefused, RoomDrained, RoomFailed, RoomLeased, RoomReady, Send, SessionLost
 from ..prefix import PrefixCache
 from ..slot_allocator import SlotAllocator
 from ..states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, step
@@ -34,6 +34,7 @@ from .leases import Leases, fits_a_grant
 from .post_landing import PostLanding, PrefixPublish
 from .prefill_peers import PrefillPeers
 from .records import LeaseEntry, PeerRecord, RoomRecord, SessionRecord
+from .room_groups import RoomGroups
 from .room_request import RoomRequest, refusal
 from .window_slots import Coverage, WindowSlots
 
@@ -70,6 +71,7 @@ class DecodeSessions:
             up=lambda peer: self._connect(peer.name), lost=self._session_lost, unreachable=self._peer_unreachable,
             quiet=lambda session: self.leases.quiet(session),  # noqa: PLW0108 -- `leases` is made below: each needs the other
         )  # fmt: skip
+        self.room_groups = RoomGroups(self.prefill_peers)
         self.leases = Leases(self.prefill_peers, self.cache, limits, self._out.append)
         self.prefix_publish = PrefixPublish(self.cache, self.prefill_peers.timers)
         self.post_landing = PostLanding(self.cache, self._out.append, hbm_apart=hbm_apart)
@@ -105,15 +107,12 @@ class DecodeSessions:
             room.holding = self.arena.place(room.id, tuple([each.extents for each in request.placed]))
         self.rooms[room.id] = room
         self.prefill_peers.timers.set(("room", room.id, 0), room.deadline)
-        for name in room.sources:
-            if name not in self.window_slots:
-                self.prefill_peers.redial(name, now)
-        if (unfit := self._unfit(room, now)) is not None:
-            self._fail(room, *unfit, now)
-            return self._effects(now)
-        self.window_slots.wait(room)
-        for name in room.sources:
-            self._connect(name)
+        if room.leaders:
+            if self._fit(room, now):
+                self.room_groups.wait(room)
+                self._name_sources(room, now)
+        else:
+            self._meet(room, now)
         return self._effects(now)
 
     def release(self, room_id: int, now: float) -> list[DecodeEffect]:
@@ -146,6 +145,11 @@ class DecodeSessions:
         return not self.rooms and not leases and not self.post_landing
 
     # Reports of the shell
+
+    def undialled(self, peer: str, cause: Cause, text: str, now: float) -> list[DecodeEffect]:
+        """Answers Dial with a failure: the rooms that need the peer end."""
+        self.prefill_peers.undialled(peer, cause, text, now)
+        return self._effects(now)
 
     def offered(self, session_id: int, reach: Reach, now: float) -> list[DecodeEffect]:
         """Answers Offer."""
@@ -217,6 +221,8 @@ class DecodeSessions:
         match message:
             case Welcome() | Reject() | Pong() | Goodbye():
                 self.prefill_peers.receive(name, message, now)
+                if isinstance(message, Welcome):
+                    self._on_group(name, now)
             case Registered() | Granted() | Landed() | Failed() | Drained():
                 session = self.prefill_peers.session_of(name, message.session)
                 if session is None:
@@ -271,6 +277,40 @@ class DecodeSessions:
         return ""
 
     # Rooms
+
+    def _fit(self, room: RoomRecord, now: float) -> bool:
+        """Greets the room's sources; False if one of them may not be granted, so that the room has failed."""
+        for name in room.sources:
+            if name not in self.window_slots and name not in self.room_groups:
+                self.prefill_peers.redial(name, now)
+        if (unfit := self._unfit(room, now)) is not None:
+            self._fail(room, *unfit, now)
+        return unfit is None
+
+    def _meet(self, room: RoomRecord, now: float) -> None:
+        """The room knows its sources: it waits for a window slot at each of them."""
+        if self._fit(room, now):
+            self.window_slots.wait(room)
+            for name in room.sources:
+                self._connect(name)
+
+    def _name_sources(self, room: RoomRecord, now: float) -> None:
+        """Gives the room its sources if all its leaders have named their groups."""
+        sources = self.room_groups.sources(room)
+        if sources is not None:
+            self.room_groups.leave(room)
+            room.sources = sources
+            self._out += map(Dial, sources)
+            self._meet(room, now)
+
+    def _on_group(self, leader: str, now: float) -> None:
+        """The peer has named its group, perhaps another than its earlier process: a room that waits for ranks of that
+        one would wait for its deadline."""
+        for room in self.window_slots.waiting_at(leader):
+            if leader in room.leaders and self.room_groups.sources(room) not in (None, room.sources):
+                self._fail(room, Cause.PEER_RESTARTED, f"{leader} leads another group of ranks now", now)
+        for room in self.room_groups.waiting_at(leader):
+            self._name_sources(room, now)
 
     def _connect(self, name: str) -> None:
         """Assigns free slots in this peer's window to the rooms that wait for them."""
@@ -338,6 +378,7 @@ class DecodeSessions:
         before = room.state
         room.state = step(DECODE_ROOM, before, DecodeRoomEvent.FAIL)
         self.window_slots.leave(room)
+        self.room_groups.leave(room)
         self.admission.withdraw(room.id)
         if before in (DecodeRoom.LANDING, DecodeRoom.SETTLING):
             assert room.holding is not None
@@ -365,7 +406,7 @@ class DecodeSessions:
         self.leases.quarantine(session)
 
     def _peer_unreachable(self, peer: PeerRecord, cause: Cause, detail: str, now: float) -> None:
-        for room in self.window_slots.waiting_at(peer.name):
+        for room in [*self.window_slots.waiting_at(peer.name), *self.room_groups.waiting_at(peer.name)]:
             self._fail(room, cause, detail, now)
 
     def _effects(self, now: float) -> list[DecodeEffect]:

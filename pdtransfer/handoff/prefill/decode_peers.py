@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ...errors import Cause, LayoutMismatchError, RemoteProtocolError
 from ...layout.layout import Component
 from ...limits import EARLIER_INCARNATIONS_MAX, FIELDS_MAX, TEXT_LENGTH_MAX, Limits
@@ -19,6 +21,7 @@ from ...wire import (
     Grant,
     Hello,
     Identity,
+    Member,
     Message,
     Ping,
     Pong,
@@ -69,11 +72,17 @@ class DecodePeers:
         *,
         on_grant_message: Callable[[WriterSession, Grant | Abort | Released, float], None],
         closed: Callable[[WriterSession, Cause, str, float], None],
+        group_is_known: bool,
     ) -> None:
         self.identity, self._components, self._limits = identity, components, limits
         self._timers, self._out, self._on_grant_message, self._closed = timers, out, on_grant_message, closed
+        self._group_is_known = group_is_known
         self.peers: dict[str, DecodePeer] = {}
         self.sessions: dict[int, WriterSession] = {}  # closed ones too, until they are over
+
+    def set_group(self, members: tuple[Member, ...]) -> None:
+        """Names the group in each Welcome from now on."""
+        self.identity, self._group_is_known = msgspec.structs.replace(self.identity, group=members), True
 
     def receive(self, name: str, message: Message, now: float) -> None:
         """Takes one message of a decode node. Raises RemoteProtocolError for a breach."""
@@ -187,6 +196,8 @@ class DecodePeers:
         return [session for session in self.sessions.values() if session.peer == name and session.open]
 
     def _hello(self, name: str, message: Hello, now: float) -> None:
+        if not self._group_is_known:
+            return  # Hello repeats until it is.
         theirs, ours, peer = message.identity, self.identity, self.peers.get(name)
         if peer is not None:
             if peer.liveness.late(theirs.incarnation, now):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from ...errors import Cause, LocalProtocolError, RemoteProtocolError
 from ...layout.layout import Component
 from ...limits import AUX_BYTES_MAX, TEXT_LENGTH_MAX, Limits
-from ...wire import Abort, Grant, Granted, Identity, Message, Released
+from ...wire import Abort, Grant, Granted, Identity, Member, Message, Released
 from ..effects import (
     FenceWriter,
     Outcome,
@@ -40,7 +40,10 @@ from .writer_grants import GrantEnds, WriterGrant, WriterSession
 class PrefillSessions:
     """One prefill rank: its peers, its open rooms, and the writes in flight."""
 
-    def __init__(self, identity: Identity, components: Sequence[Component], limits: Limits) -> None:
+    def __init__(
+        self, identity: Identity, components: Sequence[Component], limits: Limits, *, group_is_known: bool = True
+    ) -> None:
+        """Unless its `group_is_known` it answers no Hello before `set_group`."""
         self.identity, self._limits = identity, limits
         self._components = {component.name: component for component in components}
         self.rooms: dict[int, OpenRoom] = {}  # not ended, or ended with writes in flight
@@ -51,7 +54,7 @@ class PrefillSessions:
         self._out: list[PrefillEffect] = []
         self.decode_peers = DecodePeers(
             identity, self._components, limits, self._timers, self._out.append,
-            on_grant_message=self._on_grant_message, closed=self._session_closed,
+            on_grant_message=self._on_grant_message, closed=self._session_closed, group_is_known=group_is_known,
         )  # fmt: skip
         self._grant_ends = GrantEnds(limits, self._timers, self._out.append)
 
@@ -66,6 +69,10 @@ class PrefillSessions:
         return self.decode_peers.sessions
 
     # Calls of the engine
+
+    def set_group(self, members: tuple[Member, ...]) -> None:
+        """The ranks that this one leads, itself first: each Welcome from now on names them."""
+        self.decode_peers.set_group(members)
 
     def open(
         self,

@@ -24,6 +24,7 @@ from pdtransfer.handoff.effects import (
     Write,
 )
 from pdtransfer.handoff.prefill.cells import Cell
+from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.limits import AUX_BYTES_MAX
 from pdtransfer.wire import (
     Abort,
@@ -32,6 +33,7 @@ from pdtransfer.wire import (
     Goodbye,
     Granted,
     Landed,
+    Member,
     Ping,
     Pong,
     Registered,
@@ -50,6 +52,7 @@ from tests.support.session_ends import (
     PrefillEnd,
     failure,
     grant,
+    identity,
     kv_bytes,
     of,
     refusal,
@@ -852,3 +855,13 @@ def test_a_grant_without_parts_that_is_to_be_verified_lands_with_the_sum_of_noth
     end.hear(grant(verify=True, parts=()))
     (landed,) = sent([*end.push(), *end.finish()], Landed)
     assert landed.checksum == bytes(8)
+
+
+def test_no_hello_is_answered_before_the_group_is_known() -> None:
+    end = PrefillEnd()
+    end.core = PrefillSessions(identity("p0", "prefill"), end.components, LIMITS, group_is_known=False)
+    assert end.hear(end.hello()) == []
+    group = (Member("p0", ""), Member("p1", "tcp://p1"))
+    end.core.set_group(group)
+    (welcome,) = sent(end.hear(end.hello()), Welcome)
+    assert welcome.identity.group == group

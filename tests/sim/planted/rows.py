@@ -49,9 +49,9 @@ def shared_before_ready(patch: Patch) -> None:
     """A prompt enters the cache when its slots are leased: the next one reads what has not landed."""
     admit = Admission.admit
 
-    def and_keep(self: Admission, now: float) -> Holding | None:
+    def and_keep(self: Admission, now: float, placed: Holding | None) -> Holding | None:
         keys = next(iter(self._queue.values())).keys
-        holding = admit(self, now)
+        holding = admit(self, now, placed)
         if holding is not None:
             self._cache.keep(holding, keys)
         return holding

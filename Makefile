@@ -54,7 +54,7 @@ check: .venv/.stamp
 # What a user sizes a host with, then what measures and attacks the parts.
 bench: .venv/.stamp
 	@for part in copy transfer hisparse; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
-	@for part in plan verify prefix bus handoff idle load siege faults; do $(RUN) -m benchmarks $$part $(ARGS) || exit 1; done
+	@for part in plan verify prefix bus handoff poll idle load siege faults; do $(RUN) -m benchmarks $$part $(ARGS) || exit 1; done
 
 venv: .venv/.stamp
 

@@ -64,6 +64,19 @@ def stall(
 
 
 @app.command
+def poll(
+    *,
+    calls: Annotated[int, counted("Calls in one round.")] = 100_000,
+    rounds: Annotated[int, counted("Rounds of each client.")] = 21,
+    json: Json = False,
+) -> int:
+    """What an embedded client's poll costs where nothing has happened."""
+    from . import poll as part
+
+    return show(part.measure(calls=calls, rounds=rounds), part.LINES, part.measure, json=json)
+
+
+@app.command
 def pages(*, gib: Annotated[float, Parameter(help="GiB of each of two arenas.")] = 1.0, json: Json = False) -> int:
     """An arena in pages of 4 KiB against one in what `--huge-pages auto` finds: backing, registering, copies."""
     from . import pages as part

@@ -12,7 +12,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import attacks, bus, crossing, faults, handoff, idle, load, pages, plan, prefix, siege, stall, verify
+from benchmarks import (
+    attacks,
+    bus,
+    crossing,
+    faults,
+    handoff,
+    idle,
+    load,
+    pages,
+    plan,
+    poll,
+    prefix,
+    siege,
+    stall,
+    verify,
+)
 from benchmarks.__main__ import app, main
 from benchmarks.ranks import FaultyRankPair
 from pdtransfer.bench import models
@@ -45,6 +60,13 @@ def test_prefix_sets_rooms_with_the_cache_beside_rooms_without(capsys: pytest.Ca
         assert 0 < float(figures[f"{name}_handoff_us"]) < float(figures[f"{name}_ready_us"])
         assert float(figures[f"{name}_cpu_us"]) > 0
     assert "98% of" in printed(prefix.LINES, figures, plan.measure, capsys)
+
+
+def test_a_poll_without_events_is_timed_beside_a_call_that_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = poll.measure(calls=50, rounds=3)
+    for name in ("prefill", "decode", "empty"):
+        assert 0 < float(figures[f"{name}_ns"]) <= float(figures[f"{name}_ns_max"])
+    assert "50 calls a round" in printed(poll.LINES, figures, plan.measure, capsys)
 
 
 def test_handoff_sets_latency_beside_a_bare_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,6 +253,7 @@ def test_what_no_benchmark_has_printed_makes_no_page(
 PARTS = {  # what each is called with by default
     "handoff": {"tokens": 16, "rooms": 2_000, "concurrency": 64},
     "crossing": {"tokens": 8_192, "rooms": 8, "model": "deepseek"},
+    "poll": {"calls": 100_000, "rounds": 21},
     "stall": {"tokens": 4_096, "rooms": 96},
     "plan": {"tokens": 131_072, "layers": 61},
     "verify": {"tokens": 4_096, "rooms": 1_000},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import count, permutations
 from typing import Any
 
 import numpy as np
@@ -193,6 +193,7 @@ AT = ROWS.ctypes.data
         ({(0, "k"): ROWS}, {"origin": AT, "byte_count": 383},
          f"views[0, 'k'].address: bytes 0..383 from {AT:#x} on, of 383"),
     ],
+    ids=count(),  # texts name addresses, which differ between the workers of one run
 )  # fmt: skip
 def test_views_that_make_no_layout_are_refused_by_name(views: Any, more: dict[str, Any], text: str) -> None:
     with pytest.raises(LocalProtocolError) as caught:

@@ -28,11 +28,11 @@ SALT_BYTES = 32
 
 
 class BadRequestError(LocalProtocolError):
-    """The body is invalid. `param` is the field, None for the body as a whole; `code` is OpenAI's error code."""
+    """The request is invalid. `param` is the field, None for the body as a whole; `code` is OpenAI's error code."""
 
-    def __init__(self, param: str | None, text: str, *, code: str | None = None) -> None:
+    def __init__(self, param: str | None, text: str, *, code: str | None = None, status: int = 400) -> None:
         super().__init__(f"{param}: {text}" if param else text)
-        self.param, self.code = param, code
+        self.param, self.code, self.status = param, code, status
 
 
 class StreamOptions(Struct):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import time
 from contextlib import suppress
@@ -13,15 +12,14 @@ from dataclasses import replace
 import msgspec
 import uvloop
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from ..bus import Bus
 from ..bus.keys import AllowList, KeyPair
 from ..config.config import RouterConfig
 from ..engine_api import Spans
-from ..errors import ArenaFullError, Cause, ConfigError, RemoteProtocolError
+from ..errors import ArenaFullError, ConfigError, RemoteProtocolError
 from ..handoff.effects import Send
-from ..limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
+from ..limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
 from ..node.core_driver import EffectRunner, LoopClock, Ticker
 from ..process.http import Health, HttpListener, application
 from ..process.setup import prepare
@@ -29,15 +27,13 @@ from ..process.signals import StopSignal, reload, reload_on_hangup
 from ..tracing.trace import recorded
 from ..wire import Identity, Message, Ranks
 from .completions import BadRequestError, Completion, CompletionAnswer, Text, error, models, parse
+from .openai_http import JSON, OpenRequests, error_response, openai_errors, refusal
 from .router_effects import Emit, Fail, Finish, Refusal, RoutingEffect, WorkerChanged
 from .router_metrics import RouterMetrics
 from .routing import Routing
 from .worker_pool import model_text
 
 log = logging.getLogger(__name__)
-
-JSON = "application/json"
-BODY_S = 20.0  # time limit for a body
 
 
 class Reply:
@@ -100,16 +96,12 @@ class Router:
         self._clock = LoopClock(config.limits.ping_ms / 2e3)
         self._perform = EffectRunner(self._perform_one, Ticker(self.routing.next_tick, self._tick, self._clock))
         self._replies: dict[int, Reply] = {}
-        self._idle = asyncio.Event()  # set while no reply is pending
-        self._idle.set()
+        self.open_requests = OpenRequests(config.limits)
         self.metrics = RouterMetrics(self.routing, self._bus)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
-        app.middlewares.append(_openai_errors)
+        app.middlewares.append(openai_errors("POST /v1/completions and GET /v1/models"))
         app.add_routes([web.post("/v1/completions", self._completions), web.get("/v1/models", self._models)])
         self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
-        self._bodies_bytes = 0  # of bodies being received
-        self._prompts_bytes = 0  # of unfinished requests
-        self._draining = False
 
     async def open(self) -> str:
         """Dials the workers and listens; returns host:port. Raises ConfigError or WorldError."""
@@ -127,12 +119,8 @@ class Router:
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Accepts no more requests; waits for unfinished ones until the room deadline or `hurry`."""
-        self._draining = True
         self.routing.drain()
-        waits = [self._loop.create_task(each.wait()) for each in (self._idle, hurry)]
-        await asyncio.wait(waits, timeout=self._deadline_s, return_when=asyncio.FIRST_COMPLETED)
-        for each in waits:
-            each.cancel()
+        await self.open_requests.drain(hurry)
 
     async def close(self) -> None:
         """Fails unfinished requests, sends Goodbye to the workers, and releases everything."""
@@ -189,34 +177,29 @@ class Router:
             }
             for each in self.routing.workers.by_peer.values()
         ]
-        ready = not self._draining and bool(self.routing.workers.models())
-        return Health(ready, {"draining": self._draining, "workers": workers})
+        draining = self.open_requests.draining
+        ready = not draining and bool(self.routing.workers.models())
+        return Health(ready, {"draining": draining, "workers": workers})
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.Response(body=models(self.routing.workers.models(), self._created), content_type=JSON)
 
     async def _completions(self, http: web.Request) -> web.StreamResponse:
         try:
-            async with asyncio.timeout(BODY_S):
-                body = await self._body(http)
+            body = await self.open_requests.body(http)
             completion = self._of_one_model(
                 parse(body, seed=secrets.randbits(63), enable_hisparse=self._config.enable_hisparse)
             )
-        except TimeoutError:
-            return self._refuse(_error(408, "the body did not come in time"))
-        except BadRequestError as bad:
-            return self._refuse(_error(404 if bad.code else 400, str(bad), param=bad.param, code=bad.code))
-        except ArenaFullError as full:
-            return self._refuse(_error(429, str(full), code=Cause.FULL.value, retry_ms=full.retry_ms or 0))
-        limits, prompt_bytes = self._config.limits, len(completion.request.prompt)
-        if len(self._replies) >= limits.rooms_max or self._prompts_bytes + prompt_bytes > limits.prompts_bytes_max:
-            return self._refuse(_error(429, "too many answers are still being read", code=Cause.FULL.value))
+            with self.open_requests.hold(len(completion.request.prompt)):
+                return await self._complete(http, completion)
+        except (BadRequestError, ArenaFullError) as why:
+            return self._refuse(refusal(why))
+
+    async def _complete(self, http: web.Request, completion: Completion) -> web.StreamResponse:
         accepted = self.routing.submit(completion.request, self._clock.now())
         if isinstance(accepted, Refusal):
             return self._refuse(_failed(accepted))
         reply = self._replies[accepted.request] = Reply(time.monotonic())
-        self._idle.clear()
-        self._prompts_bytes += prompt_bytes
         self._perform(accepted.effects)
         self.metrics.prompt_tokens.inc(completion.prompt_tokens)
         model = completion.request.model or ""
@@ -231,27 +214,7 @@ class Router:
             if reply.end is None:
                 self._perform(self.routing.cancel(accepted.request, self._clock.now()))
             del self._replies[accepted.request]
-            self._prompts_bytes -= prompt_bytes
-            if not self._replies:
-                self._idle.set()
             self._count(reply)
-
-    async def _body(self, http: web.Request) -> bytes:
-        """Reads the body. Raises HTTPRequestEntityTooLarge, or ArenaFullError when all bodies are too large."""
-        body, length = bytearray(), http.content_length or 0
-        if length > HTTP_BODY_BYTES_MAX:
-            raise web.HTTPRequestEntityTooLarge(HTTP_BODY_BYTES_MAX, length)
-        try:
-            async for piece in http.content.iter_any():
-                body += piece
-                self._bodies_bytes += len(piece)
-                if len(body) > HTTP_BODY_BYTES_MAX:
-                    raise web.HTTPRequestEntityTooLarge(HTTP_BODY_BYTES_MAX, len(body))
-                if self._bodies_bytes > HTTP_BODIES_BYTES_MAX:
-                    raise ArenaFullError("too many request bodies at once", retry_ms=1_000)
-        finally:
-            self._bodies_bytes -= len(body)
-        return bytes(body)
 
     def _of_one_model(self, completion: Completion) -> Completion:
         """Fills in the model. Raises BadRequestError for a model that is not served, or a missing one among several."""
@@ -259,7 +222,9 @@ class Router:
         if not served or model in served:
             return completion
         if model is not None:
-            raise BadRequestError("model", f"{model!r} is not served: {', '.join(served)}", code="model_not_found")
+            raise BadRequestError(
+                "model", f"{model!r} is not served: {', '.join(served)}", code="model_not_found", status=404
+            )
         if len(served) > 1:
             raise BadRequestError("model", f"missing, one of: {', '.join(served)}")
         return replace(completion, request=replace(completion.request, model=served[0]))
@@ -315,29 +280,7 @@ class Router:
 
 
 def _failed(end: Fail | Refusal) -> web.Response:
-    return _error(end.status, end.detail, code=end.cause.value, retry_ms=end.retry_ms)
-
-
-def _error(
-    status: int, text: str, *, param: str | None = None, code: str | None = None, retry_ms: int = 0
-) -> web.Response:
-    headers = {"Retry-After": str(max(1, math.ceil(retry_ms / 1e3)))} if status in (429, 503) else {}
-    body = error(status, text, param=param, code=code)
-    return web.Response(status=status, body=body, headers=headers, content_type=JSON)
-
-
-@web.middleware
-async def _openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns the HTTP library's refusals into OpenAI's form on OpenAI's paths."""
-    try:
-        return await handler(request)
-    except web.HTTPException as refusal:
-        if not request.path.startswith("/v1/"):
-            raise
-        text = refusal.text or refusal.reason
-        if refusal.status in (404, 405):
-            text += "; POST /v1/completions and GET /v1/models are what this router has"
-        return _error(refusal.status, text)
+    return error_response(end.status, end.detail, code=end.cause.value, retry_ms=end.retry_ms)
 
 
 async def serve(config: RouterConfig) -> None:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
 from pdtransfer.process import connection_limit, http
 from pdtransfer.process.http import Health, HttpListener, application
-from pdtransfer.router import router
+from pdtransfer.router import openai_http
 from tests.support.router_site import site
 from tests.support.waiting import on_loop, run_on_loop, until
 
@@ -164,7 +164,7 @@ async def posting(url: str, head: bytes) -> Stream:
 
 
 def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "BODY_S", 0.2)
+    monkeypatch.setattr(openai_http, "BODY_S", 0.2)
 
     async def case() -> None:
         async with site() as it:
@@ -178,19 +178,19 @@ def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_bodies_being_received_are_bounded_together(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "HTTP_BODIES_BYTES_MAX", 250_000)
+    monkeypatch.setattr(openai_http, "HTTP_BODIES_BYTES_MAX", 250_000)
 
     async def case() -> None:
         async with site() as it:
             head = b"Transfer-Encoding: chunked\r\n\r\n20000\r\n" if chunked else b"Content-Length: 200000\r\n\r\n"
             streams = [await posting(it.url, head + b" " * 100_000) for _ in range(2)]
-            await until(lambda: it.router._bodies_bytes == 200_000)
+            await until(lambda: it.router.open_requests.bodies_bytes == 200_000)
             last, _ = await posting(it.url, head + b" " * 100_000)
             assert (await last.readline()).startswith(b"HTTP/1.1 429")
-            await until(lambda: it.router._bodies_bytes == 200_000)
+            await until(lambda: it.router.open_requests.bodies_bytes == 200_000)
             for _, writer in streams:
                 writer.close()
-            await until(lambda: it.router._bodies_bytes == 0)
+            await until(lambda: it.router.open_requests.bodies_bytes == 0)
             assert (await it.post(prompt="a", max_tokens=1))[0] == 200
 
     run_on_loop(case)
@@ -204,7 +204,7 @@ def test_a_body_beyond_the_limit_is_refused(chunked: bool) -> None:
             reader, writer = await posting(it.url, head % (HTTP_BODY_BYTES_MAX + 1))
             writer.write(b" " * (HTTP_BODY_BYTES_MAX + 1) if chunked else b"")
             assert (await reader.readline()).startswith(b"HTTP/1.1 413")
-            assert it.router._bodies_bytes == 0
+            assert it.router.open_requests.bodies_bytes == 0
             writer.close()
 
     run_on_loop(case)
@@ -225,10 +225,10 @@ def test_no_body_is_decompressed() -> None:
 def test_prompts_of_unfinished_requests_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     async def case() -> None:
         async with site() as it:
-            it.router._prompts_bytes = it.router._config.limits.prompts_bytes_max - 8
+            it.router.open_requests.prompts_bytes = it.router._config.limits.prompts_bytes_max - 8
             status, body, _ = await it.post(prompt="abc", max_tokens=1)
             assert (status, body["error"]["code"]) == (429, "full")
             assert (await it.post(prompt="ab", max_tokens=1))[0] == 200
-            assert it.router._prompts_bytes == it.router._config.limits.prompts_bytes_max - 8
+            assert it.router.open_requests.prompts_bytes == it.router._config.limits.prompts_bytes_max - 8
 
     run_on_loop(case)

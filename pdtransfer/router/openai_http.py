@@ -1,0 +1,117 @@
+"""What the HTTP side of every router shares: bounded bodies, unfinished requests, errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from ..errors import ArenaFullError, Cause
+from ..limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, Limits
+from .completions import BadRequestError, error
+
+JSON = "application/json"
+BODY_S = 20.0  # time limit for a body
+
+
+class OpenRequests:
+    """The requests of one router, from their body to their end: bounded in number and in bytes."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.count = 0
+        self.bodies_bytes = 0  # of bodies being received
+        self.prompts_bytes = 0  # of unfinished requests
+        self.draining = False
+        self._idle = asyncio.Event()  # set while no request is unfinished
+        self._idle.set()
+
+    async def body(self, http: web.Request) -> bytes:
+        """Reads the body. Raises BadRequestError where it is late, HTTPRequestEntityTooLarge, or ArenaFullError where
+        all bodies together are too large."""
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await self._read(http)
+        except TimeoutError:
+            raise BadRequestError(None, "the body did not come in time", status=408) from None
+
+    async def _read(self, http: web.Request) -> bytes:
+        body, length = bytearray(), http.content_length or 0
+        if length > HTTP_BODY_BYTES_MAX:
+            raise web.HTTPRequestEntityTooLarge(HTTP_BODY_BYTES_MAX, length)
+        try:
+            async for piece in http.content.iter_any():
+                body += piece
+                self.bodies_bytes += len(piece)
+                if len(body) > HTTP_BODY_BYTES_MAX:
+                    raise web.HTTPRequestEntityTooLarge(HTTP_BODY_BYTES_MAX, len(body))
+                if self.bodies_bytes > HTTP_BODIES_BYTES_MAX:
+                    raise ArenaFullError("too many request bodies at once", retry_ms=1_000)
+        finally:
+            self.bodies_bytes -= len(body)
+        return bytes(body)
+
+    @contextmanager
+    def hold(self, prompt_bytes: int) -> Generator[None]:
+        """Counts a request until its end. Raises ArenaFullError beyond `rooms_max` or `prompts_bytes_max`."""
+        limits = self._limits
+        if self.count >= limits.rooms_max or self.prompts_bytes + prompt_bytes > limits.prompts_bytes_max:
+            raise ArenaFullError("too many answers are still being read", retry_ms=0)
+        self.count += 1
+        self.prompts_bytes += prompt_bytes
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.count -= 1
+            self.prompts_bytes -= prompt_bytes
+            if not self.count:
+                self._idle.set()
+
+    async def drain(self, hurry: asyncio.Event) -> None:
+        """Waits for the end of all requests, until the room deadline or `hurry`. Sets `draining`."""
+        self.draining = True
+        waits = [asyncio.ensure_future(each.wait()) for each in (self._idle, hurry)]
+        timeout_s = self._limits.room_deadline_ms / 1e3
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
+
+
+def error_response(
+    status: int, text: str, *, param: str | None = None, code: str | None = None, retry_ms: int = 0
+) -> web.Response:
+    """Returns OpenAI's error object; 429 and 503 carry Retry-After."""
+    headers = {"Retry-After": str(max(1, math.ceil(retry_ms / 1e3)))} if status in (429, 503) else {}
+    body = error(status, text, param=param, code=code)
+    return web.Response(status=status, body=body, headers=headers, content_type=JSON)
+
+
+def refusal(why: BadRequestError | ArenaFullError) -> web.Response:
+    """Returns the answer to a request that is not accepted."""
+    if isinstance(why, ArenaFullError):
+        return error_response(429, str(why), code=Cause.FULL.value, retry_ms=why.retry_ms or 0)
+    return error_response(why.status, str(why), param=why.param, code=why.code)
+
+
+def openai_errors(paths: str) -> Middleware:
+    """Returns a middleware that turns the HTTP library's refusals into OpenAI's form on OpenAI's paths; `paths` names
+    those that this router has."""
+
+    @web.middleware
+    async def through(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPException as refused:
+            if not request.path.startswith("/v1/"):
+                raise
+            text = refused.text or refused.reason
+            if refused.status in (404, 405):
+                text += f"; {paths} are what this router has"
+            return error_response(refused.status, text)
+
+    return through

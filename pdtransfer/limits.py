@@ -35,6 +35,7 @@ AHEAD_PING = 4  # prefill ranks that one Ping names to decode: each maps the are
 EARLIER_INCARNATIONS_MAX = 4  # of a peer, kept to drop late messages of dead processes
 LOAD_MS = 20  # a Load that changes is told this often at most
 PREFIX_PLACED_BLOCKS_MAX = 1_024  # of one prompt that a router looks at: 64 Ki tokens take it 1 ms
+SERVER_ATTEMPTS_MAX = 3  # of one request that HTTP servers fail: a body that breaks them meets no more of them
 HTTP_BODY_BYTES_MAX = 8 << 20  # 512 Ki token ids as JSON
 HTTP_BODIES_BYTES_MAX = 256 << 20  # of all bodies that are on their way at once
 HTTP_CONNECTIONS_MAX = 256  # with nothing asked on them; a router has as many more as it takes requests

@@ -18,12 +18,13 @@ from prometheus_client import CollectorRegistry
 
 from pdtransfer.bench.models import components
 from pdtransfer.commands.cli import COMMANDS, app
-from pdtransfer.config.config import RouterConfig
+from pdtransfer.config.config import HTTP_ENGINE, RouterConfig
 from pdtransfer.engine_api import HotFigures
 from pdtransfer.environment import PREFIX
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.node import DecodeNode, NodeSettings, PrefillNode
 from pdtransfer.router.router import Router
+from pdtransfer.router.servers.server_router import ServerRouter
 from pdtransfer.worker.daemon_metrics import DecodeMetrics, PrefillMetrics
 
 from .proto_generator.schema import choices
@@ -121,12 +122,13 @@ async def _metrics() -> dict[str, list[tuple[str, ...]]]:
     arena = ArenaMemory.create(target.layout.end)
     prefill = PrefillNode(settings, (source,), lambda _: None)
     decode = DecodeNode(settings, (target,), arena, lambda _: None)
-    router = Router(RouterConfig())
+    router, server_router = Router(RouterConfig()), ServerRouter(RouterConfig(engine=HTTP_ENGINE))
     PrefillMetrics(prefill, registries["Prefill"])
     DecodeMetrics(decode, registries["Decode"], HotFigures)
     registries["Router"] = router.metrics.registry
+    registries[f"Router with --engine {HTTP_ENGINE}"] = server_router.metrics.registry
     found = {title: sorted(_of(registry), key=lambda row: row[0].strip("`")) for title, registry in registries.items()}
-    for each in (prefill, decode, router):
+    for each in (prefill, decode, router, server_router):
         await each.close()
     arena.close()
     return found

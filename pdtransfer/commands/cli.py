@@ -70,7 +70,7 @@ def decode(config: Annotated[DecodeConfig | None, _FLAT] = None) -> int:
 
 @app.command
 def router(config: Annotated[RouterConfig | None, _FLAT] = None) -> int:
-    """Runs the router: /v1/completions in front of prefill and decode daemons."""
+    """Runs the router: the HTTP API in front of prefill and decode daemons, or of vLLM servers."""
     return _serve(config or RouterConfig())
 
 

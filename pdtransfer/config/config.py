@@ -30,6 +30,8 @@ PAGE_SIZE_MAX = 65_536
 SLOTS_MAX = 1 << 32  # slots are u32 on the wire
 SOCKET_DIRECTORY_LENGTH_MAX = 72  # the whole path of a Unix socket has at most 107 bytes
 
+_FACTORY = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"  # of an engine
+
 Attention = Literal["mla", "gqa"]
 BenchModel = Literal["deepseek", "mla", "gqa"]  # deepseek: 61 planes of MLA; else the reference model
 HostLayout = Literal["layer_first", "page_first", "page_first_direct", "page_head"]
@@ -122,7 +124,7 @@ class WorkerConfig(NodeConfig):
         self._check_bind("bind", self.bind, scheme="tcp://")
         if self.http:
             self._check_bind("http", self.http)
-        match("engine", self.engine, r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:attribute")
+        match("engine", self.engine, _FACTORY, "module:attribute")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")
         check_name(self.transport)
@@ -223,6 +225,8 @@ class PrefillConfig(WorkerConfig):
         )
 
 
+HTTP_ENGINE = "vllm"
+_OF_DAEMONS = ("key", "allow", "timeline", "enable_hisparse")  # settings of a router that HTTP servers make useless
 _OF_HISPARSE = ("device_slots", "hot_tokens", "dense_slots", "retract_policy")
 
 
@@ -308,19 +312,55 @@ class RouterConfig(NodeConfig):
     role: ClassVar[Literal["prefill", "decode", "router"]] = "router"
 
     node: Annotated[str, _NODE] = field(default_factory=partial(node_name, "router"))
-    listen: Annotated[str, _help("Where /v1/completions, /health, /live and /metrics are served.")] = "127.0.0.1:8000"
-    prefill: Annotated[tuple[str, ...], _help("A prefill daemon, [KEY@]tcp://host:port; may be repeated.")] = ()
-    decode: Annotated[tuple[str, ...], _help("A decode daemon, [KEY@]tcp://host:port; may be repeated.")] = ()
+    listen: Annotated[str, _help("Where OpenAI's API, /health, /live and /metrics are served.")] = "127.0.0.1:8000"
+    engine: Annotated[
+        str, _help("What generates: daemons of pdtransfer, whatever their engine, or HTTP servers of vllm.")
+    ] = "pdtransfer"
+    prefill: Annotated[
+        tuple[str, ...], _help("A prefill daemon, [KEY@]tcp://host:port, or server, http://host:port; may be repeated.")
+    ] = ()
+    decode: Annotated[
+        tuple[str, ...], _help("A decode daemon, [KEY@]tcp://host:port, or server, http://host:port; may be repeated.")
+    ] = ()
     enable_hisparse: Annotated[bool, _help("Default of requests without this field: keep their KV in host memory.")] = (
         False
     )
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)
+        # The setting of daemons, module:attribute, may stand in the same environment or file.
+        match("engine", self.engine, rf"pdtransfer|{HTTP_ENGINE}|{_FACTORY}", f"pdtransfer or {HTTP_ENGINE}")
         self._check_bind("listen", self.listen)
-        for name, endpoints in (("prefill", self.prefill), ("decode", self.decode)):
-            for endpoint in endpoints:
-                self._check_peer(name, endpoint)
+        if self.relays:
+            for name in _OF_DAEMONS:
+                if value := getattr(self, name):
+                    raise ConfigError(f"{name} = {str(value)!r}: has no effect with engine {self.engine}")
+        check = self._check_server if self.relays else self._check_peer
+        workers = [("prefill", each) for each in self.prefill] + [("decode", each) for each in self.decode]
+        for name, worker in workers:
+            check(name, worker)
+        listed = [worker for _, worker in workers]
+        if twice := [worker for worker in listed if listed.count(worker) > 1]:
+            raise ConfigError(f"prefill, decode = {twice[0]!r}: listed twice")
+
+    @property
+    def relays(self) -> bool:
+        """Whether the workers are HTTP servers, to which requests are passed on."""
+        return self.engine == HTTP_ENGINE
+
+    def _check_server(self, name: str, value: str) -> None:
+        scheme, _, address = value.partition("://")
+        try:
+            if scheme not in ("http", "https"):
+                raise ConfigError("the scheme is not http")
+            endpoint = Endpoint.parse(f"tcp://{address}")
+        except ConfigError as error:
+            raise ConfigError(
+                f"{name} = {value!r}: must be http://host:port with engine {self.engine} ({error})"
+            ) from None
+        if scheme == "http" and not self.insecure and not is_loopback(endpoint.address):
+            text = "on another host, where others may read it: take https, or set insecure"
+            raise ConfigError(f"{name} = {value!r}: {text}")
 
     def _check_peer(self, name: str, value: str) -> None:
         try:

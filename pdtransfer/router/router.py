@@ -1,4 +1,7 @@
-"""The router's process: OpenAI's HTTP API and the bus on one event loop. It imports no torch."""
+"""The router's process: OpenAI's HTTP API and the bus on one event loop. It imports no torch.
+
+In front of HTTP servers there is no bus, and `servers` holds the router.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ from .openai_http import JSON, OpenRequests, error_response, openai_errors, refu
 from .router_effects import Emit, Fail, Finish, Refusal, RoutingEffect, WorkerChanged
 from .router_metrics import RouterMetrics
 from .routing import Routing
+from .servers.server_router import ServerRouter
 from .worker_pool import model_text
 
 log = logging.getLogger(__name__)
@@ -70,10 +74,6 @@ class Router:
     """One router process: `open`, then `drain` and `close`."""
 
     def __init__(self, config: RouterConfig, spans: Spans | None = None) -> None:
-        workers = (*config.prefill, *config.decode)
-        if len(set(workers)) < len(workers):
-            duplicate = next(each for each in workers if workers.count(each) > 1)
-            raise ConfigError(f"prefill, decode = {duplicate!r}: listed twice")
         self._config, self._spans = config, spans
         self._loop = asyncio.get_running_loop()
         self.incarnation = secrets.randbits(64)
@@ -154,7 +154,7 @@ class Router:
                 reply = self._replies[request]
                 if not reply.streaming:
                     reply.first_s = time.monotonic()
-                    self.metrics.first_token_seconds.observe(reply.first_s - reply.began_s)
+                    self.metrics.answers.first_token_seconds.observe(reply.first_s - reply.began_s)
                 reply.put(ids)
                 self.metrics.generated_tokens.inc(len(ids))
             case Finish() | Fail():
@@ -265,15 +265,14 @@ class Router:
         return self._config.limits.room_deadline_ms / 1e3
 
     def _refuse(self, response: web.Response) -> web.Response:
-        self.metrics.requests.labels(str(response.status)).inc()
+        self.metrics.answers.count(response.status)
         return response
 
     def _count(self, reply: Reply) -> None:
         assert reply.end is not None
         status = 200 if isinstance(reply.end, Finish) else reply.end.status
-        self.metrics.requests.labels(str(status)).inc()
         now = time.monotonic()
-        self.metrics.request_seconds.observe(now - reply.began_s)
+        self.metrics.answers.count(status, now - reply.began_s)
         if self._spans is not None and isinstance(reply.end, Finish):  # a failed one has no room to name
             self._spans("request", "to the first token", reply.began_s, reply.first_s, room=reply.end.room)
             self._spans("request", "from the first token on", reply.first_s, now, room=reply.end.room)
@@ -291,14 +290,16 @@ async def serve(config: RouterConfig) -> None:
 
 
 async def _run_until_stopped(config: RouterConfig, spans: Spans | None) -> None:
-    stop, router = StopSignal(), Router(config, spans)
+    stop, router = StopSignal(), ServerRouter(config) if config.relays else Router(config, spans)
     try:
         address = await router.open()
-        reload_on_hangup(config.allow, lambda: reload(config.allow, router.allow))
+        if isinstance(router, Router):
+            reload_on_hangup(config.allow, lambda: reload(config.allow, router.allow))
         log.info("%s listens on %s", config.node, address)
         for role, endpoints in (("prefill", config.prefill), ("decode", config.decode)):
             if not endpoints:
-                log.warning("no request can be served: name a %s daemon with --%s tcp://host:port", role, role)
+                form = "http" if config.relays else "tcp"
+                log.warning("no request can be served: name a %s worker with --%s %s://host:port", role, role, form)
         if config.json:
             line = {"ready": True, "role": config.role, "node": config.node, "http": address}
             print(msgspec.json.encode(line).decode(), flush=True)

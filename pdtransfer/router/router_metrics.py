@@ -14,6 +14,23 @@ from .routing import Routing
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
+class AnswerMetrics:
+    """What every router counts of its answers."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter("pdtransfer_requests", "Completions answered", ["status"], registry=registry)
+        seconds = "pdtransfer_first_token_seconds", "Time from accepting a request to its first token"
+        self.first_token_seconds = Histogram(*seconds, buckets=SECONDS_BUCKETS, registry=registry)
+        seconds = "pdtransfer_request_seconds", "Time from accepting a request to its end"
+        self._request_seconds = Histogram(*seconds, buckets=SECONDS_BUCKETS, registry=registry)
+
+    def count(self, status: int, seconds: float | None = None) -> None:
+        """Counts an answer; `seconds` is its time, for requests that were accepted."""
+        self._requests.labels(str(status)).inc()
+        if seconds is not None:
+            self._request_seconds.observe(seconds)
+
+
 class RouterMetrics(Collector):
     """The router's metrics in a registry of their own."""
 
@@ -21,14 +38,10 @@ class RouterMetrics(Collector):
         self.registry = CollectorRegistry()
         self._routing, self._bus = routing, bus
         of = self.registry
-        self.requests = Counter("pdtransfer_requests", "Completions answered", ["status"], registry=of)
+        self.answers = AnswerMetrics(of)
         self.prompt_tokens = Counter("pdtransfer_prompt_tokens", "Tokens of accepted prompts", registry=of)
         self.generated_tokens = Counter("pdtransfer_generated_tokens", "Tokens generated", registry=of)
         self.breaches = Counter("pdtransfer_breaches", "Protocol breaches of workers", registry=of)
-        seconds = "pdtransfer_first_token_seconds", "Time from accepting a request to its first token"
-        self.first_token_seconds = Histogram(*seconds, buckets=SECONDS_BUCKETS, registry=of)
-        seconds = "pdtransfer_request_seconds", "Time from accepting a request to its end"
-        self.request_seconds = Histogram(*seconds, buckets=SECONDS_BUCKETS, registry=of)
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:

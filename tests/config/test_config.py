@@ -392,3 +392,50 @@ def test_children_and_other_commands_are_told_nothing_of_torchrun(monkeypatch: p
     router = launched(monkeypatch, "router", "--prefill=tcp://127.0.0.1:1", "--decode=tcp://127.0.0.1:2", RANK="x")
     assert router.prefill == ("tcp://127.0.0.1:1",)
     assert not TORCHRUN.keys() & environment.child_environment().keys()
+
+
+SERVERS = "--engine=vllm", "--prefill=http://127.0.0.1:8100", "--decode=http://127.0.0.1:8200"
+
+
+def test_a_router_of_http_servers_takes_their_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = bound(monkeypatch, "router", *SERVERS, "--decode=https://d1.example:443")
+    assert config.relays
+    assert config.prefill == ("http://127.0.0.1:8100",)
+    assert config.decode == ("http://127.0.0.1:8200", "https://d1.example:443")
+    assert not bound(monkeypatch, "router").relays
+
+
+def test_an_engine_of_daemons_in_a_shared_environment_is_none_of_a_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDTRANSFER_ENGINE", "my.engine:create")
+    assert not bound(monkeypatch, "router", "--prefill=tcp://127.0.0.1:1").relays
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([*SERVERS, "--enable-hisparse"], ["enable_hisparse", "engine vllm"]),
+        ([*SERVERS, "--timeline=/tmp/t"], ["timeline", "engine vllm"]),
+        ([*SERVERS, "--key=/k", "--allow=/a"], ["key", "engine vllm"]),
+        ([*SERVERS, "--decode=tcp://127.0.0.1:1"], ["decode", "tcp://127.0.0.1:1", "http://host:port"]),
+        ([*SERVERS, "--decode=http://127.0.0.1"], ["decode", "http://127.0.0.1", "http://host:port"]),
+        ([*SERVERS, "--decode=http://127.0.0.1:1/v1"], ["decode", "http://127.0.0.1:1/v1", "http://host:port"]),
+        ([*SERVERS, "--decode=http://u:p@127.0.0.1:1"], ["decode", "http://host:port"]),
+        ([*SERVERS, "--decode=http://0.0.0.0:1"], ["decode", "0.0.0.0", "not dialled"]),
+        ([*SERVERS, "--prefill=http://10.0.0.1:1"], ["prefill", "http://10.0.0.1:1", "https", "insecure"]),
+        ([*SERVERS, "--prefill=http://127.0.0.1:8200"], ["http://127.0.0.1:8200", "listed twice"]),
+        ([*SERVERS, "--listen=0.0.0.0:8000"], ["listen", "insecure"]),
+        (["--engine=sglang"], ["engine", "sglang", "vllm"]),
+        (["--decode=http://127.0.0.1:1"], ["decode", "http://127.0.0.1:1", "tcp://host:port"]),
+    ],
+)
+def test_what_does_not_fit_a_routers_engine_is_refused_by_name(
+    given: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(capsys, "router", *given)
+    for word in words:
+        assert word in line
+
+
+def test_http_servers_on_other_hosts_need_no_more_than_insecure(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = bound(monkeypatch, "router", "--engine=vllm", "--decode=http://10.0.0.1:1", "--insecure")
+    assert config.decode == ("http://10.0.0.1:1",)

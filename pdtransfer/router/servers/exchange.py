@@ -1,0 +1,307 @@
+"""One attempt at a request: posted to a prefill and a decode server at once, until decode answers its first bytes.
+
+Each request has connections of its own, since closing one is how a server learns that its request is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated
+
+import aiohttp
+import msgspec
+from msgspec import Meta, Struct
+
+from ...errors import Cause, WorldError
+from ...limits import HTTP_BODY_BYTES_MAX, Limits
+from ..router_effects import STATUSES
+from .server_pool import Server, ServerPair
+from .server_request import ServerIdentity, ServerRequest, identity_of
+
+log = logging.getLogger(__name__)
+
+EVENTS = "text/event-stream"
+_ERROR_EVENT = b'data: {"error"'
+# Of one connection (RFC 9110), or set by each HTTP server itself.
+_HOP_HEADERS = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade", "content-length", "date", "server", "x-request-id",
+})  # fmt: skip
+
+
+class _Error(Struct):
+    code: Annotated[int, Meta(ge=400, le=599)]
+
+
+class _ErrorEvent(Struct):
+    error: _Error
+
+
+_ERROR = msgspec.json.Decoder(_ErrorEvent)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """An answer that was read to its end."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def retriable(self) -> bool:
+        """Whether another server may answer otherwise: this one failed, or has too much to do."""
+        return self.status >= 500 or self.status == 429
+
+
+class AttemptFailedError(WorldError):
+    """No bytes came from decode. `blamed` are the servers to avoid, `answer` is what a server answered; `again` is
+    False where no other server would help."""
+
+    def __init__(
+        self,
+        text: str,
+        cause: Cause,
+        blamed: tuple[Server, ...],
+        *,
+        answer: WholeAnswer | None = None,
+        again: bool = True,
+    ) -> None:
+        super().__init__(text)
+        self.cause, self.blamed, self.answer, self.again = cause, blamed, answer, again
+
+    @property
+    def status(self) -> int:
+        """The HTTP status for the client."""
+        return STATUSES[self.cause] if self.answer is None else self.answer.status
+
+
+def end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
+    """Returns the headers of an answer that are for the client."""
+    return {name: value for name, value in headers.items() if name.lower() not in _HOP_HEADERS}
+
+
+class Answer:
+    """A server's answer from its first bytes on."""
+
+    def __init__(self, upstream: Upstream, server: Server, response: aiohttp.ClientResponse, first: bytes) -> None:
+        self._upstream, self._server, self._response = upstream, server, response
+        self.first = first
+        self.status, self.headers = response.status, end_to_end(response.headers)
+        self.length = response.content_length
+        self.streams = response.content_type == EVENTS
+
+    async def more(self) -> bytes:
+        """Waits for the next bytes; empty at the end. Raises AttemptFailedError."""
+        async with self._upstream.waiting(self._server):
+            return await self._response.content.readany()
+
+    def close(self) -> None:
+        """Closes the connection, which cancels the request unless it has ended."""
+        self._response.close()
+
+
+class Upstream:
+    """The client side of a router: its requests to servers, and the waits for their answers.
+
+    `unreachable` is called with a server that accepts no connection, and the reason.
+    """
+
+    def __init__(self, limits: Limits, unreachable: Callable[[Server, str], None]) -> None:
+        self._limits, self._unreachable = limits, unreachable
+        self._waits: dict[Server, set[asyncio.Timeout]] = {}
+        self._prefills: set[asyncio.Task[ServerIdentity | None]] = set()
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.silence_ms / 1e3),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity", "User-Agent": "pdtransfer"},
+        )
+
+    async def close(self) -> None:
+        """Cancels what is left, and closes all connections."""
+        for task in self._prefills:
+            task.cancel()
+        await self._session.close()
+
+    async def probe(self, server: Server) -> str:
+        """Asks a server for its health; returns the reason why it is not healthy, empty if it is."""
+        try:
+            async with (
+                asyncio.timeout(self._limits.silence_ms / 1e3),
+                self._session.get(server.url + "/health", allow_redirects=False) as response,
+            ):
+                return "" if response.status == 200 else f"/health answers {response.status}"
+        except (aiohttp.ClientError, OSError) as error:
+            return str(error) or f"/health has not answered within {self._limits.silence_ms} ms"
+
+    def lose(self, server: Server) -> None:
+        """Ends all waits for a server that has been down for too long."""
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits.get(server, ()):
+            wait.reschedule(now)
+
+    @asynccontextmanager
+    async def waiting(self, server: Server) -> AsyncGenerator[None]:
+        """Waits for a server in this scope, until it ends or `lose`. Raises AttemptFailedError for what fails."""
+        waits = self._waits.setdefault(server, set())
+        try:
+            async with asyncio.timeout(None) as wait:
+                waits.add(wait)
+                try:
+                    yield
+                finally:
+                    waits.discard(wait)
+        except (aiohttp.ClientError, ConnectionError) as error:
+            text = str(error) or type(error).__name__
+            if isinstance(error, aiohttp.ClientConnectorError):
+                self._unreachable(server, text)
+            raise AttemptFailedError(f"{server.url}: {text}", Cause.PEER_LOST, (server,)) from None
+        except TimeoutError:
+            why, cause = server.why or "no answer in time", Cause.PEER_LOST if server.why else Cause.DEADLINE
+            raise AttemptFailedError(f"{server.url}: {why}", cause, (server,)) from None
+
+    async def get(self, server: Server, path: str, headers: Mapping[str, str]) -> WholeAnswer:
+        """Asks a server for something small. Raises AttemptFailedError."""
+        async with (
+            self.waiting(server),
+            asyncio.timeout(self._limits.silence_ms / 1e3),
+            self._session.get(server.url + path, headers=headers, allow_redirects=False) as response,
+        ):
+            return await self._whole(server, response)
+
+    async def dispatch(self, pair: ServerPair, request: ServerRequest, headers: Mapping[str, str]) -> Answer:
+        """Posts the request to both servers; returns decode's answer once it has begun, whatever its status below 500.
+
+        Decode waits for prefill's answer only while prefill's identity is unknown. Raises AttemptFailedError. Then, and
+        when it is cancelled, both connections are closed.
+        """
+        transfer_id = f"pdtransfer-{secrets.token_hex(16)}"
+        prefill = self._start_prefill(pair.prefill, request, transfer_id, headers)
+        decode: asyncio.Task[Answer] | None = None
+        try:
+            identity = pair.prefill.identity or await asyncio.shield(prefill)
+            decode = asyncio.create_task(self._decode(pair, request, transfer_id, identity, headers))
+            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
+            if prefill.done() and not (decode.done() and decode.exception() is None):
+                learned = prefill.result()
+                if learned is not None and learned != identity:
+                    text = f"{pair.prefill.url}: is another process than before"
+                    raise AttemptFailedError(text, Cause.PEER_RESTARTED, ())
+            answer = await decode
+        except BaseException:
+            prefill.cancel()
+            if decode is not None:
+                decode.add_done_callback(_close_answer)
+                decode.cancel()
+            raise
+        if answer.status >= 400:
+            prefill.cancel()
+        return answer
+
+    def _start_prefill(
+        self, server: Server, request: ServerRequest, transfer_id: str, headers: Mapping[str, str]
+    ) -> asyncio.Task[ServerIdentity | None]:
+        """Starts a task that may outlive its request: once decode has answered, nobody waits for prefill."""
+        task = asyncio.create_task(self._prefill(server, request, transfer_id, headers))
+        server.open += 1
+        self._prefills.add(task)
+
+        def ended(_: object) -> None:
+            server.open -= 1
+            self._prefills.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.debug("%s", error)
+
+        task.add_done_callback(ended)
+        return task
+
+    async def _prefill(
+        self, server: Server, request: ServerRequest, transfer_id: str, headers: Mapping[str, str]
+    ) -> ServerIdentity | None:
+        """Posts prefill's part; returns and keeps the identity in the answer. Raises AttemptFailedError."""
+        try:
+            async with (
+                self.waiting(server),
+                asyncio.timeout(self._limits.room_deadline_ms / 1e3),
+                await self._post(server, request, request.prefill_body(transfer_id), headers) as response,
+            ):
+                answer = await self._whole(server, response)
+            if answer.status != 200:
+                raise _refused((server,), answer)
+        except AttemptFailedError:
+            server.identity = None
+            raise
+        identity = identity_of(answer.body)
+        if identity is not None:
+            server.identity = identity
+        return identity
+
+    async def _decode(
+        self,
+        pair: ServerPair,
+        request: ServerRequest,
+        transfer_id: str,
+        identity: ServerIdentity | None,
+        headers: Mapping[str, str],
+    ) -> Answer:
+        """Posts decode's part; returns its answer from the first bytes on. Raises AttemptFailedError."""
+        server = pair.decode
+        async with self.waiting(server):
+            response = await self._post(server, request, request.decode_body(transfer_id, identity), headers)
+            try:
+                if response.status >= 500 or response.status == 429:
+                    # Decode may fail for what prefill did or did not write: either may be at fault.
+                    raise _refused((pair.prefill, server), await self._whole(server, response))
+                first = await response.content.readany()
+                answer = Answer(self, server, response, first)
+                if answer.streams and (failed := _first_error(answer)) is not None:
+                    raise _refused((pair.prefill, server), failed)
+            except BaseException:
+                response.close()
+                raise
+        return answer
+
+    async def _post(
+        self, server: Server, request: ServerRequest, body: bytes, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        headers = {**headers, "Content-Type": "application/json"}
+        return await self._session.post(server.url + request.path, data=body, headers=headers, allow_redirects=False)
+
+    async def _whole(self, server: Server, response: aiohttp.ClientResponse) -> WholeAnswer:
+        body = bytearray()
+        async for piece in response.content.iter_any():
+            body += piece
+            if len(body) > HTTP_BODY_BYTES_MAX:
+                text = f"{server.url}: the answer is larger than {HTTP_BODY_BYTES_MAX} bytes"
+                raise AttemptFailedError(text, Cause.BREACH, (server,), again=False)
+        return WholeAnswer(response.status, end_to_end(response.headers), bytes(body))
+
+
+def _refused(blamed: tuple[Server, ...], answer: WholeAnswer) -> AttemptFailedError:
+    text = f"{blamed[-1].url}: answers {answer.status}"
+    return AttemptFailedError(text, Cause.ENGINE, blamed, answer=answer, again=answer.retriable)
+
+
+def _first_error(answer: Answer) -> WholeAnswer | None:
+    """Returns the error that a stream begins with, as the answer that it would have been."""
+    event, _, _ = answer.first.partition(b"\n\n")
+    if not event.startswith(_ERROR_EVENT):
+        return None
+    body = event.removeprefix(b"data: ")
+    try:
+        status = _ERROR.decode(body).error.code
+    except msgspec.MsgspecError:
+        return None
+    return WholeAnswer(status, {"Content-Type": "application/json"}, body)
+
+
+def _close_answer(task: asyncio.Task[Answer]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result().close()

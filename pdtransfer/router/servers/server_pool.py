@@ -1,0 +1,112 @@
+"""The HTTP servers of one router: which are healthy, and which pair serves a request. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from ...handoff.prefix import KnownPrefixes
+from ...limits import Limits
+from ..worker_pool import NoPair
+from .server_request import ServerIdentity
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One server. `why` is the reason why it gets no requests, empty while it is healthy."""
+
+    url: str
+    role: Literal["prefill", "decode"]
+    known: KnownPrefixes  # blocks of the prompts sent there
+    why: str = "has not answered yet"
+    down_since: float = 0.0  # while `why` is set, in seconds
+    identity: ServerIdentity | None = None  # of a prefill server, from its last answer
+    open: int = 0  # requests that it has not answered in full
+    sent: int = 0  # requests since the start
+
+    @property
+    def usable(self) -> bool:
+        """Whether it gets requests."""
+        return not self.why
+
+    @contextmanager
+    def serving(self) -> Generator[None]:
+        """Counts a request as open in this scope."""
+        self.open += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPair:
+    """The two servers of one attempt."""
+
+    prefill: Server
+    decode: Server
+
+
+class ServerPool:
+    """All servers of one router."""
+
+    def __init__(self, prefill: Iterable[str], decode: Iterable[str], limits: Limits) -> None:
+        def server(url: str, role: Literal["prefill", "decode"]) -> Server:
+            return Server(url, role, KnownPrefixes(limits.prefix_keys_max))
+
+        self._limits = limits
+        self.prefill = [server(url, "prefill") for url in prefill]
+        self.decode = [server(url, "decode") for url in decode]
+
+    @property
+    def all(self) -> list[Server]:
+        """Prefill servers, then decode servers."""
+        return [*self.prefill, *self.decode]
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is a pair of healthy servers."""
+        return all(any(each.usable for each in role) for role in (self.prefill, self.decode))
+
+    def report(self, server: Server, why: str, now: float) -> bool:
+        """Notes a server's health, empty `why` for healthy; returns whether it changed. A server that is down may come
+        back as another process: what is known of it is forgotten."""
+        changed = server.why != why
+        if why and server.usable:
+            server.down_since, server.identity = now, None
+            server.known.clear()
+        server.why = why
+        return changed
+
+    def overdue(self, server: Server, now: float) -> bool:
+        """Whether it has been down for so long that its requests are lost."""
+        return not server.usable and now - server.down_since >= self._limits.room_deadline_ms / 1e3
+
+    @property
+    def places(self) -> bool:
+        """Whether a prompt's blocks matter: there is a choice to make, and prefixes have weight."""
+        return self._limits.prefix_weight > 0 and max(len(self.prefill), len(self.decode)) > 1
+
+    def choose(self, keys: Sequence[bytes], avoid: Collection[Server]) -> ServerPair | NoPair:
+        """Chooses the prefill and the decode server with the fewest open requests.
+
+        A prompt whose blocks a server all knows counts as `prefix_weight` open requests less, a part of them as that
+        part. Servers in `avoid` come last.
+        """
+        chosen: list[Server] = []
+        for role, servers in (("prefill", self.prefill), ("decode", self.decode)):
+            healthy = [each for each in servers if each.usable]
+            if not healthy:
+                whys = "; ".join(f"{each.url}: {each.why}" for each in servers) or "none is named"
+                return NoPair(f"no {role} server is healthy: {whys}", None)
+            chosen.append(min(healthy, key=lambda each: (each in avoid, self._cost(each, keys), each.sent)))
+        for each in chosen:
+            each.known.learn(keys)
+            each.sent += 1
+        return ServerPair(*chosen)
+
+    def _cost(self, server: Server, keys: Sequence[bytes]) -> float:
+        known = server.known.count(keys) / len(keys) if keys else 0.0
+        return server.open - self._limits.prefix_weight * known

@@ -1,0 +1,216 @@
+"""The router in front of HTTP servers: it relays OpenAI's API, and hands each prompt's KV from prefill to decode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+
+from aiohttp import web
+
+from ...config.config import RouterConfig
+from ...errors import ArenaFullError, Cause
+from ...limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, SERVER_ATTEMPTS_MAX
+from ...process.http import Health, HttpListener, application
+from ..completions import BadRequestError, error
+from ..openai_http import OpenRequests, error_response, openai_errors, refusal
+from ..worker_pool import NoPair
+from .exchange import Answer, AttemptFailedError, Upstream
+from .server_metrics import ServerMetrics
+from .server_pool import Server, ServerPair, ServerPool
+from .server_request import ServerRequest, checked_request_id, parse_request
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = "X-Request-Id"
+_REQUEST_ID = web.RequestKey("request_id", str)
+EVENT_END = b"\n\n"
+FORWARDED = ("Authorization", "traceparent", "tracestate")  # headers of a client that servers get
+
+
+class ServerRouter:
+    """One router process: `open`, then `drain` and `close`."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config, self._limits = config, config.limits
+        self.pool = ServerPool(config.prefill, config.decode, config.limits)
+        self.upstream = Upstream(config.limits, self._report)
+        self.open_requests = OpenRequests(config.limits)
+        self.metrics = ServerMetrics(self.pool, self.open_requests)
+        app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
+        app.middlewares.append(openai_errors("POST /v1/completions, POST /v1/chat/completions and GET /v1/models"))
+        app.add_routes([web.post(path, self._generate) for path in ("/v1/completions", "/v1/chat/completions")])
+        app.add_routes([web.get("/v1/models", self._models)])
+        app.on_response_prepare.append(self._stamp)
+        self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
+        self._polls: list[asyncio.Task[None]] = []
+
+    async def open(self) -> str:
+        """Asks the servers for their health, from now on again and again, and listens; returns host:port. Raises
+        WorldError."""
+        self._polls = [asyncio.create_task(self._poll(each)) for each in self.pool.all]
+        return await self._listener.open(self._config.listen)
+
+    async def drain(self, hurry: asyncio.Event) -> None:
+        """Accepts no more requests; waits for unfinished ones until the room deadline or `hurry`."""
+        await self.open_requests.drain(hurry)
+
+    async def close(self) -> None:
+        """Fails unfinished requests, and closes all connections."""
+        self.open_requests.draining = True
+        for each in self._polls:
+            each.cancel()
+        for each in self.pool.all:
+            self._report(each, "the router shuts down")
+            self.upstream.lose(each)
+        await self._listener.close()
+        await self.upstream.close()
+
+    async def _poll(self, server: Server) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._report(server, await self.upstream.probe(server))
+            if self.pool.overdue(server, loop.time()):
+                self.upstream.lose(server)
+            await asyncio.sleep(self._limits.ping_ms / 1e3)
+
+    def _report(self, server: Server, why: str) -> None:
+        if not self.pool.report(server, why, asyncio.get_running_loop().time()):
+            return
+        if why:
+            log.warning("%s %s is left out: %s", server.role, server.url, why)
+        else:
+            log.info("%s %s is healthy", server.role, server.url)
+
+    def _health(self) -> Health:
+        servers = [
+            {
+                "url": each.url,
+                "role": each.role,
+                "usable": each.usable,
+                "why": each.why or None,
+                "open": each.open,
+                "identity": each.identity,
+            }
+            for each in self.pool.all
+        ]
+        draining = self.open_requests.draining
+        return Health(self.pool.usable and not draining, {"draining": draining, "servers": servers})
+
+    async def _models(self, http: web.Request) -> web.StreamResponse:
+        pair = self.pool.choose((), ())
+        if isinstance(pair, NoPair):
+            return self._unavailable(pair.detail)
+        try:
+            answer = await self.upstream.get(pair.decode, "/v1/models", _forwarded(http))
+        except AttemptFailedError as failed:
+            return self._failed(failed)
+        return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        began_s, status = time.monotonic(), 499  # of a client that leaves
+        try:
+            response = await self._accept(http, began_s)
+            status = response.status
+        except (BadRequestError, ArenaFullError) as why:
+            response = refusal(why)
+            status = response.status
+        except (ConnectionError, TimeoutError):  # the client does not read, or is gone
+            if http.transport is not None:
+                http.transport.abort()
+            response = web.Response()  # nobody reads it
+        finally:
+            self.metrics.answers.count(status, time.monotonic() - began_s)
+        return response
+
+    async def _accept(self, http: web.Request, began_s: float) -> web.StreamResponse:
+        """Reads a request, and answers it. Raises BadRequestError, ArenaFullError, and what writing raises."""
+        request_id = http[_REQUEST_ID] = checked_request_id(http.headers.get(REQUEST_ID) or uuid.uuid4().hex)
+        if self.open_requests.draining:
+            return error_response(503, "the router is draining", code=Cause.SHUTDOWN.value, retry_ms=self._retry_ms)
+        body = await self.open_requests.body(http)
+        block_tokens = self._limits.prefix_block_tokens if self.pool.places else 0
+        request = parse_request(http.path, body, request_id=request_id, block_tokens=block_tokens)
+        with self.open_requests.hold(len(body)):
+            return await self._answer(http, request, began_s)
+
+    async def _answer(self, http: web.Request, request: ServerRequest, began_s: float) -> web.StreamResponse:
+        """Tries pairs of servers until decode's answer has begun; no pair is tried again that failed."""
+        headers = _forwarded(http) | {REQUEST_ID: request.request_id}
+        tried, avoid = set[ServerPair](), set[Server]()
+        failed: AttemptFailedError | None = None
+        for attempt in range(SERVER_ATTEMPTS_MAX):
+            pair = self.pool.choose(request.keys, avoid)
+            if isinstance(pair, NoPair):
+                return self._failed(failed) if failed is not None else self._unavailable(pair.detail)
+            if pair in tried:
+                break
+            self.metrics.retries += attempt > 0
+            with pair.decode.serving():
+                try:
+                    answer = await self.upstream.dispatch(pair, request, headers)
+                except AttemptFailedError as why:
+                    log.warning("request %s failed: %s", request.request_id, why)
+                    failed = why
+                    avoid.update(why.blamed)
+                    if why.blamed:
+                        tried.add(pair)
+                    if why.again:
+                        continue
+                    break
+                if answer.streams:
+                    self.metrics.answers.first_token_seconds.observe(time.monotonic() - began_s)
+                return await self._relay(http, answer)
+        assert failed is not None
+        return self._failed(failed)
+
+    async def _relay(self, http: web.Request, answer: Answer) -> web.StreamResponse:
+        """Passes an answer on as it comes. One that is cut off ends with an error event, or with its connection."""
+        response = web.StreamResponse(status=answer.status, headers=answer.headers)
+        response.content_length = answer.length
+        piece, end = answer.first, EVENT_END
+        try:
+            await response.prepare(http)
+            while piece:
+                await self._write(response, piece)
+                end = (end + piece)[-len(EVENT_END) :]
+                piece = await answer.more()
+            await response.write_eof()
+        except AttemptFailedError as failed:
+            log.warning("request %s was cut off: %s", http[_REQUEST_ID], failed)
+            self.metrics.cut_answers += 1
+            if answer.streams and end == EVENT_END:
+                event = error(failed.status, str(failed), code=failed.cause.value)
+                await self._write(response, b"data: " + event + EVENT_END)
+                await response.write_eof()
+            elif http.transport is not None:
+                http.transport.abort()
+        finally:
+            answer.close()
+        return response
+
+    async def _write(self, response: web.StreamResponse, piece: bytes) -> None:
+        """A client that does not read delays only its own request, for a bounded time."""
+        async with asyncio.timeout(self._limits.room_deadline_ms / 1e3):
+            await response.write(piece)
+
+    async def _stamp(self, http: web.Request, response: web.StreamResponse) -> None:
+        if (request_id := http.get(_REQUEST_ID)) is not None:
+            response.headers[REQUEST_ID] = request_id
+
+    @property
+    def _retry_ms(self) -> int:
+        return self._limits.resend_ms_max
+
+    def _unavailable(self, text: str) -> web.Response:
+        return error_response(503, text, code=Cause.PEER_LOST.value, retry_ms=self._retry_ms)
+
+    def _failed(self, failed: AttemptFailedError) -> web.Response:
+        if failed.answer is not None:
+            return web.Response(status=failed.status, headers=failed.answer.headers, body=failed.answer.body)
+        return error_response(failed.status, str(failed), code=failed.cause.value, retry_ms=self._retry_ms)
+
+
+def _forwarded(http: web.Request) -> dict[str, str]:
+    return {name: http.headers[name] for name in FORWARDED if name in http.headers}

@@ -1,0 +1,231 @@
+"""HTTP servers that behave like vLLM's with a KV connector and compute nothing, and a router in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+from aiohttp import web
+
+from pdtransfer.config.config import RouterConfig
+from pdtransfer.limits import Limits
+from pdtransfer.router.servers.server_router import ServerRouter
+from tests.support.waiting import until
+
+LIMITS = Limits(ping_ms=20, silence_ms=2_000, room_deadline_ms=60_000)
+PIECES = ["one ", "two ", "three"]
+
+
+class Landings:
+    """Where prefill's KV lands: an event for each transfer that a decode server waits for."""
+
+    def __init__(self) -> None:
+        self._events: dict[tuple[str, str], asyncio.Event] = defaultdict(asyncio.Event)
+
+    def of(self, engine: str, transfer: str) -> asyncio.Event:
+        return self._events[engine, transfer]
+
+
+@dataclass
+class Seen:
+    """One request that came in, and whether its client went before the answer was complete."""
+
+    path: str
+    body: dict
+    raw: bytes
+    headers: Mapping[str, str]
+    left: bool = False
+    answered: bool = False
+
+    @property
+    def kv(self) -> dict:
+        return self.body.get("kv_transfer_params") or {}
+
+
+@dataclass
+class FakeVllm:
+    """One server. `gate` holds its answers, `more` what follows a stream's first event; `status` and `answer` replace
+    the answer; `dies` cuts the connection: "early" before the first byte, "late" after the first event; `healthy`,
+    `mute` are of /health."""
+
+    role: str
+    landings: Landings
+    engine: str = ""
+    connector: bool = True
+    status: int = 200
+    answer: dict | None = None
+    dies: str = ""
+    first_error: int = 0
+    healthy: bool = True
+    mute: bool = False
+    pieces: list[str] = field(default_factory=lambda: PIECES)
+    seen: list[Seen] = field(default_factory=list)
+    sent: int = 0  # bytes of streams
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        self.gate, self.more = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+        self.more.set()
+        self._runner: web.AppRunner | None = None
+
+    async def open(self, port: int = 0) -> str:
+        app = web.Application(client_max_size=1 << 30)
+        app.add_routes([web.get("/health", self._health), web.get("/v1/models", self._models)])
+        app.add_routes([web.post(f"/v1/{each}", self._generate) for each in ("completions", "chat/completions")])
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", port).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self.url
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def come_back(self) -> None:
+        """Listens again, at the same address."""
+        await self.open(int(self.url.rpartition(":")[2]))
+
+    async def _health(self, _: web.Request) -> web.Response:
+        if self.mute:
+            await asyncio.Event().wait()
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"object": "list", "data": [{"id": self.engine}], "for": request.headers.get("Authorization")}
+        )
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        seen = Seen(request.path, json.loads(raw), raw, request.headers)
+        self.seen.append(seen)
+        try:
+            response = await self._answer(request, seen)
+        except asyncio.CancelledError:
+            seen.left = True
+            raise
+        seen.answered = True
+        return response
+
+    async def _answer(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        if self.dies == "early":
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if self.status != 200:
+            return web.json_response(self.answer, status=self.status, headers={"Retry-After": "7"})
+        streams = bool(seen.body.get("stream"))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        if streams:
+            await response.prepare(request)  # as vLLM: 200 before the first token
+        await self.gate.wait()
+        if seen.kv.get("do_remote_prefill"):
+            await self.landings.of(seen.kv["remote_engine_id"], seen.kv["transfer_id"]).wait()
+        elif seen.kv.get("do_remote_decode"):
+            self.landings.of(self.engine, seen.kv["transfer_id"]).set()
+        return await self._stream(request, response) if streams else self._whole(seen)
+
+    def _whole(self, seen: Seen) -> web.Response:
+        answer = {"id": "cmpl-1", "choices": [{"text": "".join(self.pieces)}], "server": self.engine}
+        if self.connector and seen.kv.get("do_remote_decode"):
+            answer["kv_transfer_params"] = {
+                "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.engine,
+                "remote_host": "127.0.0.1", "remote_port": 7000, "tp_size": 2, "transfer_mode": "push",
+                "remote_request_id": "cmpl-1", "transfer_id": seen.kv["transfer_id"],
+            }  # fmt: skip
+        return web.json_response(answer, headers={"X-Vllm": "yes"})
+
+    async def _stream(self, request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+        if self.first_error:
+            await self._event(response, json.dumps({"error": {"message": "KV is lost", "code": self.first_error}}))
+        else:
+            for at, piece in enumerate(self.pieces):
+                if at:
+                    await self.more.wait()
+                    if self.dies == "late":
+                        assert request.transport is not None
+                        request.transport.abort()
+                        return response
+                await self._event(response, json.dumps({"choices": [{"text": piece}], "server": self.engine}))
+        await self._event(response, "[DONE]")
+        await response.write_eof()
+        return response
+
+    async def _event(self, response: web.StreamResponse, text: str) -> None:
+        event = f"data: {text}\n\n".encode()
+        await response.write(event)
+        self.sent += len(event)
+
+
+@dataclass
+class ServerSite:
+    """A router with its servers, and a client."""
+
+    router: ServerRouter
+    prefill: list[FakeVllm]
+    decode: list[FakeVllm]
+    http: aiohttp.ClientSession
+    url: str
+
+    @property
+    def servers(self) -> list[FakeVllm]:
+        return [*self.prefill, *self.decode]
+
+    async def post(self, path: str = "/v1/completions", *, headers=None, **body):
+        """Returns status, JSON and headers."""
+        body = {"model": "m", "prompt": "once", "max_tokens": 9} | body
+        async with self.http.post(self.url + path, json=body, headers=headers) as response:
+            return response.status, await response.json(content_type=None), response.headers
+
+    async def stream(self, **body) -> str:
+        """Returns a stream as it came, which must be whole."""
+        body = {"model": "m", "prompt": "once", "max_tokens": 9, "stream": True} | body
+        async with self.http.post(self.url + "/v1/completions", json=body) as response:
+            assert (response.status, response.content_type) == (200, "text/event-stream")
+            return (await response.read()).decode()
+
+    async def meet(self) -> None:
+        """Has every prefill server's identity learnt."""
+        for each in self.router.pool.prefill:
+            others = [other for other in self.router.pool.prefill if other is not each]
+            for other in others:
+                other.open += 1_000
+            assert (await self.post())[0] == 200
+            for other in others:
+                other.open -= 1_000
+            assert each.identity is not None
+        for each in self.servers:
+            each.seen.clear()
+
+    def server(self, fake: FakeVllm):
+        """What the router knows of it."""
+        return next(each for each in self.router.pool.all if each.url == fake.url)
+
+
+@asynccontextmanager
+async def server_site(*, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS) -> AsyncIterator[ServerSite]:
+    landings = Landings()
+    fakes = [FakeVllm("prefill", landings, f"p{i}") for i in range(prefill)]
+    fakes += [FakeVllm("decode", landings, f"d{i}") for i in range(decode)]
+    urls = [await fake.open() for fake in fakes]
+    config = RouterConfig(
+        engine="vllm", listen="127.0.0.1:0", prefill=(*urls[:prefill],), decode=(*urls[prefill:],), limits=limits
+    )
+    router = ServerRouter(config)
+    url = "http://" + await router.open()
+    async with aiohttp.ClientSession() as http:
+        try:
+            await until(lambda: all(each.usable for each in router.pool.all))
+            yield ServerSite(router, fakes[:prefill], fakes[prefill:], http, url)
+        finally:
+            await router.close()
+            for fake in fakes:
+                await fake.close()

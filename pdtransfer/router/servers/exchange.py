@@ -114,6 +114,7 @@ class Upstream:
 
     def __init__(self, limits: Limits, unreachable: Callable[[Server, str], None]) -> None:
         self._limits, self._unreachable = limits, unreachable
+        self._stopped = False
         self._waits: dict[Server, set[asyncio.Timeout]] = {}
         self._prefills: set[asyncio.Task[ServerIdentity | None]] = set()
         self._session = aiohttp.ClientSession(
@@ -147,10 +148,18 @@ class Upstream:
         for wait in self._waits.get(server, ()):
             wait.reschedule(now)
 
+    def stop(self) -> None:
+        """Ends all waits, those to come included: the router shuts down."""
+        self._stopped = True
+        for server in self._waits:
+            self.lose(server)
+
     @asynccontextmanager
     async def waiting(self, server: Server) -> AsyncGenerator[None]:
         """Waits for a server in this scope, until it ends or `lose`. Raises AttemptFailedError for what fails."""
         waits = self._waits.setdefault(server, set())
+        if self._stopped:
+            raise _shutdown()
         try:
             async with asyncio.timeout(None) as wait:
                 waits.add(wait)
@@ -164,6 +173,8 @@ class Upstream:
                 self._unreachable(server, text)
             raise AttemptFailedError(f"{server.url}: {text}", Cause.PEER_LOST, (server,)) from None
         except TimeoutError:
+            if self._stopped:
+                raise _shutdown() from None
             why, cause = server.why or "no answer in time", Cause.PEER_LOST if server.why else Cause.DEADLINE
             raise AttemptFailedError(f"{server.url}: {why}", cause, (server,)) from None
 
@@ -282,6 +293,10 @@ class Upstream:
                 text = f"{server.url}: the answer is larger than {HTTP_BODY_BYTES_MAX} bytes"
                 raise AttemptFailedError(text, Cause.BREACH, (server,), again=False)
         return WholeAnswer(response.status, end_to_end(response.headers), bytes(body))
+
+
+def _shutdown() -> AttemptFailedError:
+    return AttemptFailedError("the router shuts down", Cause.SHUTDOWN, (), again=False)
 
 
 def _refused(blamed: tuple[Server, ...], answer: WholeAnswer) -> AttemptFailedError:

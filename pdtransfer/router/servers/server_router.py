@@ -61,9 +61,7 @@ class ServerRouter:
         self.open_requests.draining = True
         for each in self._polls:
             each.cancel()
-        for each in self.pool.all:
-            self._report(each, "the router shuts down")
-            self.upstream.lose(each)
+        self.upstream.stop()
         await self._listener.close()
         await self.upstream.close()
 

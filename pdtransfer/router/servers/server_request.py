@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import Raw, Struct
 
 from ...handoff.prefix import block_keys, root_key
 from ...limits import NAME_LENGTH_MAX, PREFIX_PLACED_BLOCKS_MAX
@@ -20,33 +20,12 @@ _NOT_FOR_PREFILL = ("min_tokens", "stream_options")  # they contradict one token
 _PREFIX_FIELDS = ("tools", "messages", "prompt")  # in the order in which a server renders them
 
 
-class ServerIdentity(Struct, frozen=True):
-    """How decode reaches a prefill server's KV, as its connector returns it: equal for all requests of one process."""
-
-    remote_engine_id: str
-    remote_host: str
-    remote_port: int
-    tp_size: int = 1
-    pp_size: int | UnsetType = UNSET
-    dcp_size: int | UnsetType = UNSET
-
-
-class RemoteDecode(Struct, frozen=True):
-    """kv_transfer_params of a request to a prefill server."""
-
-    transfer_id: str
-    do_remote_decode: bool = True
-    do_remote_prefill: bool = False
-
-
-class RemotePrefill(ServerIdentity, frozen=True, kw_only=True):
-    """kv_transfer_params of a request to a decode server."""
-
-    transfer_id: str
-    remote_request_id: str
-    transfer_mode: str = "push"
-    do_remote_prefill: bool = True
-    do_remote_decode: bool = False
+# How decode reaches a prefill server's KV: the kv_transfer_params that its connector returns, without those of the one
+# request. Equal for all requests of one process.
+ServerIdentity = dict[str, object]
+_OF_ONE_REQUEST = frozenset({
+    "do_remote_decode", "do_remote_prefill", "remote_block_ids", "remote_request_id", "transfer_id",
+})  # fmt: skip
 
 
 class _Answer(Struct):
@@ -70,18 +49,21 @@ class ServerRequest:
         """Returns the body for a prefill server: one token, which nobody reads."""
         fields = {name: value for name, value in self.fields.items() if name not in _NOT_FOR_PREFILL}
         counts = {name: ONE for name in ("max_completion_tokens",) if name in fields}
-        params = Raw(msgspec.json.encode(RemoteDecode(transfer_id)))
-        fields |= counts | {"max_tokens": ONE, "n": ONE, "stream": FALSE, "kv_transfer_params": params}
-        return msgspec.json.encode(fields)
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        one = {"max_tokens": ONE, "n": ONE, "stream": FALSE, "kv_transfer_params": params}
+        return msgspec.json.encode(fields | counts | one)
 
     def decode_body(self, transfer_id: str, identity: ServerIdentity | None) -> bytes:
         """Returns the body for a decode server; without an identity it computes the prompt itself."""
         if identity is None:
             return msgspec.json.encode(self.fields)
-        params = RemotePrefill(
-            **msgspec.structs.asdict(identity), transfer_id=transfer_id, remote_request_id=self.request_id
-        )
-        return msgspec.json.encode(self.fields | {"kv_transfer_params": Raw(msgspec.json.encode(params))})
+        params = identity | {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": transfer_id,
+            "remote_request_id": self.request_id,
+        }
+        return msgspec.json.encode(self.fields | {"kv_transfer_params": params})
 
 
 def checked_request_id(text: str) -> str:
@@ -112,9 +94,12 @@ def parse_request(path: str, body: bytes, *, request_id: str, block_tokens: int)
 def identity_of(answer: bytes) -> ServerIdentity | None:
     """Returns the identity in a prefill server's answer, None where it hands nothing over."""
     try:
-        return _ANSWER.decode(answer).kv_transfer_params
+        params = _ANSWER.decode(answer).kv_transfer_params
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+    if not params or "remote_engine_id" not in params:
+        return None
+    return {name: value for name, value in params.items() if name not in _OF_ONE_REQUEST}
 
 
 def _keys(fields: dict[str, Raw], block_tokens: int) -> tuple[bytes, ...]:

@@ -6,7 +6,6 @@ import pytest
 
 from pdtransfer.limits import Limits
 from pdtransfer.router.servers.server_pool import ServerPair, ServerPool
-from pdtransfer.router.servers.server_request import ServerIdentity
 from pdtransfer.router.worker_pool import NoPair
 
 KEYS = tuple(bytes([each]) * 16 for each in range(8))
@@ -77,7 +76,7 @@ def test_avoided_servers_come_last() -> None:
 def test_a_server_that_was_down_is_met_as_a_new_one() -> None:
     of = pool()
     one = of.prefill[0]
-    one.identity = ServerIdentity("e", "h", 1)
+    one.identity = {"remote_engine_id": "e"}
     one.known.learn(KEYS)
     assert of.report(one, "refused", 7.0)
     assert not of.report(one, "refused", 8.0)

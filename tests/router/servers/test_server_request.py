@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pdtransfer.router.servers.server_request import ServerIdentity, ServerRequest, identity_of, parse_request
+from pdtransfer.router.servers.server_request import ServerRequest, identity_of, parse_request
 
 
 def parsed(*, block_tokens: int = 16, **fields: object) -> ServerRequest:
@@ -49,31 +49,29 @@ def test_no_keys_are_made_where_none_are_wanted() -> None:
 def test_values_stay_as_the_client_wrote_them() -> None:
     body = b'{"seed": 123456789012345678901234567890, "temperature":1.10, "prompt": "\\u00e9 \xc3\xa9"}'
     request = parse_request("/v1/completions", body, request_id="r", block_tokens=0)
-    for sent in (request.prefill_body("t"), request.decode_body("t", ServerIdentity("e", "h", 1))):
+    for sent in (request.prefill_body("t"), request.decode_body("t", IDENTITY)):
         for value in (b"123456789012345678901234567890", b"1.10", b'"\\u00e9 \xc3\xa9"'):
             assert value in sent
 
 
-ANSWER = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 7, "tp_size": 4}
+IDENTITY = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 7, "anything": [1], "transfer_mode": "push"}
 
 
-@pytest.mark.parametrize(
-    ("params", "identity"),
-    [
-        (ANSWER, ServerIdentity("e", "h", 7, 4)),
-        (ANSWER | {"pp_size": 2, "dcp_size": 3, "anything": [1]}, ServerIdentity("e", "h", 7, 4, 2, 3)),
-        ({**ANSWER, "remote_port": "x"}, None),
-        ({}, None),
-        (None, None),
-    ],
-)
-def test_an_identity_is_what_decode_has_to_be_told(params: object, identity: ServerIdentity | None) -> None:
-    found = identity_of(json.dumps({"id": "cmpl", "kv_transfer_params": params}).encode())
-    assert found == identity
-    if found is not None:
-        told = json.loads(parsed(prompt="a").decode_body("t", found))["kv_transfer_params"]
-        assert {name: told[name] for name in ANSWER} == ANSWER
-        assert ("pp_size" in told) == (identity.pp_size == 2)
+def test_an_identity_is_what_prefill_returns_without_the_fields_of_the_one_request() -> None:
+    of_one = {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "x", "transfer_id": "y",
+        "remote_block_ids": [1, 2],
+    }  # fmt: skip
+    found = identity_of(json.dumps({"id": "cmpl", "kv_transfer_params": IDENTITY | of_one}).encode())
+    assert found == IDENTITY
+    told = json.loads(parsed(prompt="a").decode_body("t", found))["kv_transfer_params"]
+    own = {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "r", "transfer_id": "t"}
+    assert told == IDENTITY | own
+
+
+@pytest.mark.parametrize("params", [None, {}, {"remote_host": "h"}, [], 5])
+def test_a_server_that_hands_nothing_over_has_no_identity(params: object) -> None:
+    assert identity_of(json.dumps({"id": "cmpl", "kv_transfer_params": params}).encode()) is None
 
 
 @pytest.mark.parametrize("answer", [b"", b"<html>", b"[]", b"\xff", b"{", b'{"a":' + b"[" * 100_000])

@@ -49,9 +49,9 @@ class Seen:
 
 @dataclass
 class FakeVllm:
-    """One server. `gate` holds its answers, `more` what follows a stream's first event; `status` and `answer` replace
-    the answer; `dies` cuts the connection: "early" before the first byte, "late" after the first event; `healthy`,
-    `mute` are of /health."""
+    """One server. `gate` holds its answers; `more` holds what follows a stream's first event, and prefill's answer when
+    its KV has landed. `status` and `answer` replace the answer; `dies` cuts the connection: "early" before the first
+    byte, "late" after the first event; `healthy` and `mute` are of /health."""
 
     role: str
     landings: Landings
@@ -131,7 +131,11 @@ class FakeVllm:
             await self.landings.of(seen.kv["remote_engine_id"], seen.kv["transfer_id"]).wait()
         elif seen.kv.get("do_remote_decode"):
             self.landings.of(self.engine, seen.kv["transfer_id"]).set()
-        return await self._stream(request, response) if streams else self._whole(seen)
+        if streams:
+            return await self._stream(request, response)
+        if self.role == "prefill":
+            await self.more.wait()
+        return self._whole(seen)
 
     def _whole(self, seen: Seen) -> web.Response:
         answer = {"id": "cmpl-1", "choices": [{"text": "".join(self.pieces)}], "server": self.engine}

@@ -92,6 +92,7 @@ class Answer:
     def __init__(self, upstream: Upstream, server: Server, response: aiohttp.ClientResponse, first: bytes) -> None:
         self._upstream, self._server, self._response = upstream, server, response
         self.first = first
+        self.prefill: asyncio.Task[ServerIdentity | None] | None = None  # may still be under way
         self.status, self.headers = response.status, end_to_end(response.headers)
         self.length = response.content_length
         self.streams = response.content_type == EVENTS
@@ -101,9 +102,11 @@ class Answer:
         async with self._upstream.waiting(self._server):
             return await self._response.content.readany()
 
-    def close(self) -> None:
-        """Closes the connection, which cancels the request unless it has ended."""
+    def close(self, *, cancel: bool = False) -> None:
+        """Closes the connection, which cancels decode's request unless it has ended; with `cancel` prefill's too."""
         self._response.close()
+        if cancel and self.prefill is not None:
+            self.prefill.cancel()
 
 
 class Upstream:
@@ -206,14 +209,13 @@ class Upstream:
                     text = f"{pair.prefill.url}: is another process than before"
                     raise AttemptFailedError(text, Cause.PEER_RESTARTED, ())
             answer = await decode
+            answer.prefill = prefill
         except BaseException:
             prefill.cancel()
             if decode is not None:
                 decode.add_done_callback(_close_answer)
                 decode.cancel()
             raise
-        if answer.status >= 400:
-            prefill.cancel()
         return answer
 
     def _start_prefill(

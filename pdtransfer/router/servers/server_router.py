@@ -167,7 +167,7 @@ class ServerRouter:
         """Passes an answer on as it comes. One that is cut off ends with an error event, or with its connection."""
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
         response.content_length = answer.length
-        piece, end = answer.first, EVENT_END
+        piece, end, complete = answer.first, EVENT_END, False
         try:
             await response.prepare(http)
             while piece:
@@ -175,6 +175,7 @@ class ServerRouter:
                 end = (end + piece)[-len(EVENT_END) :]
                 piece = await answer.more()
             await response.write_eof()
+            complete = answer.status < 400
         except AttemptFailedError as failed:
             log.warning("request %s was cut off: %s", http[_REQUEST_ID], failed)
             self.metrics.cut_answers += 1
@@ -185,7 +186,7 @@ class ServerRouter:
             elif http.transport is not None:
                 http.transport.abort()
         finally:
-            answer.close()
+            answer.close(cancel=not complete)
         return response
 
     async def _write(self, response: web.StreamResponse, piece: bytes) -> None:

@@ -181,6 +181,31 @@ async def test_a_client_that_leaves_within_a_stream_cancels_decode() -> None:
         await until(lambda: it.decode[0].seen[0].left)
 
 
+@on_loop
+async def test_a_client_that_leaves_within_a_stream_cancels_a_prefill_that_has_not_answered() -> None:
+    async with server_site() as it:
+        await it.meet()
+        it.prefill[0].more.clear()
+        it.decode[0].more.clear()
+        async with it.http.post(it.url + "/v1/completions", json={"prompt": "once", "stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            response.close()
+        await until(lambda: all(each.seen[0].left for each in it.servers))
+
+
+@on_loop
+async def test_a_prefill_that_answers_after_decode_is_left_to_it() -> None:
+    async with server_site() as it:
+        await it.meet()
+        it.prefill[0].more.clear()
+        assert texts(await it.stream()) == PIECES
+        assert (await it.post())[0] == 200
+        it.prefill[0].more.set()
+        await until(lambda: all(each.answered for each in it.prefill[0].seen))
+        assert not any(each.left for each in it.prefill[0].seen)
+        await until(lambda: not it.router.pool.prefill[0].open)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("how", ["refuses", "500", "503", "429", "dies", "late"])
 def test_a_prefill_that_fails_is_replaced_before_decode_has_answered(how: str, stream: bool) -> None:

@@ -144,6 +144,7 @@ class FakeVllm:
                 "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.engine,
                 "remote_host": "127.0.0.1", "remote_port": 7000, "tp_size": 2, "transfer_mode": "push",
                 "remote_request_id": "cmpl-1", "transfer_id": seen.kv["transfer_id"],
+                "remote_prefill_cached_tokens": len(self.seen),  # as vLLM adds it: of the one request
             }  # fmt: skip
         return web.json_response(answer, headers={"X-Vllm": "yes"})
 

@@ -20,11 +20,12 @@ _NOT_FOR_PREFILL = ("min_tokens", "stream_options")  # they contradict one token
 _PREFIX_FIELDS = ("tools", "messages", "prompt")  # in the order in which a server renders them
 
 
-# How decode reaches a prefill server's KV: the kv_transfer_params that its connector returns, without those of the one
-# request. Equal for all requests of one process.
+# How decode reaches a prefill server's KV: of the kv_transfer_params that its connector returns, those that are equal for
+# all requests of one process. vLLM adds others, which differ.
 ServerIdentity = dict[str, object]
-_OF_ONE_REQUEST = frozenset({
-    "do_remote_decode", "do_remote_prefill", "remote_block_ids", "remote_request_id", "transfer_id",
+_IDENTITY = frozenset({
+    "remote_engine_id", "remote_host", "remote_port", "remote_endpoints", "tp_size", "pp_size", "dcp_size",
+    "transfer_mode",
 })  # fmt: skip
 
 
@@ -57,12 +58,16 @@ class ServerRequest:
         """Returns the body for a decode server; without an identity it computes the prompt itself."""
         if identity is None:
             return msgspec.json.encode(self.fields)
-        params = identity | {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "transfer_id": transfer_id,
-            "remote_request_id": self.request_id,
-        }
+        params = (
+            {"transfer_mode": "push"}
+            | identity
+            | {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "transfer_id": transfer_id,
+                "remote_request_id": self.request_id,
+            }
+        )
         return msgspec.json.encode(self.fields | {"kv_transfer_params": params})
 
 
@@ -99,7 +104,7 @@ def identity_of(answer: bytes) -> ServerIdentity | None:
         return None
     if not params or "remote_engine_id" not in params:
         return None
-    return {name: value for name, value in params.items() if name not in _OF_ONE_REQUEST}
+    return {name: value for name, value in params.items() if name in _IDENTITY}
 
 
 def _keys(fields: dict[str, Raw], block_tokens: int) -> tuple[bytes, ...]:

@@ -54,13 +54,16 @@ def test_values_stay_as_the_client_wrote_them() -> None:
             assert value in sent
 
 
-IDENTITY = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 7, "anything": [1], "transfer_mode": "push"}
+IDENTITY = {
+    "remote_engine_id": "e", "remote_host": "h", "remote_port": 7, "tp_size": 2, "pp_size": 3, "transfer_mode": "push",
+    "remote_endpoints": ["tcp://h:7", "tcp://h:8"],
+}  # fmt: skip
 
 
 def test_an_identity_is_what_prefill_returns_without_the_fields_of_the_one_request() -> None:
     of_one = {
         "do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "x", "transfer_id": "y",
-        "remote_block_ids": [1, 2],
+        "remote_block_ids": [1, 2], "remote_prefill_cached_tokens": 16,
     }  # fmt: skip
     found = identity_of(json.dumps({"id": "cmpl", "kv_transfer_params": IDENTITY | of_one}).encode())
     assert found == IDENTITY

@@ -20,8 +20,8 @@ _NOT_FOR_PREFILL = ("min_tokens", "stream_options")  # they contradict one token
 _PREFIX_FIELDS = ("tools", "messages", "prompt")  # in the order in which a server renders them
 
 
-# How decode reaches a prefill server's KV: of the kv_transfer_params that its connector returns, those that are equal for
-# all requests of one process. vLLM adds others, which differ.
+# How decode reaches a prefill server's KV: of the kv_transfer_params that its connector returns, those that are equal
+# for all requests of one process. vLLM adds others, which differ.
 ServerIdentity = dict[str, object]
 _IDENTITY = frozenset({
     "remote_engine_id", "remote_host", "remote_port", "remote_endpoints", "tp_size", "pp_size", "dcp_size",

@@ -202,10 +202,10 @@ class ServerSite:
         for each in self.router.pool.prefill:
             others = [other for other in self.router.pool.prefill if other is not each]
             for other in others:
-                other.open += 1_000
+                other.unfinished += 1_000
             assert (await self.post())[0] == 200
             for other in others:
-                other.open -= 1_000
+                other.unfinished -= 1_000
             assert each.identity is not None
         for each in self.servers:
             each.seen.clear()

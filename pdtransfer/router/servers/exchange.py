@@ -223,11 +223,11 @@ class Upstream:
     ) -> asyncio.Task[ServerIdentity | None]:
         """Starts a task that may outlive its request: once decode has answered, nobody waits for prefill."""
         task = asyncio.create_task(self._prefill(server, request, transfer_id, headers))
-        server.open += 1
+        server.unfinished += 1
         self._prefills.add(task)
 
         def ended(_: object) -> None:
-            server.open -= 1
+            server.unfinished -= 1
             self._prefills.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.debug("%s", error)

@@ -33,9 +33,9 @@ class ServerMetrics(Collector):
         )
         labels = ["url", "role"]
         usable = GaugeMetricFamily("pdtransfer_server_usable", "1 if the server is healthy", labels=labels)
-        unfinished = GaugeMetricFamily("pdtransfer_server_open", "Requests that it has not answered", labels=labels)
+        unfinished = GaugeMetricFamily("pdtransfer_server_requests", "Requests that it has not answered", labels=labels)
         for server in self._pool.all:
             usable.add_metric([server.url, server.role], server.usable)
-            unfinished.add_metric([server.url, server.role], server.open)
+            unfinished.add_metric([server.url, server.role], server.unfinished)
         yield usable
         yield unfinished

@@ -23,7 +23,7 @@ class Server:
     why: str = "has not answered yet"
     down_since: float = 0.0  # while `why` is set, in seconds
     identity: ServerIdentity | None = None  # of a prefill server, from its last answer
-    open: int = 0  # requests that it has not answered in full
+    unfinished: int = 0  # requests that it has not answered in full
     sent: int = 0  # requests since the start
 
     @property
@@ -34,11 +34,11 @@ class Server:
     @contextmanager
     def serving(self) -> Generator[None]:
         """Counts a request as open in this scope."""
-        self.open += 1
+        self.unfinished += 1
         try:
             yield
         finally:
-            self.open -= 1
+            self.unfinished -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +109,4 @@ class ServerPool:
 
     def _cost(self, server: Server, keys: Sequence[bytes]) -> float:
         known = server.known.count(keys) / len(keys) if keys else 0.0
-        return server.open - self._limits.prefix_weight * known
+        return server.unfinished - self._limits.prefix_weight * known

@@ -88,7 +88,7 @@ class ServerRouter:
                 "role": each.role,
                 "usable": each.usable,
                 "why": each.why or None,
-                "open": each.open,
+                "unfinished": each.unfinished,
                 "identity": each.identity,
             }
             for each in self.pool.all

@@ -40,7 +40,7 @@ def test_nobody_is_chosen_before_it_is_healthy_and_the_reason_names_each() -> No
 def test_the_fewest_open_requests_decide_then_the_fewest_sent() -> None:
     of = pool()
     assert [chosen(of) for _ in range(3)] == [("p0", "d0"), ("p1", "d1"), ("p0", "d0")]
-    of.prefill[1].open = 1
+    of.prefill[1].unfinished = 1
     assert [chosen(of)[0] for _ in range(3)] == ["p0"] * 3
 
 
@@ -49,12 +49,12 @@ def test_a_known_prompt_outweighs_some_open_requests_and_a_half_known_one_half_o
     assert chosen(of, KEYS) == ("p0", "d0")
     for open_requests, keys, expected in ((3, KEYS, "p0"), (5, KEYS, "p1")):
         of.prefill[1].known.clear()
-        of.prefill[0].open = open_requests
+        of.prefill[0].unfinished = open_requests
         assert chosen(of, keys)[0] == expected
     half = KEYS[:4] + tuple(bytes([99, each]) * 8 for each in range(4))
     for open_requests, expected in ((1, "p0"), (3, "p1")):
         of.prefill[1].known.clear()
-        of.prefill[0].open = open_requests
+        of.prefill[0].unfinished = open_requests
         assert chosen(of, half[:4] + tuple(bytes([98, open_requests, each]) * 4 for each in range(4)))[0] == expected
 
 
@@ -68,7 +68,7 @@ def test_without_weight_or_choice_prefixes_do_not_matter() -> None:
 
 def test_avoided_servers_come_last() -> None:
     of = pool()
-    of.prefill[1].open = 50
+    of.prefill[1].unfinished = 50
     assert chosen(of, avoid={of.prefill[0]})[0] == "p1"
     assert chosen(of, avoid=set(of.all))[0] == "p0"
 

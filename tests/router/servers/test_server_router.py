@@ -165,7 +165,7 @@ def test_a_client_that_leaves_cancels_both(stream: bool) -> None:
             await until(lambda: all(each.seen for each in it.servers))
             task.cancel()
             await until(lambda: all(each.seen[0].left for each in it.servers))
-            await until(lambda: not any(each.open for each in it.router.pool.all))
+            await until(lambda: not any(each.unfinished for each in it.router.pool.all))
             assert it.router.open_requests.count == 0
 
     run_on_loop(case)
@@ -203,7 +203,7 @@ async def test_a_prefill_that_answers_after_decode_is_left_to_it() -> None:
         it.prefill[0].more.set()
         await until(lambda: all(each.answered for each in it.prefill[0].seen))
         assert not any(each.left for each in it.prefill[0].seen)
-        await until(lambda: not it.router.pool.prefill[0].open)
+        await until(lambda: not it.router.pool.prefill[0].unfinished)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -214,7 +214,7 @@ def test_a_prefill_that_fails_is_replaced_before_decode_has_answered(how: str, s
         async with server_site(prefill=2, limits=limits) as it:
             await it.meet()
             bad, good = it.prefill
-            it.server(good).open += 1  # so that the bad one is asked first
+            it.server(good).unfinished += 1  # so that the bad one is asked first
             if how == "refuses":
                 it.router.upstream.probe = lambda _: asyncio.Event().wait()  # nobody notices before the request
                 await asyncio.sleep(0.1)
@@ -252,7 +252,7 @@ def test_a_decode_that_fails_is_replaced_before_its_first_byte(how: str, stream:
         async with server_site(decode=2) as it:
             await it.meet()
             bad, good = it.decode
-            it.server(good).open += 1
+            it.server(good).unfinished += 1
             if how == "refuses":
                 it.router.upstream.probe = lambda _: asyncio.Event().wait()
                 await asyncio.sleep(0.1)
@@ -541,7 +541,7 @@ async def test_prompts_go_where_their_beginning_went_and_others_where_least_is_o
         for letter in "abcab":
             assert await ask(long[letter] + f" and then {letter}") == first[letter]
         at = it.server(next(each for each in it.decode if each.engine == first["a"][1]))
-        at.open += 10
+        at.unfinished += 10
         assert (await ask(long["a"]))[1] != first["a"][1]  # too much to do there
 
 
@@ -554,7 +554,7 @@ async def test_requests_that_come_together_are_spread() -> None:
         tasks = [asyncio.create_task(it.post()) for _ in range(8)]
         await until(lambda: sum(len(each.seen) for each in it.servers) == 16)
         assert [len(each.seen) for each in it.servers] == [4, 4, 4, 4]
-        assert [each.open for each in it.router.pool.all] == [4, 4, 4, 4]
+        assert [each.unfinished for each in it.router.pool.all] == [4, 4, 4, 4]
         for each in it.servers:
             each.gate.set()
         await asyncio.gather(*tasks)

@@ -241,6 +241,7 @@ def test_a_prefill_that_fails_is_replaced_before_decode_has_answered(how: str, s
                 await until(lambda each=each: each.left)  # it no longer waits for what does not come
             assert it.router.metrics.retries == 1
             assert it.server(bad).identity is None
+            assert it.server(bad).usable == (how != "refuses")  # which is as good as a /health that fails
 
     run_on_loop(case)
 

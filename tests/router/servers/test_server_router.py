@@ -129,7 +129,7 @@ async def test_servers_without_a_connector_answer_all_the_same() -> None:
     async with server_site() as it:
         it.prefill[0].connector = False
         for _ in range(2):
-            assert (await it.post())[0] == 200
+            assert (await it.post(kv_transfer_params={"transfer_id": "another's"}))[0] == 200
         assert [each.kv for each in it.decode[0].seen] == [{}, {}]
 
 

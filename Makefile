@@ -5,7 +5,7 @@ RUN := .venv/bin/python
 # Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo compose-demo test test-fast test-gpu test-two-gpu test-engines sanitize check bench venv venv-vllm clean
+.PHONY: demo demo-vllm compose-demo test test-fast test-gpu test-two-gpu test-engines sanitize check bench venv venv-vllm clean
 
 demo: .venv/.stamp
 	@$(RUN) -m pdtransfer demo $(ARGS)
@@ -38,6 +38,12 @@ test-two-gpu: .venv/.stamp
 # Real engines of others on the CPU, in an environment of their own, .venv-vllm: no other target runs these.
 test-engines: .venv/.stamp .venv-vllm/.stamp
 	@$(RUN) -m pytest tests/engines -rs $(ARGS)
+
+# Two vLLM servers and a small pretrained model behind the router; what it prints are sentences.
+demo-vllm: .venv-vllm/.stamp
+	@.venv-vllm/bin/python -m tools.smollm2 build/smollm2
+	@.venv-vllm/bin/python examples/vllm_pair.py build/smollm2 --dtype bfloat16 --enforce-eager --max-model-len 1024 \
+	    --max-num-seqs 4 --kv-cache-memory-bytes 134217728 $(ARGS)
 
 # On a host with a card and compute-sanitizer; ARGS are its tools, by default memcheck and racecheck.
 sanitize: .venv/.stamp

@@ -1,13 +1,15 @@
 """Two vLLM servers with pdtransfer between them, behind its router; prints what they answer.
 
     make venv-vllm
-    python examples/vllm_pair.py MODEL
+    .venv-vllm/bin/python examples/vllm_pair.py MODEL
 
 MODEL is a directory or a name that `vllm serve` takes. One server computes each prompt, the other continues it from the
 KV that has landed in its own blocks. `--vllm` names another installation of vLLM, into which pdtransfer need not be
 installed; options that are not known here go to `vllm serve`. All listen on loopback, and all end with this process.
 The logs are in `--logs`.
 """
+
+# pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from openai import OpenAI
+
 REPO = Path(__file__).parent.parent
 PROMPTS = "The three primary colors are", "Once upon a time, in a small village by the sea,"
-QUESTION = "Name the capital of France, and one of its rivers."
+QUESTION: Any = {"role": "user", "content": "Name the capital of France, and one of its rivers."}
 START_S = 600.0  # a server that imports vLLM and loads its model on a busy host
 CONNECTOR = {"kv_connector": "PDTransferConnector", "kv_connector_module_path": "pdtransfer.adapters.vllm"}
 # On CPUs the two servers share the cores.
@@ -69,13 +73,6 @@ def wait_healthy(url: str, processes: Sequence[subprocess.Popen[bytes]], logs: P
     raise SystemExit(f"{url} is not healthy: the logs are in {logs}")
 
 
-def post(url: str, path: str, **body: object) -> dict[str, Any]:
-    """Posts one request, and returns its answer."""
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=START_S) as answer:
-        return json.load(answer)
-
-
 def received(decode: str) -> tuple[int, int]:
     """How many hand-offs a decode server has received, and their bytes, by its own metrics."""
     with urllib.request.urlopen(f"{decode}/metrics", timeout=30) as answer:
@@ -87,21 +84,20 @@ def received(decode: str) -> tuple[int, int]:
 
 def show(router: str, decode: str, model: str) -> bool:
     """Prints some answers; returns whether each is what decode makes of the prompt alone."""
-    common: dict[str, object] = {"model": model, "max_tokens": 32, "temperature": 0}
-    requests: list[tuple[str, dict[str, object]]] = [("/v1/completions", common | {"prompt": each}) for each in PROMPTS]
-    requests.append(("/v1/chat/completions", common | {"messages": [{"role": "user", "content": QUESTION}]}))
+    clients = [OpenAI(base_url=f"{url}/v1", api_key="none", timeout=START_S) for url in (router, decode)]
+    how: dict[str, Any] = {"model": model, "max_tokens": 32, "temperature": 0}
     equal = True
-    for path, body in requests:
-        asked = body.get("prompt", QUESTION)
-        texts: list[str] = []
-        for url in (router, decode):
-            choice = post(url, path, **body)["choices"][0]
-            texts.append(choice["text"] if "text" in choice else choice["message"]["content"])
+    for prompt in PROMPTS:
+        texts = [each.completions.create(prompt=prompt, **how).choices[0].text for each in clients]
         equal = equal and texts[0] == texts[1]
-        print(f"{asked} -> {texts[0].strip()}")
+        print(f"{prompt} -> {texts[0].strip()}")
+    chats = [each.chat.completions.create(messages=[QUESTION], **how) for each in clients]
+    texts = [each.choices[0].message.content or "" for each in chats]
+    equal = equal and texts[0] == texts[1]
+    print(f"{QUESTION['content']} -> {texts[0].strip()}")
     rooms, size = received(decode)
     print(f"{rooms} hand-offs, {size / 1e6:.1f} MB of KV; {'equal' if equal else 'NOT EQUAL'} to decode alone")
-    return equal and rooms == len(requests)
+    return equal and rooms == len(PROMPTS) + 1
 
 
 def main() -> int:

@@ -1,0 +1,323 @@
+"""PDTransferConnector: vLLM's calls, given to the scheduler's or the worker's side of this engine."""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from ...client import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
+from ...errors import ConfigError
+from ...wire import Ranks
+from . import dialect
+from .memory import CacheMemory, Extent
+from .orders import Orders
+from .params import Reachable
+from .pools import Heads, LayerView, Pools, pools
+from .scheduler import SchedulerSide
+from .settings import Settings
+from .stats import TransferMetrics, TransferStats
+from .worker import Results, WorkerSide
+
+log = dialect.log
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):
+    """What the scheduler sends to the workers with each step."""
+
+    orders: Orders
+
+
+@dataclass
+class Listening(KVConnectorHandshakeMetadata):
+    """Where a prefill rank listens, once it runs: [KEY@]tcp://host:port."""
+
+    endpoint: str
+
+
+class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
+    """Hands requests over from prefill engines to decode engines.
+
+    Prefill's KV leaves layer by layer as it is computed, and lands in the blocks that decode's scheduler chose.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        dialect.join_logs()
+        transfer = vllm_config.kv_transfer_config
+        self._settings = Settings.of(transfer.kv_connector_extra_config or {})
+        self._groups = dialect.groups_of(kv_cache_config)
+        self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._listening: Listening | None = None
+        self._failed_blocks: set[int] = set()
+        self._pooled: AbstractContextManager | None = None
+        self._on_card = False
+        parallel = vllm_config.parallel_config
+        if self._receives and parallel.pipeline_parallel_size > 1:
+            raise ConfigError("pipeline_parallel_size: decode engines with several stages cannot receive yet")
+        if role is KVConnectorRole.SCHEDULER:
+            _, allowed = self._settings.keys_of(Ranks())
+            self._scheduler = SchedulerSide(
+                [group for group, _ in self._groups], engine_id=transfer.engine_id,
+                tp_size=parallel.tensor_parallel_size, sends=self._sends, receives=self._receives,
+                reachable=Reachable(allowed, self._settings.insecure),
+            )  # fmt: skip
+            return
+        self._memory = CacheMemory(dialect.sizes_of(kv_cache_config))
+        if not dialect.POOLS_BY_HOOK and (context := self._allocation_context()) is not None:
+            # This version has no hook around the allocation, which follows at once and ends in register_kv_caches.
+            self._pooled = context
+            context.__enter__()
+
+    # Worker: memory
+
+    def _allocation_context(self) -> AbstractContextManager | None:
+        return self._memory.pooled() if self._vllm_config.device_config.device_type == "cpu" else None
+
+    def get_mem_pool_context(self) -> AbstractContextManager | None:
+        """On the CPU vLLM's KV cache is allocated where peers can write."""
+        return self._allocation_context()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The KV cache is there: the clients start."""
+        if self._pooled is not None:
+            self._pooled.__exit__(None, None, None)
+            self._pooled = None
+        ranks = dialect.ranks_here(self._vllm_config)
+        views = {name: LayerView.of(name, tensor) for name, tensor in kv_caches.items()}
+        device = next(iter(kv_caches.values())).device
+        self._on_card = device.type == "cuda"
+        extent = Extent(
+            min(view.address for view in views.values()), max(view.end for view in views.values()),
+            (device.index or 0) if self._on_card else None,
+        )  # fmt: skip
+        heads = Heads(self._vllm_config.model_config.get_total_num_kv_heads(), ranks)
+        if self._vllm_config.model_config.use_mla:
+            heads = Heads(1, ranks)
+
+        def components(base: int, memory: Any) -> Pools:
+            return pools(
+                views, self._groups, blocks=self._kv_cache_config.num_blocks, base=base, heads=heads, memory=memory
+            )
+
+        facts = dialect.facts_of(self._vllm_config, kv_caches, self._groups)
+        described = components(self._memory.base(extent), "dram")
+        prefill = decode = None
+        copied_up = False
+        if self._sends:
+            prefill = self._prefill_client(described, extent, ranks, facts)
+        if self._receives:
+            target = self._memory.target(extent)
+            copied_up = target.copied_up
+            decode = self._decode_client(components(target.base, target.memory), target.arena, ranks, facts)
+        self._worker = WorkerSide(
+            names=tuple(each.name for each in described.components), layers=described.layers,
+            complete_after=described.complete_after, prefill=prefill, decode=decode,
+            time_left_s=self._settings.time_left_s, copied_up=copied_up,
+        )  # fmt: skip
+        log.info(
+            "pdtransfer: %s; %d bytes a block in %d groups; lands %s; peers need equal facts: %s",
+            self._listening.endpoint if self._listening else "no listener",
+            sum(each.layout.row_bytes for each in described.components), len(described.components),
+            "nowhere" if decode is None else "in host memory first" if copied_up else "in vLLM's KV cache", facts,
+        )  # fmt: skip
+
+    def _node(self, role: str, ranks: Ranks, facts: dict[str, Any]) -> NodeSettings:
+        keys, allowed = self._settings.keys_of(ranks)
+        engine = re.sub(r"[^A-Za-z0-9._-]", "-", str(self._kv_transfer_config.engine_id))[:90]
+        dtype = "/".join(facts["cache"])
+        return NodeSettings(
+            node=f"{role}-{engine}-{ranks.pp_rank}-{ranks.tp_rank}",
+            model=dialect.model_name(self._vllm_config, self._settings.model, dtype),
+            weights=weights_digest(facts), keys=keys, allowed=allowed, insecure=self._settings.insecure, ranks=ranks,
+        )  # fmt: skip
+
+    def _prefill_client(
+        self, described: Pools, extent: Extent, ranks: Ranks, facts: dict[str, Any]
+    ) -> PrefillClient:
+        settings = self._settings
+        writer = WriterOptions(
+            pool_address=self._memory.base(extent), pool_fd=self._memory.pool_fd(extent),
+            copy_threads=settings.copy_threads, card=extent.card, transport=settings.transport,
+            network=settings.network,
+        )  # fmt: skip
+        node = self._node("p", ranks, facts)
+        client = PrefillClient(
+            node, described.components, bind=settings.bind_of(dialect.number_of(self._vllm_config, ranks)),
+            writer=writer, replicas=described.replicas,
+        )  # fmt: skip
+        client.start()
+        port = client.endpoint.rpartition(":")[2]
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        key = f"{node.keys.public}@" if node.keys is not None else ""
+        self._listening = Listening(f"{key}tcp://{host}:{port}")
+        return client
+
+    def _decode_client(self, described: Pools, arena: Any, ranks: Ranks, facts: dict[str, Any]) -> DecodeClient:
+        options = ArenaOptions(transport=self._settings.transport, network=self._settings.network)
+        client = DecodeClient(
+            self._node("d", ranks, facts), described.components, arena, options=options, engine_slots=True,
+            prefix_cache=False, verify=self._settings.verify,
+        )  # fmt: skip
+        client.start()
+        return client
+
+    # Worker: steps
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Blocks of preempted requests are about to be overwritten: nothing reads them any more after this."""
+        assert isinstance(kv_connector_metadata, StepOrders)
+        if self._worker is not None:
+            self._worker.quiesce(kv_connector_metadata.orders)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Before the model runs, or in a step without it."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepOrders)
+        if self._worker is not None:
+            self._worker.begin(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """All loads are begun when the step's orders come."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request is scheduled once all of its KV has landed."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """A layer of this step is computed, or will be once the card is there."""
+        if self._worker is not None and self._worker.has_chunks:
+            self._worker.save(layer_name, self._event())
+
+    def wait_for_save(self) -> None:
+        """The whole step is computed. Nothing is waited for: blocks stay until their rooms have drained."""
+        if self._worker is not None:
+            self._worker.end(self._event)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Requests whose blocks vLLM has back."""
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        found = self._results(finished_req_ids)
+        return KVConnectorTransferResults(
+            finished_sending=found.sent, finished_recving=found.received, failed_recving=found.failed
+        )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The same, as older versions ask for it."""
+        found = self._results(finished_req_ids)
+        return found.sent or None, found.received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of failed requests, for versions that know no failed requests."""
+        made, self._failed_blocks = self._failed_blocks, set()
+        return made
+
+    def _results(self, finished: set[str]) -> Results:
+        if self._worker is None:
+            return Results()
+        found = self._worker.results(finished)
+        if not dialect.FAILS_BY_REQUEST:
+            self._failed_blocks |= found.failed_blocks
+        return found
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Fires once all that this thread has queued on the card is done; None on the CPU, where it is done."""
+        if not self._on_card:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        """What was counted since the last step."""
+        data = self._worker.take_figures() if self._worker is not None else None
+        return None if data is None else TransferStats(data=data)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Where this rank listens, for the scheduler."""
+        return self._listening
+
+    def shutdown(self) -> None:
+        """Ends the clients, and gives the memory back where vLLM does not hold it any more."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+            self._memory.close()
+
+    # Scheduler
+
+    @property
+    def _side(self) -> SchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Where all prefill ranks listen, by (stage, tensor parallel rank)."""
+        self._side.endpoints = tuple(metadata[place].endpoint for place in sorted(metadata))
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has come."""
+        self._side.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that a peer sends, beyond those that this engine has; they land while other requests run."""
+        count = self._side.matched_tokens(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request has its blocks."""
+        self._side.on_blocks(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Groups that a load fills."""
+        return tuple(group.index for group, _ in self._groups)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The orders of a step."""
+        return StepOrders(self._side.orders(scheduler_output))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: whether its blocks stay, and what the client gets."""
+        return self._side.on_finished(request, request.status.name)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As request_finished."""
+        return self._side.on_finished(request, request.status.name)
+
+    # Both
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Heads that lie apart, so that engines of other tensor parallel sizes can take theirs."""
+        if vllm_config.model_config is None or vllm_config.model_config.use_mla:
+            return None
+        return dialect.layout_name()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats | None:
+        """Stats as they travelled."""
+        return TransferStats() if data is None else TransferStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> TransferMetrics:
+        """The Prometheus metrics of this connector."""
+        return TransferMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,138 @@
+"""What differs between vLLM's versions, and what this package reads of vLLM's configuration."""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+
+from ...errors import ConfigError
+from ...wire import Ranks
+from .orders import Group
+
+log = init_logger(f"vllm.{__name__}")
+
+FAILS_BY_REQUEST = hasattr(base, "KVConnectorTransferResults")  # else by the numbers of blocks, of one group
+POOLS_BY_HOOK = hasattr(base.KVConnectorBase_V1, "get_mem_pool_context")  # else nothing surrounds the allocation
+_SPECS = (
+    "FullAttentionSpec", "SinkFullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec",
+    "ChunkedLocalAttentionSpec",
+)  # fmt: skip
+_OF_THE_HOST = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}  # of a model's configuration
+
+
+def join_logs() -> None:
+    """What this package logs goes where vLLM's own lines go."""
+    ours, theirs = logging.getLogger("pdtransfer"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), theirs.propagate
+        ours.setLevel(theirs.level)
+
+
+def layout_name() -> str:
+    """vLLM's name of the layout in which the heads of a block lie apart."""
+    return "LBHNC" if FAILS_BY_REQUEST else "HND"
+
+
+def groups_of(kv_cache_config: Any) -> list[tuple[Group, list[str]]]:
+    """The groups whose KV crosses, each with its layers' names. Raises ConfigError for one that cannot cross."""
+    made: list[tuple[Group, list[str]]] = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if not getattr(group, "enable_kv_transfer", True):
+            continue
+        if getattr(group, "host_resident", False):
+            raise ConfigError(f"KV cache group {index}: in HiSparse's host pool, which cannot cross yet")
+        spec = group.kv_cache_spec
+        inner = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+        facts = {(_kind(index, each), *_reach(each)) for each in inner}
+        if len({fact[1:] for fact in facts}) > 1:
+            raise ConfigError(f"KV cache group {index}: its layers look back at {sorted(facts)} tokens")
+        _, window, chunk = facts.pop()
+        made.append((Group(index, spec.block_size, window, chunk), list(group.layer_names)))
+    return made
+
+
+def _kind(index: int, spec: Any) -> str:
+    name = type(spec).__name__
+    if name not in _SPECS:
+        raise ConfigError(f"KV cache group {index}: {name} cannot cross yet, one of {', '.join(_SPECS)} can")
+    return name
+
+
+def _reach(spec: Any) -> tuple[int, int]:
+    """Tokens of the window, with those that vLLM keeps behind it, and of a chunk; 0 for none."""
+    if type(spec).__name__.startswith("SlidingWindow"):
+        return spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), 0
+    if type(spec).__name__ == "ChunkedLocalAttentionSpec":
+        return 0, spec.attention_chunk_size
+    return 0, 0
+
+
+def sizes_of(kv_cache_config: Any) -> list[int]:
+    """The sizes in bytes of the tensors that vLLM allocates for its KV cache."""
+    tensors = kv_cache_config.kv_cache_tensors
+    whole = [each.size for each in tensors if hasattr(each, "layers") or each.block_stride > 0]
+    return [*whole[:1], *(each.size for each in tensors if not hasattr(each, "layers") and each.block_stride == 0)]
+
+
+def ranks_here(vllm_config: Any) -> Ranks:
+    """This worker's place in its engine. Raises ConfigError for a split that cannot cross."""
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise ConfigError("context parallelism: KV that is spread over ranks by tokens cannot cross yet")
+    return Ranks(
+        get_tensor_model_parallel_rank(), parallel.tensor_parallel_size, get_pp_group().rank_in_group,
+        parallel.pipeline_parallel_size,
+    )  # fmt: skip
+
+
+def number_of(vllm_config: Any, ranks: Ranks) -> int:
+    """The number of a rank among those of this host that share the settings, data parallel ones included."""
+    engine = getattr(vllm_config.parallel_config, "data_parallel_rank_local", None) or 0
+    return engine * ranks.tp_size * ranks.pp_size + ranks.pp_rank * ranks.tp_size + ranks.tp_rank
+
+
+def model_name(vllm_config: Any, named: str, dtype: str) -> str:
+    """The model as peers compare it: its name, and how its cache is stored."""
+    name = named or str(vllm_config.model_config.model)
+    return f"{name[-90:]} (KV {dtype})"
+
+
+def facts_of(vllm_config: Any, views: dict[str, Any], groups: list[tuple[Group, list[str]]]) -> dict[str, Any]:
+    """All that makes two engines' blocks the same bytes for the same tokens, whatever their tensor parallel sizes."""
+    model = vllm_config.model_config
+    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _OF_THE_HOST}
+    text = json.dumps(config, sort_keys=True, default=str)
+    dtypes = sorted({str(view.dtype).removeprefix("torch.") for view in views.values()})
+    return {
+        "config": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "dtype": str(model.dtype),
+        "cache": dtypes,
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "quantization": str(model.quantization),
+        "attention": _backends(vllm_config, views),
+        "groups": [[group.block_size, group.window, group.chunk, len(names)] for group, names in groups],
+        # On the CPU the kernels pack keys for what the processor can do.
+        "processor": _processor() if all(view.device.type == "cpu" for view in views.values()) else "",
+    }
+
+
+def _backends(vllm_config: Any, views: dict[str, Any]) -> list[str]:
+    layers = vllm_config.compilation_config.static_forward_context
+    known = [layers[name] for name in views if hasattr(layers.get(name), "get_attn_backend")]
+    return sorted({layer.get_attn_backend().get_name() for layer in known})
+
+
+def _processor() -> str:
+    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    avx512 = getattr(torch.cpu, "_is_avx512_supported", lambda: False)()
+    return f"{platform.machine()}{' avx512' if avx512 else ''}{' amx' if amx else ''}"

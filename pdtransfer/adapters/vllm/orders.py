@@ -1,0 +1,108 @@
+"""What the scheduler's side of an engine has the workers do in a step, and how block tables become rows.
+
+A row of a room is a whole block of one KV cache group: its component has as many tokens a row as the group a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+NULL_BLOCK = 0  # stands in a window's block table for blocks that are gone
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One KV cache group: layers that share a block table."""
+
+    index: int  # in vLLM's list of groups, and in every block table
+    block_size: int  # tokens
+    window: int = 0  # tokens that attention looks back at, itself included; 0: all
+    chunk: int = 0  # tokens of a chunk of chunked local attention; 0: none
+
+    @property
+    def name(self) -> str:
+        """Its component's name."""
+        return f"group{self.index}"
+
+    def rows(self, tokens: int) -> int:
+        """Blocks of a prompt of so many tokens."""
+        return -(-tokens // self.block_size)
+
+    def first_row(self, tokens: int) -> int:
+        """The first block that is still needed once so many tokens are computed: vLLM frees those before it."""
+        if self.window:
+            return max(0, tokens - self.window + 1) // self.block_size
+        if self.chunk:
+            return tokens // self.chunk * self.chunk // self.block_size
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Prefill: begin the room of a request."""
+
+    request_id: str
+    label: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows [first, end) of one group, in `blocks`: one block a row, from the room's row 0 on."""
+
+    group: int
+    first: int
+    end: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prefill: this step computes these rows of a request; after the `last` one its room is finished."""
+
+    request_id: str
+    rows: tuple[Rows, ...]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Decode: a room lands in the blocks of a request, one slot a row and group; -1 where a row does not cross.
+
+    A request that needs nothing, or has ended before it got blocks, is not `awaited`: its room lands without a byte, so
+    that prefill need not wait for it.
+    """
+
+    request_id: str
+    label: str
+    sources: tuple[str, ...]
+    tokens: int
+    prefix: int  # tokens that the engine has
+    slots: tuple[tuple[int, ...], ...]
+    awaited: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Decode: the request's parameters are wrong, and its load fails; these blocks were meant for it."""
+
+    request_id: str
+    blocks: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Orders:
+    """All that is to be done in one step, in this order."""
+
+    quiesce: list[str] = field(default_factory=list[str])  # requests of prefill whose blocks are about to be reused
+    opens: list[Open] = field(default_factory=list[Open])
+    receives: list[Receive] = field(default_factory=list[Receive])
+    refusals: list[Refuse] = field(default_factory=list[Refuse])
+    aborts: list[str] = field(default_factory=list[str])
+    chunks: list[Chunk] = field(default_factory=list[Chunk])
+
+
+def slots_of(blocks: Sequence[int], rows: int) -> tuple[int, ...]:
+    """A block table as a room's slots: the null blocks of a window are -1, and blocks behind the prompt are left out."""
+    return tuple(-1 if block == NULL_BLOCK else block for block in blocks[:rows])

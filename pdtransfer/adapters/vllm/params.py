@@ -1,0 +1,178 @@
+"""A request's kv_transfer_params, in the shape of vLLM's nixl push connector: what proxies send, checked, and the answer.
+
+Clients and proxies write them, so each field is hostile until it was checked. A wrong one fails its request alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...bus.keys import AllowList, Endpoint, is_literal, is_loopback
+from ...config.ranks import SIZE_MAX, label, ranks_of
+from ...errors import ConfigError
+from ...limits import PEERS_MAX
+
+TEXT_LENGTH_MAX = 256
+_TEXT = re.compile(r"[!-~]+")
+
+
+class ParamsError(ValueError):
+    """A field of kv_transfer_params is missing or wrong; the text is one line that names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendTo:
+    """Prefill: the request's KV goes to a decode engine, in the room of `transfer_id`, or of the request's own id."""
+
+    transfer_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveFrom:
+    """Decode: the request's KV comes from the prefill ranks at `sources`, in the room of `label`."""
+
+    label: str
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reachable:
+    """The peers that a decode engine may dial: those on its list, or without one those of this host."""
+
+    allowed: AllowList | None = None
+    insecure: bool = False
+
+    def check(self, source: str) -> None:
+        """Raises ParamsError unless the endpoint is well-formed and may be dialled. No name is looked up."""
+        try:
+            endpoint = Endpoint.parse(source)
+        except ConfigError as error:
+            raise ParamsError(str(error)) from None
+        if self.allowed is not None:
+            if endpoint.server_key is None or self.allowed.name_of(endpoint.server_key) is None:
+                raise ParamsError(f"endpoint {source!r}: its key is not on this engine's list of peers")
+            return
+        if endpoint.server_key is not None:
+            raise ParamsError(f"endpoint {source!r}: has a key, this engine has none: set key and allow")
+        host = endpoint.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if not self.insecure and host != "localhost" and not (is_literal(host) and is_loopback(endpoint.address)):
+            raise ParamsError(f"remote_host: {host} is another host: set key and allow, or insecure, on both engines")
+
+    def key_of(self, name: str) -> str:
+        """KEY@ of the peer that the list has under this name; empty without a list."""
+        if self.allowed is None:
+            return ""
+        found = next((key for key, listed in self.allowed.names.items() if listed == name), None)
+        if found is None:
+            raise ParamsError(f"remote_engine_id: {name!r} is not on this engine's list of peers")
+        return f"{found}@"
+
+
+def parse(params: Any, reachable: Reachable) -> SendTo | ReceiveFrom | None:
+    """The hand-off that a request asks for; None for a request without one. Raises ParamsError."""
+    if params is None:
+        return None
+    if not isinstance(params, Mapping):
+        raise ParamsError(f"kv_transfer_params: a {type(params).__name__}, not an object")
+    sends, receives = (_flag(params, name) for name in ("do_remote_decode", "do_remote_prefill"))
+    if sends and receives:
+        raise ParamsError("do_remote_prefill: true, and do_remote_decode as well")
+    transfer_id = _text(params, "transfer_id", optional=True)
+    if sends:
+        return SendTo(transfer_id)
+    if not receives:
+        return None
+    mode = _text(params, "transfer_mode", optional=True)
+    if mode not in (None, "push"):
+        raise ParamsError(f"transfer_mode: {mode!r}, not 'push': the prefill engine has another connector")
+    label = transfer_id or own_label(_text(params, "remote_engine_id"), _text(params, "remote_request_id"))
+    return ReceiveFrom(label, _sources(params, reachable))
+
+
+def own_label(engine_id: str | None, request_id: str | None) -> str:
+    """The label of a room that has no transfer_id."""
+    return f"{engine_id}/{request_id}"
+
+
+def answer(
+    endpoints: Sequence[str], *, tp_size: int, engine_id: str, request_id: str, transfer_id: str | None
+) -> dict[str, Any]:
+    """What a prefill engine returns of a request, which decode takes as it is: the address of its first rank, and of
+    each of its ranks."""
+    first = Endpoint.parse(endpoints[0])
+    host, _, port = first.address.removeprefix("tcp://").rpartition(":")
+    made: dict[str, Any] = {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": engine_id,
+        "remote_request_id": request_id, "remote_host": host.strip("[]"), "remote_port": int(port),
+        "tp_size": tp_size, "pp_size": len(endpoints) // tp_size, "transfer_mode": "push",
+        "remote_endpoints": list(endpoints),
+    }  # fmt: skip
+    return made if transfer_id is None else made | {"transfer_id": transfer_id}
+
+
+def _sources(params: Mapping[Any, Any], reachable: Reachable) -> tuple[str, ...]:
+    listed = params.get("remote_endpoints")
+    if listed is not None:
+        if not isinstance(listed, list) or not 1 <= len(listed) <= PEERS_MAX:
+            raise ParamsError(f"remote_endpoints: not a list of 1 to {PEERS_MAX} endpoints")
+        sources = [_checked_text(f"remote_endpoints[{at}]", each) for at, each in enumerate(listed)]
+    else:
+        sources = _derived(params, reachable)
+    for source in sources:
+        reachable.check(source)
+    if len(set(sources)) != len(sources):
+        raise ParamsError("remote_endpoints: one is there twice")
+    return tuple(sources)
+
+
+def _derived(params: Mapping[Any, Any], reachable: Reachable) -> list[str]:
+    """The endpoint of each rank, by vLLM's own fields: rank r listens on the port + r, and its key has its name."""
+    host = str(_text(params, "remote_host"))
+    port, tp_size = _count(params, "remote_port", 0xFFFF), _count(params, "tp_size", SIZE_MAX, default=1)
+    ranks = ranks_of(tp_size, _count(params, "pp_size", SIZE_MAX, default=1))
+    if len(ranks) > PEERS_MAX or port + len(ranks) - 1 > 0xFFFF:
+        raise ParamsError(f"tp_size: {len(ranks)} ranks, from port {port} on")
+    name = str(_text(params, "remote_engine_id")) if reachable.allowed is not None else ""
+    host = f"[{host}]" if ":" in host else host
+    return [
+        f"{reachable.key_of(name if at == 0 else f'{name}-{label(each)}')}tcp://{host}:{port + at}"
+        for at, each in enumerate(ranks)
+    ]
+
+
+def _flag(params: Mapping[Any, Any], name: str) -> bool:
+    value = params.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise ParamsError(f"{name}: a {type(value).__name__}, not true or false")
+
+
+def _text(params: Mapping[Any, Any], name: str, *, optional: bool = False) -> str | None:
+    value = params.get(name)
+    if value is None and optional:
+        return None
+    return _checked_text(name, value)
+
+
+def _checked_text(name: str, value: Any) -> str:
+    if value is None:
+        raise ParamsError(f"{name}: missing")
+    if not isinstance(value, str):
+        raise ParamsError(f"{name}: a {type(value).__name__}, not a text")
+    if len(value) > TEXT_LENGTH_MAX or not _TEXT.fullmatch(value):
+        raise ParamsError(f"{name}: {value[:64]!r} is not 1 to {TEXT_LENGTH_MAX} printable characters without spaces")
+    return value
+
+
+def _count(params: Mapping[Any, Any], name: str, high: int, *, default: int | None = None) -> int:
+    value = params.get(name, default)
+    if value is None:
+        raise ParamsError(f"{name}: missing")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # some proxies have no integers
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+        raise ParamsError(f"{name}: {str(value)[:64]!r} is not an integer from 1 to {high}")
+    return value

@@ -1,0 +1,271 @@
+"""The scheduler's side of an engine: which requests are handed over, and what the workers do about it in each step.
+
+It holds no memory and opens no socket. vLLM's own block tables are kept here, since a step reports only what is new.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Protocol
+
+from .orders import Chunk, Group, Open, Orders, Receive, Refuse, Rows, slots_of
+from .params import ParamsError, Reachable, ReceiveFrom, SendTo, answer, own_label, parse
+
+log = logging.getLogger(__name__)
+
+BlockTable = Sequence[Sequence[int]]  # by group
+
+
+class Request(Protocol):
+    """What is read of vLLM's Request."""
+
+    request_id: str
+    kv_transfer_params: dict[str, Any] | None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        ...
+
+
+class NewRequest(Protocol):
+    """What is read of vLLM's NewRequestData."""
+
+    req_id: str
+    block_ids: BlockTable
+    num_computed_tokens: int
+
+
+class CachedRequests(Protocol):
+    """What is read of vLLM's CachedRequestData: lists of equal length, and the requests that were preempted before."""
+
+    req_ids: Sequence[str]
+    resumed_req_ids: Collection[str]
+    new_block_ids: Sequence[BlockTable | None]
+    num_computed_tokens: Sequence[int]
+
+
+class Step(Protocol):
+    """What is read of vLLM's SchedulerOutput."""
+
+    scheduled_new_reqs: Sequence[NewRequest]
+    scheduled_cached_reqs: CachedRequests
+    num_scheduled_tokens: Mapping[str, int]
+    preempted_req_ids: Collection[str] | None
+
+
+class _Receiving(Enum):
+    WANTED = auto()  # it may still get blocks
+    ORDERED = auto()  # its workers have it, or have had it
+    NONE = auto()  # it needs nothing (any more)
+
+
+@dataclass(slots=True)
+class _Send:
+    """A request of prefill."""
+
+    tokens: int
+    transfer_id: str | None
+    request_id: str  # as decode gets it; another one for each attempt, since a room is used once
+    attempts: int = 0
+    opened: bool = False
+    lost: bool = False  # its room has failed for good
+    complete: bool = False  # the last chunk is ordered
+    blocks: list[list[int]] = field(default_factory=list[list[int]])
+    ordered: list[int] = field(default_factory=list[int])  # by group: the row from which nothing is ordered yet
+
+
+@dataclass(slots=True)
+class _Receive:
+    """A request of decode; `source` is None where its parameters are wrong."""
+
+    tokens: int
+    source: ReceiveFrom | None
+    state: _Receiving = _Receiving.WANTED
+
+
+class SchedulerSide:
+    """Answers vLLM's scheduler. `groups` are those whose KV crosses; `engine_id` names this engine to peers.
+
+    `endpoints` are where its prefill ranks listen, by their number, known once the workers run.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        engine_id: str,
+        tp_size: int = 1,
+        sends: bool,
+        receives: bool,
+        reachable: Reachable | None = None,
+    ) -> None:
+        self._groups, self._engine_id, self._tp_size = tuple(groups), engine_id, tp_size
+        self._can_send, self._can_receive = sends, receives
+        self._reachable = reachable or Reachable()
+        self.endpoints: tuple[str, ...] = ()
+        self._sends: dict[str, _Send] = {}
+        self._receives: dict[str, _Receive] = {}
+        self._orders = Orders()
+
+    def on_new_request(self, request: Request) -> None:
+        """A request has come: its parameters are checked. A wrong one of decode fails its load, and no other."""
+        name, tokens = request.request_id, request.num_prompt_tokens
+        try:
+            wanted = parse(request.kv_transfer_params, self._reachable)
+            self._check_role(wanted)
+        except ParamsError as error:
+            log.warning("request %s: its hand-off is refused: %s", name, error)
+            if self._can_receive and not self._wants_to_send(request.kv_transfer_params):
+                self._receives[name] = _Receive(tokens, None)
+            return
+        match wanted:
+            case SendTo(transfer_id):
+                self._sends[name] = _Send(tokens, transfer_id, name)
+            case ReceiveFrom():
+                self._receives[name] = _Receive(tokens, wanted)
+            case None:
+                pass
+
+    def matched_tokens(self, request: Request, computed: int) -> int:
+        """Tokens that come from a peer, beyond `computed` ones that this engine has."""
+        known = self._receives.get(request.request_id)
+        if known is None or known.state is not _Receiving.WANTED:
+            return 0
+        return max(0, known.tokens - computed)
+
+    def on_blocks(self, request: Request, blocks: BlockTable, external_tokens: int) -> None:
+        """A request has blocks, for `external_tokens` that come from a peer; called again without any, later."""
+        name = request.request_id
+        known = self._receives.get(name)
+        if known is None or known.state is not _Receiving.WANTED:
+            return
+        if external_tokens == 0:
+            self._decline(name, known)
+            return
+        known.state = _Receiving.ORDERED
+        if known.source is None:
+            self._orders.refusals.append(Refuse(name, tuple(blocks[self._groups[0].index])))
+            return
+        self._orders.receives.append(
+            Receive(
+                name, known.source.label, known.source.sources, known.tokens, known.tokens - external_tokens,
+                tuple(slots_of(blocks[group.index], group.rows(known.tokens)) for group in self._groups),
+            )
+        )  # fmt: skip
+
+    def orders(self, step: Step) -> Orders:
+        """What the workers do in this step; the next call begins another one."""
+        made, self._orders = self._orders, Orders()
+        for name in step.preempted_req_ids or ():
+            if (send := self._sends.get(name)) is not None:
+                self._give_up(name, send, made)
+        if not self._sends:
+            return made
+        computed = self._update_tables(step)
+        for name, count in step.num_scheduled_tokens.items():
+            if (send := self._sends.get(name)) is not None and not send.lost:
+                self._order_chunk(name, send, computed[name], computed[name] + count, made)
+        return made
+
+    def on_finished(self, request: Request, status: str) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended with the RequestStatus of this name: whether its blocks must stay until the workers report
+        it, and what the engine returns to the client."""
+        name = request.request_id
+        if (received := self._receives.pop(name, None)) is not None:
+            if received.state is _Receiving.WANTED:
+                self._decline(name, received)
+            elif received.state is _Receiving.ORDERED:
+                self._orders.aborts.append(name)  # the workers know whether there is still something to give up
+            return False, None
+        send = self._sends.pop(name, None)
+        if send is None or send.lost or not send.opened:
+            return False, None
+        if not send.complete or status in ("FINISHED_ABORTED", "FINISHED_ERROR"):
+            self._orders.aborts.append(name)
+            return True, None
+        return True, answer(
+            self.endpoints, tp_size=self._tp_size, engine_id=self._engine_id, request_id=send.request_id,
+            transfer_id=send.transfer_id,
+        )  # fmt: skip
+
+    def _check_role(self, wanted: SendTo | ReceiveFrom | None) -> None:
+        if isinstance(wanted, SendTo) and not self._can_send:
+            raise ParamsError("do_remote_decode: true, and this engine's kv_role is kv_consumer")
+        if isinstance(wanted, ReceiveFrom) and not self._can_receive:
+            raise ParamsError("do_remote_prefill: true, and this engine's kv_role is kv_producer")
+
+    @staticmethod
+    def _wants_to_send(params: Any) -> bool:
+        """Of wrong parameters: whether no load was asked for, so that none can fail."""
+        return isinstance(params, Mapping) and not params.get("do_remote_prefill")
+
+    def _decline(self, name: str, known: _Receive) -> None:
+        """Has prefill's side of the room end at once."""
+        known.state = _Receiving.NONE
+        if known.source is None:
+            return
+        source = known.source
+        none = tuple((-1,) * group.rows(known.tokens) for group in self._groups)
+        self._orders.receives.append(
+            Receive(name, source.label, source.sources, known.tokens, known.tokens, none, awaited=False)
+        )
+
+    def _update_tables(self, step: Step) -> dict[str, int]:
+        """Brings the block tables up to date; returns the tokens that each request has before this step."""
+        computed: dict[str, int] = {}
+        for new in step.scheduled_new_reqs:
+            computed[new.req_id] = new.num_computed_tokens
+            if (send := self._sends.get(new.req_id)) is not None:
+                send.blocks = [list(ids) for ids in new.block_ids]
+        cached = step.scheduled_cached_reqs
+        for name, more, before in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            computed[name] = before
+            send = self._sends.get(name)
+            if send is None or more is None:
+                continue
+            if name in cached.resumed_req_ids:
+                send.blocks = [list(ids) for ids in more]
+            else:
+                for known, ids in zip(send.blocks, more, strict=True):
+                    known.extend(ids)
+        return computed
+
+    def _order_chunk(self, name: str, send: _Send, before: int, after: int, made: Orders) -> None:
+        if send.complete:
+            if before > send.tokens and any(group.first_row(before) > group.first_row(send.tokens) for group in self._groups):
+                # It generates beyond its prompt, and its windows lose blocks that may still be read.
+                self._give_up(name, send, made)
+                send.lost = True
+            return
+        if not send.opened:
+            send.opened = True
+            send.ordered = [group.first_row(send.tokens) for group in self._groups]
+            label = send.transfer_id or own_label(self._engine_id, send.request_id)
+            made.opens.append(Open(name, label, send.tokens))
+        send.complete = after >= send.tokens
+        rows: list[Rows] = []
+        for at, group in enumerate(self._groups):
+            # Blocks that this engine's prefix cache has had count as computed by this chunk.
+            end = group.rows(send.tokens) if send.complete else after // group.block_size
+            if (first := send.ordered[at]) < end:
+                rows.append(Rows(at, first, end, tuple(send.blocks[group.index][:end])))
+                send.ordered[at] = end
+        if rows or send.complete:
+            made.chunks.append(Chunk(name, tuple(rows), send.complete))
+
+    def _give_up(self, name: str, send: _Send, made: Orders) -> None:
+        """The request loses blocks that were to be sent. Unless decode may know the room already, it gets another."""
+        if not send.opened:
+            return
+        made.quiesce.append(name)
+        send.opened = send.complete = False
+        if send.transfer_id is not None:
+            send.lost = True
+            log.warning("request %s: preempted, so its hand-off %s fails", name, send.transfer_id)
+        else:
+            send.attempts += 1
+            send.request_id = f"{name}#{send.attempts}"

@@ -1,0 +1,122 @@
+"""The settings that kv_connector_extra_config holds, checked when the engine starts."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from ...bus.keys import Address, AllowList, KeyPair, check_exposure
+from ...config.bounds import bound, match, port_range
+from ...config.ranks import key_of
+from ...errors import ConfigError
+from ...transports.options import Network, Protocol
+from ...transports.registry import check_name
+from ...wire import Ranks
+
+TIME_LEFT_S_MAX = 86_400.0
+PORT_MAX = 0xFFFF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an engine's kv_connector_extra_config may say; each field is a setting of the same name.
+
+    A wrong value, and an unknown name, is a ConfigError of one line that names it.
+    """
+
+    bind: str = "tcp://127.0.0.1:0"  # prefill: worker rank r listens on the port + r; port 0: on any
+    advertise: str = ""  # the host that decode engines dial, if it is not the one in bind
+    key: Path | None = None  # this engine's secret key; those of further ranks lie beside it, as keygen names them
+    allow: Path | None = None  # the list of peers: their names and public keys
+    insecure: bool = False  # let other hosts connect without keys
+    model: str = ""  # the name under which peers know the weights; by default the model's name or path
+    time_left_s: float = 120.0  # after which a hand-off that has not ended fails
+    transport: str = "auto"  # how KV travels: auto, or a transport's name
+    transport_ports: str = "21000-21999"  # of transports between hosts
+    transport_protocol: Protocol = "tcp"
+    copy_threads: int = 2  # prefill: threads that copy rows in host memory
+    verify: bool = False  # decode: read back what has landed, and compare its checksum with prefill's
+
+    def __post_init__(self) -> None:
+        named = f"bind = {self.bind!r}"
+        try:
+            address = Address.parse(self.bind)
+        except ConfigError as error:
+            raise ConfigError(f"{named}: must be tcp://host:port ({error})") from None
+        if address.port_first != address.port_last:
+            raise ConfigError(f"{named}: must be tcp://host:port, with one port")
+        if (self.key is None) is not (self.allow is None):
+            one, other = ("allow", "key") if self.key is None else ("key", "allow")
+            raise ConfigError(f"{one} = '{getattr(self, one)}': useless without {other}")
+        check_exposure(self.bind, named=named, keyed=self.key is not None, insecure=self.insecure)
+        if address.wildcard and not self.advertise:
+            raise ConfigError(f"{named}: peers cannot dial that: set advertise to a host that they can")
+        if self.advertise:
+            match("advertise", self.advertise, r"[0-9A-Za-z._:-]{1,200}", "a host")
+        match("model", self.model, r"[ -~]{0,128}", "at most 128 printable ASCII characters")
+        bound("time_left_s", self.time_left_s, 1.0, TIME_LEFT_S_MAX)
+        bound("copy_threads", self.copy_threads, 1, 64)
+        check_name(self.transport)
+        port_range("transport_ports", self.transport_ports)
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> Settings:
+        """The settings of a kv_connector_extra_config. Raises ConfigError."""
+        hints = get_type_hints(cls)
+        known = {each.name: hints[each.name] for each in fields(cls)}
+        if unknown := sorted(extra.keys() - known.keys()):
+            raise ConfigError(f"kv_connector_extra_config: {unknown[0]!r} is none of {', '.join(sorted(known))}")
+        return cls(**{name: _checked(name, value, known[name]) for name, value in extra.items()})
+
+    @property
+    def host(self) -> str:
+        """The host that decode engines dial."""
+        return self.advertise or Address.parse(self.bind).host
+
+    @property
+    def network(self) -> Network:
+        """How peers on other hosts reach this engine's transports."""
+        ports = port_range("transport_ports", self.transport_ports)
+        return Network(host=self.advertise, ports=ports, protocol=self.transport_protocol)
+
+    def bind_of(self, rank: int) -> str:
+        """Where a rank listens, by its number among the ranks of all engines that share this setting."""
+        address = Address.parse(self.bind)
+        if address.port_first == 0:
+            return self.bind
+        port = address.port_first + rank
+        if port > PORT_MAX:
+            raise ConfigError(f"bind = {self.bind!r}: rank {rank} has no port, the last one is {PORT_MAX}")
+        return address.at(address.host, port)
+
+    def keys_of(self, ranks: Ranks) -> tuple[KeyPair | None, AllowList | None]:
+        """The key pair of a rank, and the list of its peers. Raises ConfigError."""
+        if self.key is None or self.allow is None:
+            return None, None
+        leads = ranks.tp_rank == ranks.pp_rank == 0
+        return KeyPair.read(self.key if leads else key_of(self.key, ranks)), AllowList.read(self.allow)
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """The value as its field's type. JSON has no paths, and writes 120.0 as 120."""
+    wanted = [each for each in get_args(hint) if each is not types.NoneType] if isinstance(hint, types.UnionType) else []
+    kind = wanted[0] if wanted else hint
+    if hint == Protocol:
+        if value not in get_args(hint):
+            raise ConfigError(f"{name} = {value!r}: must be one of {', '.join(get_args(hint))}")
+        return value
+    if wanted and value is None:
+        return None
+    if kind is Path and isinstance(value, str) and value:
+        return Path(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is int and isinstance(value, bool) or not isinstance(value, kind):
+        words = {Path: "a path", bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+        raise ConfigError(f"{name} = {value!r}: must be {words[kind]}")
+    return value
+
+

@@ -1,0 +1,303 @@
+"""A worker's side of an engine: the clients, and the requests whose rooms they carry.
+
+vLLM calls it in every step of the model, from one thread. It never waits, except where blocks are about to be reused
+that may still be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...client import (
+    Cause,
+    DecodeClient,
+    Event,
+    LocalProtocolError,
+    PrefillClient,
+    RoomDrained,
+    RoomFailed,
+    RoomLanded,
+    RoomReady,
+    room_id,
+)
+from . import figures
+from .orders import Chunk, Open, Orders, Receive, Refuse
+
+log = logging.getLogger(__name__)
+
+QUIESCE_S = 30.0  # that a step waits for writes in flight whose blocks are about to be reused
+
+
+@dataclass(slots=True)
+class Results:
+    """Requests whose blocks vLLM has back; of those received, which failed."""
+
+    sent: set[str] = field(default_factory=set[str])
+    received: set[str] = field(default_factory=set[str])
+    failed: set[str] = field(default_factory=set[str])
+    failed_blocks: set[int] = field(default_factory=set[int])  # of those in `failed`, by their first group
+
+
+@dataclass(slots=True)
+class _Sending:
+    room: int
+    drained: bool = False
+
+
+@dataclass(slots=True)
+class _Receiving:
+    room: int
+    began: float
+    blocks: tuple[int, ...]  # that did not hold anything before
+    awaited: bool
+    aborted: bool = False
+
+
+class WorkerSide:
+    """Carries out orders on one rank.
+
+    `complete_after` has, by a layer's name as vLLM reports it, the component and the layer that are complete then;
+    `layers` are those of each component. `copied_up` tells that what lands is copied once more to vLLM's memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: tuple[str, ...],
+        layers: tuple[tuple[int, ...], ...],
+        complete_after: Mapping[str, tuple[int, int]],
+        prefill: PrefillClient | None,
+        decode: DecodeClient | None,
+        time_left_s: float,
+        copied_up: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._names, self._layers, self._complete_after = names, layers, complete_after
+        self._prefill, self._decode = prefill, decode
+        self._time_left_s, self._copied_up, self._clock = time_left_s, copied_up, clock
+        self._sending: dict[str, _Sending] = {}
+        self._receiving: dict[str, _Receiving] = {}
+        self._sent_rooms: dict[int, str] = {}
+        self._received_rooms: dict[int, str] = {}
+        self._finished: set[str] = set()  # requests that have ended and wait for their rooms
+        self._results = Results()
+        self._chunks: list[tuple[Chunk, tuple[NDArray[np.int64], ...]]] = []  # of this step
+        self._pushed: set[tuple[int, int]] = set()  # (component, layer) of this step
+        self._data = figures.empty()
+
+    # A step, in this order
+
+    def quiesce(self, orders: Orders) -> None:
+        """Before blocks are overwritten: waits until nothing reads those of preempted requests."""
+        for request_id in orders.quiesce:
+            sending = self._sending.pop(request_id, None)
+            if sending is None or self._prefill is None:
+                continue
+            if not sending.drained and not self._prefill.quiesce(sending.room, QUIESCE_S):
+                # Whatever is read from now on is of a room that has failed: nobody uses it.
+                log.error("request %s: its blocks are still read after %s s, and are reused", request_id, QUIESCE_S)
+
+    def begin(self, orders: Orders) -> None:
+        """Before the model runs."""
+        for each in orders.opens:
+            self._open(each)
+        for receive in orders.receives:
+            self._receive(receive)
+        for refusal in orders.refusals:
+            self._refuse(refusal)
+        for request_id in orders.aborts:
+            self._abort(request_id)
+        self._chunks = [
+            (chunk, tuple(np.array(rows.blocks, np.int64) for rows in chunk.rows)) for chunk in orders.chunks
+        ]
+        self._pushed = set()
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether this step computes rows that leave."""
+        return bool(self._chunks)
+
+    def save(self, layer_name: str, after: Event | None) -> None:
+        """A layer's rows of this step are computed once `after` has fired."""
+        if (key := self._complete_after.get(layer_name)) is not None:
+            self._push(key, after)
+
+    def end(self, event: Callable[[], Event | None]) -> None:
+        """After the model has run: what `save` was not called for leaves now, and rooms are finished.
+
+        `event` makes the event of all that was computed.
+        """
+        if not self._chunks or self._prefill is None:
+            return
+        left = [
+            (component, layer)
+            for component, layers in enumerate(self._layers)
+            for layer in layers
+            if (component, layer) not in self._pushed
+        ]
+        after = event() if left else None
+        for key in left:
+            self._push(key, after)
+        for chunk, _ in self._chunks:
+            if chunk.last and (sending := self._sending.get(chunk.request_id)) is not None and not sending.drained:
+                self._prefill.finish(sending.room)
+        self._chunks = []
+
+    def results(self, finished: Collection[str]) -> Results:
+        """After the model has run: what is known of rooms by now. `finished` requests have ended since the last step."""
+        if self._prefill is not None:
+            for event in self._prefill.poll():
+                self._on_prefill_event(event)
+        if self._decode is not None:
+            for event in self._decode.poll():
+                self._on_decode_event(event)
+        self._finished |= self._sending.keys() & set(finished)
+        for request_id in [each for each in self._finished if self._sending[each].drained]:
+            self._finished.discard(request_id)
+            del self._sending[request_id]
+            self._results.sent.add(request_id)
+        made, self._results = self._results, Results()
+        return made
+
+    def take_figures(self) -> figures.Data | None:
+        """What was counted since the last call; None for nothing."""
+        if figures.is_empty(self._data):
+            return None
+        made, self._data = self._data, figures.empty()
+        return made
+
+    def close(self) -> None:
+        """Ends the clients: rooms under way fail."""
+        for client in (self._prefill, self._decode):
+            if client is not None:
+                client.close()
+
+    # Orders
+
+    def _open(self, order: Open) -> None:
+        assert self._prefill is not None
+        room = room_id(order.label)
+        sending = self._sending[order.request_id] = _Sending(room)
+        try:
+            self._prefill.open(room, tokens=order.tokens, time_left_s=self._time_left_s, grants=None)
+        except LocalProtocolError as error:
+            log.warning("request %s: its hand-off is refused: %s", order.request_id, error)
+            self._count_failure(Cause.REFUSED)
+            sending.drained = True
+        else:
+            self._sent_rooms[room] = order.request_id
+
+    def _receive(self, order: Receive) -> None:
+        assert self._decode is not None
+        room = room_id(order.label)
+        blocks = tuple(slot for slot in order.slots[0] if slot >= 0) if order.awaited else ()
+        try:
+            self._decode.expect(
+                room, tokens=order.tokens, prefix=order.prefix, sources=order.sources, time_left_s=self._time_left_s,
+                slots={name: np.array(slots, np.int64) for name, slots in zip(self._names, order.slots, strict=True)},
+            )  # fmt: skip
+        except LocalProtocolError as error:
+            log.warning("request %s: its hand-off is refused: %s", order.request_id, error)
+            self._count_failure(Cause.REFUSED)
+            if order.awaited:
+                self._fail_load(order.request_id, blocks)
+                self._results.received.add(order.request_id)
+            return
+        self._receiving[order.request_id] = _Receiving(room, self._clock(), blocks, order.awaited)
+        self._received_rooms[room] = order.request_id
+
+    def _refuse(self, order: Refuse) -> None:
+        self._count_failure(Cause.REFUSED)
+        self._fail_load(order.request_id, order.blocks)
+        self._results.received.add(order.request_id)
+
+    def _abort(self, request_id: str) -> None:
+        if (sending := self._sending.get(request_id)) is not None and not sending.drained:
+            assert self._prefill is not None
+            self._prefill.abort(sending.room)
+        receiving = self._receiving.get(request_id)
+        if receiving is not None and receiving.awaited:
+            assert self._decode is not None
+            receiving.aborted = True
+            self._decode.abort(receiving.room)
+
+    def _push(self, key: tuple[int, int], after: Event | None) -> None:
+        if self._prefill is None or key in self._pushed:
+            return
+        self._pushed.add(key)
+        component, layer = key
+        for chunk, blocks in self._chunks:
+            sending = self._sending.get(chunk.request_id)
+            if sending is None or sending.drained:
+                continue
+            for rows, pages in zip(chunk.rows, blocks, strict=True):
+                if rows.group == component:
+                    self._prefill.push(
+                        sending.room, pages, rows=(rows.first, rows.end), layers=(layer, layer + 1),
+                        component=self._names[component], after=after,
+                    )  # fmt: skip
+
+    # Events
+
+    def _on_prefill_event(self, event: object) -> None:
+        match event:
+            case RoomLanded(_, kv_bytes):
+                figures.count(self._data, "rooms", "sent")
+                figures.count(self._data, "bytes", "sent", kv_bytes)
+            case RoomFailed(room, cause, detail):
+                request_id = self._sent_rooms.get(room, "")
+                log.log(
+                    logging.INFO if cause is Cause.ABORTED else logging.WARNING,
+                    "request %s: its KV was not handed over: %s: %s", request_id, cause.value, detail,
+                )  # fmt: skip
+                self._count_failure(cause)
+            case RoomDrained(room):
+                request_id = self._sent_rooms.pop(room, "")
+                sending = self._sending.get(request_id)
+                if sending is not None and sending.room == room:
+                    sending.drained = True
+            case _:  # whether decode has asked, and has slots, changes nothing here
+                pass
+
+    def _on_decode_event(self, event: object) -> None:
+        match event:
+            case RoomReady(room):
+                if (request_id := self._received_rooms.get(room)) is None:
+                    return
+                figures.count(self._data, "rooms", "received")
+                figures.count(self._data, "bytes", "received", event.kv_bytes)
+                if self._copied_up:
+                    self._data["copied_up_bytes"] += event.kv_bytes
+                if len(self._data["seconds"]) < figures.SECONDS_MAX:
+                    self._data["seconds"].append(self._clock() - self._receiving[request_id].began)
+            case RoomFailed(room, cause, detail):
+                if (request_id := self._received_rooms.get(room)) is None:
+                    return
+                receiving = self._receiving[request_id]
+                log.log(
+                    logging.INFO if receiving.aborted or not receiving.awaited else logging.WARNING,
+                    "request %s: its KV was not received: %s: %s", request_id, cause.value, detail,
+                )  # fmt: skip
+                self._count_failure(cause)
+                if receiving.awaited and not receiving.aborted:
+                    self._fail_load(request_id, receiving.blocks)
+            case RoomDrained(room):
+                if (request_id := self._received_rooms.pop(room, None)) is not None:
+                    if self._receiving.pop(request_id).awaited:
+                        self._results.received.add(request_id)
+            case _:
+                pass
+
+    def _fail_load(self, request_id: str, blocks: tuple[int, ...]) -> None:
+        self._results.failed.add(request_id)
+        self._results.failed_blocks.update(blocks)
+
+    def _count_failure(self, cause: Cause) -> None:
+        figures.count(self._data, "rooms", "failed")
+        figures.count(self._data, "causes", cause.value)

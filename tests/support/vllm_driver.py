@@ -9,6 +9,7 @@ import time
 from functools import partial
 from typing import Any
 
+from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -23,6 +24,7 @@ class Driver:
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self._numbers: dict[str, int] = {}  # of the requests of `generate` that are not answered, by their id
+        self._held = False
 
     def start(self, **options: Any) -> dict[str, int]:
         """Starts the engine with LLM's options; returns what its KV cache has."""
@@ -56,6 +58,29 @@ class Driver:
         pool = scheduler.kv_cache_manager.block_pool
         return {"free_blocks": pool.get_num_free_blocks(), "requests": len(scheduler.requests)}
 
+    def hold(self) -> None:
+        """Runs no step from now on, but those that `step` asks for."""
+        self._held = True
+
+    def step(self, *, count: int) -> None:
+        """Runs so many steps."""
+        for _ in range(count):
+            self._step()
+
+    def resume(self) -> None:
+        """Ends `hold`."""
+        self._held = False
+
+    def metrics(self, *, prefix: str) -> dict[str, float]:
+        """Samples of this process's Prometheus metrics, by name and by the labels other than vLLM's own."""
+        made: dict[str, float] = {}
+        for metric in REGISTRY.collect():
+            for sample in metric.samples:
+                labels = {name: value for name, value in sample.labels.items() if name not in ("model_name", "engine")}
+                if sample.name.startswith(prefix) and "le" not in labels:
+                    made[" ".join([sample.name, *labels.values()])] = sample.value
+        return made
+
     def run(self) -> None:
         """Until the input ends; then the engine is shut down."""
         while True:
@@ -71,7 +96,7 @@ class Driver:
 
     def _is_busy(self) -> bool:
         """Also while a request that has ended still holds blocks: its transfer ends in a step."""
-        return hasattr(self, "_core") and self._core.scheduler.has_requests()
+        return not self._held and hasattr(self, "_core") and self._core.scheduler.has_requests()
 
     def _step(self) -> None:
         for output in self._engine.step():

@@ -51,9 +51,9 @@ class Generated:
     kv_transfer_params: dict[str, Any] | None  # that its KV connector returned
 
 
-def prompts(*lengths: int) -> list[list[int]]:
-    """Prompts of random tokens, the same each time, without those that begin and end a text."""
-    draw = random.Random(3)
+def prompts(*lengths: int, seed: int = 3) -> list[list[int]]:
+    """Prompts of random tokens, the same for the same seed, without those that begin and end a text."""
+    draw = random.Random(seed)
     return [[draw.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
 
 
@@ -105,6 +105,23 @@ class VllmEngine(JsonProcess):
     def state(self) -> dict[str, int]:
         """`free_blocks` of its KV cache, and `requests` that its scheduler knows."""
         return self.ask("state", ANSWER_S)
+
+
+    def hold(self) -> None:
+        """Has it run no step, but those that `step` asks for, until `resume`."""
+        self.ask("hold", ANSWER_S)
+
+    def step(self, count: int = 1) -> None:
+        """Has it run so many steps."""
+        self.ask("step", ANSWER_S, count=count)
+
+    def resume(self) -> None:
+        """Ends `hold`."""
+        self.ask("resume", ANSWER_S)
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Its Prometheus metrics, where it was started with disable_log_stats=False."""
+        return self.ask("metrics", ANSWER_S, prefix=prefix)
 
 
 class StartEngine(Protocol):

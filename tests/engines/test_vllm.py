@@ -1,0 +1,339 @@
+"""Two vLLM engines with pdtransfer between them: same tokens as one engine, and no block lost, whatever ends."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.vllm_engine import Checkpoints, Generated, VllmEngine, prompts
+from tests.support.vllm_pair import SENDS, VllmPair, settles, transfer
+
+TOKENS = 24
+LENGTHS = 5, 100, 127, 128, 129, 300, 700
+CHUNKS = {"max_num_batched_tokens": 256, "enable_prefix_caching": False, "disable_log_stats": False}
+TIME_LEFT_S = 20.0  # after which either side gives a hand-off up
+
+Family = tuple[VllmPair, VllmEngine]  # and one engine that does both
+
+
+@contextmanager
+def family(checkpoints: Checkpoints, folder: Path, name: str, dtype: str, **options: Any) -> Iterator[Family]:
+    """Three engines of one model, started together."""
+    model = checkpoints.path(name)
+    with ExitStack() as stack:
+
+        def start(role: str, **more: Any) -> VllmEngine:
+            return stack.enter_context(VllmEngine(model, folder / f"{role}.log", dtype=dtype, **CHUNKS | options | more))
+
+        prefill = start("prefill", kv_transfer_config=transfer("kv_producer", time_left_s=TIME_LEFT_S))
+        receives = transfer("kv_consumer", verify=True, time_left_s=TIME_LEFT_S)
+        pair, single = VllmPair(prefill, start("decode", kv_transfer_config=receives)), start("single")
+        pair.ready()
+        single.ready()
+        yield pair, single
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    with family(checkpoints, tmp_path_factory.mktemp("llama"), "llama", "float32") as made:
+        yield made
+
+
+def rooms(engine: VllmEngine) -> dict[str, float]:
+    """Hand-offs of an engine, by how they ended."""
+    found = engine.metrics("vllm:pdtransfer_rooms_total")
+    return {name.split()[1]: value for name, value in found.items()}
+
+
+def handed_over(pair: VllmPair, prompts: list[list[int]], *, order: str, tokens: int = TOKENS) -> list[Generated]:
+    """The prompts, all at once, as a proxy of this kind dispatches them."""
+    labels = [pair.label() for _ in prompts]
+    if order == "serial":
+        done = [pair.prefill.add(prompt, tokens=1, kv_transfer_params=SENDS) for prompt in prompts]
+        params = [pair.prefill.generated(each).kv_transfer_params for each in done]
+        added = [
+            pair.decode.add(prompt, tokens=tokens, kv_transfer_params=each)
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+        return [pair.decode.generated(each) for each in added]
+    if order == "prefill first":
+        sent = [pair.begin_prefill(prompt, label) for prompt, label in zip(prompts, labels, strict=True)]
+        for each in sent:
+            pair.prefill.generated(each)
+    added = [pair.begin_decode(prompt, label, tokens=tokens) for prompt, label in zip(prompts, labels, strict=True)]
+    if order == "decode first":
+        settles(lambda: pair.decode.state()["requests"], len(prompts))
+        for prompt, label in zip(prompts, labels, strict=True):
+            pair.begin_prefill(prompt, label)
+    return [pair.decode.generated(each) for each in added]
+
+
+@pytest.mark.parametrize("order", ["serial", "prefill first", "decode first"])
+def test_decode_continues_what_prefill_computed(llama: Family, order: str) -> None:
+    pair, single = llama
+    asked = prompts(*LENGTHS, seed=len(order))
+    before = rooms(pair.decode)
+    made = handed_over(pair, asked, order=order)
+    assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
+    pair.settles()
+    assert rooms(pair.decode)["received"] - before["received"] == len(LENGTHS)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3", "bfloat16"), ("gemma3", "float32")])
+def test_other_models_continue_as_well(
+    name: str, dtype: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Two bytes a number; and windows, whose groups of layers have blocks of their own in the same memory."""
+    with family(checkpoints, tmp_path, name, dtype) as (pair, single):
+        for order in ("decode first", "serial"):
+            asked = prompts(*LENGTHS, seed=len(order))
+            made = handed_over(pair, asked, order=order)
+            assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
+        pair.settles()
+        assert rooms(pair.decode) == {"received": 2 * len(LENGTHS) + 1}
+
+
+def test_latent_attention_continues(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Decode computes the prompt's last token anew, with other kernels than prefill's. So does one engine that finds
+    all other tokens in its prefix cache: they end a block of 16."""
+    with family(checkpoints, tmp_path, "deepseek_v3", "float32", enable_prefix_caching=True) as (pair, single):
+        for prompt in prompts(17, 129, 305, 689):
+            single.generate([prompt[:-1]], tokens=1)
+            assert pair.serial(prompt, tokens=TOKENS).tokens == single.generate([prompt], tokens=TOKENS)[0]
+        pair.settles()
+        assert rooms(pair.decode) == {"received": 5}
+
+
+def test_prompts_that_either_engine_has_cached_cross_in_part(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with family(checkpoints, tmp_path, "llama", "float32", enable_prefix_caching=True) as (pair, single):
+        shared, one, two, other = prompts(512, 60, 100, 200, seed=5)
+        for tail in (one, two):
+            [expected] = single.generate([shared + tail], tokens=TOKENS)
+            before = pair.decode.metrics("vllm:pdtransfer_bytes_total")["vllm:pdtransfer_bytes_total received"]
+            assert pair.serial(shared + tail, tokens=TOKENS).tokens == expected
+            after = pair.decode.metrics("vllm:pdtransfer_bytes_total")["vllm:pdtransfer_bytes_total received"]
+            blocks = 5 if tail is one else 1  # of the second prompt decode has the first four
+            assert after - before == blocks * 128 * 4 * 2 * 64 * 2 * 4
+        # Prefill has the prompt's first blocks, decode has none of it.
+        pair.prefill.generate([shared[:256] + other], tokens=1)
+        longer = shared[:256] + other + one
+        [expected] = single.generate([longer], tokens=TOKENS)
+        pair.decode.kill()
+        model = checkpoints.path("llama")
+        receives = transfer("kv_consumer", verify=True)
+        with VllmEngine(model, tmp_path / "again.log", kv_transfer_config=receives, **CHUNKS) as again:
+            again.ready()
+            params = pair.prefilled(longer)
+            assert again.generated(again.add(longer, tokens=TOKENS, kv_transfer_params=params)).tokens == expected
+            settles(pair.prefill.state, {"free_blocks": pair.blocks["prefill"], "requests": 0})
+
+
+# Requests that end early
+
+
+def test_decode_gives_up_before_prefill_has_begun(llama: Family) -> None:
+    pair, _ = llama
+    [prompt], label = prompts(300, seed=7), pair.label()
+    added = pair.begin_decode(prompt, label, tokens=TOKENS, request="given-up")
+    settles(lambda: pair.decode.state()["free_blocks"], pair.blocks["decode"] - 3)
+    pair.decode.abort("given-up")
+    assert pair.decode.generated(added).finish_reason == "abort"
+    pair.settles()
+    # Prefill does not remember rooms that ended before it began them: it keeps the blocks as long as it would wait.
+    pair.prefill.generated(pair.begin_prefill(prompt, label))
+    assert pair.prefill.state()["requests"] == 1
+    pair.settles()
+
+
+def test_decode_gives_up_while_prefill_computes(llama: Family) -> None:
+    pair, single = llama
+    [prompt, other], label = prompts(700, 200, seed=8), pair.label()
+    pair.prefill.hold()
+    sent = pair.begin_prefill(prompt, label)
+    pair.begin_decode(prompt, label, tokens=TOKENS, request="half-way")
+    pair.prefill.step()  # the first chunk
+    settles(lambda: pair.decode.state()["requests"], 1)
+    pair.decode.abort("half-way")
+    settles(pair.decode.state, {"free_blocks": pair.blocks["decode"], "requests": 0})
+    pair.prefill.resume()
+    pair.prefill.generated(sent)
+    pair.settles()
+    assert pair.serial(other, tokens=TOKENS).tokens == single.generate([other], tokens=TOKENS)[0]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_prefill_is_given_up(llama: Family, steps: int) -> None:
+    """Before its first step, and between its chunks. Decode's load fails, which ends the request."""
+    pair, _ = llama
+    [prompt], label = prompts(700, seed=9 + steps), pair.label()
+    pair.prefill.hold()
+    pair.begin_prefill(prompt, label, request=f"gone-{steps}")
+    received = pair.begin_decode(prompt, label, tokens=TOKENS)
+    pair.prefill.step(steps)
+    pair.prefill.abort(f"gone-{steps}")
+    pair.prefill.resume()
+    # Of a request that prefill never began, decode learns by its own limit.
+    seconds = TIME_LEFT_S / 2 if steps else 2 * TIME_LEFT_S
+    assert pair.decode.generated(received, seconds=seconds).finish_reason == "error"
+    pair.settles()
+
+
+def test_decode_ends_before_it_has_blocks(llama: Family) -> None:
+    """What prefill has kept for it is free at once."""
+    pair, _ = llama
+    [prompt] = prompts(300, seed=12)
+    params = pair.prefilled(prompt)
+    assert pair.prefill.state()["requests"] == 1
+    pair.decode.hold()
+    pair.decode.add(prompt, tokens=TOKENS, kv_transfer_params=params, request="never")
+    pair.decode.abort("never")
+    pair.decode.resume()
+    [other] = prompts(20, seed=13)
+    pair.serial(other, tokens=1)  # a step carries the message
+    pair.settles()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"remote_port": 0}, "remote_port: '0' is not an integer from 1 to 65535"),
+        ({"remote_port": "7801"}, "remote_port: '7801' is not an integer"),
+        ({"tp_size": 10**9}, "tp_size: '1000000000' is not an integer from 1 to 64"),
+        ({"remote_host": "10.1.2.3"}, "remote_host: 10.1.2.3 is another host"),
+        ({"remote_host": ["127.0.0.1"]}, "remote_host: a list, not a text"),
+        ({"transfer_id": "x" * 10_000}, "transfer_id: 'xxx"),
+        ({"transfer_id": {"a": 1}}, "transfer_id: a dict, not a text"),
+        ({"transfer_mode": "pull"}, "transfer_mode: 'pull', not 'push'"),
+        ({"do_remote_decode": True}, "do_remote_prefill: true, and do_remote_decode as well"),
+        ({"remote_endpoints": ["tcp://127.0.0.1:1"] * 2}, "remote_endpoints: one is there twice"),
+    ],
+)
+def test_wrong_parameters_end_their_request_alone(llama: Family, wrong: dict[str, Any], text: str) -> None:
+    pair, single = llama
+    [prompt, other] = prompts(200, 150, seed=14)
+    params = pair.receives(pair.label()) | wrong
+    added = pair.decode.add(prompt, tokens=TOKENS, kv_transfer_params=params)
+    fine = pair.serial(other, tokens=TOKENS)
+    assert fine.tokens == single.generate([other], tokens=TOKENS)[0]
+    assert pair.decode.generated(added).finish_reason == "error"
+    assert text in pair.decode.log.read_text()
+    pair.settles()
+
+
+def test_wrong_parameters_of_prefill_hand_nothing_over(llama: Family) -> None:
+    pair, _ = llama
+    [prompt] = prompts(200, seed=15)
+    for params in (SENDS | {"transfer_id": 7}, SENDS | {"do_remote_decode": "yes"}):
+        made = pair.prefill.generated(pair.prefill.add(prompt, tokens=1, kv_transfer_params=params))
+        assert (made.finish_reason, made.kv_transfer_params) == ("length", None)
+    label = pair.label()
+    one, two = (pair.begin_prefill(prompt, label) for _ in range(2))  # a label is used once
+    assert [pair.prefill.generated(each).finish_reason for each in (one, two)] == ["length", "length"]
+    assert pair.decode.generated(pair.begin_decode(prompt, label, tokens=1)).finish_reason == "length"
+    pair.settles()
+
+
+def test_many_requests_at_once_leave_no_block_behind(llama: Family) -> None:
+    """200 of them: in each order, with some that are given up on either side at any time."""
+    pair, single = llama
+    draw = random.Random(16)
+    asked = prompts(*(draw.randrange(5, 700) for _ in range(200)), seed=16)
+    kept: list[tuple[list[int], Any]] = []
+    for at, prompt in enumerate(asked):
+        label, fate = pair.label(), draw.choice(("kept", "kept", "kept", "decode", "prefill"))
+        sides = [
+            lambda prompt=prompt, label=label, at=at: pair.begin_prefill(prompt, label, request=f"p{at}"),
+            lambda prompt=prompt, label=label, at=at: pair.begin_decode(prompt, label, tokens=8, request=f"d{at}"),
+        ]
+        first = draw.randrange(2)
+        made = {first: sides[first](), 1 - first: sides[1 - first]()}
+        if fate == "kept":
+            kept.append((prompt, made[1]))
+        elif fate == "decode":
+            pair.decode.abort(f"d{at}")
+        else:
+            pair.prefill.abort(f"p{at}")
+            pair.decode.abort(f"d{at}")
+    found = [pair.decode.generated(added, seconds=240.0) for _, added in kept]
+    assert {each.finish_reason for each in found} == {"length"}
+    pair.settles()
+    few = draw.sample(range(len(kept)), 24)
+    assert [found[at].tokens for at in few] == single.generate([kept[at][0] for at in few], tokens=8)
+
+
+# Engines that end
+
+
+def test_a_dead_prefill_engine_costs_time_and_no_answer(checkpoints: Checkpoints, tmp_path: Path, llama: Family) -> None:
+    """Killed in mid-transfer: decode computes the prompt itself. Both may be started again, one after the other."""
+    pair, single = llama
+    model = checkpoints.path("llama")
+    asked = prompts(700, 300, 640, seed=17)
+    expected = single.generate(asked, tokens=TOKENS)
+
+    def start(role: str, name: str) -> VllmEngine:
+        config = transfer(role, policy="recompute", time_left_s=TIME_LEFT_S)
+        return VllmEngine(model, tmp_path / f"{name}.log", kv_transfer_config=config, **CHUNKS)
+
+    with ExitStack() as stack:
+        decode = stack.enter_context(start("kv_consumer", "decode"))
+        killed, other = (stack.enter_context(start("kv_producer", name)) for name in ("killed", "prefill"))
+        fleet = VllmPair(killed, decode)
+        fleet.ready()
+        killed.hold()
+        labels = [fleet.label() for _ in asked]
+        for prompt, label in zip(asked, labels, strict=True):
+            fleet.begin_prefill(prompt, label)
+        added = [fleet.begin_decode(prompt, label, tokens=TOKENS) for prompt, label in zip(asked, labels, strict=True)]
+        settles(lambda: decode.state()["requests"], 3)
+        killed.step(2)
+        killed.kill()
+        assert [decode.generated(each).tokens for each in added] == expected
+        assert rooms(decode)["failed"] == 3
+
+        fleet = VllmPair(other, decode)
+        fleet.ready()  # another process in its place
+        assert [fleet.serial(prompt, tokens=TOKENS).tokens for prompt in asked] == expected
+        params = fleet.prefilled(asked[0])
+        decode.kill()
+        again = stack.enter_context(start("kv_consumer", "again"))
+        fleet = VllmPair(other, again)
+        fleet.ready()
+        made = again.generated(again.add(asked[0], tokens=TOKENS, kv_transfer_params=params))
+        assert made.tokens == expected[0], "what prefill keeps is for whoever asks first"
+        fleet.settles()
+
+
+def test_engines_that_do_not_fit_are_refused_with_both_values(
+    checkpoints: Checkpoints, tmp_path: Path, llama: Family
+) -> None:
+    pair, single = llama
+    with ExitStack() as stack:
+
+        def start(name: str, model: str, dtype: str) -> VllmEngine:
+            receives = transfer("kv_consumer", time_left_s=TIME_LEFT_S)
+            path = checkpoints.path(model)
+            return stack.enter_context(
+                VllmEngine(path, tmp_path / f"{name}.log", dtype=dtype, kv_transfer_config=receives, **CHUNKS)
+            )
+
+        other_dtype, other_model = start("dtype", "llama", "bfloat16"), start("model", "qwen3", "float32")
+        [prompt, fine] = prompts(200, 150, seed=18)
+        for engine, names in (
+            (other_dtype, ("llama (KV float32)", "llama (KV bfloat16)")),
+            (other_model, ("llama (KV float32)", "qwen3 (KV float32)")),
+        ):
+            blocks = engine.ready()["blocks"] - 1
+            made = VllmPair(pair.prefill, engine, identity=pair.identity)
+            assert engine.generated(made.begin_decode(prompt, made.label(), tokens=1)).finish_reason == "error"
+            assert engine.state() == {"free_blocks": blocks, "requests": 0}
+            said = engine.log.read_text()
+            assert all(name in said for name in names), engine.said()
+        assert pair.serial(fine, tokens=TOKENS).tokens == single.generate([fine], tokens=TOKENS)[0]
+        pair.settles()

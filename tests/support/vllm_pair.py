@@ -1,0 +1,97 @@
+"""A vLLM engine for prefill and one for decode, with pdtransfer between them, and what a proxy does with both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from tests.support.vllm_engine import Generated, VllmEngine
+
+SENDS: dict[str, Any] = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+SETTLES_S = 30.0
+_IDENTITY = "remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size", "transfer_mode"
+
+
+def transfer(role: str, *, policy: str = "fail", engine_id: str | None = None, **extra: Any) -> dict[str, Any]:
+    """A kv_transfer_config with our connector; `extra` are its own settings."""
+    named = {} if engine_id is None else {"engine_id": engine_id}
+    return named | {
+        "kv_connector": "PDTransferConnector", "kv_connector_module_path": "pdtransfer.adapters.vllm",
+        "kv_role": role, "kv_load_failure_policy": policy, "kv_connector_extra_config": extra,
+    }  # fmt: skip
+
+
+@dataclass
+class VllmPair:
+    """Two engines. `blocks` are those that nobody has while no request is there."""
+
+    prefill: VllmEngine
+    decode: VllmEngine
+    blocks: dict[str, int] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+    _labels: Any = field(default_factory=count)
+
+    def ready(self) -> None:
+        """Once both run. One request tells what a proxy keeps of the prefill engine."""
+        for name, engine in (("prefill", self.prefill), ("decode", self.decode)):
+            self.blocks[name] = engine.ready()["blocks"] - 1
+        self.learn()
+
+    def learn(self) -> None:
+        """Asks the prefill engine who it is."""
+        made = self.serial([3, 4, 5], tokens=1, learns=True)
+        assert made.finish_reason == "length", self.decode.said()
+
+    def prefilled(self, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+        """Prefill by a serial proxy: what the engine returned, which is for decode."""
+        made = self.prefill.generated(self.prefill.add(prompt, tokens=1, kv_transfer_params=SENDS | more))
+        assert made.kv_transfer_params is not None, self.prefill.said()
+        return made.kv_transfer_params
+
+    def serial(self, prompt: Sequence[int], *, tokens: int, learns: bool = False) -> Generated:
+        """As vLLM's toy proxies: prefill, then decode with what prefill returned."""
+        params = self.prefilled(prompt)
+        if learns:
+            self.identity = {name: params[name] for name in _IDENTITY}
+        return self.decode.generated(self.decode.add(prompt, tokens=tokens, kv_transfer_params=params))
+
+    def label(self) -> str:
+        """A transfer_id."""
+        return f"xfer-{time.time_ns()}-{next(self._labels)}"
+
+    def sends(self, label: str) -> dict[str, Any]:
+        """Parameters of prefill, as llm-d's sidecar makes them."""
+        return SENDS | {"transfer_id": label}
+
+    def receives(self, label: str) -> dict[str, Any]:
+        """Parameters of decode, as llm-d's sidecar makes them from what it has kept."""
+        return self.identity | {
+            "do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": label, "transfer_id": label,
+        }  # fmt: skip
+
+    def begin_prefill(self, prompt: Sequence[int], label: str, **more: Any) -> Future[Any]:
+        return self.prefill.add(prompt, tokens=1, kv_transfer_params=self.sends(label), **more)
+
+    def begin_decode(self, prompt: Sequence[int], label: str, *, tokens: int, **more: Any) -> Future[Any]:
+        return self.decode.add(prompt, tokens=tokens, kv_transfer_params=self.receives(label), **more)
+
+    def settles(self) -> None:
+        """Both engines come to rest with all blocks that they began with."""
+        for name, engine in (("prefill", self.prefill), ("decode", self.decode)):
+            expected = {"free_blocks": self.blocks[name], "requests": 0}
+            settles(lambda engine=engine: engine.state(), expected)
+
+
+def settles(state: Callable[[], Any], expected: Any) -> None:
+    """Waits until the state is this one."""
+    deadline = time.monotonic() + SETTLES_S
+    while (found := state()) != expected:
+        assert time.monotonic() < deadline, f"{found}, expected {expected}"
+        time.sleep(0.05)

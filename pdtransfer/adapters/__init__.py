@@ -1,1 +1,1 @@
-"""Connectors for inference engines of others, one package each. Engines load them by name; nobody inside imports them."""
+"""Connectors for inference engines of others, a package each. Engines load them by name; nothing here imports them."""

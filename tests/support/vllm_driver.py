@@ -5,6 +5,7 @@ Requests come while others run: whether a prefill engine or a decode engine gets
 
 from __future__ import annotations
 
+import hashlib
 import time
 from functools import partial
 from typing import Any
@@ -57,6 +58,17 @@ class Driver:
         scheduler = self._core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         return {"free_blocks": pool.get_num_free_blocks(), "requests": len(scheduler.requests)}
+
+    def kv_digest(self, *, request: str, tokens: int) -> str:
+        """The SHA-256 of the first `tokens` tokens' KV, in all layers, of a request of a model with one group."""
+        scheduler = self._core.scheduler
+        [known] = [each for each in scheduler.requests if each.startswith(f"{request}-")]
+        [blocks] = scheduler.kv_cache_manager.get_block_ids(known)
+        made = hashlib.sha256()
+        for cache in self._core.model_executor.driver_worker.worker.model_runner.kv_caches:
+            rows = cache[blocks].transpose(1, 2).flatten(0, 1)[:tokens]  # [tokens, heads, width]
+            made.update(rows.contiguous().numpy().tobytes())
+        return made.hexdigest()
 
     def hold(self) -> None:
         """Runs no step from now on, but those that `step` asks for."""

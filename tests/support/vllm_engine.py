@@ -106,7 +106,6 @@ class VllmEngine(JsonProcess):
         """`free_blocks` of its KV cache, and `requests` that its scheduler knows."""
         return self.ask("state", ANSWER_S)
 
-
     def hold(self) -> None:
         """Has it run no step, but those that `step` asks for, until `resume`."""
         self.ask("hold", ANSWER_S)
@@ -118,6 +117,10 @@ class VllmEngine(JsonProcess):
     def resume(self) -> None:
         """Ends `hold`."""
         self.ask("resume", ANSWER_S)
+
+    def kv_digest(self, request: str, tokens: int) -> str:
+        """The digest of a request's KV; see Driver."""
+        return self.ask("kv_digest", ANSWER_S, request=request, tokens=tokens)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Its Prometheus metrics, where it was started with disable_log_stats=False."""

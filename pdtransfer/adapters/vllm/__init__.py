@@ -14,7 +14,7 @@ from typing import Any
 
 VERSIONS = (0, 26), (0, 32)  # of vLLM: the first and the last minor version whose interface this package speaks
 
-__all__ = ["PDTransferConnector"]  # noqa: F822  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["PDTransferConnector"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
 def check_version(found: str) -> None:
     """Raises ImportError, with the found and the supported versions, for a vLLM whose interface is not known."""
     first, last = (".".join(map(str, each)) for each in VERSIONS)
-    numbers = found.split("+")[0].split(".")[:2]
+    numbers = found.split("+", maxsplit=1)[0].split(".")[:2]
     if not all(number.isdigit() for number in numbers) or not VERSIONS[0] <= tuple(map(int, numbers)) <= VERSIONS[1]:
         raise ImportError(f"{__name__}: found vLLM {found}, supported are {first} to {last}")
 

@@ -147,9 +147,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             weights=weights_digest(facts), keys=keys, allowed=allowed, insecure=self._settings.insecure, ranks=ranks,
         )  # fmt: skip
 
-    def _prefill_client(
-        self, described: Pools, extent: Extent, ranks: Ranks, facts: dict[str, Any]
-    ) -> PrefillClient:
+    def _prefill_client(self, described: Pools, extent: Extent, ranks: Ranks, facts: dict[str, Any]) -> PrefillClient:
         settings = self._settings
         writer = WriterOptions(
             pool_address=self._memory.base(extent), pool_fd=self._memory.pool_fd(extent),

@@ -87,7 +87,10 @@ def sizes_of(kv_cache_config: Any) -> list[int]:
 def ranks_here(vllm_config: Any) -> Ranks:
     """This worker's place in its engine. Raises ConfigError for a split that cannot cross."""
     parallel = vllm_config.parallel_config
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+    if (
+        getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
         raise ConfigError("context parallelism: KV that is spread over ranks by tokens cannot cross yet")
     return Ranks(
         get_tensor_model_parallel_rank(), parallel.tensor_parallel_size, get_pp_group().rank_in_group,

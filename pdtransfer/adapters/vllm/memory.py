@@ -118,6 +118,7 @@ def exported(extent: Extent, card: int) -> bytes:
     except WorldError as error:
         log.warning(
             "KV cache on card %d: no other process can write it: %s. Memory of torch's expandable segments cannot be "
-            "shared: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, and leave vLLM's sleep mode off", card, error,
+            "shared: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, and leave vLLM's sleep mode off",
+            card, error,
         )  # fmt: skip
         return b""

@@ -104,5 +104,5 @@ class Orders:
 
 
 def slots_of(blocks: Sequence[int], rows: int) -> tuple[int, ...]:
-    """A block table as a room's slots: the null blocks of a window are -1, and blocks behind the prompt are left out."""
+    """A block table as a room's slots: a window's null blocks are -1, and blocks behind the prompt are left out."""
     return tuple(-1 if block == NULL_BLOCK else block for block in blocks[:rows])

@@ -1,4 +1,4 @@
-"""A request's kv_transfer_params, in the shape of vLLM's nixl push connector: what proxies send, checked, and the answer.
+"""A request's kv_transfer_params, in the shape of vLLM's nixl push connector: those that come, and those returned.
 
 Clients and proxies write them, so each field is hostile until it was checked. A wrong one fails its request alone.
 """
@@ -6,14 +6,16 @@ Clients and proxies write them, so each field is hostile until it was checked. A
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ...bus.keys import AllowList, Endpoint, is_literal, is_loopback
 from ...config.ranks import SIZE_MAX, label, ranks_of
 from ...errors import ConfigError
 from ...limits import PEERS_MAX
+
+Params = dict[object, object]  # as a client sent them
 
 TEXT_LENGTH_MAX = 256
 _TEXT = re.compile(r"[!-~]+")
@@ -75,8 +77,9 @@ def parse(params: Any, reachable: Reachable) -> SendTo | ReceiveFrom | None:
     """The hand-off that a request asks for; None for a request without one. Raises ParamsError."""
     if params is None:
         return None
-    if not isinstance(params, Mapping):
+    if not isinstance(params, dict):
         raise ParamsError(f"kv_transfer_params: a {type(params).__name__}, not an object")
+    params = cast("Params", params)
     sends, receives = (_flag(params, name) for name in ("do_remote_decode", "do_remote_prefill"))
     if sends and receives:
         raise ParamsError("do_remote_prefill: true, and do_remote_decode as well")
@@ -113,12 +116,12 @@ def answer(
     return made if transfer_id is None else made | {"transfer_id": transfer_id}
 
 
-def _sources(params: Mapping[Any, Any], reachable: Reachable) -> tuple[str, ...]:
+def _sources(params: Params, reachable: Reachable) -> tuple[str, ...]:
     listed = params.get("remote_endpoints")
     if listed is not None:
-        if not isinstance(listed, list) or not 1 <= len(listed) <= PEERS_MAX:
+        if not isinstance(listed, list) or not 1 <= len(found := cast("list[object]", listed)) <= PEERS_MAX:
             raise ParamsError(f"remote_endpoints: not a list of 1 to {PEERS_MAX} endpoints")
-        sources = [_checked_text(f"remote_endpoints[{at}]", each) for at, each in enumerate(listed)]
+        sources = [_checked_text(f"remote_endpoints[{at}]", each) for at, each in enumerate(found)]
     else:
         sources = _derived(params, reachable)
     for source in sources:
@@ -128,7 +131,7 @@ def _sources(params: Mapping[Any, Any], reachable: Reachable) -> tuple[str, ...]
     return tuple(sources)
 
 
-def _derived(params: Mapping[Any, Any], reachable: Reachable) -> list[str]:
+def _derived(params: Params, reachable: Reachable) -> list[str]:
     """The endpoint of each rank, by vLLM's own fields: rank r listens on the port + r, and its key has its name."""
     host = str(_text(params, "remote_host"))
     port, tp_size = _count(params, "remote_port", 0xFFFF), _count(params, "tp_size", SIZE_MAX, default=1)
@@ -143,14 +146,14 @@ def _derived(params: Mapping[Any, Any], reachable: Reachable) -> list[str]:
     ]
 
 
-def _flag(params: Mapping[Any, Any], name: str) -> bool:
+def _flag(params: Params, name: str) -> bool:
     value = params.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
     raise ParamsError(f"{name}: a {type(value).__name__}, not true or false")
 
 
-def _text(params: Mapping[Any, Any], name: str, *, optional: bool = False) -> str | None:
+def _text(params: Params, name: str, *, optional: bool = False) -> str | None:
     value = params.get(name)
     if value is None and optional:
         return None
@@ -167,7 +170,7 @@ def _checked_text(name: str, value: Any) -> str:
     return value
 
 
-def _count(params: Mapping[Any, Any], name: str, high: int, *, default: int | None = None) -> int:
+def _count(params: Params, name: str, high: int, *, default: int | None = None) -> int:
     value = params.get(name, default)
     if value is None:
         raise ParamsError(f"{name}: missing")

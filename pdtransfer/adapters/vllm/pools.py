@@ -34,6 +34,8 @@ class LayerView:
         """That of a torch tensor. Raises ConfigError for one of another shape."""
         if tensor.ndim != 4:
             raise ConfigError(f"{name}: a KV cache of shape {tuple(tensor.shape)}, not [blocks, heads, tokens, width]")
+        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+            raise ConfigError(f"{name}: the numbers of a row are {tensor.stride(3)} apart: its blocks are not dense")
         size: int = tensor.element_size()
         dtype = str(tensor.dtype).removeprefix("torch.")
         strides: tuple[int, int, int, int] = tuple(stride * size for stride in tensor.stride())
@@ -56,7 +58,9 @@ class Heads:
 
     def first(self, count: int) -> int:
         """The number of this rank's first head, of `count` in a layer."""
-        return self.ranks.tp_rank * self.total // self.ranks.tp_size if self._replicas(count) > 1 else self._split(count)
+        return (
+            self.ranks.tp_rank * self.total // self.ranks.tp_size if self._replicas(count) > 1 else self._split(count)
+        )
 
     def replica(self, count: int) -> tuple[int, int]:
         """This rank's number among those that hold the same heads, and how many there are."""
@@ -135,9 +139,7 @@ def layer_number(name: str, order: int) -> int:
     return int(found[1]) if found else order
 
 
-def _planes(
-    name: str, view: LayerView, layer: int, kind: str, blocks: int, base: int, heads: Heads
-) -> list[Plane]:
+def _planes(name: str, view: LayerView, layer: int, kind: str, blocks: int, base: int, heads: Heads) -> list[Plane]:
     """One for each head, and for each part of a block where the backend's own blocks are smaller than vLLM's."""
     count, held, tokens, width = view.shape
     block, head, token, element = view.strides

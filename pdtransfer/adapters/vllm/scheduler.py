@@ -9,7 +9,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from .orders import Chunk, Group, Open, Orders, Receive, Refuse, Rows, slots_of
 from .params import ParamsError, Reachable, ReceiveFrom, SendTo, answer, own_label, parse
@@ -172,8 +172,8 @@ class SchedulerSide:
         return made
 
     def on_finished(self, request: Request, status: str) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended with the RequestStatus of this name: whether its blocks must stay until the workers report
-        it, and what the engine returns to the client."""
+        """A request has ended, with the RequestStatus of this name. Returns whether its blocks stay until the workers
+        report it, and what the client gets."""
         name = request.request_id
         if (received := self._receives.pop(name, None)) is not None:
             if received.state is _Receiving.WANTED:
@@ -201,7 +201,7 @@ class SchedulerSide:
     @staticmethod
     def _wants_to_send(params: Any) -> bool:
         """Of wrong parameters: whether no load was asked for, so that none can fail."""
-        return isinstance(params, Mapping) and not params.get("do_remote_prefill")
+        return isinstance(params, dict) and not cast("dict[object, object]", params).get("do_remote_prefill")
 
     def _decline(self, name: str, known: _Receive) -> None:
         """Has prefill's side of the room end at once."""
@@ -236,7 +236,9 @@ class SchedulerSide:
 
     def _order_chunk(self, name: str, send: _Send, before: int, after: int, made: Orders) -> None:
         if send.complete:
-            if before > send.tokens and any(group.first_row(before) > group.first_row(send.tokens) for group in self._groups):
+            if before > send.tokens and any(
+                group.first_row(before) > group.first_row(send.tokens) for group in self._groups
+            ):
                 # It generates beyond its prompt, and its windows lose blocks that may still be read.
                 self._give_up(name, send, made)
                 send.lost = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -100,23 +99,21 @@ class Settings:
         return KeyPair.read(self.key if leads else key_of(self.key, ranks)), AllowList.read(self.allow)
 
 
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    """The value as its field's type. JSON has no paths, and writes 120.0 as 120."""
-    wanted = [each for each in get_args(hint) if each is not types.NoneType] if isinstance(hint, types.UnionType) else []
-    kind = wanted[0] if wanted else hint
+def _checked(name: str, value: Any, hint: object) -> Any:
+    """The value as its field's type. JSON has no paths, and may write 120.0 as 120."""
+    if hint == Path | None:
+        if value is None or (isinstance(value, str) and value):
+            return value and Path(value)
+        raise ConfigError(f"{name} = {value!r}: must be a path")
     if hint == Protocol:
         if value not in get_args(hint):
             raise ConfigError(f"{name} = {value!r}: must be one of {', '.join(get_args(hint))}")
         return value
-    if wanted and value is None:
-        return None
-    if kind is Path and isinstance(value, str) and value:
-        return Path(value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and type(value) is int:
         return float(value)
-    if kind is int and isinstance(value, bool) or not isinstance(value, kind):
-        words = {Path: "a path", bool: "true or false", int: "an integer", float: "a number", str: "a text"}
-        raise ConfigError(f"{name} = {value!r}: must be {words[kind]}")
+    if type(value) is not hint:
+        words = {bool: "true or false", int: "an integer", float: "a number"}
+        raise ConfigError(
+            f"{name} = {value!r}: must be {words.get(hint, 'a text') if isinstance(hint, type) else hint}"
+        )
     return value
-
-

@@ -150,7 +150,7 @@ class WorkerSide:
         self._chunks = []
 
     def results(self, finished: Collection[str]) -> Results:
-        """After the model has run: what is known of rooms by now. `finished` requests have ended since the last step."""
+        """After the model has run: what is known of rooms by now. `finished` have ended since the last step."""
         if self._prefill is not None:
             for event in self._prefill.poll():
                 self._on_prefill_event(event)
@@ -288,9 +288,9 @@ class WorkerSide:
                 if receiving.awaited and not receiving.aborted:
                     self._fail_load(request_id, receiving.blocks)
             case RoomDrained(room):
-                if (request_id := self._received_rooms.pop(room, None)) is not None:
-                    if self._receiving.pop(request_id).awaited:
-                        self._results.received.add(request_id)
+                request_id = self._received_rooms.pop(room, None)
+                if request_id is not None and self._receiving.pop(request_id).awaited:
+                    self._results.received.add(request_id)
             case _:
                 pass
 

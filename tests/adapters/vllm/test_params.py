@@ -1,0 +1,107 @@
+"""kv_transfer_params, as proxies and clients send them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pdtransfer.adapters.vllm.params import ParamsError, Reachable, ReceiveFrom, SendTo, answer, parse
+from pdtransfer.bus.keys import AllowList, generate_pair
+
+HERE = Reachable()
+TOY = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+# What vLLM's push proxy makes, and with a transfer_id llm-d's sidecar.
+PUSH: dict[str, Any] = {
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "p0", "remote_request_id": "cmpl-1",
+    "remote_host": "127.0.0.1", "remote_port": 7801, "tp_size": 2,
+}  # fmt: skip
+
+
+def test_prefill_is_asked_by_every_proxy_alike() -> None:
+    assert parse(TOY, HERE) == SendTo(None)
+    assert parse(TOY | {"transfer_id": "xfer-1"}, HERE) == SendTo("xfer-1")
+    for none in (None, {}, {"do_remote_decode": False}, {"something": "else"}):
+        assert parse(none, HERE) is None
+
+
+def test_decode_finds_each_rank_behind_the_first_ones_port() -> None:
+    ranks = ("tcp://127.0.0.1:7801", "tcp://127.0.0.1:7802")
+    assert parse(PUSH, HERE) == ReceiveFrom("p0/cmpl-1", ranks)
+    sidecar = PUSH | {"transfer_id": "xfer-1", "transfer_mode": "push", "pp_size": 1, "dcp_size": 1}
+    assert parse(sidecar, HERE) == ReceiveFrom("xfer-1", ranks)
+    assert parse(PUSH | {"remote_port": 7801.0, "tp_size": 1.0}, HERE) == ReceiveFrom("p0/cmpl-1", ranks[:1])
+    six = parse(PUSH | {"remote_host": "::1", "tp_size": 1}, HERE)
+    assert six == ReceiveFrom("p0/cmpl-1", ("tcp://[::1]:7801",))
+
+
+def test_an_answer_is_what_decode_takes() -> None:
+    endpoints = ["tcp://127.0.0.1:7801", "tcp://127.0.0.1:9999"]  # any ports
+    for transfer_id, label in ((None, "p0/cmpl-1"), ("xfer-1", "xfer-1")):
+        made = answer(endpoints, tp_size=2, engine_id="p0", request_id="cmpl-1", transfer_id=transfer_id)
+        made = json.loads(json.dumps(made))
+        assert parse(made | {"remote_prefill_cached_tokens": 3}, HERE) == ReceiveFrom(label, tuple(endpoints))
+        assert (made["remote_host"], made["remote_port"], made["tp_size"], made["pp_size"]) == ("127.0.0.1", 7801, 2, 1)
+        assert made["transfer_mode"] == "push"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ([], "kv_transfer_params: a list, not an object"),
+        ("x", "kv_transfer_params: a str, not an object"),
+        ({"do_remote_decode": 1}, "do_remote_decode: a int, not true or false"),
+        (PUSH | {"do_remote_decode": True}, "do_remote_prefill: true, and do_remote_decode as well"),
+        (PUSH | {"transfer_mode": "pull"}, "transfer_mode: 'pull', not 'push'"),
+        (PUSH | {"remote_engine_id": None}, "remote_engine_id: missing"),
+        (PUSH | {"remote_request_id": 5}, "remote_request_id: a int, not a text"),
+        (PUSH | {"remote_request_id": "a\nb"}, "remote_request_id: 'a\\nb' is not 1 to 256 printable characters"),
+        (PUSH | {"transfer_id": ""}, "transfer_id: '' is not"),
+        (PUSH | {"transfer_id": "x" * 257}, "is not 1 to 256 printable characters"),
+        (PUSH | {"remote_port": True}, "remote_port: 'True' is not an integer from 1 to 65535"),
+        (PUSH | {"remote_port": 65_535}, "tp_size: 2 ranks, from port 65535 on"),
+        (PUSH | {"remote_port": 1e300}, "is not an integer from 1 to 65535"),
+        (PUSH | {"remote_port": float("nan")}, "remote_port: 'nan' is not an integer"),
+        (PUSH | {"tp_size": 65}, "tp_size: '65' is not an integer from 1 to 64"),
+        (PUSH | {"tp_size": 64, "pp_size": 64}, "tp_size: 4096 ranks"),
+        (PUSH | {"remote_host": "127.0.0.1:1/"}, "endpoint"),
+        (PUSH | {"remote_host": "*"}, "can be bound, but not dialled"),
+        (PUSH | {"remote_host": "10.0.0.1"}, "remote_host: 10.0.0.1 is another host: set key and allow, or insecure"),
+        (PUSH | {"remote_host": "evil.example"}, "remote_host: evil.example is another host"),
+        (PUSH | {"remote_endpoints": "tcp://127.0.0.1:1"}, "remote_endpoints: not a list of 1 to 256 endpoints"),
+        (PUSH | {"remote_endpoints": []}, "remote_endpoints: not a list"),
+        (PUSH | {"remote_endpoints": ["tcp://127.0.0.1:1"] * 257}, "remote_endpoints: not a list"),
+        (PUSH | {"remote_endpoints": ["tcp://127.0.0.1:1", 2]}, "remote_endpoints[1]: a int, not a text"),
+        (PUSH | {"remote_endpoints": ["ipc:///tmp/x"]}, "is not tcp://host:port"),
+        (PUSH | {"remote_endpoints": [f"{'a' * 40}@tcp://127.0.0.1:1"]}, "endpoint"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_short_line(wrong: Any, text: str) -> None:
+    with pytest.raises(ParamsError) as caught:
+        parse(wrong, HERE)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_with_keys_only_listed_peers_are_dialled() -> None:
+    one, two, other = (generate_pair().public for _ in range(3))
+    listed = Reachable(AllowList({one: "p0", two: "p0-tp1"}))
+    ports = ("tcp://10.0.0.1:7801", "tcp://10.0.0.1:7802")
+    far = PUSH | {"remote_host": "10.0.0.1"}
+    # By the name under which the list has the engine, and its ranks.
+    assert parse(far, listed) == ReceiveFrom("p0/cmpl-1", (f"{one}@{ports[0]}", f"{two}@{ports[1]}"))
+    given = far | {"remote_endpoints": [f"{two}@{ports[1]}"]}
+    assert parse(given, listed) == ReceiveFrom("p0/cmpl-1", (f"{two}@{ports[1]}",))
+    for wrong, text in (
+        (far | {"remote_engine_id": "p1"}, "remote_engine_id: 'p1' is not on this engine's list of peers"),
+        (far | {"remote_endpoints": [f"{other}@{ports[0]}"]}, "its key is not on this engine's list"),
+        (far | {"remote_endpoints": [ports[0]]}, "its key is not on this engine's list"),
+    ):
+        with pytest.raises(ParamsError) as caught:
+            parse(wrong, listed)
+        assert text in str(caught.value)
+    assert parse(far, Reachable(insecure=True)) == ReceiveFrom("p0/cmpl-1", ports)
+    with pytest.raises(ParamsError, match="has a key, this engine has none"):
+        parse(given, Reachable(insecure=True))

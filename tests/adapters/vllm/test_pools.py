@@ -1,0 +1,165 @@
+"""A KV cache as vLLM shows it, and the components that are made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pdtransfer.adapters.vllm.orders import Group
+from pdtransfer.adapters.vllm.pools import Heads, LayerView, Pools, layer_number, pools
+from pdtransfer.errors import ConfigError
+from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
+from pdtransfer.layout.pairing import pair
+from pdtransfer.wire import Ranks
+
+BLOCKS, TOKENS, WIDTH = 8, 16, 32
+ONE = Heads(4, Ranks())
+
+
+def cache(layers: int, heads: int, *, parts: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Layers one behind the other in one allocation, whose heads lie apart."""
+    whole = torch.arange(layers * BLOCKS * heads * TOKENS * WIDTH, dtype=torch.int32).view(dtype)
+    made = whole.view(layers, BLOCKS * parts, heads, TOKENS // parts, WIDTH)
+    return {f"model.layers.{at}.self_attn.attn": made[at] for at in range(layers)}
+
+
+def made_of(
+    tensors: dict[str, torch.Tensor], heads: Heads = ONE, groups: list[tuple[Group, list[str]]] | None = None
+) -> Pools:
+    views = {name: LayerView.of(name, tensor) for name, tensor in tensors.items()}
+    base = min(view.address for view in views.values())
+    groups = groups or [(Group(0, TOKENS), list(tensors))]
+    return pools(views, groups, blocks=BLOCKS, base=base, heads=heads)
+
+
+def row(tensors: dict[str, torch.Tensor], made: Pools, plane: int, slot: int) -> np.ndarray:
+    """The bytes of a plane's row, by its layout, as int32."""
+    layout = made.components[0].layout
+    whole = next(iter(tensors.values())).untyped_storage()
+    first, count = layout.address(plane, slot), layout.planes[plane].row_bytes
+    return np.frombuffer(bytes(whole[first : first + count]), np.int32)  # type: ignore[arg-type]
+
+
+def test_a_row_is_a_block_of_one_head_in_one_layer() -> None:
+    tensors = cache(2, 4)
+    made = made_of(tensors)
+    [component] = made.components
+    assert (component.name, component.tokens_per_row, component.layout.page_size) == ("group0", TOKENS, 1)
+    assert component.layout.row_bytes == 2 * 4 * TOKENS * WIDTH * 4
+    for at, plane in enumerate(component.layout.planes):
+        tensor = tensors[f"model.layers.{plane.layer}.self_attn.attn"]
+        expected = tensor[5, plane.head_start].flatten().view(torch.int32).numpy()
+        assert np.array_equal(row(tensors, made, at, 5), expected)
+    assert made.layers == ((0, 1),)
+    assert made.complete_after == {name: (0, at) for at, name in enumerate(tensors)}
+
+
+def test_smaller_blocks_of_the_backend_are_parts_of_a_row() -> None:
+    tensors = cache(1, 4, parts=2)
+    made = made_of(tensors)
+    planes = made.components[0].layout.planes
+    assert [(plane.kind, plane.head_start) for plane in planes] == [
+        (kind, head) for kind in ("kv", "kv.1") for head in range(4)
+    ]
+    assert np.array_equal(
+        row(tensors, made, 5, 3), tensors["model.layers.0.self_attn.attn"][7, 1].flatten().view(torch.int32).numpy()
+    )
+    # Of one head the parts lie one behind the other.
+    assert [plane.kind for plane in made_of(cache(1, 1, parts=2), Heads(1, Ranks())).components[0].layout.planes] == [
+        "kv"
+    ]
+
+
+def test_heads_of_a_token_that_lie_together_are_one_thing() -> None:
+    tensors = {name: each.view(BLOCKS, TOKENS, 4, WIDTH).transpose(1, 2) for name, each in cache(1, 4).items()}
+    [plane] = made_of(tensors, Heads(8, Ranks(1, 2))).components[0].layout.planes
+    assert (plane.row_bytes, plane.head_start, plane.head_count) == (4 * TOKENS * WIDTH * 4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "total"), [(2, 1, 4), (1, 2, 4), (4, 2, 4), (4, 1, 2), (2, 4, 2), (4, 4, 1)]
+)
+def test_ranks_of_unequal_groups_send_every_head_once(prefill: int, decode: int, total: int) -> None:
+    """Also where there are fewer heads than ranks, so that several hold the same ones: as of latent attention."""
+
+    def rank(at: int, size: int) -> Pools:
+        return made_of(cache(2, max(1, total // size)), Heads(total, Ranks(at, size)))
+
+    sources = [rank(at, prefill) for at in range(prefill)]
+    holds = [holds_of(each.components, Ranks(at, prefill), each.replicas) for at, each in enumerate(sources)]
+    for at in range(decode):
+        target = rank(at, decode).components
+        shares = {str(number): share_of(target, held, at) for number, held in enumerate(holds)}
+        assert uncovered(target, shares) == ""
+        for number, share in shares.items():
+            for each in share:
+                [source] = sources[int(number)].components
+                heads = sorted({plane.head_start for plane in each.layout.planes})
+                pair(source.layout.heads(heads[0], heads[-1] + 1), each.layout)
+
+
+def test_groups_in_the_same_memory_are_components_in_the_same_memory() -> None:
+    tensors = cache(2, 4)
+    names = list(tensors)
+    tensors = {names[0]: tensors[names[0]], names[1]: tensors[names[0]], names[1] + ".again": tensors[names[0]]}
+    groups = [(Group(0, TOKENS), names[:1]), (Group(2, TOKENS, window=64), [names[1], names[1] + ".again"])]
+    made = made_of(tensors, groups=groups)
+    one, two = made.components
+    assert (one.name, two.name) == ("group0", "group2")
+    assert [plane.base for plane in one.layout.planes] == [plane.base for plane in two.layout.planes]
+    # A layer that shares another one's cache is not there twice.
+    assert made.complete_after == {names[0]: (0, 0), names[1]: (1, 1)}
+
+
+def test_two_caches_of_one_layer_are_complete_with_the_second() -> None:
+    tensors = cache(2, 1)
+    one, two = tensors.values()
+    named = {"model.layers.0.self_attn.attn": one, "model.layers.0.self_attn.indexer": two}
+    made = made_of(named, Heads(1, Ranks()))
+    assert [(plane.layer, plane.kind) for plane in made.components[0].layout.planes] == [(0, "kv"), (0, "kv1")]
+    assert made.complete_after == {"model.layers.0.self_attn.indexer": (0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (torch.zeros(8, 16, 32), "a: a KV cache of shape (8, 16, 32), not [blocks, heads, tokens, width]"),
+        (torch.zeros(7, 1, 16, 32), "a: 7 blocks, vLLM has 8"),
+        (torch.zeros(8, 1, 16, 64)[..., ::2], "are not dense"),
+    ],
+)
+def test_a_cache_that_cannot_cross_is_named(tensor: torch.Tensor, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made_of({"a": tensor})
+    assert text in str(caught.value)
+
+
+def test_too_many_groups_are_refused() -> None:
+    tensors = cache(1, 1)
+    groups = [(Group(at, TOKENS), list(tensors)) for at in range(17)]
+    with pytest.raises(ConfigError, match="KV cache groups: 17, from 1 to 16 can cross"):
+        made_of(tensors, groups=groups)
+
+
+def test_numbers_of_layers_are_read_from_their_names() -> None:
+    names: dict[str, Any] = {
+        "model.layers.12.self_attn.attn": 12, "language_model.model.layers.3": 3, "encoder": 7, "h.5.attn.k8": 5
+    }  # fmt: skip
+    assert {name: layer_number(name, 7) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "first"),
+    [
+        (Group(0, 16), 700, 0),
+        (Group(0, 16, window=64), 700, 39),  # tokens 637 on are seen by the next one
+        (Group(0, 16, window=64), 63, 0),
+        (Group(0, 16, chunk=128), 700, 40),
+        (Group(0, 16, chunk=128), 128, 8),
+    ],
+)
+def test_a_window_needs_its_last_blocks(group: Group, tokens: int, first: int) -> None:
+    assert group.first_row(tokens) == first

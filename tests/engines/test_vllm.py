@@ -113,6 +113,32 @@ def test_latent_attention_continues(checkpoints: Checkpoints, tmp_path: Path) ->
         pair.settles()
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_ranks_of_unequal_groups_hand_over_in_both_directions(
+    name: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Two ranks share llama's heads, and both hold all of a latent. Each engine sends and receives."""
+    with ExitStack() as stack:
+
+        def start(size: int) -> VllmEngine:
+            both = transfer("kv_both", verify=True)
+            model, log = checkpoints.path(name), tmp_path / f"{size}.log"
+            options = CHUNKS | {"kv_transfer_config": both, "tensor_parallel_size": size}
+            return stack.enter_context(VllmEngine(model, log, **options))
+
+        one, two = start(1), start(2)
+        for pair in (VllmPair(two, one), VllmPair(one, two)):
+            pair.ready()
+            for prompt in prompts(5, 129, 300, 700):
+                made = pair.serial(prompt, tokens=TOKENS)
+                assert made.finish_reason == "length"
+                if name == "llama":
+                    assert made.tokens == one.generate([prompt], tokens=TOKENS)[0]
+            pair.settles()
+        # Each rank counts for itself.
+        assert [rooms(each) for each in (one, two)] == [{"received": 5, "sent": 5}, {"received": 10, "sent": 10}]
+
+
 def test_prompts_that_either_engine_has_cached_cross_in_part(checkpoints: Checkpoints, tmp_path: Path) -> None:
     with family(checkpoints, tmp_path, "llama", "float32", enable_prefix_caching=True) as (pair, single):
         shared, one, two, other = prompts(512, 60, 100, 200, seed=5)

@@ -89,7 +89,7 @@ class Driver:
         for metric in REGISTRY.collect():
             for sample in metric.samples:
                 labels = {name: value for name, value in sample.labels.items() if name not in ("model_name", "engine")}
-                if sample.name.startswith(prefix) and "le" not in labels:
+                if sample.name.startswith(prefix) and "le" not in labels and not sample.name.endswith("_created"):
                     made[" ".join([sample.name, *labels.values()])] = sample.value
         return made
 

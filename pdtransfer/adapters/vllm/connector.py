@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from ...bus.keys import address_of
 from ...client import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
 from ...errors import ConfigError
 from ...wire import Ranks
@@ -25,7 +26,7 @@ from . import dialect
 from .memory import CacheMemory, Extent
 from .orders import Orders
 from .params import Reachable
-from .pools import Heads, LayerView, Pools, pools
+from .pools import Heads, Pools, pools, range_of
 from .scheduler import SchedulerSide
 from .settings import Settings
 from .stats import TransferMetrics, TransferStats
@@ -35,7 +36,7 @@ log = dialect.log
 
 
 @dataclass
-class StepOrders(KVConnectorMetadata):
+class OrdersMetadata(KVConnectorMetadata):
     """What the scheduler sends to the workers with each step."""
 
     orders: Orders
@@ -99,20 +100,16 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._pooled.__exit__(None, None, None)
             self._pooled = None
         ranks = dialect.ranks_here(self._vllm_config)
-        views = {name: LayerView.of(name, tensor) for name, tensor in kv_caches.items()}
         device = next(iter(kv_caches.values())).device
         self._on_card = device.type == "cuda"
-        extent = Extent(
-            min(view.address for view in views.values()), max(view.end for view in views.values()),
-            (device.index or 0) if self._on_card else None,
-        )  # fmt: skip
+        extent = Extent(*range_of(kv_caches.values()), (device.index or 0) if self._on_card else None)
         heads = Heads(self._vllm_config.model_config.get_total_num_kv_heads(), ranks)
         if self._vllm_config.model_config.use_mla:
             heads = Heads(1, ranks)
 
         def components(base: int, memory: Any) -> Pools:
             return pools(
-                views, self._groups, blocks=self._kv_cache_config.num_blocks, base=base, heads=heads, memory=memory
+                kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, base=base, heads=heads, memory=memory
             )
 
         facts = dialect.facts_of(self._vllm_config, kv_caches, self._groups)
@@ -161,9 +158,8 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         )  # fmt: skip
         client.start()
         port = client.endpoint.rpartition(":")[2]
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
         key = f"{node.keys.public}@" if node.keys is not None else ""
-        self._listening = Listening(f"{key}tcp://{host}:{port}")
+        self._listening = Listening(key + address_of(settings.host, int(port)))
         return client
 
     def _decode_client(self, described: Pools, arena: Any, ranks: Ranks, facts: dict[str, Any]) -> DecodeClient:
@@ -179,14 +175,14 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Blocks of preempted requests are about to be overwritten: nothing reads them any more after this."""
-        assert isinstance(kv_connector_metadata, StepOrders)
+        assert isinstance(kv_connector_metadata, OrdersMetadata)
         if self._worker is not None:
             self._worker.quiesce(kv_connector_metadata.orders)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Before the model runs, or in a step without it."""
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, StepOrders)
+        assert isinstance(connector_metadata, OrdersMetadata)
         if self._worker is not None:
             self._worker.begin(connector_metadata.orders)
 
@@ -287,7 +283,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The orders of a step."""
-        return StepOrders(self._side.orders(scheduler_output))
+        return OrdersMetadata(self._side.orders(scheduler_output))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: whether its blocks stay, and what the client gets."""

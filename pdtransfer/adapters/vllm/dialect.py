@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from ...errors import ConfigError
 from ...wire import Ranks
-from .orders import Group
+from .orders import KVGroup
 
 log = init_logger(f"vllm.{__name__}")
 
@@ -43,9 +43,9 @@ def layout_name() -> str:
     return "LBHNC" if FAILS_BY_REQUEST else "HND"
 
 
-def groups_of(kv_cache_config: Any) -> list[tuple[Group, list[str]]]:
+def groups_of(kv_cache_config: Any) -> list[tuple[KVGroup, list[str]]]:
     """The groups whose KV crosses, each with its layers' names. Raises ConfigError for one that cannot cross."""
-    made: list[tuple[Group, list[str]]] = []
+    made: list[tuple[KVGroup, list[str]]] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if not getattr(group, "enable_kv_transfer", True):
             continue
@@ -57,7 +57,7 @@ def groups_of(kv_cache_config: Any) -> list[tuple[Group, list[str]]]:
         if len({fact[1:] for fact in facts}) > 1:
             raise ConfigError(f"KV cache group {index}: its layers look back at {sorted(facts)} tokens")
         _, window, chunk = facts.pop()
-        made.append((Group(index, spec.block_size, window, chunk), list(group.layer_names)))
+        made.append((KVGroup(index, spec.block_size, window, chunk), list(group.layer_names)))
     return made
 
 
@@ -110,7 +110,7 @@ def model_name(vllm_config: Any, named: str, dtype: str) -> str:
     return f"{name[-90:]} (KV {dtype})"
 
 
-def facts_of(vllm_config: Any, views: dict[str, Any], groups: list[tuple[Group, list[str]]]) -> dict[str, Any]:
+def facts_of(vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]) -> dict[str, Any]:
     """All that makes two engines' blocks the same bytes for the same tokens, whatever their tensor parallel sizes."""
     model = vllm_config.model_config
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _OF_THE_HOST}

@@ -12,7 +12,7 @@ NULL_BLOCK = 0  # stands in a window's block table for blocks that are gone
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class KVGroup:
     """One KV cache group: layers that share a block table."""
 
     index: int  # in vLLM's list of groups, and in every block table

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ...bus.keys import AllowList, Endpoint, is_literal, is_loopback
+from ...bus.keys import AllowList, Endpoint, address_of, is_literal, is_loopback
 from ...config.ranks import SIZE_MAX, label, ranks_of
 from ...errors import ConfigError
 from ...limits import PEERS_MAX
@@ -139,9 +139,8 @@ def _derived(params: Params, reachable: Reachable) -> list[str]:
     if len(ranks) > PEERS_MAX or port + len(ranks) - 1 > 0xFFFF:
         raise ParamsError(f"tp_size: {len(ranks)} ranks, from port {port} on")
     name = str(_text(params, "remote_engine_id")) if reachable.allowed is not None else ""
-    host = f"[{host}]" if ":" in host else host
     return [
-        f"{reachable.key_of(name if at == 0 else f'{name}-{label(each)}')}tcp://{host}:{port + at}"
+        f"{reachable.key_of(name if at == 0 else f'{name}-{label(each)}')}{address_of(host, port + at)}"
         for at, each in enumerate(ranks)
     ]
 

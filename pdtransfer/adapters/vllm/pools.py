@@ -1,4 +1,4 @@
-"""vLLM's KV cache as components: a plane for each layer and head, whose rows are whole blocks.
+"""vLLM's KV cache as components, whose rows are whole blocks: a plane for each layer, which splits at its heads.
 
 vLLM shows each layer as [blocks, heads, tokens, width]. How a block holds its tokens is the attention backend's own
 affair, so blocks cross as they are, and both engines need the same block size and backend. Heads lie apart, so that
@@ -8,45 +8,17 @@ engines of other tensor-parallel sizes take their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...errors import ConfigError
+from ...errors import ConfigError, LocalProtocolError
 from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
+from ...layout.layout_builders import Axis, strided_layout
 from ...limits import COMPONENTS_MAX
 from ...wire import Ranks
-from .orders import Group
-
-
-@dataclass(frozen=True, slots=True)
-class LayerView:
-    """One layer of a KV cache: the address of its first byte, and its [blocks, heads, tokens, width] with strides in
-    bytes."""
-
-    address: int
-    shape: tuple[int, int, int, int]
-    strides: tuple[int, int, int, int]
-    dtype: str
-
-    @classmethod
-    def of(cls, name: str, tensor: Any) -> LayerView:
-        """That of a torch tensor. Raises ConfigError for one of another shape."""
-        if tensor.ndim != 4:
-            raise ConfigError(f"{name}: a KV cache of shape {tuple(tensor.shape)}, not [blocks, heads, tokens, width]")
-        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
-            raise ConfigError(f"{name}: the numbers of a row are {tensor.stride(3)} apart: its blocks are not dense")
-        size: int = tensor.element_size()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        strides: tuple[int, int, int, int] = tuple(stride * size for stride in tensor.stride())
-        known = dtype if DTYPE_BYTES.get(dtype) == size else "uint8"
-        return cls(tensor.data_ptr(), tuple(tensor.shape), strides, known)
-
-    @property
-    def end(self) -> int:
-        """One past its last byte."""
-        last = sum((count - 1) * stride for count, stride in zip(self.shape, self.strides, strict=True))
-        return self.address + last + self.strides[3]
+from .orders import KVGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +59,8 @@ class Pools:
 
 
 def pools(
-    views: Mapping[str, LayerView],
-    groups: Sequence[tuple[Group, Sequence[str]]],
+    views: Mapping[str, Any],
+    groups: Sequence[tuple[KVGroup, Sequence[str]]],
     *,
     blocks: int,
     base: int,
@@ -97,8 +69,8 @@ def pools(
 ) -> Pools:
     """Components of `groups`, each with the names of its layers, whose planes begin at offsets from `base`.
 
-    Layers that share another one's cache are left out. Raises ConfigError, with the layer's name, for a cache that
-    cannot cross.
+    `views` are torch tensors, [blocks, heads, tokens, width]. Layers that share another one's cache are left out.
+    Raises ConfigError, with the layer's name, for a cache that cannot cross.
     """
     if not 1 <= len(groups) <= COMPONENTS_MAX:
         raise ConfigError(f"KV cache groups: {len(groups)}, from 1 to {COMPONENTS_MAX} can cross")
@@ -108,19 +80,18 @@ def pools(
     complete_after: dict[str, tuple[int, int]] = {}
     for at, (group, names) in enumerate(groups):
         planes: list[Plane] = []
-        seen: set[int] = set()
-        kinds: dict[int, int] = {}
-        here: dict[int, str] = {}
+        own: dict[int, str] = {}  # by address
+        kinds: Counter[int] = Counter()
+        last: dict[int, str] = {}  # by layer
         for order, name in enumerate(names):
-            view = views.get(name)
-            if view is None or view.address in seen:
+            if name not in views or own.setdefault(views[name].data_ptr(), name) != name:
                 continue
-            seen.add(view.address)
             layer = layer_number(name, order)
-            kind = kinds[layer] = kinds.get(layer, -1) + 1
-            here[layer] = name
-            planes += _planes(name, view, layer, "kv" if not kind else f"kv{kind}", blocks, base, heads)
-            replicas[group.name] = heads.replica(view.shape[1])
+            kind = f"kv{kinds[layer] or ''}"
+            kinds[layer] += 1
+            last[layer] = name
+            planes += _planes(name, views[name], layer, kind, blocks=blocks, base=base, heads=heads)
+            replicas[group.name] = heads.replica(views[name].shape[1])
         if not planes:
             raise ConfigError(f"{group.name}: none of its layers has a KV cache: {', '.join(names)}")
         try:
@@ -128,9 +99,18 @@ def pools(
         except ValueError as error:
             raise ConfigError(f"{group.name}: {error}") from None
         components.append(Component(group.name, memory, group.block_size, Span(), layout))
-        layers.append(tuple(here))
-        complete_after |= {name: (at, layer) for layer, name in here.items()}
+        layers.append(tuple(last))
+        complete_after |= {name: (at, layer) for layer, name in last.items()}
     return Pools(tuple(components), replicas, tuple(layers), complete_after)
+
+
+def range_of(views: Iterable[Any]) -> tuple[int, int]:
+    """The addresses from the first byte of all views to one past the last."""
+    ranges = [
+        (view.data_ptr(), view.data_ptr() + view.element_size() * (1 + _last_element(view.shape, view.stride())))
+        for view in views
+    ]
+    return min(first for first, _ in ranges), max(end for _, end in ranges)
 
 
 def layer_number(name: str, order: int) -> int:
@@ -139,31 +119,32 @@ def layer_number(name: str, order: int) -> int:
     return int(found[1]) if found else order
 
 
-def _planes(name: str, view: LayerView, layer: int, kind: str, blocks: int, base: int, heads: Heads) -> list[Plane]:
+def _last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+
+
+def _planes(name: str, view: Any, layer: int, kind: str, *, blocks: int, base: int, heads: Heads) -> list[Plane]:
     """One for each head, and for each part of a block where the backend's own blocks are smaller than vLLM's."""
-    count, held, tokens, width = view.shape
-    block, head, token, element = view.strides
-    if count % blocks:
-        raise ConfigError(f"{name}: {count} blocks, vLLM has {blocks}")
-    parts = count // blocks
-    row = width * element
-    if token == row and element * width * tokens <= max(head, row * tokens):
-        run, runs = row * tokens, held
-    elif head == row and token == row * held:
+    if view.ndim != 4 or view.shape[0] % blocks:
+        raise ConfigError(f"{name}: a KV cache of shape {tuple(view.shape)}, not [{blocks}, heads, tokens, width]")
+    count = view.shape[1]
+    first = heads.first(count)
+    own = range(first, first + count)
+    axes: Sequence[Axis] = ("page", "head")
+    if count > 1 and view.stride(1) < view.stride(2):
         # A token's heads lie together: they cannot be told apart, so this rank's block is one thing.
-        run, runs = row * held * tokens, 1
-    else:
-        raise ConfigError(f"{name}: blocks of {view.shape} with strides {view.strides} are not dense")
-    if parts > 1 and runs == 1 and block == run:
-        run, parts = run * parts, 1
-        block = run
-    first = heads.first(held) if runs == held else heads.ranks.tp_rank
-    return [
-        Plane(
-            layer=layer, kind=kind if part == 0 else f"{kind}.{part}", dtype=view.dtype, head_start=first + at,
-            head_count=1, base=view.address - base + part * block + at * head, page_stride=block * parts,
-            row_stride=block * parts, row_bytes=run,
-        )
-        for part in range(parts)
-        for at in range(runs)
-    ]  # fmt: skip
+        view, own = view.transpose(1, 2), range(heads.ranks.tp_rank, heads.ranks.tp_rank + 1)
+        axes = ("page",)
+    parts = view.shape[0] // blocks
+    dtype = str(view.dtype).removeprefix("torch.")
+    try:
+        return [
+            plane
+            for part in range(parts)
+            for plane in strided_layout(
+                {(layer, f"{kind}.{part}" if part else kind): view[part::parts]}, axes=axes, heads=own, origin=base,
+                dtype=dtype if dtype in DTYPE_BYTES else "uint8",
+            ).planes
+        ]  # fmt: skip
+    except (LocalProtocolError, ValueError) as error:
+        raise ConfigError(f"{name}: {error}") from None

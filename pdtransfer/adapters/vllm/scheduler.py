@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol, cast
 
-from .orders import Chunk, Group, Open, Orders, Receive, Refuse, Rows, slots_of
+from .orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, slots_of
 from .params import ParamsError, Reachable, ReceiveFrom, SendTo, answer, own_label, parse
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 BlockTable = Sequence[Sequence[int]]  # by group
 
 
-class Request(Protocol):
+class VLLMRequest(Protocol):
     """What is read of vLLM's Request."""
 
     request_id: str
@@ -48,7 +48,7 @@ class CachedRequests(Protocol):
     num_computed_tokens: Sequence[int]
 
 
-class Step(Protocol):
+class ScheduledStep(Protocol):
     """What is read of vLLM's SchedulerOutput."""
 
     scheduled_new_reqs: Sequence[NewRequest]
@@ -57,7 +57,7 @@ class Step(Protocol):
     preempted_req_ids: Collection[str] | None
 
 
-class _Receiving(Enum):
+class _LoadState(Enum):
     WANTED = auto()  # it may still get blocks
     ORDERED = auto()  # its workers have it, or have had it
     NONE = auto()  # it needs nothing (any more)
@@ -84,7 +84,7 @@ class _Receive:
 
     tokens: int
     source: ReceiveFrom | None
-    state: _Receiving = _Receiving.WANTED
+    state: _LoadState = _LoadState.WANTED
 
 
 class SchedulerSide:
@@ -95,7 +95,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[KVGroup],
         *,
         engine_id: str,
         tp_size: int = 1,
@@ -111,7 +111,7 @@ class SchedulerSide:
         self._receives: dict[str, _Receive] = {}
         self._orders = Orders()
 
-    def on_new_request(self, request: Request) -> None:
+    def on_new_request(self, request: VLLMRequest) -> None:
         """A request has come: its parameters are checked. A wrong one of decode fails its load, and no other."""
         name, tokens = request.request_id, request.num_prompt_tokens
         try:
@@ -130,23 +130,23 @@ class SchedulerSide:
             case None:
                 pass
 
-    def matched_tokens(self, request: Request, computed: int) -> int:
+    def matched_tokens(self, request: VLLMRequest, computed: int) -> int:
         """Tokens that come from a peer, beyond `computed` ones that this engine has."""
         known = self._receives.get(request.request_id)
-        if known is None or known.state is not _Receiving.WANTED:
+        if known is None or known.state is not _LoadState.WANTED:
             return 0
         return max(0, known.tokens - computed)
 
-    def on_blocks(self, request: Request, blocks: BlockTable, external_tokens: int) -> None:
+    def on_blocks(self, request: VLLMRequest, blocks: BlockTable, external_tokens: int) -> None:
         """A request has blocks, for `external_tokens` that come from a peer; called again without any, later."""
         name = request.request_id
         known = self._receives.get(name)
-        if known is None or known.state is not _Receiving.WANTED:
+        if known is None or known.state is not _LoadState.WANTED:
             return
         if external_tokens == 0:
             self._decline(name, known)
             return
-        known.state = _Receiving.ORDERED
+        known.state = _LoadState.ORDERED
         if known.source is None:
             self._orders.refusals.append(Refuse(name, tuple(blocks[self._groups[0].index])))
             return
@@ -157,7 +157,7 @@ class SchedulerSide:
             )
         )  # fmt: skip
 
-    def orders(self, step: Step) -> Orders:
+    def orders(self, step: ScheduledStep) -> Orders:
         """What the workers do in this step; the next call begins another one."""
         made, self._orders = self._orders, Orders()
         for name in step.preempted_req_ids or ():
@@ -171,14 +171,14 @@ class SchedulerSide:
                 self._order_chunk(name, send, computed[name], computed[name] + count, made)
         return made
 
-    def on_finished(self, request: Request, status: str) -> tuple[bool, dict[str, Any] | None]:
+    def on_finished(self, request: VLLMRequest, status: str) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended, with the RequestStatus of this name. Returns whether its blocks stay until the workers
         report it, and what the client gets."""
         name = request.request_id
         if (received := self._receives.pop(name, None)) is not None:
-            if received.state is _Receiving.WANTED:
+            if received.state is _LoadState.WANTED:
                 self._decline(name, received)
-            elif received.state is _Receiving.ORDERED:
+            elif received.state is _LoadState.ORDERED:
                 self._orders.aborts.append(name)  # the workers know whether there is still something to give up
             return False, None
         send = self._sends.pop(name, None)
@@ -205,7 +205,7 @@ class SchedulerSide:
 
     def _decline(self, name: str, known: _Receive) -> None:
         """Has prefill's side of the room end at once."""
-        known.state = _Receiving.NONE
+        known.state = _LoadState.NONE
         if known.source is None:
             return
         source = known.source
@@ -214,7 +214,7 @@ class SchedulerSide:
             Receive(name, source.label, source.sources, known.tokens, known.tokens, none, awaited=False)
         )
 
-    def _update_tables(self, step: Step) -> dict[str, int]:
+    def _update_tables(self, step: ScheduledStep) -> dict[str, int]:
         """Brings the block tables up to date; returns the tokens that each request has before this step."""
         computed: dict[str, int] = {}
         for new in step.scheduled_new_reqs:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from ...bus.keys import Address, AllowList, KeyPair, check_exposure
+from ...bus.keys import Address, AllowList, KeyPair, address_of, check_exposure
 from ...config.bounds import bound, match, port_range
 from ...config.ranks import key_of
 from ...errors import ConfigError
@@ -89,7 +89,7 @@ class Settings:
         port = address.port_first + rank
         if port > PORT_MAX:
             raise ConfigError(f"bind = {self.bind!r}: rank {rank} has no port, the last one is {PORT_MAX}")
-        return address.at(address.host, port)
+        return address_of(address.host, port)
 
     def keys_of(self, ranks: Ranks) -> tuple[KeyPair | None, AllowList | None]:
         """The key pair of a rank, and the list of its peers. Raises ConfigError."""

@@ -45,13 +45,13 @@ class Results:
 
 
 @dataclass(slots=True)
-class _Sending:
+class _SentRoom:
     room: int
     drained: bool = False
 
 
 @dataclass(slots=True)
-class _Receiving:
+class _ReceivedRoom:
     room: int
     began: float
     blocks: tuple[int, ...]  # that did not hold anything before
@@ -81,8 +81,8 @@ class WorkerSide:
         self._names, self._layers, self._complete_after = names, layers, complete_after
         self._prefill, self._decode = prefill, decode
         self._time_left_s, self._copied_up, self._clock = time_left_s, copied_up, clock
-        self._sending: dict[str, _Sending] = {}
-        self._receiving: dict[str, _Receiving] = {}
+        self._sending: dict[str, _SentRoom] = {}
+        self._receiving: dict[str, _ReceivedRoom] = {}
         self._sent_rooms: dict[int, str] = {}
         self._received_rooms: dict[int, str] = {}
         self._finished: set[str] = set()  # requests that have ended and wait for their rooms
@@ -183,7 +183,7 @@ class WorkerSide:
     def _open(self, order: Open) -> None:
         assert self._prefill is not None
         room = room_id(order.label)
-        sending = self._sending[order.request_id] = _Sending(room)
+        sending = self._sending[order.request_id] = _SentRoom(room)
         try:
             self._prefill.open(room, tokens=order.tokens, time_left_s=self._time_left_s, grants=None)
         except LocalProtocolError as error:
@@ -209,7 +209,7 @@ class WorkerSide:
                 self._fail_load(order.request_id, blocks)
                 self._results.received.add(order.request_id)
             return
-        self._receiving[order.request_id] = _Receiving(room, self._clock(), blocks, order.awaited)
+        self._receiving[order.request_id] = _ReceivedRoom(room, self._clock(), blocks, order.awaited)
         self._received_rooms[room] = order.request_id
 
     def _refuse(self, order: Refuse) -> None:

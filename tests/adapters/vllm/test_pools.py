@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer.adapters.vllm.orders import Group
-from pdtransfer.adapters.vllm.pools import Heads, LayerView, Pools, layer_number, pools
+from pdtransfer.adapters.vllm.orders import KVGroup
+from pdtransfer.adapters.vllm.pools import Heads, Pools, layer_number, pools, range_of
 from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
 from pdtransfer.layout.pairing import pair
@@ -27,12 +27,11 @@ def cache(layers: int, heads: int, *, parts: int = 1, dtype: torch.dtype = torch
 
 
 def made_of(
-    tensors: dict[str, torch.Tensor], heads: Heads = ONE, groups: list[tuple[Group, list[str]]] | None = None
+    tensors: dict[str, torch.Tensor], heads: Heads = ONE, groups: list[tuple[KVGroup, list[str]]] | None = None
 ) -> Pools:
-    views = {name: LayerView.of(name, tensor) for name, tensor in tensors.items()}
-    base = min(view.address for view in views.values())
-    groups = groups or [(Group(0, TOKENS), list(tensors))]
-    return pools(views, groups, blocks=BLOCKS, base=base, heads=heads)
+    base, _ = range_of(tensors.values())
+    groups = groups or [(KVGroup(0, TOKENS), list(tensors))]
+    return pools(tensors, groups, blocks=BLOCKS, base=base, heads=heads)
 
 
 def row(tensors: dict[str, torch.Tensor], made: Pools, plane: int, slot: int) -> np.ndarray:
@@ -43,7 +42,7 @@ def row(tensors: dict[str, torch.Tensor], made: Pools, plane: int, slot: int) ->
     return np.frombuffer(bytes(whole[first : first + count]), np.int32)  # type: ignore[arg-type]
 
 
-def test_a_row_is_a_block_of_one_head_in_one_layer() -> None:
+def test_a_row_is_a_block_of_one_layer() -> None:
     tensors = cache(2, 4)
     made = made_of(tensors)
     [component] = made.components
@@ -51,7 +50,8 @@ def test_a_row_is_a_block_of_one_head_in_one_layer() -> None:
     assert component.layout.row_bytes == 2 * 4 * TOKENS * WIDTH * 4
     for at, plane in enumerate(component.layout.planes):
         tensor = tensors[f"model.layers.{plane.layer}.self_attn.attn"]
-        expected = tensor[5, plane.head_start].flatten().view(torch.int32).numpy()
+        assert (plane.head_start, plane.head_count) == (0, 4)
+        expected = tensor[5].flatten().view(torch.int32).numpy()
         assert np.array_equal(row(tensors, made, at, 5), expected)
     assert made.layers == ((0, 1),)
     assert made.complete_after == {name: (0, at) for at, name in enumerate(tensors)}
@@ -61,16 +61,11 @@ def test_smaller_blocks_of_the_backend_are_parts_of_a_row() -> None:
     tensors = cache(1, 4, parts=2)
     made = made_of(tensors)
     planes = made.components[0].layout.planes
-    assert [(plane.kind, plane.head_start) for plane in planes] == [
-        (kind, head) for kind in ("kv", "kv.1") for head in range(4)
+    assert [(plane.kind, plane.head_count, plane.page_stride) for plane in planes] == [
+        (kind, 4, 2 * 4 * (TOKENS // 2) * WIDTH * 4) for kind in ("kv", "kv.1")
     ]
-    assert np.array_equal(
-        row(tensors, made, 5, 3), tensors["model.layers.0.self_attn.attn"][7, 1].flatten().view(torch.int32).numpy()
-    )
-    # Of one head the parts lie one behind the other.
-    assert [plane.kind for plane in made_of(cache(1, 1, parts=2), Heads(1, Ranks())).components[0].layout.planes] == [
-        "kv"
-    ]
+    expected = tensors["model.layers.0.self_attn.attn"][7].flatten().view(torch.int32).numpy()
+    assert np.array_equal(row(tensors, made, 1, 3), expected)
 
 
 def test_heads_of_a_token_that_lie_together_are_one_thing() -> None:
@@ -97,15 +92,28 @@ def test_ranks_of_unequal_groups_send_every_head_once(prefill: int, decode: int,
         for number, share in shares.items():
             for each in share:
                 [source] = sources[int(number)].components
-                heads = sorted({plane.head_start for plane in each.layout.planes})
-                pair(source.layout.heads(heads[0], heads[-1] + 1), each.layout)
+                first, *_, end = sorted(
+                    {
+                        at
+                        for plane in each.layout.planes
+                        for at in (plane.head_start, plane.head_start + plane.head_count)
+                    }
+                )
+                pair(source.layout.heads(first, end), each.layout)
+
+
+def test_a_cache_reaches_from_its_first_byte_to_its_last() -> None:
+    tensors = cache(2, 4)
+    first, end = range_of(tensors.values())
+    assert first == tensors["model.layers.0.self_attn.attn"].data_ptr()
+    assert end - first == 2 * BLOCKS * 4 * TOKENS * WIDTH * 4
 
 
 def test_groups_in_the_same_memory_are_components_in_the_same_memory() -> None:
     tensors = cache(2, 4)
     names = list(tensors)
     tensors = {names[0]: tensors[names[0]], names[1]: tensors[names[0]], names[1] + ".again": tensors[names[0]]}
-    groups = [(Group(0, TOKENS), names[:1]), (Group(2, TOKENS, window=64), [names[1], names[1] + ".again"])]
+    groups = [(KVGroup(0, TOKENS), names[:1]), (KVGroup(2, TOKENS, window=64), [names[1], names[1] + ".again"])]
     made = made_of(tensors, groups=groups)
     one, two = made.components
     assert (one.name, two.name) == ("group0", "group2")
@@ -126,9 +134,9 @@ def test_two_caches_of_one_layer_are_complete_with_the_second() -> None:
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
-        (torch.zeros(8, 16, 32), "a: a KV cache of shape (8, 16, 32), not [blocks, heads, tokens, width]"),
-        (torch.zeros(7, 1, 16, 32), "a: 7 blocks, vLLM has 8"),
-        (torch.zeros(8, 1, 16, 64)[..., ::2], "are not dense"),
+        (torch.zeros(8, 16, 32), "a: a KV cache of shape (8, 16, 32), not [8, heads, tokens, width]"),
+        (torch.zeros(7, 1, 16, 32), "a: a KV cache of shape (7, 1, 16, 32), not [8, heads, tokens, width]"),
+        (torch.zeros(8, 1, 16, 64)[..., ::2], "a: views[0, 'kv'].strides"),
     ],
 )
 def test_a_cache_that_cannot_cross_is_named(tensor: torch.Tensor, text: str) -> None:
@@ -139,7 +147,7 @@ def test_a_cache_that_cannot_cross_is_named(tensor: torch.Tensor, text: str) -> 
 
 def test_too_many_groups_are_refused() -> None:
     tensors = cache(1, 1)
-    groups = [(Group(at, TOKENS), list(tensors)) for at in range(17)]
+    groups = [(KVGroup(at, TOKENS), list(tensors)) for at in range(17)]
     with pytest.raises(ConfigError, match="KV cache groups: 17, from 1 to 16 can cross"):
         made_of(tensors, groups=groups)
 
@@ -154,12 +162,12 @@ def test_numbers_of_layers_are_read_from_their_names() -> None:
 @pytest.mark.parametrize(
     ("group", "tokens", "first"),
     [
-        (Group(0, 16), 700, 0),
-        (Group(0, 16, window=64), 700, 39),  # tokens 637 on are seen by the next one
-        (Group(0, 16, window=64), 63, 0),
-        (Group(0, 16, chunk=128), 700, 40),
-        (Group(0, 16, chunk=128), 128, 8),
+        (KVGroup(0, 16), 700, 0),
+        (KVGroup(0, 16, window=64), 700, 39),  # tokens 637 on are seen by the next one
+        (KVGroup(0, 16, window=64), 63, 0),
+        (KVGroup(0, 16, chunk=128), 700, 40),
+        (KVGroup(0, 16, chunk=128), 128, 8),
     ],
 )
-def test_a_window_needs_its_last_blocks(group: Group, tokens: int, first: int) -> None:
+def test_a_window_needs_its_last_blocks(group: KVGroup, tokens: int, first: int) -> None:
     assert group.first_row(tokens) == first

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdtransfer.adapters.vllm.orders import Chunk, Group, Open, Orders, Receive, Refuse, Rows
+from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows
 from pdtransfer.adapters.vllm.params import Reachable, ReceiveFrom, parse
 from pdtransfer.adapters.vllm.scheduler import BlockTable, SchedulerSide
 
@@ -59,8 +59,8 @@ def more(name: str, blocks: BlockTable | None, count: int, computed: int, **othe
     return Step((), Cached([name], (), [blocks], [computed]), {name: count}, **others)
 
 
-def side(*groups: Group, **roles: bool) -> SchedulerSide:
-    made = SchedulerSide(groups or (Group(0, 16),), engine_id="p0", **{"sends": True, "receives": True} | roles)
+def side(*groups: KVGroup, **roles: bool) -> SchedulerSide:
+    made = SchedulerSide(groups or (KVGroup(0, 16),), engine_id="p0", **{"sends": True, "receives": True} | roles)
     made.endpoints = ADDRESS
     return made
 
@@ -108,7 +108,7 @@ def test_what_prefills_own_cache_has_leaves_with_the_first_chunk() -> None:
 
 
 def test_of_a_window_only_the_blocks_that_stay_are_pushed() -> None:
-    made = side(Group(0, 16), Group(1, 16, window=20))
+    made = side(KVGroup(0, 16), KVGroup(1, 16, window=20))
     begun(made, 100)
     table = [list(range(1, 8)), [0, 0, 3, 4, 5, 6, 7]]
     assert rows(made.orders(new("a", [table[0][:4], table[1][:4]], 64))) == [(0, 0, 4)]
@@ -116,7 +116,7 @@ def test_of_a_window_only_the_blocks_that_stay_are_pushed() -> None:
 
 
 def test_a_request_that_generates_on_gives_its_window_up_before_its_blocks_are_reused() -> None:
-    made = side(Group(0, 16, window=20))
+    made = side(KVGroup(0, 16, window=20))
     request = begun(made, 40)
     made.orders(new("a", [[1, 2, 3]], 40))
     assert made.orders(more("a", None, 1, 40)).quiesce == []
@@ -189,7 +189,7 @@ def test_a_request_waits_for_what_its_own_cache_lacks() -> None:
 
 
 def test_a_windows_lost_blocks_and_blocks_behind_the_prompt_are_no_slots() -> None:
-    made = side(Group(0, 16), Group(2, 16, window=20))
+    made = side(KVGroup(0, 16), KVGroup(2, 16, window=20))
     request = begun(made, 40, RECEIVES)
     made.on_blocks(request, [[7, 3, 5, 9], [1, 1, 1], [0, 4, 6]], 40)
     assert made.orders(Step()).receives[0].slots == ((7, 3, 5), (-1, 4, 6))

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pdtransfer.adapters.vllm import figures
-from pdtransfer.adapters.vllm.orders import Chunk, Group, Open, Orders, Receive, Refuse, Rows
-from pdtransfer.adapters.vllm.pools import Heads, LayerView, Pools, pools
+from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows
+from pdtransfer.adapters.vllm.pools import Heads, Pools, pools
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide
 from pdtransfer.client import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions
 from pdtransfer.wire import Ranks
@@ -26,12 +27,8 @@ NAMES = [f"model.layers.{at}.attn" for at in range(LAYERS)]
 
 def described(cache: np.ndarray, base: int) -> Pools:
     """A component of the cache: float32 (layers, blocks, heads, tokens, width)."""
-    strides: Any = cache.strides[1:]
-    views = {
-        name: LayerView(cache.ctypes.data + at * cache.strides[0], SHAPE[1:], strides, "float32")
-        for at, name in enumerate(NAMES)
-    }
-    return pools(views, [(Group(0, TOKENS), NAMES)], blocks=BLOCKS, base=base, heads=Heads(HEADS, Ranks()))
+    views = dict(zip(NAMES, torch.from_numpy(cache), strict=True))
+    return pools(views, [(KVGroup(0, TOKENS), NAMES)], blocks=BLOCKS, base=base, heads=Heads(HEADS, Ranks()))
 
 
 class Site:

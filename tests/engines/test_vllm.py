@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pdtransfer.bus.keys import generate
 from tests.support.vllm_engine import Checkpoints, Generated, VllmEngine, prompts
 from tests.support.vllm_pair import SENDS, VllmPair, settles, transfer
 
@@ -99,8 +100,8 @@ def test_other_models_continue_as_well(name: str, dtype: str, checkpoints: Check
 
 
 def test_latent_attention_continues(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Held against prefill's own bytes: decode computes the prompt's last token anew, with other kernels than prefill's,
-    and a tiny random model turns what these round into other tokens."""
+    """Held against prefill's own bytes: decode computes the prompt's last token anew, with other kernels, and a tiny
+    random model turns what these round into other tokens."""
     with family(checkpoints, tmp_path, "deepseek_v3", "float32") as (pair, _):
         for at, prompt in enumerate(prompts(5, 16, 17, 300, 700)):
             label = pair.label()
@@ -294,6 +295,77 @@ def test_many_requests_at_once_leave_no_block_behind(llama: Family) -> None:
     pair.settles()
     few = draw.sample(range(len(kept)), 24)
     assert [found[at].tokens for at in few] == single.generate([kept[at][0] for at in few], tokens=8)
+
+
+def test_a_preempted_request_is_handed_over_when_it_has_been_computed_again(
+    checkpoints: Checkpoints, tmp_path: Path, llama: Family
+) -> None:
+    """Of nine blocks another request takes one that the second half of this prompt needs."""
+    good, single = llama
+    few = {"num_gpu_blocks_override": 10, "long_prefill_token_threshold": 32}
+    config = {"kv_transfer_config": transfer("kv_producer", time_left_s=TIME_LEFT_S)}
+    with VllmEngine(checkpoints.path("llama"), tmp_path / "few.log", **CHUNKS | few | config) as prefill:
+        pair = VllmPair(prefill, good.decode)
+        pair.ready()
+        other, prompt = prompts(630, 512, seed=19)
+        [expected] = single.generate([prompt], tokens=TOKENS)
+        for label in (None, pair.label()):
+            prefill.hold()
+            running = prefill.add(other, tokens=40)
+            prefill.step(3)
+            params = SENDS if label is None else pair.sends(label)
+            sent = prefill.add(prompt, tokens=1, kv_transfer_params=params)
+            prefill.step(16)
+            if label is not None:
+                received = pair.begin_decode(prompt, label, tokens=TOKENS)
+            prefill.resume()
+            returned = prefill.generated(sent).kv_transfer_params
+            if label is None:
+                assert returned is not None
+                received = pair.decode.add(prompt, tokens=TOKENS, kv_transfer_params=returned)
+                assert pair.decode.generated(received).tokens == expected
+            else:  # decode may have been told of the room that was given up
+                assert returned is None
+                assert pair.decode.generated(received).finish_reason == "error"
+            prefill.generated(running)
+            pair.settles()
+        assert prefill.metrics("vllm:num_preemptions")["vllm:num_preemptions_total"] == 2
+
+
+# Engines with keys
+
+
+def test_with_keys_an_engine_serves_those_on_its_list(checkpoints: Checkpoints, tmp_path: Path, llama: Family) -> None:
+    other, single = llama
+    lines = {name: generate(tmp_path / name) for name in ("p0", "d0", "d1")}
+    for name, peers in (("p0", "d0"), ("d0", "p0"), ("d1", "p0")):
+        (tmp_path / f"{name}.peers").write_text(lines[peers])
+    with ExitStack() as stack:
+
+        def start(name: str, role: str) -> VllmEngine:
+            config = transfer(
+                role, engine_id=name, key=str(tmp_path / f"{name}.key"), allow=str(tmp_path / f"{name}.peers"),
+                time_left_s=TIME_LEFT_S / 2,
+            )  # fmt: skip
+            log = tmp_path / f"{name}.log"
+            return stack.enter_context(VllmEngine(checkpoints.path("llama"), log, kv_transfer_config=config, **CHUNKS))
+
+        prefill, listed, unlisted = start("p0", "kv_producer"), start("d0", "kv_consumer"), start("d1", "kv_consumer")
+        pair = VllmPair(prefill, listed)
+        pair.ready()
+        [prompt] = prompts(300, seed=20)
+        expected = single.generate([prompt], tokens=TOKENS)
+        assert pair.serial(prompt, tokens=TOKENS).tokens == expected[0]
+        # A proxy that keeps vLLM's own fields alone: the key is that of the name.
+        assert handed_over(pair, [prompt], order="decode first")[0].tokens == expected[0]
+        unlisted.ready()
+        for engine in (unlisted, other.decode):
+            stranger = VllmPair(prefill, engine, identity=pair.identity)
+            params = stranger.prefilled(prompt)
+            made = engine.generated(engine.add(prompt, tokens=1, kv_transfer_params=params))
+            assert made.finish_reason == "error"
+        assert "has a key, this engine has none: set key and allow" in other.decode.log.read_text()
+        pair.settles()
 
 
 # Engines that end

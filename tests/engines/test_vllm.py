@@ -224,8 +224,6 @@ def test_decode_ends_before_it_has_blocks(llama: Family) -> None:
     pair.decode.add(prompt, tokens=TOKENS, kv_transfer_params=params, request="never")
     pair.decode.abort("never")
     pair.decode.resume()
-    [other] = prompts(20, seed=13)
-    pair.serial(other, tokens=1)  # a step carries the message
     pair.settles()
 
 

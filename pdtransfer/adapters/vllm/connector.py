@@ -80,19 +80,18 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             )  # fmt: skip
             return
         self._memory = CacheMemory(dialect.sizes_of(kv_cache_config))
-        if not dialect.POOLS_BY_HOOK and (context := self._allocation_context()) is not None:
-            # This version has no hook around the allocation, which follows at once and ends in register_kv_caches.
-            self._pooled = context
-            context.__enter__()
+        self._on_cpu = vllm_config.device_config.device_type == "cpu"
+        if not dialect.POOLS_BY_HOOK and (self._on_cpu or self._receives):
+            # This version has no hook around the allocation, which follows at once and ends in register_kv_caches. It
+            # would make a tensor a layer, and a card's memory can be named to peers as one allocation only.
+            self._pooled = self._memory.pooled() if self._on_cpu else self._memory.pooled_on(torch.device("cuda"))
+            self._pooled.__enter__()
 
     # Worker: memory
 
-    def _allocation_context(self) -> AbstractContextManager | None:
-        return self._memory.pooled() if self._vllm_config.device_config.device_type == "cpu" else None
-
     def get_mem_pool_context(self) -> AbstractContextManager | None:
-        """On the CPU vLLM's KV cache is allocated where peers can write."""
-        return self._allocation_context()
+        """On the CPU vLLM's KV cache is allocated where peers can write. On a card it is one allocation anyway."""
+        return self._memory.pooled() if self._on_cpu else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV cache is there: the clients start."""
@@ -284,6 +283,10 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The orders of a step."""
         return OrdersMetadata(self._side.orders(scheduler_output))
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine has to run a step for a peer's sake: prefill keeps blocks that nobody here needs."""
+        return self._side.has_word_for_peers
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended: whether its blocks stay, and what the client gets."""

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from ...engine_api import CardMemory
 from ...errors import ConfigError, WorldError
 from ...kernels.card import card as card_of
@@ -59,6 +61,11 @@ class CacheMemory:
         arena = self._arena = ArenaMemory.create(pooled_bytes(self._sizes), name="vllm-kv-cache")
         arena.prefault()
         return PooledTensors(arena_tensor(arena), self._sizes.__contains__)
+
+    def pooled_on(self, device: torch.device) -> PooledTensors:
+        """A context in which vLLM allocates its cache on a card: in one allocation, whatever the number of tensors."""
+        backing = torch.zeros(pooled_bytes(self._sizes), dtype=torch.uint8, device=device)
+        return PooledTensors(backing, self._sizes.__contains__)
 
     def pool_fd(self, extent: Extent) -> int:
         """The memfd that the cache lies in, by which writers on other hosts read it; -1 if there is none."""

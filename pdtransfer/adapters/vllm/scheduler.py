@@ -171,6 +171,11 @@ class SchedulerSide:
                 self._order_chunk(name, send, computed[name], computed[name] + count, made)
         return made
 
+    @property
+    def has_word_for_peers(self) -> bool:
+        """Whether a peer waits for the next orders, although no request here may need a step."""
+        return bool(self._orders.receives)
+
     def on_finished(self, request: VLLMRequest, status: str) -> tuple[bool, dict[str, Any] | None]:
         """A request has ended, with the RequestStatus of this name. Returns whether its blocks stay until the workers
         report it, and what the client gets."""

@@ -67,6 +67,13 @@ def test_a_cache_on_the_cpu_is_the_arena() -> None:
     del cache
 
 
+def test_tensors_of_layers_are_one_allocation() -> None:
+    with CacheMemory([SIZE] * 3).pooled_on(torch.device("cpu")):
+        caches = [torch.zeros(SIZE, dtype=torch.int8) for _ in range(3)]
+    assert len({each.untyped_storage().data_ptr() for each in caches}) == 1
+    assert [each.data_ptr() - caches[0].data_ptr() for each in caches] == [0, SIZE, 2 * SIZE]
+
+
 def test_a_cache_elsewhere_is_copied_up_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     made, cache = CacheMemory([SIZE]), torch.zeros(SIZE, dtype=torch.int8)
     extent = extent_of(cache)

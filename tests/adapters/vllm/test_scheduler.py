@@ -204,6 +204,7 @@ def test_what_decode_does_not_need_prefill_need_not_keep(ends: bool) -> None:
         assert made.on_finished(request, ABORTED) == (False, None)
     else:
         made.on_blocks(request, [[7, 3, 5]], 0)
+    assert made.has_word_for_peers
     assert made.orders(Step()) == Orders(
         receives=[Receive("a", "p0/x", ADDRESS, 40, 40, ((-1, -1, -1),), awaited=False)]
     )
@@ -221,6 +222,7 @@ def test_wrong_parameters_of_a_request_without_blocks_need_nothing() -> None:
     made = side()
     request = begun(made, 40, RECEIVES | {"remote_port": 0})
     made.on_finished(request, ABORTED)
+    assert not made.has_word_for_peers
     assert made.orders(Step()) == Orders()
 
 

@@ -125,7 +125,8 @@ class WorkerSide:
 
     def save(self, layer_name: str, after: Event | None) -> None:
         """A layer's rows of this step are computed once `after` has fired."""
-        if (key := self._complete_after.get(layer_name)) is not None:
+        key = self._complete_after.get(layer_name)
+        if key is not None and key not in self._pushed:
             self._push(key, after)
 
     def end(self, event: Callable[[], Event | None]) -> None:
@@ -228,8 +229,7 @@ class WorkerSide:
             self._decode.abort(receiving.room)
 
     def _push(self, key: tuple[int, int], after: Event | None) -> None:
-        if self._prefill is None or key in self._pushed:
-            return
+        assert self._prefill is not None
         self._pushed.add(key)
         component, layer = key
         for chunk, blocks in self._chunks:

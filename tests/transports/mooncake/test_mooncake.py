@@ -667,7 +667,7 @@ async def test_a_room_whose_engine_dies_or_freezes_fails_once_and_its_slots_come
         assert await it.lands()
         monkeypatch.setattr(writer, "_STALL_SECONDS", 1.0)
         room = it.begin()
-        await until(lambda: RoomLeased(room) in it.told_p)
+        await until(lambda: any(isinstance(each, RoomLeased) and each.room == room for each in it.told_p))
         engine = it.engine(getattr(it, side))
         deliver([engine], signal.SIGSTOP)
         os.kill(engine, signal_number)

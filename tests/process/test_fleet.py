@@ -31,7 +31,7 @@ echo "$@" > "{here}/$3.arguments"
 echo $$ >> "{here}/pids"
 {before}
 case $3 in {fails}) echo "no such luck" >&2; exit 3;; esac
-echo '{{"ready": true, "role": "'$3'", "endpoint": "tcp://127.0.0.1:1", "http": "127.0.0.1:2"}}'
+echo '{{"ready": true, "role": "'$3'", "endpoint": "tcp://127.0.0.1:'$(($$ % 60000 + 1))'", "http": "127.0.0.1:2"}}'
 {after}
 """
 SLEEPS = "exec sleep 60"
@@ -85,8 +85,8 @@ def test_a_router_alone_starts_says_where_it_listens_and_ends_with_status_0(tmp_
         assert router.process.returncode == 0
         said = (tmp_path / "router.log").read_text()
         assert "Traceback" not in said
-        assert "name a prefill daemon with --prefill" in said
-        assert "name a decode daemon with --decode" in said
+        assert "name a prefill worker with --prefill tcp://host:port" in said
+        assert "name a decode worker with --decode tcp://host:port" in said
 
     run(case)
 
@@ -127,8 +127,10 @@ def test_the_router_is_told_where_the_workers_are(fake: Callable[..., Path], tmp
             assert [daemon.role for daemon in fleet.daemons] == ["prefill", "prefill", "decode", "router"]
             flags = (here / "router.arguments").read_text().split()
             assert flags[:3] == ["-m", "pdtransfer", "router"]
-            assert flags.count("--prefill=tcp://127.0.0.1:1") == 2
-            assert flags.count("--decode=tcp://127.0.0.1:1") == 1
+            ports = sorted(1 + int(pid) % 60_000 for pid in (here / "pids").read_text().split()[:3])
+            told = [each.partition("=tcp://127.0.0.1:") for each in flags if "=tcp://127.0.0.1:" in each]
+            assert sorted(int(port) for _, _, port in told) == ports
+            assert [flag for flag, _, _ in told] == ["--prefill", "--prefill", "--decode"]
             assert "--json" in flags
 
     run(case)

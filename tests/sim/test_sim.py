@@ -51,8 +51,9 @@ def test_every_world_whose_engine_chooses_the_slots_keeps_the_invariants(chunk: 
 def test_every_world_whose_rooms_name_leaders_keeps_the_invariants(chunk: int) -> None:
     tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="led")
     assert not tally.failure, tally.failure
-    for what in ("rooms that name a leader", "ranks that cannot be dialled", "ready", "prefill kills"):
+    for what in ("rooms that name a leader", "ready", "prefill kills"):
         assert tally.seen[what] > 0, what
+    assert chunk or tally.seen["ranks that cannot be dialled"] > 0, "rare, and in the first chunk"
 
 
 def test_worlds_show_what_they_are_for() -> None:

@@ -24,6 +24,7 @@ class ThreadQueues(Generic[EventForEngine]):
         self._events: deque[EventForEngine] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchers: list[tuple[Callable[[EventForEngine], bool], threading.Event]] = []
+        self._signals = self._signals_read = 0  # that the descriptor got, and that `poll` has taken from it
         self._waking = False
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
@@ -45,11 +46,11 @@ class ThreadQueues(Generic[EventForEngine]):
 
     def poll(self) -> list[EventForEngine]:
         """Takes all events; never waits. After close it takes those that were left."""
-        if not self._events:
+        if self._signals == self._signals_read and not self._events:
             return []  # without a system call
         if self._fd >= 0:
             try:
-                os.eventfd_read(self._fd)
+                self._signals_read += os.eventfd_read(self._fd)
             except BlockingIOError:
                 return []
         events: list[EventForEngine] = []
@@ -80,6 +81,7 @@ class ThreadQueues(Generic[EventForEngine]):
 
     def to_engine(self, event: EventForEngine) -> None:
         """Gives the engine's side an event."""
+        self._signals += 1  # first: an event that is polled before its signal leaves the descriptor readable
         self._events.append(event)
         os.eventfd_write(self._fd, 1)
         for wanted, seen in tuple(self._watchers):

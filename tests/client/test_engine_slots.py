@@ -18,6 +18,7 @@ from pdtransfer.errors import Cause, ConfigError, LocalProtocolError, RoomFailed
 from pdtransfer.handoff.effects import RoomAsked, RoomDrained, RoomFailed, RoomLeased, RoomReady
 from pdtransfer.handoff.slot_allocator import SlotAllocator, aliases, extents_of, slots_of
 from pdtransfer.layout.layout import Component, Layout, Plane, Span
+from pdtransfer.node.thread_queues import ThreadQueues
 from tests.support.client_pair import Expected, Late, Pair, client_pair, slots_of_pages
 from tests.support.waiting import on_loop
 
@@ -177,6 +178,27 @@ def test_quiesce_gives_up_after_its_time(pair: Pair, monkeypatch: pytest.MonkeyP
     pair.prefill.open(1, tokens=TOKENS)
     monkeypatch.setattr(pair.prefill._node, "abort", lambda room: None)
     assert not pair.prefill.quiesce(1, 0.05)
+
+
+def test_an_event_that_is_polled_before_its_signal_leaves_no_descriptor_readable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a level-triggered loop would spin until the next event."""
+    queues, write = ThreadQueues[int](), os.eventfd_write
+    queues.to_engine(1)
+    polled: list[int] = []
+
+    def late(fd: int, value: int) -> None:
+        polled.extend(queues.poll())
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", late)
+    queues.to_engine(2)
+    assert polled == [1, 2]
+    assert queues.wait(0)
+    assert queues.poll() == []
+    assert not queues.wait(0)
+    queues.close()
 
 
 def test_a_poll_without_events_makes_no_system_call(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

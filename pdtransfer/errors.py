@@ -25,7 +25,10 @@ class ConfigError(LocalProtocolError):
     """A setting is missing, unknown or out of bounds; the text is one line that names it."""
 
 
-_EXTRAS = {"torch": "reference", "cuda": "cuda", "mooncake": "mooncake"}
+_EXTRAS = {
+    **dict.fromkeys(("aiohttp", "cyclopts", "prometheus_client", "rich"), "daemons"),
+    "torch": "reference", "cuda": "cuda", "mooncake": "mooncake",
+}  # fmt: skip
 
 
 def missing_extra(error: Exception) -> ConfigError | None:

@@ -45,6 +45,9 @@ from ..transports.options import ArenaOptions, WriterOptions
 from ..wire import Member, pack_ids
 
 STATES_MAX = 65_536  # ended rooms whose state is kept
+ASKED_MAX = (
+    16_384  # events that wait for `poll`, beyond which no RoomAsked is added: peers make these, as many as they like
+)
 Node = TypeVar("Node", DecodeNode, PrefillNode)
 Said = TypeVar("Said")
 
@@ -195,7 +198,8 @@ class _Client(Generic[Node, Said]):
 
     @property
     def _node(self) -> Node:
-        assert self._thread.node is not None, "start() comes first"
+        if self._thread.node is None:
+            raise LocalProtocolError("start() comes first")
         return self._thread.node
 
 
@@ -214,7 +218,8 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
     travel, and `network` configures transports to other hosts.
 
     Each room takes `open`, then `push` and `finish`, or `abort`. Once `poll` returns RoomDrained, its pages may be
-    reused. RoomAsked reports a room that decode asked for before it is open.
+    reused. RoomAsked reports a room that decode asked for before it is open; while ASKED_MAX events wait for `poll`, it
+    does not.
     """
 
     def __init__(
@@ -234,7 +239,7 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
             node = PrefillNode(
                 settings,
                 components,
-                self._port.to_engine,
+                self._tell,
                 writer=writer,
                 replicas=replicas,
             )
@@ -248,6 +253,10 @@ class PrefillClient(_Client[PrefillNode, PrefillEvent]):
 
         super().__init__(start, has_keys=settings.keys is not None)
         self._node_name, self._group_is_known = settings.node, settings.group is not None
+
+    def _tell(self, event: PrefillEvent) -> None:
+        if not isinstance(event, RoomAsked) or self._port.unpolled < ASKED_MAX:
+            self._port.to_engine(event)
 
     def set_group(self, members: Sequence[Member]) -> None:
         """Names all ranks of this worker, this one first, so that a decode rank needs the endpoint of this one alone.

@@ -127,10 +127,12 @@ class HangUp(Struct, frozen=True):
 
 
 class SessionLost(Struct, frozen=True):
-    """Nothing more is granted on the session, unless its silent peer is seen again; `detail` is the reason."""
+    """Nothing more is granted on the session, unless its silent peer is seen again; `detail` is the reason. The peer
+    `parted` in good order where it said Goodbye."""
 
     session: int
     detail: str
+    parted: bool = False
 
 
 class PeerRefused(Struct, frozen=True):

@@ -199,8 +199,8 @@ class DecodeNode:
                 self._dial(peer)
             case HangUp(peer):
                 self.bus.hang_up(peer)
-            case SessionLost(session, detail):
-                log.warning("session %#x: %s", session, detail)
+            case SessionLost(session, detail, parted):
+                log.log(logging.INFO if parted else logging.WARNING, "session %#x: %s", session, detail)
             case PeerRefused(_, detail):
                 log.warning("%s", detail)
             case _:

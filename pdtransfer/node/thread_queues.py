@@ -73,6 +73,11 @@ class ThreadQueues(Generic[EventForEngine]):
         finally:
             self._watchers.remove(watcher)
 
+    @property
+    def unpolled(self) -> int:
+        """Events that wait for `poll`."""
+        return len(self._events)
+
     def fileno(self) -> int:
         """For select, poll and epoll: readable while there are events that were not polled; -1 after close."""
         return self._fd

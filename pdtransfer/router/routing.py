@@ -237,7 +237,9 @@ class Routing:
         leg.end = end
         self._end_leg(room, leg, LegEvent.END)
         self._effects.append(Send(leg.worker.peer, Ended(room.id)))
-        if end.reason not in SUCCESSES:
+        # Prefill ends a room as aborted because decode has given it up: the cause is decode's, whose End is on its way.
+        secondary = leg is room.prefill and end.reason == Cause.ABORTED.value and room.decode.state is not Leg.ENDED
+        if end.reason not in SUCCESSES and not secondary:
             cause = Cause.of(end.reason, Cause.ENGINE)
             text = f"{leg.node}: {end.detail or end.reason}"
             self._leg_failed(room, leg, room.legs if cause in MUTUAL_CAUSES else (leg,), cause, text, end.retry_ms, now)

@@ -273,6 +273,7 @@ class Abort(_Wire, frozen=True):
     kind = Kind.ABORT
     session: Id64  # Register's
     grant: GrantNumber  # its Grant need not have arrived, nor been sent
+    room: Id64 = 0  # the Grant's; it fails at prefill, also if it is opened later; 0: not named
 
 
 class Drained(_Wire, frozen=True):

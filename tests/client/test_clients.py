@@ -38,7 +38,7 @@ from tests.support.client_pair import LIMITS, Expected, Late, Pair, client_pair,
 from tests.support.internals import core_of
 from tests.support.layout_tensors import Pool, mha, mla
 from tests.support.processes import open_files
-from tests.support.waiting import on_loop
+from tests.support.waiting import on_loop, wait_for
 
 
 @pytest.fixture
@@ -573,6 +573,24 @@ def test_fileno_is_readable_from_news_until_poll(pair: Pair) -> None:
         assert readable(pair.prefill, 60)
         said += [type(each) for each in pair.prefill.poll()]
     assert said == [RoomAsked, RoomLeased, RoomLanded, RoomDrained]
+
+
+def test_an_engine_that_does_not_poll_is_told_of_a_bounded_number_of_rooms_that_decode_asks_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle engine does not poll, and a decode node may ask and give up as often as it likes."""
+    monkeypatch.setattr(client_module, "ASKED_MAX", 3)
+    for room in range(1, 12):
+        pair.expect(room, 10)
+    pair.send(11, 10)
+    wait_for(pair.decode.poll)
+    told: list[Any] = []
+    while not told or not isinstance(told[-1], RoomDrained):
+        told += pair.prefill.poll()
+    assert [each.room for each in told if isinstance(each, RoomAsked)] == [1, 2, 3]
+    assert [type(each) for each in told[3:]] == [RoomLeased, RoomLanded, RoomDrained], "what follows from its own calls"
+    pair.expect(12, 10)
+    pair.until(lambda: pair.prefill_said(12, RoomAsked))
 
 
 def test_calls_of_many_threads_all_arrive(pair: Pair) -> None:

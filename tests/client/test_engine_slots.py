@@ -245,6 +245,26 @@ def test_clients_may_be_closed_while_the_interpreter_exits() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "closed\n", "")
 
 
+UNREACHABLE = """
+from tests.support.client_pair import client_pair
+with client_pair() as pair:
+    pair.decode.expect(1, tokens=10, sources=["tcp://127.0.0.1:1"], time_left_s=600)
+    print(__debug__, pair.failed(1).cause.value)
+"""
+
+
+def test_an_engine_may_run_without_assertions() -> None:
+    """Nothing is done within an assertion: a peer that is not there is found to be silent all the same."""
+    command = [sys.executable, "-O", "-c", UNREACHABLE]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "False peer_lost\n"), ran.stderr
+
+
+def test_a_call_that_needs_the_node_is_refused_before_the_start() -> None:
+    with client_pair(start=False) as pair, pytest.raises(LocalProtocolError, match="start"):
+        pair.decode.expect(1, tokens=3, prompt=[1, 2, 3], sources=["tcp://127.0.0.1:1"])
+
+
 def test_an_engines_switch_interval_is_left_alone() -> None:
     before = sys.getswitchinterval()
     with client_pair():

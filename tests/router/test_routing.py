@@ -537,6 +537,15 @@ def test_a_failing_end_cancels_the_other_side_until_it_ends(failing: str, other:
     assert bench.routing.room_count == 0
 
 
+def test_a_prefill_that_decode_made_abort_leaves_the_cause_to_decode() -> None:
+    bench = Bench(decode=(D, D2))
+    bench.submit()
+    assert bench.hear(P, End(1, "aborted", "D aborted it", 0)) == [Send(P, Ended(1))]
+    assert not bench.of(Fail)
+    bench.hear(D, End(1, "full", "", 0, retry_ms=700))
+    assert [each.room for each in bench.sent(Begin, D2)] == [2], "retried as a worker that is full is"
+
+
 def test_a_prefill_that_fails_after_the_first_token_changes_nothing() -> None:
     bench = Bench()
     room = bench.submit(max_tokens=2).request

@@ -44,6 +44,8 @@ class Call:
         elif len(names) > 1 and rng.random() < 0.1:
             world.seen["rooms with a rank left out"] += 1
             names.remove(rng.choice(names))
+            for source in self.sources:
+                source.left_out = source.node.name not in names
         for target in self.targets:
             wait = rng.expovariate(500.0)
             target.node.later(wait, lambda each=target: each.expect(room.deadline, names, whole_group))

@@ -133,7 +133,7 @@ def draw(seed: int, kind: str | None = None) -> Profile:
         case "patient":
             return replace(
                 base, patient=True, loss=rng.choice([0.02, 0.1]), duplicate=0.1, arena_tokens=4096, pool_tokens=4096,
-                window=64, span=2.0, abort=0.2,
+                window=64, span=2.0, abort=0.2, opens_late=0.3,
             )  # fmt: skip
         case "restarts":
             return replace(

@@ -103,6 +103,8 @@ class Source(_Part):
         super().__init__(room, node, caller)
         self.node = node
         self.opened = self.landed = self.drained = False
+        self.withdrawn = False  # its engine gave it up before it was opened
+        self.left_out = False  # decode does not know of this rank
         rng, p = self.world.rng, self.world.profile
         self.skips = rng.random() < p.engine_skips  # the engine forgets a cell
         self.pages: list[int] = []
@@ -110,6 +112,8 @@ class Source(_Part):
 
     def open(self, *, seconds: float, grants: int, peers: list[str] | None) -> None:
         node, room = self.node, self.room
+        if self.withdrawn and self.life == node.life:
+            return
         node.rooms[room.id], self.opened, self.life = self, True, node.life
         room.sources.append(self)
         self.deadline = node.clock + seconds
@@ -121,7 +125,10 @@ class Source(_Part):
         self._start()
 
     def abort(self, cause: Cause = Cause.ABORTED) -> None:
-        if self.opened and not self.killed:
+        if not self.opened:
+            self.withdrawn, self.life = True, self.node.life
+            self.world.seen["rooms given up before they were opened"] += 1
+        if not self.killed:
             self.node.perform(self.node.core.abort(self.room.id, self.node.clock, cause))
 
     def _start(self) -> None:
@@ -182,6 +189,8 @@ class Source(_Part):
     def on_failed(self, effect: fx.RoomFailed) -> None:
         if self.landed or self.failed:
             self.world.fail(f"room {self.room.id} fails on prefill after it has ended")
+        if effect.cause is Cause.DEADLINE and self.world.profile.patient and not self.left_out:
+            self.world.fail(f"room {self.room.id} waited on prefill for its deadline, and for nothing else")
         self.failed = True
         self.check_deadline(self.node, effect.cause)
         self.caller.ended(self, effect.cause, effect.detail, effect.retry_ms)

@@ -39,7 +39,7 @@ SPECIMENS: dict[str, list[Any]] = {
     "Landed": [1, 8, _SESSION, 1, 2304000, b"first token and the like", bytes(range(8))],
     "Released": [1, 9, _SESSION, 1],
     "Failed": [1, 10, _SESSION, 1, "engine", "the model ran out of pages", True],
-    "Abort": [1, 11, _SESSION, 1],
+    "Abort": [1, 11, _SESSION, 1, _ROOM],
     "Drained": [1, 12, _SESSION, 1],
     "Begin": [
         1, 13, _ROOM, bytes.fromhex("680000006900000021000000"), [128, 0.7, 0.95, 42, True],

@@ -40,12 +40,24 @@ class Leases:
             session.id, session.next_grant, room.id, room.tokens, room.prefix, parts, send_aux,
             time_left_ms=0, enable_hisparse=room.enable_hisparse, verify=verify,
         )  # fmt: skip
-        lease = LeaseEntry(session, message, room.holding, room.deadline)
+        lease = self._number(session, message, room.holding, room.deadline)
         room.leases.append(lease)
-        session.leases[lease.message.grant] = lease
-        session.next_grant += 1
         lease.holding.claims += 1
         self.repeat(lease, now)
+
+    def withdraw(self, room_id: int, session: SessionRecord, now: float) -> None:
+        """Tells a writer that a room will never be granted: uses up a number for its Abort, and leases nothing."""
+        message = Grant(session.id, session.next_grant, room_id, 0, 0, (), send_aux=False, time_left_ms=0)
+        nothing = self._cache.arena.allocate([0] * len(self._cache.arena.components))
+        assert nothing is not None
+        self.abort(self._number(session, message, nothing, now), now)
+
+    @staticmethod
+    def _number(session: SessionRecord, message: Grant, holding: Holding, deadline: float) -> LeaseEntry:
+        lease = LeaseEntry(session, message, holding, deadline)
+        session.leases[message.grant] = lease
+        session.next_grant += 1
+        return lease
 
     def repeat(self, lease: LeaseEntry, now: float) -> None:
         """Sends what the lease's state requires, and repeats it until it is answered."""
@@ -61,7 +73,7 @@ class Leases:
                 return  # The session's repeated Reject covers it.
             if (now - lease.aborted) * 1e3 >= self._limits.silence_ms:
                 self._condemn(lease)
-            self._out(Send(session.peer, Abort(session.id, number)))
+            self._out(Send(session.peer, Abort(session.id, number, lease.message.room)))
         lease.repeat_ms = backoff_ms(lease.repeat_ms, self._limits.resend_ms, self._limits.resend_ms_max)
         self._peers.timers.set(("lease", session.id, number), now + lease.repeat_ms / 1e3)
 

@@ -227,6 +227,7 @@ class PrefillPeers:
             text = f"{name} said goodbye: {message.reason}"
             self._greet_later(peer, now)
             if peer.session is not None:
+                peer.session.parted = True
                 self.condemn(peer.session, Cause.PEER_LOST, text, now)
             self._unreachable(peer, Cause.PEER_LOST, text, now)
 

@@ -64,6 +64,7 @@ class SessionRecord:
     repeat_ms: int = 0
     fence_ms: int = 0
     verdict: tuple[Cause, str] = Cause.PEER_LOST, ""  # why it was condemned
+    parted: bool = False  # its peer said Goodbye
 
     def extents_of(self, holding: Holding) -> tuple[Extents, ...]:
         """Where the rows of its components go."""

@@ -36,7 +36,7 @@ from .prefill_peers import PrefillPeers
 from .records import LeaseEntry, PeerRecord, RoomRecord, SessionRecord
 from .room_groups import RoomGroups
 from .room_request import RoomRequest, refusal
-from .window_slots import Coverage, WindowSlots
+from .window_slots import Coverage, WindowSlots, Withdrawals
 
 
 class DecodeSessions:
@@ -65,6 +65,7 @@ class DecodeSessions:
         self.draining = False
         self._out: list[DecodeEffect] = []
         self.window_slots = WindowSlots(Coverage(self.arena.components, limits.sessions_max))
+        self.withdrawals = Withdrawals(limits.rooms_max)
         self.prefill_peers = PrefillPeers(
             identity, tuple(components), limits, mint, self._out.append,
             enable_hisparse=enable_hisparse,
@@ -102,7 +103,9 @@ class DecodeSessions:
             room, self.admission, rooms=len(self.rooms), draining=self.draining, enable_hisparse=self._enable_hisparse
         )
         if refused is not None:
-            return [refused] if request.placed is None else [refused, RoomDrained(room.id)]
+            self._out += [refused] if request.placed is None else [refused, RoomDrained(room.id)]
+            self.withdrawals.add(room)
+            return self._effects(now)
         if request.placed is not None:
             room.holding = self.arena.place(room.id, tuple([each.extents for each in request.placed]))
         self.rooms[room.id] = room
@@ -205,7 +208,8 @@ class DecodeSessions:
                 case ("lease", int(session_id), number):
                     self.leases.repeat(self.prefill_peers.sessions[session_id].leases[number], now)
                 case _:
-                    assert self.prefill_peers.tick(key, now), key
+                    known = self.prefill_peers.tick(key, now)
+                    assert known, key
         return self._effects(now)
 
     def receive(self, name: str, message: Message, now: float) -> list[DecodeEffect]:
@@ -320,6 +324,22 @@ class DecodeSessions:
                 room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.CONNECT)
                 self.admission.enqueue(room.id, room.demand)
 
+    def _withdraw(self, now: float) -> None:
+        """Tells sources of the rooms that were given up before their Grant, in window slots that no room waits for."""
+        for name in self.withdrawals.sources:
+            peer = self.prefill_peers.peers.get(name)
+            while peer is not None and peer.up is not None and peer.up.has_window_slot:
+                taken = self.withdrawals.take(name, now)
+                if taken is None:
+                    break
+                room_id, deadline, whole_group = taken
+                self.leases.withdraw(room_id, peer.up, now)
+                for member in (self.prefill_peers.group_of(name) or ()) if whole_group else ():
+                    if member != name:
+                        self.withdrawals.put(member, room_id, deadline)
+                        self._out.append(Dial(member))
+                        self.prefill_peers.redial(member, now)
+
     def _admit(self, now: float) -> None:
         while True:
             while (refused := self.window_slots.refused()) is not None:  # a failure below may free its window slot
@@ -388,6 +408,7 @@ class DecodeSessions:
         for lease in room.leases:
             self.leases.abort(lease, now)
         self._close(room)
+        self.withdrawals.add(room)
         for source in room.sources:
             self._connect(source)
 
@@ -400,7 +421,7 @@ class DecodeSessions:
     # Reports of prefill peers
 
     def _session_lost(self, session: SessionRecord, cause: Cause, detail: str, now: float) -> None:
-        self._out.append(SessionLost(session.id, detail))
+        self._out.append(SessionLost(session.id, detail, session.parted))
         for room in [room for room in self.rooms.values() if room.uses(session)]:
             self._fail(room, cause, detail, now)
         self.leases.quarantine(session)
@@ -412,6 +433,8 @@ class DecodeSessions:
     def _effects(self, now: float) -> list[DecodeEffect]:
         """Returns the effects so far. Slots are leased first, since any call may have freed some."""
         self._admit(now)
+        if self.withdrawals:
+            self._withdraw(now)
         out = [*self._out, *map(RoomDrained, self.arena.drained)]
         self._out.clear()
         self.arena.drained.clear()

@@ -1,4 +1,5 @@
-"""Rooms that wait for a slot in the window of each of their sources, oldest first; and the check of their sources."""
+"""Rooms that wait for a slot in the window of each of their sources, oldest first, or to be given up there; and the
+check of their sources."""
 
 from __future__ import annotations
 
@@ -95,3 +96,57 @@ class WindowSlots:
             return None
         _, (room, gap) = self._gaps.popitem()
         return room, Cause.REFUSED, gap
+
+
+class Withdrawals:
+    """Rooms that were given up before their Grant, oldest first, until each source that may have them open is told.
+
+    At most `kept_max` are kept. A room past its deadline has failed at its sources, too.
+    """
+
+    def __init__(self, kept_max: int) -> None:
+        self._kept_max = kept_max
+        self._waiting: dict[str, dict[int, tuple[float, bool]]] = {}  # by source and room; none is empty
+        self._count = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def sources(self) -> list[str]:
+        """The sources that are to be told of a room."""
+        return list(self._waiting)
+
+    def add(self, room: RoomRecord) -> None:
+        """Adds a room that has failed, for those of its sources that have no Grant of it."""
+        granted = {lease.session.peer for lease in room.leases}
+        for source in room.sources:
+            if source not in granted:
+                self.put(source, room.id, room.deadline, whole_group=room.sources == room.leaders)
+
+    def put(self, source: str, room_id: int, deadline: float, *, whole_group: bool = False) -> None:
+        """Adds a room for one source, or for the whole group of ranks that this source leads."""
+        waiting = self._waiting.setdefault(source, {})
+        if room_id not in waiting:
+            self._count += 1
+        waiting[room_id] = deadline, whole_group
+        if self._count > self._kept_max:
+            self._pop(source)
+
+    def take(self, source: str, now: float) -> tuple[int, float, bool] | None:
+        """Removes a room of which this source is to be told, and returns it with its deadline, and with whether the
+        source's whole group is; None for none."""
+        while source in self._waiting:
+            taken = self._pop(source)
+            if now < taken[1]:
+                return taken
+        return None
+
+    def _pop(self, source: str) -> tuple[int, float, bool]:
+        waiting = self._waiting[source]
+        first = next(iter(waiting))
+        deadline, whole_group = waiting.pop(first)
+        self._count -= 1
+        if not waiting:
+            del self._waiting[source]
+        return first, deadline, whole_group

@@ -49,6 +49,7 @@ class PrefillSessions:
         self.rooms: dict[int, OpenRoom] = {}  # not ended, or ended with writes in flight
         self._waiting: dict[int, dict[WriterGrant, None]] = {}  # grants by room, which is not open yet
         self._ended: dict[int, tuple[Cause, str]] = {}  # of the latest rooms, whose late grants must not wait
+        self._withdrawn: dict[int, dict[str, None]] = {}  # the latest rooms that decode gave up before `open`, by whom
         self.draining = False
         self._timers: Timers[TimerKey] = Timers()
         self._out: list[PrefillEffect] = []
@@ -102,6 +103,8 @@ class PrefillSessions:
         room = OpenRoom(room_id, tokens, grants, None if peers is None else frozenset(peers), deadline)
         self.rooms[room_id] = room
         self._timers.set(("room", room_id, 0), deadline)
+        for peer in self._withdrawn.pop(room_id, ()):
+            self._withdraw(room_id, peer, now)
         for grant in list(self._waiting.get(room_id, ())):
             self._attach(grant, room, now)
         return self._effects()
@@ -141,10 +144,15 @@ class PrefillSessions:
         return self._effects()
 
     def abort(self, room_id: int, now: float, cause: Cause = Cause.ABORTED, detail: str = "") -> list[PrefillEffect]:
-        """Gives a room up; RoomDrained reports when its pages are safe. Unknown and ended rooms are ignored."""
+        """Gives a room up; RoomDrained reports when its pages are safe. Grants of a room that is not open fail, now and
+        when they come. Ended rooms are ignored."""
         room = self.rooms.get(room_id)
         if room is not None:
             self._fail(room, cause, detail, now)
+        elif room_id not in self._ended:
+            self._remember(room_id, cause, detail)
+            for grant in list(self._waiting.get(room_id, ())):
+                self._fail_grant(grant, cause, detail, now)
         return self._effects()
 
     def drain(self) -> None:
@@ -230,7 +238,8 @@ class PrefillSessions:
                 case ("end", int(session_id), number):
                     self._grant_ends.send_end(self.sessions[session_id].grants[number], now)
                 case _:
-                    assert self.decode_peers.tick(key, now), key
+                    known = self.decode_peers.tick(key, now)
+                    assert known, key
         return self._effects()
 
     def receive(self, name: str, message: Message, now: float) -> list[PrefillEffect]:
@@ -257,6 +266,7 @@ class PrefillSessions:
             self._abort(session.grants[number], now)
         else:
             self._grant_ends.refuse(session, number, now)
+            self._withdraw(message.room, session.peer, now)
 
     def _grant(self, session: WriterSession, message: Grant, now: float) -> None:
         grant = session.grants.get(message.grant)
@@ -288,9 +298,20 @@ class PrefillSessions:
     def _abort(self, grant: WriterGrant, now: float) -> None:
         self._stop_waiting(grant)
         self._grant_ends.abort(grant, now)
-        room = self._room_of(grant)
+        if grant.room is not None:
+            self._withdraw(grant.room, grant.session.peer, now)
+
+    def _withdraw(self, room_id: int, peer: str, now: float) -> None:
+        """A decode node gives up a room: the room fails if that node has granted for it or still may, now or once it is
+        opened."""
+        room = self.rooms.get(room_id)
         if room is not None:
-            self._fail(room, Cause.ABORTED, f"{grant.session.peer} aborted it", now)
+            if any(grant.session.peer == peer for grant in room.grants) or (room.admits(peer) and not room.leased):
+                self._fail(room, Cause.ABORTED, f"{peer} aborted it", now)
+        elif room_id and room_id not in self._ended:
+            self._withdrawn.setdefault(room_id, {})[peer] = None
+            if len(self._withdrawn) > self._limits.rooms_max:
+                del self._withdrawn[next(iter(self._withdrawn))]
 
     def _attach(self, grant: WriterGrant, room: OpenRoom, now: float) -> None:
         """Adds a grant to its room. A grant that does not fit the room fails alone."""
@@ -300,8 +321,8 @@ class PrefillSessions:
         grant.step(WriterGrantEvent.OPEN)
         if room.state is PrefillRoom.FAILED:
             self._grant_ends.fail(grant, room.cause, room.detail, now)
-        elif room.peers is not None and peer not in room.peers:
-            text = f"room: {room.id:#x} is for {sorted(room.peers)}, not for {peer}"
+        elif not room.admits(peer):
+            text = f"room: {room.id:#x} is for {sorted(room.peers or ())}, not for {peer}"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
         elif any(each.session is grant.session for each in room.grants):
             text = f"grants: a second one of session {grant.session.id:#x} for room {room.id:#x}"
@@ -386,10 +407,14 @@ class PrefillSessions:
         ended = room.state in (PrefillRoom.FAILED, PrefillRoom.LANDED)
         if ended and room.id in self.rooms and not any(grant.in_flight for grant in room.grants):
             del self.rooms[room.id]
-            self._ended[room.id] = room.cause, room.detail
-            if len(self._ended) > self._limits.rooms_max:
-                del self._ended[next(iter(self._ended))]
+            self._remember(room.id, room.cause, room.detail)
             self._out.append(RoomDrained(room.id))
+
+    def _remember(self, room_id: int, cause: Cause, detail: str) -> None:
+        """The cause with which late grants of this room fail."""
+        self._ended[room_id] = cause, detail[:TEXT_LENGTH_MAX]
+        if len(self._ended) > self._limits.rooms_max:
+            del self._ended[next(iter(self._ended))]
 
     # Reports of decode peers
 

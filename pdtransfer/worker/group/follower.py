@@ -75,6 +75,7 @@ class GroupFollower:
             case RankMeet(port) if not self._port.done():
                 self._port.set_result(port)
             case Goodbye():
+                self.bus.part(peer)
                 self.over.set()
             case Ping(peers=()):
                 pass

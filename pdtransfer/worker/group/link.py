@@ -109,6 +109,10 @@ class RankBus:
         if self._links.pop(peer, None) is not None:
             self._lost(peer, why)
 
+    def part(self, peer: str) -> None:
+        """The peer has said Goodbye: that its connection ends is no loss."""
+        self._links.pop(peer, None)
+
     async def close(self) -> None:
         """Closes all connections once the last messages have left."""
         self._ticker.stop()

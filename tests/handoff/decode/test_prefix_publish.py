@@ -137,7 +137,7 @@ def test_an_aborted_sharer_takes_nothing_from_the_others() -> None:
     first = ready(one, granted(one, 1, PROMPT))
     one.tick(0.0)
     second = granted(one, 2, PROMPT)
-    assert sent(one.core.abort(2, one.now), Abort) == [Abort(second.session, second.grant)]
+    assert sent(one.core.abort(2, one.now), Abort) == [Abort(second.session, second.grant, 2)]
     assert one.core.cache.claimed == 2
     one.hear(Drained(second.session, second.grant))
     one.core.cache.clear()

@@ -22,7 +22,7 @@ from pdtransfer.handoff.effects import (
     Send,
     SessionLost,
 )
-from pdtransfer.handoff.states import SessionState
+from pdtransfer.handoff.states import Lease, SessionState
 from pdtransfer.limits import AHEAD_MAX
 from pdtransfer.wire import (
     Abort,
@@ -225,7 +225,7 @@ def test_one_ranks_failure_fails_the_room_and_aborts_the_other() -> None:
     first, second = two_ranks(end)
     effects = end.hear(Failed(first.session, first.grant, "engine", "out of luck", quiescent=True))
     assert failure(effects) == (1, Cause.ENGINE)
-    assert sent(effects, Abort) == [Abort(second.session, second.grant)], "the first has ended already"
+    assert sent(effects, Abort) == [Abort(second.session, second.grant, 1)], "the first has ended already"
 
 
 def test_slots_are_free_when_the_last_rank_has_drained() -> None:
@@ -298,13 +298,39 @@ def test_a_room_that_its_sources_do_not_cover_fails_as_soon_as_it_has_its_places
 # Ends and proofs
 
 
+def test_a_room_given_up_before_its_grant_is_aborted_by_a_number_of_its_own() -> None:
+    end = DecodeEnd(slots=16)
+    end.up()
+    first = end.granted(1, tokens=16)
+    assert sent(end.expect(2, 16), Grant) == [], "the arena is full"
+    effects = end.core.abort(2, end.now)
+    assert failure(effects) == (2, Cause.ABORTED)
+    assert sent(effects, Abort) == [Abort(first.session, first.grant + 1, 2)]
+    effects = end.hear(Drained(first.session, first.grant + 1))
+    assert sent(effects, Released) == [Released(first.session, first.grant + 1)]
+    assert not end.core.withdrawals
+    end.land(first)
+    end.core.release(1, end.now)
+    assert end.core.idle
+
+
+def test_a_room_given_up_before_its_session_is_up_is_aborted_when_it_is() -> None:
+    end = DecodeEnd()
+    end.expect(1)
+    assert sent(end.core.abort(1, end.now), Abort) == []
+    register = end.registered()
+    (lease,) = end.core.prefill_peers.sessions[register.session].leases.values()
+    assert (lease.message.grant, lease.message.room, lease.state) == (1, 1, Lease.ABORTING)
+    assert end.free == ALL_FREE
+
+
 def test_abort_keeps_slots_until_drained() -> None:
     end = DecodeEnd()
     end.up()
     grant = end.granted(1, tokens=16)
     effects = end.core.abort(1, end.now)
     assert failure(effects) == (1, Cause.ABORTED)
-    assert sent(effects, Abort) == [Abort(grant.session, grant.grant)]
+    assert sent(effects, Abort) == [Abort(grant.session, grant.grant, 1)]
     assert end.free == [SLOTS - 16, SLOTS - 4]
     effects = end.hear(Drained(grant.session, grant.grant))
     assert sent(effects, Released) == [Released(grant.session, grant.grant)]

@@ -342,8 +342,38 @@ def test_abort_of_a_grant_that_waits_for_its_room_drains_it() -> None:
     end.hear(grant())
     assert sent(end.hear(Abort(S, 1)), Drained) == [Drained(S, 1)]
     assert end.core._waiting == {}
-    end.open()
+    effects = end.open()
+    assert failure(effects) == (1, Cause.ABORTED), "opened after decode gave it up"
+    assert of(effects, RoomDrained) == [RoomDrained(1)]
     assert of(end.push(), Write) == []
+
+
+def test_abort_before_its_grant_fails_the_room_that_it_names() -> None:
+    end = PrefillEnd()
+    end.up()
+    end.open()
+    effects = end.hear(Abort(S, 1, 1))
+    assert sent(effects, Drained) == [Drained(S, 1)]
+    assert failure(effects) == (1, Cause.ABORTED)
+    assert of(effects, RoomDrained) == [RoomDrained(1)]
+
+
+def test_a_room_opened_after_its_abort_fails_at_once_unless_it_is_another_nodes() -> None:
+    end = PrefillEnd()
+    end.up()
+    end.hear(Abort(S, 1, 1), Abort(S, 2, 2))
+    assert failure(end.open(1)) == (1, Cause.ABORTED)
+    assert end.open(2, peers=[D2]) == []
+    assert end.hear(Abort(S, 3, 2))[1:] == [], "nor does it fail a room that is open for others"
+
+
+def test_grants_of_a_room_that_its_engine_gave_up_before_opening_fail_at_once() -> None:
+    end = PrefillEnd()
+    end.up()
+    end.hear(grant(1, 1))
+    assert sent(end.core.abort(1, end.now), Failed) == [Failed(S, 1, "aborted", "", quiescent=True)]
+    end.core.abort(2, end.now)
+    assert sent(end.hear(grant(2, 2, at=8)), Failed) == [Failed(S, 2, "aborted", "", quiescent=True)]
 
 
 def test_abort_stops_writing_and_drains_after_the_last_write() -> None:

@@ -12,7 +12,7 @@ from pdtransfer.handoff.decode.leases import Leases
 from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
 from pdtransfer.handoff.decode.records import LeaseEntry, SessionRecord
 from pdtransfer.handoff.decode.sessions import DecodeSessions
-from pdtransfer.handoff.decode.window_slots import Coverage
+from pdtransfer.handoff.decode.window_slots import Coverage, Withdrawals
 from pdtransfer.handoff.liveness import Liveness
 from pdtransfer.handoff.states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, LeaseEvent, SessionState
 from pdtransfer.wire import Failed, Landed
@@ -209,6 +209,11 @@ def place_kept_by_a_failed_room(patch: Patch) -> None:
         fail(self, room, *args)
 
     patch(DecodeSessions, "_fail", keep)
+
+
+def given_up_before_its_grant_untold(patch: Patch) -> None:
+    """Prefill is told nothing of a room that fails before its Grant."""
+    patch(Withdrawals, "add", lambda self, room: None)
 
 
 def deadline_as_a_time_of_day(patch: Patch) -> None:

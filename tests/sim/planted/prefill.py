@@ -158,6 +158,27 @@ def ended_labels_forgotten(patch: Patch) -> None:
     patch(PrefillSessions, "_find_room", forgetful)
 
 
+def given_up_before_open_forgotten(patch: Patch) -> None:
+    """A room that decode gives up before it is open waits for another Grant."""
+    withdraw = PrefillSessions._withdraw
+
+    def forgetful(self: PrefillSessions, room_id: int, peer: str, now: float) -> None:
+        if room_id in self.rooms:
+            withdraw(self, room_id, peer, now)
+
+    patch(PrefillSessions, "_withdraw", forgetful)
+
+
+def given_up_before_open_untold(patch: Patch) -> None:
+    """Grants wait for a room that prefill's engine gave up before it was opened."""
+    abort = PrefillSessions.abort
+
+    def deaf(self: PrefillSessions, room_id: int, *args: Any) -> Any:
+        return abort(self, room_id, *args) if room_id in self.rooms else []
+
+    patch(PrefillSessions, "abort", deaf)
+
+
 def replaced_by_register(patch: Patch) -> None:
     """A Register ends the session before it, though a dead process may have sent it."""
     register = DecodePeers._open

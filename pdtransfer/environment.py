@@ -43,3 +43,9 @@ def share_the_interpreter() -> None:
     interval is kept."""
     if sys.getswitchinterval() > SWITCH_INTERVAL_S:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def adapter_settings(engine: str) -> str:
+    """What PDTRANSFER_<ENGINE> holds: the settings of an adapter, for engines whose own configuration cannot hold
+    them."""
+    return os.environ.get(PREFIX + engine.upper(), "")

@@ -77,8 +77,9 @@ class Opened:
     def __init__(self, handle: Handle, *, on: int | None = None) -> None:
         """For card `on`, by default for the card whose memory it is.
 
-        Raises TransportError where there is no such memory, or less of it, or this process does not see its card; with
-        `on` also for memory that is no card's.
+        With `on` this process need not see the other card: engines of one host see one card each. Raises TransportError
+        where there is no such memory, or less of it, and where no card here can reach it; with `on` also for memory
+        that is no card's.
         """
         self.byte_count = handle.byte_count
         if handle.kind == "memfd":
@@ -88,10 +89,10 @@ class Opened:
             mapping = _mapped(handle)
             self.card, self.address, self._close = None, mapping.address, mapping.close
             return
-        ordinal = driver.ordinal_of(handle.card)
+        ordinal = driver.ordinal_of(handle.card) if on is None else on
         if ordinal is None:
             raise TransportError(f"exported memory is on card {handle.card.hex()}, which this process does not see")
-        here = self.card = ordinal if on is None else on
+        here = self.card = ordinal
         base = _take(here, handle.handle)
         self.address = base + handle.offset
         self._close = lambda: _release(here, handle.handle)

@@ -149,7 +149,9 @@ class Copier(Generic[_Order]):
             thread.join()
 
     def _work(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone
+        thread = threading.get_native_id()
+        given = os.getpriority(os.PRIO_PROCESS, thread)  # a process that is nicer still may not take that back
+        os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, given))  # of this thread alone
         while (queue := self._take()) is not None:
             job = queue.items[0]
             found, text = (None, job.text) if job.text else attempt(job.next)

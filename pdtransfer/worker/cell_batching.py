@@ -1,8 +1,4 @@
-"""Joins an engine's cells into larger writes.
-
-Each write has a fixed cost on the loop and on the card. Decode waits for whatever leaves last when prefill ends. So
-cells are as large as is cheap, and get smaller towards the end of a chunk.
-"""
+"""Joins an engine's cells into larger writes."""
 
 from __future__ import annotations
 
@@ -11,12 +7,9 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from ..engine_api import Broken, Computed, Event, Prefilled, Push
+from ..handoff.cell_sizes import is_full
 from ..handoff.ready_gate import AllEvents
 from ..layout.layout import Component, Layout
-
-WHOLE_BYTES_MAX = 16 << 20  # a chunk of at most this size leaves in one cell
-# Smallest cell of a larger chunk while as much is still to come: from this size on the copy engine is used.
-CELL_BYTES_MIN = 8 << 20
 
 Outcome: TypeAlias = Computed | Prefilled | Broken
 
@@ -24,8 +17,8 @@ Outcome: TypeAlias = Computed | Prefilled | Broken
 class CellBatcher:
     """Passes on an engine's outcomes in order, with neighbouring cells joined.
 
-    `layers` joins nothing. `auto` joins the layers of a chunk by the sizes above. `end` keeps every cell until its room
-    is computed, and joins chunks as well. Other outcomes of a room never overtake its cells.
+    `layers` joins nothing. `auto` joins the layers of a chunk by the sizes of handoff.cell_sizes. `end` keeps every
+    cell until its room is computed, and joins chunks as well. Other outcomes of a room never overtake its cells.
     """
 
     def __init__(self, components: Sequence[Component], push: Push) -> None:
@@ -73,11 +66,7 @@ class CellBatcher:
 
     def _full(self, cell: Computed) -> bool:
         """Whether the cell is large enough, or as large as what its chunk has left."""
-        layout, rows = self._layouts[cell.component], cell.rows[1] - cell.rows[0]
-        left = rows * layout.row_bytes_of(cell.layers[1], layout.layer_range[1])
-        if not left or rows * layout.row_bytes <= WHOLE_BYTES_MAX:
-            return not left
-        return rows * layout.row_bytes_of(*cell.layers) >= min(CELL_BYTES_MIN, left)
+        return is_full(self._layouts[cell.component], cell.layers, cell.rows[1] - cell.rows[0])
 
     def _let(self, room: int) -> list[Computed]:
         """Returns all cells held of a room, with consecutive chunks joined."""

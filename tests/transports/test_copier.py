@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from pdtransfer.handoff.effects import Verify
 from pdtransfer.kernels.cancel import CancelWord
@@ -34,3 +38,25 @@ def test_a_turn_is_of_so_many_bytes_in_however_many_pieces_and_works() -> None:
     copier.close()
     assert said == [1, 1, 2, 2, 2, 2, 1, 2, 1]
     assert sorted(ended) == [1, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("more", [0, 12])
+def test_copies_are_nicer_than_the_loop_and_never_less_nice_than_the_process(more: int) -> None:
+    """What is nicer than 5 may not become less so without a privilege, which containers do not have."""
+    given = os.getpriority(os.PRIO_PROCESS, 0) + more
+    found: list[int] = []
+
+    def do() -> int:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return 0
+
+    def copy() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), given)  # of this thread, and of those that it starts
+        copier = Copier[Verify](1, lambda work: None)
+        pieces: Iterator[tuple[int, Piece]] = iter([(1, do)])
+        copier.add(CopyWork(order=Verify(1, 1, 0, ()), done=lambda: None, pieces=pieces, cancel=CancelWord()))
+        copier.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(copy).result()
+    assert found == [max(5, given)]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from pdtransfer.engine_api import Broken, Computed, Prefilled
+from pdtransfer.handoff.cell_sizes import CELL_BYTES_MIN
 from pdtransfer.handoff.ready_gate import AllEvents
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import DSA_INDEX_PARTS, host_layout, item_layout
-from pdtransfer.worker import cell_batching
 from pdtransfer.worker.cell_batching import CellBatcher
 from tests.support.client_pair import Late
 
@@ -80,8 +80,8 @@ def test_a_large_chunk_leaves_in_cells_that_are_worth_it_and_get_smaller_in_the_
     left = tokens * LAYERS * ROW
     for size in sizes:
         left -= size
-        assert size >= min(cell_batching.CELL_BYTES_MIN, left)
-        assert size < max(cell_batching.CELL_BYTES_MIN + layer, 2 * layer)
+        assert size >= min(CELL_BYTES_MIN, left)
+        assert size < max(CELL_BYTES_MIN + layer, 2 * layer)
     assert sizes[-1] == layer, "what decode waits for is one layer's"
 
 

@@ -73,6 +73,10 @@ class OpenRoom:
         offered.add_run(cell.first_row, end_row - cell.first_row)
         self.cells.append(cell)
 
+    def admits(self, peer: str) -> bool:
+        """Whether this decode rank may grant."""
+        return self.peers is None or peer in self.peers
+
     @property
     def leased(self) -> bool:
         """Whether every decode rank has granted."""

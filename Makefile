@@ -5,7 +5,7 @@ RUN := .venv/bin/python
 # Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-vllm compose-demo test test-fast test-gpu test-two-gpu test-engines sanitize check bench venv venv-vllm clean
+.PHONY: demo demo-vllm compose-demo test test-fast test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench venv venv-vllm venv-sglang clean
 
 demo: .venv/.stamp
 	@$(RUN) -m pdtransfer demo $(ARGS)
@@ -35,9 +35,11 @@ test-two-gpu: .venv/.stamp
 	@$(RUN) -m pytest tests/two_gpu -m two_gpu -rs -n 16 --dist worksteal $(ARGS)
 	@$(RUN) -m benchmarks pd
 
-# Real engines of others on the CPU, in an environment of their own, .venv-vllm: no other target runs these.
-test-engines: .venv/.stamp .venv-vllm/.stamp
-	@$(RUN) -m pytest tests/engines -rs $(ARGS)
+# Real engines of others on the CPU, in environments of their own, .venv-vllm and .venv-sglang: no other target runs these.
+test-engines: test-vllm test-sglang
+
+test-vllm test-sglang: test-%: .venv/.stamp .venv-%/.stamp
+	@$(RUN) -m pytest tests/engines/test_$**.py -rs $(ARGS)
 
 # Two vLLM servers and a small pretrained model behind the router; what it prints are sentences.
 demo-vllm: .venv-vllm/.stamp
@@ -69,9 +71,14 @@ venv: .venv/.stamp
 
 venv-vllm: .venv-vllm/.stamp
 
-.venv-vllm/.stamp: pyproject.toml tools/venv tests/engines/requirements.txt
+.venv-vllm/.stamp: pyproject.toml tools/venv tests/engines/requirements-vllm.txt
 	@PYTHON='$(PYTHON)' tools/venv vllm
 
+venv-sglang: .venv-sglang/.stamp
+
+.venv-sglang/.stamp: pyproject.toml tools/venv tests/engines/requirements-sglang.txt $(wildcard tests/engines/stubs/*/*.py)
+	@PYTHON='$(PYTHON)' tools/venv sglang
+
 clean:
-	rm -rf .venv .venv-vllm build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-sglang build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

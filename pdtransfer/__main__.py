@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import sys
 
-INTERRUPTED = 130
+from .errors import missing_extra
+
+MISUSED, INTERRUPTED = 2, 130
 
 
 def main() -> int:
-    """Runs one command line. Who interrupts it is shown no traceback, while it still imports what it needs either."""
+    """Runs one command line. Neither an interrupt during the imports nor a missing package shows a traceback."""
     try:
         from .commands.cli import main
     except KeyboardInterrupt:
         return INTERRUPTED
+    except ModuleNotFoundError as error:  # installed for an engine's clients alone
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        print(f"pdtransfer: {missing}", file=sys.stderr)
+        return MISUSED
     return main()
 
 

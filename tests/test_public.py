@@ -85,6 +85,24 @@ def test_a_room_lands_with_what_the_client_needs_and_no_other_package(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("cyclopts", ["keygen", "d0"]),
+        ("aiohttp", ["router", "--listen", "127.0.0.1:0"]),
+        ("prometheus_client", ["router", "--listen", "127.0.0.1:0"]),
+        ("rich", ["doctor"]),
+    ],
+)
+def test_a_command_without_a_package_of_the_daemons_says_how_to_install_it(
+    package: str, command: list[str], tmp_path: Path
+) -> None:
+    done = python("-m", "pdtransfer", *command, absent={package}, directory=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"pdtransfer: {package} is not installed: pip install '.[daemons]'\n"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["pdtransfer.commands.cli", "pdtransfer.router.router", "pdtransfer.worker.daemon"])
 def test_commands_and_daemons_import_without_torch(module: str, tmp_path: Path) -> None:
     done = python("-c", f"import {module}", absent={"torch"}, directory=tmp_path)

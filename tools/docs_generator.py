@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from pdtransfer.bench.models import components
 from pdtransfer.commands.cli import COMMANDS, app
-from pdtransfer.config.config import HTTP_ENGINE, RouterConfig
+from pdtransfer.config.config import HTTP_ENGINES, RouterConfig
 from pdtransfer.engine_api import HotFigures
 from pdtransfer.environment import PREFIX
 from pdtransfer.memory.arena_memory import ArenaMemory
@@ -122,11 +122,11 @@ async def _metrics() -> dict[str, list[tuple[str, ...]]]:
     arena = ArenaMemory.create(target.layout.end)
     prefill = PrefillNode(settings, (source,), lambda _: None)
     decode = DecodeNode(settings, (target,), arena, lambda _: None)
-    router, server_router = Router(RouterConfig()), ServerRouter(RouterConfig(engine=HTTP_ENGINE))
+    router, server_router = Router(RouterConfig()), ServerRouter(RouterConfig(engine=HTTP_ENGINES[0]))
     PrefillMetrics(prefill, registries["Prefill"])
     DecodeMetrics(decode, registries["Decode"], HotFigures)
     registries["Router"] = router.metrics.registry
-    registries[f"Router with --engine {HTTP_ENGINE}"] = server_router.metrics.registry
+    registries[f"Router with --engine {' or '.join(HTTP_ENGINES)}"] = server_router.metrics.registry
     found = {title: sorted(_of(registry), key=lambda row: row[0].strip("`")) for title, registry in registries.items()}
     for each in (prefill, decode, router, server_router):
         await each.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
@@ -68,11 +68,23 @@ def bench_copy(*, tokens: Annotated[int, counted("Tokens of one room.")] = 4_096
 
 
 @bench.command(name="kernels")
-def bench_kernels(*, json: Json = False) -> int:
-    """The kernels on card 0, as shares of what its copy engine does with the same bytes."""
+def bench_kernels(
+    *,
+    beside: Annotated[
+        Literal["sglang"] | None,
+        Parameter(help="Whose kernels to time in the same run instead; they must be installed."),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """The kernels on card 0, as shares of what its copy engine does with the same bytes, or beside an opponent's."""
     from ..bench import kernels
     from ..bench.report import show
 
+    if beside is not None:
+        from ..bench import sglang_kernels
+
+        figures = sglang_kernels.measure(progress=progress)
+        return show(figures, sglang_kernels.lines(figures), sglang_kernels.measure, json=json)
     return show(kernels.measure(), kernels.LINES, kernels.measure, json=json)
 
 

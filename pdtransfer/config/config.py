@@ -225,7 +225,7 @@ class PrefillConfig(WorkerConfig):
         )
 
 
-HTTP_ENGINE = "vllm"
+HTTP_ENGINES = ("vllm", "sglang")
 _OF_DAEMONS = ("key", "allow", "timeline", "enable_hisparse")  # settings of a router that HTTP servers make useless
 _OF_HISPARSE = ("device_slots", "hot_tokens", "dense_slots", "retract_policy")
 
@@ -314,7 +314,7 @@ class RouterConfig(NodeConfig):
     node: Annotated[str, _NODE] = field(default_factory=partial(node_name, "router"))
     listen: Annotated[str, _help("Where OpenAI's API, /health, /live and /metrics are served.")] = "127.0.0.1:8000"
     engine: Annotated[
-        str, _help("What generates: daemons of pdtransfer, whatever their engine, or HTTP servers of vllm.")
+        str, _help("What generates: daemons of pdtransfer, whatever their engine, or HTTP servers of vllm or sglang.")
     ] = "pdtransfer"
     prefill: Annotated[
         tuple[str, ...], _help("A prefill daemon, [KEY@]tcp://host:port, or server, http://host:port; may be repeated.")
@@ -329,7 +329,12 @@ class RouterConfig(NodeConfig):
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)
         # The setting of daemons, module:attribute, may stand in the same environment or file.
-        match("engine", self.engine, rf"pdtransfer|{HTTP_ENGINE}|{_FACTORY}", f"pdtransfer or {HTTP_ENGINE}")
+        match(
+            "engine",
+            self.engine,
+            rf"pdtransfer|{'|'.join(HTTP_ENGINES)}|{_FACTORY}",
+            f"pdtransfer, {' or '.join(HTTP_ENGINES)}",
+        )
         self._check_bind("listen", self.listen)
         if self.relays:
             for name in _OF_DAEMONS:
@@ -346,7 +351,7 @@ class RouterConfig(NodeConfig):
     @property
     def relays(self) -> bool:
         """Whether the workers are HTTP servers, to which requests are passed on."""
-        return self.engine == HTTP_ENGINE
+        return self.engine in HTTP_ENGINES
 
     def _check_server(self, name: str, value: str) -> None:
         scheme, _, address = value.partition("://")

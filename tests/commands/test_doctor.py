@@ -175,7 +175,7 @@ def test_probe_detects_a_memfd_that_can_be_shrunk(monkeypatch: pytest.MonkeyPatc
 def test_absent_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("aiohttp", "torch") else find(name))
-    assert builds.packages(ROOT) == probes.missing("no aiohttp", "make venv")
+    assert builds.packages(ROOT) == probes.missing("no aiohttp", "pip install '.[daemons]'")
     assert (builds.torch(ROOT).state, builds.torch(ROOT).mend) == ("warn", "pip install '.[reference]'")
     assert "unknown without torch" in host.memory(ROOT).found
 

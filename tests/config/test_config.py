@@ -397,8 +397,9 @@ def test_children_and_other_commands_are_told_nothing_of_torchrun(monkeypatch: p
 SERVERS = "--engine=vllm", "--prefill=http://127.0.0.1:8100", "--decode=http://127.0.0.1:8200"
 
 
-def test_a_router_of_http_servers_takes_their_urls(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = bound(monkeypatch, "router", *SERVERS, "--decode=https://d1.example:443")
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_router_of_http_servers_takes_their_urls(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = bound(monkeypatch, "router", f"--engine={engine}", *SERVERS[1:], "--decode=https://d1.example:443")
     assert config.relays
     assert config.prefill == ("http://127.0.0.1:8100",)
     assert config.decode == ("http://127.0.0.1:8200", "https://d1.example:443")
@@ -424,7 +425,7 @@ def test_an_engine_of_daemons_in_a_shared_environment_is_none_of_a_routers(monke
         ([*SERVERS, "--prefill=http://10.0.0.1:1"], ["prefill", "http://10.0.0.1:1", "https", "insecure"]),
         ([*SERVERS, "--prefill=http://127.0.0.1:8200"], ["http://127.0.0.1:8200", "listed twice"]),
         ([*SERVERS, "--listen=0.0.0.0:8000"], ["listen", "insecure"]),
-        (["--engine=sglang"], ["engine", "sglang", "vllm"]),
+        (["--engine=other"], ["engine", "other", "pdtransfer, vllm or sglang"]),
         (["--decode=http://127.0.0.1:1"], ["decode", "http://127.0.0.1:1", "tcp://host:port"]),
     ],
 )

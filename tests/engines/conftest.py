@@ -9,21 +9,29 @@ from typing import Any
 
 import pytest
 
-from tests.support.vllm_engine import Checkpoints, StartEngine, VllmEngine, why_not
+from tests.support import sglang_engine, vllm_engine
+from tests.support.vllm_engine import Checkpoints, StartEngine, VllmEngine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever stands in this folder has the mark, and is skipped where it cannot run."""
+    """Whatever stands in this folder has the mark, and is skipped where an engine in its module's name is missing."""
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in here:
         item.add_marker(pytest.mark.engines)
-        if reason := why_not():
-            item.add_marker(pytest.mark.skip(reason=reason))
+        for name, engine in (("vllm", vllm_engine), ("sglang", sglang_engine)):
+            if name in item.path.stem and (reason := engine.why_not()):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoints]:
     with Checkpoints(tmp_path_factory.mktemp("checkpoints")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def sglang_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoints]:
+    with Checkpoints(tmp_path_factory.mktemp("checkpoints"), sglang_engine.PYTHON) as made:
         yield made
 
 

@@ -71,7 +71,7 @@ def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path)
     assert "pdtransfer/py.typed" in names
     assert f"pdtransfer-{pdtransfer.__version__}.dist-info/licenses/LICENSE" in names
     assert (about["License-Expression"], about["Description-Content-Type"]) == ("Apache-2.0", "text/markdown")
-    assert set(about.get_all("Provides-Extra", [])) == {"cuda", "dev", "mooncake", "reference", "report"}
+    assert set(about.get_all("Provides-Extra", [])) == {"cuda", "daemons", "dev", "mooncake", "reference", "report"}
 
 
 def test_only_install_commands_that_work_in_a_checkout_are_printed() -> None:
@@ -94,9 +94,16 @@ def test_version_is_said_once_by_all() -> None:
     assert pdtransfer.__version__ in (REPO / "CHANGELOG.md").read_text()
 
 
+def test_the_base_install_has_what_the_clients_need_and_no_other_package() -> None:
+    named = {re.match(r"[\w-]+", each)[0] for each in PYPROJECT["project"]["dependencies"]}
+    assert named == {"numpy", "pyzmq", "msgpack", "msgspec", "uvloop"}
+    daemons = CONTRACTS["client"]["forbidden_modules"]
+    extra = PYPROJECT["project"]["optional-dependencies"]["daemons"]
+    assert {re.match(r"[\w-]+", each)[0].replace("-", "_") for each in extra} == set(daemons)
+
+
 def test_set_up_and_image_fetch_the_torch_that_the_package_asks_for() -> None:
-    (asked,) = PYPROJECT["project"]["optional-dependencies"]["reference"]
-    assert not any(each.startswith("torch") for each in PYPROJECT["project"]["dependencies"])
+    (asked,) = (each for each in PYPROJECT["project"]["optional-dependencies"]["reference"] if "pdtransfer" not in each)
     for name in ("tools/venv", "Dockerfile"):
         assert re.findall(r"torch[<>][^\"']*", (REPO / name).read_text()) == [asked], name
 
@@ -134,6 +141,7 @@ def linted_as_it_is() -> str:
             "from ..wire import Message",
             "pdtransfer.layout is not allowed to import pdtransfer.wire",
         ),
+        ("client/labels.py", "import rich", "pdtransfer.client is not allowed to import rich"),
         ("errors.py", "from . import config", "pdtransfer.errors is not allowed to import pdtransfer.config"),
         ("hisparse/coordinator.py", "import torch", "pdtransfer.hisparse is not allowed to import torch"),
         (

@@ -1,4 +1,4 @@
-"""`pip install .` into an environment of its own: what it brings is enough for all that needs no torch."""
+"""`pip install` into a fresh environment: the base is what the clients need, `daemons` all that needs no torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.paths import REPO
 
+CLIENT_NEEDS = {"msgpack", "msgspec", "numpy", "pdtransfer", "pyzmq", "uvloop"}
 UNREACHABLE = re.compile(
     r"name resolution|Name or service not known|Network is unreachable|No route to host|[Cc]onnection refused"
     r"|NewConnectionError|ConnectTimeout|ReadTimeout"
@@ -33,24 +34,36 @@ def lines(done: subprocess.CompletedProcess[str]) -> Sequence[str]:
 
 
 @pytest.mark.slow
-def test_pip_install_without_extras_runs_clients_router_keygen_and_doctor(tmp_path: Path) -> None:
+def test_pip_install_runs_the_clients_and_with_daemons_router_keygen_and_doctor(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=120)
     programs = tmp_path / "venv" / "bin"
     python, pdtransfer = programs / "python", programs / "pdtransfer"
 
-    installed = run(python, "-m", "pip", "install", REPO, cwd=tmp_path, environment=environment)
-    if installed.returncode and (found := UNREACHABLE.search(installed.stdout + installed.stderr)):
-        pytest.skip(f"no package index can be reached: {found[0]}")
-    lines(installed)
-    where = "import importlib.util as u, pdtransfer; print(pdtransfer.__file__, u.find_spec('torch'))"
-    (found_at,) = lines(run(python, "-c", where, cwd=tmp_path, environment=environment))
+    def install(requirement: str | Path) -> None:
+        installed = run(python, "-m", "pip", "install", requirement, cwd=tmp_path, environment=environment)
+        if installed.returncode and (found := UNREACHABLE.search(installed.stdout + installed.stderr)):
+            pytest.skip(f"no package index can be reached: {found[0]}")
+        lines(installed)
+
+    install(REPO)
+    frozen = lines(run(python, "-m", "pip", "freeze", cwd=tmp_path, environment=environment))
+    assert {re.split("==| @ ", each)[0] for each in frozen} == CLIENT_NEEDS
+    (found_at,) = lines(
+        run(python, "-c", "import pdtransfer; print(pdtransfer.__file__)", cwd=tmp_path, environment=environment)
+    )
     assert found_at.startswith(str(tmp_path))
-    assert found_at.endswith(" None"), "torch has come along"
 
     landed = lines(run(python, REPO / "examples" / "embed.py", cwd=tmp_path, environment=environment))
     assert landed[-1].endswith("every byte is where it belongs")
 
+    refused = run(pdtransfer, "router", cwd=tmp_path, environment=environment)
+    assert refused.stderr == "pdtransfer: cyclopts is not installed: pip install '.[daemons]'\n"
+    assert (refused.returncode, refused.stdout) == (2, "")
+
+    install(f"{REPO}[daemons]")
+    frozen = lines(run(python, "-m", "pip", "freeze", cwd=tmp_path, environment=environment))
+    assert not any(each.startswith("torch") for each in frozen), "torch has come along"
     assert lines(run(pdtransfer, "--help", cwd=tmp_path, environment=environment))
     lines(run(pdtransfer, "keygen", "d0", cwd=tmp_path, environment=environment))
     assert (tmp_path / "d0.key").exists()

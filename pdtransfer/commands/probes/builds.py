@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...environment import cache_directory
 from ...kernels import load
-from ...probe import VENV, Seen, missing, ok, warn, within
+from ...probe import Seen, missing, ok, warn, within
 
 
 def python(_root: Path) -> Seen:
@@ -20,9 +20,9 @@ def python(_root: Path) -> Seen:
 
 def packages(_root: Path) -> Seen:
     """Packages that every daemon imports."""
-    lacking = [name for name in ("aiohttp", "prometheus_client", "uvloop") if importlib.util.find_spec(name) is None]
+    lacking = [name for name in ("aiohttp", "prometheus_client") if importlib.util.find_spec(name) is None]
     if lacking:
-        return missing(f"no {', '.join(lacking)}", VENV)
+        return missing(f"no {', '.join(lacking)}", "pip install '.[daemons]'")
     return ok(f"complete; uvloop {importlib.import_module('uvloop').__version__}")
 
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..memory.arena_memory import ArenaMemory
 
+_TABLES = torch.int32, torch.int64
 _ALIGNMENT = 4096  # bytes; what any kernel or transport asks of a buffer
 
 
@@ -49,6 +50,24 @@ class PooledTensors(TorchFunctionMode):
         found = torch.get_default_device() if device is None else torch.device(device)
         here = self.backing.device
         return found.type == here.type and found.index in (None, here.index)
+
+
+class MeasuredTensors(TorchFunctionMode):
+    """While entered, notes the `sizes` in bytes of what torch.zeros and torch.empty make on the CPU, but for tables of
+    integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for each of its functions."""
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.zeros, torch.empty) and made.device.type == "cpu" and made.dtype not in _TABLES:
+            self.sizes.append(made.numel() * made.element_size())
+        return made
 
 
 def arena_tensor(arena: ArenaMemory) -> torch.Tensor:

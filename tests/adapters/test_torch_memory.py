@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdtransfer.adapters.torch_memory import PooledTensors, arena_tensor, pooled_bytes
+from pdtransfer.adapters.torch_memory import MeasuredTensors, PooledTensors, arena_tensor, pooled_bytes
 from pdtransfer.memory.arena_memory import ArenaMemory
 
 SIZES = [1000, 8192, 1000]
@@ -46,3 +46,14 @@ def test_a_tensor_keeps_its_arena_mapped() -> None:
         arena.close()
     del tensor
     arena.close()
+
+
+def test_what_an_engine_allocates_is_measured() -> None:
+    with MeasuredTensors() as measured:
+        torch.zeros((2, 500), dtype=torch.bfloat16)
+        torch.empty(1000, dtype=torch.uint8, device="cpu")
+        torch.zeros(64, dtype=torch.int32)  # a table
+        torch.zeros(10, device="meta")
+        torch.ones(10)
+    torch.zeros(10)
+    assert measured.sizes == [2000, 1000]

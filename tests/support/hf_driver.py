@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.support.json_process import Requests
 
@@ -36,11 +39,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(family: str, path: str) -> None:
-    """Writes a checkpoint of a family to `path`: float32, the same weights each time."""
+    """Writes a checkpoint of a family to `path`: float32, the same weights each time, and a word for each token."""
     name, sizes = FAMILIES[family]
     torch.manual_seed(7)
     config = getattr(transformers, name)(**COMMON | sizes)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(COMMON["vocab_size"])}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", eos_token="w2").save_pretrained(path)
 
 
 def generate(path: str, prompts: list[list[int]], count: int) -> list[list[int]]:

@@ -24,6 +24,11 @@ LOG_LINES = 60  # that an error quotes
 LATER = object()  # returned for a request that is answered by its number when that is time
 
 
+def end_of(log: Path) -> str:
+    """The last lines of a process's log, for an error."""
+    return f"the end of {log}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+
+
 class JsonProcess:
     """Runs `module` with `python`, the interpreter of another environment; ends it where the `with` ends.
 
@@ -68,8 +73,7 @@ class JsonProcess:
 
     def said(self) -> str:
         """The last lines of its log."""
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        return f"the end of {self.log}:\n" + "\n".join(lines)
+        return end_of(self.log)
 
     def kill(self) -> None:
         """Ends it with SIGKILL."""

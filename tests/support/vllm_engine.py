@@ -136,10 +136,11 @@ class StartEngine(Protocol):
 
 
 class Checkpoints(JsonProcess):
-    """Tiny checkpoints with random weights in `folder`, made when first asked for, and what transformers generate."""
+    """Tiny checkpoints with random weights in `folder`, made when first asked for, and what transformers generate, both
+    by the `python` of an environment that has them."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(PYTHON, "tests.support.hf_driver", folder / "checkpoints.log", ENVIRONMENT)
+    def __init__(self, folder: Path, python: Path = PYTHON) -> None:
+        super().__init__(python, "tests.support.hf_driver", folder / "checkpoints.log", ENVIRONMENT)
         self._folder = folder
 
     def path(self, family: str) -> Path:

@@ -8,12 +8,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import aiohttp
 from aiohttp import web
 
 from pdtransfer.config.config import RouterConfig
 from pdtransfer.limits import Limits
+from pdtransfer.router.servers.dialects import DIALECTS
 from pdtransfer.router.servers.server_router import ServerRouter
 from tests.support.waiting import until
 
@@ -53,6 +55,8 @@ class FakeVllm:
     its KV has landed. `status` and `answer` replace the answer; `dies` cuts the connection: "early" before the first
     byte, "late" after the first event; `healthy` and `mute` are of /health."""
 
+    speaks: ClassVar[str] = "vllm"
+
     role: str
     landings: Landings
     engine: str = ""
@@ -77,12 +81,16 @@ class FakeVllm:
     async def open(self, port: int = 0) -> str:
         app = web.Application(client_max_size=1 << 30)
         app.add_routes([web.get("/health", self._health), web.get("/v1/models", self._models)])
-        app.add_routes([web.post(f"/v1/{each}", self._generate) for each in ("completions", "chat/completions")])
+        app.add_routes([web.post(path, self._generate) for path in DIALECTS[self.speaks].paths])
+        self.routes(app)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", port).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self.url
+
+    def routes(self, app: web.Application) -> None:
+        """What this engine's servers have beside."""
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -127,15 +135,19 @@ class FakeVllm:
         if streams:
             await response.prepare(request)  # as vLLM: 200 before the first token
         await self.gate.wait()
-        if seen.kv.get("do_remote_prefill"):
-            await self.landings.of(seen.kv["remote_engine_id"], seen.kv["transfer_id"]).wait()
-        elif seen.kv.get("do_remote_decode"):
-            self.landings.of(self.engine, seen.kv["transfer_id"]).set()
+        await self.hand_over(seen)
         if streams:
             return await self._stream(request, response)
         if self.role == "prefill":
             await self.more.wait()
         return self._whole(seen)
+
+    async def hand_over(self, seen: Seen) -> None:
+        """Decode waits until prefill has been asked."""
+        if seen.kv.get("do_remote_prefill"):
+            await self.landings.of(seen.kv["remote_engine_id"], seen.kv["transfer_id"]).wait()
+        elif seen.kv.get("do_remote_decode"):
+            self.landings.of(self.engine, seen.kv["transfer_id"]).set()
 
     def _whole(self, seen: Seen) -> web.Response:
         answer = {"id": "cmpl-1", "choices": [{"text": "".join(self.pieces)}], "server": self.engine}
@@ -216,13 +228,15 @@ class ServerSite:
 
 
 @asynccontextmanager
-async def server_site(*, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS) -> AsyncIterator[ServerSite]:
+async def server_site(
+    *, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS, of: type[FakeVllm] = FakeVllm
+) -> AsyncIterator[ServerSite]:
     landings = Landings()
-    fakes = [FakeVllm("prefill", landings, f"p{i}") for i in range(prefill)]
-    fakes += [FakeVllm("decode", landings, f"d{i}") for i in range(decode)]
+    fakes = [of("prefill", landings, f"p{i}") for i in range(prefill)]
+    fakes += [of("decode", landings, f"d{i}") for i in range(decode)]
     urls = [await fake.open() for fake in fakes]
     config = RouterConfig(
-        engine="vllm", listen="127.0.0.1:0", prefill=(*urls[:prefill],), decode=(*urls[prefill:],), limits=limits
+        engine=of.speaks, listen="127.0.0.1:0", prefill=(*urls[:prefill],), decode=(*urls[prefill:],), limits=limits
     )
     router = ServerRouter(config)
     url = "http://" + await router.open()

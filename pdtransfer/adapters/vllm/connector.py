@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,13 +22,15 @@ from ...bus.keys import address_of
 from ...client import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
 from ...errors import ConfigError
 from ...wire import Ranks
+from ..cache_memory import CacheMemory, Extent
+from ..heads import Heads
+from ..model_facts import model_name
+from ..reachable import Reachable
+from ..settings import Settings
 from . import dialect
-from .memory import CacheMemory, Extent
 from .orders import Orders
-from .params import Reachable
-from .pools import Heads, Pools, pools, range_of
+from .pools import Pools, pools, range_of
 from .scheduler import SchedulerSide
-from .settings import Settings
 from .stats import TransferMetrics, TransferStats
 from .worker import Results, WorkerSide
 
@@ -49,17 +51,26 @@ class Listening(KVConnectorHandshakeMetadata):
     endpoint: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorSettings(Settings):
+    """What kv_connector_extra_config may say beyond the settings of all adapters."""
+
+    rows: Literal["blocks", "tokens"] = "blocks"  # what crosses: vLLM's blocks as they are, or the tokens in them
+
+
 class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     """Hands requests over from prefill engines to decode engines.
 
     Prefill's KV leaves layer by layer as it is computed, and lands in the blocks that decode's scheduler chose.
     """
 
+    _cache_hit_source = dialect.HIT_SOURCE  # how vLLM's metrics label the tokens that were handed over
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         dialect.join_logs()
         transfer = vllm_config.kv_transfer_config
-        self._settings = Settings.of(transfer.kv_connector_extra_config or {})
+        self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config or {}, "kv_connector_extra_config")
         self._groups = dialect.groups_of(kv_cache_config)
         self._sends, self._receives = transfer.is_kv_producer, transfer.is_kv_consumer
         self._scheduler: SchedulerSide | None = None
@@ -106,12 +117,18 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         if self._vllm_config.model_config.use_mla:
             heads = Heads(1, ranks)
 
+        kinds = dialect.kinds_of(self._vllm_config, kv_caches) if self._settings.rows == "tokens" else None
+
         def components(base: int, memory: Any) -> Pools:
             return pools(
-                kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, base=base, heads=heads, memory=memory
-            )
+                kv_caches, self._groups, blocks=self._kv_cache_config.num_blocks, base=base, heads=heads,
+                memory=memory, kinds=kinds,
+            )  # fmt: skip
 
-        facts = dialect.facts_of(self._vllm_config, kv_caches, self._groups)
+        if kinds is None:
+            facts = dialect.facts_of(self._vllm_config, kv_caches, self._groups)
+        else:
+            facts = dialect.facts_of_model(self._vllm_config, kv_caches)
         described = components(self._memory.base(extent), "dram")
         prefill = decode = None
         copied_up = False
@@ -122,24 +139,23 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
             copied_up = target.copied_up
             decode = self._decode_client(components(target.base, target.memory), target.arena, ranks, facts)
         self._worker = WorkerSide(
-            names=tuple(each.name for each in described.components), layers=described.layers,
-            complete_after=described.complete_after, prefill=prefill, decode=decode,
-            time_left_s=self._settings.time_left_s, copied_up=copied_up,
+            pools=described, prefill=prefill, decode=decode, time_left_s=self._settings.time_left_s,
+            copied_up=copied_up,
         )  # fmt: skip
         log.info(
-            "pdtransfer: %s; %d bytes a block in %d groups; lands %s; peers need equal facts: %s",
+            "pdtransfer: %s; %d bytes a block in %d groups, which cross by %s; lands %s; peers need equal facts: %s",
             self._listening.endpoint if self._listening else "no listener",
-            sum(each.layout.row_bytes for each in described.components), len(described.components),
+            sum(each.of_block * each.component.layout.row_bytes for each in described.rows), len(described.rows),
+            self._settings.rows,
             "nowhere" if decode is None else "in host memory first" if copied_up else "in vLLM's KV cache", facts,
         )  # fmt: skip
 
     def _node(self, role: str, ranks: Ranks, facts: dict[str, Any]) -> NodeSettings:
         keys, allowed = self._settings.keys_of(ranks)
         engine = re.sub(r"[^A-Za-z0-9._-]", "-", str(self._kv_transfer_config.engine_id))[:90]
-        dtype = "/".join(facts["cache"])
         return NodeSettings(
             node=f"{role}-{engine}-{ranks.pp_rank}-{ranks.tp_rank}",
-            model=dialect.model_name(self._vllm_config, self._settings.model, dtype),
+            model=model_name(self._settings.model or str(self._vllm_config.model_config.model), facts["cache"]),
             weights=weights_digest(facts), keys=keys, allowed=allowed, insecure=self._settings.insecure, ranks=ranks,
         )  # fmt: skip
 
@@ -194,7 +210,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """A layer of this step is computed, or will be once the card is there."""
         if self._worker is not None and self._worker.has_chunks:
-            self._worker.save(layer_name, self._event())
+            self._worker.save(layer_name, self._event)
 
     def wait_for_save(self) -> None:
         """The whole step is computed. Nothing is waited for: blocks stay until their rooms have drained."""
@@ -270,7 +286,7 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that a peer sends, beyond those that this engine has; they land while other requests run."""
         count = self._side.matched_tokens(request, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request has its blocks."""

@@ -17,12 +17,16 @@ from vllm.logger import init_logger
 
 from ...errors import ConfigError
 from ...wire import Ranks
+from ..model_facts import dtype_name, model_facts
+from . import token_rows
 from .orders import KVGroup
+from .token_rows import Kinds
 
 log = init_logger(f"vllm.{__name__}")
 
 FAILS_BY_REQUEST = hasattr(base, "KVConnectorTransferResults")  # else by the numbers of blocks, of one group
 POOLS_BY_HOOK = hasattr(base.KVConnectorBase_V1, "get_mem_pool_context")  # else nothing surrounds the allocation
+HIT_SOURCE = getattr(getattr(base, "CacheHitSource", None), "P2P", None)  # of tokens that a peer has computed
 _SPECS = (
     "FullAttentionSpec", "SinkFullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec",
     "ChunkedLocalAttentionSpec",
@@ -104,22 +108,15 @@ def number_of(vllm_config: Any, ranks: Ranks) -> int:
     return engine * ranks.tp_size * ranks.pp_size + ranks.pp_rank * ranks.tp_size + ranks.tp_rank
 
 
-def model_name(vllm_config: Any, named: str, dtype: str) -> str:
-    """The model as peers compare it: its name, and how its cache is stored."""
-    name = named or str(vllm_config.model_config.model)
-    return f"{name[-90:]} (KV {dtype})"
-
-
 def facts_of(vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup, list[str]]]) -> dict[str, Any]:
     """All that makes two engines' blocks the same bytes for the same tokens, whatever their tensor parallel sizes."""
     model = vllm_config.model_config
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _OF_THE_HOST}
     text = json.dumps(config, sort_keys=True, default=str)
-    dtypes = sorted({str(view.dtype).removeprefix("torch.") for view in views.values()})
     return {
         "config": hashlib.sha256(text.encode()).hexdigest()[:16],
         "dtype": str(model.dtype),
-        "cache": dtypes,
+        "cache": _cache_dtype(views),
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "quantization": str(model.quantization),
         "attention": _backends(vllm_config, views),
@@ -127,6 +124,24 @@ def facts_of(vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup
         # On the CPU the kernels pack keys for what the processor can do.
         "processor": _processor() if all(view.device.type == "cpu" for view in views.values()) else "",
     }
+
+
+def facts_of_model(vllm_config: Any, views: dict[str, Any]) -> dict[str, Any]:
+    """All that makes two caches the same numbers for the same tokens, in whatever engine."""
+    model = vllm_config.model_config
+    return model_facts(
+        model.hf_text_config.to_dict(), dtype=model.dtype, cache=_cache_dtype(views), quantization=model.quantization
+    )
+
+
+def kinds_of(vllm_config: Any, views: dict[str, Any]) -> dict[str, Kinds]:
+    """Where the numbers of tokens are in each layer's cache. Raises ConfigError where that is not known."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {name: token_rows.kinds_of(name, layers.get(name), view) for name, view in views.items()}
+
+
+def _cache_dtype(views: dict[str, Any]) -> str:
+    return "/".join(sorted({dtype_name(view.dtype) for view in views.values()}))
 
 
 def _backends(vllm_config: Any, views: dict[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """What the scheduler's side of an engine has the workers do in a step, and how block tables become rows.
 
-A row of a room is a whole block of one KV cache group: its component has as many tokens a row as the group a block.
+Orders count in blocks of a KV cache group. A row of a room is a whole block: its component has as many tokens a row as
+the group a block. Where engines of other kinds or block sizes are peers, it is a token.
 """
 
 from __future__ import annotations
@@ -68,14 +69,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Decode: a room lands in the blocks of a request, one slot a row and group; -1 where a row does not cross.
+    """Decode: a room lands in the blocks of a request, one slot a block and group; -1 where a block does not cross.
 
     A request that needs nothing, or has ended before it got blocks, is not `awaited`: its room lands without a byte, so
     that prefill need not wait for it.
     """
 
     request_id: str
-    label: str
+    room: int
     sources: tuple[str, ...]
     tokens: int
     prefix: int  # tokens that the engine has

@@ -10,19 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ...bus.keys import AllowList, Endpoint, address_of, is_literal, is_loopback
+from ...bus.keys import Endpoint, address_of
+from ...client import room_id
 from ...config.ranks import SIZE_MAX, label, ranks_of
-from ...errors import ConfigError
 from ...limits import PEERS_MAX
+from .. import bootstrap_rooms
+from ..reachable import Reachable, RequestError
 
 Params = dict[object, object]  # as a client sent them
 
 TEXT_LENGTH_MAX = 256
 _TEXT = re.compile(r"[!-~]+")
-
-
-class ParamsError(ValueError):
-    """A field of kv_transfer_params is missing or wrong; the text is one line that names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,55 +32,30 @@ class SendTo:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveFrom:
-    """Decode: the request's KV comes from the prefill ranks at `sources`, in the room of `label`."""
+    """Decode: the request's KV comes from the prefill ranks at `sources`, in the room of `label`, or of a number that
+    SGLang knows the request by."""
 
     label: str
     sources: tuple[str, ...]
+    bootstrap_room: int | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Reachable:
-    """The peers that a decode engine may dial: those on its list, or without one those of this host."""
-
-    allowed: AllowList | None = None
-    insecure: bool = False
-
-    def check(self, source: str) -> None:
-        """Raises ParamsError unless the endpoint is well-formed and may be dialled. No name is looked up."""
-        try:
-            endpoint = Endpoint.parse(source)
-        except ConfigError as error:
-            raise ParamsError(str(error)) from None
-        if self.allowed is not None:
-            if endpoint.server_key is None or self.allowed.name_of(endpoint.server_key) is None:
-                raise ParamsError(f"endpoint {source!r}: its key is not on this engine's list of peers")
-            return
-        if endpoint.server_key is not None:
-            raise ParamsError(f"endpoint {source!r}: has a key, this engine has none: set key and allow")
-        host = endpoint.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        if not self.insecure and host != "localhost" and not (is_literal(host) and is_loopback(endpoint.address)):
-            raise ParamsError(f"remote_host: {host} is another host: set key and allow, or insecure, on both engines")
-
-    def key_of(self, name: str) -> str:
-        """KEY@ of the peer that the list has under this name; empty without a list."""
-        if self.allowed is None:
-            return ""
-        found = next((key for key, listed in self.allowed.names.items() if listed == name), None)
-        if found is None:
-            raise ParamsError(f"remote_engine_id: {name!r} is not on this engine's list of peers")
-        return f"{found}@"
+    def room(self, request_id: str) -> int:
+        """The room of the request of this engine."""
+        if self.bootstrap_room is None:
+            return room_id(self.label)
+        return bootstrap_rooms.room_of(self.bootstrap_room, room_id(request_id))
 
 
 def parse(params: Any, reachable: Reachable) -> SendTo | ReceiveFrom | None:
-    """The hand-off that a request asks for; None for a request without one. Raises ParamsError."""
+    """The hand-off that a request asks for; None for a request without one. Raises RequestError."""
     if params is None:
         return None
     if not isinstance(params, dict):
-        raise ParamsError(f"kv_transfer_params: a {type(params).__name__}, not an object")
+        raise RequestError(f"kv_transfer_params: a {type(params).__name__}, not an object")
     params = cast("Params", params)
     sends, receives = (_flag(params, name) for name in ("do_remote_decode", "do_remote_prefill"))
     if sends and receives:
-        raise ParamsError("do_remote_prefill: true, and do_remote_decode as well")
+        raise RequestError("do_remote_prefill: true, and do_remote_decode as well")
     transfer_id = _text(params, "transfer_id", optional=True)
     if sends:
         return SendTo(transfer_id)
@@ -90,7 +63,10 @@ def parse(params: Any, reachable: Reachable) -> SendTo | ReceiveFrom | None:
         return None
     mode = _text(params, "transfer_mode", optional=True)
     if mode not in (None, "push"):
-        raise ParamsError(f"transfer_mode: {mode!r}, not 'push': the prefill engine has another connector")
+        raise RequestError(f"transfer_mode: {mode!r}, not 'push': the prefill engine has another connector")
+    if params.get("bootstrap_room") is not None:
+        number = _bootstrap_room(params["bootstrap_room"])
+        return ReceiveFrom(f"bootstrap_room {number}", _sources(params, reachable), number)
     label = transfer_id or own_label(_text(params, "remote_engine_id"), _text(params, "remote_request_id"))
     return ReceiveFrom(label, _sources(params, reachable))
 
@@ -120,14 +96,14 @@ def _sources(params: Params, reachable: Reachable) -> tuple[str, ...]:
     listed = params.get("remote_endpoints")
     if listed is not None:
         if not isinstance(listed, list) or not 1 <= len(found := cast("list[object]", listed)) <= PEERS_MAX:
-            raise ParamsError(f"remote_endpoints: not a list of 1 to {PEERS_MAX} endpoints")
+            raise RequestError(f"remote_endpoints: not a list of 1 to {PEERS_MAX} endpoints")
         sources = [_checked_text(f"remote_endpoints[{at}]", each) for at, each in enumerate(found)]
     else:
         sources = _derived(params, reachable)
     for source in sources:
         reachable.check(source)
     if len(set(sources)) != len(sources):
-        raise ParamsError("remote_endpoints: one is there twice")
+        raise RequestError("remote_endpoints: one is there twice")
     return tuple(sources)
 
 
@@ -137,7 +113,7 @@ def _derived(params: Params, reachable: Reachable) -> list[str]:
     port, tp_size = _count(params, "remote_port", 0xFFFF), _count(params, "tp_size", SIZE_MAX, default=1)
     ranks = ranks_of(tp_size, _count(params, "pp_size", SIZE_MAX, default=1))
     if len(ranks) > PEERS_MAX or port + len(ranks) - 1 > 0xFFFF:
-        raise ParamsError(f"tp_size: {len(ranks)} ranks, from port {port} on")
+        raise RequestError(f"tp_size: {len(ranks)} ranks, from port {port} on")
     name = str(_text(params, "remote_engine_id")) if reachable.allowed is not None else ""
     return [
         f"{reachable.key_of(name if at == 0 else f'{name}-{label(each)}')}{address_of(host, port + at)}"
@@ -145,11 +121,20 @@ def _derived(params: Params, reachable: Reachable) -> list[str]:
     ]
 
 
+def _bootstrap_room(value: object) -> int:
+    """A number, or its digits: proxies lose the low bits of large numbers."""
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}", value):
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 64:
+        raise RequestError(f"bootstrap_room: {str(value)[:64]!r} is not an integer of 64 bits, nor its digits")
+    return value
+
+
 def _flag(params: Params, name: str) -> bool:
     value = params.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise ParamsError(f"{name}: a {type(value).__name__}, not true or false")
+    raise RequestError(f"{name}: a {type(value).__name__}, not true or false")
 
 
 def _text(params: Params, name: str, *, optional: bool = False) -> str | None:
@@ -161,20 +146,20 @@ def _text(params: Params, name: str, *, optional: bool = False) -> str | None:
 
 def _checked_text(name: str, value: Any) -> str:
     if value is None:
-        raise ParamsError(f"{name}: missing")
+        raise RequestError(f"{name}: missing")
     if not isinstance(value, str):
-        raise ParamsError(f"{name}: a {type(value).__name__}, not a text")
+        raise RequestError(f"{name}: a {type(value).__name__}, not a text")
     if len(value) > TEXT_LENGTH_MAX or not _TEXT.fullmatch(value):
-        raise ParamsError(f"{name}: {value[:64]!r} is not 1 to {TEXT_LENGTH_MAX} printable characters without spaces")
+        raise RequestError(f"{name}: {value[:64]!r} is not 1 to {TEXT_LENGTH_MAX} printable characters without spaces")
     return value
 
 
 def _count(params: Params, name: str, high: int, *, default: int | None = None) -> int:
     value = params.get(name, default)
     if value is None:
-        raise ParamsError(f"{name}: missing")
+        raise RequestError(f"{name}: missing")
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # some proxies have no integers
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
-        raise ParamsError(f"{name}: {str(value)[:64]!r} is not an integer from 1 to {high}")
+        raise RequestError(f"{name}: {str(value)[:64]!r} is not an integer from 1 to {high}")
     return value

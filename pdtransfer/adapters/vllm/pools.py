@@ -3,6 +3,8 @@
 vLLM shows each layer as [blocks, heads, tokens, width]. How a block holds its tokens is the attention backend's own
 affair, so blocks cross as they are, and both engines need the same block size and backend. Heads lie apart, so that
 engines of other tensor-parallel sizes take their own.
+
+Where it is known how blocks hold their tokens, rows may be tokens: then block sizes, backends and engines may differ.
 """
 
 from __future__ import annotations
@@ -13,49 +15,59 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ...errors import ConfigError, LocalProtocolError
 from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
 from ...layout.layout_builders import Axis, strided_layout
 from ...limits import COMPONENTS_MAX
-from ...wire import Ranks
+from ..heads import Heads
 from .orders import KVGroup
+
+KV, LATENT = "kv", "latent"  # a component, and a kind in it, as all adapters name them where rows are tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """The KV heads of a model, and this rank's part of them."""
+class BlockRows:
+    """How vLLM's blocks of a group become rows of its component."""
 
-    total: int
-    ranks: Ranks
+    component: Component
+    block_size: int
+    parts: int = 1  # pages of a block, where rows are tokens
 
-    def first(self, count: int) -> int:
-        """The number of this rank's first head, of `count` in a layer."""
-        return (
-            self.ranks.tp_rank * self.total // self.ranks.tp_size if self._replicas(count) > 1 else self._split(count)
-        )
+    @property
+    def of_block(self) -> int:
+        """Rows of a block."""
+        return self.block_size // self.component.tokens_per_row
 
-    def replica(self, count: int) -> tuple[int, int]:
-        """This rank's number among those that hold the same heads, and how many there are."""
-        replicas = self._replicas(count)
-        return self.ranks.tp_rank % replicas, replicas
+    def rows_of(self, first: int, end: int) -> tuple[int, int]:
+        """The rows of blocks [first, end) of a request."""
+        return first * self.of_block, end * self.of_block
 
-    def _split(self, count: int) -> int:
-        return self.ranks.tp_rank * count
+    def pages(self, blocks: Sequence[int]) -> NDArray[np.int64]:
+        """The pages of these blocks, int64."""
+        return (np.array(blocks, np.int64)[:, None] * self.parts + np.arange(self.parts)).reshape(-1)
 
-    def _replicas(self, count: int) -> int:
-        """Ranks share the heads out; where there are fewer heads than ranks, several hold the same one."""
-        size = self.ranks.tp_size
-        return size // self.total if count == 1 and self.total < size and size % self.total == 0 else 1
+    def slots(self, blocks: Sequence[int], tokens: int) -> NDArray[np.int64]:
+        """The slots of a prompt in these blocks, int64, one a row; -1 for each row of a block -1."""
+        made = np.array(blocks, np.int64)[:, None] * self.of_block + np.arange(self.of_block)
+        return np.where(made < 0, -1, made).reshape(-1)[: self.component.rows(tokens)]
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
     """The components of a KV cache, one a group, and after which layer's name each (group, model layer) is complete."""
 
-    components: tuple[Component, ...]
+    rows: tuple[BlockRows, ...]
     replicas: dict[str, tuple[int, int]]
     layers: tuple[tuple[int, ...], ...]  # of each group
     complete_after: dict[str, tuple[int, int]]  # (index in components, layer)
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """Of all groups."""
+        return tuple(each.component for each in self.rows)
 
 
 def pools(
@@ -66,42 +78,61 @@ def pools(
     base: int,
     heads: Heads,
     memory: Literal["dram", "hbm"] = "dram",
+    kinds: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Pools:
     """Components of `groups`, each with the names of its layers, whose planes begin at offsets from `base`.
 
-    `views` are torch tensors, [blocks, heads, tokens, width]. Layers that share another one's cache are left out.
-    Raises ConfigError, with the layer's name, for a cache that cannot cross.
+    `views` are torch tensors, [blocks, heads, tokens, width]. Layers that share another one's cache are left out. With
+    `kinds`, which has token_rows.Kinds by the layers' names, rows are tokens. Raises ConfigError, with the layer's
+    name, for a cache that cannot cross.
     """
     if not 1 <= len(groups) <= COMPONENTS_MAX:
         raise ConfigError(f"KV cache groups: {len(groups)}, from 1 to {COMPONENTS_MAX} can cross")
-    components: list[Component] = []
+    rows: list[BlockRows] = []
     replicas: dict[str, tuple[int, int]] = {}
     layers: list[tuple[int, ...]] = []
     complete_after: dict[str, tuple[int, int]] = {}
     for at, (group, names) in enumerate(groups):
         planes: list[Plane] = []
+        page_sizes: set[int] = set()
         own: dict[int, str] = {}  # by address
-        kinds: Counter[int] = Counter()
+        seen: Counter[int] = Counter()
         last: dict[int, str] = {}  # by layer
+        held = (0, 1)
         for order, name in enumerate(names):
             if name not in views or own.setdefault(views[name].data_ptr(), name) != name:
                 continue
             layer = layer_number(name, order)
-            kind = f"kv{kinds[layer] or ''}"
-            kinds[layer] += 1
+            number = str(seen[layer] or "")
+            seen[layer] += 1
             last[layer] = name
-            planes += _planes(name, views[name], layer, kind, blocks=blocks, base=base, heads=heads)
-            replicas[group.name] = heads.replica(views[name].shape[1])
+            page_sizes.add(views[name].shape[2])
+            if kinds is None:
+                planes += _planes(name, views[name], layer, f"kv{number}", blocks=blocks, base=base, heads=heads)
+            else:
+                planes += _token_planes(name, kinds[name], layer, number, base=base, heads=heads)
+            held = heads.replica(views[name].shape[1])
         if not planes:
             raise ConfigError(f"{group.name}: none of its layers has a KV cache: {', '.join(names)}")
+        component = group.name if kinds is None or len(groups) > 1 else KV
+        replicas[component] = held
+        page_size, tokens_per_row, parts = 1, group.block_size, 1
+        if kinds is not None:
+            page_size, tokens_per_row = min(page_sizes), 1
+            parts = group.block_size // page_size
+            if group.window or group.chunk or page_sizes != {page_size} or parts * page_size != group.block_size:
+                raise ConfigError(
+                    f"{group.name}: windows, and blocks of {group.block_size} tokens in pages of {sorted(page_sizes)}, "
+                    f'cannot cross by tokens: set rows to "blocks", or --disable-hybrid-kv-cache-manager'
+                )  # fmt: skip
         try:
-            layout = Layout(tuple(planes), 1, blocks)
+            layout = Layout(tuple(planes), page_size, blocks * parts * page_size)
         except ValueError as error:
             raise ConfigError(f"{group.name}: {error}") from None
-        components.append(Component(group.name, memory, group.block_size, Span(), layout))
+        rows.append(BlockRows(Component(component, memory, tokens_per_row, Span(), layout), group.block_size, parts))
         layers.append(tuple(last))
         complete_after |= {name: (at, layer) for layer, name in last.items()}
-    return Pools(tuple(components), replicas, tuple(layers), complete_after)
+    return Pools(tuple(rows), replicas, tuple(layers), complete_after)
 
 
 def range_of(views: Iterable[Any]) -> tuple[int, int]:
@@ -148,3 +179,26 @@ def _planes(name: str, view: Any, layer: int, kind: str, *, blocks: int, base: i
         ]  # fmt: skip
     except (LocalProtocolError, ValueError) as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def _token_planes(
+    name: str, kinds: Mapping[str, Any], layer: int, number: str, *, base: int, heads: Heads
+) -> list[Plane]:
+    """One for each kind and head, or number of a head where these lie apart; a latent has one head."""
+    made: list[Plane] = []
+    try:
+        for kind, view in kinds.items():
+            *_, count, size = view.shape
+            if kind == LATENT:
+                made += strided_layout(
+                    {(layer, kind + number): view[:, :, 0]}, axes=("page", "row"), origin=base
+                ).planes
+                continue
+            first = heads.first(count) * size
+            for head in range(count):
+                own = range(first + head * size, first + (head + 1) * size)
+                one = {(layer, kind + number): view[:, :, head]}
+                made += strided_layout(one, axes=("page", "row", "head"), heads=own, origin=base).planes
+    except (LocalProtocolError, ValueError) as error:
+        raise ConfigError(f"{name}: {error}") from None
+    return made

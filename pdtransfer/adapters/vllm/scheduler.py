@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol, cast
 
+from ..reachable import Reachable, RequestError
 from .orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, slots_of
-from .params import ParamsError, Reachable, ReceiveFrom, SendTo, answer, own_label, parse
+from .params import ReceiveFrom, SendTo, answer, own_label, parse
 
 log = logging.getLogger(__name__)
 
 BlockTable = Sequence[Sequence[int]]  # by group
+
+LABELS_MAX = 8_192  # that are remembered: vLLM makes the requests of one label one after another
 
 
 class VLLMRequest(Protocol):
@@ -24,6 +27,7 @@ class VLLMRequest(Protocol):
 
     request_id: str
     kv_transfer_params: dict[str, Any] | None
+    prompt_token_ids: Sequence[int] | None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -85,6 +89,8 @@ class _Receive:
     tokens: int
     source: ReceiveFrom | None
     state: _LoadState = _LoadState.WANTED
+    prompt: Sequence[int] | None = None
+    behind: _Receive | None = None  # of the same prompt and label, whose load serves this one as well
 
 
 class SchedulerSide:
@@ -109,6 +115,8 @@ class SchedulerSide:
         self.endpoints: tuple[str, ...] = ()
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
+        self._sent: dict[str, str] = {}  # the first request of each transfer_id, oldest first
+        self._received: dict[str, str] = {}  # that of each label
         self._orders = Orders()
 
     def on_new_request(self, request: VLLMRequest) -> None:
@@ -117,31 +125,51 @@ class SchedulerSide:
         try:
             wanted = parse(request.kv_transfer_params, self._reachable)
             self._check_role(wanted)
-        except ParamsError as error:
+        except RequestError as error:
             log.warning("request %s: its hand-off is refused: %s", name, error)
             if self._can_receive and not self._wants_to_send(request.kv_transfer_params):
                 self._receives[name] = _Receive(tokens, None)
             return
         match wanted:
             case SendTo(transfer_id):
-                self._sends[name] = _Send(tokens, transfer_id, name)
-            case ReceiveFrom():
-                self._receives[name] = _Receive(tokens, wanted)
+                first = name if transfer_id is None else _first(self._sent, transfer_id, name)
+                if first == name:
+                    self._sends[name] = _Send(tokens, transfer_id, name)
+                else:
+                    log.info("request %s: not handed over, %s is, as transfer_id %s", name, first, transfer_id)
+            case ReceiveFrom(label):
+                made = self._receives[name] = _Receive(tokens, wanted, prompt=request.prompt_token_ids)
+                if (first := _first(self._received, label, name)) != name:
+                    made.state, other = _LoadState.NONE, self._receives.get(first)
+                    if other is not None and other.prompt == made.prompt is not None:
+                        made.behind = other
+                    else:
+                        log.info("request %s: computed here, %s is received as %s", name, first, label)
             case None:
                 pass
 
-    def matched_tokens(self, request: VLLMRequest, computed: int) -> int:
-        """Tokens that come from a peer, beyond `computed` ones that this engine has."""
+    def matched_tokens(self, request: VLLMRequest, computed: int) -> int | None:
+        """Tokens that come from a peer, beyond `computed` ones that this engine has: all but the prompt's last, which
+        the engine computes in any case. If it took that one for computed as well, a window's blocks would be freed that
+        the computation of it needs.
+
+        None, to be asked again, while another request receives the same prompt: its blocks will be in the prefix cache.
+        """
         known = self._receives.get(request.request_id)
-        if known is None or known.state is not _LoadState.WANTED:
+        if known is None:
             return 0
-        return max(0, known.tokens - computed)
+        if known.behind is not None and known.behind.state is not _LoadState.NONE:
+            return None
+        return max(0, self._received_tokens(known.tokens) - computed) if known.state is _LoadState.WANTED else 0
 
     def on_blocks(self, request: VLLMRequest, blocks: BlockTable, external_tokens: int) -> None:
         """A request has blocks, for `external_tokens` that come from a peer; called again without any, later."""
         name = request.request_id
         known = self._receives.get(name)
-        if known is None or known.state is not _LoadState.WANTED:
+        if known is None:
+            return
+        if known.state is not _LoadState.WANTED:
+            known.state = _LoadState.NONE  # its load is over: it runs
             return
         if external_tokens == 0:
             self._decline(name, known)
@@ -152,7 +180,8 @@ class SchedulerSide:
             return
         self._orders.receives.append(
             Receive(
-                name, known.source.label, known.source.sources, known.tokens, known.tokens - external_tokens,
+                name, known.source.room(name), known.source.sources, known.tokens,
+                self._received_tokens(known.tokens) - external_tokens,
                 tuple(slots_of(blocks[group.index], group.rows(known.tokens)) for group in self._groups),
             )
         )  # fmt: skip
@@ -185,9 +214,10 @@ class SchedulerSide:
                 self._decline(name, received)
             elif received.state is _LoadState.ORDERED:
                 self._orders.aborts.append(name)  # the workers know whether there is still something to give up
+            received.state = _LoadState.NONE
             return False, None
         send = self._sends.pop(name, None)
-        if send is None or send.lost or not send.opened:
+        if send is None or not send.opened:
             return False, None
         if not send.complete or status in ("FINISHED_ABORTED", "FINISHED_ERROR"):
             self._orders.aborts.append(name)
@@ -197,11 +227,16 @@ class SchedulerSide:
             transfer_id=send.transfer_id,
         )  # fmt: skip
 
+    def _received_tokens(self, tokens: int) -> int:
+        """How many of a prompt vLLM takes for received: not the last one, unless a block begins with it. vLLM would not
+        have allocated that block yet, and it has a row of the room."""
+        return tokens if any((tokens - 1) % group.block_size == 0 for group in self._groups) else tokens - 1
+
     def _check_role(self, wanted: SendTo | ReceiveFrom | None) -> None:
         if isinstance(wanted, SendTo) and not self._can_send:
-            raise ParamsError("do_remote_decode: true, and this engine's kv_role is kv_consumer")
+            raise RequestError("do_remote_decode: true, and this engine's kv_role is kv_consumer")
         if isinstance(wanted, ReceiveFrom) and not self._can_receive:
-            raise ParamsError("do_remote_prefill: true, and this engine's kv_role is kv_producer")
+            raise RequestError("do_remote_prefill: true, and this engine's kv_role is kv_producer")
 
     @staticmethod
     def _wants_to_send(params: Any) -> bool:
@@ -216,7 +251,7 @@ class SchedulerSide:
         source = known.source
         none = tuple((-1,) * group.rows(known.tokens) for group in self._groups)
         self._orders.receives.append(
-            Receive(name, source.label, source.sources, known.tokens, known.tokens, none, awaited=False)
+            Receive(name, source.room(name), source.sources, known.tokens, known.tokens, none, awaited=False)
         )
 
     def _update_tables(self, step: ScheduledStep) -> dict[str, int]:
@@ -241,16 +276,14 @@ class SchedulerSide:
 
     def _order_chunk(self, name: str, send: _Send, before: int, after: int, made: Orders) -> None:
         if send.complete:
-            if before > send.tokens and any(
-                group.first_row(before) > group.first_row(send.tokens) for group in self._groups
-            ):
+            if any(group.first_row(before) > group.first_row(send.tokens - 1) for group in self._groups):
                 # It generates beyond its prompt, and its windows lose blocks that may still be read.
                 self._give_up(name, send, made)
                 send.lost = True
             return
         if not send.opened:
             send.opened = True
-            send.ordered = [group.first_row(send.tokens) for group in self._groups]
+            send.ordered = [group.first_row(send.tokens - 1) for group in self._groups]
             label = send.transfer_id or own_label(self._engine_id, send.request_id)
             made.opens.append(Open(name, label, send.tokens))
         send.complete = after >= send.tokens
@@ -261,7 +294,7 @@ class SchedulerSide:
             if (first := send.ordered[at]) < end:
                 rows.append(Rows(at, first, end, tuple(send.blocks[group.index][:end])))
                 send.ordered[at] = end
-        if rows or send.complete:
+        if rows:
             made.chunks.append(Chunk(name, tuple(rows), send.complete))
 
     def _give_up(self, name: str, send: _Send, made: Orders) -> None:
@@ -276,3 +309,11 @@ class SchedulerSide:
         else:
             send.attempts += 1
             send.request_id = f"{name}#{send.attempts}"
+
+
+def _first(labels: dict[str, str], label: str, name: str) -> str:
+    """The first request of a label, which is `name` if no other is remembered."""
+    first = labels.setdefault(label, name)
+    if len(labels) > LABELS_MAX:
+        del labels[next(iter(labels))]
+    return first

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +27,15 @@ from ...client import (
     RoomReady,
     room_id,
 )
+from ...handoff.cell_sizes import is_full
 from . import figures
 from .orders import Chunk, Open, Orders, Receive, Refuse
+from .pools import Pools
 
 log = logging.getLogger(__name__)
 
+# Smallest cell of a large chunk: each one takes the interpreter from the thread that launches the model's kernels.
+CELL_BYTES_MIN = 64 << 20
 QUIESCE_S = 30.0  # that a step waits for writes in flight whose blocks are about to be reused
 
 
@@ -47,6 +52,7 @@ class Results:
 @dataclass(slots=True)
 class _SentRoom:
     room: int
+    tokens: int
     drained: bool = False
 
 
@@ -59,26 +65,40 @@ class _ReceivedRoom:
     aborted: bool = False
 
 
+@dataclass(slots=True)
+class _Cell:
+    """Rows of one component that a step computes, and their layers [first, end) that are computed and not pushed."""
+
+    chunk: Chunk
+    group: int
+    rows: tuple[int, int]  # those behind the prompt included, in its last block
+    pages: NDArray[np.int64]
+    layers: tuple[int, int] | None = None
+
+    @property
+    def count(self) -> int:
+        """Its rows."""
+        return self.rows[1] - self.rows[0]
+
+
 class WorkerSide:
     """Carries out orders on one rank.
 
-    `complete_after` has, by a layer's name as vLLM reports it, the component and the layer that are complete then;
-    `layers` are those of each component. `copied_up` tells that what lands is copied once more to vLLM's memory.
+    `pools` describe the KV cache: what becomes of blocks, and after which layer's name each layer is complete.
+    `copied_up` tells that what lands is copied once more to vLLM's memory.
     """
 
     def __init__(
         self,
         *,
-        names: tuple[str, ...],
-        layers: tuple[tuple[int, ...], ...],
-        complete_after: Mapping[str, tuple[int, int]],
+        pools: Pools,
         prefill: PrefillClient | None,
         decode: DecodeClient | None,
         time_left_s: float,
         copied_up: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._names, self._layers, self._complete_after = names, layers, complete_after
+        self._rows, self._layers, self._complete_after = pools.rows, pools.layers, pools.complete_after
         self._prefill, self._decode = prefill, decode
         self._time_left_s, self._copied_up, self._clock = time_left_s, copied_up, clock
         self._sending: dict[str, _SentRoom] = {}
@@ -87,8 +107,9 @@ class WorkerSide:
         self._received_rooms: dict[int, str] = {}
         self._finished: set[str] = set()  # requests that have ended and wait for their rooms
         self._results = Results()
-        self._chunks: list[tuple[Chunk, tuple[NDArray[np.int64], ...]]] = []  # of this step
-        self._pushed: set[tuple[int, int]] = set()  # (component, layer) of this step
+        self._chunks: list[Chunk] = []  # of this step
+        self._cells: list[_Cell] = []  # of these chunks
+        self._computed: set[tuple[int, int]] = set()  # (component, layer) of this step
         self._data = figures.empty()
 
     # A step, in this order
@@ -113,42 +134,45 @@ class WorkerSide:
             self._refuse(refusal)
         for request_id in orders.aborts:
             self._abort(request_id)
-        self._chunks = [
-            (chunk, tuple(np.array(rows.blocks, np.int64) for rows in chunk.rows)) for chunk in orders.chunks
+        self._chunks = list(orders.chunks)
+        self._cells = [
+            _Cell(chunk, rows.group, held.rows_of(rows.first, rows.end), held.pages(rows.blocks))
+            for chunk in orders.chunks
+            for rows in chunk.rows
+            for held in [self._rows[rows.group]]
         ]
-        self._pushed = set()
+        self._computed = set()
 
     @property
     def has_chunks(self) -> bool:
         """Whether this step computes rows that leave."""
         return bool(self._chunks)
 
-    def save(self, layer_name: str, after: Event | None) -> None:
-        """A layer's rows of this step are computed once `after` has fired."""
+    def save(self, layer_name: str, event: Callable[[], Event | None]) -> None:
+        """A layer's rows of this step are computed once what `event` makes has fired; it is made only where layers
+        leave, several of a small one together."""
         key = self._complete_after.get(layer_name)
-        if key is not None and key not in self._pushed:
-            self._push(key, after)
+        if key is not None and key not in self._computed:
+            self._compute(key, cache(event))
 
     def end(self, event: Callable[[], Event | None]) -> None:
-        """After the model has run: what `save` was not called for leaves now, and rooms are finished.
+        """After the model has run: what has not left yet leaves now, and rooms are finished.
 
         `event` makes the event of all that was computed.
         """
         if not self._chunks or self._prefill is None:
             return
-        left = [
-            (component, layer)
-            for component, layers in enumerate(self._layers)
-            for layer in layers
-            if (component, layer) not in self._pushed
-        ]
-        after = event() if left else None
-        for key in left:
-            self._push(key, after)
-        for chunk, _ in self._chunks:
+        event = cache(event)
+        for component, layers in enumerate(self._layers):
+            for layer in layers:
+                if (component, layer) not in self._computed:
+                    self._compute((component, layer), event)
+        for cell in self._cells:
+            self._push(cell, event)
+        for chunk in self._chunks:
             if chunk.last and (sending := self._sending.get(chunk.request_id)) is not None and not sending.drained:
                 self._prefill.finish(sending.room)
-        self._chunks = []
+        self._chunks, self._cells = [], []
 
     def results(self, finished: Collection[str]) -> Results:
         """After the model has run: what is known of rooms by now. `finished` have ended since the last step."""
@@ -184,7 +208,7 @@ class WorkerSide:
     def _open(self, order: Open) -> None:
         assert self._prefill is not None
         room = room_id(order.label)
-        sending = self._sending[order.request_id] = _SentRoom(room)
+        sending = self._sending[order.request_id] = _SentRoom(room, order.tokens)
         try:
             self._prefill.open(room, tokens=order.tokens, time_left_s=self._time_left_s, grants=None)
         except LocalProtocolError as error:
@@ -196,19 +220,20 @@ class WorkerSide:
 
     def _receive(self, order: Receive) -> None:
         assert self._decode is not None
-        room = room_id(order.label)
+        room = order.room
         blocks = tuple(slot for slot in order.slots[0] if slot >= 0) if order.awaited else ()
         try:
             self._decode.expect(
                 room, tokens=order.tokens, prefix=order.prefix, sources=order.sources, time_left_s=self._time_left_s,
-                slots={name: np.array(slots, np.int64) for name, slots in zip(self._names, order.slots, strict=True)},
+                slots={
+                    rows.component.name: rows.slots(blocks, order.tokens)
+                    for rows, blocks in zip(self._rows, order.slots, strict=True)
+                },
             )  # fmt: skip
         except LocalProtocolError as error:
-            log.warning("request %s: its hand-off is refused: %s", order.request_id, error)
-            self._count_failure(Cause.REFUSED)
-            if order.awaited:
-                self._fail_load(order.request_id, blocks)
-                self._results.received.add(order.request_id)
+            if order.awaited:  # else prefill's room is over, or ends with the load that was asked for before
+                log.warning("request %s: its hand-off is refused: %s", order.request_id, error)
+                self._refuse(Refuse(order.request_id, blocks))
             return
         self._receiving[order.request_id] = _ReceivedRoom(room, self._clock(), blocks, order.awaited)
         self._received_rooms[room] = order.request_id
@@ -228,20 +253,30 @@ class WorkerSide:
             receiving.aborted = True
             self._decode.abort(receiving.room)
 
-    def _push(self, key: tuple[int, int], after: Event | None) -> None:
-        assert self._prefill is not None
-        self._pushed.add(key)
+    def _compute(self, key: tuple[int, int], event: Callable[[], Event | None]) -> None:
+        """Adds a layer to the cells of its component, and pushes those that are large enough."""
+        self._computed.add(key)
         component, layer = key
-        for chunk, blocks in self._chunks:
-            sending = self._sending.get(chunk.request_id)
-            if sending is None or sending.drained:
+        layout = self._rows[component].component.layout
+        for cell in self._cells:
+            if cell.group != component:
                 continue
-            for rows, pages in zip(chunk.rows, blocks, strict=True):
-                if rows.group == component:
-                    self._prefill.push(
-                        sending.room, pages, rows=(rows.first, rows.end), layers=(layer, layer + 1),
-                        component=self._names[component], after=after,
-                    )  # fmt: skip
+            if cell.layers is not None and (cell.layers[1] > layer or layout.row_bytes_of(cell.layers[1], layer)):
+                self._push(cell, event)  # a layer between them is not computed yet
+            cell.layers = cell.layers[0] if cell.layers is not None else layer, layer + 1
+            if is_full(layout, cell.layers, cell.count, cell_bytes_min=CELL_BYTES_MIN):
+                self._push(cell, event)
+
+    def _push(self, cell: _Cell, event: Callable[[], Event | None]) -> None:
+        assert self._prefill is not None
+        layers, cell.layers = cell.layers, None
+        sending = self._sending.get(cell.chunk.request_id)
+        if layers is not None and sending is not None and not sending.drained:
+            held = self._rows[cell.group].component
+            rows = cell.rows[0], min(cell.rows[1], held.rows(sending.tokens))
+            self._prefill.push(
+                sending.room, cell.pages, rows=rows, layers=layers, component=held.name, after=event()
+            )  # fmt: skip
 
     # Events
 

@@ -26,8 +26,11 @@ def test_another_vllm_is_refused_with_both_versions(found: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("found", ["0.26.0", "0.29.3", "0.32.0+cpu", "0.32.1rc1"])
-def test_known_versions_pass(found: str) -> None:
-    adapter.check_version(found)
+def test_known_versions_pass(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ModuleType("vllm")
+    fake.__version__ = found  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    adapter.check_version(adapter.__name__, "vllm", "vLLM", adapter.VERSIONS)
 
 
 def test_it_has_no_other_name() -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdtransfer.adapters.vllm.params import ParamsError, Reachable, ReceiveFrom, SendTo, answer, parse
+from pdtransfer.adapters.bootstrap_rooms import USE_BITS, tag_of
+from pdtransfer.adapters.reachable import Reachable, RequestError
+from pdtransfer.adapters.vllm.params import ReceiveFrom, SendTo, answer, parse
 from pdtransfer.bus.keys import AllowList, generate_pair
 
 HERE = Reachable()
@@ -34,6 +36,26 @@ def test_decode_finds_each_rank_behind_the_first_ones_port() -> None:
     assert parse(PUSH | {"remote_port": 7801.0, "tp_size": 1.0}, HERE) == ReceiveFrom("p0/cmpl-1", ranks[:1])
     six = parse(PUSH | {"remote_host": "::1", "tp_size": 1}, HERE)
     assert six == ReceiveFrom("p0/cmpl-1", ("tcp://[::1]:7801",))
+    last = parse(PUSH | {"remote_port": 65_534}, HERE)
+    assert last == ReceiveFrom("p0/cmpl-1", ("tcp://127.0.0.1:65534", "tcp://127.0.0.1:65535"))
+
+
+@pytest.mark.parametrize("number", [7, "7"])
+def test_a_request_that_sglang_prefilled_has_one_of_its_rooms(number: object) -> None:
+    made = parse({"do_remote_prefill": True, "bootstrap_room": number, "remote_host": "::1", "remote_port": 7801}, HERE)
+    assert isinstance(made, ReceiveFrom)
+    assert (made.label, made.sources) == ("bootstrap_room 7", ("tcp://[::1]:7801",)), "requests differ by their labels"
+    one, again = made.room("request-1"), made.room("request-2")
+    assert one >> USE_BITS == again >> USE_BITS == tag_of(7)
+    assert one != again, "a retry has another room"
+    assert one == made.room("request-1")
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 64, 1.5, True, "0x7", "", [7]])
+def test_a_wrong_number_of_a_room_is_named(number: object) -> None:
+    params = {"do_remote_prefill": True, "bootstrap_room": number, "remote_host": "::1", "remote_port": 7801}
+    with pytest.raises(RequestError, match=r"bootstrap_room: .* is not an integer of 64 bits"):
+        parse(params, HERE)
 
 
 def test_an_answer_is_what_decode_takes() -> None:
@@ -59,6 +81,7 @@ def test_an_answer_is_what_decode_takes() -> None:
         (PUSH | {"remote_request_id": "a\nb"}, "remote_request_id: 'a\\nb' is not 1 to 256 printable characters"),
         (PUSH | {"transfer_id": ""}, "transfer_id: '' is not"),
         (PUSH | {"transfer_id": "x" * 257}, "is not 1 to 256 printable characters"),
+        (PUSH | {"remote_port": None}, "remote_port: missing"),
         (PUSH | {"remote_port": True}, "remote_port: 'True' is not an integer from 1 to 65535"),
         (PUSH | {"remote_port": 65_535}, "tp_size: 2 ranks, from port 65535 on"),
         (PUSH | {"remote_port": 1e300}, "is not an integer from 1 to 65535"),
@@ -78,7 +101,7 @@ def test_an_answer_is_what_decode_takes() -> None:
     ],
 )
 def test_what_is_wrong_is_named_in_one_short_line(wrong: Any, text: str) -> None:
-    with pytest.raises(ParamsError) as caught:
+    with pytest.raises(RequestError) as caught:
         parse(wrong, HERE)
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -99,9 +122,9 @@ def test_with_keys_only_listed_peers_are_dialled() -> None:
         (far | {"remote_endpoints": [f"{other}@{ports[0]}"]}, "its key is not on this engine's list"),
         (far | {"remote_endpoints": [ports[0]]}, "its key is not on this engine's list"),
     ):
-        with pytest.raises(ParamsError) as caught:
+        with pytest.raises(RequestError) as caught:
             parse(wrong, listed)
         assert text in str(caught.value)
     assert parse(far, Reachable(insecure=True)) == ReceiveFrom("p0/cmpl-1", ports)
-    with pytest.raises(ParamsError, match="has a key, this engine has none"):
+    with pytest.raises(RequestError, match="has a key, this engine has none"):
         parse(given, Reachable(insecure=True))

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from pdtransfer.adapters.heads import Heads
 from pdtransfer.adapters.vllm.orders import KVGroup
-from pdtransfer.adapters.vllm.pools import Heads, Pools, layer_number, pools, range_of
+from pdtransfer.adapters.vllm.pools import Pools, layer_number, pools, range_of
 from pdtransfer.errors import ConfigError
 from pdtransfer.handoff.sharing import holds_of, share_of, uncovered
 from pdtransfer.layout.pairing import pair

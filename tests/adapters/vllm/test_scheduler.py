@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from pdtransfer.adapters.reachable import Reachable
+from pdtransfer.adapters.vllm import scheduler
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows
-from pdtransfer.adapters.vllm.params import Reachable, ReceiveFrom, parse
+from pdtransfer.adapters.vllm.params import ReceiveFrom, parse
 from pdtransfer.adapters.vllm.scheduler import BlockTable, SchedulerSide
+from pdtransfer.client import room_id
 
 SENDS: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
 RECEIVES: dict[str, Any] = {
@@ -26,6 +29,7 @@ class Request:
     request_id: str
     num_prompt_tokens: int
     kv_transfer_params: Any
+    prompt_token_ids: Sequence[int] | None = None
 
 
 @dataclass
@@ -115,6 +119,22 @@ def test_of_a_window_only_the_blocks_that_stay_are_pushed() -> None:
     assert rows(made.orders(more("a", [table[0][4:], table[1][4:]], 36, 64))) == [(0, 4, 7), (1, 5, 7)]
 
 
+@pytest.mark.parametrize(
+    ("group", "tokens", "first"),
+    [(KVGroup(0, 16, window=20), 35, 0), (KVGroup(0, 16, window=20), 36, 1), (KVGroup(0, 16, chunk=32), 64, 2)],
+)
+def test_what_the_prompts_last_token_sees_crosses(group: KVGroup, tokens: int, first: int) -> None:
+    """Decode computes that token anew, so its window begins one token before that of the next."""
+    made = side(group)
+    begun(made, tokens)
+    end = group.rows(tokens)
+    orders = made.orders(new("a", [list(range(1, 1 + end))], tokens))
+    assert [(each.rows[0].first, each.rows[0].end, each.last) for each in orders.chunks] == [(first, end, True)]
+    assert group.first_row(made.matched_tokens(begun(made, tokens, RECEIVES, "b"), 0) or 0) == first
+    gives_up = made.orders(more("a", None, 1, tokens)).quiesce
+    assert gives_up == ["a"] * (group.first_row(tokens) > first), "vLLM frees these with the first generated token"
+
+
 def test_a_request_that_generates_on_gives_its_window_up_before_its_blocks_are_reused() -> None:
     made = side(KVGroup(0, 16, window=20))
     request = begun(made, 40)
@@ -148,6 +168,45 @@ def test_a_preempted_room_that_decode_may_know_fails_for_good() -> None:
     assert made.on_finished(request, STOPPED) == (False, None)
 
 
+def test_of_several_prompts_with_one_transfer_id_the_first_is_handed_over() -> None:
+    made = side()
+    one, two = (begun(made, 40, SENDS | {"transfer_id": "xfer-1"}, name) for name in "ab")
+    orders = made.orders(Step([New("b", [[1]]), New("a", [[7, 3, 5]])], num_scheduled_tokens={"b": 16, "a": 40}))
+    assert [each.request_id for each in (*orders.opens, *orders.chunks)] == ["a", "a"]
+    assert [made.on_finished(each, STOPPED)[0] for each in (two, one)] == [False, True]
+    begun(made, 40, SENDS | {"transfer_id": "xfer-1"}, "late")
+    assert made.orders(new("late", [[7, 3, 5]], 40)) == Orders()
+
+
+def test_a_bounded_number_of_labels_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "LABELS_MAX", 2)
+    made, names = side(), [f"{at}" for at in (0, 1, 2, 0, 2)]
+    for at, name in enumerate(names):
+        begun(made, 40, SENDS | {"transfer_id": name}, f"p{at}")
+        made.on_finished(begun(made, 40, RECEIVES | {"transfer_id": name}, f"d{at}"), ABORTED)
+    steps = [made.orders(new(f"p{at}", [[7, 3, 5]], 40)) for at in range(len(names))]
+    assert [len(each.opens) for each in steps] == [1, 1, 1, 1, 0]
+    assert len(steps[0].receives) == 4
+
+
+def test_a_request_that_ends_before_its_prompt_is_computed_fails_its_room() -> None:
+    """Whatever vLLM calls its end."""
+    made = side()
+    request = begun(made, 40)
+    made.orders(new("a", [[7, 3]], 24))
+    assert made.on_finished(request, STOPPED) == (True, None)
+    assert made.orders(Step()).aborts == ["a"]
+
+
+def test_blocks_of_requests_without_a_hand_off_are_their_own() -> None:
+    made = side()
+    begun(made, 40)
+    made.orders(new("a", [[7, 3]], 24))
+    both = Cached(["other", "a"], (), [[[9]], [[5]]], [60, 24])
+    orders = made.orders(Step((), both, {"other": 1, "a": 16}))
+    assert orders.chunks == [Chunk("a", (Rows(0, 1, 3, (7, 3, 5)),), last=True)]
+
+
 def test_preempted_before_its_first_step_it_has_nothing_to_give_up() -> None:
     made = side()
     begun(made, 40)
@@ -179,19 +238,82 @@ def test_wrong_parameters_of_prefill_hand_nothing_over(params: Any) -> None:
 def test_a_request_waits_for_what_its_own_cache_lacks() -> None:
     made = side()
     request = begun(made, 40, RECEIVES)
-    assert [made.matched_tokens(request, 16) for _ in range(2)] == [24, 24]
-    made.on_blocks(request, [[7, 3, 5]], 24)
+    assert [made.matched_tokens(request, 16) for _ in range(2)] == [23, 23]
+    made.on_blocks(request, [[7, 3, 5]], 23)
     assert made.matched_tokens(request, 0) == 0, "it is asked for once"
     made.on_blocks(request, [[7, 3, 5]], 0)
-    assert made.orders(Step()).receives == [Receive("a", "p0/x", ADDRESS, 40, 16, ((7, 3, 5),))]
+    assert made.orders(Step()).receives == [Receive("a", room_id("p0/x"), ADDRESS, 40, 16, ((7, 3, 5),))]
     assert made.on_finished(request, STOPPED) == (False, None)
+    assert made.orders(Step()) == Orders()
+
+
+def test_a_load_that_is_given_up_is_aborted() -> None:
+    made = side()
+    request = begun(made, 40, RECEIVES)
+    made.on_blocks(request, [[7, 3, 5]], 39)
+    made.orders(Step())
+    assert made.on_finished(request, ABORTED) == (False, None)
     assert made.orders(Step()) == Orders(aborts=["a"])
+
+
+def choices(made: SchedulerSide, *prompts: Sequence[int] | None) -> list[Request]:
+    """Requests that vLLM makes of one, all with its parameters."""
+    found = [Request(f"{at}", 40, RECEIVES, prompt) for at, prompt in enumerate(prompts)]
+    for each in found:
+        made.on_new_request(each)
+    return found
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_choices_of_one_prompt_wait_for_the_one_that_is_received(ends: bool) -> None:
+    made = side()
+    first, *others = choices(made, [1, 2], [1, 2], [1, 2])
+    for _ in range(2):
+        assert [made.matched_tokens(each, 0) for each in others] == [None, None]
+        if made.matched_tokens(first, 0):
+            made.on_blocks(first, [[7, 3, 5]], 39)
+    assert len(made.orders(Step()).receives) == 1
+    if ends:
+        made.on_finished(first, ABORTED)
+    else:
+        made.on_blocks(first, [[7, 3, 5]], 0)
+    assert [made.matched_tokens(each, 32) for each in others] == [0, 0], "its blocks are in the prefix cache"
+    for each in others:
+        made.on_blocks(each, [[7, 3, 6]], 0)
+        assert made.on_finished(each, STOPPED) == (False, None)
+    assert made.orders(Step()) == Orders(aborts=["0"] * ends)
+
+
+@pytest.mark.parametrize("other", [[3, 4], None])
+def test_of_several_prompts_the_first_is_received_and_the_others_are_computed(other: Sequence[int] | None) -> None:
+    """Prompts of equal length cannot be told apart by it: none may get another one's KV."""
+    made = side()
+    one, two = choices(made, None if other is None else [1, 2], other)
+    assert [made.matched_tokens(each, 0) for each in (two, one)] == [0, 39]
+    made.on_blocks(two, [[1, 2, 4]], 0)
+    made.on_blocks(one, [[7, 3, 5]], 39)
+    made.on_finished(two, STOPPED)
+    made.on_finished(one, STOPPED)
+    assert made.matched_tokens(begun(made, 40, RECEIVES, "late"), 0) == 0
+    assert [each.slots for each in made.orders(Step()).receives] == [((7, 3, 5),)]
+
+
+@pytest.mark.parametrize(("tokens", "received"), [(1, 1), (16, 15), (17, 17), (18, 17), (33, 33)])
+def test_every_row_of_a_room_has_a_block(tokens: int, received: int) -> None:
+    """vLLM allocates blocks for what is received, and only later that of the token it computes itself."""
+    made = side()
+    request = begun(made, tokens, RECEIVES)
+    assert made.matched_tokens(request, 0) == received
+    blocks = [*range(1, 1 + -(-received // 16))]
+    made.on_blocks(request, [blocks], received)
+    [order] = made.orders(Step()).receives
+    assert (order.tokens, order.prefix, len(order.slots[0])) == (tokens, 0, KVGroup(0, 16).rows(tokens))
 
 
 def test_a_windows_lost_blocks_and_blocks_behind_the_prompt_are_no_slots() -> None:
     made = side(KVGroup(0, 16), KVGroup(2, 16, window=20))
     request = begun(made, 40, RECEIVES)
-    made.on_blocks(request, [[7, 3, 5, 9], [1, 1, 1], [0, 4, 6]], 40)
+    made.on_blocks(request, [[7, 3, 5, 9], [1, 1, 1], [0, 4, 6]], 39)
     assert made.orders(Step()).receives[0].slots == ((7, 3, 5), (-1, 4, 6))
 
 
@@ -206,15 +328,24 @@ def test_what_decode_does_not_need_prefill_need_not_keep(ends: bool) -> None:
         made.on_blocks(request, [[7, 3, 5]], 0)
     assert made.has_word_for_peers
     assert made.orders(Step()) == Orders(
-        receives=[Receive("a", "p0/x", ADDRESS, 40, 40, ((-1, -1, -1),), awaited=False)]
+        receives=[Receive("a", room_id("p0/x"), ADDRESS, 40, 40, ((-1, -1, -1),), awaited=False)]
     )
 
 
 def test_wrong_parameters_of_decode_fail_its_load_alone() -> None:
     made = side()
     request = begun(made, 40, RECEIVES | {"remote_port": 0})
-    assert made.matched_tokens(request, 0) == 40
-    made.on_blocks(request, [[7, 3, 5]], 40)
+    assert made.matched_tokens(request, 0) == 39
+    made.on_blocks(request, [[7, 3, 5]], 39)
+    assert made.orders(Step()) == Orders(refusals=[Refuse("a", (7, 3, 5))])
+
+
+@pytest.mark.parametrize("params", ["x", ["do_remote_prefill"], 7])
+def test_parameters_that_are_no_object_fail_their_load_alone(params: Any) -> None:
+    made = side()
+    request = begun(made, 40, params)
+    assert made.matched_tokens(request, 0) > 0
+    made.on_blocks(request, [[7, 3, 5]], 39)
     assert made.orders(Step()) == Orders(refusals=[Refuse("a", (7, 3, 5))])
 
 
@@ -233,6 +364,18 @@ def test_a_role_that_an_engine_has_not_is_no_hand_off() -> None:
     request = begun(decode, 40, SENDS)
     assert decode.matched_tokens(request, 0) == 0
     assert decode.orders(new("a", [[7, 3, 5]], 40)) == Orders()
+
+
+def test_an_engine_of_one_role_takes_its_own_requests_and_those_without_a_hand_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefill, decode = side(receives=False), side(sends=False)
+    for made in (prefill, decode):
+        assert made.matched_tokens(begun(made, 40, {}, "plain"), 0) == 0
+    begun(prefill, 40, SENDS)
+    assert prefill.orders(new("a", [[7, 3, 5]], 40)).opens
+    assert decode.matched_tokens(begun(decode, 40, RECEIVES), 0) > 0
+    assert not caplog.records
 
 
 def test_a_request_without_a_hand_off_is_left_alone() -> None:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer.adapters.vllm import figures
+from pdtransfer.adapters.heads import Heads
+from pdtransfer.adapters.vllm import figures, worker
 from pdtransfer.adapters.vllm.orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows
-from pdtransfer.adapters.vllm.pools import Heads, Pools, pools
+from pdtransfer.adapters.vllm.pools import Pools, pools
 from pdtransfer.adapters.vllm.worker import Results, WorkerSide
-from pdtransfer.client import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions
+from pdtransfer.client import ArenaMemory, DecodeClient, NodeSettings, PrefillClient, WriterOptions, room_id
+from pdtransfer.handoff import cell_sizes
 from pdtransfer.wire import Ranks
 from tests.support.client_pair import LIMITS, Late
 from tests.support.waiting import wait_for
@@ -40,8 +42,7 @@ class Site:
 
         def side(**client: Any) -> WorkerSide:
             return WorkerSide(
-                names=("group0",), layers=made.layers, complete_after=made.complete_after, time_left_s=20.0,
-                **{"prefill": None, "decode": None} | client,
+                pools=made, time_left_s=20.0, **{"prefill": None, "decode": None} | client
             )  # fmt: skip
 
         self.prefill, self.decode = side(prefill=prefill), side(decode=decode)
@@ -50,7 +51,9 @@ class Site:
         self.figures = figures.empty()
 
     def receive(self, name: str, label: str, tokens: int, blocks: list[int], **more: Any) -> Receive:
-        return Receive(name, label, (self.endpoint,), tokens, **{"prefix": 0, "slots": (tuple(blocks),)} | more)
+        return Receive(
+            name, room_id(label), (self.endpoint,), tokens, **{"prefix": 0, "slots": (tuple(blocks),)} | more
+        )
 
     def send(
         self, name: str, label: str, tokens: int, blocks: list[int], after: Callable[[], Any] = lambda: None
@@ -63,19 +66,19 @@ class Site:
         self.prefill.quiesce(orders)
         self.prefill.begin(orders)
         for layer in NAMES[:-1]:
-            self.prefill.save(layer, after())
+            self.prefill.save(layer, after)
         self.prefill.end(after)
 
     def poll(self, finished: tuple[str, ...] = ()) -> None:
-        for worker, seen in ((self.prefill, self.sent), (self.decode, self.received)):
-            found = worker.results(finished)
+        for side, seen in ((self.prefill, self.sent), (self.decode, self.received)):
+            found = side.results(finished)
             assert not seen.sent & found.sent
             assert not seen.received & found.received
             seen.sent |= found.sent
             seen.received |= found.received
             seen.failed |= found.failed
             seen.failed_blocks |= found.failed_blocks
-            if (data := worker.take_figures()) is not None:
+            if (data := side.take_figures()) is not None:
                 figures.add(self.figures, data)
 
     def until(self, condition: Callable[[], object]) -> None:
@@ -139,7 +142,9 @@ def test_a_request_is_not_reported_before_it_has_ended(site: Site) -> None:
     site.poll(("p",))
 
 
-def test_every_layer_waits_for_its_own_event(site: Site) -> None:
+def test_every_layer_of_a_large_chunk_waits_for_its_own_event(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell_sizes, "WHOLE_BYTES_MAX", 0)
+    monkeypatch.setattr(worker, "CELL_BYTES_MIN", 1)
     events: list[Late] = []
 
     def after() -> Late:
@@ -155,6 +160,37 @@ def test_every_layer_waits_for_its_own_event(site: Site) -> None:
     site.poll()
     assert not site.received.received
     events[-1].fired = True
+    site.until(lambda: site.received.received)
+    assert np.array_equal(site.target[:, [4, 9, 2]], site.source[:, [7, 3, 5]])
+
+
+def test_layers_of_a_small_chunk_leave_together(site: Site) -> None:
+    events: list[Late] = []
+
+    def after() -> Late:
+        events.append(Late())
+        return events[-1]
+
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    site.send("p", "room", 40, [7, 3, 5], after)
+    assert len(events) == 1, "an event of the last layer alone"
+    time.sleep(0.05)
+    assert not site.target.any()
+    events[0].fired = True
+    site.until(lambda: site.received.received)
+    assert np.array_equal(site.target[:, [4, 9, 2]], site.source[:, [7, 3, 5]])
+
+
+def test_a_layer_that_was_left_out_leaves_by_itself(site: Site) -> None:
+    """What is reported in another order, or late, is pushed once all the same."""
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    orders = Orders(
+        opens=[Open("p", "room", 40)], chunks=[Chunk("p", (Rows(0, 0, 3, (7, 3, 5)),), last=True)],
+    )  # fmt: skip
+    site.prefill.begin(orders)
+    for at in (2, 0, 2):
+        site.prefill.save(NAMES[at], lambda: None)
+    site.prefill.end(lambda: None)
     site.until(lambda: site.received.received)
     assert np.array_equal(site.target[:, [4, 9, 2]], site.source[:, [7, 3, 5]])
 
@@ -187,6 +223,17 @@ def test_decode_that_gives_up_is_reported_once_and_has_not_failed(site: Site) ->
     assert not site.received.failed
     site.decode.begin(Orders(aborts=["d"]))
     site.poll()
+
+
+def test_a_notice_of_a_label_that_was_asked_for_is_no_failure(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """A client that leaves has vLLM abort its request, and then notify the connector of it once more."""
+    site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
+    notice = site.receive("another", "room", 1, [-1], prefix=1, awaited=False)
+    site.decode.begin(Orders(aborts=["d"], receives=[notice]))
+    site.until(lambda: site.received.received)
+    assert site.received == Results(received={"d"})
+    assert site.figures["causes"] == {"aborted": 1}
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
 def test_prefill_that_gives_up_fails_decodes_load(site: Site) -> None:

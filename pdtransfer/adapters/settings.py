@@ -1,19 +1,19 @@
-"""The settings that kv_connector_extra_config holds, checked when the engine starts."""
+"""The settings of an adapter, as an engine's configuration holds them: checked when the engine starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
-from ...bus.keys import Address, AllowList, KeyPair, address_of, check_exposure
-from ...config.bounds import bound, match, port_range
-from ...config.ranks import key_of
-from ...errors import ConfigError
-from ...transports.options import Network, Protocol
-from ...transports.registry import check_name
-from ...wire import Ranks
+from ..bus.keys import Address, AllowList, KeyPair, address_of, check_exposure
+from ..config.bounds import bound, match, port_range
+from ..config.ranks import key_of
+from ..errors import ConfigError
+from ..transports.options import Network, Protocol
+from ..transports.registry import check_name
+from ..wire import Ranks
 
 TIME_LEFT_S_MAX = 86_400.0
 PORT_MAX = 0xFFFF
@@ -21,7 +21,7 @@ PORT_MAX = 0xFFFF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What an engine's kv_connector_extra_config may say; each field is a setting of the same name.
+    """What an engine's configuration may say of hand-offs; each field is a setting of the same name.
 
     A wrong value, and an unknown name, is a ConfigError of one line that names it.
     """
@@ -62,12 +62,12 @@ class Settings:
         port_range("transport_ports", self.transport_ports)
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> Settings:
-        """The settings of a kv_connector_extra_config. Raises ConfigError."""
+    def of(cls, extra: Mapping[str, Any], where: str) -> Self:
+        """The settings in `extra`, which the user wrote at `where`. Raises ConfigError."""
         hints = get_type_hints(cls)
         known = {each.name: hints[each.name] for each in fields(cls)}
         if unknown := sorted(extra.keys() - known.keys()):
-            raise ConfigError(f"kv_connector_extra_config: {unknown[0]!r} is none of {', '.join(sorted(known))}")
+            raise ConfigError(f"{where}: {unknown[0]!r} is none of {', '.join(sorted(known))}")
         return cls(**{name: _checked(name, value, known[name]) for name, value in extra.items()})
 
     @property
@@ -105,7 +105,7 @@ def _checked(name: str, value: Any, hint: object) -> Any:
         if value is None or (isinstance(value, str) and value):
             return value and Path(value)
         raise ConfigError(f"{name} = {value!r}: must be a path")
-    if hint == Protocol:
+    if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise ConfigError(f"{name} = {value!r}: must be one of {', '.join(get_args(hint))}")
         return value

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pdtransfer.adapters.vllm import memory
-from pdtransfer.adapters.vllm.memory import CacheMemory, Extent, exported
+from pdtransfer.adapters import cache_memory
+from pdtransfer.adapters.cache_memory import CacheMemory, Extent, exported
 from pdtransfer.client import Component, DecodeClient, Layout, NodeSettings, Plane, PrefillClient, Span, WriterOptions
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.memory import cuda_ipc
@@ -41,7 +41,7 @@ class Card:
 
 
 def with_card(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
-    monkeypatch.setattr(memory, "card_of", lambda _: card)
+    monkeypatch.setattr(cache_memory, "card_of", lambda _: card)
     monkeypatch.setattr(cuda_ipc.cards, "card", lambda _: card)
 
 
@@ -102,7 +102,7 @@ def test_a_cache_on_a_card_is_named_to_writers(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("card", "text"),
     [
-        (Card(1 << 40, 4 * SIZE, refuses=True), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"),
+        (Card(1 << 40, 4 * SIZE, refuses=True), "cuIpcGetMemHandle: invalid argument"),
         (Card(1 << 40, SIZE), "it lies in several allocations, the first has 65536 bytes"),
     ],
 )
@@ -113,6 +113,7 @@ def test_a_cache_that_a_card_cannot_share_has_its_reason(
     with caplog.at_level(logging.WARNING):
         assert exported(Extent(1 << 40, (1 << 40) + 2 * SIZE, 0), 0) == b""
     assert text in caplog.text
+    assert "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False" in caplog.text
 
 
 def test_a_cache_that_is_copied_up_arrives() -> None:
@@ -140,4 +141,26 @@ def test_a_cache_that_is_copied_up_arrives() -> None:
         prefill.finish(1)
         wait_for(lambda: any(type(each).__name__ == "RoomDrained" for each in decode.poll()))
     assert np.array_equal(target.reshape(256, 256)[[9, 4]], source.reshape(256, 256)[[200, 7]])
+    made.close()
+
+
+def test_host_memory_lies_in_one_arena_with_where_rows_land() -> None:
+    made, cache = CacheMemory([SIZE]), torch.zeros(SIZE, dtype=torch.int8)
+    extent = extent_of(cache)
+    assert not made.has_beside()
+    host = made.beside(extent, 1000)
+    assert (host.dtype, tuple(host.shape), bool(host.any())) == (torch.uint8, (1000,), False)
+    target = made.target(extent)
+    start = target.arena.mapping.address
+    assert (target.base, target.memory, target.copied_up) == (cache.data_ptr(), "hbm", True)
+    assert target.place(cache.data_ptr()) == (cache.data_ptr(), "hbm")
+    assert target.place(host.data_ptr()) == (start, "dram")
+    assert host.data_ptr() - start >= SIZE  # rows that land for the cache do not reach it
+    assert target.arena.bytes_ready >= SIZE + 1000
+    assert (made.has_beside(host.data_ptr()), made.has_beside(cache.data_ptr())) == (True, False)
+    target.arena.mapping.view[host.data_ptr() - start + 3] = 7
+    assert host[3] == 7
+    with pytest.raises(ConfigError, match="it is not where it was when host memory was set aside"):
+        made.target(Extent(extent.first + 4096, extent.end, None))
+    del host
     made.close()

@@ -1,0 +1,62 @@
+"""What peers of any engine compare: the model that a KV cache is of, and how its numbers are stored.
+
+Layouts are compared when a session begins. These facts are what no layout shows: that the same token has the same
+numbers in both caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SHAPE = (  # of a model's configuration: what makes its keys and values
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "hidden_act", "rms_norm_eps", "layer_norm_eps", "attention_bias", "sliding_window",
+    "n_routed_experts", "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+)  # fmt: skip
+_LATENT = "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+_ROPE = "rope_parameters", "rope_scaling"  # by newer and by older configurations
+
+
+def model_facts(config: Mapping[str, Any], *, dtype: object, cache: object, quantization: object) -> dict[str, Any]:
+    """The facts of a model for weights_digest, alike in all engines.
+
+    `config` is that of the text model, as transformers' `to_dict` has it. `dtype` is that of the weights, `cache` that
+    of the KV cache, and both may be torch's. What engines add to a configuration of their own is not in it.
+    """
+    found = {name: config[name] for name in _SHAPE if config.get(name) is not None}
+    # Engines write sizes of heads into the configurations of models that have no use for them.
+    if config.get("kv_lora_rank") is not None:
+        found |= {name: config[name] for name in _LATENT if config.get(name) is not None}
+    elif config.get("head_dim") or "num_attention_heads" in found:
+        found["head_dim"] = config.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
+    found["rope"] = _rope(config)
+    return {
+        "model": found,
+        "dtype": dtype_name(dtype),
+        "cache": dtype_name(cache),
+        "quantization": None if quantization is None else str(quantization),
+    }
+
+
+def model_name(name: str, cache: object) -> str:
+    """The model as peers compare it: its name, and how its cache is stored."""
+    return f"{name[-90:]} (KV {dtype_name(cache)})"
+
+
+def dtype_name(dtype: object) -> str:
+    """As torch prints it, without torch's own name."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How positions turn keys; for models of several kinds of layers, that of each kind."""
+    found: dict[str, Any] = {}
+    if config.get("rope_theta") is not None:
+        found["rope_theta"] = config["rope_theta"]
+    for name in _ROPE:
+        given: Mapping[str, Any] = config.get(name) or {}
+        found |= {key: value for key, value in given.items() if value is not None}
+    found.setdefault("rope_type", found.pop("type", "default"))
+    found.pop("type", None)
+    return found

@@ -1,0 +1,381 @@
+"""SGLang's transfer backend: the calls of its schedulers, given to the prefill or the decode side of a rank."""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+from typing import Any
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_device, get_parallel
+
+from ...bus.keys import address_of
+from ...client import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
+from ...environment import adapter_settings
+from ...errors import ConfigError, LocalProtocolError
+from ...layout.layout import DTYPE_BYTES
+from ...wire import Ranks
+from ..cache_memory import CacheMemory, Extent
+from ..heads import Heads
+from ..model_facts import dtype_name, model_facts, model_name
+from ..reachable import Reachable, RequestError
+from ..settings import Settings
+from . import hooks
+from .changes import Change
+from .decode import ReceivingSide
+from .labels import Uses
+from .pools import OPAQUE, Buffers, HeadCounts, KVPools, Place, extent_of, kv_buffers, pools, state_buffers
+from .prefill import SendingSide, Sent
+
+log = logging.getLogger(f"sglang.srt.{__name__}")
+
+_DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3", "fp8_e5m2": "float8_e5m2"}
+
+
+class Manager(CommonKVManager):
+    """One rank: its client, and the requests that it sends or receives."""
+
+    supports_deferred_decode_kv_release = True
+    reports_transfer_latency = True
+
+    def __init__(self, args: Any, mode: DisaggregationMode, server_args: Any, is_mla_backend: bool = False) -> None:
+        _join_logs()
+        self._settings = Settings.of(*_given())
+        self._prefill: SendingSide | None = None
+        self._decode: ReceivingSide | None = None
+        self._model_config = ModelConfig.from_server_args(server_args)
+        super().__init__(args, mode, server_args, is_mla_backend)
+        self._ranks = self._ranks_here()
+        if mode is DisaggregationMode.DECODE:
+            self._start_decode()
+            self._start_heartbeat_checker_thread()
+        self.enable_deferred_decode_kv_release = True
+        atexit.register(self.close)
+
+    # Start
+
+    def register_to_bootstrap(self) -> None:
+        """Prefill: decode engines learn where this rank listens."""
+        self._ranks = self._ranks_here()
+        self._start_prefill()
+        super().register_to_bootstrap()
+
+    def _ranks_here(self) -> Ranks:
+        if self.attn_cp_size > 1 or self.dcp_size > 1 or self.kv_shard_size > 1:
+            raise ConfigError("context parallelism: KV that is spread over ranks by tokens cannot cross yet")
+        if self.disaggregation_mode is DisaggregationMode.DECODE and self.pp_size > 1:
+            raise ConfigError("pp_size: decode engines with several stages cannot receive yet")
+        if self.pp_size > 1 and any(str(kind.value) != "mamba" for kind in self.kv_args.state_types):
+            raise ConfigError("pp_size: a prefill engine with several stages cannot send states without layer numbers")
+        return Ranks(self.attn_tp_rank, self.attn_tp_size, self.pp_rank, self.pp_size)
+
+    def _model(self) -> HeadCounts:
+        config, ranks = self._model_config, self._ranks
+        latent = self.is_mla_backend or self.is_hybrid_mla_backend
+        total = 1 if latent else config.get_total_num_kv_heads()
+        window = getattr(config.hf_text_config, "swa_num_key_value_heads", None) or total
+        dtype = self._cache_dtype if self._cache_dtype in DTYPE_BYTES else OPAQUE
+        return HeadCounts(
+            latent, Heads(total, ranks), config.get_num_kv_heads(ranks.tp_size),
+            Heads(window, ranks), config.get_swa_num_kv_heads(ranks.tp_size), dtype,
+        )  # fmt: skip
+
+    def _pools(self, place: Place) -> KVPools:
+        args = self.kv_args
+        return pools(args, self._model(), place, kv=kv_buffers(args), states=state_buffers(args))
+
+    def _memory(self) -> tuple[CacheMemory, Extent]:
+        memory = hooks.memory or CacheMemory(self.kv_args.kv_data_lens)
+        card = self.kv_args.gpu_id if get_device().device == "cuda" else None
+        return memory, hooks.extent or extent_of([kv_buffers(self.kv_args), *state_buffers(self.kv_args)], card)
+
+    def _start_prefill(self) -> None:
+        settings, (memory, extent) = self._settings, self._memory()
+        described = self._pools(lambda _: (memory.base(extent), "dram"))
+        writer = WriterOptions(
+            pool_address=memory.base(extent), pool_fd=memory.pool_fd(extent), copy_threads=settings.copy_threads,
+            card=extent.card, transport=settings.transport, network=settings.network,
+        )  # fmt: skip
+        node = self._node("p")
+        client = PrefillClient(
+            node, described.components, bind=settings.bind_of(self._number()), writer=writer,
+            replicas=described.replicas,
+        )  # fmt: skip
+        client.start()
+        self._prefill = SendingSide(client, described, time_left_s=settings.time_left_s)
+        # What decode learns from the bootstrap server is where our client listens.
+        self.rank_port = int(client.endpoint.rpartition(":")[2])
+        self.local_ip = f"{node.keys.public}@{settings.host}" if node.keys is not None else settings.host
+        self._announce(client.endpoint, described.components)
+
+    def _start_decode(self) -> None:
+        memory, extent = self._memory()
+        target = memory.target(extent)
+        described, args = self._pools(target.place), self.kv_args
+        components = described.components
+        if args.host_kv_data_ptrs is not None:
+            host = Buffers(args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens)
+            components += pools(args, self._model(), target.place, kv=host, states=()).components
+            if {each.memory for each in components} != {"dram", "hbm"}:
+                raise ConfigError("decode_host_receive_threshold: SGLang's host pool is not where peers can write")
+            self.supports_host_destination = True
+        client = DecodeClient(
+            self._node("d"), components, target.arena, engine_slots=True, prefix_cache=False,
+            enable_hisparse=self.supports_host_destination, verify=self._settings.verify,
+            options=ArenaOptions(transport=self._settings.transport, network=self._settings.network),
+        )  # fmt: skip
+        client.start()
+        first = secrets.randbits(20)
+        if self.attn_tp_size > 1:
+            first = get_parallel().attn_tp_group.broadcast_object(first, src=0)
+        self._decode = ReceivingSide(
+            client, described, Uses(first), put_aux=self._put_aux, aux_bytes=sum(args.aux_item_lens),
+            time_left_s=self._settings.time_left_s,
+        )  # fmt: skip
+        _, allowed = self._settings.keys_of(self._ranks)
+        self._reachable = Reachable(allowed, self._settings.insecure, field="bootstrap_host")
+        self._announce("in host memory first" if target.copied_up else "in SGLang's KV cache", components)
+
+    def _announce(self, where: str, components: Any) -> None:
+        text = ", ".join(f"{each.name} {each.layout.row_bytes} B a row" for each in components)
+        log.info("pdtransfer %s: %s; peers need equal facts: %s", where, text, self._facts())
+
+    def _number(self) -> int:
+        """The number of this rank among those of this host that share the settings."""
+        stage = (self.system_dp_rank or self.attn_dp_rank) * self.pp_size + self.pp_rank
+        return stage * self.attn_tp_size + self.attn_tp_rank
+
+    def _node(self, role: str) -> NodeSettings:
+        keys, allowed = self._settings.keys_of(self._ranks)
+        host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
+        name = self._settings.model or str(self.server_args.served_model_name or self.server_args.model_path)
+        return NodeSettings(
+            node=f"{role}-{host}-{os.getpid()}", model=model_name(name, self._cache_dtype),
+            weights=weights_digest(self._facts()), keys=keys, allowed=allowed, insecure=self._settings.insecure,
+            ranks=self._ranks,
+        )  # fmt: skip
+
+    def _facts(self) -> dict[str, Any]:
+        """All that makes two engines' rows the same bytes for the same tokens, whatever their ranks and pages."""
+        config = self._model_config
+        return model_facts(
+            config.hf_text_config.to_dict(), dtype=config.dtype, cache=self._cache_dtype,
+            quantization=config.quantization,
+        )  # fmt: skip
+
+    @property
+    def _cache_dtype(self) -> str:
+        """SGLang's name for the dtype of its KV cache, as torch has it."""
+        name = str(self.kv_cache_dtype_str or "auto")
+        return dtype_name(self._model_config.dtype) if name == "auto" else _DTYPES.get(name, name)
+
+    def close(self) -> None:
+        """Ends the client: requests under way fail."""
+        for side in (self._prefill, self._decode):
+            if side is not None:
+                side.close()
+
+    # Both sides
+
+    def turn(self) -> None:
+        """What has become known since the last call is in SGLang's tables."""
+        changes: list[Change] = []
+        if self._prefill is not None:
+            changes = self._prefill.turn()
+        elif self._decode is not None:
+            changes = self._decode.turn()
+        for change in changes:
+            if change.reason and change.bootstrap_room in self.request_status:
+                self.record_failure(change.bootstrap_room, change.reason)
+            self.update_status(change.bootstrap_room, int(change.state))
+
+    # Prefill
+
+    @property
+    def sending(self) -> SendingSide:
+        """Prefill's requests."""
+        assert self._prefill is not None
+        return self._prefill
+
+    def add_transfer_request(
+        self, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool, *,
+        aux_index: int | None = None, state_indices: Any = None, wait_event: Any = None, **_: Any,
+    ) -> None:  # fmt: skip
+        """Pages are computed: they leave."""
+        aux = self._get_aux(aux_index) if is_last_chunk and aux_index is not None else None
+        self.sending.push(
+            bootstrap_room, kv_indices, first_page=index_slice.start, aux=aux, states=state_indices, after=wait_event
+        )
+        if is_last_chunk:
+            self.update_status(bootstrap_room, KVPoll.Transferring)
+
+    def _get_aux(self, index: int) -> bytes:
+        items = zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True)
+        return b"".join(ctypes.string_at(address + index * item, item) for address, item in items)
+
+    # Decode
+
+    @property
+    def receiving(self) -> ReceivingSide:
+        """Decode's requests."""
+        assert self._decode is not None
+        return self._decode
+
+    def _put_aux(self, index: int, aux: bytes) -> None:
+        at = 0
+        for address, item in zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True):
+            ctypes.memmove(address + index * item, aux[at : at + item], item)
+            at += item
+
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        """Every decode rank asks all ranks of a prefill engine: what each of them sends follows from its heads and
+        layers."""
+        super()._resolve_rank_mapping(info)
+        info.target_tp_ranks = list(range(info.attn_tp_size))
+
+    def sources_of(self, bootstrap_infos: list[dict[str, Any]]) -> list[str]:
+        """The endpoints of prefill ranks, as the bootstrap server names them. Raises RequestError for one that must not
+        be dialled."""
+        made: list[str] = []
+        for info in bootstrap_infos:
+            key, _, host = str(info["rank_ip"]).rpartition("@")
+            made.append(f"{key}{'@' if key else ''}{address_of(host, int(info['rank_port']))}")
+            self._reachable.check(made[-1])
+        return made
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether nobody can write the pages of a failed request any more."""
+        self.turn()
+        return self.receiving.is_drained(bootstrap_room)
+
+
+class Sender(CommonKVSender):
+    """Prefill: a request."""
+
+    kv_mgr: Manager
+    _sent: Sent | None = None
+
+    def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **named: Any) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **named)
+        if mgr.request_status.get(bootstrap_room) == KVPoll.Bootstrapping:
+            self._sent = mgr.sending.begin(bootstrap_room)
+
+    def poll(self) -> int:
+        """The state of the request; SUCCESS and FAILED once nothing reads its pages."""
+        self.kv_mgr.turn()
+        return super().poll()
+
+    def pop_decode_prefix_len(self) -> int:
+        """The first tokens, in whole pages, that decode has."""
+        return self.kv_mgr.sending.prefix(self.bootstrap_room)
+
+    def get_transfer_metric(self) -> Any:
+        """What SGLang exports of the hand-off."""
+        if self._sent is not None:
+            self._transfer_metric.transfer_total_bytes = self._sent.kv_bytes
+            self._transfer_metric.alloc_latency_s = self._sent.leased_s
+        return self._transfer_metric
+
+    def clear(self) -> None:
+        """The request has ended; its pages are free now."""
+        self.kv_mgr.sending.give_up(self.bootstrap_room)
+        super().clear()
+
+    def abort(self) -> None:
+        """The request is given up; its pages are reused after this."""
+        self.kv_mgr.sending.give_up(self.bootstrap_room)
+        super().abort()
+
+
+class Receiver(CommonKVReceiver):
+    """Decode: a request."""
+
+    kv_mgr: Manager
+
+    @property
+    def supports_host_destination(self) -> bool:
+        """Whether the request may land in SGLang's host pool."""
+        return self.kv_mgr.supports_host_destination
+
+    def poll(self) -> int:
+        """The state of the request. After FAILED its pages are held until `is_abort_release_safe`."""
+        self.kv_mgr.turn()
+        state = super().poll()
+        if state == KVPoll.Failed:
+            self.invalidate_cached_bootstrap_infos()  # the engine may be back with other endpoints
+        return state
+
+    def _register_kv_args(self) -> bool:
+        """The session itself says what both sides' pools are like, and checks it."""
+        return self.bootstrap_infos is not None
+
+    def send_metadata(
+        self, kv_indices: Any, aux_index: int | None = None, state_indices: Any = None,
+        decode_prefix_len: int | None = None, destination: Any = KVTransferDestination.DEVICE, **_: Any,
+    ) -> None:  # fmt: skip
+        """The request has its pages: they may be written from now on."""
+        if self.bootstrap_infos is None:
+            return
+        assert aux_index is not None
+        try:
+            self.kv_mgr.receiving.expect(
+                self.bootstrap_room, kv_indices, prefix=decode_prefix_len or 0, states=state_indices or [],
+                aux_index=aux_index, sources=self.kv_mgr.sources_of(self.bootstrap_infos),
+                host=destination == KVTransferDestination.HOST,
+            )  # fmt: skip
+        except (LocalProtocolError, RequestError) as error:
+            self.kv_mgr.record_failure(self.bootstrap_room, f"its hand-off is refused: {error}")
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.init_time = time.time()
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
+        """SGLang has given the request up, or its time is over."""
+        self.kv_mgr.receiving.give_up(self.bootstrap_room)
+
+    def is_abort_release_safe(self) -> bool:
+        """Whether nobody can write its pages any more."""
+        return self.kv_mgr.is_abort_release_safe(self.bootstrap_room, 0)
+
+
+class BootstrapServer(CommonKVBootstrapServer):
+    """SGLang's own, where prefill ranks register. The page sizes of both sides need not be equal."""
+
+    page_size = property(lambda _: None, lambda *_: None)
+
+
+def _given() -> tuple[dict[str, Any], str]:
+    """The settings in PDTRANSFER_SGLANG: JSON, or the path of a file that has it."""
+    where, text = "PDTRANSFER_SGLANG", adapter_settings("sglang").strip()
+    try:
+        if text and not text.startswith("{"):
+            where = f"{where} = {text}"
+            with open(text, encoding="utf-8") as file:
+                text = file.read()
+        found = json.loads(text or "{}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where}: must be a JSON object")
+    return found, where
+
+
+def _join_logs() -> None:
+    """What this package logs goes where SGLang's own lines go."""
+    logging.getLogger("pdtransfer").setLevel(logging.getLogger("sglang").getEffectiveLevel())

@@ -1,0 +1,131 @@
+"""Decode's requests: each lands in the pages that SGLang's scheduler chose. They are free once there is a proof that
+nobody writes them any more.
+
+SGLang's scheduler calls it, and nothing of it waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...client import DecodeClient, KVPoll, RoomDrained, RoomFailed, RoomReady
+from ...errors import LocalProtocolError
+from .changes import Change
+from .labels import Uses
+from .pools import KV, CachePart, KVPools
+
+log = logging.getLogger(__name__)
+
+Indices = NDArray[np.integer]
+
+
+@dataclass(slots=True)
+class _Received:
+    bootstrap_room: int
+    aux_index: int
+    ready: bool = False
+
+
+class ReceivingSide:
+    """The requests of one rank, by their bootstrap_room.
+
+    `put_aux(index, bytes)` stores what prefill sent beside the KV, of `aux_bytes` bytes. A request ends as SUCCESS or
+    FAILED. After FAILED its pages may still be written, until `is_drained`.
+    """
+
+    def __init__(
+        self,
+        client: DecodeClient,
+        pools: KVPools,
+        uses: Uses,
+        *,
+        put_aux: Callable[[int, bytes], None],
+        aux_bytes: int,
+        time_left_s: float,
+    ) -> None:
+        self._client, self._parts, self._uses = client, pools.parts, uses
+        self._put_aux, self._aux_bytes, self._time_left_s = put_aux, aux_bytes, time_left_s
+        self._rooms: dict[int, _Received] = {}  # that are not drained
+        self._current: dict[int, int] = {}  # the room of a bootstrap_room that has not ended
+
+    def expect(
+        self,
+        bootstrap_room: int,
+        pages: Indices,
+        *,
+        prefix: int,
+        states: Sequence[Indices | None],
+        aux_index: int,
+        sources: Sequence[str],
+        host: bool = False,
+    ) -> None:
+        """Asks the prefill ranks at `sources` for the tokens behind `prefix`, into `pages` and the indices of each
+        state; with `host` into those of the host pools. Raises LocalProtocolError for what does not fit."""
+        tokens = prefix + len(pages) * self._parts[0].page_size
+        slots = {KV: self._rows(self._parts[0], tokens, pages)}
+        slots |= {
+            part.name: self._rows(part, tokens, np.empty(0, np.int64) if found is None else found)
+            for part, found in zip(self._parts[1:], states, strict=True)
+        }
+        room = self._uses.room(bootstrap_room)
+        self._client.expect(
+            room, tokens=tokens, prefix=prefix, slots=slots, sources=sources, time_left_s=self._time_left_s,
+            enable_hisparse=host,
+        )  # fmt: skip
+        self._rooms[room] = _Received(bootstrap_room, aux_index)
+        self._current[bootstrap_room] = room
+
+    def give_up(self, bootstrap_room: int) -> None:
+        """SGLang does not want the request any more. Idempotent."""
+        if (room := self._current.pop(bootstrap_room, None)) is not None:
+            self._client.abort(room)
+
+    def is_drained(self, bootstrap_room: int) -> bool:
+        """Whether nobody can write the pages of a request any more."""
+        return all(each.bootstrap_room != bootstrap_room for each in self._rooms.values())
+
+    def turn(self) -> list[Change]:
+        """What has changed since the last call."""
+        made: list[Change] = []
+        for event in self._client.poll():
+            match event:
+                case RoomReady(room) if (found := self._rooms.get(room)) is not None:
+                    if len(event.aux) == self._aux_bytes:
+                        self._put_aux(found.aux_index, event.aux)
+                        found.ready = True
+                    else:
+                        text = f"{len(event.aux)} bytes were sent, this engine takes {self._aux_bytes}"
+                        self._end(made, room, KVPoll.FAILED, f"metadata of the request: {text}")
+                case RoomFailed(room, cause, detail):
+                    self._end(made, room, KVPoll.FAILED, f"{cause.value}: {detail}")
+                case RoomDrained(room):
+                    if self._rooms[room].ready:
+                        self._end(made, room, KVPoll.SUCCESS)
+                    del self._rooms[room]
+                case _:
+                    pass
+        return made
+
+    def close(self) -> None:
+        """Ends the client: requests under way fail."""
+        self._client.close()
+
+    def _end(self, made: list[Change], room: int, state: KVPoll, reason: str = "") -> None:
+        """A request has ended, unless SGLang gave it up: then it knows."""
+        number = self._rooms[room].bootstrap_room
+        if self._current.get(number) == room:
+            del self._current[number]
+            made.append(Change(number, state, reason))
+
+    @staticmethod
+    def _rows(part: CachePart, tokens: int, indices: Indices) -> NDArray[np.int64]:
+        """One slot a row: SGLang names those of the last rows, and the first ones do not cross."""
+        slots, rows = part.slots(indices), part.component.rows(tokens)
+        if len(slots) > rows:
+            raise LocalProtocolError(f"{part.name}: {len(slots)} rows, of {rows} that {tokens} tokens have")
+        return np.append(np.full(rows - len(slots), -1, np.int64), slots)

@@ -1,0 +1,114 @@
+"""What the plugin changes of SGLang, by SGLang's own hooks: the backend's name, its classes, and where KV lies."""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sglang.srt.disaggregation import utils
+from sglang.srt.mem_cache.pool_host.common import _CUDA_HOST_REGISTERED_RANGES_ATTR as REGISTERED_RANGES
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_disagg, get_memory
+from sglang.srt.server_args import add_disagg_transfer_backend_choices
+
+from ..cache_memory import CacheMemory, Extent
+from ..torch_memory import MeasuredTensors
+from .pools import Buffers, extent_of
+
+NAME = "pdtransfer"
+
+memory: CacheMemory | None = None  # of this process's KV cache, once SGLang has allocated it
+extent: Extent | None = None  # where it is, if host memory has to be set aside beside it
+
+
+def register() -> None:
+    """Adds the backend."""
+    add_disagg_transfer_backend_choices([NAME])
+    kind = utils.TransferBackend
+    member = object.__new__(kind)
+    member._name_, member._value_, member._sort_order_ = NAME.upper(), NAME, len(kind._member_names_)
+    kind._member_names_.append(NAME.upper())
+    kind._member_map_[NAME.upper()] = kind._value2member_map_[NAME] = member
+    for target, hook in (
+        ("sglang.srt.disaggregation.utils.get_kv_class", _get_kv_class),
+        ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._init_pools", _init_pools),
+        ("sglang.srt.mem_cache.pool_host.common.HostTensorAllocator.allocate", _allocate),
+        ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _cuda_host_register),
+        ("sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__", _init_transfer_queue),
+    ):
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def _is_ours() -> bool:
+    disagg = get_disagg()
+    return disagg.disaggregation_mode != "null" and disagg.disaggregation_transfer_backend == NAME
+
+
+def _get_kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+    if transfer_backend.value != NAME or class_type is utils.KVClassType.KVARGS:
+        return original(transfer_backend, class_type)
+    from . import backend
+
+    return {
+        utils.KVClassType.MANAGER: backend.Manager,
+        utils.KVClassType.SENDER: backend.Sender,
+        utils.KVClassType.RECEIVER: backend.Receiver,
+        utils.KVClassType.BOOTSTRAP_SERVER: backend.BootstrapServer,
+    }[class_type]
+
+
+def _receives_on_host() -> bool:
+    """Whether requests land in SGLang's host pool: some of them, or with HiSparse the KV cache of all."""
+    decodes = _is_ours() and get_disagg().disaggregation_mode == "decode"
+    return decodes and (get_disagg().disaggregation_decode_host_receive_threshold < 1 or get_memory().enable_hisparse)
+
+
+def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
+    """The KV cache is made. On the CPU SGLang makes it twice: the first one, which no memory backs, is measured."""
+    global memory, extent  # noqa: PLW0603 (SGLang makes the cache and the manager far apart)
+    if configurator.is_draft_worker or not _is_ours():
+        return original(configurator, **given)
+    if configurator.device == "cpu" and not _receives_on_host():
+        with MeasuredTensors() as measured:
+            original(configurator, **given)
+        memory = CacheMemory(measured.sizes)
+        with memory.pooled():
+            return original(configurator, **given)
+    made = original(configurator, **given)
+    if _receives_on_host():
+        pool = made.token_to_kv_pool
+        infos = [utils.get_kv_transfer_buf_infos(pool), *([pool.get_state_buf_infos()] if _has_states(pool) else [])]
+        buffers = [Buffers(*each) for each in infos]
+        memory = CacheMemory([size for each in buffers for size in each.byte_counts])
+        extent = extent_of(buffers, configurator.gpu_id if configurator.device == "cuda" else None)
+    return made
+
+
+def _has_states(pool: Any) -> bool:
+    return hasattr(pool, "get_state_buf_infos")
+
+
+def _allocate(original: Any, allocator: Any, dims: Any, dtype: Any, device: str = "cpu") -> Any:
+    """The host pool is made, where peers can write; a second one, as of sliding windows, elsewhere."""
+    if memory is None or extent is None or memory.has_beside() or not _receives_on_host():
+        return original(allocator, dims, dtype=dtype, device=device)
+    made = memory.beside(extent, math.prod(dims) * dtype.itemsize).view(dtype).view(dims)
+    allocator.dims, allocator.dtype = dims, dtype
+    return made
+
+
+def _cuda_host_register(original: Any, buffer: Any, *args: Any) -> None:
+    """Memory of ours is registered with the card already, and is not SGLang's to unregister."""
+    if memory is None or not memory.has_beside(buffer.data_ptr()):
+        return original(buffer, *args)
+    setattr(buffer, REGISTERED_RANGES, [])
+    return None
+
+
+def _init_transfer_queue(original: Any, queue: Any, *args: Any, **named: Any) -> None:
+    """Pages of a failed request are held until the proof is there, for however long: no time proves anything."""
+    original(queue, *args, **named)
+    if _is_ours():
+        queue.enable_deferred_kv_release, queue.deferred_kv_release_timeout = True, math.inf

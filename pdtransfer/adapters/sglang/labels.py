@@ -1,0 +1,67 @@
+"""How both engines find the same room for a request, which SGLang numbers by its `bootstrap_room`.
+
+A room of ours is used once, and clients may use a bootstrap_room again: after a failure, or to have a prompt computed
+anew. So decode numbers the uses. Its room has the hash of the bootstrap_room in the upper bits, and the use in the
+lower ones. Prefill opens the room that decode asks for: it knows the request by the upper bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..bootstrap_rooms import USE_BITS, room_of, tag_of
+
+_KEPT_MAX = 65_536
+
+
+class Uses:
+    """Decode: numbers the uses of each bootstrap_room, from the number `first` on, which all ranks share."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._next: dict[int, int] = {}  # by bootstrap_room, the oldest first
+
+    def room(self, bootstrap_room: int) -> int:
+        """A room that no request had before, unless it was one of 2**20 of the same bootstrap_room."""
+        use = self._next.pop(bootstrap_room, self._first)
+        _keep(self._next, bootstrap_room, use + 1)
+        return room_of(bootstrap_room, use)
+
+
+class Meetings:
+    """Prefill: requests wait for decode to ask for their room, and rooms that were asked for wait for their request.
+
+    `opened` is called with a bootstrap_room and the room that is to be opened for it. It is called again, with another
+    one, if decode asks once more before `met`: it gave the first room up, and prefill never heard of it.
+    """
+
+    def __init__(self, opened: Callable[[int, int], None]) -> None:
+        self._opened = opened
+        self._waiting: dict[int, int] = {}  # bootstrap_room by tag
+        self._asked: dict[int, int] = {}  # room by tag, the oldest first
+
+    def wait(self, bootstrap_room: int) -> None:
+        """A request is here."""
+        tag = tag_of(bootstrap_room)
+        self._waiting[tag] = bootstrap_room
+        if (room := self._asked.pop(tag, None)) is not None:
+            self._opened(bootstrap_room, room)
+
+    def ask(self, room: int) -> None:
+        """Decode asked for a room that is not open."""
+        tag = room >> USE_BITS
+        if (bootstrap_room := self._waiting.get(tag)) is not None:
+            self._opened(bootstrap_room, room)
+        else:
+            _keep(self._asked, tag, room)
+
+    def met(self, bootstrap_room: int) -> None:
+        """The request has its room, or has ended. Idempotent."""
+        self._waiting.pop(tag_of(bootstrap_room), None)
+
+
+def _keep(kept: dict[int, int], key: int, value: int) -> None:
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > _KEPT_MAX:
+        del kept[next(iter(kept))]

@@ -1,0 +1,247 @@
+"""SGLang's KV cache as components, by the buffers that it describes to its transfer backends.
+
+The KV cache is a buffer for each layer and kind, of a row for each token: pages need not be of one size on both sides,
+and heads split. A head of a plane is one number of a model's head, so that peers may keep the numbers apart. A state
+(SGLang's word for whatever else a layer keeps) is a component of its own. Its rows are tokens, where they are KV of a
+sliding window; or SGLang's own items, one for a page or one for a request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ConfigError
+from ...layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
+from ...limits import AUX_BYTES_MAX, COMPONENTS_MAX
+from ..cache_memory import Extent
+from ..heads import Heads
+
+Memory = Literal["dram", "hbm"]
+Rows = Literal["tokens", "pages", "once"]
+Place = Callable[[int], tuple[int, Memory]]
+"""What a buffer at an address counts its base from, and the memory that it is in."""
+
+KV = "kv"  # the component of what every token has
+
+OPAQUE = "uint8"  # bytes that only SGLang understands
+DRAFT_LAYER = 0x8000  # the first layer of a draft model, whose buffers follow the model's own
+PAGE_SIZE_MAX = 256
+
+_ROWS: dict[str, Rows] = {
+    "swa": "tokens", "dsa": "pages", "mamba": "once", "qsa_pending": "once", "qsa_compressed": "pages",
+    "block_scale": "pages", "block_scale_swa": "pages",
+}  # fmt: skip
+_REPLICATED = {"dsa"}  # the same on all ranks; of the others each rank has its own part
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Some of SGLang's buffers: the address, the bytes, and the bytes of one item of each."""
+
+    addresses: Sequence[int]
+    byte_counts: Sequence[int]
+    item_bytes: Sequence[int]
+
+    def part(self, first: int, end: int) -> Buffers:
+        """Buffers [first, end)."""
+        return Buffers(self.addresses[first:end], self.byte_counts[first:end], self.item_bytes[first:end])
+
+    @property
+    def ends(self) -> list[int]:
+        """One past the last byte of each."""
+        return [first + count for first, count in zip(self.addresses, self.byte_counts, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCounts:
+    """What a model's configuration says of its KV: one latent a token, or heads, those of sliding windows too."""
+
+    latent: bool
+    heads: Heads
+    head_count: int  # of this rank
+    window_heads: Heads
+    window_head_count: int
+    dtype: str = OPAQUE  # of the KV cache, a key of DTYPE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class CachePart:
+    """One component, and how SGLang's indices of it become rows."""
+
+    component: Component
+    rows: Rows
+    page_size: int
+
+    @property
+    def name(self) -> str:
+        """The component's name."""
+        return self.component.name
+
+    def slots(self, indices: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """The slots of SGLang's indices, int64: of pages the slots of their tokens, else the indices themselves."""
+        found = np.asarray(indices, np.int64).reshape(-1)
+        if self.rows != "tokens":
+            return found
+        return (found[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class KVPools:
+    """The components: first the KV cache, then the states in SGLang's order."""
+
+    parts: tuple[CachePart, ...]
+    replicas: dict[str, tuple[int, int]]
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """Of all parts."""
+        return tuple(part.component for part in self.parts)
+
+
+def kv_buffers(args: Any) -> Buffers:
+    """Where the KV cache of SGLang's KVArgs is."""
+    return Buffers(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+
+
+def state_buffers(args: Any) -> list[Buffers]:
+    """Where the states of SGLang's KVArgs are."""
+    found = zip(args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
+    return [Buffers(*each) for each in found]
+
+
+def extent_of(buffers: Sequence[Buffers], card: int | None) -> Extent:
+    """The range that holds all buffers, on a card or in this process's memory."""
+    first, end = min(min(each.addresses) for each in buffers), max(max(each.ends) for each in buffers)
+    return Extent(first, end, card)
+
+
+def pools(args: Any, model: HeadCounts, place: Place, *, kv: Buffers, states: Sequence[Buffers]) -> KVPools:
+    """Components of the KV cache in `kv`, and of `states`, whose planes are offsets as `place` has them.
+
+    `args` are SGLang's KVArgs. Raises ConfigError, with the reason, for a cache that cannot cross.
+    """
+    _check(args, states)
+    page_size = int(args.page_size)
+    parts: list[CachePart] = []
+    replicas: dict[str, tuple[int, int]] = {}
+
+    def add(name: str, rows: Rows, planes: list[Plane], slots: int, buffers: Buffers) -> None:
+        try:
+            layout = Layout(tuple(planes), 1, slots)
+            tokens_per_row = page_size if rows == "pages" else 1
+            memories: set[Memory] = {place(address)[1] for address in buffers.addresses}
+            if len(memories) > 1:
+                raise ConfigError(f"{name}: some of its buffers are in host memory, and some are not")
+            component = Component(
+                name, memories.pop(), tokens_per_row, Span("once" if rows == "once" else "all"), layout
+            )
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        parts.append(CachePart(component, rows, page_size))
+
+    def of_heads(name: str, buffers: Buffers, layers: Sequence[int], heads: Heads, count: int) -> list[Plane]:
+        kinds = ("latent",) if model.latent else ("k", "v")
+        count = 1 if model.latent else count
+        of_kind, rest = divmod(len(buffers.addresses), len(kinds))
+        if rest or not of_kind:
+            raise ConfigError(f"{name}: {len(buffers.addresses)} buffers are not {' and '.join(kinds)} of each layer")
+        replicas.setdefault(name, heads.replica(count))
+        number = DTYPE_BYTES[model.dtype]
+        return [
+            Plane(
+                layer=layers[at % of_kind], kind=kinds[at // of_kind], dtype=model.dtype,
+                head_start=heads.first(count) * size, head_count=count * size, base=address - place(address)[0],
+                page_stride=row, row_stride=row, row_bytes=row,
+            )
+            for at, (address, item) in enumerate(zip(buffers.addresses, buffers.item_bytes, strict=True))
+            for row in [_whole(name, item, page_size)]
+            for size in [1 if model.latent or model.dtype == OPAQUE else row // count // number]
+        ]  # fmt: skip
+
+    drafts = int(getattr(args, "num_draft_entries", 0) or 0)
+    own = len(kv.addresses) - drafts
+    first_layer = int(getattr(args, "prefill_start_layer", 0) or 0)
+    layers = list(getattr(args, "kv_layer_ids", None) or range(first_layer, first_layer + own))
+    planes = of_heads(KV, kv.part(0, own), layers, model.heads, model.head_count)
+    if drafts:
+        draft_layers = range(DRAFT_LAYER, DRAFT_LAYER + drafts)
+        planes += of_heads(KV, kv.part(own, own + drafts), draft_layers, model.heads, model.head_count)
+    add(KV, "tokens", planes, _slots(KV, kv, page_size), kv)
+
+    for index, (kind, buffers) in enumerate(zip(_kinds(args), states, strict=True)):
+        named = args.state_layer_ids[index] if index < len(args.state_layer_ids) else None
+        rows = _ROWS[kind]
+        numbers = list(named or range(len(buffers.addresses)))
+        if rows == "tokens":
+            planes = of_heads(kind, buffers, numbers, model.window_heads, model.window_head_count)
+            add(kind, rows, planes, _slots(kind, buffers, page_size), buffers)
+            continue
+        ranks = model.heads.ranks
+        replicated = kind in _REPLICATED
+        replicas[kind] = (ranks.tp_rank, ranks.tp_size) if replicated else (0, 1)
+        planes = _items(buffers, numbers, 0 if replicated else ranks.tp_rank, place)
+        add(kind, rows, planes, _slots(kind, buffers, 1), buffers)
+    return KVPools(tuple(parts), replicas)
+
+
+def _check(args: Any, states: Sequence[Buffers]) -> None:
+    if (aux_bytes := sum(args.aux_item_lens)) > AUX_BYTES_MAX:
+        raise ConfigError(f"metadata of a request: {aux_bytes} bytes, of {AUX_BYTES_MAX} that can cross")
+    if getattr(args, "mla_compression_ratios", None):
+        raise ConfigError("KV cache: compressed by layers (DeepSeek V4), which cannot cross yet")
+    if 1 + len(states) > COMPONENTS_MAX:
+        raise ConfigError(f"KV cache: {len(states)} states, of {COMPONENTS_MAX - 1} that can cross")
+    kinds = _kinds(args)
+    for kind in kinds:
+        if kind not in _ROWS or kinds.count(kind) > 1:
+            raise ConfigError(f"state {kind}: cannot cross yet, one each of {', '.join(sorted(_ROWS))} can")
+        if kind == "swa" and getattr(args, "swa_kv_cache_layout", None) != "nhd":
+            raise ConfigError(f"state swa: its layout is {args.swa_kv_cache_layout}, nhd can cross")
+
+
+def _kinds(args: Any) -> list[str]:
+    return [str(getattr(kind, "value", kind)) for kind in args.state_types]
+
+
+def _items(buffers: Buffers, layers: Sequence[int], head: int, place: Place) -> list[Plane]:
+    """One plane a buffer, of whole items that only SGLang understands; several of one layer are of several kinds."""
+    made: list[Plane] = []
+    seen: Counter[int] = Counter()
+    for address, item, layer in zip(buffers.addresses, buffers.item_bytes, layers, strict=True):
+        made.append(
+            Plane(
+                layer=layer,
+                kind=f"item{seen[layer] or ''}",
+                dtype="uint8",
+                head_start=head,
+                head_count=1,
+                base=address - place(address)[0],
+                page_stride=item,
+                row_stride=item,
+                row_bytes=item,
+            )
+        )
+        seen[layer] += 1
+    return made
+
+
+def _whole(name: str, item: int, page_size: int) -> int:
+    row, rest = divmod(item, page_size)
+    if rest or not row:
+        raise ConfigError(f"{name}: an item of {item} bytes is no page of {page_size} rows")
+    return row
+
+
+def _slots(name: str, buffers: Buffers, page_size: int) -> int:
+    counts = {
+        count // item * page_size for count, item in zip(buffers.byte_counts, buffers.item_bytes, strict=True) if item
+    }
+    if len(counts) != 1:
+        raise ConfigError(f"{name}: its buffers hold {sorted(counts)} rows, not all the same number")
+    return counts.pop()

@@ -1,0 +1,197 @@
+"""Prefill's requests: each waits for decode to ask for it, pushes its pages as they are computed, and is reported once
+nothing reads them any more.
+
+SGLang's scheduler calls it from one thread. It never waits, except where pages are about to be reused.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...client import (
+    Event,
+    KVPoll,
+    LocalProtocolError,
+    PrefillClient,
+    RoomAsked,
+    RoomDrained,
+    RoomFailed,
+    RoomLanded,
+    RoomLeased,
+)
+from .changes import Change
+from .labels import Meetings
+from .pools import KV, PAGE_SIZE_MAX, CachePart, KVPools
+
+log = logging.getLogger(__name__)
+
+QUIESCE_S = 30.0  # that the scheduler waits for reads in flight of pages that it is about to reuse
+
+Indices = NDArray[np.integer]
+
+
+@dataclass(slots=True)
+class Sent:
+    """What is known of a request's hand-off, until the request is given up or reported."""
+
+    began: float
+    room: int | None = None
+    tokens: int = 0  # that decode expects: whole pages of its own
+    prefix: int = 0  # of these, that decode has
+    leased_s: float | None = None  # after which decode had its memory
+    pushed: bool = False
+    kv_bytes: int = 0  # that crossed
+    end: Change | None = None
+
+
+class SendingSide:
+    """The requests of one rank, by their bootstrap_room.
+
+    A request that begins is BOOTSTRAPPING; it is WAITING_FOR_INPUT once decode has memory for it, and ends as SUCCESS
+    or FAILED when its pages may be reused.
+    """
+
+    def __init__(
+        self,
+        client: PrefillClient,
+        pools: KVPools,
+        *,
+        time_left_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client, self._parts = client, pools.parts
+        self._page_size = pools.parts[0].page_size
+        self._time_left_s, self._clock = time_left_s, clock
+        self._meetings = Meetings(self._open)
+        self._sent: dict[int, Sent] = {}  # by bootstrap_room
+        self._rooms: dict[int, int] = {}  # bootstrap_room by room
+        self._changes: list[Change] = []
+
+    def begin(self, bootstrap_room: int) -> Sent:
+        """A request that will be handed over; an earlier one of the same number is given up."""
+        self.give_up(bootstrap_room)
+        sent = self._sent[bootstrap_room] = Sent(self._clock())
+        self._meetings.wait(bootstrap_room)
+        return sent
+
+    def prefix(self, bootstrap_room: int) -> int:
+        """The first tokens that decode has: whole pages of this side."""
+        sent = self._sent.get(bootstrap_room)
+        return 0 if sent is None else sent.prefix // self._page_size * self._page_size
+
+    def push(
+        self,
+        bootstrap_room: int,
+        pages: Indices,
+        *,
+        first_page: int,
+        aux: bytes | None = None,
+        states: Sequence[Indices | None] | None = None,
+        after: Event | None = None,
+    ) -> None:
+        """Pages of the KV cache are computed, `first_page` is the place of the first behind the prefix.
+
+        With `aux` they are the last ones: then `states` has the indices of each state. A request that has ended is left
+        alone.
+        """
+        sent = self._sent.get(bootstrap_room)
+        if sent is None or sent.room is None or sent.end is not None:
+            return
+        sent.pushed, last = True, aux is not None
+        first = self.prefix(bootstrap_room) + first_page * self._page_size
+        self._push(sent, self._parts[0], first, self._parts[0].slots(pages), after, last=last)
+        if aux is None:
+            return
+        end = first + len(pages) * self._page_size
+        for part, indices in zip(self._parts[1:], states or [None] * len(self._parts), strict=False):
+            if indices is not None:
+                slots = part.slots(indices)
+                rows = end if part.rows == "tokens" else part.component.rows(sent.tokens)
+                self._push(sent, part, rows - len(slots), slots, after, last=True)
+        self._client.finish(sent.room, aux=aux)
+
+    def give_up(self, bootstrap_room: int) -> None:
+        """The request has ended, and SGLang reuses its pages now: returns when nothing reads them any more."""
+        sent = self._sent.pop(bootstrap_room, None)
+        if sent is None:
+            return
+        self._meetings.met(bootstrap_room)
+        if sent.room is None or self._rooms.pop(sent.room, None) is None:
+            return
+        if not sent.pushed:
+            self._client.abort(sent.room)
+        elif not self._client.quiesce(sent.room, QUIESCE_S):
+            # What is read from now on is of a room that has failed: nobody uses it.
+            log.error("room %d: its pages are still read after %s s, and are reused", bootstrap_room, QUIESCE_S)
+
+    def turn(self) -> list[Change]:
+        """What has changed since the last call."""
+        for event in self._client.poll():
+            self._on_event(event)
+        made, self._changes = self._changes, []
+        return made
+
+    def close(self) -> None:
+        """Ends the client: requests under way fail."""
+        self._client.close()
+
+    def _open(self, bootstrap_room: int, room: int) -> None:
+        sent = self._sent[bootstrap_room]
+        if sent.room is not None and self._rooms.pop(sent.room, None) is not None:
+            self._client.abort(sent.room)
+        sent.room = room
+        try:
+            self._client.open(room, tokens=None, grants=None, time_left_s=self._time_left_s)
+        except LocalProtocolError as error:
+            self._changes.append(Change(bootstrap_room, KVPoll.FAILED, str(error)))
+        else:
+            self._rooms[room] = bootstrap_room
+
+    def _push(
+        self, sent: Sent, part: CachePart, first: int, slots: NDArray[np.int64], after: Event | None, *, last: bool
+    ) -> None:
+        """Offers the rows from `first` on. The two sides' pages may end at other tokens: rows that only decode's pages
+        have are filled with a copy of the row beside them, and nobody reads them."""
+        rows = part.component.rows(sent.tokens)
+        slots = slots[max(0, -first) : max(0, rows - first)]
+        first = max(0, first)
+        if not len(slots):
+            return
+        if last and part.rows == "tokens" and 0 < rows - first - len(slots) < PAGE_SIZE_MAX:
+            slots = np.append(slots, np.repeat(slots[-1:], rows - first - len(slots)))
+        if part.name != KV and part.rows == "tokens" and first > 0:
+            lead = min(first, PAGE_SIZE_MAX - 1)
+            slots, first = np.append(np.repeat(slots[:1], lead), slots), first - lead
+        unused = np.zeros(first, np.int64)
+        assert sent.room is not None
+        self._client.push(
+            sent.room, np.append(unused, slots), rows=(first, first + len(slots)), component=part.name, after=after
+        )
+
+    def _on_event(self, event: object) -> None:
+        match event:
+            case RoomAsked(room):
+                self._meetings.ask(room)
+            case RoomLeased(room, tokens, prefix) if (number := self._rooms.get(room)) is not None:
+                sent = self._sent[number]
+                sent.tokens, sent.prefix, sent.leased_s = tokens, prefix, self._clock() - sent.began
+                self._meetings.met(number)
+                self._changes.append(Change(number, KVPoll.WAITING_FOR_INPUT))
+            case RoomLanded(room, kv_bytes) if (number := self._rooms.get(room)) is not None:
+                sent = self._sent[number]
+                sent.kv_bytes, sent.end = kv_bytes, Change(number, KVPoll.SUCCESS)
+            case RoomFailed(room, cause, detail) if (number := self._rooms.get(room)) is not None:
+                self._sent[number].end = Change(number, KVPoll.FAILED, f"{cause.value}: {detail}")
+            case RoomDrained(room) if (number := self._rooms.pop(room, None)) is not None:
+                self._meetings.met(number)
+                end = self._sent[number].end
+                assert end is not None
+                self._changes.append(end)
+            case _:
+                pass

@@ -1,0 +1,313 @@
+"""Two SGLang servers with pdtransfer between them: same tokens as one server, and no page lost, whatever ends.
+
+Every server checks all its pools whenever it has nothing to do, and ends where something leaks: see `settles`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from pdtransfer.config.config import RouterConfig
+from pdtransfer.limits import Limits
+from pdtransfer.router.servers.server_router import ServerRouter
+from tests.support.sglang_engine import ANSWER_S, ENVIRONMENT, PYTHON, RefusedError, SglangPair, SglangServer, free_port
+from tests.support.vllm_engine import Checkpoints, prompts
+from tests.support.waiting import run_on_loop, until
+
+pytestmark = pytest.mark.timeout(2_000)  # servers start slowly on a busy host
+
+TOKENS = 24
+LENGTHS = 5, 15, 16, 17, 255, 256, 300, 700
+TIME_LEFT_S = 30.0  # after which either side gives a hand-off up
+PREFILL = {"disaggregation_mode": "prefill"}
+# The default backup of what is retracted is pinned by CUDA.
+DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_retraction_backup": "cpu_tensor"}
+CACHES = {"disable_radix_cache": False}
+
+Family = tuple[SglangPair, SglangServer]  # and one server that does both
+
+
+@contextmanager
+def servers(model: Path, folder: Path, **options: dict[str, Any]) -> Iterator[list[SglangServer]]:
+    """Servers of one model, by the names of their logs, started together."""
+    with ExitStack() as stack:
+        settings = {"verify": True, "time_left_s": TIME_LEFT_S}
+        made = [
+            stack.enter_context(SglangServer(model, folder / f"{name}.log", **{"settings": settings} | each))
+            for name, each in options.items()
+        ]
+        for each in made:
+            each.ready()
+        yield made
+
+
+@contextmanager
+def family(model: Path, folder: Path, **options: Any) -> Iterator[Family]:
+    made = servers(model, folder, prefill=options | PREFILL, decode=options | DECODE, single=options)
+    with made as (prefill, decode, single):
+        yield SglangPair(prefill, decode), single
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("qwen3", "bfloat16"), ("gemma3", "float32")])
+def test_other_models_continue_as_well(name: str, dtype: str, sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """They come first, before servers run that the other tests share.
+
+    Two bytes a number; and windows, which have a pool and pages of their own. MLA is missing: without its kernels
+    SGLang computes none on a CPU (its attention with torch multiplies tensors that do not fit)."""
+    with family(sglang_checkpoints.path(name), tmp_path, dtype=dtype) as (pair, single):
+        asked = prompts(*LENGTHS, seed=4)
+        assert pair.generate(asked, tokens=TOKENS) == single.generate(asked, tokens=TOKENS)
+        pair.settles()
+
+
+@pytest.fixture(scope="module")
+def llama(sglang_checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    """Prefill and decode keep what they have computed or received."""
+    model, caches = sglang_checkpoints.path("llama"), CACHES | {"disaggregation_decode_enable_radix_cache": True}
+    folder = tmp_path_factory.mktemp("llama")
+    with servers(model, folder, prefill=PREFILL | CACHES, decode=DECODE | caches, single={}) as (one, two, single):
+        yield SglangPair(one, two), single
+
+
+def test_one_server_generates_what_transformers_generate(llama: Family, sglang_checkpoints: Checkpoints) -> None:
+    """Which the other tests rely on."""
+    _, single = llama
+    asked = prompts(5, 100, 300)
+    assert single.generate(asked, tokens=TOKENS) == sglang_checkpoints.generate("llama", asked, tokens=TOKENS)
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 0.5, -0.5], ids=["at once", "prefill first", "decode first"])
+def test_decode_continues_what_prefill_computed(llama: Family, apart_s: float) -> None:
+    pair, single = llama
+    asked = prompts(*LENGTHS, seed=int(apart_s * 2) + 5)
+    assert pair.generate(asked, tokens=TOKENS, apart_s=apart_s) == single.generate(asked, tokens=TOKENS)
+    pair.settles()
+
+
+def test_servers_with_other_pages_and_ranks_hand_over_in_both_directions(
+    sglang_checkpoints: Checkpoints, tmp_path: Path, llama: Family
+) -> None:
+    """Pages of one token and of sixteen; one rank and two, which share the heads."""
+    pair, single = llama
+    asked = prompts(5, 17, 300, 700, seed=6)
+    expected = single.generate(asked, tokens=TOKENS)
+    model = sglang_checkpoints.path("llama")
+    for options in ({"page_size": 1}, {"tp_size": 2}):
+        with servers(model, tmp_path, prefill=PREFILL | options, decode=DECODE | options) as (prefill, decode):
+            for other in (SglangPair(prefill, pair.decode), SglangPair(pair.prefill, decode)):
+                assert other.generate(asked, tokens=TOKENS) == expected, options
+                other.settles()
+
+
+def test_what_decode_has_kept_does_not_cross_again(llama: Family) -> None:
+    pair, single = llama
+    shared, one, two = prompts(512, 60, 100, seed=7)
+    asked = [shared + one, shared + two]
+    expected = single.generate(asked, tokens=TOKENS)
+    hits = []
+    for prompt, tokens in zip(asked, expected, strict=True):
+        room = pair.room()
+        sent = pair.prefill.add(prompt, tokens=TOKENS, **room)
+        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        made = pair.decode.ask("/generate", {"input_ids": prompt, "sampling_params": sampling} | room)
+        assert (made["output_ids"], sent.result()[0]) == (tokens, tokens[0])
+        hits.append(made["meta_info"]["cached_tokens"])
+    assert hits[0] < 16 <= 512 <= hits[1] < 512 + 100
+    pair.settles()
+
+
+# Requests that end early
+
+
+@pytest.mark.parametrize("gives_up", ["decode", "prefill", "both"])
+@pytest.mark.parametrize("after_s", [0.0, 0.3])
+def test_a_request_that_is_given_up_leaves_nothing(llama: Family, gives_up: str, after_s: float) -> None:
+    """Before the other side has it, and while prefill computes."""
+    pair, single = llama
+    [prompt, other], room = prompts(700, 200, seed=8), pair.room()
+    sides = {"prefill": pair.prefill, "decode": pair.decode}
+    asked = {name: side.add(prompt, tokens=100, rid=f"{name}-{room['bootstrap_room']}", **room)
+             for name, side in sides.items() if after_s or name == gives_up or gives_up == "both"}  # fmt: skip
+    time.sleep(after_s)
+    for name in asked if gives_up == "both" else [gives_up]:
+        while not asked[name].done():  # an abort may overtake its request
+            sides[name].abort(f"{name}-{room['bootstrap_room']}")
+            time.sleep(0.1)
+    for each in asked.values():
+        assert each.exception(2 * TIME_LEFT_S) is None or isinstance(each.exception(), RefusedError)
+    assert pair.generate([other], tokens=TOKENS) == single.generate([other], tokens=TOKENS)
+    pair.settles()
+
+
+def test_a_side_whose_peer_is_never_asked_does_not_wait_for_ever(llama: Family) -> None:
+    """Decode waits as long as a hand-off may take; prefill for SGLang's own limit, or until it is given up."""
+    pair, _ = llama
+    [prompt] = prompts(300, seed=9)
+    sent = pair.prefill.add(prompt, tokens=4, rid="never asked", **pair.room())
+    with pytest.raises(RefusedError, match="deadline"):
+        pair.decode.add(prompt, tokens=4, **pair.room()).result(4 * TIME_LEFT_S)
+    assert not sent.done()
+    pair.prefill.abort("never asked")
+    sent.exception(2 * TIME_LEFT_S)
+    pair.settles()
+
+
+def test_many_requests_at_once_leave_nothing_behind(llama: Family) -> None:
+    """200 of them, some given up on either side at any time."""
+    pair, single = llama
+    draw = random.Random(16)
+    asked = prompts(*(draw.randrange(5, 300) for _ in range(200)), seed=16)
+    kept: list[tuple[list[int], Any]] = []
+    given_up: list[Any] = []
+    for at, prompt in enumerate(asked):
+        room, fate = pair.room(), draw.choice(["", "", "", "decode", "prefill"])
+        names = f"p{at}", f"d{at}"
+        sent = pair.prefill.add(prompt, tokens=8, rid=names[0], **room)
+        received = pair.decode.add(prompt, tokens=8, rid=names[1], **room)
+        if not fate:
+            kept.append((prompt, received))
+            continue
+        given_up += [sent, received]
+        time.sleep(draw.choice([0.0, 0.02, 0.2]))
+        (pair.decode if fate == "decode" else pair.prefill).abort(names[fate == "decode"])
+    found = [received.result(4 * ANSWER_S) for _, received in kept]
+    for each in given_up:
+        each.exception(2 * TIME_LEFT_S)
+    pair.settles()
+    few = draw.sample(range(len(kept)), 24)
+    assert [found[at] for at in few] == single.generate([kept[at][0] for at in few], tokens=8)
+
+
+# Routers
+
+
+def test_behind_our_router(llama: Family) -> None:
+    pair, single = llama
+    [prompt, other] = prompts(300, 200, seed=10)
+    [expected, of_other] = single.generate([prompt, other], tokens=TOKENS)
+    body = {"model": "m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+
+    async def case() -> None:
+        config = RouterConfig(
+            engine="sglang", listen="127.0.0.1:0", prefill=(pair.prefill.url,), decode=(pair.decode.url,),
+            limits=Limits(ping_ms=1_000, silence_ms=20_000),
+        )  # fmt: skip
+        router = ServerRouter(config)
+        url = "http://" + await router.open()
+        async with aiohttp.ClientSession() as http:
+            try:
+                await until(lambda: router.pool.usable)
+
+                async def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+                    async with http.post(url + path, json=body) as response:
+                        return response.status, await response.json()
+
+                status, answer = await post("/v1/completions", body | {"bootstrap_room": 1, "bootstrap_port": 1})
+                assert (status, words(answer["choices"][0]["text"])) == (200, expected)
+                messages = [{"role": "user", "content": "w7 w8"}]
+                sampling = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+                status, answer = await post("/generate", {"input_ids": [prompt, other], "sampling_params": sampling})
+                assert (status, [each["output_ids"] for each in answer]) == (200, [expected, of_other])
+                status, answer = await post("/v1/completions", body | {"n": 2, "messages": messages})
+                assert (status, answer["error"]["param"]) == (400, "n")
+                async with http.post(url + "/v1/completions", json=body | {"stream": True}) as response:
+                    assert words(text_of(await response.text())) == expected
+                # A client that leaves within a stream.
+                left = body | {"stream": True, "max_tokens": 600}
+                async with http.post(url + "/v1/completions", json=left) as response:
+                    await response.content.readuntil(b"\n\n")
+                    response.close()
+            finally:
+                await router.close()
+
+    run_on_loop(case)
+    pair.settles()
+
+
+def words(text: str) -> list[int]:
+    """The tokens of a text of a tiny checkpoint."""
+    return [int(word[1:]) for word in text.split()]
+
+
+def text_of(stream: str) -> str:
+    """The text of a stream, which must be whole."""
+    *events, done, rest = stream.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return "".join(json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events)
+
+
+def test_behind_sglangs_own_router(llama: Family, tmp_path: Path) -> None:
+    pair, single = llama
+    [prompt] = prompts(300, seed=11)
+    port = free_port()
+    command = [
+        PYTHON, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port),
+        "--prefill", pair.prefill.url, str(pair.prefill.bootstrap_port), "--decode", pair.decode.url,
+        "--prometheus-port", str(free_port()),
+    ]  # fmt: skip
+    with (tmp_path / "router.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, env=os.environ | ENVIRONMENT, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+        )
+    try:
+        sampling = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling}
+
+        async def case() -> None:
+            async with aiohttp.ClientSession() as http:
+
+                async def answers() -> dict[str, Any] | None:
+                    try:
+                        async with http.post(f"http://127.0.0.1:{port}/generate", json=body) as response:
+                            return await response.json() if response.status == 200 else None
+                    except aiohttp.ClientError:
+                        return None
+
+                made = await until(answers, seconds=ANSWER_S)
+                assert made["output_ids"] == single.generate([prompt], tokens=TOKENS)[0]
+
+        run_on_loop(case)
+    finally:
+        process.terminate()
+        process.wait()
+    pair.settles()
+
+
+# Servers that end
+
+
+def test_dead_servers_cost_their_requests_and_may_be_started_again(
+    sglang_checkpoints: Checkpoints, tmp_path: Path, llama: Family
+) -> None:
+    """Each is killed with requests half-way, and another process takes its address."""
+    good, single = llama
+    asked = prompts(700, 640, 300, 600, seed=17)
+    expected = single.generate(asked, tokens=TOKENS)
+    model = sglang_checkpoints.path("llama")
+    with servers(model, tmp_path, prefill=PREFILL, decode=DECODE) as (prefill, decode):
+        for pair, killed in ((SglangPair(prefill, good.decode), prefill), (SglangPair(good.prefill, decode), decode)):
+            assert pair.generate(asked[:1], tokens=TOKENS) == expected[:1]
+            sent, received = pair.begin(asked, tokens=TOKENS)
+            time.sleep(0.2)
+            killed.kill()
+            left = received if killed is prefill else sent
+            for each, tokens in zip(left, expected, strict=True):
+                error = each.exception(2 * TIME_LEFT_S)
+                assert isinstance(error, RefusedError) or each.result()[:1] == tokens[:1]
+            (good.decode if killed is prefill else good.prefill).settles()
+        again = {"prefill": PREFILL | {"like": prefill}, "decode": DECODE | {"like": decode}}
+        with servers(model, tmp_path, **again) as (prefill, decode):
+            for pair in (SglangPair(prefill, good.decode), SglangPair(good.prefill, decode)):
+                assert pair.generate(asked, tokens=TOKENS) == expected
+                pair.settles()

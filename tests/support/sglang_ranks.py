@@ -1,0 +1,206 @@
+"""Ranks of two SGLang engines without SGLang: its KV pools as numpy arrays, described as its KVArgs describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from pdtransfer.adapters.cache_memory import CacheMemory
+from pdtransfer.adapters.heads import Heads
+from pdtransfer.adapters.sglang.changes import Change
+from pdtransfer.adapters.sglang.decode import ReceivingSide
+from pdtransfer.adapters.sglang.labels import Uses
+from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, KVPools, extent_of, kv_buffers, pools, state_buffers
+from pdtransfer.adapters.sglang.prefill import SendingSide, Sent
+from pdtransfer.client import ArenaMemory, DecodeClient, KVPoll, NodeSettings, PrefillClient, WriterOptions
+from pdtransfer.wire import Ranks
+from tests.support.client_pair import LIMITS
+from tests.support.waiting import wait_for
+
+LAYERS, HEADS, WIDTH, SLOTS, REQUESTS, ITEM = 3, 4, 8, 128, 6, 24
+AUX = bytes(range(64)) * 2
+STATES = ("swa", "dsa", "mamba")
+
+
+class Pool:
+    """A rank's KV pools in `raw`, uint8: K and V of each layer, those of sliding windows, items of pages and of
+    requests."""
+
+    def __init__(self, raw: np.ndarray | None, page_size: int, heads: int, states: Sequence[str], latent: bool) -> None:
+        kinds = 1 if latent else 2
+        shapes = {"kv": ((kinds, LAYERS, SLOTS, 1 if latent else heads, WIDTH), np.float32)}
+        shapes["swa"] = shapes["kv"]
+        shapes["dsa"] = ((LAYERS, SLOTS // page_size, ITEM * page_size), np.uint8)
+        shapes["mamba"] = ((LAYERS, REQUESTS, ITEM), np.uint8)
+        wanted = {name: shapes[name] for name in ("kv", *states)}
+        sizes = {name: int(np.prod(shape)) * np.dtype(dtype).itemsize for name, (shape, dtype) in wanted.items()}
+        raw = np.zeros(sum(sizes.values()), np.uint8) if raw is None else raw[: sum(sizes.values())]
+        self.raw, self.page_size, self.states, self.arrays = raw, page_size, list(states), {}
+        at = 0
+        for name, (shape, dtype) in wanted.items():
+            self.arrays[name] = raw[at : at + sizes[name]].view(dtype).reshape(shape)
+            at += sizes[name]
+
+    @property
+    def kv(self) -> np.ndarray:
+        """(kinds, layers, slots, heads, width)."""
+        return self.arrays["kv"]
+
+    def _buffers(self, name: str) -> Buffers:
+        array = self.arrays[name]
+        array = array.reshape(-1, *array.shape[2:]) if name in ("kv", "swa") else array
+        item = array[0, 0].nbytes * (self.page_size if name in ("kv", "swa") else 1)
+        return Buffers([each.ctypes.data for each in array], [each.nbytes for each in array], [item] * len(array))
+
+    @property
+    def args(self) -> Any:
+        """SGLang's KVArgs of this pool."""
+        kv, states = self._buffers("kv"), [self._buffers(name) for name in self.states]
+        return SimpleNamespace(
+            page_size=self.page_size, kv_data_ptrs=kv.addresses, kv_data_lens=kv.byte_counts,
+            kv_item_lens=kv.item_bytes, kv_layer_ids=[], prefill_start_layer=0, num_draft_entries=0,
+            aux_item_lens=[64, 64], state_types=self.states, state_data_ptrs=[each.addresses for each in states],
+            state_data_lens=[each.byte_counts for each in states], state_item_lens=[each.item_bytes for each in states],
+            state_layer_ids=[[] for _ in states], swa_kv_cache_layout="nhd", mla_compression_ratios=None,
+        )  # fmt: skip
+
+
+def model_of(ranks: Ranks, latent: bool = False, total: int = HEADS) -> HeadCounts:
+    """A model of so many KV heads, or of one latent."""
+    heads, count = Heads(1 if latent else total, ranks), max(1, total // ranks.tp_size)
+    return HeadCounts(latent, heads, count, heads, count)
+
+
+@dataclass
+class Rank:
+    """One rank of either engine, and what its side has reported."""
+
+    pool: Pool
+    host: Pool | None
+    side: Any
+    client: Any
+    states: dict[int, list[Change]] = field(default_factory=dict)
+    aux: dict[int, bytes] = field(default_factory=dict)
+
+    def turn(self) -> None:
+        for change in self.side.turn():
+            self.states.setdefault(change.bootstrap_room, []).append(change)
+
+    def state(self, room: int) -> KVPoll:
+        """The latest state."""
+        self.turn()
+        return self.states[room][-1].state if room in self.states else KVPoll.BOOTSTRAPPING
+
+
+@dataclass
+class World:
+    """Both engines."""
+
+    prefill: list[Rank]
+    decode: list[Rank]
+
+    @property
+    def sources(self) -> list[str]:
+        return [rank.client.endpoint for rank in self.prefill]
+
+    def expect(self, room: int, pages: Any, **more: Any) -> None:
+        """Every decode rank asks, as its scheduler does with `send_metadata`."""
+        given = {"prefix": 0, "states": [None] * len(self.decode[0].pool.states), "aux_index": 3} | more
+        for rank in self.decode:
+            rank.side.expect(room, np.array(pages, np.int32), sources=self.sources, **given)
+
+    def begin(self, room: int) -> Sent:
+        """Every prefill rank has a sender."""
+        first, *_ = [rank.side.begin(room) for rank in self.prefill]
+        return first
+
+    def push(self, room: int, pages: Any, **more: Any) -> None:
+        for rank in self.prefill:
+            rank.side.push(room, np.array(pages, np.int32), **{"first_page": 0} | more)
+
+    def until(self, room: int, state: KVPoll, ranks: list[Rank] | None = None) -> None:
+        ranks = self.prefill + self.decode if ranks is None else ranks
+        wait_for(lambda: all(rank.state(room) is state for rank in ranks))
+
+    def hand_over(self, room: int, *, source: Any, target: Any, aux: bytes = AUX, **more: Any) -> None:
+        """A whole request, from decode's ask to both ends."""
+        self.expect(room, target, **more.pop("decode", {}))
+        self.begin(room)
+        self.until(room, KVPoll.WAITING_FOR_INPUT, self.prefill)
+        self.push(room, source, aux=aux, **more)
+        self.until(room, KVPoll.SUCCESS)
+
+
+def rows(ranks: list[Rank], slots: Any, name: str = "kv", host: bool = False) -> np.ndarray:
+    """(kinds, layers, len(slots), heads, width) over all ranks."""
+    return np.concatenate([(rank.host if host else rank.pool).arrays[name][:, :, slots] for rank in ranks], axis=3)
+
+
+def slots_of(pages: Any, page_size: int) -> np.ndarray:
+    """The slots of pages, one a token."""
+    return (np.array(pages)[:, None] * page_size + np.arange(page_size)).reshape(-1)
+
+
+@contextmanager
+def world(
+    *, prefill_tp: int = 1, decode_tp: int = 1, prefill_page: int = 4, decode_page: int = 4,
+    states: Sequence[str] = (), latent: bool = False, host: bool = False, copied_up: bool = False, seed: int = 1,
+) -> Iterator[World]:  # fmt: skip
+    """Engines of so many tensor parallel ranks; with `host`, decode has a host pool beside its pool."""
+    random = np.random.default_rng(seed)
+    options: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
+    latent_data = None
+    made = World([], [])
+    with ExitStack() as stack:
+        for at in range(prefill_tp):
+            ranks = Ranks(at, prefill_tp)
+            pool = Pool(None, prefill_page, HEADS // prefill_tp, states, latent)
+            pool.raw[:] = random.integers(0, 250, len(pool.raw), np.uint8)
+            if latent:  # every rank has the same
+                latent_data = pool.raw.copy() if latent_data is None else latent_data
+                pool.raw[:] = latent_data
+            base = pool.raw.ctypes.data
+            described = described_of(pool, ranks, latent, lambda _, base=base: (base, "dram"))
+            client = stack.enter_context(PrefillClient(
+                NodeSettings(node=f"p{at}", ranks=ranks, **options), described.components,
+                writer=WriterOptions(pool_address=base), replicas=described.replicas,
+            ))  # fmt: skip
+            made.prefill.append(Rank(pool, None, SendingSide(client, described, time_left_s=600.0), client))
+        for at in range(decode_tp):
+            ranks = Ranks(at, decode_tp)
+            shape = decode_page, HEADS // decode_tp, states, latent
+            if host or copied_up:
+                pool = Pool(None, *shape)
+                memory = CacheMemory([len(pool.raw)])
+                extent = extent_of([kv_buffers(pool.args), *state_buffers(pool.args)], None)
+                host_pool = Pool(memory.beside(extent, len(pool.raw)).numpy(), *shape) if host else None
+                target = memory.target(extent)
+                arena, place = target.arena, target.place
+            else:
+                arena = ArenaMemory.create(1 << 20)
+                pool, host_pool = Pool(np.frombuffer(arena.mapping.view, np.uint8), *shape), None
+                start = arena.mapping.address
+                place = lambda _, start=start: (start, "dram")  # noqa: E731
+            described = described_of(pool, ranks, latent, place)
+            components = described.components
+            if host_pool is not None:
+                components += described_of(host_pool, ranks, latent, place).components
+            client = stack.enter_context(DecodeClient(
+                NodeSettings(node=f"d{at}", ranks=ranks, **options), components, arena, engine_slots=True,
+                prefix_cache=False, enable_hisparse=host, verify=True,
+            ))  # fmt: skip
+            aux: dict[int, bytes] = {}
+            side = ReceivingSide(client, described, Uses(99), put_aux=aux.__setitem__, aux_bytes=128, time_left_s=600.0)
+            made.decode.append(Rank(pool, host_pool, side, client, aux=aux))
+        yield made
+
+
+def described_of(pool: Pool, ranks: Ranks, latent: bool, place: Callable[[int], Any]) -> KVPools:
+    """The components of a pool."""
+    args = pool.args
+    return pools(args, model_of(ranks, latent), place, kv=kv_buffers(args), states=state_buffers(args))

@@ -1,0 +1,40 @@
+"""HTTP servers that behave like SGLang's with disaggregation and compute nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from aiohttp import web
+
+from tests.support.vllm_servers import FakeVllm, Seen
+
+
+@dataclass
+class FakeSglang(FakeVllm):
+    """One server. `port` is of its bootstrap server; `told` counts who asked for it, and `key` is whom it tells."""
+
+    speaks: ClassVar[str] = "sglang"
+
+    port: int = 8998
+    told: int = 0
+    key: str = ""
+
+    def routes(self, app: web.Application) -> None:
+        app.add_routes([web.get("/server_info", self._info)])
+
+    async def _info(self, request: web.Request) -> web.Response:
+        self.told += 1
+        if self.key and request.headers.get("Authorization") != self.key:
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        mode = self.role if self.connector else "null"
+        return web.json_response(
+            {"disaggregation_mode": mode, "disaggregation_bootstrap_port": self.port, "version": "0.5.23"}
+        )
+
+    async def hand_over(self, seen: Seen) -> None:
+        landing = self.landings.of("", str(seen.body["bootstrap_room"]))
+        if self.role == "prefill":
+            landing.set()
+        else:
+            await landing.wait()

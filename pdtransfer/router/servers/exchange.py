@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -20,8 +21,9 @@ from msgspec import Meta, Struct
 from ...errors import Cause, WorldError
 from ...limits import HTTP_BODY_BYTES_MAX, Limits
 from ..router_effects import STATUSES
+from .dialects import Dialect, ServerIdentity
 from .server_pool import Server, ServerPair
-from .server_request import ServerIdentity, ServerRequest, identity_of
+from .server_request import ServerRequest
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +117,8 @@ class Upstream:
     `unreachable` is called with a server that accepts no connection, and the reason.
     """
 
-    def __init__(self, limits: Limits, unreachable: Callable[[Server, str], None]) -> None:
-        self._limits, self._unreachable = limits, unreachable
+    def __init__(self, dialect: Dialect, limits: Limits, unreachable: Callable[[Server, str], None]) -> None:
+        self._dialect, self._limits, self._unreachable = dialect, limits, unreachable
         self._stopped = False
         self._waits: dict[Server, set[asyncio.Timeout]] = {}
         self._prefills: set[asyncio.Task[ServerIdentity | None]] = set()
@@ -143,7 +145,7 @@ class Upstream:
             ):
                 return "" if response.status == 200 else f"/health answers {response.status}"
         except (aiohttp.ClientError, OSError) as error:
-            return str(error) or f"/health has not answered within {self._limits.silence_ms} ms"
+            return _reason(error) or f"/health has not answered within {self._limits.silence_ms} ms"
 
     def lose(self, server: Server) -> None:
         """Ends all waits for a server that has been down for too long."""
@@ -171,7 +173,7 @@ class Upstream:
                 finally:
                     waits.discard(wait)
         except (aiohttp.ClientError, ConnectionError) as error:
-            text = str(error) or type(error).__name__
+            text = _reason(error) or type(error).__name__
             if isinstance(error, aiohttp.ClientConnectorError):
                 self._unreachable(server, text)
             raise AttemptFailedError(f"{server.url}: {text}", Cause.PEER_LOST, (server,)) from None
@@ -181,11 +183,11 @@ class Upstream:
             why, cause = server.why or "no answer in time", Cause.PEER_LOST if server.why else Cause.DEADLINE
             raise AttemptFailedError(f"{server.url}: {why}", cause, (server,)) from None
 
-    async def get(self, server: Server, path: str, headers: Mapping[str, str]) -> WholeAnswer:
+    async def get(self, server: Server, path: str, headers: Mapping[str, str], *, wait_ms: int) -> WholeAnswer:
         """Asks a server for something small. Raises AttemptFailedError."""
         async with (
             self.waiting(server),
-            asyncio.timeout(self._limits.silence_ms / 1e3),
+            asyncio.timeout(wait_ms / 1e3),
             self._session.get(server.url + path, headers=headers, allow_redirects=False) as response,
         ):
             return await self._whole(server, response)
@@ -193,15 +195,18 @@ class Upstream:
     async def dispatch(self, pair: ServerPair, request: ServerRequest, headers: Mapping[str, str]) -> Answer:
         """Posts the request to both servers; returns decode's answer once it has begun, whatever its status below 500.
 
-        Decode waits for prefill's answer only while prefill's identity is unknown. Raises AttemptFailedError. Then, and
-        when it is cancelled, both connections are closed.
+        Only while prefill's identity is unknown both wait for what tells it, or decode for prefill's answer. Raises
+        AttemptFailedError. Then, and when it is cancelled, both connections are closed.
         """
-        transfer_id = f"pdtransfer-{secrets.token_hex(16)}"
-        prefill = self._start_prefill(pair.prefill, request, transfer_id, headers)
+        transfer = secrets.token_bytes(16)
+        identity = pair.prefill.identity
+        if identity is None and self._dialect.info_path is not None:
+            identity = await self._learn(pair.prefill, self._dialect.info_path, headers)
+        prefill = self._start_prefill(pair.prefill, request, transfer, identity, headers)
         decode: asyncio.Task[Answer] | None = None
         try:
-            identity = pair.prefill.identity or await asyncio.shield(prefill)
-            decode = asyncio.create_task(self._decode(pair, request, transfer_id, identity, headers))
+            identity = identity or await asyncio.shield(prefill)
+            decode = asyncio.create_task(self._decode(pair, request, transfer, identity, headers))
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
             if prefill.done() and not (decode.done() and decode.exception() is None):
                 learned = prefill.result()
@@ -218,11 +223,27 @@ class Upstream:
             raise
         return answer
 
+    async def _learn(self, server: Server, path: str, headers: Mapping[str, str]) -> ServerIdentity:
+        """Asks a prefill server for its identity, and keeps it. Raises AttemptFailedError."""
+        answer = await self.get(server, path, headers, wait_ms=self._limits.room_deadline_ms)  # by a busy scheduler
+        if answer.status != 200:
+            raise _refused((server,), answer)
+        server.identity = identity = self._dialect.identity(server.url, answer.body)
+        if identity is None:
+            raise AttemptFailedError(f"{server.url}: {path} tells of no prefill server", Cause.ENGINE, (server,))
+        return identity
+
     def _start_prefill(
-        self, server: Server, request: ServerRequest, transfer_id: str, headers: Mapping[str, str]
+        self,
+        server: Server,
+        request: ServerRequest,
+        transfer: bytes,
+        identity: ServerIdentity | None,
+        headers: Mapping[str, str],
     ) -> asyncio.Task[ServerIdentity | None]:
         """Starts a task that may outlive its request: once decode has answered, nobody waits for prefill."""
-        task = asyncio.create_task(self._prefill(server, request, transfer_id, headers))
+        body = self._dialect.prefill_body(request, transfer, identity)
+        task = asyncio.create_task(self._prefill(server, request, body, headers))
         server.unfinished += 1
         self._prefills.add(task)
 
@@ -236,22 +257,25 @@ class Upstream:
         return task
 
     async def _prefill(
-        self, server: Server, request: ServerRequest, transfer_id: str, headers: Mapping[str, str]
+        self, server: Server, request: ServerRequest, body: bytes, headers: Mapping[str, str]
     ) -> ServerIdentity | None:
-        """Posts prefill's part; returns and keeps the identity in the answer. Raises AttemptFailedError."""
+        """Posts prefill's part; returns and keeps an identity in the answer. Raises AttemptFailedError."""
         try:
             async with (
                 self.waiting(server),
                 asyncio.timeout(self._limits.room_deadline_ms / 1e3),
-                await self._post(server, request, request.prefill_body(transfer_id), headers) as response,
+                await self._post(server, request, body, headers) as response,
             ):
                 answer = await self._whole(server, response)
             if answer.status != 200:
                 raise _refused((server,), answer)
-        except AttemptFailedError:
-            server.identity = None
+        except AttemptFailedError as failed:
+            if failed.again:  # else it is the request that was wrong, and others need not wait to meet the server again
+                server.identity = None
             raise
-        identity = identity_of(answer.body)
+        identity = None
+        if self._dialect.info_path is None:
+            identity = self._dialect.identity(server.url, answer.body)
         if identity is not None:
             server.identity = identity
         return identity
@@ -260,14 +284,15 @@ class Upstream:
         self,
         pair: ServerPair,
         request: ServerRequest,
-        transfer_id: str,
+        transfer: bytes,
         identity: ServerIdentity | None,
         headers: Mapping[str, str],
     ) -> Answer:
         """Posts decode's part; returns its answer from the first bytes on. Raises AttemptFailedError."""
         server = pair.decode
         async with self.waiting(server):
-            response = await self._post(server, request, request.decode_body(transfer_id, identity), headers)
+            body = self._dialect.decode_body(request, transfer, identity)
+            response = await self._post(server, request, body, headers)
             try:
                 if response.status >= 500 or response.status == 429:
                     # Decode may fail for what prefill did or did not write: either may be at fault.
@@ -295,6 +320,15 @@ class Upstream:
                 text = f"{server.url}: the answer is larger than {HTTP_BODY_BYTES_MAX} bytes"
                 raise AttemptFailedError(text, Cause.BREACH, (server,), again=False)
         return WholeAnswer(response.status, end_to_end(response.headers), bytes(body))
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, without the client library's options of the connection."""
+    if type(error) is aiohttp.ClientConnectorError and error.os_error.errno:
+        return f"cannot connect: {os.strerror(error.os_error.errno)}"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot connect: {error.os_error.strerror or error.os_error}"
+    return str(error)
 
 
 def _shutdown() -> AttemptFailedError:

@@ -10,7 +10,7 @@ from typing import Literal
 from ...handoff.prefix import KnownPrefixes
 from ...limits import Limits
 from ..worker_pool import NoPair
-from .server_request import ServerIdentity
+from .dialects import ServerIdentity
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +22,7 @@ class Server:
     known: KnownPrefixes  # blocks of the prompts sent there
     why: str = "has not answered yet"
     down_since: float = 0.0  # while `why` is set, in seconds
-    identity: ServerIdentity | None = None  # of a prefill server, from its last answer
+    identity: ServerIdentity | None = None  # of a prefill server, by what it last told
     unfinished: int = 0  # requests that it has not answered in full
     sent: int = 0  # requests since the start
 

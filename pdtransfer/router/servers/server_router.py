@@ -16,6 +16,7 @@ from ...process.http import Health, HttpListener, application
 from ..completions import BadRequestError, error
 from ..openai_http import OpenRequests, error_response, openai_errors, refusal
 from ..worker_pool import NoPair
+from .dialects import DIALECTS
 from .exchange import Answer, AttemptFailedError, Upstream
 from .server_metrics import ServerMetrics
 from .server_pool import Server, ServerPair, ServerPool
@@ -35,12 +36,14 @@ class ServerRouter:
     def __init__(self, config: RouterConfig) -> None:
         self._config, self._limits = config, config.limits
         self.pool = ServerPool(config.prefill, config.decode, config.limits)
-        self.upstream = Upstream(config.limits, self._report)
+        self._dialect = DIALECTS[config.engine]
+        self.upstream = Upstream(self._dialect, config.limits, self._report)
         self.open_requests = OpenRequests(config.limits)
         self.metrics = ServerMetrics(self.pool, self.open_requests)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
-        app.middlewares.append(openai_errors("POST /v1/completions, POST /v1/chat/completions and GET /v1/models"))
-        app.add_routes([web.post(path, self._generate) for path in ("/v1/completions", "/v1/chat/completions")])
+        posts = ", ".join(f"POST {path}" for path in self._dialect.paths)
+        app.middlewares.append(openai_errors(f"{posts} and GET /v1/models"))
+        app.add_routes([web.post(path, self._generate) for path in self._dialect.paths])
         app.add_routes([web.get("/v1/models", self._models)])
         app.on_response_prepare.append(self._stamp)
         self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
@@ -101,7 +104,8 @@ class ServerRouter:
         if isinstance(pair, NoPair):
             return self._unavailable(pair.detail)
         try:
-            answer = await self.upstream.get(pair.decode, "/v1/models", _forwarded(http))
+            wait_ms = self._limits.silence_ms
+            answer = await self.upstream.get(pair.decode, "/v1/models", _forwarded(http), wait_ms=wait_ms)
         except AttemptFailedError as failed:
             return self._failed(failed)
         return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
@@ -129,7 +133,10 @@ class ServerRouter:
             return error_response(503, "the router is draining", code=Cause.SHUTDOWN.value, retry_ms=self._retry_ms)
         body = await self.open_requests.body(http)
         block_tokens = self._limits.prefix_block_tokens if self.pool.places else 0
-        request = parse_request(http.path, body, request_id=request_id, block_tokens=block_tokens)
+        request = parse_request(
+            http.path, body, request_id=request_id, block_tokens=block_tokens, reserved=self._dialect.reserved
+        )
+        self._dialect.check(request)
         with self.open_requests.hold(len(body)):
             return await self._answer(http, request, began_s)
 

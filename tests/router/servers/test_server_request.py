@@ -1,4 +1,4 @@
-"""The bodies that HTTP servers get, and the keys of their text."""
+"""What a client's request says, and the keys of its text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 
 import pytest
 
-from pdtransfer.router.servers.server_request import ServerRequest, identity_of, parse_request
+from pdtransfer.router.servers.server_request import ServerRequest, parse_request
 
 
 def parsed(*, block_tokens: int = 16, **fields: object) -> ServerRequest:
-    return parse_request("/v1/completions", json.dumps(fields).encode(), request_id="r", block_tokens=block_tokens)
+    body = json.dumps(fields).encode()
+    return parse_request("/v1/completions", body, request_id="r", block_tokens=block_tokens, reserved=())
 
 
 def shared(one: ServerRequest, other: ServerRequest) -> int:
@@ -46,37 +47,12 @@ def test_no_keys_are_made_where_none_are_wanted() -> None:
     assert parsed(block_tokens=0, prompt="a" * 640).keys == ()
 
 
-def test_values_stay_as_the_client_wrote_them() -> None:
-    body = b'{"seed": 123456789012345678901234567890, "temperature":1.10, "prompt": "\\u00e9 \xc3\xa9"}'
-    request = parse_request("/v1/completions", body, request_id="r", block_tokens=0)
-    for sent in (request.prefill_body("t"), request.decode_body("t", IDENTITY)):
-        for value in (b"123456789012345678901234567890", b"1.10", b'"\\u00e9 \xc3\xa9"'):
-            assert value in sent
+@pytest.mark.parametrize("field", ["text", "input_ids"])
+def test_prompts_of_sglangs_own_path_share_blocks_as_well(field: str) -> None:
+    one, other = parsed(**{field: [7] * 400 + [8] * 400}), parsed(**{field: [7] * 400 + [9] * 400})
+    assert 0 < shared(one, other) < len(one.keys)
 
 
-IDENTITY = {
-    "remote_engine_id": "e", "remote_host": "h", "remote_port": 7, "tp_size": 2, "pp_size": 3, "transfer_mode": "push",
-    "remote_endpoints": ["tcp://h:7", "tcp://h:8"],
-}  # fmt: skip
-
-
-def test_an_identity_is_what_prefill_returns_without_the_fields_of_the_one_request() -> None:
-    of_one = {
-        "do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "x", "transfer_id": "y",
-        "remote_block_ids": [1, 2], "remote_prefill_cached_tokens": 16,
-    }  # fmt: skip
-    found = identity_of(json.dumps({"id": "cmpl", "kv_transfer_params": IDENTITY | of_one}).encode())
-    assert found == IDENTITY
-    told = json.loads(parsed(prompt="a").decode_body("t", found))["kv_transfer_params"]
-    own = {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "r", "transfer_id": "t"}
-    assert told == IDENTITY | own
-
-
-@pytest.mark.parametrize("params", [None, {}, {"remote_host": "h"}, [], 5])
-def test_a_server_that_hands_nothing_over_has_no_identity(params: object) -> None:
-    assert identity_of(json.dumps({"id": "cmpl", "kv_transfer_params": params}).encode()) is None
-
-
-@pytest.mark.parametrize("answer", [b"", b"<html>", b"[]", b"\xff", b"{", b'{"a":' + b"[" * 100_000])
-def test_an_answer_of_another_form_has_no_identity(answer: bytes) -> None:
-    assert identity_of(answer) is None
+def test_reserved_fields_are_dropped() -> None:
+    request = parse_request("/x", b'{"a": 1, "b": 2, "c": 3}', request_id="r", block_tokens=0, reserved=("b", "d"))
+    assert [*request.fields] == ["a", "c"]

@@ -149,6 +149,7 @@ def test_a_servers_refusal_is_the_answer(side: str, stream: bool) -> None:
             assert (status, answer, headers["Content-Type"]) == (400, refusal, "application/json; charset=utf-8")
             for each in (it.prefill, it.decode):
                 assert sum(len(fake.seen) for fake in each) <= 1  # no other server is asked the same
+            assert all(each.identity for each in it.router.pool.prefill)  # the next request waits for nobody
             await until(lambda: all(each.left for other in others for each in other.seen))
 
     run_on_loop(case)
@@ -374,6 +375,7 @@ async def test_unhealthy_servers_are_left_out_until_they_are_healthy_again() -> 
         assert (status, headers["Retry-After"]) == (503, "2")
         assert "no decode server is healthy" in answer["error"]["message"]
         assert "/health answers 503" in answer["error"]["message"]
+        assert f"{it.decode[1].url}: cannot connect: Connection refused" in answer["error"]["message"]
         async with it.http.get(it.url + "/health") as response:
             assert (response.status, (await response.json())["ready"]) == (503, False)
         it.decode[0].healthy = True

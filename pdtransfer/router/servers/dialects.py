@@ -1,0 +1,182 @@
+"""What each engine's HTTP servers are told of a hand-off: all that differs between vLLM's and SGLang's. No I/O."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Raw, Struct
+
+from ..completions import BadRequestError
+from .server_request import ServerRequest
+
+ONE = Raw(b"1")
+FALSE = Raw(b"false")
+
+# How decode reaches a prefill server's KV: fields that are equal for all requests of one process.
+ServerIdentity = dict[str, object]
+
+
+class Dialect(Protocol):
+    """How one engine's servers are spoken to. `transfer` are 16 random bytes, the same for both sides of an attempt."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where requests are posted."""
+        ...
+
+    @property
+    def reserved(self) -> frozenset[str]:
+        """Fields that name whose KV a request gets: the router sets them, and drops a client's."""
+        ...
+
+    @property
+    def info_path(self) -> str | None:
+        """Where a prefill server tells its identity; None where each of its answers does."""
+        ...
+
+    def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
+        """Returns the identity of the prefill server at `url` by what it answered, None where it hands nothing over."""
+        ...
+
+    def check(self, request: ServerRequest) -> None:
+        """Raises BadRequestError for what these servers answer, but cannot hand over."""
+        ...
+
+    def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
+        """Returns the body for a prefill server, whose answer is not streamed and nobody reads."""
+        ...
+
+    def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
+        """Returns the body for a decode server; without an identity it computes the prompt itself."""
+        ...
+
+
+class _VllmAnswer(Struct):
+    kv_transfer_params: ServerIdentity | None = None
+
+
+_VLLM_ANSWER = msgspec.json.Decoder(_VllmAnswer)
+_VLLM_IDENTITY = frozenset({
+    "remote_engine_id", "remote_host", "remote_port", "remote_endpoints", "tp_size", "pp_size", "dcp_size",
+    "transfer_mode",
+})  # fmt: skip
+_VLLM_NOT_FOR_PREFILL = ("min_tokens", "stream_options")  # they contradict one token that is not streamed
+
+
+class VllmDialect:
+    """vLLM's servers with a KV connector: `kv_transfer_params`, which a prefill server's connector also returns."""
+
+    paths = ("/v1/completions", "/v1/chat/completions")
+    reserved = frozenset({"kv_transfer_params"})
+    info_path = None
+
+    def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
+        """Of the returned kv_transfer_params those that belong to the process; vLLM adds others."""
+        del url
+        try:
+            params = _VLLM_ANSWER.decode(answer).kv_transfer_params
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        if not params or "remote_engine_id" not in params:
+            return None
+        return {name: value for name, value in params.items() if name in _VLLM_IDENTITY}
+
+    def check(self, request: ServerRequest) -> None:
+        """Accepts all."""
+        del request
+
+    def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
+        """One token. Prefill does not need its own identity."""
+        del identity
+        fields = {name: value for name, value in request.fields.items() if name not in _VLLM_NOT_FOR_PREFILL}
+        counts = {name: ONE for name in ("max_completion_tokens",) if name in fields}
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": _transfer_id(transfer)}
+        one = {"max_tokens": ONE, "n": ONE, "stream": FALSE, "kv_transfer_params": params}
+        return msgspec.json.encode(fields | counts | one)
+
+    def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
+        """The whole body, and whose KV it gets."""
+        if identity is None:
+            return msgspec.json.encode(request.fields)
+        own = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": _transfer_id(transfer),
+            "remote_request_id": request.request_id,
+        }
+        return msgspec.json.encode(request.fields | {"kv_transfer_params": {"transfer_mode": "push"} | identity | own})
+
+
+def _transfer_id(transfer: bytes) -> str:
+    return f"pdtransfer-{transfer.hex()}"
+
+
+class _SglangInfo(Struct):
+    disaggregation_mode: str
+    disaggregation_bootstrap_port: int
+
+
+_SGLANG_INFO = msgspec.json.Decoder(_SglangInfo)
+_COUNTED = ("n", "sampling_params")  # the second is of /generate: an object, or one for each prompt
+_ANY = msgspec.json.Decoder()
+
+
+class SglangDialect:
+    """SGLang's servers: `bootstrap_host`, `bootstrap_port` and `bootstrap_room`, the same on both sides.
+
+    The room of the i-th of batched prompts is `bootstrap_room` + i. The first token is prefill's, so prefill gets all
+    that a token depends on.
+    """
+
+    paths = ("/v1/completions", "/v1/chat/completions", "/generate")
+    reserved = frozenset({
+        "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size",
+        "routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank",
+    })  # fmt: skip
+    info_path = "/server_info"
+
+    def identity(self, url: str, answer: bytes) -> ServerIdentity | None:
+        """The bootstrap server runs beside the prefill server, on a port of its own."""
+        try:
+            told = _SGLANG_INFO.decode(answer)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        if told.disaggregation_mode != "prefill":
+            return None
+        return {"bootstrap_host": urlsplit(url).hostname, "bootstrap_port": told.disaggregation_bootstrap_port}
+
+    def check(self, request: ServerRequest) -> None:
+        """Refuses several choices of a prompt: SGLang gives all of them one room, and a room is for one transfer."""
+        try:
+            told = {name: _ANY.decode(request.fields[name]) for name in _COUNTED if name in request.fields}
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise BadRequestError(None, f"the body is not JSON: {error}") from None
+        sampling = told.get("sampling_params")
+        each_sampling = cast("list[object]", sampling) if isinstance(sampling, list) else [sampling]
+        if any(_choices(each) not in (None, 1) for each in (told, *each_sampling)):
+            raise BadRequestError("n", "must be 1: SGLang hands over one choice of a prompt")
+
+    def prefill_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
+        """The whole body: SGLang's prefill ends by itself when it has sampled a token."""
+        fields = {name: value for name, value in request.fields.items() if name != "stream_options"}
+        return msgspec.json.encode(fields | {"stream": FALSE} | _room(transfer, identity))
+
+    def decode_body(self, request: ServerRequest, transfer: bytes, identity: ServerIdentity | None) -> bytes:
+        """The whole body, and the room."""
+        return msgspec.json.encode(request.fields | _room(transfer, identity))
+
+
+def _choices(told: object) -> object:
+    return cast("dict[str, object]", told).get("n") if isinstance(told, dict) else None
+
+
+def _room(transfer: bytes, identity: ServerIdentity | None) -> dict[str, object]:
+    """Fields of both sides; a room has 63 bits, as of SGLang's own router."""
+    if identity is None:
+        raise ValueError("a room of nobody")
+    return identity | {"bootstrap_room": int.from_bytes(transfer[:8]) >> 1}
+
+
+DIALECTS: dict[str, Dialect] = {"vllm": VllmDialect(), "sglang": SglangDialect()}

@@ -1,0 +1,127 @@
+"""What vLLM's and SGLang's servers are told of a hand-off."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pdtransfer.config.config import HTTP_ENGINES
+from pdtransfer.router.completions import BadRequestError
+from pdtransfer.router.servers.dialects import DIALECTS, Dialect
+from pdtransfer.router.servers.server_request import ServerRequest, parse_request
+
+VLLM, SGLANG = DIALECTS["vllm"], DIALECTS["sglang"]
+TRANSFER = bytes(range(240, 256))
+AT = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998}
+IDENTITY = {
+    "remote_engine_id": "e", "remote_host": "h", "remote_port": 7, "tp_size": 2, "pp_size": 3, "transfer_mode": "push",
+    "remote_endpoints": ["tcp://h:7", "tcp://h:8"],
+}  # fmt: skip
+
+
+def request(dialect: Dialect, body: object, path: str = "/v1/completions") -> ServerRequest:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return parse_request(path, raw, request_id="r", block_tokens=0, reserved=dialect.reserved)
+
+
+def test_every_http_engine_has_a_dialect() -> None:
+    assert tuple(DIALECTS) == HTTP_ENGINES
+
+
+@pytest.mark.parametrize(("dialect", "identity"), [(VLLM, IDENTITY), (SGLANG, AT)], ids=["vllm", "sglang"])
+def test_values_stay_as_the_client_wrote_them(dialect: Dialect, identity: dict) -> None:
+    body = b'{"seed": 123456789012345678901234567890, "temperature":1.10, "prompt": "\\u00e9 \xc3\xa9"}'
+    made = request(dialect, body)
+    for sent in (dialect.prefill_body(made, TRANSFER, identity), dialect.decode_body(made, TRANSFER, identity)):
+        for value in (b"123456789012345678901234567890", b"1.10", b'"\\u00e9 \xc3\xa9"'):
+            assert value in sent
+
+
+# vLLM
+
+
+def test_an_identity_is_what_prefill_returns_without_the_fields_of_the_one_request() -> None:
+    of_one = {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "x", "transfer_id": "y",
+        "remote_block_ids": [1, 2], "remote_prefill_cached_tokens": 16,
+    }  # fmt: skip
+    found = VLLM.identity("http://h", json.dumps({"id": "cmpl", "kv_transfer_params": IDENTITY | of_one}).encode())
+    assert found == IDENTITY
+    told = json.loads(VLLM.decode_body(request(VLLM, {"prompt": "a"}), TRANSFER, found))["kv_transfer_params"]
+    transfer_id = "pdtransfer-f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"
+    own = {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": "r", "transfer_id": transfer_id
+    }  # fmt: skip
+    assert told == IDENTITY | own
+
+
+@pytest.mark.parametrize("params", [None, {}, {"remote_host": "h"}, [], 5])
+def test_a_server_that_hands_nothing_over_has_no_identity(params: object) -> None:
+    assert VLLM.identity("http://h", json.dumps({"id": "cmpl", "kv_transfer_params": params}).encode()) is None
+
+
+@pytest.mark.parametrize("dialect", DIALECTS.values(), ids=DIALECTS)
+@pytest.mark.parametrize("answer", [b"", b"<html>", b"[]", b"\xff", b"{", b'{"a":' + b"[" * 100_000])
+def test_an_answer_of_another_form_has_no_identity(dialect: Dialect, answer: bytes) -> None:
+    assert dialect.identity("http://h", answer) is None
+
+
+# SGLang
+
+
+@pytest.mark.parametrize(
+    ("url", "mode", "found"),
+    [
+        ("http://127.0.0.1:30000", "prefill", AT),
+        ("https://p0.example:443", "prefill", {"bootstrap_host": "p0.example", "bootstrap_port": 8998}),
+        ("http://[::1]:30000", "prefill", {"bootstrap_host": "::1", "bootstrap_port": 8998}),
+        ("http://127.0.0.1:30000", "decode", None),
+        ("http://127.0.0.1:30000", "null", None),
+    ],
+    ids=["ipv4", "name", "ipv6", "decode", "neither"],
+)
+def test_the_bootstrap_server_is_beside_the_prefill_server(url: str, mode: str, found: dict | None) -> None:
+    info = {"disaggregation_mode": mode, "disaggregation_bootstrap_port": 8998, "tp_size": 2, "version": "0.5.23"}
+    assert SGLANG.identity(url, json.dumps(info).encode()) == found
+
+
+def test_both_sides_get_the_body_and_the_same_room_of_63_bits() -> None:
+    body = {"prompt": "a", "max_tokens": 9, "min_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
+    made = request(SGLANG, body)
+    room = AT | {"bootstrap_room": 0xF0F1F2F3F4F5F6F7 >> 1}
+    assert json.loads(SGLANG.decode_body(made, TRANSFER, AT)) == body | room
+    del body["stream_options"]
+    assert json.loads(SGLANG.prefill_body(made, TRANSFER, AT)) == body | room | {"stream": False}
+    for extreme in (bytes(16), b"\xff" * 16):
+        assert 0 <= json.loads(SGLANG.decode_body(made, extreme, AT))["bootstrap_room"] < 1 << 63
+
+
+def test_a_client_cannot_name_anothers_room() -> None:
+    own = {
+        "bootstrap_host": "10.0.0.1", "bootstrap_port": [1], "bootstrap_room": 7, "bootstrap_pair_key": "k",
+        "decode_tp_size": 3, "routed_dp_rank": 1, "data_parallel_rank": 1, "disagg_prefill_dp_rank": 1,
+    }  # fmt: skip
+    made = request(SGLANG, {"prompt": "a"} | own)
+    assert json.loads(SGLANG.decode_body(made, TRANSFER, AT)).keys() == {"prompt", *AT, "bootstrap_room"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"n": 2}, {"n": "2"}, {"sampling_params": {"n": 2}}, {"sampling_params": [{}, {"n": 3}]}],
+    ids=["n", "text", "generate", "batch"],
+)
+def test_several_choices_of_a_prompt_are_refused(body: dict) -> None:
+    with pytest.raises(BadRequestError, match="must be 1: SGLang hands over one choice of a prompt"):
+        SGLANG.check(request(SGLANG, body, "/generate"))
+    VLLM.check(request(VLLM, body))
+
+
+@pytest.mark.parametrize("body", [{}, {"n": 1}, {"n": None}, {"sampling_params": [{"n": 1}, None, 5]}])
+def test_one_choice_is_accepted_and_other_types_are_left_to_the_servers(body: dict) -> None:
+    SGLANG.check(request(SGLANG, body, "/generate"))
+
+
+def test_a_field_that_is_no_json_is_refused() -> None:
+    with pytest.raises(BadRequestError, match="not JSON"):
+        SGLANG.check(request(SGLANG, b'{"sampling_params": {"a": "\\ud800"}}', "/generate"))

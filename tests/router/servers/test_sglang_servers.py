@@ -1,0 +1,122 @@
+"""The router in front of servers that behave like SGLang's; what depends on no engine is tested with vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.support.sglang_servers import FakeSglang
+from tests.support.vllm_servers import PIECES, ServerSite, server_site
+from tests.support.waiting import on_loop, run_on_loop, until
+
+WHOLE = "".join(PIECES)
+
+
+def rooms(it: ServerSite) -> list[list[object]]:
+    """Of each server, the rooms that it was told."""
+    return [[seen.body["bootstrap_room"] for seen in each.seen] for each in it.servers]
+
+
+@on_loop
+async def test_both_servers_are_asked_at_once_with_one_room_from_the_first_request_on() -> None:
+    async with server_site(of=FakeSglang) as it:
+        (prefill,), (decode,) = it.prefill, it.decode
+        for each in it.servers:
+            each.gate.clear()
+        task = asyncio.create_task(it.post(prompt="once", max_tokens=9, min_tokens=3, bootstrap_room=1))
+        await until(lambda: prefill.seen and decode.seen)
+        for each in it.servers:
+            each.gate.set()
+        assert (await task)[:2] == (200, {"id": "cmpl-1", "choices": [{"text": WHOLE}], "server": "d0"})
+        [[at_prefill], [at_decode]] = rooms(it)
+        assert at_prefill == at_decode != 1
+        own = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": at_prefill}
+        body = {"model": "m", "prompt": "once", "max_tokens": 9, "min_tokens": 3}
+        assert decode.seen[0].body == body | own
+        assert prefill.seen[0].body == body | own | {"stream": False}
+        assert (await it.post())[0] == 200
+        assert prefill.told == 1  # of where its bootstrap server is
+        assert len(set(rooms(it)[1])) == 2
+
+
+@on_loop
+async def test_streams_and_sglangs_own_path_are_relayed() -> None:
+    async with server_site(of=FakeSglang) as it:
+        assert [json.loads(each[6:])["choices"][0]["text"] for each in (await it.stream()).split("\n\n")[:-2]] == PIECES
+        sampling = {"max_new_tokens": 8, "n": 1}
+        status, answer, _ = await it.post("/generate", input_ids=[[1, 2], [3]], sampling_params=sampling)
+        assert (status, answer["server"]) == (200, "d0")
+        seen = it.prefill[0].seen[-1]
+        assert (seen.path, seen.body["input_ids"], seen.body["sampling_params"]) == (
+            "/generate",
+            [[1, 2], [3]],
+            sampling,
+        )
+
+
+@on_loop
+async def test_several_choices_are_refused_and_reach_nobody() -> None:
+    async with server_site(of=FakeSglang) as it:
+        for path, more in (("/v1/completions", {"n": 2}), ("/generate", {"sampling_params": {"n": 2}})):
+            status, answer, _ = await it.post(path, **more)
+            assert (status, answer["error"]["param"]) == (400, "n")
+        assert not any(each.seen for each in it.servers)
+
+
+@pytest.mark.parametrize("how", ["500", "dies", "no prefill", "other port"])
+def test_a_prefill_that_fails_is_replaced(how: str) -> None:
+    async def case() -> None:
+        async with server_site(prefill=2, of=FakeSglang) as it:
+            bad, good = it.prefill
+            assert (await it.post())[0] == 200
+            assert (await it.post())[0] == 200
+            it.server(good).unfinished += 1
+            if how == "dies":
+                bad.dies = "early"
+            elif how == "500":
+                bad.status, bad.answer = 500, {"error": {}}
+            else:  # another process is at this address
+                bad.healthy = False
+                await until(lambda: not it.server(bad).usable)
+                bad.healthy, bad.connector, bad.port = True, how != "no prefill", 9009
+                await until(lambda: it.server(bad).usable)
+            for each in it.servers:
+                each.seen.clear()
+            assert (await it.post())[1]["server"] == "d0"
+            last = it.decode[0].seen[-1].body
+            serves = bad if how == "other port" else good
+            assert last["bootstrap_port"] == serves.port
+            assert last["bootstrap_room"] == serves.seen[-1].body["bootstrap_room"]
+            assert it.router.metrics.retries == (how != "other port")
+            assert (it.server(bad).identity is None) == (how != "other port")
+
+    run_on_loop(case)
+
+
+@on_loop
+async def test_servers_with_a_key_are_asked_as_the_client() -> None:
+    async with server_site(of=FakeSglang) as it:
+        it.prefill[0].key = "Bearer k"
+        assert (await it.post())[0] == 401
+        assert (await it.post(headers={"Authorization": "Bearer k"}))[0] == 200
+
+
+@on_loop
+async def test_a_client_that_leaves_cancels_both() -> None:
+    async with server_site(of=FakeSglang) as it:
+        for each in it.servers:
+            each.gate.clear()
+        task = asyncio.create_task(it.post())
+        await until(lambda: all(each.seen for each in it.servers))
+        task.cancel()
+        await until(lambda: all(each.seen[0].left for each in it.servers))
+        await until(lambda: not any(each.unfinished for each in it.router.pool.all))
+
+
+@on_loop
+async def test_other_paths_are_404_and_the_answer_names_sglangs() -> None:
+    async with server_site(of=FakeSglang) as it, it.http.post(it.url + "/v1/embeddings", json={}) as response:
+        assert response.status == 404
+        assert "/generate" in (await response.json())["error"]["message"]

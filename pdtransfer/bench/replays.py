@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,20 +32,41 @@ class Replays:
 
     def seconds(self, work: Callable[[int], object], *, nodes: int, runs: int) -> Seconds:
         """Of one of `nodes` that are queued one after another; `work` queues one to the stream that it is given."""
+        return self.in_turn([work], nodes=nodes, runs=runs)[0]
+
+    def in_turn(self, works: Sequence[Callable[[int], object]], *, nodes: int, runs: int) -> list[Seconds]:
+        """Of each of several works, whose replays take turns: A B, B A, A B and so on, `runs` of each.
+
+        So each follows itself and the others equally often, and whatever slows the card for a while slows all of them.
+        """
+        replays = [self._captured(work, nodes) for work in works]
+        for replay in replays:
+            self._once(replay)
+        times: list[list[float]] = [[] for _ in works]
+        for run in range(runs):
+            for at in range(len(works))[:: 1 if run % 2 == 0 else -1]:
+                times[at].append(self._once(replays[at]) / nodes)
+        for replay in replays:
+            self._card.call("cuGraphExecDestroy", replay)
+        return [Seconds(median(each), min(each), max(each)) for each in times]
+
+    def _captured(self, work: Callable[[int], object], nodes: int) -> Any:
+        """A graph of `nodes` launches, ready to be replayed."""
         call, driver = self._card.call, self._card.driver
         self._card.enter()
         work(self.stream)  # what is compiled, loaded and uploaded once
         call("cuStreamSynchronize", self.stream)
         call("cuStreamBeginCapture", self.stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-        for _ in range(nodes):
-            work(self.stream)
+        try:
+            for _ in range(nodes):
+                work(self.stream)
+        except BaseException:
+            driver.cuStreamEndCapture(self.stream)  # whatever it says: the stream is needed for the next work
+            raise
         graph = call("cuStreamEndCapture", self.stream)
         replay = call("cuGraphInstantiate", graph, 0)
-        call("cuGraphLaunch", replay, self.stream)
-        times = sorted(self._once(replay) / nodes for _ in range(runs))
-        call("cuGraphExecDestroy", replay)
         call("cuGraphDestroy", graph)
-        return Seconds(median(times), times[0], times[-1])
+        return replay
 
     def _once(self, replay: Any) -> float:
         start, end = self._events

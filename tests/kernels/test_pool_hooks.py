@@ -194,3 +194,26 @@ def test_a_card_that_is_not_seen_here_is_named() -> None:
     handle = cuda_ipc.Handle("card", 8, 0, b"\xee" * 16, b"h" * 64)
     with pytest.raises(TransportError, match="ee" * 16):
         cuda_ipc.Opened(cuda_ipc.Handle.unpack(handle.packed))
+
+
+def test_memory_of_a_card_that_is_not_seen_here_is_opened_for_one_that_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's engines are given a card each with CUDA_VISIBLE_DEVICES, and write each other's."""
+    log: list[tuple[object, ...]] = []
+
+    class Seen:
+        def ipc_open(self, handle: bytes, flags: int) -> int:
+            log.append(("open", handle))
+            return 1 << 20
+
+        def ipc_close(self, base: int) -> None:
+            log.append(("close", base))
+
+        def range_of(self, address: int) -> tuple[int, int]:
+            return address, 4_096
+
+    monkeypatch.setattr(cuda_ipc.cards, "card", lambda ordinal: {0: Seen()}[ordinal])
+    handle = cuda_ipc.Handle("card", 1_024, 256, b"\xee" * 16, b"h" * 64)
+    opened = cuda_ipc.Opened(handle, on=0)
+    assert (opened.card, opened.address, opened.byte_count) == (0, (1 << 20) + 256, 1_024)
+    opened.close()
+    assert log == [("open", b"h" * 64), ("close", 1 << 20)]

@@ -125,6 +125,41 @@ def pd(
 
 
 @app.command
+def engines(
+    model: Annotated[str, Parameter(help="A model's directory, or dimensions with random weights: qwen3-8b, tiny.")],
+    /,
+    *options: Annotated[str, Parameter(help="For vLLM's servers, behind --.", allow_leading_hyphen=True)],
+    python: Annotated[Path, Parameter(help="An interpreter that has vLLM.")] = Path(".venv-vllm/bin/python"),
+    fleet: Annotated[tuple[str, ...], Parameter(help="'one engine', or a connector; may be repeated.")] = (
+        "one engine",
+        "PDTransferConnector",
+    ),
+    card: Annotated[tuple[str, ...], Parameter(help="Of the first and second server; repeated. None on CPUs.")] = (),
+    prompt: Annotated[tuple[int, ...], counted("Tokens of a prompt; may be repeated.")] = (1_024,),
+    clients: Annotated[tuple[int, ...], counted("Requests under way at once; may be repeated.")] = (1, 8),
+    requests: Annotated[int, counted("Requests of each client.")] = 2,
+    tokens: Annotated[int, counted("Tokens to generate.")] = 64,
+    at_once: Annotated[int, counted("Tokens of prompts at once; cells with more are left out.")] = 300_000,
+    beside: Annotated[tuple[int, ...], counted("Tokens of prompts beside decode's streams; may be repeated.")] = (),
+    setting: Annotated[tuple[str, ...], Parameter(help="name=JSON of kv_connector_extra_config; repeated.")] = (),
+    environment: Annotated[tuple[str, ...], Parameter(help="NAME=value for the servers; may be repeated.")] = (),
+    logs: Annotated[Path, Parameter(help="Where the servers' logs and rows.jsonl are written.")] = Path(
+        "build/engines"
+    ),
+    json: Json = False,
+) -> int:
+    """Real vLLM: one engine, and prefill and decode engines with a KV connector, ours and vLLM's own, side by side."""
+    from . import engines as part
+
+    setup = part.setup_of(model, options, python, card, setting, environment, logs)
+    result = part.measure(
+        setup, fleets=fleet, cells=part.cells(prompt, clients, requests, at_once), tokens=tokens, beside=beside,
+        out=setup.logs / "rows.jsonl", progress=progress,
+    )  # fmt: skip
+    return part.show(result, as_json=json)
+
+
+@app.command
 def plan(
     *,
     tokens: Annotated[int, counted("Tokens of one room.")] = 131_072,

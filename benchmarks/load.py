@@ -10,6 +10,7 @@ import numpy as np
 from pdtransfer.bench.handoff import ROOM_BYTES_MAX
 from pdtransfer.bench.models import PAGE_SIZE, components
 from pdtransfer.bench.report import Figures, Line
+from pdtransfer.limits import Limits
 
 from .idle import cpu_seconds, memory_of
 from .ranks import FaultyRankPair
@@ -82,7 +83,10 @@ def _meeting(side: str, peers: int, concurrency: int) -> FaultyRankPair:
     source, target = components("mla", source_slots=_POOL_PAGES * PAGE_SIZE, target_slots=_TOKENS * rooms)
     assert _TOKENS * source.layout.row_bytes <= ROOM_BYTES_MAX
     prefill, decode = (1, peers) if side == "decode" else (peers, 1)
-    return FaultyRankPair(source, target, copy_threads=1, prefill_nodes=prefill, decode_nodes=decode)
+    limits = Limits(silence_ms=20_000)  # a crowd on one loop is slow where others want the processors
+    return FaultyRankPair(
+        source, target, copy_threads=1, prefill_nodes=prefill, decode_nodes=decode, limits=limits
+    )  # fmt: skip
 
 
 def _rate(ranks: FaultyRankPair, rooms: int, concurrency: int) -> Figures:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from pdtransfer.bench.ranks import RankPair, Stamps, node_settings, rank_answer
 from pdtransfer.bus.keys import AllowList, KeyPair, generate_pair
 from pdtransfer.layout.layout import Component
+from pdtransfer.limits import Limits
 from pdtransfer.node import NodeSettings
 
 from .rank import Aborts, Connect, Echoes, FaultyDecodeRank, FaultyPrefillRank, GiveUp, Listen, Share, Stall
@@ -18,7 +19,8 @@ from .rank import Aborts, Connect, Echoes, FaultyDecodeRank, FaultyPrefillRank, 
 
 class FaultyRankPair(RankPair):
     """Any number of nodes on either side. A `bystander` is one more prefill process, for rooms that stall. With `keys`
-    they talk over CURVE, and `guest` is one more key that prefill lets in. With `verify` decode checks what landed."""
+    they talk over CURVE, and `guest` is one more key that prefill lets in. With `verify` decode checks what landed.
+    `limits` are those of all nodes."""
 
     def __init__(
         self,
@@ -32,13 +34,14 @@ class FaultyRankPair(RankPair):
         keys: bool = False,
         guest: KeyPair | None = None,
         verify: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         pairs = {
             f"{role}-{number}": generate_pair() if keys else None
             for role, count in (("prefill", prefill_nodes), ("decode", decode_nodes))
             for number in range(count)
         }
-        nodes = _settings(pairs, guest)
+        nodes = [replace(each, limits=limits or each.limits) for each in _settings(pairs, guest)]
         super().__init__(
             source,
             target,

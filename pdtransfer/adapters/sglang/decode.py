@@ -6,7 +6,6 @@ SGLang's scheduler calls it, and nothing of it waits.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +17,6 @@ from ...errors import LocalProtocolError
 from .changes import Change
 from .labels import Uses
 from .pools import KV, CachePart, KVPools
-
-log = logging.getLogger(__name__)
 
 Indices = NDArray[np.integer]
 

@@ -1,9 +1,5 @@
-"""How both engines find the same room for a request, which SGLang numbers by its `bootstrap_room`.
-
-A room of ours is used once, and clients may use a bootstrap_room again: after a failure, or to have a prompt computed
-anew. So decode numbers the uses. Its room has the hash of the bootstrap_room in the upper bits, and the use in the
-lower ones. Prefill opens the room that decode asks for: it knows the request by the upper bits.
-"""
+"""Both sides of the rooms in `bootstrap_rooms`: decode numbers the uses of each bootstrap_room, and prefill meets the
+rooms that decode asks for."""
 
 from __future__ import annotations
 

@@ -15,10 +15,8 @@ from statistics import median
 from typing import Any
 
 import aiohttp
-from rich.console import Console
-from rich.table import Table
 
-from pdtransfer.bench.report import about
+from pdtransfer.bench.report import about, print_tables
 from pdtransfer.errors import ConfigError, PDTransferError
 
 from .vllm_fleet import CONNECTORS, Answer, Fleet, Setup, make_model, running
@@ -342,11 +340,5 @@ def show(result: Result, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"tables": found} | about(measure)))
         return 0 if result.rows else 1
-    for head, *rows in found:
-        table = Table(box=None, pad_edge=False)
-        for name in head:
-            table.add_column(name)
-        for row in rows:
-            table.add_row(*row)
-        Console(highlight=False, width=180).print(table)
+    print_tables(found, width=180)
     return 0 if result.rows else 1

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from json import dumps
 
-from rich.console import Console
-from rich.table import Table
-
 from pdtransfer.bench.pd import Point, Result, Series, figures, measure, rounded, tables
-from pdtransfer.bench.report import about
+from pdtransfer.bench.report import about, print_tables
 
 Rates = tuple[tuple[float, float], tuple[float, float]]
 """GB/s of two cards, each alone, and at once."""
@@ -111,11 +108,5 @@ def show(result: Result, both: Rates | None, *, json: bool) -> int:
         own = {"both_cards_gb_s": cards, "goals": as_goals, "tables": all_tables}
         print(dumps(figures(result) | own | about(measure)))
         return 0
-    for head, *rows in all_tables:
-        table = Table(box=None, pad_edge=False)
-        for name in head:
-            table.add_column(name)
-        for row in rows:
-            table.add_row(*row)
-        Console(highlight=False, width=120).print(table)
+    print_tables(all_tables, width=120)
     return 0

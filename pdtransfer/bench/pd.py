@@ -14,8 +14,6 @@ from statistics import median, median_low
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from ..config.config import Attention, DecodeConfig, PrefillConfig
 from ..errors import WorldError
@@ -25,7 +23,7 @@ from ..tracing.timeline import TimedSpan
 from ..tracing.ttft import Split, split_of
 from .pd_rank import DecodeSide, PrefillSide, Prompt, Report, Roof, Way
 from .processes import Processes, answer
-from .report import about
+from .report import about, print_tables
 
 ENGINE = "pdtransfer.reference.deep:create"
 TOKENS = (128, 1_024, 8_192, 32_768)
@@ -370,12 +368,5 @@ def show(result: Result, *, json: bool) -> int:
         return 0
     prefill, decode = result.devices
     title = f"prefill on {prefill}, decode on {decode}; ms, medians of {result.rounds}"
-    for head, *rows in tables(result):
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for name in head:
-            table.add_column(name, justify="left" if name in ("prompt", "rows leave", "rows alone") else "right")
-        for row in rows:
-            table.add_row(*row)
-        Console(highlight=False, width=120).print(table)
-        title = ""
+    print_tables(tables(result), width=120, title=title, names=("prompt", "rows leave", "rows alone"))
     return 0

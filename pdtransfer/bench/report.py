@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from json import dumps
 from pathlib import Path
@@ -44,6 +44,21 @@ def show(figures: Figures, lines: Sequence[Line], *measures: Callable[..., objec
         shown.add_row(*row)
     Console(highlight=False).print(shown)
     return 0
+
+
+def print_tables(
+    tables: Iterable[Sequence[Sequence[str]]], *, width: int, title: str = "", names: Collection[str] | None = None
+) -> None:
+    """Prints tables, each with its head first, and `title` above the first. With `names`, only the columns with these
+    heads are flush left."""
+    for head, *rows in tables:
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for name in head:
+            table.add_column(name, justify="left" if names is None or name in names else "right")
+        for row in rows:
+            table.add_row(*row)
+        Console(highlight=False, width=width).print(table)
+        title = ""
 
 
 def about(*measures: Callable[..., object]) -> dict[str, object]:

@@ -127,11 +127,15 @@ class World:
         ranks = self.prefill + self.decode if ranks is None else ranks
         wait_for(lambda: all(rank.state(room) is state for rank in ranks))
 
-    def hand_over(self, room: int, *, source: Any, target: Any, aux: bytes = AUX, **more: Any) -> None:
-        """A whole request, from decode's ask to both ends."""
-        self.expect(room, target, **more.pop("decode", {}))
+    def meet(self, room: int, pages: Any, **more: Any) -> None:
+        """Decode has asked, and prefill may send."""
+        self.expect(room, pages, **more)
         self.begin(room)
         self.until(room, KVPoll.WAITING_FOR_INPUT, self.prefill)
+
+    def hand_over(self, room: int, *, source: Any, target: Any, aux: bytes = AUX, **more: Any) -> None:
+        """A whole request, from decode's ask to both ends."""
+        self.meet(room, target, **more.pop("decode", {}))
         self.push(room, source, aux=aux, **more)
         self.until(room, KVPoll.SUCCESS)
 

@@ -43,9 +43,7 @@ def test_prefill_waits_until_decode_has_memory_and_either_may_come_first() -> No
 
 def test_chunks_land_before_the_last_one_is_computed() -> None:
     with world() as made:
-        made.expect(7, [1, 8, 4])
-        made.begin(7)
-        made.until(7, KVPoll.WAITING_FOR_INPUT, made.prefill)
+        made.meet(7, [1, 8, 4])
         made.push(7, [5, 2])
         wait_for(lambda: landed(made, [5, 2], [1, 8], 8))
         assert made.decode[0].state(7) is KVPoll.BOOTSTRAPPING
@@ -70,9 +68,7 @@ def test_what_decode_has_does_not_cross(pages: tuple[int, int]) -> None:
     with world(prefill_page=pages[0], decode_page=pages[1]) as made:
         tokens, count = 20, -(-20 // pages[0])
         target = list(range(2, 2 + -(-12 // pages[1])))
-        made.expect(7, target, prefix=8)
-        made.begin(7)
-        made.until(7, KVPoll.WAITING_FOR_INPUT, made.prefill)
+        made.meet(7, target, prefix=8)
         prefix = made.prefill[0].side.prefix(7)
         assert prefix == 8 // pages[0] * pages[0]
         source = list(range(count))[::-1]
@@ -152,9 +148,7 @@ def test_decode_gives_up_before_prefill_has_heard_and_asks_again() -> None:
         made.begin(7)
         made.until(7, KVPoll.FAILED, made.prefill)
         assert "d0 aborted it" in made.prefill[0].states[7][-1].reason
-        made.expect(7, [8])
-        made.begin(7)
-        made.until(7, KVPoll.WAITING_FOR_INPUT, made.prefill)
+        made.meet(7, [8])
         made.push(7, [5], aux=AUX)
         made.until(7, KVPoll.SUCCESS)
         assert landed(made, [5], [8], 4)
@@ -163,9 +157,7 @@ def test_decode_gives_up_before_prefill_has_heard_and_asks_again() -> None:
 @pytest.mark.parametrize("pushed", [False, True])
 def test_decode_gives_up_and_prefill_fails(pushed: bool) -> None:
     with world() as made:
-        made.expect(7, [1, 8])
-        made.begin(7)
-        made.until(7, KVPoll.WAITING_FOR_INPUT, made.prefill)
+        made.meet(7, [1, 8])
         if pushed:
             made.push(7, [5])
         made.decode[0].side.give_up(7)
@@ -179,9 +171,7 @@ def test_decode_gives_up_and_prefill_fails(pushed: bool) -> None:
 @pytest.mark.parametrize("pushed", [False, True])
 def test_prefill_gives_up_and_decode_fails(pushed: bool) -> None:
     with world() as made:
-        made.expect(7, [1, 8])
-        made.begin(7)
-        made.until(7, KVPoll.WAITING_FOR_INPUT, made.prefill)
+        made.meet(7, [1, 8])
         if pushed:
             made.push(7, [5])
         made.prefill[0].side.give_up(7)
@@ -195,9 +185,7 @@ def test_prefill_gives_up_and_decode_fails(pushed: bool) -> None:
 def test_pages_are_held_while_they_may_be_written() -> None:
     """A writer that does not answer: the request fails at once, and its pages stay."""
     with world() as made:
-        made.expect(7, [1, 8])
-        made.begin(7)
-        made.until(7, KVPoll.WAITING_FOR_INPUT, made.prefill)
+        made.meet(7, [1, 8])
         decode = made.decode[0]
         decode.side.give_up(7)
         assert not decode.side.is_drained(7)
@@ -206,9 +194,7 @@ def test_pages_are_held_while_they_may_be_written() -> None:
 
 def test_a_dead_prefill_fails_the_request_with_its_name() -> None:
     with world() as made:
-        made.expect(7, [1])
-        made.begin(7)
-        made.until(7, KVPoll.WAITING_FOR_INPUT, made.prefill)
+        made.meet(7, [1])
         made.prefill[0].client.close()
         made.until(7, KVPoll.FAILED, made.decode)
         assert made.sources[0] in made.decode[0].states[7][-1].reason
@@ -226,9 +212,7 @@ def test_requests_land_in_host_memory_or_in_the_cache_one_by_one() -> None:
 
 def test_a_host_destination_is_held_until_it_is_drained() -> None:
     with world(host=True) as made:
-        made.expect(7, [1, 8], host=True)
-        made.begin(7)
-        made.until(7, KVPoll.WAITING_FOR_INPUT, made.prefill)
+        made.meet(7, [1, 8], host=True)
         made.push(7, [5])
         made.decode[0].side.give_up(7)
         assert not made.decode[0].side.is_drained(7)
@@ -256,9 +240,7 @@ def test_calls_of_sglang_0_5_10_reach_the_same_host_rows(page_size: int) -> None
         tokens = page_size + 7
         dst_kv_indices = np.random.default_rng(3).permutation(127)[:tokens].astype(np.int32) + 1
         wanted = made.decode[0].pool.kv.copy()
-        made.expect(7, dst_kv_indices)
-        made.begin(7)
-        made.until(7, KVPoll.WAITING_FOR_INPUT, made.prefill)
+        made.meet(7, dst_kv_indices)
         at, chunks = 0, [np.array([1], np.int32), np.array([0], np.int32)]
         for kv_indices in chunks:
             index_slice = slice(at, at + len(kv_indices))
@@ -272,9 +254,7 @@ def test_calls_of_sglang_0_5_10_reach_the_same_host_rows(page_size: int) -> None
 
 def test_metadata_of_another_size_fails_its_request_alone() -> None:
     with world() as made:
-        made.expect(7, [1])
-        made.begin(7)
-        made.until(7, KVPoll.WAITING_FOR_INPUT, made.prefill)
+        made.meet(7, [1])
         made.push(7, [5], aux=b"short")
         made.until(7, KVPoll.FAILED, made.decode)
         reason = made.decode[0].states[7][-1].reason

@@ -89,6 +89,17 @@ class Site:
         wait_for(polled)
 
 
+class LateEvents:
+    """Makes events, which fire when the test says so."""
+
+    def __init__(self) -> None:
+        self.made: list[Late] = []
+
+    def make(self) -> Late:
+        self.made.append(Late())
+        return self.made[-1]
+
+
 @pytest.fixture
 def site() -> Iterator[Site]:
     with made_site() as made:
@@ -145,38 +156,28 @@ def test_a_request_is_not_reported_before_it_has_ended(site: Site) -> None:
 def test_every_layer_of_a_large_chunk_waits_for_its_own_event(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cell_sizes, "WHOLE_BYTES_MAX", 0)
     monkeypatch.setattr(worker, "CELL_BYTES_MIN", 1)
-    events: list[Late] = []
-
-    def after() -> Late:
-        events.append(Late())
-        return events[-1]
-
+    events = LateEvents()
     site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-    site.send("p", "room", 40, [7, 3, 5], after)
-    assert len(events) == LAYERS, "two by their names, and what was not reported with the end of the step"
-    for event in events[:-1]:
+    site.send("p", "room", 40, [7, 3, 5], events.make)
+    assert len(events.made) == LAYERS, "two by their names, and what was not reported with the end of the step"
+    for event in events.made[:-1]:
         event.fired = True
     wait_for(lambda: np.array_equal(site.target[:2, [4, 9, 2]], site.source[:2, [7, 3, 5]]))
     site.poll()
     assert not site.received.received
-    events[-1].fired = True
+    events.made[-1].fired = True
     site.until(lambda: site.received.received)
     assert np.array_equal(site.target[:, [4, 9, 2]], site.source[:, [7, 3, 5]])
 
 
 def test_layers_of_a_small_chunk_leave_together(site: Site) -> None:
-    events: list[Late] = []
-
-    def after() -> Late:
-        events.append(Late())
-        return events[-1]
-
+    events = LateEvents()
     site.decode.begin(Orders(receives=[site.receive("d", "room", 40, [4, 9, 2])]))
-    site.send("p", "room", 40, [7, 3, 5], after)
-    assert len(events) == 1, "an event of the last layer alone"
+    site.send("p", "room", 40, [7, 3, 5], events.make)
+    assert len(events.made) == 1, "an event of the last layer alone"
     time.sleep(0.05)
     assert not site.target.any()
-    events[0].fired = True
+    events.made[0].fired = True
     site.until(lambda: site.received.received)
     assert np.array_equal(site.target[:, [4, 9, 2]], site.source[:, [7, 3, 5]])
 

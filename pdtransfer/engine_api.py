@@ -85,9 +85,9 @@ class HotFigures:
     hits: int = 0  # tokens that a step read and found on the device, of requests that do not fit there whole
     misses: int = 0
     swapped_bytes: int = 0  # copied from the arena, for misses
-    preloaded_bytes: int = 0  # copied from the arena at admission, for requests that fit
+    preloaded_bytes: int = 0  # of requests that were placed whole, by the scheduler's decisions
+    admission_bytes: int = 0  # that moved at admission, by the copies' own count: more than preloaded_bytes is staging
     retracts: int = 0
-    staging_copies: int = 0  # copies of prompts by way of other memory
 
 
 class Spans(Protocol):

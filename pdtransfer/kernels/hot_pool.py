@@ -29,8 +29,6 @@ class Counters:
     hits: int
     misses: int
     swapped_bytes: int  # from the host pool, for misses
-    preloaded_bytes: int  # from the host pool, for prompts that fit the buffer
-    staging_copies: int  # prompts that were copied by way of other memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +100,7 @@ class HotPool:
             for at, layers in enumerate(groups)
         ]  # fmt: skip
         self._store = PlannedCopy(host, device, kernel_view(self._stored[1]), kernel_view(self._stored[0]))
-        self._preloaded_bytes = self._staging_copies = 0
+        self.admission_bytes = 0  # that copies of `start` wrote, to whatever memory
 
     # Start and stop of a request
 
@@ -124,9 +122,7 @@ class HotPool:
         if fits:
             tables = self._tables.hot_slots, self._tables.host_slots
             targets, sources = (kernel_view(table[row, :tokens]) for table in tables)
-            self._count_copy(self.device, self.host)
-            kv_copy(self.device, self.host, targets, sources, tokens, stream=self._stream)
-            self._preloaded_bytes += tokens * self.device.layout.row_bytes
+            self._admit(self.device, self.host, targets, sources, tokens)
 
     def stop(self, row: int) -> None:
         """Frees the row. The caller may reuse its slots once a `fence` made after this has fired.
@@ -212,10 +208,7 @@ class HotPool:
         """Reads the counters. Waits for the card."""
         tally: Any = self._tally.cpu().numpy()
         swapped = sum(int(misses) * group.row_bytes for misses, group in zip(tally[:, 1], self._groups, strict=True))
-        return Counters(
-            hits=int(tally[:, 0].sum()), misses=int(tally[:, 1].sum()), swapped_bytes=swapped,
-            preloaded_bytes=self._preloaded_bytes, staging_copies=self._staging_copies,
-        )  # fmt: skip
+        return Counters(hits=int(tally[:, 0].sum()), misses=int(tally[:, 1].sum()), swapped_bytes=swapped)
 
     def close(self) -> None:
         """Releases the copies' tables on the card. All work there must have ended. Idempotent."""
@@ -230,9 +223,10 @@ class HotPool:
 
         return torch.cuda.current_stream(self.device.card).cuda_stream
 
-    def _count_copy(self, target: Pool, source: Pool) -> None:
-        if target.address != self.device.address or source.address != self.host.address:
-            self._staging_copies += 1
+    def _admit(self, target: Pool, source: Pool, target_slots: Any, source_slots: Any, rows: int) -> None:
+        """Every copy of an admission, so that one by way of other memory counts twice."""
+        kv_copy(target, source, target_slots, source_slots, rows, stream=self._stream)
+        self.admission_bytes += rows * target.layout.row_bytes
 
     def _find_newest(self, rows: Any, positions: Any, out: Any, real: Any) -> Any:
         count = self._check_rows(positions, rows)

@@ -169,6 +169,11 @@ class DecodeNode:
         await self.transport.close()
         await self.bus.close()
 
+    @property
+    def lifted_bytes(self) -> int:
+        """Bytes that were copied up from the arena to HBM, as the copier counts them."""
+        return self._lifter.moved_bytes if self._lifter is not None else 0
+
     def _never_quiet(self, room: int, error: Exception) -> None:
         log.critical("room %#x keeps its slots, since its event cannot be queried: %s", room, error)
 

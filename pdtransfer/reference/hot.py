@@ -79,7 +79,7 @@ class Hot:
         self._placed: dict[int, Placement] = {}
         self._stepping: list[int] = []  # rooms of the current step
         self._group, self._leads, self._rows = config.group, not config.group.ranks.tp_rank, capacity.rows
-        self._retracts = self._steps = 0
+        self._retracts = self._steps = self._preloaded_bytes = 0
         self._counted = self._pool.counters()
         self.figures = HotFigures()
 
@@ -168,7 +168,7 @@ class Hot:
         self.figures = HotFigures(
             running=len(self._placed), waiting=self._scheduler.waiting, retry_ms=self._scheduler.retry_ms,
             hits=counted.hits, misses=counted.misses, swapped_bytes=counted.swapped_bytes,
-            preloaded_bytes=counted.preloaded_bytes, retracts=self._retracts, staging_copies=counted.staging_copies,
+            preloaded_bytes=self._preloaded_bytes, admission_bytes=self._pool.admission_bytes, retracts=self._retracts,
         )  # fmt: skip
 
     def _do(self, turn: SparseTurn) -> bool:
@@ -186,6 +186,7 @@ class Hot:
                     placement.row, self._slots[room], placement.tokens, placement.device_slots, placement.preload
                 )
             self._placed[room] = placement
+            self._preloaded_bytes += loaded * self._row_bytes
         return bool(turn.retract)
 
     def _from_leader(self, placed: Iterable[int]) -> list[int]:

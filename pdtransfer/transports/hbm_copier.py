@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 
 from ..errors import TransportError
 from ..handoff.effects import Lift
@@ -51,7 +52,8 @@ class HbmCopier:
         self._copier: Copier[Lift] = Copier(1 if hbm.card is not None else threads, self._reports.post, name="lift")
         self._open: dict[tuple[int, int], CopyWork[Lift]] = {}
         self._lost: set[tuple[int, int]] = set()  # of which the card cannot report whether a copy has ended
-        self._closing = False
+        self._closing, self._counting = False, Lock()
+        self.moved_bytes = 0  # of every piece that was copied, also for grants that failed
 
     def lift(self, order: Lift, done: LiftDone) -> None:
         """Starts copying, in turn between grants."""
@@ -91,7 +93,14 @@ class HbmCopier:
             rows = max(1, PIECE_BYTES // row_bytes)
             for first in range(0, len(part.slots), rows):
                 slots = part.slots[first : first + rows]
-                yield len(slots) * row_bytes, partial(self._copy, order, part, slots)
+                yield len(slots) * row_bytes, partial(self._piece, order, part, slots)
+
+    def _piece(self, order: Lift, part: _ComponentRows, slots: Int64s) -> int:
+        """In the copier's thread; counts what has moved."""
+        checksum = self._copy(order, part, slots)
+        with self._counting:
+            self.moved_bytes += len(slots) * part.target.layout.row_bytes
+        return checksum
 
     def _copy(self, order: Lift, part: _ComponentRows, slots: Int64s) -> int:
         """In the copier's thread; returns once the rows are there."""

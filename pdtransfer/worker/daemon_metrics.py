@@ -101,8 +101,12 @@ class DecodeMetrics(Collector):
         yield GaugeMetricFamily("pdtransfer_inflight_bytes", "Granted and not yet landed", inflight)
         yield _transports(self._node)
         yield from _prefix(core.cache)
-        if self._figures is not None:
-            yield from _hot(self._figures())
+        hot = self._figures() if self._figures is not None else None
+        if hot is not None:
+            yield from _hot(hot)
+        moved = self._node.lifted_bytes + (hot.admission_bytes if hot is not None else 0)
+        text = "Copied between landing and the first step, by the copies' own count"
+        yield CounterMetricFamily("pdtransfer_admission_bytes", text, moved)
         yield from _bus(self._node.bus)
 
 
@@ -119,9 +123,8 @@ def _hot(of: HotFigures) -> Iterator[Metric]:
     yield CounterMetricFamily("pdtransfer_hot_hits", "Tokens that steps read and the device had", of.hits)
     yield CounterMetricFamily("pdtransfer_hot_misses", "Those that it had not", of.misses)
     yield CounterMetricFamily("pdtransfer_swapped_bytes", "Brought to the device for misses", of.swapped_bytes)
-    yield CounterMetricFamily("pdtransfer_preloaded_bytes", "Brought there with a whole request", of.preloaded_bytes)
+    yield CounterMetricFamily("pdtransfer_preloaded_bytes", "Of requests placed there whole", of.preloaded_bytes)
     yield CounterMetricFamily("pdtransfer_retracts", "Times that one request made room for others", of.retracts)
-    yield CounterMetricFamily("pdtransfer_staging_copies", "Copies by way of anything else", of.staging_copies)
 
 
 def _prefix(cache: PrefixCache) -> Iterator[Metric]:

@@ -405,11 +405,14 @@ def test_with_hisparse_a_staged_copy_is_status_1_and_hits_are_a_share(
     assert "on 2 ranks together, 1 swapped in, 0.0 MB" in " ".join(capsys.readouterr().out.split())
     assert run(replace(CONFIG, hisparse=True)) == 0
     assert json.loads(capsys.readouterr().out)["hot_ranks"] == 2
-    figures["pdtransfer_staging_copies"] = 1
-    assert run(replace(CONFIG, hisparse=True)) == 1
-    assert json.loads(capsys.readouterr().out)["staging_copies"] == 1
+    planned = {"preloaded_bytes": 30, "index_copied_bytes": 20, "dense_copied_bytes": 10}
+    figures.update({f"pdtransfer_{name}": count for name, count in planned.items()})
+    for moved, staged in ((60, 0), (90, 30), (59, -1)):
+        figures["pdtransfer_admission_bytes"] = moved
+        assert run(replace(CONFIG, hisparse=True)) == (1 if staged else 0)
+        assert json.loads(capsys.readouterr().out)["staged_bytes"] == staged
     assert run(CONFIG) == 0
-    assert "staging_copies" not in json.loads(capsys.readouterr().out)
+    assert "staged_bytes" not in json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -443,7 +446,7 @@ def test_a_demo_that_decodes_from_hot_tokens_is_identical_and_stages_nothing(att
     assert demo.returncode == 0, err
     report = json.loads(out)
     assert (report["requests"], report["identical"], report["slots_leaked"]) == (6, 6, 0)
-    assert (report["staging_copies"], report["index_copies"]) == (0, 0)
+    assert (report["staged_bytes"], report["index_copies"]) == (0, 0)
     assert report["longer_than_hot"] == 2
     assert report["hot_misses"] >= 2 * 64 * ranks
     assert report["swapped_bytes"] > 0

@@ -16,6 +16,7 @@ from pdtransfer.kernels.pools import Pool
 from tests.support.effort import some
 from tests.support.hot_world import LAYOUTS, MODELS, World, world
 from tests.support.layout_tensors import mla
+from tests.support.planted_staging import stage
 
 PROPERTY = settings(max_examples=some(25), deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -41,8 +42,20 @@ def test_a_request_that_starts_within_the_buffer_grows_beyond_it() -> None:
         here.step([1])
     here.check_rest()
     counters = here.pool.counters()
-    assert counters.preloaded_bytes == 3 * here.host.tensors.layout.row_bytes
+    assert here.pool.admission_bytes == 3 * here.host.tensors.layout.row_bytes
     assert min(counters.hits, counters.misses) > 0
+
+
+def test_a_staging_copy_of_a_prompt_shows_in_the_bytes_of_its_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage(monkeypatch)
+    here = world()
+    here.start(0, 20, 12)
+    here.check_rest()  # a prompt that does not fit moves no byte
+    here.start(1, 5, 10)
+    here.device.check(here.device_slots[1][:5], here.tokens[1], here.layers)  # the bytes are right all the same
+    with pytest.raises(AssertionError):
+        here.check_rest()
+    assert here.pool.admission_bytes == 2 * 5 * here.device.tensors.layout.row_bytes
 
 
 def test_what_a_grown_request_has_in_its_places_is_not_brought_again() -> None:

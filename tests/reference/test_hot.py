@@ -13,6 +13,7 @@ from pdtransfer.reference.factory import create, generate_many
 from pdtransfer.tracing.timeline import Timeline
 from tests.support.engine_pair import Decode, Prefill, config, heads_of, places, prompts, request
 from tests.support.hot_requests import HOT, LENGTHS, SPARSE, TOKENS, hisparse, sparse_requests
+from tests.support.planted_staging import stage
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,20 @@ def test_hot_tokens_are_bitwise_every_token_resident(attention, landed, expected
     assert figures.hits > 0
     assert figures.misses > 0
     assert figures.preloaded_bytes > 0
-    assert (figures.retracts, figures.staging_copies, figures.running, figures.waiting) == (0, 0, 0, 0)
+    assert figures.admission_bytes == figures.preloaded_bytes
+    assert (figures.retracts, figures.running, figures.waiting) == (0, 0, 0)
+
+
+def test_a_staging_copy_changes_no_bit_and_shows_in_the_figures(attention, landed, expected, monkeypatch):
+    stage(monkeypatch)
+    rooms, prefill = landed
+    decode = decode_of(attention, hisparse())
+    for one in rooms:
+        decode.admit(one, prefill)
+    decode.run()
+    assert [decode.outcome(one.room) for one in rooms] == expected
+    figures = decode.engine.figures
+    assert figures.admission_bytes == 2 * figures.preloaded_bytes > 0
 
 
 def test_rooms_that_are_retracted_and_come_back_lose_no_bit(attention, landed, expected):
@@ -57,7 +71,7 @@ def test_rooms_that_are_retracted_and_come_back_lose_no_bit(attention, landed, e
     assert [decode.outcome(one.room) for one in rooms] == expected
     figures = decode.engine.figures
     assert figures.retracts >= len(rooms) - 2
-    assert figures.staging_copies == 0
+    assert figures.admission_bytes == figures.preloaded_bytes
 
 
 @pytest.mark.parametrize("policy", ["longest", "shortest", "newest"])

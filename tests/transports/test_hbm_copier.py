@@ -55,6 +55,7 @@ def lifted(source: Tensors, target: Tensors) -> list[str]:
         up.lift(Lift(1, 2, 3, (LandedRows(component, 0, EXTENTS),)), lambda _, text: said.append(text))
         await asyncio.to_thread(up._copier.close)  # it carries out what is queued
         assert not up._open
+        assert up.moved_bytes == (len(SLOTS) * source.layout.row_bytes if said == [""] else 0)
 
     asyncio.run(run())
     return said

@@ -27,7 +27,8 @@ def test_prompts_are_answered_as_by_a_single_process(case: Case, devices: tuple[
         through_dram = case.sparse and devices[1] != "cpu" and (case.verify or case.transport != "shm")
         assert all(count >= len(TEXTS) for count in lifted) if through_dram else lifted == (0, 0), lifted
         if case.sparse:
-            assert m["pdtransfer_staging_copies_total"] == 0
+            planned = ("preloaded", "index_copied", "dense_copied")
+            assert m["pdtransfer_admission_bytes_total"] == sum(m[f"pdtransfer_{each}_bytes_total"] for each in planned)
             assert m["pdtransfer_hot_misses_total"] > 0
         if case.verify:
             assert m["pdtransfer_grants_verified_total"] >= len(TEXTS)

@@ -61,7 +61,9 @@ async def test_a_request_that_could_never_run_is_refused_with_both_values(tmp_pa
 
 @on_loop
 async def test_its_figures_are_metrics(tmp_path: Path) -> None:
-    figures = HotFigures(running=1, waiting=2, hits=3, misses=4, swapped_bytes=5, preloaded_bytes=6, retracts=7)
+    figures = HotFigures(
+        running=1, waiting=2, hits=3, misses=4, swapped_bytes=5, preloaded_bytes=6, retracts=7, admission_bytes=8
+    )
     async with decode(tmp_path, **SPARSE) as daemon:
         registry = CollectorRegistry()
         DecodeMetrics(daemon.node, registry, lambda: figures)
@@ -69,6 +71,6 @@ async def test_its_figures_are_metrics(tmp_path: Path) -> None:
     for line in (
         "pdtransfer_hisparse_running 1.0", "pdtransfer_hisparse_waiting 2.0", "pdtransfer_hot_hits_total 3.0",
         "pdtransfer_hot_misses_total 4.0", "pdtransfer_swapped_bytes_total 5.0", "pdtransfer_preloaded_bytes_total 6.0",
-        "pdtransfer_retracts_total 7.0", "pdtransfer_staging_copies_total 0.0",
+        "pdtransfer_retracts_total 7.0", "pdtransfer_admission_bytes_total 8.0",
     ):  # fmt: skip
         assert line in lines

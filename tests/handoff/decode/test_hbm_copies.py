@@ -17,7 +17,7 @@ from pdtransfer.wire import Drained, Grant, Registered, Reject
 from tests.sim.pools import LAYERS, ROW
 from tests.support.client_pair import slots_of_pages
 from tests.support.hbm_pair import expected, hbm_pair
-from tests.support.internals import core_of
+from tests.support.internals import core_of, node_of
 from tests.support.layout_tensors import CANARY
 from tests.support.session_ends import (
     ARENA,
@@ -240,6 +240,8 @@ def test_dense_rows_land_in_hbm_and_sparse_ones_stay_in_dram_to_the_byte() -> No
         assert (pair.hbm == hbm.pool.memory).all()
         lifts = core_of(pair.decode).post_landing.hbm_copies
         assert lifts.copies == {"dense": 2}
+        node = node_of(pair.decode)
+        assert node.lifted_bytes == lifts.bytes["dense"] == 80 * pair.target.layout.row_bytes
         for room in pages:
             pair.decode.release(room)
 

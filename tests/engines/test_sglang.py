@@ -66,8 +66,8 @@ def test_other_models_continue_as_well(name: str, dtype: str, sglang_checkpoints
     Two bytes a number; and windows, which have a pool and pages of their own. MLA is missing: without its kernels
     SGLang computes none on a CPU (its attention with torch multiplies tensors that do not fit)."""
     with family(sglang_checkpoints.path(name), tmp_path, dtype=dtype) as (pair, single):
-        asked = prompts(*LENGTHS, seed=4)
-        assert pair.generate(asked, tokens=TOKENS) == single.generate(asked, tokens=TOKENS)
+        for prompt in prompts(*LENGTHS, seed=4):  # one at a time: the bits of two bytes depend on who shares a batch
+            assert pair.generate([prompt], tokens=TOKENS) == single.generate([prompt], tokens=TOKENS), len(prompt)
         pair.settles()
 
 
@@ -141,9 +141,7 @@ def test_a_request_that_is_given_up_leaves_nothing(llama: Family, gives_up: str,
              for name, side in sides.items() if after_s or name == gives_up or gives_up == "both"}  # fmt: skip
     time.sleep(after_s)
     for name in asked if gives_up == "both" else [gives_up]:
-        while not asked[name].done():  # an abort may overtake its request
-            sides[name].abort(f"{name}-{room['bootstrap_room']}")
-            time.sleep(0.1)
+        sides[name].give_up(asked[name], f"{name}-{room['bootstrap_room']}")
     for each in asked.values():
         assert each.exception(2 * TIME_LEFT_S) is None or isinstance(each.exception(), RefusedError)
     assert pair.generate([other], tokens=TOKENS) == single.generate([other], tokens=TOKENS)
@@ -164,26 +162,31 @@ def test_a_side_whose_peer_is_never_asked_does_not_wait_for_ever(llama: Family) 
 
 
 def test_many_requests_at_once_leave_nothing_behind(llama: Family) -> None:
-    """200 of them, some given up on either side at any time."""
+    """200 of them, some given up at any time: on one side first, and then, as a router does, on the other."""
     pair, single = llama
     draw = random.Random(16)
     asked = prompts(*(draw.randrange(5, 300) for _ in range(200)), seed=16)
     kept: list[tuple[list[int], Any]] = []
-    given_up: list[Any] = []
+    given_up: list[tuple[Any, SglangServer, str, Any]] = []
     for at, prompt in enumerate(asked):
         room, fate = pair.room(), draw.choice(["", "", "", "decode", "prefill"])
-        names = f"p{at}", f"d{at}"
+        names = f"p{at:03}", f"d{at:03}"  # an abort ends every request whose name begins with its own
         sent = pair.prefill.add(prompt, tokens=8, rid=names[0], **room)
         received = pair.decode.add(prompt, tokens=8, rid=names[1], **room)
         if not fate:
             kept.append((prompt, received))
             continue
-        given_up += [sent, received]
         time.sleep(draw.choice([0.0, 0.02, 0.2]))
-        (pair.decode if fate == "decode" else pair.prefill).abort(names[fate == "decode"])
+        if fate == "decode":
+            pair.decode.abort(names[1])
+            given_up.append((received, pair.prefill, names[0], sent))
+        else:
+            pair.prefill.abort(names[0])
+            given_up.append((sent, pair.decode, names[1], received))
+    for first, other, name, second in given_up:
+        first.exception(4 * ANSWER_S)
+        other.give_up(second, name)
     found = [received.result(4 * ANSWER_S) for _, received in kept]
-    for each in given_up:
-        each.exception(2 * TIME_LEFT_S)
     pair.settles()
     few = draw.sample(range(len(kept)), 24)
     assert [found[at] for at in few] == single.generate([kept[at][0] for at in few], tokens=8)
@@ -290,7 +293,8 @@ def test_behind_sglangs_own_router(llama: Family, tmp_path: Path) -> None:
 def test_dead_servers_cost_their_requests_and_may_be_started_again(
     sglang_checkpoints: Checkpoints, tmp_path: Path, llama: Family
 ) -> None:
-    """Each is killed with requests half-way, and another process takes its address."""
+    """Each is killed with requests half-way, and another process takes its address. SGLang answers a request that is
+    given up with what it has."""
     good, single = llama
     asked = prompts(700, 640, 300, 600, seed=17)
     expected = single.generate(asked, tokens=TOKENS)
@@ -303,8 +307,10 @@ def test_dead_servers_cost_their_requests_and_may_be_started_again(
             killed.kill()
             left = received if killed is prefill else sent
             for each, tokens in zip(left, expected, strict=True):
+                if killed is decode:  # which may not have asked for it: a router gives it up
+                    good.prefill.give_up(each)
                 error = each.exception(2 * TIME_LEFT_S)
-                assert isinstance(error, RefusedError) or each.result()[:1] == tokens[:1]
+                assert isinstance(error, RefusedError) or each.result() == tokens[: len(each.result())]
             (good.decode if killed is prefill else good.prefill).settles()
         again = {"prefill": PREFILL | {"like": prefill}, "decode": DECODE | {"like": decode}}
         with servers(model, tmp_path, **again) as (prefill, decode):

@@ -109,14 +109,14 @@ def test_a_fleet_does_not_start_before_it_may(tried: Path) -> None:
 
 
 def integrate(
-    tried: Path, *, test: str = "", containers: str = "exit 3", vllm: int = 3, test_engines: int = 0
+    tried: Path, *, test: str = "", containers: str = "exit 3", vllm: int = 3, sglang: int = 3, test_engines: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """.ci/run, where `make test` and tools/compose-demo do what is said here, and where `tools/venv vllm` and the
-    tests of that engine end with these statuses."""
+    """.ci/run, where `make test` and tools/compose-demo do what is said here, and where tools/venv for each engine and
+    the tests of any end with these statuses."""
     (tried / ".ci").mkdir()
     shutil.copy(REPO / ".ci" / "run", tried / ".ci" / "run")
-    make = f"case $1 in test) {test or ':'} ;; test-vllm) exit {test_engines} ;; esac"
-    venv = f"case $1 in vllm) exit {vllm} ;; esac"
+    make = f"case $1 in test) {test or ':'} ;; test-vllm | test-sglang) exit {test_engines} ;; esac"
+    venv = f"case $1 in vllm) exit {vllm} ;; sglang) exit {sglang} ;; esac"
     for name, does in (("tools/compose-demo", containers), ("tools/venv", venv), ("bin/make", make)):
         (tried / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
         (tried / name).chmod(0o755)
@@ -137,18 +137,21 @@ def test_continuous_integration_fails_with_the_containers_and_not_for_want_of_th
 
 
 @pytest.mark.parametrize(
-    ("vllm", "test_engines", "ends", "said"),
+    ("vllm", "sglang", "test_engines", "ends", "said"),
     [
-        (0, 0, 0, ["test-vllm: passed"]),
-        (3, 0, 0, ["test-vllm: not run"]),
-        (0, 1, 1, []),
-        (1, 0, 1, []),
+        (0, 0, 0, 0, ["test-vllm: passed", "test-sglang: passed"]),
+        (3, 0, 0, 0, ["test-vllm: not run", "test-sglang: passed"]),
+        (0, 3, 0, 0, ["test-vllm: passed", "test-sglang: not run"]),
+        (3, 0, 1, 1, ["test-vllm: not run"]),
+        (0, 0, 1, 1, []),
+        (0, 1, 0, 1, ["test-vllm: passed"]),
+        (1, 0, 0, 1, []),
     ],
 )
 def test_continuous_integration_fails_with_the_engines_and_not_for_want_of_them(
-    tried: Path, vllm: int, test_engines: int, ends: int, said: list[str]
+    tried: Path, vllm: int, sglang: int, test_engines: int, ends: int, said: list[str]
 ) -> None:
-    ran = integrate(tried, vllm=vllm, test_engines=test_engines)
+    ran = integrate(tried, vllm=vllm, sglang=sglang, test_engines=test_engines)
     assert ran.returncode == ends, ran.stderr
     assert [line.partition(",")[0] for line in ran.stdout.splitlines() if line.startswith("test-")] == said
 

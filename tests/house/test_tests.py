@@ -139,7 +139,7 @@ def test_a_private_read_is_seen_and_ones_own_is_none() -> None:
 def test_continuous_integration_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
     run = (REPO / ".ci" / "run").read_text()
     assert "make test ARGS=--full" in run
-    assert "for engine in vllm; do" in run
+    assert "for engine in vllm sglang; do" in run
     assert "make test-$engine" in run
     monkeypatch.setenv(VARIABLE, Effort.FULL)
     assert some(100) == 100

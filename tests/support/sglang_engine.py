@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,9 +148,17 @@ class SglangServer:
         """So many greedy tokens of each prompt, all asked at once."""
         return [each.result() for each in [self.add(prompt, tokens=tokens) for prompt in prompts]]
 
-    def abort(self, rid: str) -> None:
-        """Ends a request as a client that goes away does."""
-        self.ask("/abort_request", {"rid": rid})
+    def abort(self, rid: str | None = None) -> None:
+        """Ends a request as a client that goes away does, if it has arrived; or all that have."""
+        self.ask("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+
+    def give_up(self, asked: Future[Any], rid: str | None = None) -> None:
+        """Aborts until a request has ended, since an abort may overtake its request."""
+        deadline = time.monotonic() + SETTLES_S
+        while not asked.done():
+            assert time.monotonic() < deadline, f"{rid} does not end; {end_of(self.log)}"
+            self.abort(rid)
+            wait([asked], 0.1)
 
     def load(self) -> dict[str, Any]:
         """What its scheduler has to do."""
@@ -165,9 +173,11 @@ class SglangServer:
                 break
             assert time.monotonic() < deadline, f"{self.load()}; {end_of(self.log)}"
             time.sleep(0.1)
-        time.sleep(0.2)  # some turns of an idle scheduler
-        used = self.load()["num_used_tokens"]
-        assert (used, self.process.poll()) == (0, None), end_of(self.log)
+        # Pages that a peer may still write are given back later, when an idle scheduler takes its next turn.
+        while used := self.load()["num_used_tokens"]:
+            assert time.monotonic() < deadline, f"{used} tokens are still used; {end_of(self.log)}"
+            time.sleep(0.1)
+        assert self.process.poll() is None, end_of(self.log)
 
     def kill(self) -> None:
         """Ends all its processes with SIGKILL."""

@@ -175,16 +175,15 @@ class SchedulerSide:
             self._decline(name, known)
             return
         known.state = _LoadState.ORDERED
+        prefix = self._received_tokens(known.tokens) - external_tokens
+        slots = tuple(slots_of(blocks[group.index], group.rows(known.tokens)) for group in self._groups)
         if known.source is None:
-            self._orders.refusals.append(Refuse(name, tuple(blocks[self._groups[0].index])))
+            expected = slots[0][prefix // self._groups[0].block_size :]
+            self._orders.refusals.append(Refuse(name, tuple(slot for slot in expected if slot >= 0)))
             return
         self._orders.receives.append(
-            Receive(
-                name, known.source.room(name), known.source.sources, known.tokens,
-                self._received_tokens(known.tokens) - external_tokens,
-                tuple(slots_of(blocks[group.index], group.rows(known.tokens)) for group in self._groups),
-            )
-        )  # fmt: skip
+            Receive(name, known.source.room(name), known.source.sources, known.tokens, prefix, slots)
+        )
 
     def orders(self, step: ScheduledStep) -> Orders:
         """What the workers do in this step; the next call begins another one."""

@@ -221,7 +221,9 @@ class WorkerSide:
     def _receive(self, order: Receive) -> None:
         assert self._decode is not None
         room = order.room
-        blocks = tuple(slot for slot in order.slots[0] if slot >= 0) if order.awaited else ()
+        # Requests that run may have the prefix as well: its blocks do not fail.
+        expected = order.slots[0][order.prefix // self._rows[0].block_size :]
+        blocks = tuple(slot for slot in expected if slot >= 0) if order.awaited else ()
         try:
             self._decode.expect(
                 room, tokens=order.tokens, prefix=order.prefix, sources=order.sources, time_left_s=self._time_left_s,
@@ -286,15 +288,14 @@ class WorkerSide:
                 figures.count(self._data, "rooms", "sent")
                 figures.count(self._data, "bytes", "sent", kv_bytes)
             case RoomFailed(room, cause, detail):
-                request_id = self._sent_rooms.get(room, "")
+                request_id = self._sent_rooms[room]
                 log.log(
                     logging.INFO if cause is Cause.ABORTED else logging.WARNING,
                     "request %s: its KV was not handed over: %s: %s", request_id, cause.value, detail,
                 )  # fmt: skip
                 self._count_failure(cause)
             case RoomDrained(room):
-                request_id = self._sent_rooms.pop(room, "")
-                sending = self._sending.get(request_id)
+                sending = self._sending.get(self._sent_rooms.pop(room))
                 if sending is not None and sending.room == room:
                     sending.drained = True
             case _:  # whether decode has asked, and has slots, changes nothing here
@@ -303,8 +304,7 @@ class WorkerSide:
     def _on_decode_event(self, event: object) -> None:
         match event:
             case RoomReady(room):
-                if (request_id := self._received_rooms.get(room)) is None:
-                    return
+                request_id = self._received_rooms[room]
                 figures.count(self._data, "rooms", "received")
                 figures.count(self._data, "bytes", "received", event.kv_bytes)
                 if self._copied_up:
@@ -312,8 +312,7 @@ class WorkerSide:
                 if len(self._data["seconds"]) < figures.SECONDS_MAX:
                     self._data["seconds"].append(self._clock() - self._receiving[request_id].began)
             case RoomFailed(room, cause, detail):
-                if (request_id := self._received_rooms.get(room)) is None:
-                    return
+                request_id = self._received_rooms[room]
                 receiving = self._receiving[request_id]
                 log.log(
                     logging.INFO if receiving.aborted or not receiving.awaited else logging.WARNING,
@@ -323,8 +322,8 @@ class WorkerSide:
                 if receiving.awaited and not receiving.aborted:
                     self._fail_load(request_id, receiving.blocks)
             case RoomDrained(room):
-                request_id = self._received_rooms.pop(room, None)
-                if request_id is not None and self._receiving.pop(request_id).awaited:
+                request_id = self._received_rooms.pop(room)
+                if self._receiving.pop(request_id).awaited:
                     self._results.received.add(request_id)
             case _:
                 pass

@@ -340,6 +340,15 @@ def test_wrong_parameters_of_decode_fail_its_load_alone() -> None:
     assert made.orders(Step()) == Orders(refusals=[Refuse("a", (7, 3, 5))])
 
 
+def test_blocks_that_decode_has_and_null_blocks_do_not_fail_with_a_load() -> None:
+    """Other requests may have them as well, and vLLM gives up each request whose blocks are named."""
+    made = side()
+    request = begun(made, 70, RECEIVES | {"remote_port": 0})
+    assert made.matched_tokens(request, 16) == 53
+    made.on_blocks(request, [[7, 0, 3, 5, 9]], 53)
+    assert made.orders(Step()) == Orders(refusals=[Refuse("a", (3, 5, 9))])
+
+
 @pytest.mark.parametrize("params", ["x", ["do_remote_prefill"], 7])
 def test_parameters_that_are_no_object_fail_their_load_alone(params: Any) -> None:
     made = side()

@@ -172,7 +172,7 @@ class WorkerSide:
         for chunk in self._chunks:
             if chunk.last and (sending := self._sending.get(chunk.request_id)) is not None and not sending.drained:
                 self._prefill.finish(sending.room)
-        self._chunks, self._cells = [], []
+        self._chunks = []
 
     def results(self, finished: Collection[str]) -> Results:
         """After the model has run: what is known of rooms by now. `finished` have ended since the last step."""

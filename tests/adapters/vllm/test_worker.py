@@ -479,7 +479,7 @@ def test_a_label_that_is_in_use_stays_with_its_first_request(site: Site) -> None
 def test_a_preempted_request_that_does_not_come_back_is_not_reported(site: Site) -> None:
     """Its blocks are vLLM's again, and vLLM ends with a request that it does not know."""
     site.send("p", "room", 40, [7, 3, 5])
-    site.step(Orders(quiesce=["p"]))
+    site.step(Orders(quiesce=["p"], chunks=[chunk("p", [7, 3, 5])]))  # rows without a room stay where they are
     site.poll(("p",))
     site.until(lambda: site.figures["causes"] == {"aborted": 1})
     site.poll(("p",))

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from pdtransfer.adapters.vllm import figures
 from pdtransfer.bus.keys import generate
 from tests.support.vllm_engine import Checkpoints, Generated, VllmEngine, prompts
 from tests.support.vllm_pair import SENDS, VllmPair, settles, transfer
 
 TOKENS = 24
 LENGTHS = 5, 100, 127, 128, 129, 300, 700
+WINDOWS = 63, 64, 65, 190, 191, 192, 193, 318, 319, 320, 321, 446, 447, 448, 449
 CHUNKS = {"max_num_batched_tokens": 256, "enable_prefix_caching": False, "disable_log_stats": False}
 TIME_LEFT_S = 20.0  # after which either side gives a hand-off up
 
@@ -97,6 +99,17 @@ def test_other_models_continue_as_well(name: str, dtype: str, checkpoints: Check
             assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
         pair.settles()
         assert rooms(pair.decode) == {"received": 2 * len(LENGTHS) + 1}
+
+
+def test_windows_of_64_tokens_continue_at_each_offset_of_a_block(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Prompts that end within a window of a block's end, or just behind it: which blocks decode needs changes there."""
+    with family(checkpoints, tmp_path, "gemma3", "float32") as (pair, single):
+        asked = prompts(*WINDOWS, seed=24)
+        for order in ("decode first", "serial"):
+            made = handed_over(pair, asked, order=order)
+            assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
+        pair.settles()
+        assert rooms(pair.decode) == {"received": 2 * len(WINDOWS) + 1}
 
 
 def test_latent_attention_continues(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -328,6 +341,25 @@ def test_a_preempted_request_is_handed_over_when_it_has_been_computed_again(
             prefill.generated(running)
             pair.settles()
         assert prefill.metrics("vllm:num_preemptions")["vllm:num_preemptions_total"] == 2
+
+
+# Other connectors beside it
+
+
+def test_it_is_one_of_several_connectors(checkpoints: Checkpoints, tmp_path: Path, llama: Family) -> None:
+    good, single = llama
+    ours = transfer("kv_consumer", verify=True, time_left_s=TIME_LEFT_S)
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [ours]}}
+    config = {"kv_transfer_config": {"kv_role": "kv_consumer"} | several}
+    with VllmEngine(checkpoints.path("llama"), tmp_path / "several.log", **CHUNKS | config) as decode:
+        pair = VllmPair(good.prefill, decode)
+        pair.ready()
+        asked = prompts(*LENGTHS, seed=23)
+        made = handed_over(pair, asked, order="serial")
+        assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
+        pair.settles()
+        data = figures.empty() | {"rooms": {"received": 3}}
+        assert decode.figures_of("PDTransferConnector", data) == {"PDTransferConnector": {"rooms received": 3}}
 
 
 # Engines with keys

@@ -12,6 +12,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import RequestOutputKind
 
 from tests.support.json_process import LATER, Requests
@@ -92,6 +93,10 @@ class Driver:
                 if sample.name.startswith(prefix) and "le" not in labels and not sample.name.endswith("_created"):
                     made[" ".join([sample.name, *labels.values()])] = sample.value
         return made
+
+    def figures_of(self, *, connector: str, data: dict[str, Any]) -> dict[str, Any]:
+        """What vLLM's MultiConnector makes of the figures of one of its connectors that come from another process."""
+        return MultiConnector.build_kv_connector_stats({connector: data}).reduce()
 
     def run(self) -> None:
         """Until the input ends; then the engine is shut down."""

@@ -126,6 +126,10 @@ class VllmEngine(JsonProcess):
         """Its Prometheus metrics, where it was started with disable_log_stats=False."""
         return self.ask("metrics", ANSWER_S, prefix=prefix)
 
+    def figures_of(self, connector: str, data: dict[str, Any]) -> dict[str, Any]:
+        """What vLLM's MultiConnector logs of the figures of one of its connectors."""
+        return self.ask("figures_of", ANSWER_S, connector=connector, data=data)
+
 
 class StartEngine(Protocol):
     """What the fixture `start_engine` does."""

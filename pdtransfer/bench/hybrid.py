@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Literal, NamedTuple, Protocol, TypedDict
+from typing import Literal, NamedTuple, Protocol, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +17,15 @@ from ..errors import LocalProtocolError, WorldError
 from ..kernels import copy as host_copy
 from ..kernels.card import Card, card
 from ..kernels.driver import count as card_count
-from ..kernels.kv_copy import pairing_of
-from ..kernels.pools import PageSlots, Pool, Slots
-from ..kernels.push import Backend, prepare
+from ..kernels.kv_copy import check_copy, pairing_of
+from ..kernels.kv_copy import prepare as prepare_rows
+from ..kernels.pools import Pool
+from ..kernels.push import prepare
 from ..kernels.registered import CHUNK_BYTES
 from ..layout.deepseek_v4 import deepseek_v4
 from ..layout.geometry import Int64s
 from ..layout.layout import Component, expand_pages
+from ..layout.layout_builders import ITEM_LAYOUTS
 from ..layout.plan import plan
 from ..memory.arena_memory import ArenaMemory
 from .report import Figures, Line
@@ -55,7 +57,7 @@ class HostShape(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.layout if self.page_tokens > 1 else f"{self.layout}_rows"
+        return self.layout if self.page_tokens > 1 else f"{self.layout}_single"
 
     @property
     def sizes(self) -> PageSizes:
@@ -68,20 +70,9 @@ class HostShape(NamedTuple):
         return f"{self.layout}, pages of {self.page_tokens}" if self.page_tokens > 1 else f"{self.layout}, single rows"
 
 
-class Way(NamedTuple):
-    """A backend of `push`, and whether it is given pages instead of slots."""
-
-    name: str
-    backend: Backend
-    pages: bool = False
-
-
-SHAPES = (*(HostShape(name) for name in ("layer_first", "page_first", "page_first_direct")), HostShape("page_first", 1))
-WAYS = (Way("slots", "kernel"), Way("kernel", "kernel", pages=True), Way("direct", "direct"), Way("ring", "ring"),
-        Way("auto", "auto"))  # fmt: skip
-_KERNEL = WAYS[1]
-
-
+Way = Literal["rows", "kernel", "direct", "ring", "auto"]
+WAYS: tuple[Way, ...] = get_args(Way)
+SHAPES = (*(HostShape(name) for name in ITEM_LAYOUTS), HostShape("page_first", 1))
 Work = Sequence[Callable[[], object]]
 
 
@@ -134,11 +125,12 @@ def measure(*, runs: int = _RUNS, tokens: Sequence[int] = ()) -> Figures:
     all) between a layer_first pool of pages of 256 tokens in card 0 and a registered arena, component after component
     on one stream. The room's pages lie anywhere in the pool, and in one run in the arena.
 
-    `slots` is the copy kernel with a slot for each row, `kernel` the same with pages, `direct` one transfer of the copy
-    engine for each contiguous run. `ring` gathers into a ring in the card's memory that the copy engine drains, and
-    takes `kernel` for components that a ring cannot carry. `auto` is what daemons do. Every way is done once and every
-    byte of its target compared, padding included. Then all ways take turns with one contiguous DMA of the same bytes:
-    medians of `runs`, by events around the queueing; a plan is made ahead. A share is the DMA's time to a way's.
+    `rows` is the copy kernel row by row; `kernel` takes whole pages where rows are narrow. `direct` is one transfer of
+    the copy engine for each contiguous run. `ring` gathers into a ring in the card's memory that the copy engine
+    drains, and takes `kernel` for components that a ring cannot carry. `auto` is what daemons do. Single rows are not
+    copied one by one. Every way is done once and every byte of its target compared, padding included. Then all ways
+    take turns with one contiguous DMA of the same bytes: medians of `runs`, by events around the queueing; a plan is
+    made ahead. A share is the DMA's time to a way's.
 
     Without a card both sides are memory of this process, the model has 4 layers and the room 8,192 tokens; then it
     measures the CPU's copies of the same plans beside one memcpy, and says nothing about a card.
@@ -155,7 +147,8 @@ def measure(*, runs: int = _RUNS, tokens: Sequence[int] = ()) -> Figures:
         figures[f"{size}_mb"] = byte_count / 1e6
         with _clock(pool_bytes, arena_bytes, on_card=on_card) as clock:
             for direction in _FROM_TO:
-                found = _direction(clock, direction, rooms, byte_count, runs)
+                checked = _Checked(clock, direction, pool_bytes, arena_bytes)
+                found = _direction(clock, direction, rooms, checked, byte_count=byte_count, runs=runs)
                 figures |= {f"{size}_{direction}_{name}": value for name, value in found.items()}
     return figures
 
@@ -171,9 +164,9 @@ def lines(figures: Figures) -> list[Line]:
             for shape in SHAPES:
                 own = f"{key}_{shape.name}"
                 ways = [
-                    f"{way.name} {{{own}_{way.name}_gb_s:.1f}} ({{{own}_{way.name}_share:.3f}})"
+                    f"{way} {{{own}_{way}_gb_s:.1f}} ({{{own}_{way}_share:.3f}})"
                     for way in WAYS
-                    if f"{own}_{way.name}_share" in figures
+                    if f"{own}_{way}_share" in figures
                 ]
                 through = f"; a ring carries {{{own}_ring_bytes:.0%}}"
                 found.append(Line(f"{what}: {shape.what}", f"{{{own}_best}}", ", ".join(ways) + through))
@@ -184,8 +177,8 @@ def lines(figures: Figures) -> list[Line]:
 
 
 def _moves(shape: HostShape, ratios: Sequence[int], tokens: int) -> list[Move]:
-    """The room's components. The pool holds twice the room, so that its pages lie apart."""
-    pool = deepseek_v4("layer_first", ratios=ratios, tokens=2 * tokens, requests=2)
+    """The room's components, its pages anywhere in the pool."""
+    pool = deepseek_v4("layer_first", ratios=ratios, tokens=tokens, requests=2)
     arena = deepseek_v4(shape.layout, ratios=ratios, tokens=tokens, requests=1, **shape.sizes)
     rng, made = np.random.default_rng(0), list[Move]()
     for ours, theirs in zip(pool, arena, strict=True):
@@ -196,7 +189,8 @@ def _moves(shape: HostShape, ratios: Sequence[int], tokens: int) -> list[Move]:
 
 
 def _direction(
-    clock: Clock, direction: Direction, rooms: dict[HostShape, list[Move]], byte_count: int, runs: int
+    clock: Clock, direction: Direction, rooms: dict[HostShape, list[Move]], checked: _Checked, *, byte_count: int,
+    runs: int,
 ) -> Figures:  # fmt: skip
     """Figures of one direction, by shape and way."""
     figures: Figures = {}
@@ -206,12 +200,12 @@ def _direction(
             len(each.pool_slots) * each.pool.layout.row_bytes for each in moves if _ringed(clock, direction, each)
         ]
         figures[f"{shape.name}_ring_bytes"] = sum(ringed) / byte_count
+        checked.expect(moves)
         for way in WAYS:
-            if (way.pages and shape.page_tokens == 1) or (way.backend == "ring" and not ringed):
+            if (shape.page_tokens == 1 and way in ("rows", "direct")) or (way == "ring" and not ringed):
                 continue
-            name = f"{shape.name}_{way.name}"
-            make[name] = partial(_work, clock, direction, way, moves)
-            _check(clock, direction, moves, make[name], f"{_FROM_TO[direction]}, {shape.what}, {way.name}")
+            make[f"{shape.name}_{way}"] = partial(_work, clock, direction, way, moves)
+            checked.check(_work(clock, direction, way, moves), f"{shape.what}, {way}")
     ends = (clock.arena_address, clock.pool_address)[:: 1 if direction == "push" else -1]
     make["plain"] = lambda: [partial(clock.plain, *ends, byte_count)]
     times: dict[str, list[float]] = {name: [] for name in make}
@@ -226,34 +220,48 @@ def _direction(
         figures[f"{name}_low"], figures[f"{name}_high"] = plain / max(seconds), plain / min(seconds)
     shares = {name: float(figures[f"{name}_share"]) for name in make if name != "plain"}
     for shape in rooms:
-        own = {way.name: shares[name] for way in WAYS if (name := f"{shape.name}_{way.name}") in shares}
+        own = {way: shares[name] for way in WAYS if (name := f"{shape.name}_{way}") in shares}
         figures[f"{shape.name}_best"] = max(own, key=own.__getitem__)
     best = max(shares, key=shares.__getitem__)
     figures["best"], figures["claim"] = best, shares["page_first_direct_direct"] / shares[best]
     return figures
 
 
-def _check(clock: Clock, direction: Direction, moves: list[Move], make: Callable[[], Work], what: str) -> None:
-    """Does the work once and compares every byte of its target. Raises WorldError where one is wrong."""
-    rng = np.random.default_rng(1)
-    ends = [max(getattr(each, side).layout.end for each in moves) for side in ("pool", "arena")]
-    pool, arena = (rng.integers(0, 256, end, np.uint8) for end in ends)
-    target = pool if direction == "load" else arena
-    target[:] = _CANARY
-    clock.put(pool)
-    clock.arena[: len(arena)] = arena
-    clock.seconds(make())
-    source = pool if direction == "push" else arena
-    for each in moves:
-        (theirs, ours), slots = (each.arena, each.pool), (each.arena_slots, each.pool_slots)
-        if direction == "load":
-            theirs, ours, slots = ours, theirs, slots[::-1]
-        work = plan(pairing_of(ours.layout, theirs.layout), slots[1], slots[0])
-        host_copy(work, source.ctypes.data, target.ctypes.data)
-    found = clock.get()[: len(pool)] if direction == "load" else clock.arena[: len(arena)]
-    if not np.array_equal(found, target):
-        at = int(np.flatnonzero(found != target)[0])
-        raise WorldError(f"{what}: byte {at} of the target is {found[at]}, not {target[at]}")
+class _Checked:
+    """A source of random bytes, and what each shape's target must hold after a copy."""
+
+    def __init__(self, clock: Clock, direction: Direction, pool_bytes: int, arena_bytes: int) -> None:
+        self._clock, self._what, self._push = clock, _FROM_TO[direction], direction == "push"
+        sizes = (pool_bytes, arena_bytes) if self._push else (arena_bytes, pool_bytes)
+        self._source = np.frombuffer(np.random.default_rng(1).bytes(sizes[0]), np.uint8)
+        self._target = np.empty(sizes[1], np.uint8)
+        if self._push:
+            clock.put(self._source)
+        else:
+            clock.arena[:arena_bytes] = self._source
+
+    def expect(self, moves: list[Move]) -> None:
+        """Does on the CPU what the ways have to do with this shape."""
+        self._target[:] = _CANARY
+        for each in moves:
+            source, target = (each.pool, each.arena) if self._push else (each.arena, each.pool)
+            slots = (each.pool_slots, each.arena_slots) if self._push else (each.arena_slots, each.pool_slots)
+            work = plan(pairing_of(source.layout, target.layout), slots[0], slots[1])
+            host_copy(work, self._source.ctypes.data, self._target.ctypes.data)
+
+    def check(self, work: Work, what: str) -> None:
+        """Does the work once. Raises WorldError where a byte of the target is wrong."""
+        clock, size = self._clock, len(self._target)
+        if self._push:
+            clock.arena[:size] = _CANARY
+        else:
+            clock.put(np.full(size, _CANARY, np.uint8))
+        clock.seconds(work)
+        found = clock.arena[:size] if self._push else clock.get()[:size]
+        if not np.array_equal(found, self._target):
+            at = int(np.flatnonzero(found != self._target)[0])
+            text = f"byte {at} of the target is {found[at]}, not {self._target[at]}"
+            raise WorldError(f"{self._what}, {what}: {text}")
 
 
 def _work(clock: Clock, direction: Direction, way: Way, moves: list[Move]) -> Work:
@@ -263,13 +271,12 @@ def _work(clock: Clock, direction: Direction, way: Way, moves: list[Move]) -> Wo
 
 def _prepared(clock: Clock, direction: Direction, way: Way, move: Move) -> Callable[[], None]:
     target, source, *slots = _sides(clock, direction, move)
-    if way.backend == "ring" and not _ringed(clock, direction, move):
-        way = _KERNEL
-    size, rows = source.layout.page_size, len(move.pool_slots)
-    given: list[Slots] = [*slots]
-    if way.pages and target.layout.page_size == size and not rows % size:
-        given = [PageSlots(each[::size] // size) for each in slots]
-    return prepare(target, source, given[0], given[1], rows, backend=way.backend, stream=clock.stream)
+    rows, stream = len(move.pool_slots), clock.stream
+    if way == "rows":
+        return prepare_rows(target, source, check_copy(target, source, slots[0], slots[1], rows), rows, stream=stream)
+    if way == "ring" and not _ringed(clock, direction, move):
+        way = "kernel"
+    return prepare(target, source, slots[0], slots[1], rows, backend=way, stream=stream)
 
 
 def _ringed(clock: Clock, direction: Direction, move: Move) -> bool:

@@ -21,6 +21,7 @@ from .lanes import Staging
 from .pools import PageSlots, PinnedCancel, Pool, Progress, Slots, State
 
 BLOCKS_FETCH = 32  # from host memory, whose latency they hide
+NARROW_BYTES = 256  # rows that take more of the bus than their bytes, when they cross one by one
 _PAIRINGS_MAX = 64  # an engine has a few pools
 _PIECE_BYTES = 2_048  # 32 lanes of 64 bytes each
 _LINE_BYTES = 128
@@ -99,6 +100,36 @@ def check_copy(target: Pool, source: Pool, target_slots: Slots, source_slots: Sl
 def pairing_of(source: Layout, target: Layout) -> Pairing:
     """pairing.pair, fused and cached, since engines copy between the same pools."""
     return pair(source, target).fused()
+
+
+def by_pages(copy: CheckedCopy) -> tuple[CheckedCopy, CheckedCopy | None] | None:
+    """Splits a copy with narrow rows into whole pages, as page indices, and the rows that are left over, if any.
+
+    Returns None unless the CPU knows all slots, a plane's rows are below NARROW_BYTES, every page is contiguous in
+    every plane of both sides, and all rows between the first and the last page border lie in whole pages of both.
+    """
+    pairing, sides = copy.pairing, (copy.target, copy.source)
+    size = max(pairing.source_page_size, pairing.target_page_size)
+    if size == 1 or copy.rows < size or int(pairing.table[:, 6].min()) >= NARROW_BYTES:
+        return None
+    if any(side.address or side.granule > 1 for side in sides) or granule_of(pairing, size) != size:
+        return None
+    slots = [slots_of(side, copy.rows) for side in sides]
+    first = -int(slots[0][0]) % size
+    end = first + (copy.rows - first) // size * size
+    if end <= first:
+        return None
+    pages = [each[first:end].reshape(-1, size) for each in slots]
+    if any((each != each[:, :1] // size * size + np.arange(size)).any() for each in pages):
+        return None
+    whole = [
+        side._replace(listed=each[:, 0] // size, wide=True, granule=size, entries=len(each), limit=side.limit // size)
+        for side, each in zip(sides, pages, strict=True)
+    ]
+    left = [np.concatenate((each[:first], each[end:])) for each in slots]
+    rest = [side._replace(listed=each, wide=True, entries=len(each)) for side, each in zip(sides, left, strict=True)]
+    of_pages = CheckedCopy(pairing, whole[0], whole[1], end - first)
+    return of_pages, CheckedCopy(pairing, rest[0], rest[1], len(left[0])) if len(left[0]) else None
 
 
 def side_of(name: str, slots: Slots, pool: Pool, slot_limit: int) -> Side:

@@ -12,7 +12,7 @@ from ..layout.pairing import Pairing
 from ..layout.plan import Plan, plan
 from .cancel import CancelWord
 from .card import card
-from .kv_copy import CheckedCopy, check_copy, slots_of
+from .kv_copy import CheckedCopy, by_pages, check_copy, slots_of
 from .kv_copy import prepare as prepare_launch
 from .lanes import SLOT_BYTES, Staging, borrowed
 from .pools import Pool, Progress, Slots
@@ -41,12 +41,12 @@ def push(
     outside the event loop. `cancel` stops work that has not begun; bytes in flight may land until `progress` reports
     the end.
 
-    Backends: `kernel` is kv_copy's launch. `direct` uses the copy engine, one transfer for each run that is contiguous
-    on both sides. `strided` uses the copy engine, one transfer for each plane and run of slots; it is slower but needs
-    no multiprocessor. `ring` gathers rows into a ring in the card's memory in the order of the host's side, and the
-    copy engine drains it in long runs (a fetch does the reverse); rows outside long runs go by kv_copy. `auto` uses
-    `choose`. `spare` is `strided` if its transfers are long, else `auto`. Raises LocalProtocolError, with the reason,
-    if a backend cannot carry the rows.
+    Backends: `kernel` is kv_copy's launch, by whole pages where a plane's rows are narrow. `direct` uses the copy
+    engine, one transfer for each run that is contiguous on both sides. `strided` uses the copy engine, one transfer for
+    each plane and run of slots; it is slower but needs no multiprocessor. `ring` gathers rows into a ring in the card's
+    memory in the order of the host's side, and the copy engine drains it in long runs (a fetch does the reverse); rows
+    outside long runs go by kv_copy. `auto` uses `choose`. `spare` is `strided` if its transfers are long, else `auto`.
+    Raises LocalProtocolError, with the reason, if a backend cannot carry the rows.
     """
     slots = target_slots, source_slots
     prepare(target, source, *slots, count, backend=backend, progress=progress, cancel=cancel, stream=stream)()
@@ -72,7 +72,25 @@ def prepare(
         work = None
     if work is not None:
         return partial(_carry, target, source, copy, work, progress, cancel, stream, strided=backend == "strided")
-    return prepare_launch(target, source, copy, count, progress=progress, cancel=cancel, stream=stream, staging=staging)
+    pages = by_pages(copy) if known and target.card is not None else None
+    if pages is None:
+        return prepare_launch(
+            target, source, copy, count, progress=progress, cancel=cancel, stream=stream, staging=staging
+        )
+    # Rows outside whole pages go first, in a small launch that reports nothing: the second waits for its end.
+    whole, rest = pages
+    queues = [] if rest is None else [prepare_launch(target, source, rest, rest.rows, stream=stream)]
+    queues.append(
+        prepare_launch(
+            target, source, whole, whole.rows, progress=progress, cancel=cancel, stream=stream, staging=staging
+        )
+    )
+    return partial(_in_order, queues)
+
+
+def _in_order(queues: list[Callable[[], None]]) -> None:
+    for queue in queues:
+        queue()
 
 
 class PushLoad(NamedTuple):

@@ -122,14 +122,11 @@ class Architecture:
         }
 
 
-class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of any model, set by `--engine-option name=value`."""
+class NamedOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options that every engine here has, set by `--engine-option name=value`."""
 
     seed: Annotated[int, Meta(ge=0)] = 0
     context_tokens: Annotated[int, Meta(ge=2, le=1 << 20)] = 16_384
-    top_k: Annotated[int, Meta(ge=0, le=TOP_MAX)] = 0  # tokens that a decode step attends to; 0: all
-    index_share: Annotated[int, Meta(ge=1, le=64)] = 2  # layers that attend to the same picks
-    layers_per_cell: Annotated[int, Meta(ge=0, le=64)] = 0  # layers in each cell that prefill offers; 0: all
     eos: Annotated[int, Meta(ge=0, lt=VOCABULARY)] = EOS
 
     @classmethod
@@ -144,6 +141,14 @@ class EngineOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise ConfigError(text) from None
             text, _, at = str(error).partition(" - at `$.")
             raise ConfigError(f"engine_option {at.rstrip('`')}: {text}") from None
+
+
+class EngineOptions(NamedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of any model."""
+
+    top_k: Annotated[int, Meta(ge=0, le=TOP_MAX)] = 0  # tokens that a decode step attends to; 0: all
+    index_share: Annotated[int, Meta(ge=1, le=64)] = 2  # layers that attend to the same picks
+    layers_per_cell: Annotated[int, Meta(ge=0, le=64)] = 0  # layers in each cell that prefill offers; 0: all
 
 
 class Options(EngineOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):

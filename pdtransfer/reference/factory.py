@@ -17,12 +17,17 @@ from ..wire import Sampling
 from .architecture import EngineOptions, Options
 from .decode import ReferenceDecode
 from .description import build_model
+from .hybrid import HybridDecode, HybridPrefill
+from .hybrid_rows import HybridOptions
 from .model import Transformer
 from .prefill import ReferencePrefill
 
 
 def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
-    """The engine for `config.role`. Raises ConfigError."""
+    """The engine for `config.role`; the option `pools` names that of a hybrid model. Raises ConfigError."""
+    if "pools" in config.options:
+        hybrid = HybridOptions.parse(config.options)
+        return HybridPrefill(config, hybrid) if config.role == "prefill" else HybridDecode(config, hybrid)
     options = Options.parse(config.options)
     return engine_of(config, options, build_model(config, options))
 
@@ -57,11 +62,7 @@ def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int6
 
     Only `attention`, `options` and `device` of `config` affect the outcomes.
     """
-    options = Options.parse(config.options)
-    model = build_model(config, options)
-    prefill = ReferencePrefill(replace(config, role="prefill"), options, model)
-    decode = ReferenceDecode(replace(config, role="decode"), options, model)
-    decode.take(prefill.flat)
+    prefill, decode = _alone(config)
     rooms = [Request(room=at, prompt=prompt, sampling=sampling) for at, (prompt, sampling) in enumerate(requests)]
     waiting = deque(rooms)
     slots: dict[int, dict[str, NDArray[np.int64]]] = {}
@@ -90,3 +91,18 @@ def generate_many(config: EngineConfig, requests: Sequence[tuple[NDArray[np.int6
                 case _:
                     pass
     return [outcomes[at] for at in range(len(requests))]
+
+
+def _alone(config: EngineConfig) -> tuple[ReferencePrefill | HybridPrefill, DecodeEngine]:
+    """Both engines, on one pool."""
+    if "pools" in config.options:
+        hybrid = HybridOptions.parse(config.options | {"index_memory": "dram"})
+        writes, reads = HybridPrefill(config, hybrid), HybridDecode(config, hybrid)
+        reads.take(writes.flat)
+        return writes, reads
+    options = Options.parse(config.options)
+    model = build_model(config, options)
+    prefill = ReferencePrefill(replace(config, role="prefill"), options, model)
+    decode = ReferenceDecode(replace(config, role="decode"), options, model)
+    decode.take(prefill.flat)
+    return prefill, decode

@@ -117,7 +117,7 @@ class ReferencePrefill:
             self._flat = torch.zeros(elements, dtype=torch.float32, device=model.device)
             torch.cuda.current_stream(model.device).synchronize()  # other streams read it
         else:  # torch.zeros would touch every page of the pool
-            self._shared = _shared_memory(self._description.memory_bytes, self)
+            self._shared = shared_memory(self._description.memory_bytes, self)
             self._flat = torch.frombuffer(self._shared.view, dtype=torch.float32, count=elements)
         layouts = {component.name: component.layout for component in self._description.components}
         self._cache = Cache(self._flat, layouts[COMPONENT], model.architecture, model.shard.kv_heads)
@@ -338,7 +338,7 @@ class ReferencePrefill:
         return Prefilled(room=request.room, aux=handoff.pack())
 
 
-def _shared_memory(byte_count: int, owner: object) -> SharedMemory:
+def shared_memory(byte_count: int, owner: object) -> SharedMemory:
     """A memfd of zeroes, not yet backed, that lives as long as `owner`.
 
     It is sealed: other processes can neither map it for writing nor change its size, which could end this process with

@@ -433,6 +433,56 @@ def test_a_row_that_is_fetched_twice_is_not_taken_for_the_next(here: CardOnHost,
     assert np.array_equal(target.memory, right)
 
 
+# Narrow rows
+
+
+@pytest.mark.parametrize("fetch", [False, True])
+@pytest.mark.parametrize(("first", "rows", "launches"), [(0, 64, 1), (0, 70, 2), (5, 60, 2), (5, 11, 2)])
+def test_whole_pages_with_narrow_rows_go_by_pages_and_the_rows_beside_them_one_by_one(
+    here: CardOnHost, fetch: bool, first: int, rows: int, launches: int
+) -> None:
+    """Scales are rows of 8 bytes: of the pages that lie anywhere, each is a piece of each kind."""
+    source, target = filled("layer_first", c4(), 8, 16, content=True), filled("page_first", c4(), 8, 16, content=False)
+    pages = np.random.default_rng(3).permutation(16)
+    scattered = (pages[:, None] * 8 + np.arange(8)).reshape(-1)[first : first + rows]
+    slots = (scattered, np.arange(first, first + rows))[:: -1 if fetch else 1]
+    right = wanted(source, target, slots[1], slots[0])
+    counted = [kv_copy.by_pages(kv_copy.check_copy(*_sides(source, target, fetch), *slots, rows))]
+    assert counted[0] is not None
+    assert [each and each.rows for each in counted[0]] == [
+        rows // 8 * 8 if not first else (rows - 3) // 8 * 8,
+        None if launches == 1 else rows - counted[0][0].rows,
+    ]
+    pushed(source, target, *slots, rows, fetch=fetch, card=0, backend="kernel")
+    here.finish()
+    assert np.array_equal(target.memory, right)
+    assert here.launches == launches
+
+
+def _sides(source: Tensors, target: Tensors, fetch: bool) -> Any:
+    return pool_of(target, card=0, host=not fetch), pool_of(source, card=0, host=fetch)
+
+
+@pytest.mark.parametrize(
+    ("model", "target_page", "slots"),
+    [
+        (c4(), 8, np.arange(1, 65)),  # their borders differ from the other side's
+        (c4(), 4, np.arange(64)),  # pages of another size
+        (c4(), 8, np.r_[0:8, 9:17, 24:72]),  # a page that is not whole
+        (mla(), 8, np.arange(64)),  # rows that are wide enough
+    ],
+)
+def test_other_rows_go_one_by_one(here: CardOnHost, model: Any, target_page: int, slots: Any) -> None:
+    source = filled("layer_first", model, 8, 16, content=True)
+    target = filled("page_first", model, target_page, 128 // target_page, content=False)
+    assert kv_copy.by_pages(kv_copy.check_copy(*_sides(source, target, False), slots, np.arange(64), 64)) is None
+    right = wanted(source, target, np.arange(64), slots)
+    pushed(source, target, slots, np.arange(64), 64, fetch=False, card=0, backend="kernel")
+    here.finish()
+    assert np.array_equal(target.memory, right)
+    assert here.launches == 1
+
+
 # The choice
 
 MIB = 1 << 20

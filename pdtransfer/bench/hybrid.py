@@ -327,7 +327,9 @@ class _CardClock:
     def __init__(self, here: Card, pool_bytes: int, arena: ArenaMemory, arena_address: int) -> None:
         self._card, self.stream = here, here.stream()
         self.pool_address, self._pool_bytes = here.allocate(pool_bytes), pool_bytes
-        self.arena, self.arena_address = arena.mapping.array, arena_address
+        # Not a view of the mapping: an error keeps it alive, and then the arena could not be closed.
+        self.arena = np.ctypeslib.as_array((ctypes.c_uint8 * arena.byte_count).from_address(arena.mapping.address))
+        self.arena_address = arena_address
         self._events = [here.call("cuEventCreate", 0) for _ in range(2)]
 
     def put(self, content: Bytes) -> None:

@@ -110,9 +110,10 @@ class HybridPrefill:
             raise ValueError(f"{tokens} tokens, the pool has {self._config.slots} slots")
         pages, skip = Pages(), dict[str, int]()
         for each in self._description.components:
-            # As engines do: a token of a window is at its own position within a page.
+            size = each.layout.page_size
+            # A window may begin inside a page, as far as the pages that each request has of it leave room.
             start = max(0, prompt - each.span.tokens) if each.span.kind == "last" else 0
-            skip[each.name] = start % each.layout.page_size
+            skip[each.name] = min(start % size, -each.span.tokens % size)
             if (taken := self._free[each.name].take(skip[each.name] + each.rows(tokens))) is not None:
                 pages[each.name] = taken
         if pages.keys() != self._free.keys():

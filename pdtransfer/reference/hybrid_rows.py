@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -141,14 +141,17 @@ class HybridRows:
 
     def write(self, name: str, slots: Int64s, stamps: Stamps) -> None:
         """Writes the rows of tokens with these stamps to slots, in every plane."""
+        mixed = (stamps & np.uint64(0x7FFFFFFF)).astype(np.int32)
+        pages, rows = np.divmod(slots, self._page_size[name])
         for view, pattern in self._planes[name]:
-            pages, rows = self._index(name, slots, view)
-            mixed = torch.as_tensor((stamps & np.uint64(0x7FFFFFFF)).astype(np.int32))
-            view[pages, rows] = pattern[None] ^ upload(mixed, view.device)[:, None]
+            at = _there(pages, view), _there(rows, view)
+            view[at] = pattern[None] ^ _there(mixed, view)[:, None]
 
     def read(self, name: str, slots: Int64s) -> list[NDArray[np.int32]]:
         """The rows' words in each plane, int32 (n, words); the planes by layer and kind, whatever the layout."""
-        return [view[self._index(name, slots, view)].cpu().numpy() for view, _ in self._planes[name]]
+        pages, rows = np.divmod(slots, self._page_size[name])
+        found = [view[_there(pages, view), _there(rows, view)] for view, _ in self._planes[name]]
+        return [each.cpu().numpy() if isinstance(each, Tensor) else each for each in found]
 
     def digest(self, component: Component, slots: Int64s, tokens: int, prompt_tokens: int) -> bytes:
         """Of the bytes of every row that so many tokens have, in their order."""
@@ -175,21 +178,23 @@ class HybridRows:
         logits[_LETTERS.start : _LETTERS.stop] = drawn
         return logits
 
-    def _index(self, name: str, slots: Int64s, view: Tensor) -> tuple[Tensor, Tensor]:
-        pages, rows = np.divmod(slots, self._page_size[name])
-        return upload(torch.as_tensor(pages), view.device), upload(torch.as_tensor(rows), view.device)
+
+def _there(array: NDArray[Any], view: Any) -> Any:
+    """The array where the view is: torch is slow where rows of memory are picked by the CPU."""
+    return upload(torch.as_tensor(array), view.device) if isinstance(view, Tensor) else array
 
 
-def _views(flat: Tensor, component: Component, seed: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Each plane as (pages, page_size, words), and a pattern (words,) of its own; by layer and kind."""
+def _views(flat: Tensor, component: Component, seed: list[int]) -> list[tuple[Any, Any]]:
+    """Each plane as (pages, page_size, words), and a pattern (words,) of its own; by layer and kind. Both are tensors
+    on a card, otherwise arrays."""
     layout = component.layout
-    made: list[tuple[Tensor, Tensor]] = []
+    made: list[tuple[Any, Any]] = []
     for at, plane in enumerate(sorted(layout.planes, key=lambda plane: (plane.layer, plane.kind))):
         assert not any(number % 4 for number in (plane.base, plane.page_stride, plane.row_stride, plane.row_bytes))
         sizes = layout.slots // layout.page_size, layout.page_size, plane.row_bytes // 4
         view = flat.as_strided(sizes, (plane.page_stride // 4, plane.row_stride // 4, 1), plane.base // 4)
         drawn = np.random.Generator(np.random.PCG64([*seed, at])).integers(0, 1 << 31, sizes[2], np.int32)
-        made.append((view, torch.as_tensor(drawn).to(flat.device)))
+        made.append((view, torch.as_tensor(drawn, device=flat.device)) if flat.is_cuda else (view.numpy(), drawn))
     return made
 
 

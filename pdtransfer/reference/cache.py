@@ -1,4 +1,4 @@
-"""A KV cache of any layout, and the free pages of a paged pool.
+"""A KV cache of any layout.
 
 A row's offset in its plane is (slot // page_size) * page_stride + (slot % page_size) * row_stride. With a unit that
 divides both strides, every plane is a two-dimensional view, and one index vector serves all planes.
@@ -7,17 +7,16 @@ divides both strides, every plane is a two-dimensional view, and one index vecto
 from __future__ import annotations
 
 from hashlib import blake2b
-from math import gcd
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.pools import CardArray
-from ..layout.layout import Layout, Plane
+from ..kernels.plane_views import steps_of, view_of
+from ..kernels.stream import upload
+from ..layout.layout import Layout
 from .architecture import DIGEST_BYTES, Architecture
-from .stream import upload
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _DIGEST_ROWS = 1_024  # rows read at once: a digest does not copy a whole request
@@ -79,46 +78,3 @@ class Cache:
                     for head, digest in enumerate(digests):
                         digest.update(np.ascontiguousarray(rows[:, head]).data)
         return np.stack([np.frombuffer(digest.digest(), np.uint8) for digest in digests])
-
-
-def device_tensor(address: int, byte_count: int, device: torch.device) -> Tensor:
-    """Memory at a device address as a flat float32 tensor. The caller keeps the memory alive."""
-    return torch.as_tensor(CardArray(address, byte_count // 4, "<f4"), device=device)
-
-
-def steps_of(plane: Plane) -> tuple[int, int]:
-    """Rows of the plane's view between two pages, and between two slots of a page."""
-    unit = gcd(plane.page_stride, plane.row_stride)
-    return plane.page_stride // unit, plane.row_stride // unit
-
-
-def view_of(flat: Tensor, plane: Plane) -> Tensor:
-    """The plane as (units, row elements). Row i begins i units after the base; rows overlap if a unit is shorter."""
-    size, unit = flat.element_size(), gcd(plane.page_stride, plane.row_stride)
-    assert not any(number % size for number in (plane.base, unit, plane.row_bytes)), (plane, unit)
-    elements, base, step = plane.row_bytes // size, plane.base // size, unit // size
-    return flat.as_strided((1 + (flat.numel() - base - elements) // step, elements), (step, 1), base)
-
-
-class FreePages:
-    """The free pages of a pool, a stack: over time the pages of a request become scattered."""
-
-    def __init__(self, *, count: int, page_size: int) -> None:
-        self.page_size = page_size
-        self._free = list(range(count - 1, -1, -1))
-
-    def needed(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def take(self, tokens: int) -> NDArray[np.int64] | None:
-        """Takes pages for `tokens` tokens, in row order. Returns None if there are not enough."""
-        count = self.needed(tokens)
-        if count > len(self._free):
-            return None
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return np.array(taken[::-1], dtype=np.int64)
-
-    def give(self, pages: NDArray[np.int64]) -> None:
-        """Returns pages that are no longer read."""
-        self._free.extend(int(page) for page in pages)

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from ..engine_api import Broken, CardMemory, EngineConfig, EngineDescription, Finished, HotFigures, Request, Token
 from ..errors import CapacityError, ConfigError
+from ..kernels.plane_views import device_tensor
 from ..kernels.pools import Pool
+from ..kernels.stream import DeviceSpans, Download, span_of
 from ..layout.layout import Layout, check_slots
 from .architecture import EngineOptions
 from .attention import KEY_BLOCK
-from .cache import Cache, device_tensor
+from .cache import Cache
 from .description import COMPONENT, INDEX, check_request, describe
 from .hot import Hot, capacity_of
 from .indexer import IndexCache
@@ -25,7 +27,6 @@ from .model import Transformer
 from .numerics import first_product
 from .sampling import Handoff, chain, pick, tokens_digest
 from .steps import AllResident, Step, StepPart
-from .stream import DeviceSpans, Download, span_of
 
 
 @dataclass(slots=True)

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.stream import CapturedSpan
 from .attention import KEY_BLOCK, Keys, Reading, RowBatch, Whole
 from .capture import Captures, captured
 from .indexer import IndexCache, IndexerMath, Queries
 from .projection import Layer
 from .steps import BegunStep, Own, PickedKeys, PositionTables, Step, StepPart, reach
-from .stream import CapturedSpan
 
 SHAPES_MAX = 32  # captured shapes
 WORTH = 3  # steps of a shape before a capture, which costs as much as one or two steps

@@ -30,10 +30,12 @@ from ..engine_api import (
     SharedMemory,
     Token,
 )
+from ..kernels.plane_views import device_tensor
 from ..layout.geometry import Int64s
 from ..layout.layout import Component, check_slots
+from ..memory.free_pages import FreePages
+from ..memory.shared_pool import shared_memory
 from .architecture import DIGEST_BYTES, Architecture
-from .cache import FreePages, device_tensor
 from .description import check_request, device_of
 from .hybrid_rows import (
     HybridHandoff,
@@ -46,7 +48,6 @@ from .hybrid_rows import (
     row_of,
     stamps_of,
 )
-from .prefill import shared_memory
 from .sampling import chain, pick, tokens_digest
 
 Pages = dict[str, Int64s]

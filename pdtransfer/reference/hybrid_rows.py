@@ -20,13 +20,13 @@ from torch import Tensor
 
 from ..engine_api import EngineConfig, EngineDescription
 from ..errors import ConfigError, LocalProtocolError
+from ..kernels.stream import upload
 from ..layout.deepseek_v4 import PAGE_TOKENS, WINDOW_TOKENS, deepseek_v4
 from ..layout.geometry import Int64s
 from ..layout.layout import Component
 from ..limits import TOKENS_MAX
 from .architecture import DIGEST_BYTES, NamedOptions
 from .description import check_config, device_of
-from .stream import upload
 from .tokens import VOCABULARY
 
 _PICKS = 32  # compressed rows of a component that a step reads, besides the last one

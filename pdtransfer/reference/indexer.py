@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.plane_views import steps_of, view_of
+from ..kernels.stream import upload
 from ..layout.layout import Layout
 from .architecture import DIGEST_BYTES, INDEX_DIM, INDEX_HEADS
 from .attention import KEY_BLOCK
-from .cache import steps_of, view_of
 from .numerics import Rope, linear, products, rms_norm
-from .stream import upload
 
 _FLOAT8_MAX = 448.0
 _SCALE_MIN = 2.0**-64  # of a row of zeros

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..engine_api import Alone, Group
+from ..kernels.stream import Download, upload
 from ..wire import Ranks
 from .architecture import DIGEST_BYTES, Architecture, Shard, Weights
 from .attention import RowBatch, Tiles, attend
@@ -19,7 +20,6 @@ from .indexer import Indexer, IndexerMath
 from .numerics import Rope, linear, rms_norm, silu, single_threaded
 from .projection import GroupedProjection, LatentProjection, Projection
 from .steps import Step, folded_keys
-from .stream import Download, upload
 
 _INDEX = -1  # stands for the index among heads
 

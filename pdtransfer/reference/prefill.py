@@ -5,12 +5,7 @@ Prefill attends to every key, even if decode will pick: with `top_k` it also com
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
-import weakref
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,23 +25,21 @@ from ..engine_api import (
     Request,
     SharedMemory,
 )
-from ..errors import WorldError
+from ..kernels.stream import DeviceSpans, Download, upload, wait_event
 from ..layout.layout import expand_pages
-from ..memory.available_memory import available_memory
+from ..memory.free_pages import FreePages
+from ..memory.shared_pool import shared_memory
 from ..wire import Ranks
 from .architecture import EngineOptions, Shard
 from .attention import KEY_BLOCK, EveryKey, Keys, RowBatch, Tiles, causal_bias
-from .cache import Cache, FreePages
+from .cache import Cache
 from .description import COMPONENT, INDEX, check_request, describe
 from .indexer import IndexCache
 from .model import Transformer
 from .numerics import BLOCK_ROWS, block_up, first_product
 from .projection import Layer
 from .sampling import Handoff, chain, pick
-from .stream import DeviceSpans, Download, upload, wait_event
 
-# fcntl has names for these from Python 3.13 on.
-_F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4 | 0x10  # further seals, shrinking, growing, writing by later mappings
 AHEAD_MAX = 8  # cells that are queued on a card: a full launch queue would block other threads' launches
 
 
@@ -336,21 +329,3 @@ class ReferencePrefill:
             logits_digest=chain(b"", logits),
         )
         return Prefilled(room=request.room, aux=handoff.pack())
-
-
-def shared_memory(byte_count: int, owner: object) -> SharedMemory:
-    """A memfd of zeroes, not yet backed, that lives as long as `owner`.
-
-    It is sealed: other processes can neither map it for writing nor change its size, which could end this process with
-    SIGBUS. Raises WorldError if the host has too little memory.
-    """
-    if (left := available_memory()).bytes < byte_count:
-        raise WorldError(f"a pool of {byte_count} bytes: {left.what} is {left.bytes} bytes")
-    fd = os.memfd_create("pdtransfer-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    weakref.finalize(owner, os.close, fd)
-    os.ftruncate(fd, byte_count)
-    mapped = mmap.mmap(fd, byte_count)
-    fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-    with suppress(OSError):  # the kernel may not support huge pages
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return SharedMemory(fd=fd, view=memoryview(mapped))

@@ -13,12 +13,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..kernels.stream import DeviceSpans, upload
 from .attention import KEY_BLOCK, EveryKey, Keys, Reading, RowBatch, Tiles, causal_bias
 from .cache import Cache
 from .indexer import IndexCache, IndexerMath, Queries, pick_top, scores
 from .numerics import block_up
 from .projection import Layer
-from .stream import DeviceSpans, upload
 
 ROOMS_TOGETHER = 4  # requests folded together: their key blocks stay in the CPU's cache between two products
 

@@ -329,8 +329,8 @@ WAITS_INSIDE_THE_DRIVER = {
         "kernels.hot_pool.HotPool.counters",
         "cpu",
     ): "when a request has ended, and every few steps, after all that they queue",
-    ("reference.stream.DeviceSpans.anchor", "synchronize"): "while the device has nothing to do",
-    ("reference.cache.device_tensor", "as_tensor"): "nothing is copied: it is the card's already",
+    ("kernels.stream.DeviceSpans.anchor", "synchronize"): "while the device has nothing to do",
+    ("kernels.plane_views.device_tensor", "as_tensor"): "nothing is copied: it is the card's already",
 }
 
 
@@ -355,7 +355,14 @@ def test_an_engine_waits_for_its_card_by_asking_it() -> None:
     waits = {
         (name.removeprefix("pdtransfer.") + where, how)
         for name, tree in modules()
-        if name.startswith(("pdtransfer.reference.", "pdtransfer.kernels.hot_"))
+        if name.startswith(
+            (
+                "pdtransfer.reference.",
+                "pdtransfer.kernels.hot_",
+                "pdtransfer.kernels.stream",
+                "pdtransfer.kernels.plane",
+            )
+        )
         for where, how in pageable(tree)
     }
     assert waits == set(WAITS_INSIDE_THE_DRIVER)

@@ -9,8 +9,8 @@ import pytest
 from pdtransfer.engine_api import Computed
 from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout import expand_pages
+from pdtransfer.memory import shared_pool
 from pdtransfer.memory.available_memory import AvailableMemory
-from pdtransfer.reference import prefill
 from pdtransfer.reference.factory import create
 from pdtransfer.reference.prefill import ReferencePrefill
 from pdtransfer.reference.sampling import Handoff
@@ -218,6 +218,6 @@ def test_whoever_is_handed_the_pool_can_neither_resize_nor_write_it():
 
 
 def test_a_pool_that_the_host_has_no_memory_for_is_refused_with_both_values(monkeypatch):
-    monkeypatch.setattr(prefill, "available_memory", lambda: AvailableMemory("a cgroup", 4_096))
+    monkeypatch.setattr(shared_pool, "available_memory", lambda: AvailableMemory("a cgroup", 4_096))
     with pytest.raises(WorldError, match=r"a pool of \d+ bytes: a cgroup is 4096 bytes"):
         create(config())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pdtransfer.tracing.timeline
-from pdtransfer.reference.stream import PENDING_SPANS_MAX, DeviceSpans
+from pdtransfer.kernels.stream import PENDING_SPANS_MAX, DeviceSpans
 from pdtransfer.tracing.timeline import Journeys, Timeline
 
 

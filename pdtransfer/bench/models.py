@@ -48,6 +48,6 @@ def components(
 def _of_engine(config: PrefillConfig | DecodeConfig) -> Component:
     from ..worker.daemon import create_engine  # and torch: only where the reference engine is asked for
 
-    engine: Any = create_engine(config.engine, config.engine_config)
+    engine: Any = create_engine(config.factory, config.engine_config)
     (component,) = engine.card.components
     return component

@@ -162,7 +162,7 @@ class _Side(PipeProcess):
     def __init__(self, pipe: Connection, config: PrefillConfig | DecodeConfig) -> None:
         super().__init__(pipe)
         self._timeline = Timeline(config.role)
-        self._engine = create_engine(config.engine, replace(config.engine_config, spans=self._timeline))
+        self._engine = create_engine(config.factory, replace(config.engine_config, spans=self._timeline))
         self._prompt = Prompt(0, 0, "none")
 
     @property

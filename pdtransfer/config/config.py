@@ -30,6 +30,8 @@ PAGE_SIZE_MAX = 65_536
 SLOTS_MAX = 1 << 32  # slots are u32 on the wire
 SOCKET_DIRECTORY_LENGTH_MAX = 72  # the whole path of a Unix socket has at most 107 bytes
 
+REFERENCE = "reference"  # the model that needs no checkpoint
+REFERENCE_ENGINE, CHECKPOINT_ENGINE = "pdtransfer.reference.factory:create", "pdtransfer.adapters.transformers:create"
 _FACTORY = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"  # of an engine
 
 Attention = Literal["mla", "gqa"]
@@ -101,7 +103,12 @@ class WorkerConfig(NodeConfig):
         Protocol, _help("Protocol of transports between hosts; rdma is untested on hardware.")
     ] = "tcp"
     http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for none.")] = ""
-    engine: Annotated[str, _help("The engine's factory, module:attribute.")] = "pdtransfer.reference.factory:create"
+    model: Annotated[str, _help("What is served: the directory of a Hugging Face checkpoint, or reference.")] = (
+        REFERENCE
+    )
+    engine: Annotated[
+        str, _help("The engine's factory, module:attribute; by default that of the reference model, or of checkpoints.")
+    ] = REFERENCE_ENGINE
     engine_option: Annotated[tuple[str, ...], _help("name=value for the engine; may be repeated.")] = ()
     attention: Annotated[Attention, _help("The reference model's attention.")] = "mla"
     slots: Annotated[int, _help("Tokens that the pool or the arena holds.")] = 65_536
@@ -125,6 +132,8 @@ class WorkerConfig(NodeConfig):
         if self.http:
             self._check_bind("http", self.http)
         match("engine", self.engine, _FACTORY, "module:attribute")
+        if not self.model:
+            raise ConfigError("model = '': must be the directory of a checkpoint, or reference")
         for option in self.engine_option:
             match("engine_option", option, r"[\w.-]+=.*", "name=value")
         check_name(self.transport)
@@ -180,9 +189,15 @@ class WorkerConfig(NodeConfig):
         return self.allow if self.key is not None else None
 
     @property
+    def factory(self) -> str:
+        """The engine's factory."""
+        return CHECKPOINT_ENGINE if self.engine == REFERENCE_ENGINE and self.model != REFERENCE else self.engine
+
+    @property
     def engine_options(self) -> dict[str, str]:
-        """`engine_option` as a mapping; the last value of a name counts."""
-        return {name: value for name, _, value in (option.partition("=") for option in self.engine_option)}
+        """`engine_option` as a mapping, and a checkpoint's directory as `model`; the last value of a name counts."""
+        given = {name: value for name, _, value in (option.partition("=") for option in self.engine_option)}
+        return given if self.model == REFERENCE else given | {"model": self.model}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,7 +187,7 @@ async def _served(config: Config, journeys: Journeys) -> int:
         gloo = _collectives(config)
         given = replace(config.engine_config, spans=journeys.engine)
         given = given if gloo is None else replace(given, group=gloo)
-        engine = create_engine(config.engine, given)
+        engine = create_engine(config.factory, given)
         arena = await _arena(config, engine, shared.stop) if isinstance(config, DecodeConfig) else None
         settings = _settings(config, engine.card)
         if config.leads:

@@ -38,7 +38,7 @@ def memory(_root: Path) -> Seen:
         )
     needed = 0
     for config in (PrefillConfig(), DecodeConfig()):
-        module, _, attribute = config.engine.partition(":")
+        module, _, attribute = config.factory.partition(":")
         # A small pool is enough to measure the bytes of a token.
         small = replace(config.engine_config, slots=4_096)
         card = getattr(importlib.import_module(module), attribute)(small).card

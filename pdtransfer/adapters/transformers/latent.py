@@ -1,0 +1,81 @@
+"""Attention over compressed latents (MLA): a step attends to the rows of the cache, which it does not expand to heads.
+
+The score of a query q and a latent c is (q W_k) c for keys c W_k, and the output is (p c) W_v. With the projections
+moved to the query and the output, the cache is read and not multiplied (DeepSeek-V2, section 2.1.2). For long chunks of
+a prompt expanded keys cost less.
+"""
+
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION = "pdtransfer_latent"  # its name among transformers' implementations
+ABSORBED_QUERIES_MAX = 16  # of a request at a time
+_UNSUPPORTED = ("s_aux", "softcap", "position_bias")
+
+
+def has_latents(model: Any) -> bool:
+    """Whether the model caches latents, which its attention expands by `expand_kv`."""
+    return any(hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj") for module in model.modules())
+
+
+def absorb(model: Any) -> None:
+    """Lets `latent_attention` have the model's latents unexpanded."""
+    for module in model.modules():
+        if hasattr(module, "expand_kv"):
+            module.expand_kv = _unexpanded
+
+
+def _unexpanded(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    return latents, rotated
+
+
+def latent_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
+    indices: Tensor | None = None, **given: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attends from queries (B, H, Q, nope + rope) to the latents `key` (B, 1, T, rank) and the turned parts `value`
+    (B, 1, T, rope) that all heads share. `indices` (B, Q, k) are the keys that a sparse index has picked. Returns
+    (B, Q, H, v). Raises ValueError for what attention over latents has not."""
+    if strange := [name for name in _UNSUPPORTED if given.get(name) is not None]:
+        raise ValueError(f"attention over latents with {', '.join(strange)}")
+    mask = attention_mask if indices is None or attention_mask is None else _picked(attention_mask, indices)
+    queries = query.shape[2]
+    if mask is None or queries > ABSORBED_QUERIES_MAX:
+        keys, values = type(module).expand_kv(module, key, value)
+        causal = mask is None and queries > 1
+        made = functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=causal, scale=scaling
+        )
+        return made.transpose(1, 2).contiguous(), None
+    batch, heads, rank, tokens = *query.shape[:2], key.shape[-1], key.shape[2]
+    up = module.kv_b_proj.weight.view(heads, -1, rank)  # keys, then values, of each head
+    plain = query.shape[-1] - value.shape[-1]
+    inner = torch.matmul(query[..., :plain], up[:, :plain]).view(batch, 1, heads * queries, rank)
+    turned = query[..., plain:].reshape(batch, 1, heads * queries, -1)
+    scores = torch.matmul(inner, key.transpose(2, 3)) + torch.matmul(turned, value.transpose(2, 3))
+    scores = scores.view(batch, heads, queries, tokens).float() * scaling
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+    shares = scores.softmax(-1).to(key.dtype).view(batch, 1, heads * queries, tokens)
+    seen = torch.matmul(shares, key).view(batch, heads, queries, rank)
+    return torch.matmul(seen, up[:, plain:].transpose(1, 2)).transpose(1, 2).contiguous(), None
+
+
+def _picked(mask: Tensor, indices: Tensor) -> Tensor:
+    """The mask (B, 1, Q, T) without the keys that were not picked."""
+    picked = torch.zeros(mask.shape, dtype=torch.bool, device=mask.device).scatter(
+        -1, indices.unsqueeze(1).to(torch.int64), True
+    )
+    return mask & picked if mask.dtype is torch.bool else mask.masked_fill(~picked, torch.finfo(mask.dtype).min)
+
+
+AttentionInterface.register(ATTENTION, latent_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -1,0 +1,122 @@
+"""What each layer of a model keeps of a token, and the components that hold it."""
+
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from ...engine_api import EngineConfig, EngineDescription
+from ...errors import ConfigError, LocalProtocolError
+from ...layout.layout import Component, Layout, Plane, Span
+from ...layout.layout_builders import host_layout
+from ..model_facts import dtype_name
+
+KV, WINDOW, INDEX = "kv", "window", "index"  # components
+LATENT = "latent"  # a kind of row, as all adapters name it
+_ALIGNMENT = 4_096
+_SERVED = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """One layer's rows. `kinds` maps a kind to (heads, numbers of a head); of a latent row, `split` is its first part's
+    numbers."""
+
+    layer: int
+    dtype: torch.dtype
+    kinds: tuple[tuple[str, int, int], ...]
+    window: int = 0  # tokens that it attends to; 0: all
+    index: int = 0  # numbers of an index row; 0: it has none
+    split: int = 0
+
+    @property
+    def component(self) -> str:
+        """The component of its keys."""
+        return WINDOW if self.window else KV
+
+
+def shapes_of(cache: Any, *, latent: bool) -> tuple[LayerShape, ...]:
+    """By a cache of transformers that holds one token. Raises ConfigError, naming the layer, for one that keeps
+    something else than rows of tokens."""
+    found: list[LayerShape] = []
+    for number, layer in enumerate(cache.layers):
+        if type(layer) not in _SERVED:
+            raise ConfigError(f"layer {number}: {type(layer).__name__}: it keeps more than keys of tokens")
+        if layer.keys is None:
+            raise ConfigError(f"layer {number}: it uses another layer's keys")
+        (_, heads, _, key), (_, value_heads, _, value) = layer.keys.shape, layer.values.shape
+        kinds = (("k", heads, key), ("v", value_heads, value))
+        if latent and heads == value_heads == 1:
+            kinds = ((LATENT, 1, key + value),)
+        index = getattr(layer, "indexer_keys", None)
+        found.append(
+            LayerShape(
+                layer=number, dtype=layer.keys.dtype, kinds=kinds, window=getattr(layer, "sliding_window", 0),
+                index=0 if index is None else index.shape[-1], split=key if len(kinds) == 1 else 0,
+            )
+        )  # fmt: skip
+    windows = {shape.window for shape in found} - {0}
+    if len(windows) > 1:
+        raise ConfigError(f"sliding_window: windows of {sorted(windows)} tokens; all must be equal")
+    return tuple(found)
+
+
+def describe(
+    config: EngineConfig, shapes: Sequence[LayerShape], *, name: str, digest: bytes, window_slots: int, hbm: bool
+) -> EngineDescription:
+    """Components one behind the other. Raises ConfigError if slots, page size and layout do not make a pool."""
+    components: list[Component] = []
+    base = 0
+    for component in (KV, WINDOW, INDEX):
+        if component == INDEX:
+            rows = [(shape.layer, ((INDEX, 1, shape.index),), shape.dtype) for shape in shapes if shape.index]
+        else:
+            rows = [(shape.layer, shape.kinds, shape.dtype) for shape in shapes if shape.component == component]
+        if not rows:
+            continue
+        span, slots = Span(), config.slots
+        if component == WINDOW:
+            window = max(shape.window for shape in shapes)
+            span = Span("last", window)
+            if config.role == "decode":
+                wanted = window_slots or 2 * config.batch_max * window
+                slots = min(slots, -(-wanted // config.page_size) * config.page_size)
+        try:
+            planes = _planes(config, rows, slots=slots, base=base)
+            layout = Layout(tuple(planes), config.page_size, slots)
+        except (LocalProtocolError, ValueError) as error:
+            raise ConfigError(f"no pool of {slots} slots, page_size {config.page_size}: {error}") from None
+        components.append(Component(component, "hbm" if hbm else "dram", 1, span, layout))
+        base = -(-layout.end // _ALIGNMENT) * _ALIGNMENT
+    end = components[-1].layout.end
+    return EngineDescription(
+        model=name, weights=digest, components=tuple(components), memory_bytes=0 if hbm else end,
+        hbm_bytes=end if hbm else 0,
+    )  # fmt: skip
+
+
+def _planes(config: EngineConfig, rows: Sequence[Any], *, slots: int, base: int) -> list[Plane]:
+    """Layers of equal rows are one tensor, whose kinds are side by side in it where they are of equal size."""
+    planes: list[Plane] = []
+    parts = [(heads, size, dtype, kind, layer) for layer, kinds, dtype in rows for kind, heads, size in kinds]
+    order = {kind: at for at, kind in enumerate(dict.fromkeys(kind for *_, kind, _ in parts))}
+    parts.sort(key=lambda part: (*part[:2], str(part[2]), order[part[3]], part[4]))
+    for (heads, size, dtype), alike in groupby(parts, key=lambda part: part[:3]):
+        kinds: dict[str, list[int]] = {}
+        for *_, kind, layer in alike:
+            kinds.setdefault(kind, []).append(layer)
+        for layers, same in groupby(kinds, key=lambda kind: kinds[kind]):
+            made = host_layout(
+                config.host_layout, kinds=list(same), layers=layers, heads=heads, head_bytes=size * dtype.itemsize,
+                dtype=dtype_name(dtype), slots=slots, page_size=config.page_size, base=base,
+            )  # fmt: skip
+            planes += made.planes
+            base = -(-made.end // _ALIGNMENT) * _ALIGNMENT
+    return planes

@@ -1,0 +1,86 @@
+"""What both roles check of a request, and what prefill hands to decode with it."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from math import isfinite
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from ...engine_api import Request
+from ...limits import TOKENS_MAX
+from ...reference.sampling import pick
+from .checkpoint import Checkpoint
+
+__all__ = ["DIGEST_BYTES", "FirstToken", "chain", "check_request", "pick", "tokens_digest"]
+
+DIGEST_BYTES = 16
+
+
+def check_request(request: Request, checkpoint: Checkpoint, slots: int) -> None:
+    """Raises ValueError, with both values, for a request that this model, or a pool of `slots`, cannot serve."""
+    prompt, sampling = request.prompt, request.sampling
+    if request.enable_hisparse:
+        raise ValueError("enable_hisparse: only the reference model decodes with it")
+    if prompt.ndim != 1 or prompt.dtype != np.int64:
+        raise ValueError(f"prompt: {prompt.dtype} of shape {prompt.shape}, expected int64 (tokens,)")
+    if len(prompt) == 0:
+        raise ValueError("prompt: 0 tokens, at least 1 is needed")
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= checkpoint.vocabulary:
+        raise ValueError(f"prompt: id {low if low < 0 else high} is not within [0, {checkpoint.vocabulary})")
+    if sampling.max_tokens < 1:
+        raise ValueError(f"max_tokens: {sampling.max_tokens}, at least 1 is needed")
+    if not isfinite(sampling.temperature) or sampling.temperature < 0:
+        raise ValueError(f"temperature: {sampling.temperature} is not finite and at least 0")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p: {sampling.top_p} is not within (0, 1]")
+    total = len(prompt) + sampling.max_tokens
+    for limit, what in ((checkpoint.context_tokens, "the model's context"), (slots, "the memory for KV")):
+        if total > limit:
+            raise ValueError(
+                f"prompt of {len(prompt)} tokens and max_tokens {sampling.max_tokens} are {total} tokens, "
+                f"{what} has {limit}"
+            )
+
+
+class FirstToken(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What decode needs besides the KV: a room's aux, a msgpack array of these fields."""
+
+    format: Literal["transformers/1"]
+    prompt_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+    id: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    logits_digest: Annotated[bytes, Meta(max_length=DIGEST_BYTES)]  # empty without digests
+
+    def pack(self) -> bytes:
+        """The aux."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def unpack(cls, aux: bytes, *, prompt_tokens: int, vocabulary: int) -> FirstToken:
+        """Raises ValueError unless prefill makes exactly these bytes for a prompt of this length."""
+        try:
+            first = msgspec.msgpack.decode(aux, type=cls)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"aux of {len(aux)} bytes: {error}") from None
+        if first.prompt_tokens != prompt_tokens:
+            raise ValueError(f"aux: for a prompt of {first.prompt_tokens} tokens, the room's has {prompt_tokens}")
+        if first.id >= vocabulary:
+            raise ValueError(f"aux: id {first.id} is not within [0, {vocabulary})")
+        if first.pack() != aux:
+            raise ValueError(f"aux of {len(aux)} bytes: its fields take {len(first.pack())} in the shortest form")
+        return first
+
+
+def chain(before: bytes, logits: NDArray[np.float32]) -> bytes:
+    """The logits' digest after one more token."""
+    return blake2b(before + logits.tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
+def tokens_digest(ids: list[int]) -> bytes:
+    """The digest of generated ids, as little-endian u32."""
+    return blake2b(np.array(ids, dtype="<u4").tobytes(), digest_size=DIGEST_BYTES).digest()

@@ -46,6 +46,7 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     digests: bool = False  # of logits and KV; each request is then computed by itself, and its bits are always the same
     layers_per_cell: Annotated[int, Meta(ge=0, le=4_096)] = 0  # in each cell of prefill; 0: one on a card, or all
     window_slots: Annotated[int, Meta(ge=0)] = 0  # of layers with a window, in the arena; 0: by batch_max
+    threads: Annotated[int, Meta(ge=0, le=4_096)] = 0  # that compute on the CPU; 0: one for each core
     kv_memory: Literal["auto", "dram", "hbm"] = "auto"  # of decode; auto: hbm on a card
 
     @classmethod
@@ -89,6 +90,8 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
     made = _configuration(directory)
     text = made.get_text_config(decoder=True)
     _check(made, text)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     dtype = _dtype(options.dtype, made)
     if options.weights == "random":
         torch.manual_seed(options.seed)

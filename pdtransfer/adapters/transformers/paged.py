@@ -215,9 +215,11 @@ class PagedModel:
                 writes[name] = own.gather(1, (at - begins[:, None]) % ring[:, None]).view(-1)
                 masks[name] = self._additive(keys >= 0)[:, None, None]
             else:
-                reads[name] = own[:, :last]
+                seen = torch.arange(last, device=ids.device) <= at
+                # Rows that are not written yet may hold anything, and a mask would not make it finite.
+                reads[name] = torch.where(seen, own[:, :last], own[:, :1])
                 writes[name] = own.gather(1, at).view(-1)
-                masks[name] = self._additive(torch.arange(last, device=ids.device) <= at)[:, None, None]
+                masks[name] = self._additive(seen)[:, None, None]
         return self._forward(Pass(writes=writes, reads=reads), ids[:, None], at, masks)
 
     def _forward(self, now: Pass, ids: Tensor, positions: Tensor, masks: Mapping[str, Tensor]) -> Tensor:

@@ -1,0 +1,172 @@
+"""Checkpoints of each family generate what transformers' own `generate` does: in one process, and over a hand-off."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[transformers]'")
+
+import torch
+
+from pdtransfer.adapters.transformers.factory import generate_many
+from pdtransfer.engine_api import Broken, Finished
+from pdtransfer.wire import Sampling
+from tests.support import checkpoints
+from tests.support.checkpoints import FAMILIES, WINDOW, Handoff, generated, prompts, request
+
+TOKENS = 30
+LOGITS_DIFFERENCE_MAX = 0.05  # in bfloat16, of the logits' size: their mean over several tokens
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {family: root / family for family in FAMILIES}
+
+
+def made(directories: dict[str, Path], family: str) -> Path:
+    where = directories[family]
+    return where if where.exists() else checkpoints.make(family, where)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("host_layout", "page_size"), [("page_first", 1), ("page_head", 16)])
+def test_chunks_and_batches_of_unequal_lengths_generate_the_tokens_of_transformers(
+    directories: dict[str, Path], family: str, host_layout: str, page_size: int
+) -> None:
+    directory = made(directories, family)
+    config = checkpoints.config(directory, host_layout=host_layout, page_size=page_size)
+    sampling = Sampling(max_tokens=TOKENS)
+    found = generate_many(config, [(prompt, sampling) for prompt in prompts()])
+    expected = [generated(directory, prompt, TOKENS) for prompt in prompts()]
+    assert [list(each.tokens) for each in found] == expected
+    assert len({token for tokens in expected for token in tokens}) > TOKENS  # not one token over and over
+    assert {len(tokens) == TOKENS for tokens in expected} >= {True}
+    ends = ["length" if len(tokens) == TOKENS and tokens[-1] != checkpoints.EOS else "stop" for tokens in expected]
+    assert [each.reason for each in found] == ends
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({"host_layout": "layer_first", "page_size": 16}, {"host_layout": "page_first", "page_size": 1}),
+        ({"host_layout": "page_first_direct", "page_size": 1}, {"host_layout": "page_head", "page_size": 8}),
+    ],
+)
+def test_rows_that_landed_in_another_layout_generate_the_same(
+    directories: dict[str, Path], family: str, prefill: dict[str, object], decode: dict[str, object]
+) -> None:
+    directory = made(directories, family)
+    handoff = Handoff.of(directory, prefill=prefill, decode=decode, digests="true", layers_per_cell="1")
+    one_process = generate_many(
+        checkpoints.config(directory, options={"digests": "true"}),
+        [(each, Sampling(max_tokens=9)) for each in prompts()],
+    )
+    requests = [request(room, prompt, max_tokens=9) for room, prompt in enumerate(prompts())]
+    for each in requests:
+        handoff.land(each, handoff.computed(each))
+    handoff.run()
+    for each, alone in zip(requests, one_process, strict=True):
+        assert tuple(handoff.tokens[each.room]) == alone.tokens
+        end = handoff.ends[each.room]
+        assert isinstance(end, Finished)
+        assert (end.logits_digest, end.kv_digest) == (alone.logits_digest, alone.kv_digest)
+        assert len(end.kv_digest) == 16
+
+
+def test_kv_in_the_memory_of_a_device_generates_the_same(directories: dict[str, Path]) -> None:
+    directory = made(directories, "gemma3")
+    handoff = Handoff.of(directory, prefill={}, decode={}, kv_memory="hbm")
+    assert len(handoff.arena) == 0
+    one = request(1, prompts()[-1], max_tokens=TOKENS)
+    handoff.land(one, handoff.computed(one))
+    handoff.run()
+    assert handoff.tokens[1] == generated(directory, one.prompt, TOKENS)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "deepseek_v3"])
+def test_in_bfloat16_logits_are_close_to_those_of_transformers(directories: dict[str, Path], family: str) -> None:
+    directory = made(directories, family)
+    prompt = prompts()[-1]
+    handoff = Handoff.of(directory, prefill={}, decode={}, dtype="bfloat16")
+    seen: list[torch.Tensor] = []
+    model = handoff.decode._checkpoint.model
+    model.register_forward_hook(lambda *given: seen.append(given[-1].logits[0, -1].float()))
+    one = request(1, prompt, max_tokens=9, ignore_eos=True)
+    handoff.land(one, handoff.computed(one))
+    handoff.run()
+    whole = torch.as_tensor(np.concatenate((prompt, handoff.tokens[1]))[None])
+    with torch.inference_mode():
+        expected = checkpoints.model(directory, torch.bfloat16)(whole).logits[0].float()
+    expected = expected[len(prompt) : len(prompt) + 8]
+    found = torch.stack(seen)
+    assert found.shape == expected.shape
+    difference = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert float(difference.mean()) < LOGITS_DIFFERENCE_MAX, difference
+
+
+def test_every_end_of_sequence_of_the_generation_config_ends_a_request(tmp_path: Path) -> None:
+    directory = checkpoints.make("llama", tmp_path / "m")
+    first = generated(directory, prompts()[-1], 6)
+    file = directory / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [511, first[3]]}))
+    config = checkpoints.config(directory)
+    stopped, ignoring = generate_many(
+        config, [(prompts()[-1], Sampling(max_tokens=6, ignore_eos=ignore)) for ignore in (False, True)]
+    )
+    assert (list(stopped.tokens), stopped.reason) == (first[: first.index(first[3]) + 1], "stop")
+    assert (list(ignoring.tokens), ignoring.reason) == (first, "length")
+
+
+def test_a_room_with_rows_that_are_not_finite_breaks_alone(directories: dict[str, Path]) -> None:
+    directory = made(directories, "qwen3")
+    handoff = Handoff.of(directory, prefill={}, decode={})
+    long, short = request(1, prompts()[-1]), request(2, prompts()[1])
+    for each in (long, short):
+        handoff.land(each, handoff.computed(each))
+    layout = handoff.decode.card.components[0].layout
+    for number, plane in enumerate(layout.planes):
+        at = layout.address(number, handoff.slots[1]["kv"][3:4])[0]
+        handoff.arena[at : at + plane.row_bytes] = 0xFF
+    handoff.run()
+    assert isinstance(handoff.ends[1], Broken)
+    assert "not finite" in handoff.ends[1].detail
+    assert handoff.tokens[2] == generated(directory, short.prompt, 8)
+
+
+def test_rows_that_rooms_share_are_not_written(directories: dict[str, Path]) -> None:
+    directory = made(directories, "gemma3")
+    handoff = Handoff.of(directory, prefill={}, decode={"page_size": 1})
+    first = request(1, prompts()[-1], max_tokens=TOKENS)
+    handoff.land(first, handoff.computed(first))
+    shared = {"kv": handoff.slots[1]["kv"][:48]}
+    layout = next(each for each in handoff.decode.card.components if each.name == "kv").layout
+    rows = [layout.address(number, shared["kv"]) for number in range(len(layout.planes))]
+    before = [handoff.arena[at[:, None] + np.arange(64)].copy() for at in rows]
+    second = request(2, np.concatenate((first.prompt[:48], prompts(5, (9,))[0])), max_tokens=TOKENS)
+    aux = handoff.computed(second)
+    handoff.cells[2] = [cell for cell in handoff.cells[2] if cell.component != "kv" or cell.rows[1] > 48]
+    handoff.land(second, aux, shared)
+    handoff.run()
+    for each in (first, second):
+        assert handoff.tokens[each.room] == generated(directory, each.prompt, TOKENS)
+    after = [handoff.arena[at[:, None] + np.arange(64)] for at in rows]
+    assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_a_windows_rows_alone_stay_of_layers_that_have_one(directories: dict[str, Path]) -> None:
+    handoff = Handoff.of(made(directories, "gemma3"), prefill={}, decode={"batch_max": 2}, window_slots="0")
+    window = next(each for each in handoff.decode.card.components if each.name == "window")
+    assert window.rows(10_000) == WINDOW
+    assert window.layout.slots == 2 * 2 * WINDOW
+    one = request(1, prompts()[-1])
+    handoff.computed(one)
+    rows = [cell.rows for cell in handoff.cells[1] if cell.component == "window"]
+    assert (rows[0][0], rows[-1][1]) == (0, WINDOW)
+    assert all(before[1] == after[0] for before, after in pairwise(rows))

@@ -124,11 +124,11 @@ class Site:
 
     # The client
 
-    def _body(self, prompt: str | None, more: dict[str, Any]) -> dict[str, Any]:
+    def _body(self, prompt: str | list[int] | None, more: dict[str, Any]) -> dict[str, Any]:
         body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **more}
         return {name: value for name, value in body.items() if value is not None}
 
-    async def complete(self, prompt: str | None, **more: Any) -> Answer:
+    async def complete(self, prompt: str | list[int] | None, **more: Any) -> Answer:
         """One completion, whole."""
         async with self.http.post("/v1/completions", json=self._body(prompt, more)) as response:
             return Answer(response.status, await response.json(), response.headers.get("Retry-After"))

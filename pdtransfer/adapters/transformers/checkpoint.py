@@ -16,7 +16,9 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from msgspec import Meta, Struct
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig
 from transformers.utils import logging as transformers_logging
@@ -34,6 +36,10 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _SAMPLES = 1_024  # numbers of each tensor that the digest of the weights reads
 _TYPES = {None, "full_attention", "sliding_attention", "indexed_attention"}  # of layers
 _SHARED_ROPE = ("dynamic", "longrope")
+_ERRORS = (
+    ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, IndexError, AssertionError,
+    SafetensorError, StrictDataclassError,
+)  # fmt: skip
 
 
 class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -98,12 +104,15 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
         with device:
             model = _tried("config.json", lambda: AutoModelForCausalLM.from_config(made, dtype=dtype))
     else:
-        model = _tried(
+        model, report = _tried(
             "its weights",
             lambda: AutoModelForCausalLM.from_pretrained(
-                directory, config=made, dtype=dtype, local_files_only=True, trust_remote_code=False
+                directory, config=made, dtype=dtype, local_files_only=True, output_loading_info=True
             ),
-        ).to(device)
+        )
+        if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
+            raise ConfigError(f"its weights: {len(wrong)} are missing or of another shape: {', '.join(wrong[:3])}")
+        model = model.to(device)
     model.eval()
     shapes = _shapes(model, text, device)
     if has_latents(model):
@@ -146,7 +155,7 @@ def _tried(what: str, make: Any) -> Any:
     """What a call into transformers returns; its errors, of whatever type, are about the checkpoint."""
     try:
         return make()
-    except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+    except _ERRORS as error:
         raise ConfigError(f"{what}: {' '.join(str(error).split())[:400]}") from error
 
 
@@ -156,7 +165,7 @@ def _configuration(directory: Path) -> Any:
     try:
         given = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: {error}") from None
+        raise ConfigError(f"config.json: {getattr(error, 'strerror', None) or error}") from None
     kind = given.get("model_type") if isinstance(given, dict) else None
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         why = "it needs code of its own, which is not run" if "auto_map" in given else "transformers does not know it"
@@ -189,8 +198,6 @@ def _check(made: Any, text: Any) -> None:
 
 def _shapes(model: Any, text: Any, device: torch.device) -> tuple[LayerShape, ...]:
     """What each layer keeps of a token, by what transformers' own cache holds after one."""
-    if getattr(model, "_is_stateful", False):
-        raise ConfigError(f"model_type {text.model_type!r}: it keeps states, and no keys of tokens")
     cache = _tried("config.json", lambda: DynamicCache(config=text))
 
     def one() -> None:

@@ -50,7 +50,7 @@ def shapes_of(cache: Any, *, latent: bool) -> tuple[LayerShape, ...]:
         if type(layer) not in _SERVED:
             raise ConfigError(f"layer {number}: {type(layer).__name__}: it keeps more than keys of tokens")
         if layer.keys is None:
-            raise ConfigError(f"layer {number}: it uses another layer's keys")
+            raise ConfigError(f"layer {number}: it keeps no keys of its own")
         (_, heads, _, key), (_, value_heads, _, value) = layer.keys.shape, layer.values.shape
         kinds = (("k", heads, key), ("v", value_heads, value))
         if latent and heads == value_heads == 1:

@@ -27,7 +27,7 @@ class ConfigError(LocalProtocolError):
 
 _EXTRAS = {
     **dict.fromkeys(("aiohttp", "cyclopts", "prometheus_client", "rich"), "daemons"),
-    "torch": "reference", "transformers": "transformers", "cuda": "cuda", "mooncake": "mooncake",
+    "torch": "reference", "cuda": "cuda", "mooncake": "mooncake",
 }  # fmt: skip
 
 

@@ -71,7 +71,15 @@ def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path)
     assert "pdtransfer/py.typed" in names
     assert f"pdtransfer-{pdtransfer.__version__}.dist-info/licenses/LICENSE" in names
     assert (about["License-Expression"], about["Description-Content-Type"]) == ("Apache-2.0", "text/markdown")
-    assert set(about.get_all("Provides-Extra", [])) == {"cuda", "daemons", "dev", "mooncake", "reference", "report"}
+    assert set(about.get_all("Provides-Extra", [])) == {
+        "cuda",
+        "daemons",
+        "dev",
+        "mooncake",
+        "reference",
+        "report",
+        "transformers",
+    }
 
 
 def test_only_install_commands_that_work_in_a_checkout_are_printed() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+from ...errors import ConfigError
+from ..versions import check_version
 
 if TYPE_CHECKING:
     from ...engine_api import DecodeEngine, EngineConfig, PrefillEngine
@@ -10,6 +14,17 @@ if TYPE_CHECKING:
 
 def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
     """The engine for `config.role`, of the checkpoint that its option `model` names. Raises ConfigError."""
+    check()
     from .factory import create as made
 
     return made(config)
+
+
+def check() -> None:
+    """Raises ConfigError, with what helps, where transformers is not installed, or of another version."""
+    if find_spec("transformers") is None or find_spec("torch") is None:
+        raise ConfigError("checkpoints are served by transformers: pip install '.[transformers]'")
+    try:
+        check_version(__name__, "transformers", "transformers", ((5, 23), (5, 999)))
+    except ImportError as error:
+        raise ConfigError(str(error)) from None

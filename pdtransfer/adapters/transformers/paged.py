@@ -51,7 +51,7 @@ class KindRows:
         ]
 
     def read(self, rows: Tensor) -> Tensor:
-        """Rows (n,) -> a new tensor (n, heads, size)."""
+        """PagedRows (n,) -> a new tensor (n, heads, size)."""
         if len(self._parts) == 1:
             return torch.index_select(self._parts[0][1], 0, rows).view(len(rows), self._heads, -1)
         parts = [torch.index_select(view, 0, rows).view(len(rows), -1) for _, view in self._parts]
@@ -63,7 +63,7 @@ class KindRows:
             view.index_copy_(0, rows, given[:, place].reshape(len(rows), -1))
 
 
-class Rows:
+class PagedRows:
     """A pool or an arena as the rows of every layer and kind, and the pass that uses it now."""
 
     def __init__(self, memory: Tensor, components: Sequence[Component], shapes: Sequence[LayerShape]) -> None:
@@ -103,7 +103,7 @@ class Rows:
         return read.view(batch, -1, heads, size).transpose(1, 2)
 
     def read(self, layer: int, kind: str, component: str, slots: Tensor) -> Tensor:
-        """Rows of slots (n,) -> (n, heads, size)."""
+        """PagedRows of slots (n,) -> (n, heads, size)."""
         rows = self._kinds[layer, kind]
         return rows.read(self._rows_of(component, rows.steps, slots))
 
@@ -122,7 +122,7 @@ class Rows:
 class PagedLayer(CacheLayerMixin):
     """One layer of the cache. It holds nothing itself."""
 
-    def __init__(self, rows: Rows, shape: LayerShape) -> None:
+    def __init__(self, rows: PagedRows, shape: LayerShape) -> None:
         super().__init__()
         self._rows, self._shape = rows, shape
         self.is_sliding = bool(shape.window)
@@ -165,7 +165,7 @@ class PagedModel:
     """A model over one pool or arena."""
 
     def __init__(self, checkpoint: Checkpoint, memory: Tensor, components: Sequence[Component]) -> None:
-        self.rows = Rows(memory, components, checkpoint.shapes)
+        self.rows = PagedRows(memory, components, checkpoint.shapes)
         self._checkpoint = checkpoint
         self._dtype = checkpoint.shapes[0].dtype
         self._cache = Cache(layers=[PagedLayer(self.rows, shape) for shape in checkpoint.shapes])
@@ -216,7 +216,7 @@ class PagedModel:
                 masks[name] = self._additive(keys >= 0)[:, None, None]
             else:
                 seen = torch.arange(last, device=ids.device) <= at
-                # Rows that are not written yet may hold anything, and a mask would not make it finite.
+                # PagedRows that are not written yet may hold anything, and a mask would not make it finite.
                 reads[name] = torch.where(seen, own[:, :last], own[:, :1])
                 writes[name] = own.gather(1, at).view(-1)
                 masks[name] = self._additive(seen)[:, None, None]

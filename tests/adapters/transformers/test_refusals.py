@@ -44,7 +44,7 @@ def refused(directory: Path, *, options: dict[str, str] | None = None, **more: A
 
 
 CONFIGURATIONS = {
-    "mamba": ("MambaConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}, "layer_types: linear_attention"),
+    "mamba": ("MambaConfig", {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}, "linear_attention"),
     "linear attention": ("Qwen3NextConfig", STATES, "layer_types: linear_attention"),
     "chunked attention": ("Llama4TextConfig", TINY | {"num_hidden_layers": 4}, "layer_types: chunked_attention"),
     "encoder and decoder": ("T5Config", {"vocab_size": 64, "d_model": 32, "num_layers": 2}, "an encoder and a decoder"),

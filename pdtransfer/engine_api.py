@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from .layout.layout import Component
 from .limits import Limits
-from .wire import Ranks, Sampling
+from .wire import Logprobs, Ranks, Sampling
 
 Push: TypeAlias = Literal["auto", "layers", "end"]  # when rows leave: by size, by layer, or after the whole prompt
 
@@ -142,6 +142,7 @@ class EngineDescription:
     memory_bytes: int
     hbm_bytes: int = 0
     eos: int | None = None
+    full_sampling: bool = False  # whether it follows every field of Sampling, as `pdtransfer.sampling.pick` does
     replicas: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     @property
@@ -230,11 +231,13 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """Decode: the token at `index`. Index 0 is the first generated token, which prefill picked."""
+    """Decode: the token at `index`. Index 0 is the first generated token, which prefill picked; what decode reports of
+    it travels in `aux`. `logprobs` are there where the request asks for them."""
 
     room: int
     index: int
     id: int
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from ..kernels.plane_views import device_tensor
 from ..kernels.pools import Pool
 from ..kernels.stream import DeviceSpans, Download, span_of
 from ..layout.layout import Layout, check_slots
+from ..sampling import Picked, pick
 from .architecture import EngineOptions
 from .attention import KEY_BLOCK
 from .cache import Cache
@@ -25,7 +26,7 @@ from .hot import Hot, capacity_of
 from .indexer import IndexCache
 from .model import Transformer
 from .numerics import first_product
-from .sampling import Handoff, chain, pick, tokens_digest
+from .sampling import Handoff, chain, tokens_digest
 from .steps import AllResident, Step, StepPart
 
 
@@ -39,6 +40,7 @@ class _DecodingRoom:
     indexed: Tensor | None  # rows of the index cache, (2, whole key blocks)
     hot: bool  # whether it decodes with HiSparse, from the device pool
     logits_digest: bytes
+    last: Picked
     ids: list[int] = field(default_factory=list[int])
     reported: bool = False  # whether step() has returned the first id, which came with aux
 
@@ -147,6 +149,7 @@ class ReferenceDecode:
             indexed=self._index.index(slots[INDEX], KEY_BLOCK) if self._index else None,
             hot=hot is not None,
             logits_digest=handoff.logits_digest,
+            last=handoff.first(request.sampling),
             ids=[handoff.first_token],
         )
 
@@ -241,14 +244,16 @@ class ReferenceDecode:
             events.append(Broken(room=room.request.room, detail=f"at position {room.position}: {error}"))
             return
         room.logits_digest = chain(room.logits_digest, logits)
-        room.ids.append(pick(logits, room.request.sampling, len(room.ids)))
+        request = room.request
+        room.last = pick(logits, request.sampling, prompt=request.prompt, ids=room.ids, eos=(self._options.eos,))
+        room.ids.append(room.last.id)
         self._report(room, events)
 
     def _report(self, room: _DecodingRoom, events: list[Token | Finished | Broken]) -> bool:
         """Reports the last id, and the end if it ends the request. Returns whether it does."""
         room.reported = True
         number = room.request.room
-        events.append(Token(room=number, index=len(room.ids) - 1, id=room.ids[-1]))
+        events.append(Token(room=number, index=len(room.ids) - 1, id=room.ids[-1], logprobs=room.last.logprobs))
         reason = room.end(self._options.eos)
         if reason is None:
             return False

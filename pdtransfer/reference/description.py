@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Literal
 
 import numpy as np
@@ -12,6 +11,7 @@ from ..engine_api import EngineConfig, EngineDescription, Request
 from ..errors import ConfigError, LocalProtocolError
 from ..layout.layout import Component, Layout, Span
 from ..layout.layout_builders import DSA_INDEX_PARTS, host_layout, item_layout
+from ..sampling import check_sampling
 from .architecture import Architecture, EngineOptions, Options
 from .model import Model, Transformer
 from .numerics import VECTOR, exp2
@@ -85,7 +85,7 @@ def describe(config: EngineConfig, model: Transformer, options: EngineOptions) -
         memory_bytes = index.end
     return EngineDescription(
         model=model.architecture.name, weights=model.digest, components=tuple(components), memory_bytes=memory_bytes,
-        hbm_bytes=hbm_bytes, eos=options.eos, replicas=replicas,
+        hbm_bytes=hbm_bytes, eos=options.eos, full_sampling=True, replicas=replicas,
     )  # fmt: skip
 
 
@@ -131,14 +131,7 @@ def check_request(request: Request, architecture: Architecture) -> None:
     low, high = int(prompt.min()), int(prompt.max())
     if low < 0 or high >= VOCABULARY:
         raise ValueError(f"prompt: id {low if low < 0 else high} is not within [0, {VOCABULARY})")
-    if sampling.max_tokens < 1:
-        raise ValueError(f"max_tokens: {sampling.max_tokens}, at least 1 is needed")
-    if not isfinite(sampling.temperature) or sampling.temperature < 0:
-        raise ValueError(f"temperature: {sampling.temperature} is not finite and at least 0")
-    if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"top_p: {sampling.top_p} is not within (0, 1]")
-    if not 0 <= sampling.seed < 1 << 64:
-        raise ValueError(f"seed: {sampling.seed} is not within [0, 2**64)")
+    check_sampling(sampling, VOCABULARY)
     total = len(prompt) + sampling.max_tokens
     if total > architecture.context_tokens:
         raise ValueError(

@@ -35,6 +35,7 @@ from ..layout.geometry import Int64s
 from ..layout.layout import Component, check_slots
 from ..memory.free_pages import FreePages
 from ..memory.shared_pool import shared_memory
+from ..sampling import draw
 from .architecture import DIGEST_BYTES, Architecture
 from .description import check_request, device_of
 from .hybrid_rows import (
@@ -48,7 +49,7 @@ from .hybrid_rows import (
     row_of,
     stamps_of,
 )
-from .sampling import chain, pick, tokens_digest
+from .sampling import chain, tokens_digest
 
 Pages = dict[str, Int64s]
 
@@ -175,7 +176,7 @@ class HybridPrefill:
         slots = {each.name: self._slots(room, each) for each in self._description.components}
         logits = self._rows.logits(slots, request.prompt, tokens)
         handoff = HybridHandoff(
-            "hybrid/1", tokens, pick(logits, request.sampling, 0), chain(b"", logits),
+            "hybrid/1", tokens, draw(logits, request.sampling, 0), chain(b"", logits),
             {each.name: self._rows.digest(each, slots[each.name], tokens, tokens) for each in self._rows.components},
         )  # fmt: skip
         return Prefilled(room=request.room, aux=handoff.pack())
@@ -311,7 +312,7 @@ class HybridDecode:
             self._rows.write(each.name, room.slots[each.name][row : row + 1], stamp)
         logits = self._rows.logits(room.slots, ids, prompt)
         room.logits_digest = chain(room.logits_digest, logits)
-        room.ids.append(pick(logits, room.request.sampling, len(room.ids)))
+        room.ids.append(draw(logits, room.request.sampling, len(room.ids)))
         return self._report(room, made)
 
     def _report(self, room: _HybridAnswer, made: list[Token | Finished | Broken]) -> bool:

@@ -29,6 +29,7 @@ from ..kernels.stream import DeviceSpans, Download, upload, wait_event
 from ..layout.layout import expand_pages
 from ..memory.free_pages import FreePages
 from ..memory.shared_pool import shared_memory
+from ..sampling import pick
 from ..wire import Ranks
 from .architecture import EngineOptions, Shard
 from .attention import KEY_BLOCK, EveryKey, Keys, RowBatch, Tiles, causal_bias
@@ -38,7 +39,7 @@ from .indexer import IndexCache
 from .model import Transformer
 from .numerics import BLOCK_ROWS, block_up, first_product
 from .projection import Layer
-from .sampling import Handoff, chain, pick
+from .sampling import Handoff, chain
 
 AHEAD_MAX = 8  # cells that are queued on a card: a full launch queue would block other threads' launches
 
@@ -325,7 +326,7 @@ class ReferencePrefill:
             return Broken(room=request.room, detail="the logits are not finite")
         handoff = Handoff.of(
             prompt_tokens=len(request.prompt),
-            first_token=pick(logits, request.sampling, 0),
+            first=pick(logits, request.sampling, prompt=request.prompt, ids=(), eos=(self._options.eos,)),
             logits_digest=chain(b"", logits),
         )
         return Prefilled(room=request.room, aux=handoff.pack())

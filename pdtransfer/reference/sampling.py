@@ -1,4 +1,4 @@
-"""Picks tokens reproducibly from logits, and packs the data that prefill hands to decode."""
+"""Digests of tokens and logits, and the data that prefill hands to decode."""
 
 from __future__ import annotations
 
@@ -10,29 +10,12 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from ..errors import RemoteProtocolError
 from ..limits import TOKENS_MAX
-from ..wire import Sampling
+from ..sampling import Picked
+from ..wire import Sampling, unpack_logprobs
 from .architecture import DIGEST_BYTES
 from .tokens import VOCABULARY
-
-
-def pick(logits: NDArray[np.float32], sampling: Sampling, index: int) -> int:
-    """The generated id at `index`: the first highest logit at temperature 0, else a draw by (seed, index)."""
-    if sampling.temperature == 0.0:
-        return int(logits.argmax())
-    shares = np.exp((logits.astype(np.float64) - float(logits.max())) / sampling.temperature)
-    order = np.argsort(-shares, kind="stable")
-    running: NDArray[np.float64] = np.cumsum(shares[order])
-    # The nucleus is the fewest tokens that reach top_p; the most likely token is always in it.
-    nucleus = running[: 1 + np.count_nonzero(running < sampling.top_p * running[-1])]
-    drawn = _uniform(sampling.seed, index) * nucleus[-1]
-    return int(order[min(np.count_nonzero(nucleus <= drawn), len(nucleus) - 1)])
-
-
-def _uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) with 53 bits, from a hash of seed and index, so that no state goes from prefill to decode."""
-    digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def chain(before: bytes, logits: NDArray[np.float32]) -> bytes:
@@ -52,13 +35,24 @@ class Handoff(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     prompt_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
     first_token: Annotated[int, Meta(ge=0, lt=VOCABULARY)]
     logits_digest: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+    logprobs: bytes = b""  # of the first token, packed
 
     @classmethod
-    def of(cls, *, prompt_tokens: int, first_token: int, logits_digest: bytes) -> Handoff:
-        return cls("reference/1", prompt_tokens, first_token, logits_digest)
+    def of(cls, *, prompt_tokens: int, first: Picked, logits_digest: bytes) -> Handoff:
+        logprobs = b"" if first.logprobs is None else first.logprobs.pack()
+        return cls("reference/1", prompt_tokens, first.id, logits_digest, logprobs)
+
+    def first(self, sampling: Sampling) -> Picked:
+        """The first token, as prefill picked it. Raises ValueError for logprobs other than the request asks for."""
+        try:
+            logprobs = unpack_logprobs("logprobs", self.logprobs, sampling, 1)
+        except RemoteProtocolError as error:
+            raise ValueError(f"aux: {error}") from None
+        return Picked(self.first_token, logprobs[0] if logprobs else None)
 
     def pack(self) -> bytes:
-        return msgspec.msgpack.encode(self)
+        fields = msgspec.structs.astuple(self)
+        return msgspec.msgpack.encode(fields if self.logprobs else fields[:-1])
 
     @classmethod
     def unpack(cls, aux: bytes, prompt_tokens: int) -> Handoff:

@@ -11,6 +11,11 @@ from .codec import pack_ids as pack_ids
 from .codec import split_key as split_key
 from .codec import unpack_extents as unpack_extents
 from .codec import unpack_ids as unpack_ids
+from .logprobs import Logprobs as Logprobs
+from .logprobs import logprob_bytes as logprob_bytes
+from .logprobs import pack_biases as pack_biases
+from .logprobs import unpack_biases as unpack_biases
+from .logprobs import unpack_logprobs as unpack_logprobs
 from .messages import MESSAGES as MESSAGES
 from .messages import VERSION as VERSION
 from .messages import Abort as Abort

@@ -21,6 +21,7 @@ from ..limits import (
     FIELDS_MAX,
     FRAME_BYTES_MAX,
     HANDLE_BYTES_MAX,
+    LOGIT_BIASES_MAX,
     NAME_LENGTH_MAX,
     PART_EXTENTS_MAX,
     PEERS_MAX,
@@ -29,6 +30,7 @@ from ..limits import (
     TEXT_LENGTH_MAX,
     TOKENS_BURST_MAX,
     TOKENS_MAX,
+    TOP_LOGPROBS_MAX,
     TRANSPORTS_MAX,
 )
 
@@ -292,6 +294,17 @@ class Sampling(Struct, array_like=True, frozen=True):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0  # the nucleus's share; 1 is all
     seed: Id64 = 0  # equal seeds, equal picks
     ignore_eos: bool = False  # go on to max_tokens
+    # From here on since v1.3. A daemon whose engine lacks one of them refuses a room that needs it.
+    top_k: Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)] = 0  # only so many of the most likely tokens; 0: all
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0  # only tokens at least this likely, relative to the likeliest
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0  # taken from the logit of each generated token
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0  # the same, times how often it was generated
+    # Divides the logits of tokens of the prompt and the answer, multiplies them where they are negative.
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] = 1.0
+    min_tokens: TokenCount = 0  # no end of sequence before so many
+    logit_bias: Annotated[bytes, Meta(max_length=8 * LOGIT_BIASES_MAX)] = b""  # pairs of u32 id and f32 added to it
+    logprobs: bool = False  # Tokens carries logprobs
+    top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] = 0  # and those of so many alternatives
 
 
 class Begin(_Wire, frozen=True):
@@ -323,6 +336,9 @@ class Tokens(_Wire, frozen=True):
     room: Id64  # Begin's
     first: TokenCount  # index of the first id here; the room's first generated token is 0
     ids: Annotated[bytes, Meta(max_length=4 * TOKENS_BURST_MAX)]  # u32
+    # Where Begin asks for it, of each id: its f32 logprob, then `top_logprobs` pairs of u32 id and f32 logprob, the
+    # likeliest first. Of the model's logits, before temperature, penalties and bias. Else empty.
+    logprobs: Annotated[bytes, Meta(max_length=(4 + 8 * TOP_LOGPROBS_MAX) * TOKENS_BURST_MAX)] = b""
 
 
 class TokensAcked(_Wire, frozen=True):

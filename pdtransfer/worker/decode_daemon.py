@@ -26,7 +26,7 @@ from ..wire import Begin, End, Load, Message, RankFailed, RankReady
 from .decode_rank import DecodeRank, DecodeRankRoom
 from .engine_thread import Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
-from .router_link import RouterLink, failure, request_of
+from .router_link import RouterLink, check_sampling_of, failure, request_of
 from .service import Service
 
 RETRY_MS_MIN = 100  # smallest Retry-After of a request that is refused because too many wait
@@ -137,16 +137,18 @@ class DecodeDaemon:
 
     def tokens(self, made: Iterable[Token]) -> None:
         """Sends a room's tokens of one step in one message."""
-        tokens: dict[int, list[int]] = {}
+        tokens: dict[int, list[Token]] = {}
         for token in made:
-            tokens.setdefault(token.room, []).append(token.id)
+            tokens.setdefault(token.room, []).append(token)
             if token.index == 0 and token.room in self._work:
                 self._journeys.reached(self._work[token.room].room_id, "first token", "READY to first token")
-        for local_id, ids in tokens.items():
+        for local_id, own in tokens.items():
+            ids = [token.id for token in own]
+            logprobs = b"".join(token.logprobs.pack() for token in own if token.logprobs is not None)
             work = self._work.get(local_id)
             try:
                 if work is not None:
-                    self.desk.tokens(work.room_id, ids)
+                    self.desk.tokens(work.room_id, ids, logprobs)
             except LocalProtocolError as error:  # more tokens than the request asked for
                 self._fail(work, Cause.ENGINE, str(error))
 
@@ -208,6 +210,7 @@ class DecodeDaemon:
                 raise ValueError(f"room: {begin.room:#x} is in use")
             if begin.enable_hisparse and not self.config.enable_hisparse:
                 raise ValueError("enable_hisparse: the request wants it, this node is run without it")
+            check_sampling_of(begin, self._engine.card)
             self._engine.check(request)
         except (ValueError, RemoteProtocolError) as error:
             self._say(failure(begin.room, Cause.REFUSED, str(error)))

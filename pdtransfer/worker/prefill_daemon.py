@@ -23,7 +23,7 @@ from ..wire import Begin, End, Hello, Load, Message, RankDrained, RankFailed, Ra
 from .engine_thread import Compute, Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
 from .prefill_rank import PrefillRank
-from .router_link import RouterLink, failure, request_of
+from .router_link import RouterLink, check_sampling_of, failure, request_of
 from .service import Service
 
 
@@ -59,6 +59,7 @@ class PrefillDaemon:
     ) -> None:
         self.config, self.port, self.group = config, port, group or GroupLeader()
         self.group.reported = self._on_report
+        self._card = engine.card
         announce = None if self.group.size == 1 else self.group.step
         steps = leader_steps(engine, port, announce)
         self.rank = PrefillRank(
@@ -147,6 +148,7 @@ class PrefillDaemon:
             request = request_of(begin, next(self._local_ids))
             if begin.room in self._rooms:  # another router's, which has ended; its pages are still read
                 raise ValueError(f"room: {begin.room:#x} is in use")
+            check_sampling_of(begin, self._card)
         except (ValueError, RemoteProtocolError) as error:
             self._end(failure(begin.room, Cause.REFUSED, str(error)))
             return

@@ -5,15 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ..engine_api import Request
+from ..engine_api import EngineDescription, Request
 from ..errors import Cause, RemoteProtocolError
 from ..handoff.effects import Send
 from ..limits import TEXT_LENGTH_MAX
 from ..node.core_driver import LoopClock, Ticker
+from ..sampling import beyond_basic
 from ..wire import Begin, End, Load, Message, Reject, unpack_ids
 from .service import IntroducePeers, Service, ServiceEffect, StartRoom, StopRoom
 
 log = logging.getLogger(__name__)
+
+
+def check_sampling_of(begin: Begin, card: EngineDescription) -> None:
+    """Raises ValueError for a room that needs more of Sampling than the engine has."""
+    if not card.full_sampling and (name := beyond_basic(begin.sampling)) is not None:
+        raise ValueError(f"{name}: {getattr(begin.sampling, name)!r}, the engine of this worker does not have it")
 
 
 def request_of(begin: Begin, serial: int) -> Request:
@@ -70,9 +77,9 @@ class RouterLink:
             log.warning("%s: %s", peer, error)
             self._send(peer, Reject(0, Cause.BREACH.value, (str(error)[:TEXT_LENGTH_MAX],)))
 
-    def tokens(self, room: int, ids: list[int]) -> None:
-        """The engine has generated these ids."""
-        self.run(self.service.tokens(room, ids, self._clock.now()))
+    def tokens(self, room: int, ids: list[int], logprobs: bytes) -> None:
+        """The engine has generated these ids, with these packed logprobs."""
+        self.run(self.service.tokens(room, ids, self._clock.now(), logprobs=logprobs))
 
     def end(self, end: End) -> None:
         """The room has ended here."""

@@ -35,6 +35,7 @@ from ..wire import (
     Tokens,
     TokensAcked,
     Welcome,
+    logprob_bytes,
     negotiate,
     pack_ids,
 )
@@ -126,15 +127,19 @@ class Service:
                 raise RemoteProtocolError("kind", f"a router sends no {type(message).__name__}")
         return self._take()
 
-    def tokens(self, room_id: int, ids: list[int], now: float) -> list[ServiceEffect]:
-        """The engine generated `ids`. Those of a stopped or ended room are dropped."""
+    def tokens(self, room_id: int, ids: list[int], now: float, *, logprobs: bytes = b"") -> list[ServiceEffect]:
+        """The engine generated `ids`, with their packed logprobs. Those of a stopped or ended room are dropped."""
         room = self._rooms.get(room_id)
         if room is None or room.state is not ServiceRoom.RUNNING:
             return []
         if room.generated + len(ids) > room.tokens_max:
             text = f"room {room_id:#x}: {room.generated + len(ids)} tokens generated, max_tokens is {room.tokens_max}"
             raise LocalProtocolError(text)
+        if len(logprobs) != room.logprob_bytes * len(ids):
+            text = f"room {room_id:#x}: {len(logprobs)} bytes of logprobs for {len(ids)} tokens of {room.logprob_bytes}"
+            raise LocalProtocolError(text)
         room.unacked += ids
+        room.logprobs += logprobs
         room.generated += len(ids)
         if room.sent == room.acked:
             room.repeat_ms = 0  # Nothing was in flight: the first repetition comes soon.
@@ -232,7 +237,10 @@ class Service:
             retry_ms = self.limits.resend_ms_max
             self._refuse(router, End(begin.room, Cause.FULL.value, text, 0, retry_ms=retry_ms))
         else:
-            room = ServedRoom(begin.room, router, begin.sampling.max_tokens, len(begin.prompt))
+            sampling = begin.sampling
+            room = ServedRoom(
+                begin.room, router, sampling.max_tokens, len(begin.prompt), logprob_bytes=logprob_bytes(sampling)
+            )
             self._rooms[room.id] = router.rooms[room.id] = room
             self._prompts_bytes += room.prompt_bytes
             self._effects.append(StartRoom(router.peer, begin))
@@ -271,6 +279,7 @@ class Service:
         if room is None or not room.acked < message.next <= room.generated:
             return
         del room.unacked[: message.next - room.acked]
+        del room.logprobs[: (message.next - room.acked) * room.logprob_bytes]
         room.acked, room.sent = message.next, max(room.sent, message.next)
         room.repeat_ms = 0
         self._stream(room)
@@ -307,6 +316,7 @@ class Service:
             self._effects.append(StopRoom(room.id, cause))
         room.state = step(SERVICE_ROOM, room.state, ServiceEvent.STOP)
         room.unacked.clear()
+        room.logprobs.clear()
         room.acked = room.sent = room.generated
         if room.end is None:
             room.repeat_ms = 0
@@ -340,8 +350,9 @@ class Service:
         """Sends what was not sent yet, within the window."""
         upto = min(room.generated, room.acked + TOKENS_BURST_MAX)
         if room.sent < upto:
-            ids = room.unacked[room.sent - room.acked : upto - room.acked]
-            self._send(room, Tokens(room.id, room.sent, pack_ids(ids)))
+            first, end, stride = room.sent - room.acked, upto - room.acked, room.logprob_bytes
+            logprobs = bytes(room.logprobs[first * stride : end * stride])
+            self._send(room, Tokens(room.id, room.sent, pack_ids(room.unacked[first:end]), logprobs))
             room.sent = upto
 
     def _repeat(self, room: ServedRoom, now: float) -> None:

@@ -52,17 +52,20 @@ class ServedRouter:
 
 @dataclass(slots=True, eq=False)
 class ServedRoom:
-    """`unacked` holds the generated ids from `acked` on; those below `sent` were sent at least once."""
+    """`unacked` holds the generated ids from `acked` on, those below `sent` were sent at least once. `logprobs` has
+    `logprob_bytes` for each of them."""
 
     id: int
     router: ServedRouter
     tokens_max: int
     prompt_bytes: int
+    logprob_bytes: int = 0
     state: ServiceRoom = ServiceRoom.RUNNING
     generated: int = 0
     acked: int = 0
     sent: int = 0
     unacked: list[int] = field(default_factory=list[int])
+    logprobs: bytearray = field(default_factory=bytearray)
     cause: Cause | None = None  # why it was stopped
     end: End | None = None
     repeat_ms: int = 0

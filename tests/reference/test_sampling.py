@@ -7,19 +7,20 @@ import numpy as np
 import pytest
 
 from pdtransfer.reference import tokens
-from pdtransfer.reference.sampling import chain, pick, tokens_digest
+from pdtransfer.reference.sampling import chain, tokens_digest
+from pdtransfer.sampling import draw
 from pdtransfer.wire import Sampling
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.25, 0.3], np.float32))
 
 
 def drawn(count=4000, **sampling):
-    picks = [pick(LOGITS, Sampling(max_tokens=1, **sampling), index) for index in range(count)]
+    picks = [draw(LOGITS, Sampling(max_tokens=1, **sampling), index) for index in range(count)]
     return np.bincount(picks, minlength=4) / count
 
 
 def test_temperature_zero_takes_the_first_highest():
-    assert pick(np.array([1, 3, 3, 2], np.float32), Sampling(max_tokens=1, seed=9), 5) == 1
+    assert draw(np.array([1, 3, 3, 2], np.float32), Sampling(max_tokens=1, seed=9), 5) == 1
 
 
 def test_draws_follow_the_softmax():
@@ -41,7 +42,7 @@ def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p(top_p, kept):
 
 def test_equal_seed_and_index_draw_the_same_and_others_do_not():
     def sequence(seed):
-        return [pick(LOGITS, Sampling(max_tokens=1, temperature=2.0, seed=seed), index) for index in range(64)]
+        return [draw(LOGITS, Sampling(max_tokens=1, temperature=2.0, seed=seed), index) for index in range(64)]
 
     assert sequence(5) == sequence(5)
     assert sequence(5) != sequence(6)

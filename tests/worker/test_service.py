@@ -18,6 +18,7 @@ from pdtransfer.wire import (
     Goodbye,
     Hello,
     Load,
+    Logprobs,
     Ping,
     Pong,
     Reject,
@@ -204,6 +205,22 @@ def test_a_slow_router_gets_one_window_and_holds_no_more_than_max_tokens() -> No
     assert messages(daemon.wait(0.06), Tokens) == [Tokens(7, 100, pack_ids(ids[100 : 100 + TOKENS_BURST_MAX]))]
     with pytest.raises(LocalProtocolError, match="max_tokens is"):
         daemon.tokens(7, 1)
+
+
+def test_logprobs_travel_with_their_ids_and_are_as_many_as_the_request_asks_for() -> None:
+    daemon, sampling = Daemon(), Sampling(9_000, logprobs=True, top_logprobs=1)
+    daemon.hear(A, Begin(7, pack_ids([1]), sampling, ("peer",), 1_000))
+    total = TOKENS_BURST_MAX + 3
+    rows = [Logprobs(-float(index), ((index, -0.5),)).pack() for index in range(total)]
+    (first,) = messages(daemon.service.tokens(7, list(range(total)), 0.0, logprobs=b"".join(rows)), Tokens)
+    assert first.logprobs == b"".join(rows[:TOKENS_BURST_MAX])
+    (rest,) = messages(daemon.hear(A, TokensAcked(7, 3)), Tokens)
+    assert (rest.first, rest.logprobs) == (TOKENS_BURST_MAX, b"".join(rows[TOKENS_BURST_MAX:]))
+    (again, *_) = messages(daemon.wait(0.06), Tokens)
+    assert (again.first, again.logprobs) == (3, b"".join(rows[3 : 3 + TOKENS_BURST_MAX]))
+    for wrong in (b"", rows[0][:-1], rows[0] * 2):
+        with pytest.raises(LocalProtocolError, match="logprobs"):
+            daemon.service.tokens(7, [1], 0.0, logprobs=wrong)
 
 
 def test_end_repeats_until_ended_with_what_is_unacknowledged() -> None:

@@ -18,6 +18,11 @@ _DECODE = [
 ]  # fmt: skip
 _KEY = "bB<^>b]T&ncT)k#p?RRdw@gKR9<g&@=K7ynK0gc5"  # a Z85 key may hold an @ itself: it ends by length
 _DIGEST = bytes(range(64, 96))
+_SAMPLING = [
+    128, 0.7, 0.95, 42, True, 40, 0.05, 1.0, -0.5, 1.25, 4, bytes.fromhex("410000000000c8c2"), True, 1,
+]  # fmt: skip
+# Two tokens, with one alternative each: -0.5 and id 65 with -0.5, -2.0 and id 67 with -0.25.
+_LOGPROBS = bytes.fromhex("000000bf 41000000 000000bf 000000c0 43000000 000080be")
 
 # layer, kind, dtype, head_start, head_count, base, page_stride, row_stride, row_bytes
 _LATENT = [0, "latent", "bfloat16", 0, 1, 0, 2304, 1152, 1152]
@@ -42,11 +47,11 @@ SPECIMENS: dict[str, list[Any]] = {
     "Abort": [1, 11, _SESSION, 1, _ROOM],
     "Drained": [1, 12, _SESSION, 1],
     "Begin": [
-        1, 13, _ROOM, bytes.fromhex("680000006900000021000000"), [128, 0.7, 0.95, 42, True],
+        1, 13, _ROOM, bytes.fromhex("680000006900000021000000"), _SAMPLING,
         [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7",
     ],
     "Begun": [1, 14, _ROOM],
-    "Tokens": [1, 15, _ROOM, 3, bytes.fromhex("4100000042000000")],
+    "Tokens": [1, 15, _ROOM, 3, bytes.fromhex("4100000042000000"), _LOGPROBS],
     "TokensAcked": [1, 16, _ROOM, 5],
     "End": [1, 17, _ROOM, "stop", "", 5, 1000, 2304000, 412, 81234567890, _DIGEST, _DIGEST[::-1], _DIGEST[:16], 3],
     "Ended": [1, 18, _ROOM],
@@ -59,7 +64,7 @@ SPECIMENS: dict[str, list[Any]] = {
     "RankMeet": [1, 33, 31007],
     "RankBound": [1, 34, f"{_KEY}@tcp://10.0.0.7:9312", "10.0.0.7:7104"],
     "RankRoom": [1, 35, 1, 7, [
-        _ROOM, bytes.fromhex("680000006900000021000000"), [128, 0.7, 0.95, 42, True],
+        _ROOM, bytes.fromhex("680000006900000021000000"), _SAMPLING,
         [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7",
     ]],
     "StepOrders": [1, 36, 2, [["generate", 7, b"first token and the like"]]],

@@ -172,7 +172,7 @@ def _outside(place: _Place) -> list[tuple[str, Any]]:
             above = [] if most == 2**64 - 1 else [most + 1, 2**63, 2**64 - 1]
             return [(f"is {value}", value) for value in dict.fromkeys([least - 1, -(2**63), *above])]
         case {"is": "float", "max": most}:
-            least = place.type.get("above", -5e-324)
+            least = place.type["above"] if "above" in place.type else math.nextafter(place.type["min"], -math.inf)
             values = [least, -math.inf, math.nextafter(most, math.inf), math.inf, math.nan]
             return [(f"is {value}", value) for value in values]
         case {"one_of": [*_]}:

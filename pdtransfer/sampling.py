@@ -1,0 +1,171 @@
+"""Picks tokens reproducibly from logits, as a request's Sampling has it: the same for every engine, without torch.
+
+Logits are float32 (vocabulary,). Nothing is kept between two tokens: a pick depends on the logits, the request, the ids
+generated so far, and on a hash of the seed and the index. So no state goes from prefill to decode, and every rank of a
+worker picks the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import isfinite
+
+import numpy as np
+from msgspec.structs import fields
+from numpy.typing import NDArray
+
+from .errors import RemoteProtocolError
+from .wire import Logprobs, Sampling, unpack_biases
+
+# Beyond this vocabulary, only so many of the likeliest tokens are sorted where the rest cannot change the draw.
+SORTED_MAX = 2_048
+_NAMES = tuple(field.name for field in fields(Sampling))
+BASIC = frozenset(_NAMES[: _NAMES.index("ignore_eos") + 1])  # what every engine has: the fields of v1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """A generated token, with its logprobs where the request asks for them."""
+
+    id: int
+    logprobs: Logprobs | None = None
+
+
+def beyond_basic(sampling: Sampling) -> str | None:
+    """The first field of a request that an engine without `EngineDescription.full_sampling` would ignore."""
+    for field in fields(Sampling):
+        if field.name not in BASIC and getattr(sampling, field.name) != field.default:
+            return field.name
+    return None
+
+
+def is_argmax(sampling: Sampling) -> bool:
+    """Whether every pick is the first highest logit and nothing else is asked for, so that an engine may pick on its
+    device."""
+    changed = sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0
+    return sampling.temperature == 0.0 and not (
+        changed or sampling.logit_bias or sampling.min_tokens or sampling.logprobs
+    )
+
+
+def check_sampling(sampling: Sampling, vocabulary: int) -> None:
+    """Raises ValueError, with the field and its value, for what no pick could follow."""
+    ranges = {"temperature": (0.0, float("inf")), "min_p": (0.0, 1.0), "presence_penalty": (-2.0, 2.0)}
+    ranges["frequency_penalty"] = ranges["presence_penalty"]
+    if sampling.max_tokens < 1:
+        raise ValueError(f"max_tokens: {sampling.max_tokens}, at least 1 is needed")
+    for name, (low, high) in ranges.items():
+        value: float = getattr(sampling, name)
+        if not isfinite(value) or not low <= value <= high:
+            raise ValueError(f"{name}: {value} is not finite and within [{low}, {high}]")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p: {sampling.top_p} is not within (0, 1]")
+    if not isfinite(sampling.repetition_penalty) or sampling.repetition_penalty <= 0:
+        raise ValueError(f"repetition_penalty: {sampling.repetition_penalty} is not finite and above 0")
+    if not 0 <= sampling.seed < 1 << 64:
+        raise ValueError(f"seed: {sampling.seed} is not within [0, 2**64)")
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        raise ValueError(f"min_tokens: {sampling.min_tokens}, max_tokens is {sampling.max_tokens}")
+    if sampling.top_logprobs > vocabulary:
+        raise ValueError(f"top_logprobs: {sampling.top_logprobs}, the vocabulary has {vocabulary} ids")
+    try:
+        ids, _ = unpack_biases("logit_bias", sampling.logit_bias)
+    except RemoteProtocolError as error:
+        raise ValueError(str(error)) from None
+    if len(ids) and int(ids.max()) >= vocabulary:
+        raise ValueError(f"logit_bias: id {int(ids.max())} is not within [0, {vocabulary})")
+
+
+def pick(
+    logits: NDArray[np.float32],
+    sampling: Sampling,
+    *,
+    prompt: NDArray[np.int64],
+    ids: Sequence[int],
+    eos: Sequence[int] = (),
+) -> Picked:
+    """Picks the token after `ids`, which were generated from `prompt`; `eos` are the ids that end a sequence."""
+    chosen = draw(adjusted(logits, sampling, prompt=prompt, ids=ids, eos=eos), sampling, len(ids))
+    return Picked(chosen, logprobs_of(logits, chosen, sampling.top_logprobs) if sampling.logprobs else None)
+
+
+def adjusted(
+    logits: NDArray[np.float32],
+    sampling: Sampling,
+    *,
+    prompt: NDArray[np.int64],
+    ids: Sequence[int],
+    eos: Sequence[int] = (),
+) -> NDArray[np.float32]:
+    """The logits after bias, minimum length and penalties; the same array where the request has none of them."""
+    if is_argmax(sampling) or beyond_basic(sampling) is None:
+        return logits
+    logits = logits.copy()
+    if sampling.logit_bias:
+        biased, values = unpack_biases("logit_bias", sampling.logit_bias)
+        logits[biased] += values
+    if len(ids) < sampling.min_tokens:
+        logits[list(eos)] = -np.inf
+    generated = np.asarray(ids, np.int64)
+    if sampling.repetition_penalty != 1.0:
+        seen = np.concatenate((prompt, generated))  # twice or once is the same
+        penalty = np.float32(sampling.repetition_penalty)
+        logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        counts = np.bincount(generated, minlength=len(logits))
+        logits -= (sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)).astype(np.float32)
+    return logits
+
+
+def draw(logits: NDArray[np.float32], sampling: Sampling, index: int) -> int:
+    """The generated id at `index`: the first highest logit at temperature 0, else a draw by (seed, index) from the
+    tokens that min_p, then top_k, then top_p leave. Of equally likely tokens the lower id comes first."""
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    shares = np.exp((logits.astype(np.float64) - float(logits.max())) / sampling.temperature)
+    if sampling.min_p:
+        shares[shares < sampling.min_p] = 0.0  # the likeliest has 1
+    most = min(sampling.top_k or len(shares), len(shares))
+    first = most if sampling.top_k else min(most, SORTED_MAX)
+    for count in (first, most):
+        order = _likeliest(shares, count)
+        running: NDArray[np.float64] = np.cumsum(shares[order])
+        total = float(running[-1] if count == most else shares.sum())
+        # The nucleus is the fewest tokens that reach top_p; the most likely token is always in it.
+        edge = np.count_nonzero(running < sampling.top_p * total)
+        if edge == len(order) and sampling.top_p < 1.0:
+            continue  # the nucleus is longer
+        mass = total if edge == len(order) else running[edge]
+        place = np.count_nonzero(running[: edge + 1] <= _uniform(sampling.seed, index) * mass)
+        if place <= edge and place < len(order):
+            return int(order[place])
+        if count == most:
+            break
+    return int(order[min(edge, len(order) - 1)])
+
+
+def logprobs_of(logits: NDArray[np.float32], chosen: int, top: int) -> Logprobs:
+    """The logprob of `chosen` and of the `top` likeliest ids, of the logits as the model gave them."""
+    wide = logits.astype(np.float64)
+    highest = float(wide.max())
+    total = highest + float(np.log(np.exp(wide - highest).sum()))
+    # Rounding may not lift a logprob above 0.
+    likeliest = [(int(each), min(0.0, float(wide[each]) - total)) for each in _likeliest(wide, top)] if top else []
+    return Logprobs(min(0.0, float(wide[chosen]) - total), tuple(likeliest))
+
+
+def _likeliest(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """The ids of the `count` highest values, highest first, then by id."""
+    if count >= len(values):
+        return np.argsort(-values, kind="stable")
+    least = np.partition(values, len(values) - count)[len(values) - count]
+    candidates = np.flatnonzero(values >= least)
+    return candidates[np.argsort(-values[candidates], kind="stable")[:count]]
+
+
+def _uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) with 53 bits, from a hash of seed and index."""
+    digest = blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -263,7 +263,8 @@ async def _complete(
     config: DemoConfig, session: aiohttp.ClientSession, answer: DemoAnswer, on_tokens: Callable[[int], None]
 ) -> None:
     greedy = {"temperature": 0, "ignore_eos": True}
-    body = {"prompt": answer.prompt, "max_tokens": config.max_tokens, "stream": True, **greedy}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    body = {"prompt": answer.prompt, "max_tokens": config.max_tokens, **streamed, **greedy}
     body |= {"enable_hisparse": True} if config.hisparse else {}
     start = time.perf_counter()
     for _ in range(RETRIES):
@@ -287,9 +288,10 @@ def _event(answer: DemoAnswer, event: dict[str, Any], on_tokens: Callable[[int],
     if "error" in event:
         answer.error = str(event["error"].get("message", event["error"]))
         return
-    tokens = answer.tokens + 1
+    tokens = answer.tokens + len(event["choices"])
     if "pdtransfer" in event:
         answer.facts = event["pdtransfer"]
+    if event.get("usage") is not None:
         tokens = event["usage"]["completion_tokens"]
         answer.cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
     on_tokens(tokens - answer.tokens)

@@ -241,7 +241,8 @@ class PrefillConfig(WorkerConfig):
 
 
 HTTP_ENGINES = ("vllm", "sglang")
-_OF_DAEMONS = ("key", "allow", "timeline", "enable_hisparse")  # settings of a router that HTTP servers make useless
+# Settings of a router that HTTP servers make useless.
+_OF_DAEMONS = ("model", "key", "allow", "timeline", "enable_hisparse")
 _OF_HISPARSE = ("device_slots", "hot_tokens", "dense_slots", "retract_policy")
 
 
@@ -337,6 +338,10 @@ class RouterConfig(NodeConfig):
     decode: Annotated[
         tuple[str, ...], _help("A decode daemon, [KEY@]tcp://host:port, or server, http://host:port; may be repeated.")
     ] = ()
+    model: Annotated[
+        Path | None,
+        _help("A checkpoint directory, for its tokenizer and chat template; by default ids are bytes."),
+    ] = None
     enable_hisparse: Annotated[bool, _help("Default of requests without this field: keep their KV in host memory.")] = (
         False
     )

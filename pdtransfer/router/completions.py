@@ -1,30 +1,43 @@
-"""OpenAI's /v1/completions: parses request bodies and builds answers; no I/O.
+"""OpenAI's /v1/completions and /v1/chat/completions: parses bodies into the rooms that answer them; no I/O.
 
-The tokeniser is the reference model's: a text's UTF-8 bytes are the ids 0 to 255, and other ids have no text.
+What would constrain an answer and is not supported is refused, never ignored. Other unknown fields are ignored.
 """
 
 from __future__ import annotations
 
-import codecs
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
+from numpy.typing import NDArray
 
 from ..errors import LocalProtocolError
-from ..limits import NAME_LENGTH_MAX, PROMPT_BYTES_MAX, TOKENS_MAX
-from ..wire import Sampling, pack_ids
-from .router_effects import Finish
+from ..limits import (
+    CHOICES_MAX,
+    LOGIT_BIASES_MAX,
+    MESSAGES_MAX,
+    NAME_LENGTH_MAX,
+    PROMPT_BYTES_MAX,
+    STOP_LENGTH_MAX,
+    STOPS_MAX,
+    TOKENS_MAX,
+    TOP_LOGPROBS_MAX,
+)
+from ..wire import Sampling, pack_biases, pack_ids
 from .router_rooms import CompletionRequest
+from .text import BytesText, TextCodec
 
 PROMPT_TOKENS_MAX = PROMPT_BYTES_MAX // 4
-MAX_TOKENS_DEFAULT = 16  # OpenAI's default
+MAX_TOKENS_DEFAULT = 16  # OpenAI's default of completions
+CHAT_TOKENS_DEFAULT = 1_024  # of a chat, where the context has as many left: slots are leased for all of them at once
 SALT_LENGTH_MAX = 4_096  # characters of a cache_salt, which is sent as a digest
 SALT_BYTES = 32
+_NEUTRAL_BYTES_MAX = 256  # a longer value of an unsupported field is none that changes nothing
 
 
 class BadRequestError(LocalProtocolError):
@@ -36,197 +49,380 @@ class BadRequestError(LocalProtocolError):
 
 
 class StreamOptions(Struct):
-    """Accepted for compatibility: the last chunk of a stream always carries `usage`."""
+    """`include_usage`: the usage follows alone, in a last chunk without choices."""
 
     include_usage: bool | None = None
 
 
-class Body(Struct):
-    """The supported fields of the body. Null means absent; unknown fields are ignored."""
+TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
+Prompt = Annotated[str, Meta(min_length=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Stop = Annotated[str, Meta(max_length=STOP_LENGTH_MAX)]
+MaxTokens = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
 
-    prompt: (
-        Annotated[str, Meta(max_length=PROMPT_TOKENS_MAX)]
-        | Annotated[list[Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]], Meta(max_length=PROMPT_TOKENS_MAX)]
-    )
+
+class GenerationBody(Struct):
+    """What bodies of both endpoints have. Null means absent."""
+
     model: Annotated[str, Meta(max_length=NAME_LENGTH_MAX)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] | None = None
+    max_tokens: MaxTokens | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
+    ignore_eos: bool | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=0xFFFF_FFFF)] | None = None  # 0 and -1 are all
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=LOGIT_BIASES_MAX)] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=STOPS_MAX)] | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
     enable_hisparse: bool | None = None
     # Requests with different salts share no cached prefix, so response times reveal nothing about others' prompts.
     cache_salt: Annotated[str, Meta(min_length=1, max_length=SALT_LENGTH_MAX)] | None = None
-    # Not supported: only the values in UNSUPPORTED are accepted.
-    n: int | None = None
-    best_of: int | None = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """A text, or token ids, or a list of either."""
+
+    prompt: Prompt | Annotated[list[TokenId | Prompt | list[TokenId]], Meta(max_length=PROMPT_TOKENS_MAX)]
     echo: bool | None = None
-    logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    stop: str | list[str] | None = None
-    suffix: str | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
+    best_of: Annotated[int, Meta(ge=1)] | None = None
 
 
+class ContentPart(Struct):
+    """A part of a message; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Struct):
+    """One message. What it has beside its content is not shown to the model."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[ContentPart], Meta(max_length=MESSAGES_MAX)]
+    tool_calls: Raw = Raw(b"null")
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """A chat."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
+    add_generation_prompt: bool | None = None
+
+
+_OFF: tuple[object, ...] = (None, False)
+_EMPTY: tuple[object, ...] = (None, "", [], {})
+# Fields that would change an answer, with the values that do not.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "logprobs": (None,),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "stop": (None, "", []),
-    "suffix": (None, ""),
+    "suffix": _EMPTY,
+    "response_format": (None, {"type": "text"}),
+    "tools": _EMPTY,
+    "tool_choice": (None, "none", "auto"),
+    "functions": _EMPTY,
+    "function_call": (None, "none", "auto"),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "reasoning_effort": (None, "none"),
+    "verbosity": (None, "medium"),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), _EMPTY),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "stop_token_ids", "bad_words", "allowed_token_ids"), _EMPTY),
+    **dict.fromkeys(("prompt_embeds", "prompt_logprobs", "truncate_prompt_tokens", "logits_processors"), _EMPTY),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents"), _EMPTY),
+    **dict.fromkeys(("use_beam_search", "continue_final_message"), _OFF),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (None, True)),
+    "length_penalty": (None, 1),
+    "lora_path": _EMPTY,
 }
+_OF_COMPLETIONS = {"echo": _OFF, "best_of": (None, 1)}  # likewise, in a chat
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A parsed body: the router's request, and the form of the answer."""
+    """A parsed body. Choice i is answered by `rooms[i]`; each prompt has `n` of them, one after the other."""
 
-    request: CompletionRequest
-    prompt_tokens: int
+    chat: bool
+    rooms: tuple[CompletionRequest, ...]
+    n: int
+    stops: tuple[str, ...]
+    keep_stop: bool
+    echoes: tuple[str, ...]  # one for each prompt, empty without `echo`
     stream: bool
+    include_usage: bool
+
+    @property
+    def model(self) -> str | None:
+        return self.rooms[0].model
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Of all rooms: each has its prompt in messages of its own."""
+        return sum(len(room.prompt) for room in self.rooms)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of each prompt once, as OpenAI counts them."""
+        return sum(len(room.prompt) for room in self.rooms[:: self.n]) // 4
 
 
-_BODY = msgspec.json.Decoder(Body)
+_COMPLETION, _CHAT = msgspec.json.Decoder(CompletionBody), msgspec.json.Decoder(ChatBody)
+_FIELDS = msgspec.json.Decoder(dict[str, Raw])
 _PATH = re.compile(r"^(.*) - at `\$\.?([^`\[]*)[^`]*`$", re.DOTALL)
-_MISSING = re.compile(r"^Object missing required field `(\w+)`$")
+_MISSING = re.compile(r"^Object missing required field `(\w+)`")
+_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+Parsed = TypeVar("Parsed")
 
 
-def parse(body: bytes, *, seed: int, enable_hisparse: bool = False) -> Completion:
+def parse(
+    body: bytes, *, seed: int, chat: bool = False, text: TextCodec | None = None, enable_hisparse: bool = False
+) -> Completion:
     """Parses a body; `seed` and `enable_hisparse` are defaults. Raises BadRequestError that names the field."""
+    text = text or BytesText()
+    unsupported = UNSUPPORTED | (_OF_COMPLETIONS if chat else {})
+    for name, value in decoded(_FIELDS, body).items():
+        if (neutral := unsupported.get(name)) is not None and not _is_neutral(value, neutral):
+            raise BadRequestError(name, "is not supported")
+    if not chat:
+        fields = decoded(_COMPLETION, body)
+        _check_completion(fields)
+        prompts, texts = _prompts(fields, text)
+        logprobs, top_logprobs = fields.logprobs is not None, fields.logprobs or 0
+        echoes = tuple(texts) if fields.echo else ()
+        return _completion(
+            fields, text, prompts, echoes, seed, max_tokens=fields.max_tokens, chat=False, logprobs=logprobs,
+            top_logprobs=top_logprobs, enable_hisparse=enable_hisparse,
+        )  # fmt: skip
+    fields = decoded(_CHAT, body)
+    if fields.top_logprobs and not fields.logprobs:
+        raise BadRequestError("top_logprobs", "only together with logprobs")
+    prompt = chat_ids(text, fields.messages, reply=fields.add_generation_prompt, special=fields.add_special_tokens)
+    return _completion(
+        fields, text, [_packed("messages", prompt, text)], (), seed, chat=True, enable_hisparse=enable_hisparse,
+        max_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
+        logprobs=bool(fields.logprobs), top_logprobs=fields.top_logprobs or 0,
+    )  # fmt: skip
+
+
+def decoded(decoder: msgspec.json.Decoder[Parsed], body: bytes) -> Parsed:
+    """Decodes a body. Raises BadRequestError that names the field."""
     try:
-        fields = _BODY.decode(body)
+        body.decode()  # a Raw value's text stays unchecked
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _bad_request(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequestError(None, f"the body is not JSON: {error}") from None
     except RecursionError:
         raise BadRequestError(None, "the body is nested too deeply") from None
-    for name, values in UNSUPPORTED.items():
-        value: object = getattr(fields, name)
-        if value not in values:
-            raise BadRequestError(name, f"{str(value)[:64]!r} is not supported")
-    return _completion(fields, seed, enable_hisparse=enable_hisparse)
-
-
-def _completion(fields: Body, seed: int, *, enable_hisparse: bool) -> Completion:
-    if isinstance(fields.prompt, str):
-        prompt, unit = np.frombuffer(fields.prompt.encode(), np.uint8).astype("<u4").tobytes(), "bytes"
-    else:
-        prompt, unit = pack_ids(fields.prompt), "ids"
-    count = len(prompt) // 4
-    most = PROMPT_TOKENS_MAX
-    if not 1 <= count <= most:
-        raise BadRequestError("prompt", f"{count} {unit}, must be 1 to {most}")
-    max_tokens = MAX_TOKENS_DEFAULT if fields.max_tokens is None else fields.max_tokens
-    if count + max_tokens > TOKENS_MAX:
-        raise BadRequestError("max_tokens", f"{max_tokens} after {count} of prompt, the total limit is {TOKENS_MAX}")
-    sampling = Sampling(
-        max_tokens=max_tokens,
-        temperature=1.0 if fields.temperature is None else fields.temperature,
-        top_p=1.0 if fields.top_p is None else fields.top_p,
-        seed=(seed if fields.seed is None else fields.seed) & (1 << 64) - 1,
-        ignore_eos=bool(fields.ignore_eos),
-    )
-    salt = b"" if fields.cache_salt is None else blake2b(fields.cache_salt.encode(), digest_size=SALT_BYTES).digest()
-    request = CompletionRequest(
-        prompt=prompt,
-        sampling=sampling,
-        model=fields.model or None,
-        enable_hisparse=enable_hisparse if fields.enable_hisparse is None else fields.enable_hisparse,
-        salt=salt,
-    )
-    return Completion(request, count, bool(fields.stream))
 
 
 def _bad_request(text: str) -> BadRequestError:
     """Splits msgspec's message into field and text."""
+    found = _PATH.match(text)
+    text, path = (found[1], found[2]) if found is not None else (text, "")
     missing = _MISSING.match(text)
     if missing is not None:
-        return BadRequestError(missing[1], "missing")
-    found = _PATH.match(text)
-    return BadRequestError(found[2] or None, found[1]) if found is not None else BadRequestError(None, text)
+        return BadRequestError(path or missing[1], f"{missing[1]}: missing" if path else "missing")
+    return BadRequestError(path or None, text)
 
 
-class Text:
-    """Decodes ids to text incrementally: an incomplete character is held back."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def feed(self, ids: list[int], *, final: bool = False) -> str:
-        """Returns the text that `ids` complete."""
-        return self._decoder.decode(bytes(each for each in ids if each < 256), final)
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionAnswer:
-    """Builds the JSON objects that answer one request. `created` is Unix time in seconds."""
-
-    request: int
-    model: str
-    created: int
-    prompt_tokens: int
-
-    def piece(self, text: str) -> bytes:
-        """Returns one chunk of a stream."""
-        return msgspec.json.encode(self._object(text, None))
-
-    def last(self, text: str, finish: Finish) -> bytes:
-        """Returns the whole answer, or the last chunk of a stream, with `usage` and the `pdtransfer` extension."""
-        tokens = finish.decode.tokens
-        usage = {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": self.prompt_tokens + tokens,
-            "prompt_tokens_details": {"cached_tokens": finish.decode.prefix},
-        }
-        answer = self._object(text, "stop" if finish.decode.reason == "stop" else "length")
-        return msgspec.json.encode({**answer, "usage": usage, "pdtransfer": extension(finish)})
-
-    def _object(self, text: str, finish_reason: str | None) -> dict[str, object]:
-        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
-        return {
-            "id": f"cmpl-{self.request:016x}",
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": [choice],
-        }
+def _is_neutral(value: Raw, neutral: tuple[object, ...]) -> bool:
+    if memoryview(value).nbytes > _NEUTRAL_BYTES_MAX:
+        return False
+    content: object = msgspec.json.decode(value)
+    # False is 0 and True is 1 for Python.
+    return any(type(content) is type(each) and content == each for each in neutral) or (
+        type(content) is float and content in [each for each in neutral if type(each) is int]
+    )
 
 
-def extension(finish: Finish) -> dict[str, object]:
-    """Returns this project's fields. `handoff_us` is from the last byte written to READY, null if either is unknown."""
-    decode, prefill = finish.decode, finish.prefill
-    stamped = prefill is not None and prefill.stamp_ns > 0 and decode.stamp_ns > 0
-    return {
-        "room": f"{finish.room:016x}",
-        "kv_bytes": decode.kv_bytes,
-        "copy_us": prefill.copy_us if prefill is not None else 0,
-        "handoff_us": (decode.stamp_ns - prefill.stamp_ns) / 1e3 if stamped and prefill is not None else None,
-        "tokens_digest": decode.tokens_digest.hex(),
-        "logits_digest": decode.logits_digest.hex(),
-        "kv_digest": decode.kv_digest.hex(),
-        "prefill": finish.prefill_node,
-        "decode": finish.decode_node,
-        "enable_hisparse": finish.enable_hisparse,
-    }
+def _check_completion(fields: CompletionBody) -> None:
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise BadRequestError("best_of", f"{fields.best_of} is not supported: it must equal n")
+    if fields.echo and fields.logprobs is not None:
+        raise BadRequestError("echo", "is not supported together with logprobs: prompts have none")
 
 
-def error(status: int, text: str, *, param: str | None = None, code: str | None = None) -> bytes:
-    """Returns OpenAI's error object."""
-    kinds = {404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return msgspec.json.encode({"error": {"message": text, "type": kind, "param": param, "code": code}})
+def chat_ids(
+    text: TextCodec, messages: Sequence[ChatMessage], *, reply: bool | None, special: bool | None
+) -> NDArray[np.int64]:
+    """The ids of a chat; templates write their own special tokens. Raises BadRequestError."""
+    if not all(_is_neutral(each.tool_calls, _EMPTY) for each in messages):
+        raise BadRequestError("messages", "tool_calls are not supported")
+    try:
+        plain = [{"role": each.role, "content": each.text} for each in messages]
+        return text.encode(text.render(plain, reply=reply is not False), special=bool(special))
+    except ValueError as error:
+        raise BadRequestError("messages", str(error)) from None
 
 
-def models(names: list[str], created: int) -> bytes:
-    """Returns the answer to /v1/models."""
-    listed = [{"id": name, "object": "model", "created": created, "owned_by": "pdtransfer"} for name in names]
-    return msgspec.json.encode({"object": "list", "data": listed})
+def _prompts(fields: CompletionBody, text: TextCodec) -> tuple[list[bytes], list[str]]:
+    """The packed ids of each prompt, and the texts for `echo`."""
+    prompt, special = fields.prompt, fields.add_special_tokens is not False
+    items: list[Any] = [prompt] if isinstance(prompt, str) else list(prompt)
+    kinds: set[type] = {type(each) for each in items}
+    if len(kinds) > 1:
+        raise BadRequestError("prompt", "mixes texts, ids and lists of ids")
+    if kinds in (set(), {int}):
+        items = [items]
+    if len(items) > CHOICES_MAX:
+        raise BadRequestError("prompt", f"{len(items)} prompts, at most {CHOICES_MAX}")
+    packed = [
+        _packed("prompt", text.encode(each, special=special) if isinstance(each, str) else each, text) for each in items
+    ]
+    return packed, [each if isinstance(each, str) else text.decode(each) for each in items] if fields.echo else []
+
+
+def _packed(name: str, ids: NDArray[np.int64] | list[int], text: TextCodec) -> bytes:
+    if not 1 <= len(ids) <= PROMPT_TOKENS_MAX:
+        raise BadRequestError(name, f"{len(ids)} tokens, must be 1 to {PROMPT_TOKENS_MAX}")
+    array = np.asarray(ids, np.int64)
+    if text.vocabulary is not None and int(array.max()) >= text.vocabulary:
+        raise BadRequestError(name, f"id {int(array.max())} is not below the vocabulary's {text.vocabulary}")
+    return pack_ids(array)
+
+
+def _completion(
+    fields: GenerationBody,
+    text: TextCodec,
+    prompts: list[bytes],
+    echoes: tuple[str, ...],
+    seed: int,
+    *,
+    chat: bool,
+    max_tokens: int | None,
+    logprobs: bool,
+    top_logprobs: int,
+    enable_hisparse: bool,
+) -> Completion:
+    n, stream = fields.n or 1, bool(fields.stream)
+    if len(prompts) * n > CHOICES_MAX:
+        raise BadRequestError("n", f"{n} choices of {len(prompts)} prompts, at most {CHOICES_MAX} in one request")
+    if fields.stream_options is not None and not stream:
+        raise BadRequestError("stream_options", "only together with stream")
+    seed = seed if fields.seed is None else fields.seed
+    salt = b"" if fields.cache_salt is None else blake2b(fields.cache_salt.encode(), digest_size=SALT_BYTES).digest()
+    biases = _biases(fields.logit_bias or {}, text)
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    rooms = [
+        CompletionRequest(
+            prompt=prompt,
+            sampling=_sampling(
+                fields, _answer_tokens(prompt, max_tokens, text, chat=chat), seed + at, biases, logprobs, top_logprobs
+            ),
+            model=fields.model or None,
+            enable_hisparse=enable_hisparse if fields.enable_hisparse is None else fields.enable_hisparse,
+            salt=salt,
+        )
+        for prompt in prompts
+        for at in range(n)
+    ]
+    return Completion(
+        chat=chat, rooms=tuple(rooms), n=n, stops=tuple(each for each in stops if each), echoes=echoes, stream=stream,
+        keep_stop=bool(fields.include_stop_str_in_output),
+        include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
+    )  # fmt: skip
+
+
+def _answer_tokens(prompt: bytes, max_tokens: int | None, text: TextCodec, *, chat: bool) -> int:
+    """The most tokens of an answer. Raises BadRequestError where they do not fit behind the prompt."""
+    count, context = len(prompt) // 4, text.max_model_len or TOKENS_MAX
+    left = context - count
+    if left < 1:
+        name = "messages" if chat else "prompt"
+        text_of = f"{count} tokens leave no place for an answer: the context has {context}"
+        raise BadRequestError(name, text_of, code="context_length_exceeded")
+    if max_tokens is None:
+        return min(left, CHAT_TOKENS_DEFAULT if chat else MAX_TOKENS_DEFAULT)
+    if max_tokens > left:
+        text_of = f"{max_tokens} after {count} of prompt, the total limit is {context}"
+        raise BadRequestError("max_tokens", text_of, code="context_length_exceeded")
+    return max_tokens
+
+
+def _sampling(
+    fields: GenerationBody, max_tokens: int, seed: int, biases: bytes, logprobs: bool, top_logprobs: int
+) -> Sampling:  # fmt: skip
+    if (fields.min_tokens or 0) > max_tokens:
+        raise BadRequestError("min_tokens", f"{fields.min_tokens}, max_tokens is {max_tokens}")
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        seed=seed & (1 << 64) - 1,
+        ignore_eos=bool(fields.ignore_eos),
+        top_k=max(fields.top_k or 0, 0),
+        min_p=fields.min_p or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        min_tokens=fields.min_tokens or 0,
+        logit_bias=biases,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+    )
+
+
+def _biases(biases: dict[str, float], text: TextCodec) -> bytes:
+    most = 0xFFFF_FFFF if text.vocabulary is None else text.vocabulary - 1
+    for name in biases:
+        if not _ID.fullmatch(name) or int(name) > most:
+            raise BadRequestError("logit_bias", f"{name[:64]!r} is not a token id from 0 to {most}")
+    return pack_biases({int(name): value for name, value in biases.items()})
+
+
+# Beside the answers: /tokenize and /detokenize
+
+
+class TokenizeBody(Struct):
+    """A text, or a chat."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeBody(Struct):
+    """Token ids."""
+
+    tokens: Annotated[list[TokenId], Meta(max_length=PROMPT_TOKENS_MAX)]
+
+
+_TOKENIZE, _DETOKENIZE = msgspec.json.Decoder(TokenizeBody), msgspec.json.Decoder(DetokenizeBody)
+
+
+def tokenized(body: bytes, text: TextCodec) -> bytes:
+    """Answers /tokenize. Raises BadRequestError."""
+    fields = decoded(_TOKENIZE, body)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise BadRequestError("prompt", "either prompt or messages must be given")
+    if fields.messages is not None:
+        special = fields.add_special_tokens
+        ids = chat_ids(text, fields.messages, reply=fields.add_generation_prompt, special=special)
+    else:
+        ids = text.encode(fields.prompt or "", special=fields.add_special_tokens is not False)
+    return msgspec.json.encode({"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids.tolist()})
+
+
+def detokenized(body: bytes, text: TextCodec) -> bytes:
+    """Answers /detokenize. Raises BadRequestError."""
+    return msgspec.json.encode({"prompt": text.decode(decoded(_DETOKENIZE, body).tokens)})

@@ -12,7 +12,8 @@ from aiohttp.typedefs import Handler, Middleware
 
 from ..errors import ArenaFullError, Cause
 from ..limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, Limits
-from .completions import BadRequestError, error
+from .answers import error
+from .completions import BadRequestError
 
 JSON = "application/json"
 BODY_S = 20.0  # time limit for a body
@@ -56,18 +57,19 @@ class OpenRequests:
         return bytes(body)
 
     @contextmanager
-    def hold(self, prompt_bytes: int) -> Generator[None]:
-        """Counts a request until its end. Raises ArenaFullError beyond `rooms_max` or `prompts_bytes_max`."""
+    def hold(self, prompt_bytes: int, *, rooms: int = 1) -> Generator[None]:
+        """Counts a request of so many rooms until its end. Raises ArenaFullError beyond `rooms_max` or
+        `prompts_bytes_max`."""
         limits = self._limits
-        if self.count >= limits.rooms_max or self.prompts_bytes + prompt_bytes > limits.prompts_bytes_max:
+        if self.count + rooms > limits.rooms_max or self.prompts_bytes + prompt_bytes > limits.prompts_bytes_max:
             raise ArenaFullError("too many answers are still being read", retry_ms=0)
-        self.count += 1
+        self.count += rooms
         self.prompts_bytes += prompt_bytes
         self._idle.clear()
         try:
             yield
         finally:
-            self.count -= 1
+            self.count -= rooms
             self.prompts_bytes -= prompt_bytes
             if not self.count:
                 self._idle.set()
@@ -98,16 +100,16 @@ def refusal(why: BadRequestError | ArenaFullError) -> web.Response:
     return error_response(why.status, str(why), param=why.param, code=why.code)
 
 
-def openai_errors(paths: str) -> Middleware:
-    """Returns a middleware that turns the HTTP library's refusals into OpenAI's form on OpenAI's paths; `paths` names
-    those that this router has."""
+def openai_errors(paths: str, others: tuple[str, ...] = ()) -> Middleware:
+    """Returns a middleware that turns the HTTP library's refusals into OpenAI's form on OpenAI's paths and on `others`;
+    `paths` names those that this router has."""
 
     @web.middleware
     async def through(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except web.HTTPException as refused:
-            if not request.path.startswith("/v1/"):
+            if not request.path.startswith(("/v1/", *others)):
                 raise
             text = refused.text or refused.reason
             if refused.status in (404, 405):

@@ -9,13 +9,16 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 import uvloop
 from aiohttp import web
 
+from .. import __version__
 from ..bus import Bus
 from ..bus.keys import AllowList, KeyPair
 from ..config.config import RouterConfig
@@ -29,7 +32,11 @@ from ..process.setup import prepare
 from ..process.signals import StopSignal, reload, reload_on_hangup
 from ..tracing.trace import recorded
 from ..wire import Identity, Message, Ranks
-from .completions import BadRequestError, Completion, CompletionAnswer, Text, error, models, parse
+from .answer_text import TextPiece
+from .answering import GrowingAnswer, Reply
+from .answers import AnswerForm, error, model_object, models, usage_of
+from .completions import BadRequestError, Completion, detokenized, parse, tokenized
+from .model_text import load_text
 from .openai_http import JSON, OpenRequests, error_response, openai_errors, refusal
 from .router_effects import Emit, Fail, Finish, Refusal, RoutingEffect, WorkerChanged
 from .router_metrics import RouterMetrics
@@ -39,35 +46,9 @@ from .worker_pool import model_text
 
 log = logging.getLogger(__name__)
 
-
-class Reply:
-    """Buffers the answer of a request for its HTTP task: at most max_tokens ids."""
-
-    def __init__(self, began_s: float) -> None:
-        self.began_s = self.first_s = began_s
-        self.streaming = False
-        self._ids: list[int] = []
-        self._news = asyncio.Event()
-        self.end: Finish | Fail | None = None
-
-    def put(self, ids: list[int]) -> None:
-        """Appends ids."""
-        self.streaming = True
-        self._ids += ids
-        self._news.set()
-
-    def close(self, end: Finish | Fail) -> None:
-        """Ends the answer."""
-        self.end = end
-        self._news.set()
-
-    async def take(self) -> tuple[list[int], Finish | Fail | None]:
-        """Waits for ids or the end; returns all new ids, and the end if it was reached."""
-        await self._news.wait()
-        if self.end is None:
-            self._news.clear()
-        ids, self._ids = self._ids, []
-        return ids, self.end
+TEXT_PATHS = ("/tokenize", "/detokenize")
+INLINE_BYTES_MAX = 64 << 10  # of a body that is parsed and tokenised on the loop
+Result = TypeVar("Result")
 
 
 class Router:
@@ -75,6 +56,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, spans: Spans | None = None) -> None:
         self._config, self._spans = config, spans
+        self._text = load_text(config.model)
         self._loop = asyncio.get_running_loop()
         self.incarnation = secrets.randbits(64)
         self._created = int(time.time())
@@ -99,8 +81,12 @@ class Router:
         self.open_requests = OpenRequests(config.limits)
         self.metrics = RouterMetrics(self.routing, self._bus)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
-        app.middlewares.append(openai_errors("POST /v1/completions and GET /v1/models"))
-        app.add_routes([web.post("/v1/completions", self._completions), web.get("/v1/models", self._models)])
+        paths = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models, POST /tokenize and POST /detokenize"
+        app.middlewares.append(openai_errors(paths, TEXT_PATHS))
+        app.add_routes([web.post(path, self._generate) for path in ("/v1/completions", "/v1/chat/completions")])
+        app.add_routes([web.post(path, self._translate) for path in TEXT_PATHS])
+        app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.+}", self._model)])
+        app.add_routes([web.get("/version", self._version)])
         self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
 
     async def open(self) -> str:
@@ -150,12 +136,12 @@ class Router:
         match effect:
             case Send(peer, message):
                 self._bus.send(peer, message)
-            case Emit(request, ids):
+            case Emit(request, ids, logprobs):
                 reply = self._replies[request]
                 if not reply.streaming:
                     reply.first_s = time.monotonic()
                     self.metrics.answers.first_token_seconds.observe(reply.first_s - reply.began_s)
-                reply.put(ids)
+                reply.put(ids, logprobs)
                 self.metrics.generated_tokens.inc(len(ids))
             case Finish() | Fail():
                 self._replies[effect.request].close(effect)
@@ -182,43 +168,86 @@ class Router:
         return Health(ready, {"draining": draining, "workers": workers})
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.Response(body=models(self.routing.workers.models(), self._created), content_type=JSON)
+        listed = models(self.routing.workers.models(), self._created, self._text.max_model_len)
+        return web.Response(body=listed, content_type=JSON)
 
-    async def _completions(self, http: web.Request) -> web.StreamResponse:
+    async def _model(self, http: web.Request) -> web.Response:
+        name = http.match_info["name"]
+        if name not in self.routing.workers.models():
+            return error_response(404, f"model: {name[:64]!r} is not served", param="model", code="model_not_found")
+        return web.json_response(model_object(name, self._created, self._text.max_model_len))
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": __version__})
+
+    async def _translate(self, http: web.Request) -> web.Response:
+        """Answers /tokenize and /detokenize."""
+        work = tokenized if http.path == "/tokenize" else detokenized
         try:
             body = await self.open_requests.body(http)
-            completion = self._of_one_model(
-                parse(body, seed=secrets.randbits(63), enable_hisparse=self._config.enable_hisparse)
+            return web.Response(body=await _off_loop(body, lambda: work(body, self._text)), content_type=JSON)
+        except (BadRequestError, ArenaFullError) as why:
+            return refusal(why)
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        """Answers /v1/completions and /v1/chat/completions."""
+        try:
+            body = await self.open_requests.body(http)
+            chat, seed = http.path == "/v1/chat/completions", secrets.randbits(63)
+            hisparse = self._config.enable_hisparse
+            parsed = await _off_loop(
+                body, lambda: parse(body, seed=seed, chat=chat, text=self._text, enable_hisparse=hisparse)
             )
-            with self.open_requests.hold(len(completion.request.prompt)):
+            completion = self._of_one_model(parsed)
+            with self.open_requests.hold(completion.prompt_bytes, rooms=len(completion.rooms)):
                 return await self._complete(http, completion)
         except (BadRequestError, ArenaFullError) as why:
             return self._refuse(refusal(why))
 
     async def _complete(self, http: web.Request, completion: Completion) -> web.StreamResponse:
-        accepted = self.routing.submit(completion.request, self._clock.now())
-        if isinstance(accepted, Refusal):
-            return self._refuse(_failed(accepted))
-        reply = self._replies[accepted.request] = Reply(time.monotonic())
-        self._perform(accepted.effects)
-        self.metrics.prompt_tokens.inc(completion.prompt_tokens)
-        model = completion.request.model or ""
-        answer = CompletionAnswer(accepted.request, model, int(time.time()), completion.prompt_tokens)
+        """Begins all rooms, or none, and answers with them."""
+        news, replies = asyncio.Event(), dict[int, Reply]()
         try:
-            return await (self._stream(http, reply, answer) if completion.stream else self._whole(reply, answer))
+            for room in completion.rooms:
+                accepted = self.routing.submit(room, self._clock.now())
+                if isinstance(accepted, Refusal):
+                    return self._refuse(_failed(accepted))
+                replies[accepted.request] = self._replies[accepted.request] = Reply(news, time.monotonic())
+                self._perform(accepted.effects)
+                self.metrics.prompt_tokens.inc(len(room.prompt) // 4)
+            answer = GrowingAnswer(completion, replies, news, self._text, self._stop)
+            form = self._form(completion, next(iter(replies)))
+            return await (self._stream(http, form, answer) if completion.stream else self._whole(form, answer))
         except (ConnectionError, TimeoutError):
             if http.transport is not None:
                 http.transport.abort()
             return web.Response()  # The client does not read it.
         finally:
-            if reply.end is None:
-                self._perform(self.routing.cancel(accepted.request, self._clock.now()))
-            del self._replies[accepted.request]
-            self._count(reply)
+            for request, reply in replies.items():
+                if reply.end is None:
+                    self._perform(self.routing.cancel(request, self._clock.now()))
+                del self._replies[request]
+            if len(replies) == len(completion.rooms):
+                self._count(list(replies.values()))
+
+    def _form(self, completion: Completion, request: int) -> AnswerForm:
+        return AnswerForm(
+            chat=completion.chat,
+            request=request,
+            model=completion.model or "",
+            created=int(time.time()),
+            text=self._text,
+            logprobs=completion.rooms[0].sampling.logprobs,
+            usage_follows=completion.include_usage,
+        )
+
+    def _stop(self, request: int) -> None:
+        """A stop string was met."""
+        self._perform(self.routing.stop(request, self._clock.now()))
 
     def _of_one_model(self, completion: Completion) -> Completion:
         """Fills in the model. Raises BadRequestError for a model that is not served, or a missing one among several."""
-        served, model = self.routing.workers.models(), completion.request.model
+        served, model = self.routing.workers.models(), completion.model
         if not served or model in served:
             return completion
         if model is not None:
@@ -227,31 +256,40 @@ class Router:
             )
         if len(served) > 1:
             raise BadRequestError("model", f"missing, one of: {', '.join(served)}")
-        return replace(completion, request=replace(completion.request, model=served[0]))
+        return replace(completion, rooms=tuple(replace(room, model=served[0]) for room in completion.rooms))
 
-    async def _whole(self, reply: Reply, answer: CompletionAnswer) -> web.StreamResponse:
-        ids, end = await reply.take()
-        while end is None:
-            more, end = await reply.take()
-            ids += more
-        if isinstance(end, Fail):
-            return _failed(end)
-        return web.Response(body=answer.last(Text().feed(ids, final=True), end), content_type=JSON)
+    async def _whole(self, form: AnswerForm, answer: GrowingAnswer) -> web.StreamResponse:
+        pieces: list[list[TextPiece]] = [[] for _ in answer.completion.rooms]
+        while not answer.ended:
+            for news in await answer.next():
+                pieces[news.index].append(news.piece)
+            if answer.failed is not None:
+                return _failed(answer.failed)
+        choices = [
+            replace(ended, piece=TextPiece.joined(own)) for ended, own in zip(answer.choices, pieces, strict=True)
+        ]
+        return web.Response(body=form.whole(choices, _usage(answer)), content_type=JSON)
 
-    async def _stream(self, http: web.Request, reply: Reply, answer: CompletionAnswer) -> web.StreamResponse:
-        (ids, end), text = await reply.take(), Text()
-        if isinstance(end, Fail):
-            return _failed(end)  # Nothing was sent yet, so the status can report the failure.
+    async def _stream(self, http: web.Request, form: AnswerForm, answer: GrowingAnswer) -> web.StreamResponse:
+        news = await answer.next()
+        if answer.failed is not None:
+            return _failed(answer.failed)  # Nothing was sent yet, so the status can report the failure.
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
-        while end is None:
-            await self._write_event(response, answer.piece(text.feed(ids)))
-            ids, end = await reply.take()
-        if isinstance(end, Finish):
-            await self._write_event(response, answer.last(text.feed(ids, final=True), end))
-            await self._write_event(response, b"[DONE]")
+        while True:
+            for each in news:
+                chunk = form.chunk(each.index, each.piece, first=each.first, ended=each.ended)
+                await self._write_event(response, chunk)
+            if answer.ended or answer.failed is not None:
+                break
+            news = await answer.next()
+        if answer.failed is not None:
+            failed = answer.failed
+            await self._write_event(response, error(failed.status, failed.detail, code=failed.cause.value))
         else:
-            await self._write_event(response, error(end.status, end.detail, code=end.cause.value))
+            if answer.completion.include_usage:
+                await self._write_event(response, form.usage_chunk(_usage(answer)))
+            await self._write_event(response, b"[DONE]")
         await response.write_eof()
         return response
 
@@ -268,18 +306,28 @@ class Router:
         self.metrics.answers.count(response.status)
         return response
 
-    def _count(self, reply: Reply) -> None:
-        assert reply.end is not None
-        status = 200 if isinstance(reply.end, Finish) else reply.end.status
+    def _count(self, replies: list[Reply]) -> None:
+        """Counts an answer whose rooms have all ended; one failure fails it."""
+        failed = [each.end.status for each in replies if isinstance(each.end, Fail)]
         now = time.monotonic()
-        self.metrics.answers.count(status, now - reply.began_s)
-        if self._spans is not None and isinstance(reply.end, Finish):  # a failed one has no room to name
-            self._spans("request", "to the first token", reply.began_s, reply.first_s, room=reply.end.room)
-            self._spans("request", "from the first token on", reply.first_s, now, room=reply.end.room)
+        self.metrics.answers.count(failed[0] if failed else 200, now - replies[0].began_s)
+        for reply in replies:
+            if self._spans is not None and isinstance(reply.end, Finish):  # a failed one has no room to name
+                self._spans("request", "to the first token", reply.began_s, reply.first_s, room=reply.end.room)
+                self._spans("request", "from the first token on", reply.first_s, now, room=reply.end.room)
 
 
 def _failed(end: Fail | Refusal) -> web.Response:
     return error_response(end.status, end.detail, code=end.cause.value, retry_ms=end.retry_ms)
+
+
+def _usage(answer: GrowingAnswer) -> dict[str, object]:
+    return usage_of(answer.completion.prompt_tokens, answer.choices, answer.completion.n)
+
+
+async def _off_loop(body: bytes, work: Callable[[], Result]) -> Result:
+    """Does work on a body: on a thread if the body is large, since tokenizers take their time."""
+    return work() if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(work)
 
 
 async def serve(config: RouterConfig) -> None:

@@ -28,19 +28,21 @@ MUTUAL_CAUSES = frozenset({Cause.PEER_LOST, Cause.PEER_RESTARTED, Cause.TRANSFER
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """The next generated ids of a request, in order, each sent once."""
+    """The next generated ids of a request, in order, each sent once, with their packed logprobs."""
 
     request: int
     ids: list[int]
+    logprobs: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The request is complete. `prefill` is None where that worker was lost after it had done its part."""
+    """The request is complete. `prefill` is None where that worker was lost after it had done its part. Both are None
+    where the router ended the answer (`Routing.stop`)."""
 
     request: int
     room: int
-    decode: End
+    decode: End | None
     prefill: End | None
     decode_node: str
     prefill_node: str

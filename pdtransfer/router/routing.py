@@ -15,7 +15,21 @@ from ..handoff.effects import Send
 from ..handoff.states import step
 from ..handoff.timers import Timers, backoff_ms
 from ..limits import TEXT_LENGTH_MAX, Limits
-from ..wire import Begin, Begun, Cancel, End, Ended, Identity, Message, Reject, Tokens, TokensAcked, unpack_ids
+from ..wire import (
+    Begin,
+    Begun,
+    Cancel,
+    End,
+    Ended,
+    Identity,
+    Message,
+    Reject,
+    Tokens,
+    TokensAcked,
+    logprob_bytes,
+    unpack_ids,
+    unpack_logprobs,
+)
 from .router_effects import (
     FINAL_CAUSES,
     MUTUAL_CAUSES,
@@ -106,6 +120,15 @@ class Routing:
         room = self._requests.get(request)
         if room is not None:
             self._fail(room, (), Cause.ABORTED, "the client disconnected", 0, now)
+        return self._take()
+
+    def stop(self, request: int, now: float) -> list[RoutingEffect]:
+        """The answer is complete before decode ends it: finishes the request, and cancels its room. Ignores a request
+        that has ended."""
+        room = self._requests.get(request)
+        if room is not None:
+            self._end_on_workers(room, RouterEvent.FINISH, Cause.ABORTED, now)
+            self._finish(room, None, None)
         return self._take()
 
     def receive(self, peer: str, message: Message, now: float) -> list[RoutingEffect]:
@@ -203,16 +226,22 @@ class Routing:
         self._begun(room, leg)
         if leg.state is not Leg.RUNNING:
             return  # Its End is in flight or has arrived: the tokens are not needed.
-        upto = message.first + len(ids)
-        if upto > room.request.sampling.max_tokens:
-            text = f"{leg.node} sends {upto} tokens, max_tokens is {room.request.sampling.max_tokens}"
-            self._fail(room, (leg.worker,), Cause.BREACH, text, 0, now)
+        upto, sampling = message.first + len(ids), room.request.sampling
+        text = f"sends {upto} tokens, max_tokens is {sampling.max_tokens}" if upto > sampling.max_tokens else ""
+        try:
+            unpack_logprobs("Tokens.logprobs", message.logprobs, sampling, len(ids))
+        except RemoteProtocolError as error:  # of this room alone: a daemon before v1.3 sends none
+            text = text or str(error)
+        if text:
+            self._fail(room, (leg.worker,), Cause.BREACH, f"{leg.node}: {text}", 0, now)
             return
         if message.first <= room.received < upto:
-            new_ids: list[int] = ids[room.received - message.first :].tolist()
+            known = room.received - message.first
+            new_ids: list[int] = ids[known:].tolist()
+            logprobs = message.logprobs[known * logprob_bytes(sampling) :]
             room.received = upto
             room.deadline = now + self._limits.room_deadline_ms / 1e3
-            self._effects.append(Emit(room.request_id, new_ids))
+            self._effects.append(Emit(room.request_id, new_ids, logprobs))
         # After a gap nothing is kept: the missing tokens are repeated, and these with them.
         self._effects.append(Send(leg.worker.peer, TokensAcked(room.id, room.received)))
         if leg.pending_end is not None and room.received >= leg.pending_end.tokens:
@@ -274,15 +303,23 @@ class Routing:
         if room.state is RouterRoom.OPEN:
             assert room.decode.end is not None
             room.state = step(ROUTER_ROOM, room.state, RouterEvent.FINISH)
-            del self._requests[room.request_id]
-            nodes = room.decode.node, room.prefill.node
-            self._effects.append(
-                Finish(
-                    room.request_id, room.id, room.decode.end, room.prefill.end, *nodes, room.request.enable_hisparse
-                )
-            )
+            self._finish(room, room.decode.end, room.prefill.end)
         del self._rooms[room.id]
         self._timers.clear(("deadline", room.id))
+
+    def _finish(self, room: RoutedRoom, decode: End | None, prefill: End | None) -> None:
+        del self._requests[room.request_id]
+        nodes = room.decode.node, room.prefill.node
+        self._effects.append(Finish(room.request_id, room.id, decode, prefill, *nodes, room.request.enable_hisparse))
+
+    def _end_on_workers(self, room: RoutedRoom, event: RouterEvent, cause: Cause, now: float) -> None:
+        """Ends the room for its client, and cancels it on the workers that have not ended it."""
+        room.state, room.cause = step(ROUTER_ROOM, room.state, event), cause
+        self._timers.set(("deadline", room.id), now + self._limits.room_deadline_ms / 1e3)
+        for leg in room.legs:
+            if leg.state is not Leg.ENDED:
+                leg.state, leg.repeat_ms = step(LEG, leg.state, LegEvent.CANCEL), 0
+                self._repeat(room, leg, now)
 
     def _fail(
         self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, detail: str, retry_ms: int, now: float
@@ -292,12 +329,7 @@ class Routing:
             for worker in blamed:
                 worker.mark_full(now + retry_ms / 1e3, enable_hisparse=room.request.enable_hisparse)
         retry = self._retry(room, blamed, cause, now)
-        room.state, room.cause = step(ROUTER_ROOM, room.state, RouterEvent.FAIL), cause
-        self._timers.set(("deadline", room.id), now + self._limits.room_deadline_ms / 1e3)
-        for leg in room.legs:
-            if leg.state is not Leg.ENDED:
-                leg.state, leg.repeat_ms = step(LEG, leg.state, LegEvent.CANCEL), 0
-                self._repeat(room, leg, now)
+        self._end_on_workers(room, RouterEvent.FAIL, cause, now)
         if retry is not None:
             self.retries += 1
             self._open(*retry, room.request_id, room.deadline, now)

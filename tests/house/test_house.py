@@ -78,6 +78,7 @@ def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path)
         "mooncake",
         "reference",
         "report",
+        "text",
         "transformers",
     }
 

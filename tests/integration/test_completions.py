@@ -217,9 +217,9 @@ def test_a_prompt_that_fits_to_the_last_slot_is_served(narrow: Running) -> None:
         ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
         ({"prompt": "x", "temperature": -1}, "temperature"),
-        ({"prompt": "x", "n": 2}, "n"),
+        ({"prompt": "x", "n": 0}, "n"),
         ({"prompt": [-1]}, "prompt"),
-        ({"prompt": ["two", "prompts"]}, "prompt"),
+        ({"prompt": ["two", 2]}, "prompt"),
     ],
 )
 def test_a_bad_body_names_its_field(narrow: Running, body: dict[str, object], param: str) -> None:

@@ -21,9 +21,9 @@ from pdtransfer.bus.keys import AllowList, KeyPair, generate, generate_pair
 from pdtransfer.config.config import RouterConfig
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.limits import HTTP_BODY_BYTES_MAX
-from pdtransfer.router.completions import BadRequestError, Text, parse
+from pdtransfer.router.completions import BadRequestError, parse
 from pdtransfer.router.router import Router
-from pdtransfer.wire import End, Goodbye, Reject, Tokens, unpack_ids
+from pdtransfer.wire import End, Goodbye, Reject, Sampling, Tokens, pack_biases, unpack_ids
 from tests.support.router_site import LIMITS, LOAD, site
 from tests.support.waiting import PATIENCE_S, run_on_loop, until
 
@@ -83,17 +83,11 @@ def test_a_stream_has_the_same_text_in_pieces_and_then_done() -> None:
             text = "".join(each["choices"][0]["text"] for each in (*pieces, last))
             assert text == (("żółw".encode()[::-1]) * 4)[:16].decode("utf-8", "replace")
             assert last["choices"][0]["finish_reason"] == "length"
-            assert last["usage"]["completion_tokens"] == 16
+            assert "usage" not in last
             assert last["pdtransfer"]["kv_digest"] == "03"
             assert len({each["id"] for each in (*pieces, last)}) == 1
 
     run_on_loop(case)
-
-
-def test_an_incomplete_character_is_held_back_and_high_ids_have_no_text() -> None:
-    euro, text = list("€".encode()), Text()
-    assert [text.feed(euro[:1]), text.feed([300, 70_000]), text.feed(euro[1:])] == ["", "", "€"]
-    assert text.feed(euro[:2], final=True) == "\ufffd"
 
 
 BAD = [
@@ -103,31 +97,122 @@ BAD = [
     (b'{"prompt": "\\ud800"}', None, "not JSON"),
     (b"[" * 100_000, None, ""),
     (b"{}", "prompt", "missing"),
-    (b'{"prompt": ""}', "prompt", "0 bytes"),
-    (b'{"prompt": []}', "prompt", "0 ids"),
+    (b'{"prompt": ""}', "prompt", ">= 1"),
+    (b'{"prompt": [""]}', "prompt", ">= 1"),
+    (b'{"prompt": []}', "prompt", "0 tokens"),
+    (b'{"prompt": [[]]}', "prompt", "0 tokens"),
     (b'{"prompt": 5}', "prompt", "int"),
-    (b'{"prompt": ["a"]}', "prompt", "str"),
+    (b'{"prompt": ["a", 5]}', "prompt", "mixes"),
+    (b'{"prompt": [[5], "a"]}', "prompt", "mixes"),
+    (b'{"prompt": [5.5]}', "prompt", "float"),
+    (b'{"prompt": [true]}', "prompt", "bool"),
+    (b'{"prompt": [[[5]]]}', "prompt", "array"),
     (b'{"prompt": [-1]}', "prompt", ">= 0"),
     (b'{"prompt": [4294967296]}', "prompt", "<= 4294967295"),
+    (b'{"prompt": [' + b"[1]," * 256 + b"[1]]}", "prompt", "257 prompts"),
+    (b'{"prompt": [[' + b"1," * 524_288 + b"1]]}", "prompt", "524289 tokens"),
+    (b'{"prompt": [' + b"1," * 524_288 + b"1]}", "prompt", "524288"),
+    (b'{"prompt": {"a": ' * 5_000, None, ""),
     (b'{"prompt": "a", "max_tokens": 0}', "max_tokens", ">= 1"),
     (b'{"prompt": "a", "max_tokens": "5"}', "max_tokens", "str"),
     (b'{"prompt": "a", "max_tokens": 16777216}', "max_tokens", "limit"),
+    (b'{"prompt": "a", "min_tokens": -1}', "min_tokens", ">= 0"),
+    (b'{"prompt": "a", "min_tokens": 17}', "min_tokens", "max_tokens is 16"),
     (b'{"prompt": "a", "temperature": -1}', "temperature", ">= 0"),
     (b'{"prompt": "a", "temperature": 1e999}', "temperature", "out of range"),
+    (b'{"prompt": "a", "temperature": NaN}', None, "not JSON"),
     (b'{"prompt": "a", "top_p": 0}', "top_p", "> 0"),
+    (b'{"prompt": "a", "top_k": -2}', "top_k", ">= -1"),
+    (b'{"prompt": "a", "top_k": 1.5}', "top_k", "float"),
+    (b'{"prompt": "a", "min_p": 1.1}', "min_p", "<= 1"),
+    (b'{"prompt": "a", "presence_penalty": 2.5}', "presence_penalty", "<= 2"),
+    (b'{"prompt": "a", "frequency_penalty": "x"}', "frequency_penalty", "str"),
+    (b'{"prompt": "a", "repetition_penalty": 0}', "repetition_penalty", "> 0"),
+    (b'{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias", "'x'"),
+    (b'{"prompt": "a", "logit_bias": {"05": 1}}', "logit_bias", "'05'"),
+    (b'{"prompt": "a", "logit_bias": {"4294967296": 1}}', "logit_bias", "4294967295"),
+    (b'{"prompt": "a", "logit_bias": {"5": 101}}', "logit_bias", "<= 100"),
+    (b'{"prompt": "a", "logit_bias": [5]}', "logit_bias", "array"),
+    (
+        b'{"prompt": "a", "logit_bias": {' + b",".join(b'"%d": 1' % n for n in range(1_025)) + b"}}",
+        "logit_bias",
+        "1024",
+    ),
     (b'{"prompt": "a", "seed": 1.5}', "seed", "float"),
+    (b'{"prompt": "a", "n": 0}', "n", ">= 1"),
+    (b'{"prompt": "a", "n": 257}', "n", "<= 256"),
+    (b'{"prompt": ["a", "b"], "n": 129}', "n", "at most 256"),
+    (b'{"prompt": "a", "best_of": 2}', "best_of", "must equal n"),
+    (b'{"prompt": "a", "n": 3, "best_of": 4}', "best_of", "must equal n"),
+    (b'{"prompt": "a", "stop": ["1", "2", "3", "4", "5"]}', "stop", "<= 4"),
+    (b'{"prompt": "a", "stop": 7}', "stop", "int"),
+    (b'{"prompt": "a", "stop": [7]}', "stop", "int"),
+    (b'{"prompt": "a", "stop": "' + b"x" * 1_025 + b'"}', "stop", "1024"),
     (b'{"prompt": "a", "stream": 1}', "stream", "int"),
-    (b'{"prompt": "a", "stream_options": {"include_usage": 3}}', "stream_options.include_usage", "int"),
+    (b'{"prompt": "a", "stream": true, "stream_options": {"include_usage": 3}}', "stream_options.include_usage", "int"),
+    (b'{"prompt": "a", "stream_options": {"include_usage": true}}', "stream_options", "only together with stream"),
     (b'{"prompt": "a", "cache_salt": ""}', "cache_salt", ">= 1"),
-    (b'{"prompt": "a", "n": 2}', "n", "not supported"),
-    (b'{"prompt": "a", "best_of": 2}', "best_of", "not supported"),
-    (b'{"prompt": "a", "echo": true}', "echo", "not supported"),
-    (b'{"prompt": "a", "logprobs": 0}', "logprobs", "not supported"),
-    (b'{"prompt": "a", "stop": ["x"]}', "stop", "not supported"),
+    (b'{"prompt": "a", "logprobs": 21}', "logprobs", "<= 20"),
+    (b'{"prompt": "a", "logprobs": true}', "logprobs", "bool"),
+    (b'{"prompt": "a", "echo": true, "logprobs": 0}', "echo", "together with logprobs"),
     (b'{"prompt": "a", "suffix": "x"}', "suffix", "not supported"),
-    (b'{"prompt": "a", "presence_penalty": 0.5}', "presence_penalty", "not supported"),
-    (b'{"prompt": "a", "logit_bias": {"5": 1}}', "logit_bias", "not supported"),
+    (b'{"prompt": "a", "guided_json": {"type": "object"}}', "guided_json", "not supported"),
+    (b'{"prompt": "a", "stop_token_ids": [5]}', "stop_token_ids", "not supported"),
+    (b'{"prompt": "a", "tools": ' + b"[" * 9_000 + b"]" * 9_000 + b"}", None, "deep"),
+    (b'{"prompt": "a", "tools": "' + b"x" * 9_000 + b'"}', "tools", "not supported"),
 ]
+
+BAD_CHATS = [
+    (b"{}", "messages", "missing"),
+    (b'{"messages": []}', "messages", ">= 1"),
+    (b'{"messages": "hi"}', "messages", "str"),
+    (
+        b'{"messages": [' + b'{"role": "user", "content": ""},' * 4_096 + b'{"role": "user", "content": ""}]}',
+        "messages",
+        "4096",
+    ),
+    (b'{"messages": [{"role": "user"}]}', "messages", "content: missing"),
+    (b'{"messages": [{"role": "tool", "content": "x"}]}', "messages", "tool"),
+    (b'{"messages": [{"role": "user", "content": null}]}', "messages", "null"),
+    (
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
+        "messages",
+        "image_url",
+    ),
+    (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]}', "messages", "tool_calls"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}', "max_completion_tokens", ">= 1"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}', "top_logprobs", "logprobs"),
+    (
+        b'{"messages": [{"role": "user", "content": "x"}], "logprobs": true, "top_logprobs": 21}',
+        "top_logprobs",
+        "<= 20",
+    ),
+    (b'{"messages": [{"role": "user", "content": "x"}], "logprobs": 2}', "logprobs", "int"),
+    (
+        b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}',
+        "response_format",
+        "not",
+    ),
+    (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}', "tools", "not supported"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', "tool_choice", "not supported"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "functions": [{"name": "f"}]}', "functions", "not supported"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "audio": {"voice": "x"}}', "audio", "not supported"),
+    (
+        b'{"messages": [{"role": "user", "content": "x"}], "modalities": ["text", "audio"]}',
+        "modalities",
+        "not supported",
+    ),
+    (b'{"messages": [{"role": "user", "content": "x"}], "echo": true}', "echo", "not supported"),
+    (b'{"messages": [{"role": "user", "content": "x"}], "use_beam_search": 1}', "use_beam_search", "not supported"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "text"), BAD_CHATS, ids=[str(body[-64:]) for body, _, _ in BAD_CHATS])
+def test_a_bad_chat_is_refused_by_the_name_of_its_field(body: bytes, param: str | None, text: str) -> None:
+    with pytest.raises(BadRequestError) as refused:
+        parse(body, seed=1, chat=True)
+    assert refused.value.param == param
+    assert text in str(refused.value)
 
 
 @pytest.mark.parametrize(("body", "param", "text"), BAD, ids=[str(body[:48]) for body, _, _ in BAD])
@@ -140,12 +225,43 @@ def test_a_bad_body_is_refused_by_the_name_of_its_field(body: bytes, param: str 
 
 def test_neutral_values_are_accepted_and_absent_fields_have_openais_defaults() -> None:
     body = b'{"prompt": "a", "n": 1, "echo": false, "stop": null, "logprobs": null, "suffix": "", "user": "me"}'
-    asked = parse(body, seed=9)
-    assert asked.request.sampling.max_tokens == 16
-    assert asked.request.sampling.temperature == 1.0
-    assert parse(b'{"prompt": "a", "seed": -1}', seed=9).request.sampling.seed == (1 << 64) - 1
-    assert parse(b'{"prompt": [7, 300]}', seed=9).request.sampling.seed == 9
-    assert unpack_ids("", parse(b'{"prompt": [7, 300]}', seed=9).request.prompt).tolist() == [7, 300]
+    (room,) = parse(body, seed=9).rooms
+    assert room.sampling == Sampling(16, 1.0, 1.0, 9)
+    assert sampling(b'{"prompt": "a", "seed": -1}').seed == (1 << 64) - 1
+    assert sampling(b'{"prompt": [7, 300]}').seed == 9
+    (room,) = parse(b'{"prompt": [7, 300], "tools": [ ], "response_format": {"type": "text"}}', seed=9).rooms
+    assert unpack_ids("", room.prompt).tolist() == [7, 300]
+    chat = b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "none", "modalities": ["text"], %b}'
+    (room,) = parse(chat % b'"max_tokens": 9, "max_completion_tokens": 5', seed=1, chat=True).rooms
+    assert room.sampling.max_tokens == 5
+    (room,) = parse(chat % b'"n": null', seed=1, chat=True).rooms
+    assert room.sampling.max_tokens == 1_024
+
+
+def test_every_field_reaches_the_sampling() -> None:
+    body = (
+        b'{"prompt": "a", "max_tokens": 9, "min_tokens": 2, "ignore_eos": true, "temperature": 0.5, "top_p": 0.25,'
+        b'"top_k": 7, "min_p": 0.125, "presence_penalty": 1.5, "frequency_penalty": -1, "repetition_penalty": 1.25,'
+        b'"seed": 3, "logprobs": 4, "logit_bias": {"65": -100, "7": 0.5}}'
+    )
+    assert sampling(body) == Sampling(
+        max_tokens=9, min_tokens=2, ignore_eos=True, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125,
+        presence_penalty=1.5, frequency_penalty=-1.0, repetition_penalty=1.25, seed=3, logprobs=True, top_logprobs=4,
+        logit_bias=pack_biases({65: -100.0, 7: 0.5}),
+    )  # fmt: skip
+    assert sampling(b'{"prompt": "a", "top_k": -1}').top_k == 0
+
+
+def test_each_choice_of_each_prompt_is_a_room_with_a_seed_of_its_own() -> None:
+    asked = parse(b'{"prompt": ["ab", "c"], "n": 2, "best_of": 2, "seed": 5}', seed=1)
+    assert [(len(room.prompt) // 4, room.sampling.seed) for room in asked.rooms] == [(2, 5), (2, 6), (1, 5), (1, 6)]
+    assert (asked.prompt_tokens, asked.prompt_bytes) == (3, 24)
+    assert [len(room.prompt) // 4 for room in parse(b'{"prompt": [[1, 2], [3]]}', seed=1).rooms] == [2, 1]
+
+
+def sampling(body: bytes) -> Sampling:
+    (room,) = parse(body, seed=9).rooms
+    return room.sampling
 
 
 def test_a_cache_salt_reaches_both_workers_as_a_digest_that_differs_as_the_salts_do() -> None:
@@ -165,14 +281,14 @@ def test_a_cache_salt_reaches_both_workers_as_a_digest_that_differs_as_the_salts
 def test_http_errors_are_openais_objects() -> None:
     async def case() -> None:
         async with site() as it:
-            status, answer, _ = await it.post(prompt="a", n=3)
+            status, answer, _ = await it.post(prompt="a", n=300)
             assert (status, answer["error"]["param"]) == (400, "n")
             assert answer["error"]["type"] == "invalid_request_error"
             status, answer, _ = await it.post(prompt="a", model="gpt")
             assert (status, answer["error"]["code"]) == (404, "model_not_found")
             status, answer, _ = await it.post(prompt="a", user="x" * HTTP_BODY_BYTES_MAX)
             assert (status, "error" in answer) == (413, True)
-            for path, expected in (("/v1/completions", 405), ("/v1/chat/completions", 404)):
+            for path, expected in (("/v1/completions", 405), ("/tokenize", 405), ("/v1/embeddings", 404)):
                 status, text = await it.get(path)
                 assert status == expected
                 assert "POST /v1/completions" in json.loads(text)["error"]["message"]

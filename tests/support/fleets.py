@@ -134,8 +134,13 @@ class Site:
             return Answer(response.status, await response.json(), response.headers.get("Retry-After"))
 
     async def stream(self, prompt: str, **more: Any) -> list[dict[str, Any]]:
-        """The events of one completion; the last is the one with the usage, or an error."""
-        return [event async for event in self.events(prompt, **more)]
+        """The events of one completion; the last has the end of the choice and its usage, or is an error."""
+        asked = {"stream_options": {"include_usage": True}}
+        *events, last = [event async for event in self.events(prompt, **asked, **more)]
+        if "error" in last:
+            return [*events, last]
+        assert last["choices"] == []
+        return [*events[:-1], {**events[-1], "usage": last["usage"]}]
 
     async def events(self, prompt: str, **more: Any) -> AsyncIterator[dict[str, Any]]:
         """The events of one completion as they come."""

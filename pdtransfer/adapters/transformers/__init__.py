@@ -1,4 +1,5 @@
-"""Serves Hugging Face checkpoints by the package transformers: `--model DIR` of prefill and decode daemons."""
+"""Hugging Face checkpoints by `--model DIR`: the engine of prefill and decode daemons, which needs the package
+transformers, and `text`, the router's tokenizer, which needs neither transformers nor torch."""
 
 from __future__ import annotations
 

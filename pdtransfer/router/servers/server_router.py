@@ -13,7 +13,8 @@ from ...config.config import RouterConfig
 from ...errors import ArenaFullError, Cause
 from ...limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, SERVER_ATTEMPTS_MAX
 from ...process.http import Health, HttpListener, application
-from ..completions import BadRequestError, error
+from ..answers import error
+from ..completions import BadRequestError
 from ..openai_http import OpenRequests, error_response, openai_errors, refusal
 from ..worker_pool import NoPair
 from .dialects import DIALECTS

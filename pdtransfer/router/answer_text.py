@@ -1,0 +1,98 @@
+"""One choice of an answer as it grows: its text up to a stop string, and the logprobs of its tokens. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..wire import Logprobs, Sampling, unpack_logprobs
+from .text import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A generated token with its logprobs; its text begins at character `offset` of the generated text."""
+
+    id: int
+    offset: int
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """What a choice gains: text, and the tokens that have logprobs."""
+
+    text: str = ""
+    tokens: tuple[ScoredToken, ...] = ()
+
+    def __add__(self, more: TextPiece) -> TextPiece:
+        return TextPiece(self.text + more.text, self.tokens + more.tokens)
+
+    @staticmethod
+    def joined(pieces: Sequence[TextPiece]) -> TextPiece:
+        """All pieces in one."""
+        return TextPiece("".join(each.text for each in pieces), tuple(t for each in pieces for t in each.tokens))
+
+
+class AnswerText:
+    """Turns the ids of one choice into pieces. Text that may be the beginning of a stop string is held back, and so are
+    the logprobs of its tokens. `stops` count from the end of the text of the first `min_tokens` on."""
+
+    def __init__(self, codec: TextCodec, sampling: Sampling, stops: tuple[str, ...], *, keep_stop: bool) -> None:
+        self._detokenizer, self._sampling = codec.detokenizer(), sampling
+        self._stops, self._keep_stop = stops, keep_stop
+        self._held = ""  # text that may begin a stop string
+        self._scored: list[ScoredToken] = []  # of text that is held back
+        self._released = 0  # characters
+        self.tokens = 0
+        self.stopped = False  # a stop string was met: nothing follows
+
+    def feed(self, ids: list[int], logprobs: bytes) -> TextPiece:
+        """Takes the next ids. Those after a stop string are dropped and not counted."""
+        scores = unpack_logprobs("logprobs", logprobs, self._sampling, len(ids))
+        text = ""
+        for at, token in enumerate(ids):
+            if self.stopped:
+                break
+            self.tokens += 1
+            if scores:
+                self._scored.append(ScoredToken(token, self._released + len(self._held), scores[at]))
+            text += self._release(self._detokenizer.feed(token), examine=self.tokens > self._sampling.min_tokens)
+        return self._piece(text)
+
+    def end(self) -> TextPiece:
+        """Returns all that was held back."""
+        text = ""
+        if not self.stopped:
+            text = self._release(self._detokenizer.end(), examine=self.tokens > self._sampling.min_tokens)
+        if not self.stopped:
+            self._released += len(self._held)
+            text, self._held = text + self._held, ""
+        return self._piece(text)
+
+    def _release(self, new: str, *, examine: bool) -> str:
+        """Returns the text that can go out."""
+        self._held += new
+        upto, end = len(self._held), len(self._held)
+        if self._stops and examine:
+            found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+            if found:
+                upto, stop = min(found)
+                upto += len(stop) if self._keep_stop else 0
+                self.stopped, end = True, upto
+            else:
+                upto -= max(self._beginning(stop) for stop in self._stops)
+        text, self._held = self._held[:upto], self._held[upto:end]
+        self._released += len(text)
+        return text
+
+    def _beginning(self, stop: str) -> int:
+        """How many of the last held characters the stop string begins with."""
+        most = min(len(self._held), len(stop) - 1)
+        return next((count for count in range(most, 0, -1) if self._held.endswith(stop[:count])), 0)
+
+    def _piece(self, text: str) -> TextPiece:
+        # Without held text, tokens without any are out as well: special ones, and parts of a character.
+        out = [each for each in self._scored if each.offset < self._released or not (self._held or self.stopped)]
+        self._scored = [] if self.stopped else self._scored[len(out) :]
+        return TextPiece(text, tuple(out))

@@ -1,0 +1,136 @@
+"""One answer while its rooms generate: the HTTP task waits here for pieces of its choices, or for a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .answer_text import AnswerText, TextPiece
+from .answers import EndedChoice
+from .completions import Completion
+from .router_effects import Fail, Finish
+from .text import TextCodec
+
+
+class Reply:
+    """Buffers one room's tokens for its HTTP task: at most max_tokens of them. `news` is set at each change."""
+
+    def __init__(self, news: asyncio.Event, began_s: float) -> None:
+        self.began_s = self.first_s = began_s
+        self.streaming = False
+        self._ids: list[int] = []
+        self._logprobs = bytearray()
+        self._news = news
+        self.end: Finish | Fail | None = None
+
+    def put(self, ids: list[int], logprobs: bytes) -> None:
+        """Appends ids, with their packed logprobs."""
+        self.streaming = True
+        self._ids += ids
+        self._logprobs += logprobs
+        self._news.set()
+
+    def close(self, end: Finish | Fail) -> None:
+        """Ends the room's part of the answer."""
+        self.end = end
+        self._news.set()
+
+    def take(self) -> tuple[list[int], bytes]:
+        """Returns all new ids, and their logprobs."""
+        taken = self._ids, bytes(self._logprobs)
+        self._ids, self._logprobs = [], bytearray()
+        return taken
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """One choice: its room's id at the router's core, and what came of it."""
+
+    request: int
+    reply: Reply
+    text: AnswerText
+    echo: str
+    begun: bool = False
+    ended: EndedChoice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceNews:
+    """What one choice gains. `first`: nothing of it came before."""
+
+    index: int
+    piece: TextPiece
+    first: bool
+    ended: EndedChoice | None
+
+
+class GrowingAnswer:
+    """All choices of one answer. `stop` ends a room whose answer has met a stop string; it closes the room's reply."""
+
+    def __init__(
+        self,
+        completion: Completion,
+        replies: dict[int, Reply],
+        news: asyncio.Event,
+        text: TextCodec,
+        stop: Callable[[int], None],
+    ) -> None:
+        self.completion, self._news, self._stop = completion, news, stop
+        self.failed: Fail | None = None  # one failure fails the answer
+        echoes = [each for each in completion.echoes or ("",) * len(completion.rooms) for _ in range(completion.n)]
+        self._choices = [
+            _Choice(
+                request,
+                reply,
+                AnswerText(text, room.sampling, completion.stops, keep_stop=completion.keep_stop),
+                echo,
+            )
+            for (request, reply), room, echo in zip(replies.items(), completion.rooms, echoes, strict=False)
+        ]
+        self._left = len(self._choices)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all choices are complete."""
+        return not self._left
+
+    @property
+    def choices(self) -> list[EndedChoice]:
+        """All choices, once they are complete."""
+        return [each.ended for each in self._choices if each.ended is not None]
+
+    async def next(self) -> list[ChoiceNews]:
+        """Waits for the next pieces. None come once the answer has failed."""
+        await self._news.wait()
+        self._news.clear()
+        news: list[ChoiceNews] = []
+        for index, choice in enumerate(self._choices):
+            if choice.ended is not None:
+                continue
+            if isinstance(choice.reply.end, Fail):
+                self.failed = choice.reply.end
+                return []
+            gained = self._advance(index, choice)
+            if gained is not None:
+                news.append(gained)
+        return news
+
+    def _advance(self, index: int, choice: _Choice) -> ChoiceNews | None:
+        ids, logprobs = choice.reply.take()
+        if not ids and choice.reply.end is None:
+            return None
+        first, choice.begun = not choice.begun, True
+        piece = choice.text.feed(ids, logprobs)
+        if choice.text.stopped and choice.reply.end is None:
+            self._stop(choice.request)
+        if isinstance(finish := choice.reply.end, Finish):
+            piece += choice.text.end()
+        if first and choice.echo:
+            piece = TextPiece(choice.echo) + piece
+        if isinstance(finish, Finish):
+            decoded = finish.decode is None or finish.decode.reason == "stop"
+            reason = "stop" if choice.text.stopped or decoded else "length"
+            choice.ended = EndedChoice(piece, reason, choice.text.tokens, finish)
+            self._left -= 1
+        return ChoiceNews(index, piece, first, choice.ended)

@@ -16,10 +16,11 @@ from ...engine_api import Broken, CardMemory, EngineConfig, EngineDescription, F
 from ...kernels.plane_views import device_tensor
 from ...kernels.stream import DeviceSpans, Download, span_of, upload
 from ...layout.layout import check_slots
+from ...sampling import Picked, pick
 from .checkpoint import Checkpoint, ModelOptions
 from .layers import INDEX, WINDOW, describe
 from .paged import PagedModel
-from .requests import DIGEST_BYTES, FirstToken, chain, check_request, pick, tokens_digest
+from .requests import DIGEST_BYTES, FirstToken, chain, check_request, tokens_digest
 
 _DIGEST_ROWS = 1_024  # rows read at once: a digest does not copy a whole request
 
@@ -31,6 +32,7 @@ class _Generating:
     request: Request
     slots: dict[str, NDArray[np.int64]]
     logits_digest: bytes
+    last: Picked
     ids: list[int] = field(default_factory=list[int])
     reported: bool = False  # whether step() has returned the first id, which came with aux
 
@@ -135,7 +137,8 @@ class CheckpointDecode:
             if own.shape != (rows,) or own.dtype != np.int64:
                 raise ValueError(f"slots of {name}: {own.dtype} of shape {own.shape}, expected int64 of {(rows,)}")
             check_slots(own, self._components[name].layout.slots, f"slots of {name}")
-        self._rooms[request.room] = _Generating(request, slots, first.logits_digest, [first.id])
+        picked = first.picked(request.sampling)
+        self._rooms[request.room] = _Generating(request, slots, first.logits_digest, picked, [first.id])
 
     @torch.inference_mode()
     def step(self) -> list[Token | Finished | Broken]:
@@ -207,14 +210,16 @@ class CheckpointDecode:
             return
         if self._options.digests:
             room.logits_digest = chain(room.logits_digest, logits)
-        room.ids.append(pick(logits, room.request.sampling, len(room.ids)))
+        request = room.request
+        room.last = pick(logits, request.sampling, prompt=request.prompt, ids=room.ids, eos=tuple(self._checkpoint.eos))
+        room.ids.append(room.last.id)
         self._report(room, events)
 
     def _report(self, room: _Generating, events: list[Token | Finished | Broken]) -> bool:
         """Reports the last id, and the end if it ends the request. Returns whether it does."""
         room.reported = True
         number = room.request.room
-        events.append(Token(room=number, index=len(room.ids) - 1, id=room.ids[-1]))
+        events.append(Token(room=number, index=len(room.ids) - 1, id=room.ids[-1], logprobs=room.last.logprobs))
         reason = room.end(self._checkpoint.eos)
         if reason is None:
             return False

@@ -98,7 +98,7 @@ def describe(
     end = components[-1].layout.end
     return EngineDescription(
         model=name, weights=digest, components=tuple(components), memory_bytes=0 if hbm else end,
-        hbm_bytes=end if hbm else 0,
+        hbm_bytes=end if hbm else 0, full_sampling=True,
     )  # fmt: skip
 
 

@@ -25,10 +25,11 @@ from ...kernels.stream import DeviceSpans, Download, upload, wait_event
 from ...layout.layout import expand_pages
 from ...memory.free_pages import FreePages
 from ...memory.shared_pool import shared_memory
+from ...sampling import pick
 from .checkpoint import Checkpoint, ModelOptions
 from .layers import describe
 from .paged import PagedModel
-from .requests import FirstToken, chain, check_request, pick
+from .requests import FirstToken, chain, check_request
 
 AHEAD_MAX = 8  # cells that are queued on a card: a full launch queue would block other threads' launches
 
@@ -235,5 +236,6 @@ class CheckpointPrefill:
         if not np.isfinite(logits).all():
             return Broken(room=request.room, detail="the logits are not finite")
         digest = chain(b"", logits) if self._options.digests else b""
-        first = FirstToken("transformers/1", len(request.prompt), pick(logits, request.sampling, 0), digest)
+        picked = pick(logits, request.sampling, prompt=request.prompt, ids=(), eos=tuple(self._checkpoint.eos))
+        first = FirstToken.of(prompt_tokens=len(request.prompt), first=picked, logits_digest=digest)
         return Prefilled(room=request.room, aux=first.pack())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from math import isfinite
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,11 +11,11 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from ...engine_api import Request
+from ...errors import RemoteProtocolError
 from ...limits import TOKENS_MAX
-from ...reference.sampling import pick
+from ...sampling import Picked, check_sampling
+from ...wire import Sampling, unpack_logprobs
 from .checkpoint import Checkpoint
-
-__all__ = ["DIGEST_BYTES", "FirstToken", "chain", "check_request", "pick", "tokens_digest"]
 
 DIGEST_BYTES = 16
 
@@ -33,12 +32,7 @@ def check_request(request: Request, checkpoint: Checkpoint, slots: int) -> None:
     low, high = int(prompt.min()), int(prompt.max())
     if low < 0 or high >= checkpoint.vocabulary:
         raise ValueError(f"prompt: id {low if low < 0 else high} is not within [0, {checkpoint.vocabulary})")
-    if sampling.max_tokens < 1:
-        raise ValueError(f"max_tokens: {sampling.max_tokens}, at least 1 is needed")
-    if not isfinite(sampling.temperature) or sampling.temperature < 0:
-        raise ValueError(f"temperature: {sampling.temperature} is not finite and at least 0")
-    if not 0 < sampling.top_p <= 1:
-        raise ValueError(f"top_p: {sampling.top_p} is not within (0, 1]")
+    check_sampling(sampling, checkpoint.vocabulary)
     total = len(prompt) + sampling.max_tokens
     for limit, what in ((checkpoint.context_tokens, "the model's context"), (slots, "the memory for KV")):
         if total > limit:
@@ -55,6 +49,21 @@ class FirstToken(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     prompt_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
     id: Annotated[int, Meta(ge=0, lt=1 << 32)]
     logits_digest: Annotated[bytes, Meta(max_length=DIGEST_BYTES)]  # empty without digests
+    logprobs: bytes  # of the first token, packed; empty unless they are asked for
+
+    @classmethod
+    def of(cls, *, prompt_tokens: int, first: Picked, logits_digest: bytes) -> FirstToken:
+        """What prefill has picked."""
+        logprobs = b"" if first.logprobs is None else first.logprobs.pack()
+        return cls("transformers/1", prompt_tokens, first.id, logits_digest, logprobs)
+
+    def picked(self, sampling: Sampling) -> Picked:
+        """The first token. Raises ValueError for logprobs other than the request asks for."""
+        try:
+            logprobs = unpack_logprobs("logprobs", self.logprobs, sampling, 1)
+        except RemoteProtocolError as error:
+            raise ValueError(f"aux: {error}") from None
+        return Picked(self.id, logprobs[0] if logprobs else None)
 
     def pack(self) -> bytes:
         """The aux."""

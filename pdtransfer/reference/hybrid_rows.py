@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..engine_api import EngineConfig, EngineDescription
 from ..errors import ConfigError, LocalProtocolError
-from ..kernels.stream import upload
+from ..kernels.stream import Download, upload
 from ..layout.deepseek_v4 import PAGE_TOKENS, WINDOW_TOKENS, deepseek_v4
 from ..layout.geometry import Int64s
 from ..layout.layout import Component
@@ -151,7 +151,8 @@ class HybridRows:
         """The rows' words in each plane, int32 (n, words); the planes by layer and kind, whatever the layout."""
         pages, rows = np.divmod(slots, self._page_size[name])
         found = [view[_there(pages, view), _there(rows, view)] for view, _ in self._planes[name]]
-        return [each.cpu().numpy() if isinstance(each, Tensor) else each for each in found]
+        downloads = [Download(each) if isinstance(each, Tensor) else each for each in found]
+        return [each.get().numpy() if isinstance(each, Download) else each for each in downloads]
 
     def digest(self, component: Component, slots: Int64s, tokens: int, prompt_tokens: int) -> bytes:
         """Of the bytes of every row that so many tokens have, in their order."""

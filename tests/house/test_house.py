@@ -334,6 +334,8 @@ WAITS_INSIDE_THE_DRIVER = {
     ("reference.numerics.Rope.__init__", "to"): "at the start",
     ("reference.numerics.first_product", "synchronize"): "at the start",
     ("reference.prefill.ReferencePrefill.__init__", "synchronize"): "at the start",
+    ("reference.hybrid.HybridPrefill.__init__", "synchronize"): "at the start",
+    ("reference.hybrid_rows._views", "as_tensor"): "at the start",
     (
         "kernels.hot_pool.HotPool.counters",
         "cpu",

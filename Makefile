@@ -7,8 +7,13 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo demo-vllm compose-demo test test-fast test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench venv venv-vllm venv-sglang clean
 
-demo: .venv/.stamp
-	@$(RUN) -m pdtransfer demo $(ARGS)
+# A small pretrained model answers, which is fetched the first time; ARGS='--model reference' is the one of random weights.
+SPEAKS := $(if $(findstring --model,$(ARGS)),,build/smollm2)
+demo: .venv/.stamp $(SPEAKS)
+	@$(RUN) -m pdtransfer demo $(addprefix --model ,$(SPEAKS)) $(ARGS)
+
+build/smollm2: | .venv/.stamp
+	@$(RUN) -m tools.smollm2 $@
 
 # The fleet of deploy/compose.yaml, checked; PROFILE=shm for the other one. An engine is started for the time being where none runs.
 compose-demo: .venv/.stamp

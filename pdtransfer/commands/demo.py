@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
-import random
 import re
 import signal
 import sys
@@ -25,30 +24,26 @@ from typing import Any
 import aiohttp
 import uvloop
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..config.config import DecodeConfig, PrefillConfig, RouterConfig
+from ..config.config import REFERENCE, DecodeConfig, PrefillConfig, RouterConfig
 from ..errors import ConfigError, PDTransferError, WorldError
 from ..kernels import driver
 from ..limits import Limits
 from ..process.fleet import Fleet, Standing
 from ..process.signals import end_with_parent
 from .demo_config import DemoConfig
+from .demo_model import DemoModel
 
-TEXT = (
-    "the cache of a prefill worker crosses once and lands where decode will read it no copy between them "
-    "a slot is free when its last lease has ended and not before because a timeout proves nothing about what is still "
-    "in flight"
-)
-CONTEXT_TOKENS = 16_384  # the reference model's default; a longer prompt raises it
 SETTLE_S = 10.0  # every slot must be free by then
 WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 WARNINGS_MAX = 20  # log lines of the daemons that a failed demo shows
 RETRIES = 100  # of one request, while the fleet is full
 SLOTS_MAX = 131_072
-TOP_K = 64  # with --hisparse: tokens that a step reads of a request, and the fewest that the device holds of a long one
-HOT_TOKENS = 128
+REFERENCE_SLOTS, CHECKPOINT_SLOTS = 65_536, 4_096  # the fewest, and the step; a checkpoint's tokens take more memory
+HOT_TOKENS = 128  # with --hisparse: the fewest that the device holds of a long request
 HOT_REQUESTS = 3  # such requests on the device at once; the others wait and take turns
 LIMITS = Limits(room_deadline_ms=600_000)  # the last prompt waits for all others, on a slow host for long
 
@@ -58,6 +53,8 @@ class DemoAnswer:
     """The answer to one prompt."""
 
     prompt: str
+    prompt_tokens: int = 0
+    text: str = ""
     seconds: float = 0.0
     tokens: int = 0
     cached: int = 0  # prompt tokens that decode had cached
@@ -67,27 +64,14 @@ class DemoAnswer:
     identical: bool = False
 
 
-def prompts(config: DemoConfig) -> list[str]:
-    """Returns texts of 1 to prompt_bytes_max bytes, log-uniform in length, in random order; determined by the seed.
-
-    Each starts with the same shared_prefix bytes.
-    """
-    rng = random.Random(config.seed)  # noqa: S311 (text to look at, not a secret)
-    sizes = [round(config.prompt_bytes_max ** (at / max(1, config.requests - 1))) for at in range(config.requests)]
-    rng.shuffle(sizes)
-    words = TEXT.split()
-    texts = [" ".join(rng.choices(words, k=size)) for size in sizes]
-    shared = (" ".join(rng.choices(words, k=config.shared_prefix)) + " ")[: config.shared_prefix]
-    return [shared + text[:size] for text, size in zip(texts, sizes, strict=True)]
-
-
 def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) -> int:
     """The command `pdtransfer demo`; returns 1 when an answer is not identical, or a slot is leaked.
 
     With `router`, the URL of a running one, it starts nothing; `metrics` is host:port of each decode rank.
     """
-    if find_spec("torch") is None:
-        raise ConfigError("the demo runs the reference engine, which needs torch: pip install '.[reference]'")
+    extra, package = ("reference", "torch") if config.model == REFERENCE else ("transformers", "transformers")
+    if find_spec(package) is None:
+        raise ConfigError(f"the demo's engine needs {package}: pip install '.[{extra}]'")
     for number in config.cards:
         if number is not None:
             driver.check(number)
@@ -128,12 +112,13 @@ async def _run(config: DemoConfig, standing: Standing | None) -> int:
 async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> int:
     """Starts the fleet, sends, compares, prints; returns the exit status."""
     console = Console(stderr=True, quiet=config.json)
-    texts = prompts(config)
+    model = DemoModel(config)
+    texts = model.prompts()
     text = f"starting {config.prefill} prefill, {config.decode} decode and a router"
     with _stage(console, f"using the router at {standing.url}" if standing else text):
-        fleet = await (standing or _fleet(config, texts, logs)).__aenter__()
+        fleet = await (standing or _fleet(config, model, texts, logs)).__aenter__()
     try:
-        answers, seconds = await _ask(config, fleet, texts, console)
+        answers, seconds = await _ask(config, model, fleet, texts, console)
         leaked = await _leaked(fleet)
         metrics = await _metrics(fleet) if config.verify or config.hisparse else {}
     finally:
@@ -147,11 +132,11 @@ async def _show(config: DemoConfig, logs: Path, standing: Standing | None) -> in
     if config.verify:
         report |= {name: metrics[f"pdtransfer_{name}"] for name in ("grants_verified", "grants_mismatched")}
     if config.hisparse:
-        report |= hot_report(metrics, ranks=len(fleet.metrics), hot_tokens=_hot_tokens(config), answers=answers)
+        report |= hot_report(metrics, ranks=len(fleet.metrics), hot_tokens=_hot_tokens(model), answers=answers)
     if config.json:
         print(json.dumps(report))
     else:
-        show(answers, report)
+        show(answers, report, speaks=model.speaks)
     return 0 if succeeded(report) else 1
 
 
@@ -166,14 +151,16 @@ def _stage(console: Console, text: str) -> AbstractContextManager[object]:
     return console.status(text) if console.is_terminal else nullcontext(console.print(text))
 
 
-def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
+def _fleet(config: DemoConfig, model: DemoModel, texts: Sequence[str], logs: Path) -> Fleet:
     """A fleet whose pools hold the whole load, up to a bound; beyond it requests queue."""
-    wanted = sum(len(text) + config.max_tokens for text in texts) + max(map(len, texts))
-    slots = min(SLOTS_MAX, -(-wanted // 65_536) * 65_536)
-    options = tuple(f"{name}={value}" for name, value in _engine_options(config).items())
+    sizes = [len(model.ids(text)) for text in texts]
+    wanted = sum(size + config.max_tokens for size in sizes) + max(sizes)
+    step = CHECKPOINT_SLOTS if model.speaks else REFERENCE_SLOTS
+    slots = min(SLOTS_MAX, -(-wanted // step) * step)
+    options = tuple(f"{name}={value}" for name, value in model.engine_options().items())
     prefill = [
         PrefillConfig(
-            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
+            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", model=config.model, attention=config.attention, slots=slots,
             page_size=config.prefill_page_size, host_layout=config.prefill_layout, node=f"prefill-{number}",
             limits=LIMITS, engine_option=options, device=config.devices[0], tp_size=config.prefill_tp,
             pp_size=config.prefill_pp, transport=config.transport, timeline=config.timeline,
@@ -183,23 +170,19 @@ def _fleet(config: DemoConfig, texts: Sequence[str], logs: Path) -> Fleet:
     limits = replace(LIMITS, hisparse_wait_steps=2, hisparse_quantum_steps=6) if config.hisparse else LIMITS
     decode = [
         DecodeConfig(
-            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", attention=config.attention, slots=slots,
+            bind="tcp://127.0.0.1:0", http="127.0.0.1:0", model=config.model, attention=config.attention, slots=slots,
             page_size=config.decode_page_size, host_layout=config.decode_layout, node=f"decode-{number}", limits=limits,
             socket_directory=logs / "sockets", engine_option=options, device=config.devices[1], verify=config.verify,
             tp_size=config.decode_tp, transport=config.transport, timeline=config.timeline,
-            **(_hisparse(_hot_tokens(config)) if config.hisparse else {}),
+            **(_hisparse(_hot_tokens(model)) if config.hisparse else {}),
         )
         for number in range(config.decode)
     ]  # fmt: skip
-    router = RouterConfig(listen="127.0.0.1:0", node="router", limits=LIMITS, timeline=config.timeline)
+    router = RouterConfig(
+        listen="127.0.0.1:0", node="router", limits=LIMITS, timeline=config.timeline,
+        model=Path(config.model) if model.speaks else None,
+    )  # fmt: skip
     return Fleet(prefill, decode, router, logs)
-
-
-def _engine_options(config: DemoConfig) -> dict[str, str]:
-    longest = config.shared_prefix + config.prompt_bytes_max + config.max_tokens
-    own = {"context_tokens": str(longest)} if longest > CONTEXT_TOKENS else {}
-    own |= {"top_k": str(TOP_K)} if config.hisparse else {}
-    return own | {name: value for name, _, value in (option.partition("=") for option in config.engine_option)}
 
 
 def _hisparse(hot: int) -> dict[str, Any]:
@@ -209,16 +192,16 @@ def _hisparse(hot: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _hot_tokens(config: DemoConfig) -> int:
-    top = _engine_options(config).get("top_k", "")
+def _hot_tokens(model: DemoModel) -> int:
+    top = model.engine_options().get("top_k", "")
     return max(HOT_TOKENS, int(top) if top.isdecimal() else 0)
 
 
 async def _ask(
-    config: DemoConfig, fleet: Fleet | Standing, texts: Sequence[str], console: Console
+    config: DemoConfig, model: DemoModel, fleet: Fleet | Standing, texts: Sequence[str], console: Console
 ) -> tuple[list[DemoAnswer], float]:
     """Sends every prompt, limited by the concurrency, and streams the answers."""
-    answers = [DemoAnswer(text) for text in texts]
+    answers = [DemoAnswer(text, len(model.ids(text))) for text in texts]
     gate = asyncio.Semaphore(config.concurrency)
     progress = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -235,7 +218,7 @@ async def _ask(
             async def run_one(answer: DemoAnswer) -> None:
                 async with gate:
                     try:
-                        await _complete(config, session, answer, lambda count: progress.advance(tokens, count))
+                        await _complete(config, model, session, answer, lambda count: progress.advance(tokens, count))
                     except (aiohttp.ClientError, TimeoutError) as error:
                         answer.error = f"{type(error).__name__}: {error}"
                     progress.advance(requests)
@@ -260,15 +243,14 @@ async def _ready(session: aiohttp.ClientSession) -> None:
 
 
 async def _complete(
-    config: DemoConfig, session: aiohttp.ClientSession, answer: DemoAnswer, on_tokens: Callable[[int], None]
-) -> None:
-    greedy = {"temperature": 0, "ignore_eos": True}
-    streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    body = {"prompt": answer.prompt, "max_tokens": config.max_tokens, **streamed, **greedy}
+    config: DemoConfig, model: DemoModel, session: aiohttp.ClientSession, answer: DemoAnswer,
+    on_tokens: Callable[[int], None],
+) -> None:  # fmt: skip
+    body = model.body(answer.prompt) | {"stream": True, "stream_options": {"include_usage": True}}
     body |= {"enable_hisparse": True} if config.hisparse else {}
     start = time.perf_counter()
     for _ in range(RETRIES):
-        async with session.post("/v1/completions", json=body) as response:
+        async with session.post(model.path, json=body) as response:
             if response.status == 429:
                 await asyncio.sleep(float(response.headers.get("Retry-After", "1")))
                 continue
@@ -289,6 +271,8 @@ def _event(answer: DemoAnswer, event: dict[str, Any], on_tokens: Callable[[int],
         answer.error = str(event["error"].get("message", event["error"]))
         return
     tokens = answer.tokens + len(event["choices"])
+    for choice in event["choices"]:
+        answer.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
     if "pdtransfer" in event:
         answer.facts = event["pdtransfer"]
     if event.get("usage") is not None:
@@ -328,11 +312,11 @@ async def _leaked(fleet: Fleet | Standing) -> int | None:
         await asyncio.sleep(0.05)
 
 
-async def _reference(config: DemoConfig, texts: Sequence[str]) -> list[dict[str, str]]:
+async def _reference(config: DemoConfig, prompts: Sequence[str]) -> list[dict[str, str]]:
     """Generates in a process of its own: it needs torch, and can be killed at any time."""
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_send_reference, args=(sender, config, list(texts)), daemon=True)
+    process = spawn.Process(target=_send_reference, args=(sender, config, list(prompts)), daemon=True)
     process.start()
     sender.close()
     try:
@@ -345,41 +329,10 @@ async def _reference(config: DemoConfig, texts: Sequence[str]) -> list[dict[str,
         receiver.close()
 
 
-def _send_reference(pipe: Connection, config: DemoConfig, texts: list[str]) -> None:
+def _send_reference(pipe: Connection, config: DemoConfig, prompts: list[str]) -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which kills this process
-    pipe.send(_generate(config, texts))
-
-
-def _generate(demo: DemoConfig, texts: list[str]) -> list[dict[str, str]]:
-    """Returns the digests that each answer must have."""
-    import numpy as np
-
-    from ..config.ranks import device_of
-    from ..engine_api import EngineConfig
-    from ..reference.factory import generate_many
-    from ..wire import Ranks, Sampling
-
-    prompts = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
-    longest = max(len(prompt) for prompt in prompts) + demo.max_tokens
-    config = EngineConfig(
-        role="decode",
-        attention=demo.attention,
-        slots=-(-max(longest, 32_768) // 64) * 64,
-        page_size=64,
-        host_layout="layer_first",
-        device=device_of(demo.devices[1], Ranks()),
-        options=_engine_options(demo),
-    )
-    sampling = Sampling(max_tokens=demo.max_tokens, ignore_eos=True)
-    return [
-        {
-            "tokens_digest": outcome.tokens_digest.hex(),
-            "logits_digest": outcome.logits_digest.hex(),
-            "kv_digest": outcome.kv_digest.hex(),
-        }
-        for outcome in generate_many(config, [(prompt, sampling) for prompt in prompts])
-    ]
+    pipe.send(DemoModel(config).generate(prompts))
 
 
 def make_report(
@@ -404,7 +357,7 @@ def make_report(
         "prefill_pp": config.prefill_pp,
         "decode_tp": config.decode_tp,
         "bytes": sum(byte_count for byte_count, _ in copied),
-        "prompt_tokens": sum(len(answer.prompt) for answer in done),
+        "prompt_tokens": sum(answer.prompt_tokens for answer in done),
         "cached_tokens": sum(answer.cached for answer in done),
         "tokens": tokens,
         "seconds": round(seconds, 3),
@@ -431,7 +384,7 @@ def hot_report(
     moved = figures.get("pdtransfer_admission_bytes", 0)
     return {
         "hot_tokens": hot_tokens,
-        "longer_than_hot": sum(len(answer.prompt) > hot_tokens for answer in answers),
+        "longer_than_hot": sum(answer.prompt_tokens > hot_tokens for answer in answers),
         "hot_ranks": ranks,
         "hot_hits": hits,
         "hot_misses": misses,
@@ -450,19 +403,25 @@ def succeeded(report: dict[str, Any]) -> bool:
     return report["all_identical"] and verified and not any(report.get(name) for name in wrong)
 
 
-def show(answers: Sequence[DemoAnswer], report: dict[str, Any]) -> None:
-    """Prints the table of answers and the summary."""
+def show(answers: Sequence[DemoAnswer], report: dict[str, Any], *, speaks: bool = False) -> None:
+    """Prints the table of answers and the summary; what was said as well where a model speaks."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("prompt", "cached", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
-        table.add_column(name, justify="right")
-    for answer in sorted(answers, key=lambda each: len(each.prompt)):
+    if speaks:
+        table.add_column("prompt", ratio=2)
+        table.add_column("answer", ratio=3)
+    else:
+        table.add_column("prompt", justify="right")
+    for name in ("cached", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
+        table.add_column(name, justify="right", no_wrap=name != "identical")
+    for answer in sorted(answers, key=lambda each: each.prompt_tokens):
         facts = answer.facts
+        said = [escape(answer.prompt), escape(answer.text.strip())] if speaks else [f"{answer.prompt_tokens:,} B"]
         if answer.error:
-            table.add_row(f"{len(answer.prompt)} B", "", "", "", "", "", "", f"[red]failed: {answer.error}")
+            table.add_row(*said, "", "", "", "", "", "", f"[red]failed: {escape(answer.error)}")
             continue
         handoff_us, copy_us = facts.get("handoff_us"), facts["copy_us"]
         table.add_row(
-            f"{len(answer.prompt):,} B",
+            *said,
             f"{answer.cached:,}" if answer.cached else "-",
             f"{facts['kv_bytes']:,}",
             f"{facts['kv_bytes'] / copy_us / 1e3:.2f}" if copy_us else "-",
@@ -471,7 +430,7 @@ def show(answers: Sequence[DemoAnswer], report: dict[str, Any]) -> None:
             f"{answer.seconds:.2f} s",
             "[green]yes" if answer.identical else "[red]NO",
         )
-    console = Console(width=None if sys.stdout.isatty() else 100)
+    console = Console(width=None if sys.stdout.isatty() else 120 if speaks else 100)
     console.print(table)
     leaked = "slots not counted" if report["slots_leaked"] is None else f"{report['slots_leaked']} slots leaked"
     verified, color = "", "green" if succeeded(report) else "red"

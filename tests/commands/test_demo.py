@@ -23,12 +23,16 @@ import numpy as np
 import pytest
 
 from pdtransfer.commands import demo
-from pdtransfer.commands.demo import DemoAnswer, prompts, run
+from pdtransfer.commands.demo import DemoAnswer, run
 from pdtransfer.commands.demo_config import DemoConfig
-from pdtransfer.errors import WorldError
+from pdtransfer.commands.demo_model import QUESTIONS, DemoModel
+from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.process.fleet import Standing
+from pdtransfer.router.model_text import load_text
+from tests.support import checkpoints
 from tests.support.paths import REPO
 from tests.support.processes import children, command_line
+from tests.support.tiny_tokenizer import write_tokenizer
 from tests.support.waiting import wait_for
 
 GQA_TOKEN_BYTES = 4 * 2 * 4 * 64 * 4  # layers, keys and values, heads, elements, float32
@@ -36,6 +40,10 @@ DIGESTS = {"tokens_digest": "01", "logits_digest": "02", "kv_digest": "03"}
 
 
 # Requests
+
+
+def prompts(config: DemoConfig) -> list[str]:
+    return DemoModel(config).prompts()
 
 
 def test_prompts_have_every_size_and_are_determined_by_the_seed() -> None:
@@ -59,6 +67,25 @@ def test_few_prompts_are_possible(requests: int) -> None:
     assert len(prompts(DemoConfig(requests=requests, prompt_bytes_max=1))) == requests
 
 
+def test_a_checkpoint_is_asked_each_question_by_its_chat_template(tmp_path: Path) -> None:
+    model = DemoModel(DemoConfig(model=str(write_tokenizer(tmp_path))))
+    asked = model.prompts()
+    assert sorted(asked) == sorted(QUESTIONS)
+    assert model.body(asked[0])["messages"] == [{"role": "user", "content": asked[0]}]
+    rendered = f"<|im_start|>user\n{asked[0]}<|im_end|>\n<|im_start|>assistant\n"
+    ids = model.ids(asked[0]).tolist()
+    assert (ids[0], load_text(tmp_path).decode(ids)) == (0, rendered)
+    more = DemoModel(DemoConfig(model=str(tmp_path), requests=len(QUESTIONS) + 1)).prompts()
+    assert len(set(more)) == len(more) - 1
+
+
+def test_a_checkpoint_without_a_tokenizer_or_with_settings_of_the_reference_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        DemoModel(DemoConfig(model=str(tmp_path)))
+    with pytest.raises(ConfigError, match="decode_tp"):
+        DemoConfig(model=str(tmp_path), decode_tp=2)
+
+
 # Evaluation of the answers
 
 
@@ -78,7 +105,7 @@ class FakeFleet:
 
 def answered(text: str, **facts: Any) -> DemoAnswer:
     report = DIGESTS | {"kv_bytes": 4_000_000, "copy_us": 2_000, "handoff_us": 1_000.0} | facts
-    return DemoAnswer(text, seconds=0.5, tokens=4, facts=report)
+    return DemoAnswer(text, len(text), seconds=0.5, tokens=4, facts=report)
 
 
 @pytest.fixture
@@ -181,7 +208,7 @@ def test_a_leaked_slot_is_status_1(answers: Callable[..., None], capsys: pytest.
 
 def test_the_table_shows_failures(answers: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     wrong = answered("bb", kv_digest="ff")
-    answers(answered("a"), wrong, DemoAnswer("ccc", error="the fleet stayed full"), leaked=2)
+    answers(answered("a"), wrong, DemoAnswer("ccc", 3, error="the fleet stayed full"), leaked=2)
     assert run(DemoConfig(requests=3)) == 1
     out = capsys.readouterr().out
     rows = {line.split()[0]: line for line in out.splitlines() if " B " in line}
@@ -232,9 +259,9 @@ def test_a_running_router_is_used_and_slots_of_its_decodes_are_counted(
     answers(answered("a"))
     answer_all = demo._ask
 
-    async def ask(config: DemoConfig, fleet: Standing, *others: Any) -> Any:
+    async def ask(config: DemoConfig, model: DemoModel, fleet: Standing, *others: Any) -> Any:
         urls.append(fleet.url)
-        return await answer_all(config, fleet, *others)
+        return await answer_all(config, model, fleet, *others)
 
     monkeypatch.setattr(demo, "_ask", ask)
     monkeypatch.setattr(demo, "_leaked", count_slots)
@@ -269,7 +296,7 @@ def test_a_failed_demo_shows_the_daemons_warnings(
     fleet: FakeFleet,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def started(_: object, __: object, logs: Path) -> FakeFleet:
+    def started(_: object, __: object, ___: object, logs: Path) -> FakeFleet:
         (logs / "decode-0.log").write_text("12:00 INFO d ready\n12:01 WARNING d no connection\n")
         return fleet
 
@@ -282,23 +309,47 @@ def test_a_failed_demo_shows_the_daemons_warnings(
     assert capsys.readouterr().err == "12:01 WARNING d no connection\n"
 
 
+def test_what_was_asked_and_said_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    made = answered("Why is [red]?")
+    made.text, made.identical = " Because. ", True
+    demo.show([made], demo.make_report(DemoConfig(requests=1), [made], 1.0, 0), speaks=True)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "Why" in line]
+    assert line.split() == [
+        "Why",
+        "is",
+        "[red]?",
+        "Because.",
+        "-",
+        "4,000,000",
+        "2.00",
+        "1.00",
+        "ms",
+        "4",
+        "0.50",
+        "s",
+        "yes",
+    ]
+
+
 USAGE = {"completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 64}}
 
 
 def test_pieces_of_a_stream_are_counted_as_tokens() -> None:
     answer, counts = DemoAnswer("a"), []
     piece = {"choices": [{"text": "x"}]}
-    for event in (piece, piece, piece | {"pdtransfer": DIGESTS, "usage": USAGE}):
+    said = {"choices": [{"delta": {"role": "assistant", "content": "x"}}]}
+    for event in (piece, said, piece | {"pdtransfer": DIGESTS, "usage": USAGE}):
         demo._event(answer, event, counts.append)
     assert (counts, answer.tokens, answer.cached, answer.facts) == ([1, 1, 7], 9, 64, DIGESTS)
+    assert answer.text == "xxx"
     demo._event(answer, {"error": {"message": "decode is gone"}}, counts.append)
     assert answer.error == "decode is gone"
 
 
 def test_a_prompt_beyond_the_models_context_makes_a_longer_context() -> None:
-    assert demo._engine_options(DemoConfig(prompt_bytes_max=16_384, max_tokens=1)) == {"context_tokens": "16385"}
-    assert demo._engine_options(DemoConfig(shared_prefix=8_192, max_tokens=7)) == {"context_tokens": "16391"}
-    assert demo._engine_options(DemoConfig()) == {}
+    assert DemoModel(DemoConfig(prompt_bytes_max=16_384, max_tokens=1)).engine_options() == {"context_tokens": "16385"}
+    assert DemoModel(DemoConfig(shared_prefix=8_192, max_tokens=7)).engine_options() == {"context_tokens": "16391"}
+    assert DemoModel(DemoConfig()).engine_options() == {}
 
 
 @pytest.mark.slow
@@ -373,7 +424,9 @@ def test_workers_use_their_devices_and_the_single_process_that_of_decode() -> No
     assert DemoConfig().cards == {None}
     config = DemoConfig(prefill_device="cuda:2,cuda:0", decode_device="cuda:1", prefill_tp=2)
     assert config.cards == {0, 1, 2}
-    prefill, decode = demo._fleet(config, ["a"], Path("/tmp/fleet"))._configs  # only named, never made
+    prefill, decode = demo._fleet(
+        config, DemoModel(config), ["a"], Path("/tmp/fleet")
+    )._configs  # only named, never made
     assert (prefill.device, decode.device) == ("cuda:2,cuda:0", "cuda:1")
     assert DemoConfig(device="cuda", decode_tp=2).cards == {0, 1}
 
@@ -433,6 +486,19 @@ def test_the_demo_is_identical_prints_only_its_report_and_transfers_a_shared_pre
     assert report["cached_tokens"] == 3 * 256
     assert report["bytes"] == (report["prompt_tokens"] - 3 * 256) * GQA_TOKEN_BYTES
     assert err == ""
+
+
+@pytest.mark.slow
+def test_a_demo_of_a_checkpoint_is_identical(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[transformers]'")
+    made = checkpoints.make("qwen3", write_tokenizer(tmp_path, vocabulary=512))
+    asked = ["--model", str(made), "--requests", "3", "--max-tokens", "6", "--shared-prefix", "100", "--verify"]
+    demo = start("--json", *asked)
+    out, err = demo.communicate(timeout=300)
+    assert demo.returncode == 0, err
+    report = json.loads(out)
+    assert (report["requests"], report["identical"], report["slots_leaked"]) == (3, 3, 0)
+    assert (report["grants_verified"], report["cached_tokens"] > 0) == (3, True)
 
 
 @pytest.mark.slow

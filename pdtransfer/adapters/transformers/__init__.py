@@ -3,6 +3,7 @@ transformers, and `text`, the router's tokenizer, which needs neither transforme
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,12 @@ from ...errors import ConfigError
 from ..versions import check_version
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from ...engine_api import DecodeEngine, EngineConfig, PrefillEngine
+    from ...wire import Sampling
+    from .factory import Generated
 
 
 def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
@@ -19,6 +25,16 @@ def create(config: EngineConfig) -> PrefillEngine | DecodeEngine:
     from .factory import create as made
 
     return made(config)
+
+
+def generate_many(
+    config: EngineConfig, requests: Sequence[tuple[NDArray[np.int64], Sampling]]
+) -> list[Generated]:  # fmt: skip
+    """What a single process answers, without transfers; as `factory.generate_many`."""
+    check()
+    from .factory import generate_many as made
+
+    return made(config, requests)
 
 
 def check() -> None:

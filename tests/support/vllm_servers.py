@@ -116,14 +116,14 @@ class FakeVllm:
         seen = Seen(request.path, json.loads(raw), raw, request.headers)
         self.seen.append(seen)
         try:
-            response = await self._answer(request, seen)
+            response = await self.reply(request, seen)
         except asyncio.CancelledError:
             seen.left = True
             raise
         seen.answered = True
         return response
 
-    async def _answer(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+    async def reply(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         if self.dies == "early":
             assert request.transport is not None
             request.transport.abort()

@@ -28,7 +28,6 @@ from .server_request import ServerRequest
 log = logging.getLogger(__name__)
 
 EVENTS = "text/event-stream"
-_ERROR_EVENT = b'data: {"error"'
 # Of one connection (RFC 9110), or set by each HTTP server itself.
 _HOP_HEADERS = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
@@ -131,9 +130,7 @@ class Upstream:
         )
 
     async def close(self) -> None:
-        """Cancels what is left, and closes all connections."""
-        for task in self._prefills:
-            task.cancel()
+        """Closes all connections; what `stop` has not ended fails."""
         await self._session.close()
 
     async def probe(self, server: Server) -> str:
@@ -205,7 +202,7 @@ class Upstream:
         prefill = self._start_prefill(pair.prefill, request, transfer, identity, headers)
         decode: asyncio.Task[Answer] | None = None
         try:
-            identity = identity or await asyncio.shield(prefill)
+            identity = identity or await prefill
             decode = asyncio.create_task(self._decode(pair, request, transfer, identity, headers))
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
             if prefill.done() and not (decode.done() and decode.exception() is None):
@@ -343,12 +340,10 @@ def _refused(blamed: tuple[Server, ...], answer: WholeAnswer) -> AttemptFailedEr
 def _first_error(answer: Answer) -> WholeAnswer | None:
     """Returns the error that a stream begins with, as the answer that it would have been."""
     event, _, _ = answer.first.partition(b"\n\n")
-    if not event.startswith(_ERROR_EVENT):
-        return None
     body = event.removeprefix(b"data: ")
     try:
         status = _ERROR.decode(body).error.code
-    except msgspec.MsgspecError:
+    except msgspec.MsgspecError:  # it is none, or not there as a whole
         return None
     return WholeAnswer(status, {"Content-Type": "application/json"}, body)
 

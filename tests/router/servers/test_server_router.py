@@ -64,6 +64,7 @@ async def test_each_side_gets_the_whole_body_with_its_own_part() -> None:
         (prefill,), (decode,) = it.prefill[0].seen, it.decode[0].seen
         for each in (prefill, decode):
             assert {name: each.headers.get(name) for name in given} == given
+            assert each.headers["Content-Type"] == "application/json"
             assert "Cookie" not in each.headers
             assert "X-Data-Parallel-Rank" not in each.headers
         transfer = decode.kv["transfer_id"]
@@ -211,7 +212,7 @@ async def test_a_prefill_that_answers_after_decode_is_left_to_it() -> None:
 @pytest.mark.parametrize("how", ["refuses", "500", "503", "429", "dies", "late"])
 def test_a_prefill_that_fails_is_replaced_before_decode_has_answered(how: str, stream: bool) -> None:
     async def case() -> None:
-        limits = replace(LIMITS, room_deadline_ms=300) if how == "late" else LIMITS
+        limits = replace(LIMITS, room_deadline_ms=1_000) if how == "late" else LIMITS
         async with server_site(prefill=2, limits=limits) as it:
             await it.meet()
             bad, good = it.prefill
@@ -248,7 +249,7 @@ def test_a_prefill_that_fails_is_replaced_before_decode_has_answered(how: str, s
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("how", ["refuses", "500", "dies", "first event"])
+@pytest.mark.parametrize("how", ["refuses", "500", "429", "dies", "first event"])
 def test_a_decode_that_fails_is_replaced_before_its_first_byte(how: str, stream: bool) -> None:
     async def case() -> None:
         async with server_site(decode=2) as it:
@@ -261,8 +262,8 @@ def test_a_decode_that_fails_is_replaced_before_its_first_byte(how: str, stream:
                 await bad.close()
             elif how == "dies":
                 bad.dies = "early"
-            elif how == "500":
-                bad.status, bad.answer = 500, {"error": {}}
+            elif how in {"500", "429"}:
+                bad.status, bad.answer = int(how), {"error": {}}
             elif stream:
                 bad.first_error = 500
             else:
@@ -357,7 +358,7 @@ async def test_a_whole_answer_that_a_server_cuts_is_not_passed_off_as_whole() ->
             request.transport.abort()
             return response
 
-        it.decode[0]._answer = half
+        it.decode[0].reply = half
         with pytest.raises(aiohttp.ClientError):
             await it.post()
 

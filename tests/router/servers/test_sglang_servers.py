@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from aiohttp import web
 
 from tests.support.sglang_servers import FakeSglang
 from tests.support.vllm_servers import PIECES, ServerSite, server_site
@@ -39,6 +40,21 @@ async def test_both_servers_are_asked_at_once_with_one_room_from_the_first_reque
         assert (await it.post())[0] == 200
         assert prefill.told == 1  # of where its bootstrap server is
         assert len(set(rooms(it)[1])) == 2
+
+
+@on_loop
+async def test_only_the_bootstrap_servers_owner_tells_where_it_is() -> None:
+    async with server_site(of=FakeSglang) as it:
+
+        async def answers(*_: object) -> web.Response:
+            return web.json_response({"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 1})
+
+        it.prefill[0].reply = answers  # type: ignore[method-assign]
+        it.decode[0].hand_over = answers  # type: ignore[method-assign]
+        for _ in range(2):
+            assert (await it.post())[0] == 200
+        assert [each.body["bootstrap_port"] for each in it.decode[0].seen] == [8998, 8998]
+        assert it.router.metrics.retries == 0
 
 
 @on_loop

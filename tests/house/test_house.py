@@ -327,6 +327,10 @@ def calls(tree: ast.AST, where: str = "") -> Iterator[tuple[str, str]]:
 # may wait as well: an engine sends by `upload`, and fetches by `Download`.
 WAITS_INSIDE_THE_DRIVER = {
     ("reference.cache.Cache.digests", "cpu"): "once a request, when it has ended",
+    ("adapters.transformers.checkpoint._load", "to"): "at the start",
+    ("adapters.transformers.checkpoint._digest", "cpu"): "at the start",
+    ("adapters.transformers.factory._prove", "tensor"): "at the start",
+    ("adapters.transformers.prefill.CheckpointPrefill.__init__", "synchronize"): "at the start",
     ("reference.indexer.IndexCache.digest", "cpu"): "once a request, when it has ended",
     ("reference.indexer.IndexCache.__init__", "to"): "at the start",
     ("reference.architecture.Weights.draw.normal", "as_tensor"): "at the start",
@@ -372,6 +376,7 @@ def test_an_engine_waits_for_its_card_by_asking_it() -> None:
                 "pdtransfer.kernels.hot_",
                 "pdtransfer.kernels.stream",
                 "pdtransfer.kernels.plane",
+                "pdtransfer.adapters.transformers.",
             )
         )
         for where, how in pageable(tree)

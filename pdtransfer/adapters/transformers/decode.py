@@ -121,7 +121,10 @@ class CheckpointDecode:
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that this engine can never serve."""
-        check_request(request, self._checkpoint, self._config.slots)
+        check_request(request, self._checkpoint)
+        tokens = len(request.prompt) + request.sampling.max_tokens
+        if tokens > self._config.slots:
+            raise ValueError(f"{tokens} tokens, the arena has {self._config.slots} slots")
 
     def admit(self, request: Request, slots: dict[str, NDArray[np.int64]], aux: bytes) -> None:
         """The room has landed in these slots."""

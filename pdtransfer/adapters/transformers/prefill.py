@@ -120,10 +120,12 @@ class CheckpointPrefill:
 
     def admit_with_growth(self, request: Request, growth: int) -> dict[str, NDArray[np.int64]] | None:
         """As `admit`, with pages for `growth` more tokens for decode from this pool. Returns slots by component."""
-        check_request(request, self._checkpoint, self._config.slots + request.sampling.max_tokens - growth)
+        check_request(request, self._checkpoint)
         if request.room in self._held:
             raise ValueError(f"room {request.room:#x} exists already")
         tokens = len(request.prompt) + growth
+        if tokens > self._config.slots:
+            raise ValueError(f"{tokens} tokens, the pool has {self._config.slots} slots")
         pages = {name: taken for name, free in self._pages.items() if (taken := free.take(tokens)) is not None}
         if pages.keys() != self._pages.keys():
             self._give(pages)

@@ -20,8 +20,8 @@ from .checkpoint import Checkpoint
 DIGEST_BYTES = 16
 
 
-def check_request(request: Request, checkpoint: Checkpoint, slots: int) -> None:
-    """Raises ValueError, with both values, for a request that this model, or a pool of `slots`, cannot serve."""
+def check_request(request: Request, checkpoint: Checkpoint) -> None:
+    """Raises ValueError, with both values, for a request that this model cannot serve."""
     prompt, sampling = request.prompt, request.sampling
     if request.enable_hisparse:
         raise ValueError("enable_hisparse: only the reference model decodes with it")
@@ -34,12 +34,11 @@ def check_request(request: Request, checkpoint: Checkpoint, slots: int) -> None:
         raise ValueError(f"prompt: id {low if low < 0 else high} is not within [0, {checkpoint.vocabulary})")
     check_sampling(sampling, checkpoint.vocabulary)
     total = len(prompt) + sampling.max_tokens
-    for limit, what in ((checkpoint.context_tokens, "the model's context"), (slots, "the memory for KV")):
-        if total > limit:
-            raise ValueError(
-                f"prompt of {len(prompt)} tokens and max_tokens {sampling.max_tokens} are {total} tokens, "
-                f"{what} has {limit}"
-            )
+    if total > checkpoint.context_tokens:
+        raise ValueError(
+            f"prompt of {len(prompt)} tokens and max_tokens {sampling.max_tokens} are {total} tokens, "
+            f"the context has {checkpoint.context_tokens}"
+        )
 
 
 class FirstToken(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

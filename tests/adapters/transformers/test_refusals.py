@@ -158,8 +158,8 @@ def handoff(tmp_path_factory: pytest.TempPathFactory) -> Handoff:
         ([], {}, "prompt: 0 tokens"),
         ([-1], {}, "id -1 is not within"),
         ([512], {}, "id 512 is not within [0, 512)"),
-        ([1] * 125, {"max_tokens": 8}, "133 tokens, the memory for KV has 128"),
-        ([1] * 2_045, {"max_tokens": 8}, "2053 tokens, the model's context has 2048"),
+        ([1] * 125, {"max_tokens": 8}, "133 tokens, the arena has 128 slots"),
+        ([1] * 2_045, {"max_tokens": 8}, "2053 tokens, the context has 2048"),
         ([1], {"temperature": float("nan")}, "temperature: nan"),
     ],
 )
@@ -169,9 +169,14 @@ def test_a_request_that_can_never_be_served_is_refused_by_both_roles(
     one = request(1, np.array(prompt, np.int64), **sampling)
     with pytest.raises(ValueError, match=reason.replace("[", r"\[").replace(")", r"\)").replace(".", r"\.")):
         handoff.decode.check(one)
-    if "memory" not in reason:  # prefill needs slots for the prompt alone
+    if "arena" not in reason:  # prefill needs slots for the prompt alone
         with pytest.raises(ValueError, match=r"prompt|temperature|tokens"):
             handoff.prefill.admit(one)
+
+
+def test_a_prompt_that_its_pool_can_never_hold_is_refused_with_both_values(handoff: Handoff) -> None:
+    with pytest.raises(ValueError, match="129 tokens, the pool has 128 slots"):
+        handoff.prefill.admit(request(1, np.full(129, 5)))
 
 
 def test_aux_of_anything_else_is_refused_and_takes_no_room(handoff: Handoff) -> None:

@@ -11,6 +11,7 @@ from pdtransfer.errors import Cause, RemoteProtocolError
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import AHEAD_PING, Limits
 from pdtransfer.router.router_effects import Accepted, Emit, Fail, Finish, Refusal, WorkerChanged
+from pdtransfer.router.router_rooms import CompletionRequest
 from pdtransfer.router.routing import Routing
 from pdtransfer.wire import (
     Begin,
@@ -21,11 +22,13 @@ from pdtransfer.wire import (
     Goodbye,
     Hello,
     Load,
+    Logprobs,
     Member,
     Message,
     Ping,
     Pong,
     Reject,
+    Sampling,
     Tokens,
     TokensAcked,
     Welcome,
@@ -555,6 +558,70 @@ def test_a_prefill_that_fails_after_the_first_token_changes_nothing() -> None:
     bench.hear(D, Tokens(room, 1, pack_ids([2])), End(room, "length", "", 2))
     (done,) = bench.of(Finish)
     assert done.prefill is None
+
+
+def test_a_stopped_request_is_finished_once_and_its_room_is_cancelled_on_both_workers() -> None:
+    bench = Bench()
+    room = bench.submit().request
+    bench.hear(D, Tokens(room, 0, pack_ids([1, 2])))
+    stopped = bench.routing.stop(room, bench.now)
+    assert [each for each in stopped if isinstance(each, Finish)] == [Finish(room, room, None, None, "d0", "p0")]
+    cancels = [(each.peer, each.message) for each in stopped if isinstance(each, Send)]
+    assert cancels == [(P, Cancel(room, "aborted")), (D, Cancel(room, "aborted"))]
+    assert bench.routing.stop(room, bench.now) == bench.routing.cancel(room, bench.now) == []
+    assert (bench.routing.request_count, bench.routing.room_count) == (0, 1)
+    bench.wait(1)
+    assert bench.sent(Cancel, D), "it repeats until the room has ended"
+    bench.hear(D, Tokens(room, 2, pack_ids([3])), End(room, "aborted", "", 3))
+    bench.hear(P, End(room, "done", "", 0))
+    assert not [each for each in bench.effects if isinstance(each, Emit | Finish | Fail)]
+    assert bench.routing.room_count == 0
+
+
+def test_a_room_that_ended_as_it_was_stopped_counts_once() -> None:
+    bench = Bench()
+    room = bench.submit(max_tokens=2).request
+    bench.hear(D, End(room, "length", "", 2))  # overtakes its tokens
+    bench.hear(D, Tokens(room, 0, pack_ids([1])))
+    assert [type(each) for each in bench.routing.stop(room, bench.now)].count(Finish) == 1
+    bench.hear(D, End(room, "length", "", 2))
+    assert bench.effects == [Send(D, Ended(room))]
+    bench.hear(P, End(room, "done", "", 0))
+    assert bench.effects == [Send(P, Ended(room))]
+    assert bench.routing.room_count == 0
+
+
+def scored_request() -> CompletionRequest:
+    return replace(request(), sampling=Sampling(12, logprobs=True, top_logprobs=1))
+
+
+def test_logprobs_are_emitted_with_the_ids_that_are_new() -> None:
+    bench, rows = Bench(), [Logprobs(-float(at), ((at, -0.5),)).pack() for at in range(4)]
+    accepted = bench.routing.submit(scored_request(), bench.now)
+    assert isinstance(accepted, Accepted)
+    room = accepted.request
+    bench.hear(D, Tokens(room, 0, pack_ids([5, 6]), rows[0] + rows[1]))
+    assert bench.of(Emit) == [Emit(room, [5, 6], rows[0] + rows[1])]
+    bench.hear(D, Tokens(room, 1, pack_ids([6, 7, 8]), b"".join(rows[1:])))
+    assert bench.of(Emit) == [Emit(room, [7, 8], rows[2] + rows[3])]
+
+
+@pytest.mark.parametrize("logprobs", [b"", b"123", Logprobs(0.5, ((1, -1.0),)).pack(), Logprobs(-0.5).pack()])
+def test_wrong_logprobs_fail_their_room_alone(logprobs: bytes) -> None:
+    bench = Bench()
+    accepted = bench.routing.submit(scored_request(), bench.now)
+    assert isinstance(accepted, Accepted)
+    other = bench.submit().request
+    bench.hear(D, Tokens(accepted.request, 0, pack_ids([5]), logprobs))
+    # It is tried once more, and fails then.
+    (again,) = {each.room for each in bench.sent(Begin)}
+    bench.hear(D, Tokens(again, 0, pack_ids([5]), logprobs))
+    (failed,) = bench.of(Fail)
+    assert (failed.cause, failed.status) == (Cause.BREACH, 502)
+    assert "logprobs" in failed.detail
+    bench.hear(D, Tokens(other, 0, pack_ids([5])))
+    assert bench.of(Emit) == [Emit(other, [5])]
+    assert bench.routing.workers.by_peer[D].usable
 
 
 # Retries

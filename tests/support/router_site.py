@@ -15,7 +15,7 @@ from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import Limits
 from pdtransfer.node.core_driver import EffectRunner, LoopClock, Ticker
 from pdtransfer.router.router import Router
-from pdtransfer.wire import Begin, End, Load, unpack_ids
+from pdtransfer.wire import Begin, End, Load, Logprobs, unpack_ids
 from pdtransfer.worker.service import Service, StartRoom, StopRoom
 from tests.support.routing_world import identity
 from tests.support.waiting import until
@@ -28,6 +28,12 @@ def generated(begin: Begin) -> list[int]:
     """The prompt backwards, again and again."""
     prompt = unpack_ids("prompt", begin.prompt).tolist()[::-1]
     return [prompt[place % len(prompt)] for place in range(begin.sampling.max_tokens)]
+
+
+def scored(begin: Begin, ids: list[int]) -> bytes:
+    """Logprobs for these ids, as many as the request asks for: each id is half as likely as all others together."""
+    top = tuple((each, -1.0 - each) for each in range(begin.sampling.top_logprobs))
+    return b"".join(Logprobs(-0.5, top).pack() for _ in ids) if begin.sampling.logprobs else b""
 
 
 class Worker:
@@ -92,7 +98,8 @@ class Worker:
         ids = generated(begin)
         for place in range(0, len(ids), self.piece):
             await (self.more if place else self.gate).wait()
-            self.perform(self.service.tokens(room, ids[place : place + self.piece], self._clock.now()))
+            some = ids[place : place + self.piece]
+            self.perform(self.service.tokens(room, some, self._clock.now(), logprobs=scored(begin, some)))
             await asyncio.sleep(0)
             if self.failure:
                 self.end(End(room, self.failure, "as told", 0))
@@ -111,8 +118,8 @@ class Site:
     http: aiohttp.ClientSession
     url: str
 
-    async def post(self, **body) -> tuple[int, dict, aiohttp.ClientResponse]:
-        async with self.http.post(self.url + "/v1/completions", json=body) as response:
+    async def post(self, path: str = "/v1/completions", /, **body) -> tuple[int, dict, aiohttp.ClientResponse]:
+        async with self.http.post(self.url + path, json=body) as response:
             return response.status, await response.json(), response
 
     async def get(self, path: str) -> tuple[int, str]:

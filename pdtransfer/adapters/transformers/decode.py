@@ -16,13 +16,19 @@ from ...engine_api import Broken, CardMemory, EngineConfig, EngineDescription, F
 from ...kernels.plane_views import device_tensor
 from ...kernels.stream import DeviceSpans, Download, span_of, upload
 from ...layout.layout import check_slots
-from ...sampling import Picked, pick
+from ...sampling import Picked, is_argmax, pick
 from .checkpoint import Checkpoint, ModelOptions
 from .layers import INDEX, WINDOW, describe
 from .paged import PagedModel
 from .requests import DIGEST_BYTES, FirstToken, chain, check_request, tokens_digest
 
 _DIGEST_ROWS = 1_024  # rows read at once: a digest does not copy a whole request
+
+
+def first_highest(logits: Tensor) -> Tensor:
+    """The first of the highest logits of each row (B, vocabulary), as `pick` has it; argmax may return any of them."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    return torch.where(logits == logits.amax(-1, keepdim=True), ids, logits.shape[-1]).amin(-1)
 
 
 @dataclass(slots=True)
@@ -161,10 +167,17 @@ class CheckpointDecode:
             with self._spans.span("step", name, room=alone):
                 logits = self._forward(part)
                 finite = Download(torch.isfinite(logits).all(-1))
-                found = Download(logits)
+                # A vocabulary of logits for each request is much to copy where their likeliest ids are all that counts.
+                likeliest = not self._options.digests and all(is_argmax(room.request.sampling) for room in part)
+                found = Download(first_highest(logits) if likeliest else logits)
                 rows, good = found.get().numpy(), finite.get().numpy()
             for room, row, right in zip(part, rows, good, strict=True):
-                self._advance(room, row, events, finite=bool(right))
+                if not right:
+                    del self._rooms[room.request.room]
+                    detail = f"at position {room.position}: the logits are not finite"
+                    events.append(Broken(room=room.request.room, detail=detail))
+                    continue
+                self._advance(room, Picked(int(row)) if likeliest else self._pick(room, row), events)
         self._spans.report()
         return events
 
@@ -202,20 +215,15 @@ class CheckpointDecode:
         ring = [1 if window is None else len(room.slots[WINDOW]) for room in rooms]
         return _Batch(numbers, tables, upload(torch.tensor(begins), device), upload(torch.tensor(ring), device))
 
-    def _advance(
-        self, room: _Generating, logits: NDArray[np.float32], events: list[Token | Finished | Broken], *, finite: bool
-    ) -> None:
-        if not finite:
-            del self._rooms[room.request.room]
-            events.append(
-                Broken(room=room.request.room, detail=f"at position {room.position}: the logits are not finite")
-            )
-            return
+    def _pick(self, room: _Generating, logits: NDArray[np.float32]) -> Picked:
         if self._options.digests:
             room.logits_digest = chain(room.logits_digest, logits)
         request = room.request
-        room.last = pick(logits, request.sampling, prompt=request.prompt, ids=room.ids, eos=tuple(self._checkpoint.eos))
-        room.ids.append(room.last.id)
+        return pick(logits, request.sampling, prompt=request.prompt, ids=room.ids, eos=tuple(self._checkpoint.eos))
+
+    def _advance(self, room: _Generating, picked: Picked, events: list[Token | Finished | Broken]) -> None:
+        room.last = picked
+        room.ids.append(picked.id)
         self._report(room, events)
 
     def _report(self, room: _Generating, events: list[Token | Finished | Broken]) -> bool:

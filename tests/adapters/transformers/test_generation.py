@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 import torch
 
+from pdtransfer.adapters.transformers.decode import first_highest
 from pdtransfer.adapters.transformers.factory import generate_many
 from pdtransfer.engine_api import Broken, Finished
 from pdtransfer.wire import Sampling
@@ -109,6 +110,17 @@ def test_in_bfloat16_logits_are_close_to_those_of_transformers(directories: dict
     assert found.shape == expected.shape
     difference = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert float(difference.mean()) < LOGITS_DIFFERENCE_MAX, difference
+
+
+def test_of_equal_logits_the_first_is_picked_whoever_is_in_the_batch(directories: dict[str, Path]) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [3.0, 3.0, 3.0, -1.0], [float("-inf"), 1.0, 1.0, 0.0]])
+    assert first_highest(logits).tolist() == [1, 0, 1]
+    config = checkpoints.config(made(directories, "qwen3"))
+    greedy, drawn = Sampling(max_tokens=8), Sampling(max_tokens=8, temperature=0.7, top_p=0.9, seed=5)
+    alone = [generate_many(config, [(prompts()[4], each)])[0].tokens for each in (greedy, drawn)]
+    together = generate_many(config, [(prompts()[4], greedy), (prompts()[4], drawn), (prompts()[1], drawn)])
+    assert [each.tokens for each in together[:2]] == alone
+    assert alone[0] != alone[1]
 
 
 def test_every_end_of_sequence_of_the_generation_config_ends_a_request(tmp_path: Path) -> None:

@@ -398,7 +398,7 @@ def test_a_notice_that_fails_fails_no_load(site: Site, caplog: pytest.LogCapture
     time.sleep(0.1)
     site.poll()
     assert site.received == Results()
-    assert levels(caplog) == {"INFO"}
+    assert told(caplog) == {("INFO", "request p"), ("INFO", "request d")}
 
 
 def test_a_notice_of_a_label_that_was_asked_for_is_no_failure(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -409,12 +409,13 @@ def test_a_notice_of_a_label_that_was_asked_for_is_no_failure(site: Site, caplog
     site.until(lambda: site.received.received)
     assert site.received == Results(received={"d"})
     assert site.figures["causes"] == {"aborted": 1}
-    assert levels(caplog) == {"INFO"}
+    assert told(caplog) == {("INFO", "request d")}
 
 
-def levels(caplog: pytest.LogCaptureFixture) -> set[str]:
-    """Of what was logged about requests."""
-    return {each.levelname for each in caplog.records if each.name == worker.__name__}
+def told(caplog: pytest.LogCaptureFixture) -> set[tuple[str, str]]:
+    """What was logged about requests: the level, and which request."""
+    of_worker = [each for each in caplog.records if each.name == worker.__name__]
+    return {(each.levelname, each.getMessage().partition(":")[0]) for each in of_worker}
 
 
 def test_prefill_that_gives_up_fails_decodes_load(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -426,8 +427,7 @@ def test_prefill_that_gives_up_fails_decodes_load(site: Site, caplog: pytest.Log
     site.until(lambda: site.received.received == {"d"} and site.sent.sent == {"p"})
     assert (site.received.failed, site.received.failed_blocks) == ({"d"}, {4, 2})
     assert site.figures["causes"] == {"aborted": 2}
-    told = {(each.levelname, each.getMessage().partition(":")[0]) for each in caplog.records}
-    assert told == {("INFO", "request p"), ("WARNING", "request d")}
+    assert told(caplog) == {("INFO", "request p"), ("WARNING", "request d")}
 
 
 def test_rooms_whose_peer_never_comes_fail_in_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -438,7 +438,7 @@ def test_rooms_whose_peer_never_comes_fail_in_time(caplog: pytest.LogCaptureFixt
         site.until(lambda: site.sent.sent == {"p"} and site.received.received == {"d"})
         assert site.received.failed == {"d"}
         assert site.figures["causes"] == {"deadline": 2}
-        assert levels(caplog) == {"WARNING"}
+        assert told(caplog) == {("WARNING", "request p"), ("WARNING", "request d")}
 
 
 def test_a_refused_load_fails_at_once(site: Site) -> None:

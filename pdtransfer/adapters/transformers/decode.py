@@ -55,8 +55,8 @@ class _Generating:
 
 @dataclass(slots=True)
 class _Batch:
-    """Requests of one forward pass, with their slots on the device, by component. Rows that a shorter one lacks are its
-    own first: they are masked, and another's numbers must not reach it."""
+    """Requests of one forward pass, with their slots on the device, by component (B, n). Slots that a shorter one lacks
+    are 0, and not read."""
 
     rooms: tuple[int, ...]
     slots: dict[str, Tensor]
@@ -203,12 +203,10 @@ class CheckpointDecode:
         device = self._checkpoint.device
         tables: dict[str, Tensor] = {}
         for name in self._components:
-            width = max(len(room.slots[name]) for room in rooms)
-            padded = [
-                np.pad(room.slots[name], (0, width - len(room.slots[name])), constant_values=room.slots[name][0])
-                for room in rooms
-            ]
-            tables[name] = upload(torch.as_tensor(np.stack(padded)), device)
+            table = np.zeros((len(rooms), max(len(room.slots[name]) for room in rooms)), np.int64)
+            for row, room in zip(table, rooms, strict=True):
+                row[: len(room.slots[name])] = room.slots[name]
+            tables[name] = upload(torch.as_tensor(table), device)
         window = self._components.get(WINDOW)
         prompts = [len(room.request.prompt) for room in rooms]
         begins = [0 if window is None else tokens - window.rows(tokens) for tokens in prompts]

@@ -30,7 +30,9 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def on(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     one = {"model": str(directory), "engine_option": OPTIONS, "page_size": 16}
     prefill = one | {"chunk_tokens": 32, "host_layout": "layer_first"}
-    with running(tmp_path_factory.mktemp("f"), prefills=[prefill], decodes=[one | {"verify": True}]) as on:
+    memory = "hbm" if directory.name == "deepseek_v3" else "dram"
+    decode = one | {"verify": True, "engine_option": (*OPTIONS, f"kv_memory={memory}")}
+    with running(tmp_path_factory.mktemp("f"), prefills=[prefill], decodes=[decode]) as on:
         yield on
 
 

@@ -77,6 +77,14 @@ class Checkpoint:
     context_tokens: int
     by_layer_type: bool  # whether the model takes a mask for each type of layer, and not one
     device: torch.device
+    threads: int  # on the CPU; 0: torch's own number
+
+    def enter(self) -> None:
+        """Called on the thread that is about to compute: both are settings of a thread."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        elif self.threads and torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
 
 
 def load(config: EngineConfig, options: ModelOptions) -> Checkpoint:
@@ -96,8 +104,6 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
     made = _configuration(directory)
     text = made.get_text_config(decoder=True)
     _check(made, text)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     dtype = _dtype(options.dtype, made)
     if options.weights == "random":
         torch.manual_seed(options.seed)
@@ -129,6 +135,7 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
         context_tokens=getattr(text, "max_position_embeddings", None) or config.slots,
         by_layer_type=len(set(types)) > 1,
         device=device,
+        threads=options.threads,
     )
 
 

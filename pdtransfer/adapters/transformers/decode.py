@@ -152,6 +152,7 @@ class CheckpointDecode:
     @torch.inference_mode()
     def step(self) -> list[Token | Finished | Broken]:
         """Runs one decode step for up to batch_max rooms."""
+        self._checkpoint.enter()
         if self._rooms:
             self._spans.anchor()
         events: list[Token | Finished | Broken] = []

@@ -45,6 +45,7 @@ def loaded(config: EngineConfig, options: ModelOptions) -> Checkpoint:
     if config.chunk_tokens < 1 or config.batch_max < 1:
         raise ConfigError(f"chunk_tokens: {config.chunk_tokens}, batch_max: {config.batch_max}: both are at least 1")
     checkpoint = load(config, options)
+    checkpoint.enter()
     try:
         _prove(checkpoint, config)
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError) as error:

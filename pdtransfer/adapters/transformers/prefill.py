@@ -143,6 +143,7 @@ class CheckpointPrefill:
     @torch.inference_mode()
     def step(self) -> list[Computed | Prefilled | Broken]:
         """Computes one chunk."""
+        self._checkpoint.enter()
         events: list[Computed | Prefilled | Broken] = []
         if self._rooms:
             self._turn += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -182,3 +183,18 @@ def test_a_windows_rows_alone_stay_of_layers_that_have_one(directories: dict[str
     rows = [cell.rows for cell in handoff.cells[1] if cell.component == "window"]
     assert (rows[0][0], rows[-1][1]) == (0, WINDOW)
     assert all(before[1] == after[0] for before, after in pairwise(rows))
+
+
+def test_an_engine_computes_with_its_threads_on_whatever_thread_it_is_stepped(directories: dict[str, Path]) -> None:
+    prefill = Handoff.of(made(directories, "llama"), prefill={}, decode={}).prefill
+    found: list[int] = []
+
+    def step() -> None:
+        torch.set_num_threads(2)
+        prefill.step()
+        found.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    assert found == [1]

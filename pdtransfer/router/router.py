@@ -47,7 +47,7 @@ from .worker_pool import model_text
 log = logging.getLogger(__name__)
 
 TEXT_PATHS = ("/tokenize", "/detokenize")
-INLINE_BYTES_MAX = 64 << 10  # of a body that is parsed and tokenised on the loop
+INLINE_BYTES_MAX = 4 << 10  # of a body that is parsed and tokenised on the loop: some milliseconds
 Result = TypeVar("Result")
 
 

@@ -406,22 +406,20 @@ def succeeded(report: dict[str, Any]) -> bool:
 def show(answers: Sequence[DemoAnswer], report: dict[str, Any], *, speaks: bool = False) -> None:
     """Prints the table of answers and the summary; what was said as well where a model speaks."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    if speaks:
-        table.add_column("prompt", ratio=2)
-        table.add_column("answer", ratio=3)
-    else:
-        table.add_column("prompt", justify="right")
+    table.add_column("prompt, and answer" if speaks else "prompt", justify="left" if speaks else "right")
     for name in ("cached", "KV bytes", "GB/s", "hand-off", "tokens", "total", "identical"):
         table.add_column(name, justify="right", no_wrap=name != "identical")
     for answer in sorted(answers, key=lambda each: each.prompt_tokens):
         facts = answer.facts
-        said = [escape(answer.prompt), escape(answer.text.strip())] if speaks else [f"{answer.prompt_tokens:,} B"]
+        said = f"{answer.prompt_tokens:,} B"
+        if speaks:
+            said = f"{escape(answer.prompt)}\n[dim]{escape(' '.join(answer.text.split()))}"
         if answer.error:
-            table.add_row(*said, "", "", "", "", "", "", f"[red]failed: {escape(answer.error)}")
+            table.add_row(said, "", "", "", "", "", "", f"[red]failed: {escape(answer.error)}")
             continue
         handoff_us, copy_us = facts.get("handoff_us"), facts["copy_us"]
         table.add_row(
-            *said,
+            said,
             f"{answer.cached:,}" if answer.cached else "-",
             f"{facts['kv_bytes']:,}",
             f"{facts['kv_bytes'] / copy_us / 1e3:.2f}" if copy_us else "-",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from importlib import import_module
@@ -83,7 +84,8 @@ class DemoModel:
         """Options of every engine."""
         config = self._config
         if self.speaks:
-            own = {"digests": "true"}
+            workers = config.prefill + config.decode  # more threads than cores would wait for each other
+            own = {"digests": "true", "threads": str(max(1, (os.cpu_count() or 1) // workers))}
         else:
             longest = config.shared_prefix + config.prompt_bytes_max + config.max_tokens
             own = {"context_tokens": str(longest)} if longest > CONTEXT_TOKENS else {}

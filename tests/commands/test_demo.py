@@ -311,24 +311,11 @@ def test_a_failed_demo_shows_the_daemons_warnings(
 
 def test_what_was_asked_and_said_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     made = answered("Why is [red]?")
-    made.text, made.identical = " Because. ", True
+    made.text, made.identical = " Because.\n\nSo. ", True
     demo.show([made], demo.make_report(DemoConfig(requests=1), [made], 1.0, 0), speaks=True)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "Why" in line]
-    assert line.split() == [
-        "Why",
-        "is",
-        "[red]?",
-        "Because.",
-        "-",
-        "4,000,000",
-        "2.00",
-        "1.00",
-        "ms",
-        "4",
-        "0.50",
-        "s",
-        "yes",
-    ]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    at = lines.index(["Why", "is", "[red]?", "-", "4,000,000", "2.00", "1.00", "ms", "4", "0.50", "s", "yes"])
+    assert lines[at + 1] == ["Because.", "So."]
 
 
 USAGE = {"completion_tokens": 9, "prompt_tokens_details": {"cached_tokens": 64}}

@@ -30,13 +30,9 @@ QUESTIONS = (
     "Name the three primary colors.",
     "Why is the sky blue?",
     "Write one sentence about a fisherman and the sea.",
-    "How many days does a week have?",
     "What do bees make?",
-    "Explain in one sentence what a library is.",
     "Which planet is the largest in our solar system?",
-    "Give me a short piece of advice for a rainy day.",
     "What is water made of?",
-    "Describe the taste of a lemon.",
     "Who wrote Romeo and Juliet?",
 )
 CONTEXT_TOKENS = 16_384  # the reference model's default; a longer prompt raises it

@@ -179,8 +179,7 @@ def _fleet(config: DemoConfig, model: DemoModel, texts: Sequence[str], logs: Pat
         for number in range(config.decode)
     ]  # fmt: skip
     router = RouterConfig(
-        listen="127.0.0.1:0", node="router", limits=LIMITS, timeline=config.timeline,
-        model=Path(config.model) if model.speaks else None,
+        listen="127.0.0.1:0", node="router", limits=LIMITS, timeline=config.timeline, model=config.model
     )  # fmt: skip
     return Fleet(prefill, decode, router, logs)
 

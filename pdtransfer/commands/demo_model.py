@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,7 @@ class DemoModel:
 
     def __init__(self, config: DemoConfig) -> None:
         self._config, self.speaks = config, config.model != REFERENCE
-        self._text = load_text(Path(config.model) if self.speaks else None)
+        self._text = load_text(config.model)
         self.path = "/v1/chat/completions" if self.speaks else "/v1/completions"
 
     def prompts(self) -> list[str]:

@@ -339,9 +339,8 @@ class RouterConfig(NodeConfig):
         tuple[str, ...], _help("A decode daemon, [KEY@]tcp://host:port, or server, http://host:port; may be repeated.")
     ] = ()
     model: Annotated[
-        Path | None,
-        _help("A checkpoint directory, for its tokenizer and chat template; by default ids are bytes."),
-    ] = None
+        str, _help("Whose tokenizer and chat template: a checkpoint's directory, or reference, whose ids are bytes.")
+    ] = REFERENCE
     enable_hisparse: Annotated[bool, _help("Default of requests without this field: keep their KV in host memory.")] = (
         False
     )
@@ -357,9 +356,9 @@ class RouterConfig(NodeConfig):
         )
         self._check_bind("listen", self.listen)
         if self.relays:
-            for name in _OF_DAEMONS:
-                if value := getattr(self, name):
-                    raise ConfigError(f"{name} = {str(value)!r}: has no effect with engine {self.engine}")
+            for each in fields(self):
+                if each.name in _OF_DAEMONS and (value := getattr(self, each.name)) != each.default:
+                    raise ConfigError(f"{each.name} = {str(value)!r}: has no effect with engine {self.engine}")
         check = self._check_server if self.relays else self._check_peer
         workers = [("prefill", each) for each in self.prefill] + [("decode", each) for each in self.decode]
         for name, worker in workers:

@@ -6,21 +6,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
+from ..config.config import REFERENCE
 from ..errors import ConfigError
 from .text import BytesText, TextCodec
 
 MODEL_TEXT = "pdtransfer.adapters.transformers.text"
 
 
-def load_text(model: Path | None) -> TextCodec:
-    """The tokenizer of a checkpoint directory, or that of bytes. Raises ConfigError for one that cannot be used."""
-    if model is None:
+def load_text(model: str) -> TextCodec:
+    """The tokenizer of a checkpoint directory, or that of the reference model. Raises ConfigError for one that cannot
+    be used."""
+    if model == REFERENCE:
         return BytesText()
     try:
         module = import_module(MODEL_TEXT)
     except ImportError as error:
-        raise ConfigError(f"model = {str(model)!r}: {error}; install it with: pip install '.[text]'") from None
+        raise ConfigError(f"model = {model!r}: {error}; install it with: pip install '.[text]'") from None
     try:
-        return cast("TextCodec", module.load(model))
+        return cast("TextCodec", module.load(Path(model)))
     except ValueError as error:
-        raise ConfigError(f"model = {str(model)!r}: {error}") from None
+        raise ConfigError(f"model = {model!r}: {error}") from None

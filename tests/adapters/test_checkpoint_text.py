@@ -147,7 +147,7 @@ def test_a_directory_that_cannot_be_used_is_refused_with_the_reason(
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=complaint):
-        load_text(tmp_path)
+        load_text(str(tmp_path))
 
 
 def test_a_template_may_stand_in_the_settings_alone_or_by_name(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_template_may_stand_in_the_settings_alone_or_by_name(tmp_path: Path) -
 
 def test_neither_torch_nor_transformers_is_imported(directory: Path) -> None:
     code = (
-        "import sys, pathlib; from pdtransfer.router.model_text import load_text;"
-        f"load_text(pathlib.Path({str(directory)!r})); sys.exit(bool({{'torch', 'transformers'}} & sys.modules.keys()))"
+        "import sys; from pdtransfer.router.model_text import load_text;"
+        f"load_text({str(directory)!r}); sys.exit(bool({{'torch', 'transformers'}} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

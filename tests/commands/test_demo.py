@@ -74,7 +74,7 @@ def test_a_checkpoint_is_asked_each_question_by_its_chat_template(tmp_path: Path
     assert model.body(asked[0])["messages"] == [{"role": "user", "content": asked[0]}]
     rendered = f"<|im_start|>user\n{asked[0]}<|im_end|>\n<|im_start|>assistant\n"
     ids = model.ids(asked[0]).tolist()
-    assert (ids[0], load_text(tmp_path).decode(ids)) == (0, rendered)
+    assert (ids[0], load_text(str(tmp_path)).decode(ids)) == (0, rendered)
     more = DemoModel(DemoConfig(model=str(tmp_path), requests=len(QUESTIONS) + 1)).prompts()
     assert len(set(more)) == len(more) - 1
 

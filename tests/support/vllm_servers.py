@@ -162,7 +162,10 @@ class FakeVllm:
 
     async def _stream(self, request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
         if self.first_error:
-            await self._event(response, json.dumps({"error": {"message": "KV is lost", "code": self.first_error}}))
+            text = json.dumps({"error": {"message": "KV is lost", "code": self.first_error}})
+            for piece in (f"data: {text[:9]}", f"{text[9:]}\n", "\n"):
+                await response.write(piece.encode())
+                await asyncio.sleep(0.02)  # each arrives by itself
         else:
             for at, piece in enumerate(self.pieces):
                 if at:

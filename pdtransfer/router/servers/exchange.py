@@ -28,6 +28,8 @@ from .server_request import ServerRequest
 log = logging.getLogger(__name__)
 
 EVENTS = "text/event-stream"
+EVENT_END = b"\n\n"
+ERROR_BYTES_MAX = 65_536  # of an error that a stream may begin with
 # Of one connection (RFC 9110), or set by each HTTP server itself.
 _HOP_HEADERS = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
@@ -97,6 +99,14 @@ class Answer:
         self.status, self.headers = response.status, end_to_end(response.headers)
         self.length = response.content_length
         self.streams = response.content_type == EVENTS
+
+    async def first_event(self) -> bytes:
+        """Waits for the whole first event of a stream, or for as many bytes as no error has; `first` has them."""
+        while EVENT_END not in self.first and len(self.first) < ERROR_BYTES_MAX:
+            if not (more := await self._response.content.readany()):
+                break
+            self.first += more
+        return self.first.partition(EVENT_END)[0]
 
     async def more(self) -> bytes:
         """Waits for the next bytes; empty at the end. Raises AttemptFailedError."""
@@ -294,9 +304,8 @@ class Upstream:
                 if response.status >= 500 or response.status == 429:
                     # Decode may fail for what prefill did or did not write: either may be at fault.
                     raise _refused((pair.prefill, server), await self._whole(server, response))
-                first = await response.content.readany()
-                answer = Answer(self, server, response, first)
-                if answer.streams and (failed := _first_error(answer)) is not None:
+                answer = Answer(self, server, response, await response.content.readany())
+                if answer.streams and (failed := _first_error(await answer.first_event())) is not None:
                     raise _refused((pair.prefill, server), failed)
             except BaseException:
                 response.close()
@@ -337,13 +346,12 @@ def _refused(blamed: tuple[Server, ...], answer: WholeAnswer) -> AttemptFailedEr
     return AttemptFailedError(text, Cause.ENGINE, blamed, answer=answer, again=answer.retriable)
 
 
-def _first_error(answer: Answer) -> WholeAnswer | None:
-    """Returns the error that a stream begins with, as the answer that it would have been."""
-    event, _, _ = answer.first.partition(b"\n\n")
+def _first_error(event: bytes) -> WholeAnswer | None:
+    """Returns the error that a stream's first event is, as the answer that it would have been."""
     body = event.removeprefix(b"data: ")
     try:
         status = _ERROR.decode(body).error.code
-    except msgspec.MsgspecError:  # it is none, or not there as a whole
+    except msgspec.MsgspecError:  # it is none
         return None
     return WholeAnswer(status, {"Content-Type": "application/json"}, body)
 

@@ -141,7 +141,7 @@ def _as_bytes(tensor: Any) -> Any:
     """The rows, which may have gaps between them, as bytes of the same memory."""
     import torch
 
-    if tensor.is_contiguous():
-        return tensor.view(torch.uint8).reshape(tensor.shape[0], -1)
     width = prod(tensor.shape[1:])
+    if tensor.is_contiguous():
+        return tensor.view(torch.uint8).reshape(tensor.shape[0], width * tensor.element_size())
     return tensor.as_strided((tensor.shape[0], width), (tensor.stride(0), 1)).view(torch.uint8)

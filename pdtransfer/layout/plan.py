@@ -81,10 +81,11 @@ class Plan:
 def plan(pairing: Pairing, source_slots: Int64s, target_slots: Int64s) -> Plan:
     """The maximal runs that carry source_slots[i] to target_slots[i], both int64 (n,), in that order.
 
-    Slots were checked for repetition before (layout.check_slots). Raises LocalProtocolError with the values for a slot
-    outside its side, since a plan is written without further checks.
+    Slots were checked for repetition before (layout.check_slots). Raises LocalProtocolError with the values for lists
+    of different lengths and a slot outside its side, since a plan is written without further checks.
     """
-    assert source_slots.shape == target_slots.shape == (len(source_slots),), (source_slots.shape, target_slots.shape)
+    if not source_slots.shape == target_slots.shape == (len(source_slots),):
+        raise LocalProtocolError(f"source_slots {source_slots.shape}, target_slots {target_slots.shape}: not (n,) each")
     rows = len(source_slots)
     runs_of = _runs_of_few if rows <= FEW else _runs_of_many
     return Plan(pairing=pairing, runs=read_only(runs_of(pairing, source_slots, target_slots)), rows=rows)

@@ -57,8 +57,11 @@ def test_rows_to_skip_or_outside_the_buffer_are_left_out(lib: ctypes.CDLL, nativ
     assert torch.equal(as_bytes(given[0]), right)
 
 
-def test_no_rows_are_nothing_to_do() -> None:
-    given = case(0, (512, 64), torch.bfloat16, torch.int64)
+@pytest.mark.parametrize("loc", [[], [-1, SLOTS, -1]])
+def test_no_rows_are_nothing_to_do(loc: list[int]) -> None:
+    """Where there are none, and where each is left out."""
+    given = case(len(loc), (512, 64), torch.bfloat16, torch.int64)
+    given[1] = torch.tensor(loc, dtype=torch.int64)
     before = as_bytes(given[0]).clone()
     set_mla_kv_buffer(*given)
     assert torch.equal(as_bytes(given[0]), before)

@@ -223,6 +223,13 @@ def test_slots_outside_a_pool_make_no_plan(
         plan(pair(source, target), np.array(source_slots), np.array(target_slots))
 
 
+@pytest.mark.parametrize(("sources", "targets"), [([0, 1], [0]), ([[0]], [[0]])])
+def test_lists_of_slots_that_do_not_pair_make_no_plan(sources: Any, targets: Any) -> None:
+    layout = Pool(name="page_head", model=mha(), page_size=8, slots=16).layout
+    with pytest.raises(LocalProtocolError, match=r"source_slots \(.*\), target_slots \(.*\)"):
+        plan(pair(layout, layout), np.array(sources), np.array(targets))
+
+
 # Pieces and bytes
 
 

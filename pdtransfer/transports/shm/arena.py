@@ -106,7 +106,8 @@ class ShmArena:
             return None
         try:
             fd = self._arena.reopen()
-        except OSError:  # out of descriptors: the token stays valid
+        except OSError as error:  # the token stays valid
+            log.warning("no descriptor of the arena for the writer of session %#x: %s", session, error.strerror)
             return None
         byte, self._next_byte = self._next_byte, self._next_byte + 1
         try:

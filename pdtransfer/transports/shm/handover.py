@@ -288,7 +288,8 @@ async def _answer(peer: socket.socket, reach: Reach) -> int:
     for fd in fds:
         os.close(fd)
     if not reply:
-        raise TransportError(f"{reach.address}: the arena's owner refused the token")
+        text = "the arena's owner refused the token, or has no descriptor left: its log tells"
+        raise TransportError(f"{reach.address}: {text}")
     held = f"{len(reply)} bytes {reply.hex()} with {len(fds)} descriptors"
     raise TransportError(f"{reach.address}: an answer of {held}, for an arena of {reach.arena_bytes} bytes")
 

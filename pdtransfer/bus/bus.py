@@ -250,7 +250,7 @@ class Bus:
         self._receive(connection.name, message)
 
     def _tcp_of(self, frame: zmq.Frame) -> TcpConnection | None:
-        return TcpConnection.of(int(frame.get(zmq.SRCFD)), curve=self._keys is not None)
+        return TcpConnection.of_frame(frame, curve=self._keys is not None)
 
     def _audit(self) -> None:
         now = self._loop.time()

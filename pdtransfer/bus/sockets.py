@@ -214,6 +214,14 @@ class TcpConnection:
         cookie = _getsockopt(fd, tcp.SOL_SOCKET, _SO_COOKIE, 8)
         return cls(fd, cookie, curve) if cookie else None
 
+    @classmethod
+    def of_frame(cls, frame: zmq.Frame, *, curve: bool) -> TcpConnection | None:
+        """Returns the connection that this frame came by; None where it has ended since."""
+        try:
+            return cls.of(int(frame.get(zmq.SRCFD)), curve=curve)
+        except zmq.ZMQError:
+            return None
+
     def count_frame(self, byte_count: int) -> None:
         """Counts a frame of this size that was read."""
         body = byte_count + _CURVE_BYTES if self.curve else byte_count

@@ -189,7 +189,8 @@ class Service:
 
     def _hello(self, peer: str, message: Hello, now: float) -> None:
         theirs = message.identity
-        assert theirs.role == "router", "the daemon gives us routers only"
+        if theirs.role != "router":
+            raise RemoteProtocolError("role", f"{theirs.role}, only a router asks a daemon for rooms")
         try:
             version = negotiate(ours=(VERSION, VERSION), theirs=(message.version_min, message.version_max))
         except RemoteProtocolError as error:

@@ -669,3 +669,7 @@ def test_superseded_connections_are_bounded_too() -> None:
         connections.introduce(connections.find(route(number), "", 0.0), "node:d", 0.0)
     assert len(connections) <= 1 + 8
     assert connections.route_of("node:d") == route(99)
+
+
+def test_a_frame_whose_connection_has_ended_has_none() -> None:
+    assert sockets.TcpConnection.of_frame(zmq.Frame(b"junk"), curve=False) is None

@@ -166,6 +166,13 @@ def test_cancel_stops_once_and_the_end_is_a_failure_whatever_the_daemon_says() -
     assert daemon.hear(A, Cancel(7, "deadline")) == [Send(A, End(7, "deadline", "", 2))]
 
 
+def test_a_hello_of_another_role_is_a_breach_and_no_router() -> None:
+    daemon = Daemon()
+    with pytest.raises(RemoteProtocolError, match="role: prefill, only a router"):
+        daemon.hear("node:p", Hello(1, 1, identity("p", "prefill", 1)))
+    assert daemon.hear("node:p", begin(7)) == []
+
+
 def test_another_routers_room_is_a_breach_and_stays_as_it_is() -> None:
     daemon = Daemon()
     daemon.hear(A, begin(7))

@@ -563,12 +563,13 @@ def test_fileno_is_readable_from_news_until_poll(pair: Pair) -> None:
     assert not readable(pair.prefill, 0.05)
     pair.expect(1, 10)
     assert not readable(pair.decode, 0.05)
+    assert readable(pair.prefill, 60)
+    said = [type(each) for each in pair.prefill.poll()]
     pair.send(1, 10)
     assert readable(pair.decode, 60)
     assert [type(said) for said in pair.decode.poll()] == [RoomReady]
     assert not readable(pair.decode, 0)
     assert pair.decode.poll() == []
-    said = []
     while len(said) < 4:
         assert readable(pair.prefill, 60)
         said += [type(each) for each in pair.prefill.poll()]

@@ -21,6 +21,8 @@ from .wire import Logprobs, Sampling, unpack_biases
 
 # Beyond this vocabulary, only so many of the likeliest tokens are sorted where the rest cannot change the draw.
 SORTED_MAX = 2_048
+LOGPROB_MIN = -9_999.0  # what OpenAI's API writes for a token that is very unlikely
+_LOGIT_MAX = float(np.finfo(np.float32).max)
 _NAMES = tuple(field.name for field in fields(Sampling))
 BASIC = frozenset(_NAMES[: _NAMES.index("ignore_eos") + 1])  # what every engine has: the fields of v1.0
 
@@ -112,7 +114,8 @@ def adjusted(
     if sampling.repetition_penalty != 1.0:
         seen = np.concatenate((prompt, generated))  # twice or once is the same
         penalty = np.float32(sampling.repetition_penalty)
-        logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # a tiny penalty: `draw` takes infinities
+            logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
     if sampling.frequency_penalty or sampling.presence_penalty:
         counts = np.bincount(generated, minlength=len(logits))
         logits -= (sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)).astype(np.float32)
@@ -122,9 +125,10 @@ def adjusted(
 def draw(logits: NDArray[np.float32], sampling: Sampling, index: int) -> int:
     """The generated id at `index`: the first highest logit at temperature 0, else a draw by (seed, index) from the
     tokens that min_p, then top_k, then top_p leave. Of equally likely tokens the lower id comes first."""
-    if sampling.temperature == 0.0:
+    highest = float(logits.max())
+    if sampling.temperature == 0.0 or not isfinite(highest):  # of NaN and infinities there are no shares
         return int(logits.argmax())
-    shares = np.exp((logits.astype(np.float64) - float(logits.max())) / sampling.temperature)
+    shares = np.exp((logits.astype(np.float64) - highest) / sampling.temperature)
     if sampling.min_p:
         shares[shares < sampling.min_p] = 0.0  # the likeliest has 1
     most = min(sampling.top_k or len(shares), len(shares))
@@ -147,13 +151,17 @@ def draw(logits: NDArray[np.float32], sampling: Sampling, index: int) -> int:
 
 
 def logprobs_of(logits: NDArray[np.float32], chosen: int, top: int) -> Logprobs:
-    """The logprob of `chosen` and of the `top` likeliest ids, of the logits as the model gave them."""
-    wide = logits.astype(np.float64)
-    highest = float(wide.max())
-    total = highest + float(np.log(np.exp(wide - highest).sum()))
-    # Rounding may not lift a logprob above 0.
-    likeliest = [(int(each), min(0.0, float(wide[each]) - total)) for each in _likeliest(wide, top)] if top else []
-    return Logprobs(min(0.0, float(wide[chosen]) - total), tuple(likeliest))
+    """The logprob of `chosen` and of the `top` likeliest ids, of the logits as the model gave them: at least
+    LOGPROB_MIN, also of ids that the model excludes and of what is no number."""
+    wide = np.nan_to_num(logits.astype(np.float64), nan=-np.inf, posinf=_LOGIT_MAX, neginf=-np.inf)
+    highest = max(float(wide.max()), -_LOGIT_MAX)
+    total = highest + float(np.log(max(np.exp(wide - highest).sum(), 1.0)))
+
+    def logprob(each: int) -> float:
+        return max(LOGPROB_MIN, min(0.0, float(wide[each]) - total))  # rounding may not lift it above 0
+
+    likeliest = [(int(each), logprob(int(each))) for each in _likeliest(wide, top)] if top else []
+    return Logprobs(logprob(chosen), tuple(likeliest))
 
 
 def _likeliest(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:

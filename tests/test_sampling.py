@@ -96,6 +96,30 @@ def test_a_large_vocabulary_is_drawn_from_as_if_it_were_sorted(fields: Any, monk
     assert len(set(partly)) > 10
 
 
+@pytest.mark.parametrize("fields", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_no_numbers_break_no_pick(value: float, fields: Any) -> None:
+    sampling = asked(**{"temperature": 1.0, "logprobs": True, "top_logprobs": 4, **fields})
+    for count in (1, 5, 8):
+        logits = np.arange(8, dtype=np.float32)
+        logits[:count] = value
+        picked = pick(logits, sampling, prompt=np.array([1]), ids=[])
+        assert 0 <= picked.id < 8
+        assert picked.logprobs is not None
+        assert len(unpack_logprobs("x", picked.logprobs.pack(), sampling, 1)[0].top) == 4
+
+
+def test_an_excluded_token_has_openais_least_logprob() -> None:
+    excluded = np.array([0, -np.inf, -np.inf], np.float32)
+    assert logprobs_of(excluded, 0, 2) == Logprobs(0.0, ((0, 0.0), (1, -9_999.0)))
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_k": 2}, {"top_p": 0.5}])
+def test_a_tiny_repetition_penalty_takes_a_seen_token(fields: Any) -> None:
+    sampling = asked(temperature=1.0, repetition_penalty=1e-300, **fields)
+    assert pick(np.arange(8, dtype=np.float32), sampling, prompt=np.array([2, 3]), ids=[4]).id in (2, 3, 4)
+
+
 def test_what_needs_more_than_an_argmax_is_told_from_what_does_not() -> None:
     assert is_argmax(asked(ignore_eos=True, top_k=3, top_p=0.5))
     for fields in ({"temperature": 1.0}, {"min_tokens": 1}, {"logprobs": True}, {"repetition_penalty": 1.1}):

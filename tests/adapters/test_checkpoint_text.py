@@ -6,6 +6,8 @@ import json
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,20 @@ def test_tokens_that_begin_words_have_their_space(tmp_path: Path) -> None:
     assert text.max_model_len is None
 
 
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_a_long_text_on_a_thread_lets_other_threads_run(text: CheckpointText, way: str) -> None:
+    ids = [*range(100, 130)] * 40_000
+    work = threading.Thread(target=lambda: text.encode("word " * 80_000, special=True))
+    if way == "decode":
+        work = threading.Thread(target=lambda: text.decode(ids))
+    work.start()
+    turns = 0
+    while work.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10
+
+
 def test_a_chat_is_rendered_by_the_template(text: CheckpointText) -> None:
     said = text.render(CHAT, reply=True)
     assert said == f"{START}system\nbe kind{END}\n{START}user\nhello \u20ac{END}\n{START}assistant\n"
@@ -99,6 +115,8 @@ def test_a_chat_is_rendered_by_the_template(text: CheckpointText) -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ messages[9].content + 1 }}", "chat template refuses"),
+        ("{{ range(10**9) }}", "chat template refuses.*Range too big"),
+        ("{{ 1 // (messages | length - 1) }}", "chat template refuses.*by zero"),
         (None, "no chat template"),
     ],
 )

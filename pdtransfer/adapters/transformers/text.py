@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -98,20 +97,24 @@ class CheckpointText:
         self.vocabulary: int | None = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
         self._template = None if template is None else _compiled(template)
+        self._byte_level = _is_byte_level(tokenizer)
 
     def encode(self, text: str, *, special: bool) -> NDArray[np.int64]:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=special).ids, np.int64)
+        # The calls for one text hold the interpreter's lock: a long text on a thread would stop the event loop.
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return np.array(encoded.ids, np.int64)
 
     def render(self, messages: Sequence[dict[str, str]], *, reply: bool) -> str:
         if self._template is None:
             raise ValueError("this model has no chat template")
         try:
             return self._template.render(messages=messages, add_generation_prompt=reply, tools=None, **self._special)
-        except (jinja2.TemplateError, TypeError, KeyError, IndexError, RecursionError) as error:
+        except Exception as error:  # noqa: BLE001 -- the template is code that came with the weights
             raise ValueError(f"the chat template refuses it: {error}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)
+        return text
 
     def detokenizer(self) -> _Window:
         return _Window(self._tokenizer)
@@ -126,11 +129,6 @@ class CheckpointText:
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes.fromhex(piece[3:5])
         return piece.replace("\u2581", " ").encode()
-
-    @cached_property
-    def _byte_level(self) -> bool:
-        decoder = json.loads(self._tokenizer.to_str()).get("decoder") or {}
-        return any(each["type"] == "ByteLevel" for each in (decoder, *decoder.get("decoders", ())))
 
 
 class _Window:
@@ -162,6 +160,11 @@ class _Window:
         """The text that the new ids add to the known ones."""
         decode = self._tokenizer.decode
         return decode(self._known + self._new)[len(decode(self._known)) :]
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+    return any(each["type"] == "ByteLevel" for each in (decoder, *decoder.get("decoders", ())))
 
 
 def _byte_characters() -> dict[str, int]:

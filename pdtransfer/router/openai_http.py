@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -17,6 +18,8 @@ from .completions import BadRequestError
 
 JSON = "application/json"
 BODY_S = 20.0  # time limit for a body
+INLINE_BYTES_MAX = 4 << 10  # of a body that is parsed and tokenised on the loop: some milliseconds
+Result = TypeVar("Result")
 
 
 class OpenRequests:
@@ -25,7 +28,7 @@ class OpenRequests:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.count = 0
-        self.bodies_bytes = 0  # of bodies being received
+        self.bodies_bytes = 0  # of bodies being received, or parsed
         self.prompts_bytes = 0  # of unfinished requests
         self.draining = False
         self._idle = asyncio.Event()  # set while no request is unfinished
@@ -39,6 +42,18 @@ class OpenRequests:
                 return await self._read(http)
         except TimeoutError:
             raise BadRequestError(None, "the body did not come in time", status=408) from None
+
+    async def parsed(self, http: web.Request, work: Callable[[bytes], Result]) -> Result:
+        """Reads the body as `body` does, and does `work` on it: on a thread if the body is large, since tokenizers take
+        their time. It counts until then, since threads are few."""
+        body = await self.body(http)
+        if len(body) <= INLINE_BYTES_MAX:
+            return work(body)
+        self.bodies_bytes += len(body)
+        try:
+            return await asyncio.to_thread(work, body)
+        finally:
+            self.bodies_bytes -= len(body)
 
     async def _read(self, http: web.Request) -> bytes:
         body, length = bytearray(), http.content_length or 0

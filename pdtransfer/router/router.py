@@ -9,10 +9,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeVar
 
 import msgspec
 import uvloop
@@ -47,8 +45,6 @@ from .worker_pool import model_text
 log = logging.getLogger(__name__)
 
 TEXT_PATHS = ("/tokenize", "/detokenize")
-INLINE_BYTES_MAX = 4 << 10  # of a body that is parsed and tokenised on the loop: some milliseconds
-Result = TypeVar("Result")
 
 
 class Router:
@@ -184,19 +180,18 @@ class Router:
         """Answers /tokenize and /detokenize."""
         work = tokenized if http.path == "/tokenize" else detokenized
         try:
-            body = await self.open_requests.body(http)
-            return web.Response(body=await _off_loop(body, lambda: work(body, self._text)), content_type=JSON)
+            answer = await self.open_requests.parsed(http, lambda body: work(body, self._text))
+            return web.Response(body=answer, content_type=JSON)
         except (BadRequestError, ArenaFullError) as why:
             return refusal(why)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         """Answers /v1/completions and /v1/chat/completions."""
         try:
-            body = await self.open_requests.body(http)
             chat, seed = http.path == "/v1/chat/completions", secrets.randbits(63)
             hisparse = self._config.enable_hisparse
-            parsed = await _off_loop(
-                body, lambda: parse(body, seed=seed, chat=chat, text=self._text, enable_hisparse=hisparse)
+            parsed = await self.open_requests.parsed(
+                http, lambda body: parse(body, seed=seed, chat=chat, text=self._text, enable_hisparse=hisparse)
             )
             completion = self._of_one_model(parsed)
             with self.open_requests.hold(completion.prompt_bytes, rooms=len(completion.rooms)):
@@ -323,11 +318,6 @@ def _failed(end: Fail | Refusal) -> web.Response:
 
 def _usage(answer: GrowingAnswer) -> dict[str, object]:
     return usage_of(answer.completion.prompt_tokens, answer.choices, answer.completion.n)
-
-
-async def _off_loop(body: bytes, work: Callable[[], Result]) -> Result:
-    """Does work on a body: on a thread if the body is large, since tokenizers take their time."""
-    return work() if len(body) <= INLINE_BYTES_MAX else await asyncio.to_thread(work)
 
 
 async def serve(config: RouterConfig) -> None:

@@ -207,16 +207,17 @@ def parse(
         logprobs, top_logprobs = fields.logprobs is not None, fields.logprobs or 0
         echoes = tuple(texts) if fields.echo else ()
         return _completion(
-            fields, text, prompts, echoes, seed, max_tokens=fields.max_tokens, chat=False, logprobs=logprobs,
-            top_logprobs=top_logprobs, enable_hisparse=enable_hisparse,
+            fields, text, prompts, echoes, seed, longest=("max_tokens", fields.max_tokens), chat=False,
+            logprobs=logprobs, top_logprobs=top_logprobs, enable_hisparse=enable_hisparse,
         )  # fmt: skip
     fields = decoded(_CHAT, body)
     if fields.top_logprobs and not fields.logprobs:
         raise BadRequestError("top_logprobs", "only together with logprobs")
     prompt = chat_ids(text, fields.messages, reply=fields.add_generation_prompt, special=fields.add_special_tokens)
+    longest = ("max_completion_tokens", fields.max_completion_tokens)
     return _completion(
         fields, text, [_packed("messages", prompt, text)], (), seed, chat=True, enable_hisparse=enable_hisparse,
-        max_tokens=fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens,
+        longest=("max_tokens", fields.max_tokens) if longest[1] is None else longest,
         logprobs=bool(fields.logprobs), top_logprobs=fields.top_logprobs or 0,
     )  # fmt: skip
 
@@ -247,7 +248,10 @@ def _bad_request(text: str) -> BadRequestError:
 def _is_neutral(value: Raw, neutral: tuple[object, ...]) -> bool:
     if memoryview(value).nbytes > _NEUTRAL_BYTES_MAX:
         return False
-    content: object = msgspec.json.decode(value)
+    try:
+        content: object = msgspec.json.decode(value)
+    except msgspec.DecodeError:  # a number beyond all numbers
+        return False
     # False is 0 and True is 1 for Python.
     return any(type(content) is type(each) and content == each for each in neutral) or (
         type(content) is float and content in [each for each in neutral if type(each) is int]
@@ -308,11 +312,12 @@ def _completion(
     seed: int,
     *,
     chat: bool,
-    max_tokens: int | None,
+    longest: tuple[str, int | None],
     logprobs: bool,
     top_logprobs: int,
     enable_hisparse: bool,
 ) -> Completion:
+    """`longest`: the field that bounds an answer's tokens, and its value."""
     n, stream = fields.n or 1, bool(fields.stream)
     if len(prompts) * n > CHOICES_MAX:
         raise BadRequestError("n", f"{n} choices of {len(prompts)} prompts, at most {CHOICES_MAX} in one request")
@@ -326,7 +331,7 @@ def _completion(
         CompletionRequest(
             prompt=prompt,
             sampling=_sampling(
-                fields, _answer_tokens(prompt, max_tokens, text, chat=chat), seed + at, biases, logprobs, top_logprobs
+                fields, _answer_tokens(prompt, longest, text, chat=chat), seed + at, biases, logprobs, top_logprobs
             ),
             model=fields.model or None,
             enable_hisparse=enable_hisparse if fields.enable_hisparse is None else fields.enable_hisparse,
@@ -342,8 +347,9 @@ def _completion(
     )  # fmt: skip
 
 
-def _answer_tokens(prompt: bytes, max_tokens: int | None, text: TextCodec, *, chat: bool) -> int:
+def _answer_tokens(prompt: bytes, longest: tuple[str, int | None], text: TextCodec, *, chat: bool) -> int:
     """The most tokens of an answer. Raises BadRequestError where they do not fit behind the prompt."""
+    field, max_tokens = longest
     count, context = len(prompt) // 4, text.max_model_len or TOKENS_MAX
     left = context - count
     if left < 1:
@@ -354,7 +360,7 @@ def _answer_tokens(prompt: bytes, max_tokens: int | None, text: TextCodec, *, ch
         return min(left, CHAT_TOKENS_DEFAULT if chat else MAX_TOKENS_DEFAULT)
     if max_tokens > left:
         text_of = f"{max_tokens} after {count} of prompt, the total limit is {context}"
-        raise BadRequestError("max_tokens", text_of, code="context_length_exceeded")
+        raise BadRequestError(field, text_of, code="context_length_exceeded")
     return max_tokens
 
 

@@ -156,6 +156,7 @@ BAD = [
     (b'{"prompt": "a", "logprobs": true}', "logprobs", "bool"),
     (b'{"prompt": "a", "echo": true, "logprobs": 0}', "echo", "together with logprobs"),
     (b'{"prompt": "a", "suffix": "x"}', "suffix", "not supported"),
+    (b'{"prompt": "a", "suffix": 1e999}', "suffix", "not supported"),
     (b'{"prompt": "a", "guided_json": {"type": "object"}}', "guided_json", "not supported"),
     (b'{"prompt": "a", "stop_token_ids": [5]}', "stop_token_ids", "not supported"),
     (b'{"prompt": "a", "tools": ' + b"[" * 9_000 + b"]" * 9_000 + b"}", None, "deep"),
@@ -180,6 +181,11 @@ BAD_CHATS = [
         "image_url",
     ),
     (b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}]}', "messages", "tool_calls"),
+    (b'{"messages": [{"role": "user", "content": "", "tool_calls": 1e999}]}', "messages", "tool_calls"),
+    *(
+        (b'{"messages": [{"role": "user", "content": "x"}], "%s": 16777216}' % field.encode(), field, "total limit")
+        for field in ("max_tokens", "max_completion_tokens")
+    ),
     (b'{"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}', "max_completion_tokens", ">= 1"),
     (b'{"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}', "top_logprobs", "logprobs"),
     (

@@ -173,7 +173,9 @@ def _configuration(directory: Path) -> Any:
         given = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"config.json: {getattr(error, 'strerror', None) or error}") from None
-    kind = given.get("model_type") if isinstance(given, dict) else None
+    if not isinstance(given, dict):
+        raise ConfigError(f"config.json: {type(given).__name__}, expected an object")
+    kind = given.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         why = "it needs code of its own, which is not run" if "auto_map" in given else "transformers does not know it"
         raise ConfigError(f"config.json: model_type {kind!r}: {why} (transformers {transformers.__version__})")

@@ -79,7 +79,9 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("", "config.json: "),
-        ("[]", "model_type None"),
+        ("[]", "config.json: list, expected an object"),
+        ("7", "config.json: int, expected an object"),
+        ("null", "config.json: NoneType, expected an object"),
         ("{}", "model_type None"),
         ('{"model_type": 7}', "model_type 7"),
         ('{"model_type": "llama", "hidden_size": "wide"}', "config.json: "),

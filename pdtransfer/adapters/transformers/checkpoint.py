@@ -110,11 +110,9 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
         with device:
             model = _tried("config.json", lambda: AutoModelForCausalLM.from_config(made, dtype=dtype))
     else:
+        given = {"dtype": dtype, "local_files_only": True, "use_safetensors": True, "output_loading_info": True}
         model, report = _tried(
-            "its weights",
-            lambda: AutoModelForCausalLM.from_pretrained(
-                directory, config=made, dtype=dtype, local_files_only=True, output_loading_info=True
-            ),
+            "its weights", lambda: AutoModelForCausalLM.from_pretrained(directory, config=made, **given)
         )
         if wrong := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
             raise ConfigError(f"its weights: {len(wrong)} are missing or of another shape: {', '.join(wrong[:3])}")

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[transformers]'")
 
+import torch
 import transformers
 
 from pdtransfer.adapters.transformers import create, factory
@@ -91,6 +92,15 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 def test_a_broken_configuration_is_one_line(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     assert reason in refused(tmp_path)
+
+
+def test_weights_that_are_pickled_are_not_read(tmp_path: Path) -> None:
+    directory = written(tmp_path / "m", "LlamaConfig", **TINY)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    torch.save(model.state_dict(), directory / "pytorch_model.bin")
+    assert "its weights: " in refused(directory, options={"weights": "checkpoint"})
+    torch.save({"other": Path}, directory / "pytorch_model.bin")
+    assert "its weights: " in refused(directory, options={"weights": "checkpoint"})
 
 
 def test_weights_that_are_missing_or_broken_are_one_line(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
         shapes=shapes,
         eos=_eos(directory, text),
         vocabulary=text.vocab_size,
-        context_tokens=getattr(text, "max_position_embeddings", None) or config.slots,
+        context_tokens=_context(text) or config.slots,
         by_layer_type=len(set(types)) > 1,
         device=device,
         threads=options.threads,
@@ -230,13 +230,24 @@ def _name(directory: Path) -> str:
     return whole.name[-90:]
 
 
+def _context(text: Any) -> int:
+    """Tokens that the model has positions for; 0 where its configuration has no such number."""
+    found = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    return min([each for each in found if each], default=0)
+
+
 def _eos(directory: Path, text: Any) -> frozenset[int]:
-    """Every id that ends a request."""
+    """Every id that ends a request. One beyond the vocabulary ends none. Raises ConfigError for what is no id."""
     ids = getattr(text, "eos_token_id", None)
     if (directory / "generation_config.json").is_file():
         generation = _tried("generation_config.json", lambda: GenerationConfig.from_pretrained(directory))
         ids = ids if generation.eos_token_id is None else generation.eos_token_id
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if strange := [each for each in ids if type(each) is not int]:
+        raise ConfigError(f"eos_token_id: {strange[0]!r} is no id")
+    if beyond := [each for each in ids if not 0 <= each < text.vocab_size]:
+        log.warning("eos_token_id: %s: not within [0, %d), so it ends no request", beyond, text.vocab_size)
+    return frozenset(ids) - frozenset(beyond)
 
 
 def _digest(model: Any, text: Any, dtype: torch.dtype) -> bytes:

@@ -21,7 +21,7 @@ from pdtransfer.adapters.transformers import create, factory
 from pdtransfer.adapters.transformers.requests import FirstToken
 from pdtransfer.engine_api import Alone, HiSparse
 from pdtransfer.errors import ConfigError
-from pdtransfer.wire import Ranks
+from pdtransfer.wire import Ranks, Sampling
 from tests.support import checkpoints
 from tests.support.checkpoints import Handoff, prompts, request
 
@@ -101,6 +101,20 @@ def test_weights_that_are_pickled_are_not_read(tmp_path: Path) -> None:
     assert "its weights: " in refused(directory, options={"weights": "checkpoint"})
     torch.save({"other": Path}, directory / "pytorch_model.bin")
     assert "its weights: " in refused(directory, options={"weights": "checkpoint"})
+
+
+def test_an_end_of_sequence_that_no_token_has_is_left_out_or_refused(tmp_path: Path) -> None:
+    directory = written(tmp_path / "m", "LlamaConfig", **TINY)
+    file = directory / "generation_config.json"
+    file.write_text('{"eos_token_id": [-1, 5, 64]}')
+    config = checkpoints.config(directory, options={"weights": "random"})
+    sampling = Sampling(max_tokens=4, min_tokens=3)  # bars every end of sequence from the first picks
+    (found,) = factory.generate_many(config, [(np.array([3, 4]), sampling)])
+    assert 3 <= len(found.tokens) <= 4
+    assert factory.loaded(config, factory.ModelOptions.parse(config.options)).eos == {5}
+    for wrong in ('"two"', "[[5]]", "{}", "5.0", "true"):
+        file.write_text(f'{{"eos_token_id": {wrong}}}')
+        assert "eos_token_id: " in refused(directory)
 
 
 def test_weights_that_are_missing_or_broken_are_one_line(tmp_path: Path) -> None:
@@ -184,6 +198,15 @@ def test_a_request_that_can_never_be_served_is_refused_by_both_roles(
     if "arena" not in reason:  # prefill needs slots for the prompt alone
         with pytest.raises(ValueError, match=r"prompt|temperature|tokens"):
             handoff.prefill.admit(one)
+
+
+def test_a_context_has_the_tokens_that_a_model_without_position_embeddings_has_biases_for(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 48}
+    config = checkpoints.config(written(tmp_path / "m", "MptConfig", **sizes), options={"weights": "random"})
+    whole = Sampling(max_tokens=8, ignore_eos=True)
+    assert len(factory.generate_many(config, [(np.full(40, 5), whole)])[0].tokens) == 8
+    with pytest.raises(ValueError, match="49 tokens, the context has 48"):
+        factory.generate_many(config, [(np.full(41, 5), whole)])
 
 
 def test_a_prompt_that_its_pool_can_never_hold_is_refused_with_both_values(handoff: Handoff) -> None:

@@ -68,9 +68,9 @@ class HybridPrefill:
 
     def __init__(self, config: EngineConfig, options: HybridOptions) -> None:
         self._config, self._options = config, options
-        self._description = describe_hybrid(config, options)
+        self._description, self._device = describe_hybrid(config, options), device_of(config.device)
         byte_count = self._description.memory_bytes
-        if device_of(config.device).type == "cuda":
+        if self._device.type == "cuda":
             self.flat = flat_words(byte_count, config.device)
             torch.cuda.current_stream(self.flat.device).synchronize()  # other streams read it
         else:
@@ -126,6 +126,7 @@ class HybridPrefill:
         return {each.name: self._slots(room, each) for each in self._description.components}
 
     def step(self) -> list[Computed | Prefilled | Broken]:
+        _enter(self._device)
         if not self._rooms:
             return []
         room = next(iter(self._rooms.values()))
@@ -277,6 +278,7 @@ class HybridDecode:
         self._rooms[request.room] = answer
 
     def step(self) -> list[Token | Finished | Broken]:
+        _enter(self._device)
         made: list[Token | Finished | Broken] = []
         for number in list(islice(self._rooms, self._config.batch_max)):
             room = self._rooms.pop(number)  # to the end of the queue: rooms take turns
@@ -328,6 +330,12 @@ class HybridDecode:
             kv_digest=blake2b(b"".join(digests.values()), digest_size=DIGEST_BYTES).digest(),
         ))  # fmt: skip
         return True
+
+
+def _enter(device: torch.device) -> None:
+    """Called on the thread that is about to compute: events are of that thread's card, which is card 0 at first."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _words(memory: memoryview, byte_count: int) -> Tensor:

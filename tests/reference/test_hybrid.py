@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pdtransfer.engine_api import (
     Alone,
@@ -144,6 +145,15 @@ def test_a_row_that_changes_while_the_room_decodes_changes_its_digests(expected:
     (*_, end) = both.run()[4]
     assert end.kv_digest != expected[4].kv_digest
     assert end.logits_digest != expected[4].logits_digest
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_sets_its_card_on_the_thread_that_steps_it(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = create(config(role))
+    engine._device, cards = torch.device("cuda", 1), list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "set_device", cards.append)
+    assert engine.step() == []
+    assert cards == [engine._device]
 
 
 def test_pages_and_states_come_back_and_a_full_pool_waits() -> None:

@@ -120,6 +120,7 @@ class CheckpointPrefill:
 
     def admit_with_growth(self, request: Request, growth: int) -> dict[str, NDArray[np.int64]] | None:
         """As `admit`, with pages for `growth` more tokens for decode from this pool. Returns slots by component."""
+        self._checkpoint.enter()
         check_request(request, self._checkpoint)
         if request.room in self._held:
             raise ValueError(f"room {request.room:#x} exists already")

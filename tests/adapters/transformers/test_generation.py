@@ -185,16 +185,19 @@ def test_a_windows_rows_alone_stay_of_layers_that_have_one(directories: dict[str
     assert all(before[1] == after[0] for before, after in pairwise(rows))
 
 
-def test_an_engine_computes_with_its_threads_on_whatever_thread_it_is_stepped(directories: dict[str, Path]) -> None:
+def test_an_engine_computes_with_its_threads_on_whatever_thread_it_is_called(directories: dict[str, Path]) -> None:
     prefill = Handoff.of(made(directories, "llama"), prefill={}, decode={}).prefill
     found: list[int] = []
 
-    def step() -> None:
+    def compute() -> None:
+        torch.set_num_threads(2)
+        assert prefill.admit(request(1, prompts()[0]))  # what it times begins here, on a card by an event
+        found.append(torch.get_num_threads())
         torch.set_num_threads(2)
         prefill.step()
         found.append(torch.get_num_threads())
 
-    thread = threading.Thread(target=step)
+    thread = threading.Thread(target=compute)
     thread.start()
     thread.join()
-    assert found == [1]
+    assert found == [1, 1]

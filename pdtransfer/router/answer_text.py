@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..wire import Logprobs, Sampling, unpack_logprobs
 from .text import TextCodec
@@ -41,6 +42,7 @@ class AnswerText:
     def __init__(self, codec: TextCodec, sampling: Sampling, stops: tuple[str, ...], *, keep_stop: bool) -> None:
         self._detokenizer, self._sampling = codec.detokenizer(), sampling
         self._stops, self._keep_stop = stops, keep_stop
+        self._begun = [0] * len(stops)  # how many characters of each stop string the held text ends with
         self._held = ""  # text that may begin a stop string
         self._scored: list[ScoredToken] = []  # of text that is held back
         self._released = 0  # characters
@@ -81,18 +83,37 @@ class AnswerText:
                 upto += len(stop) if self._keep_stop else 0
                 self.stopped, end = True, upto
             else:
-                upto -= max(self._beginning(stop) for stop in self._stops)
+                self._begun = [_begun(*each, new) for each in zip(self._stops, self._begun, strict=True)]
+                upto -= max(self._begun)
         text, self._held = self._held[:upto], self._held[upto:end]
         self._released += len(text)
         return text
-
-    def _beginning(self, stop: str) -> int:
-        """How many of the last held characters the stop string begins with."""
-        most = min(len(self._held), len(stop) - 1)
-        return next((count for count in range(most, 0, -1) if self._held.endswith(stop[:count])), 0)
 
     def _piece(self, text: str) -> TextPiece:
         # Without held text, tokens without any are out as well: special ones, and parts of a character.
         out = [each for each in self._scored if each.offset < self._released or not (self._held or self.stopped)]
         self._scored = [] if self.stopped else self._scored[len(out) :]
         return TextPiece(text, tuple(out))
+
+
+def _begun(stop: str, begun: int, new: str) -> int:
+    """How many characters of the stop string a text ends with that ended with `begun` of them and gains `new`, by the
+    algorithm of Knuth, Morris and Pratt: its time does not grow with the stop's length. `new` completes no stop."""
+    borders = _borders(stop)
+    for character in new:
+        while begun and stop[begun] != character:
+            begun = borders[begun - 1]
+        begun += stop[begun] == character
+    return begun
+
+
+@lru_cache(maxsize=1_024)
+def _borders(stop: str) -> list[int]:
+    """For each beginning of a stop string, the longest shorter one that it ends with."""
+    borders = [0]
+    for character in stop[1:]:
+        length = borders[-1]
+        while length and stop[length] != character:
+            length = borders[length - 1]
+        borders.append(length + (stop[length] == character))
+    return borders

@@ -101,3 +101,18 @@ def test_pieces_are_the_text_up_to_the_first_stop(text: str, stops: list[str], s
             break
     assert "".join(pieces) == text
     assert answer.stopped == bool(found if stops else False)
+
+
+def test_a_long_stop_costs_little_at_every_token() -> None:
+    reads = 0
+
+    class Counted(str):
+        def __getitem__(self, at):
+            nonlocal reads
+            reads += 1
+            return super().__getitem__(at)
+
+    answer = growing("a" * 1_023 + "b", Counted("b" + "a" * 1_023), Counted("a" * 500 + "c"))
+    assert "".join(fed(answer, "a" * 3_000)) == "a" * 1_977
+    assert reads < 9 * 3_000
+    assert (answer.feed(list(b"b"), b"").text, answer.stopped) == ("", True)

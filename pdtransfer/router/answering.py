@@ -12,6 +12,8 @@ from .completions import Completion
 from .router_effects import Fail, Finish
 from .text import TextCodec
 
+TURN_TOKENS_MAX = 256  # of one answer that become text before the loop serves others: some milliseconds
+
 
 class Reply:
     """Buffers one room's tokens for its HTTP task: at most max_tokens of them. `news` is set at each change."""
@@ -36,10 +38,17 @@ class Reply:
         self.end = end
         self._news.set()
 
-    def take(self) -> tuple[list[int], bytes]:
-        """Returns all new ids, and their logprobs."""
-        taken = self._ids, bytes(self._logprobs)
-        self._ids, self._logprobs = [], bytearray()
+    @property
+    def waiting(self) -> int:
+        """Ids that were not taken."""
+        return len(self._ids)
+
+    def take(self, most: int) -> tuple[list[int], bytes]:
+        """Returns the next ids, and their logprobs."""
+        count = min(most, len(self._ids))
+        of_logprobs = count * (len(self._logprobs) // max(1, len(self._ids)))
+        taken = self._ids[:count], bytes(self._logprobs[:of_logprobs])
+        del self._ids[:count], self._logprobs[:of_logprobs]
         return taken
 
 
@@ -101,30 +110,37 @@ class GrowingAnswer:
         return [each.ended for each in self._choices if each.ended is not None]
 
     async def next(self) -> list[ChoiceNews]:
-        """Waits for the next pieces. None come once the answer has failed."""
+        """Waits for the next pieces, of TURN_TOKENS_MAX tokens together. None come once the answer has failed."""
+        if self._news.is_set():
+            await asyncio.sleep(0)  # A client that was slow to read left many tokens: others have their turn first.
         await self._news.wait()
         self._news.clear()
         news: list[ChoiceNews] = []
+        left = TURN_TOKENS_MAX
         for index, choice in enumerate(self._choices):
             if choice.ended is not None:
                 continue
             if isinstance(choice.reply.end, Fail):
                 self.failed = choice.reply.end
                 return []
-            gained = self._advance(index, choice)
+            ids, logprobs = choice.reply.take(left)
+            left -= len(ids)
+            gained = self._advance(index, choice, ids, logprobs)
             if gained is not None:
                 news.append(gained)
+            if choice.reply.waiting and choice.ended is None:
+                self._news.set()
         return news
 
-    def _advance(self, index: int, choice: _Choice) -> ChoiceNews | None:
-        ids, logprobs = choice.reply.take()
-        if not ids and choice.reply.end is None:
+    def _advance(self, index: int, choice: _Choice, ids: list[int], logprobs: bytes) -> ChoiceNews | None:
+        if not ids and (choice.reply.end is None or choice.reply.waiting):
             return None
         first, choice.begun = not choice.begun, True
         piece = choice.text.feed(ids, logprobs)
         if choice.text.stopped and choice.reply.end is None:
             self._stop(choice.request)
-        if isinstance(finish := choice.reply.end, Finish):
+        finish = None if choice.reply.waiting and not choice.text.stopped else choice.reply.end
+        if isinstance(finish, Finish):
             piece += choice.text.end()
         if first and choice.echo:
             piece = TextPiece(choice.echo) + piece

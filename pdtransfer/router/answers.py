@@ -83,11 +83,13 @@ class AnswerForm:
         if not self.logprobs:
             return None
         if self.chat:
-            return {"content": [self._scored(each) for each in tokens], "refusal": None}
+            # Written one by one: one call for all would hold the interpreter's lock for as long.
+            content = [msgspec.Raw(msgspec.json.encode(self._scored(each))) for each in tokens]
+            return {"content": content, "refusal": None}
         return {
             "tokens": [token_name(self.text, each.id) for each in tokens],
             "token_logprobs": [each.logprobs.own for each in tokens],
-            "top_logprobs": [self._by_name(each) for each in tokens],
+            "top_logprobs": [msgspec.Raw(msgspec.json.encode(self._by_name(each))) for each in tokens],
             "text_offset": [each.offset for each in tokens],
         }
 

@@ -44,6 +44,7 @@ from .worker_pool import model_text
 
 log = logging.getLogger(__name__)
 
+LOGPROBS_INLINE_MAX = 256  # tokens whose logprobs are written as JSON on the loop: some milliseconds
 TEXT_PATHS = ("/tokenize", "/detokenize")
 
 
@@ -263,7 +264,10 @@ class Router:
         choices = [
             replace(ended, piece=TextPiece.joined(own)) for ended, own in zip(answer.choices, pieces, strict=True)
         ]
-        return web.Response(body=form.whole(choices, _usage(answer)), content_type=JSON)
+        usage, scored = _usage(answer), sum(len(each.piece.tokens) for each in choices)
+        if scored <= LOGPROBS_INLINE_MAX:
+            return web.Response(body=form.whole(choices, usage), content_type=JSON)
+        return web.Response(body=await asyncio.to_thread(form.whole, choices, usage), content_type=JSON)
 
     async def _stream(self, http: web.Request, form: AnswerForm, answer: GrowingAnswer) -> web.StreamResponse:
         news = await answer.next()

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 
 import pytest
 
 from pdtransfer.errors import Cause
-from pdtransfer.router.router_effects import Refusal
-from pdtransfer.wire import End, unpack_ids
+from pdtransfer.router.answering import TURN_TOKENS_MAX, GrowingAnswer, Reply
+from pdtransfer.router.answers import AnswerForm
+from pdtransfer.router.completions import parse
+from pdtransfer.router.router import LOGPROBS_INLINE_MAX
+from pdtransfer.router.router_effects import Finish, Refusal
+from pdtransfer.router.text import BytesText
+from pdtransfer.wire import End, Logprobs, unpack_ids
 from tests.support.openai_types import checked_answer
 from tests.support.router_site import LIMITS, Site, site
 from tests.support.waiting import run_on_loop, until
@@ -170,5 +176,72 @@ def test_a_disconnected_client_cancels_all_rooms() -> None:
             task.cancel()
             await until(lambda: len(it.decode[0].stopped) == 3)
             await until(lambda: it.router.routing.room_count == 0)
+
+    run_on_loop(case)
+
+
+@pytest.mark.parametrize("stop", [None, "b"])
+def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None) -> None:
+    async def case() -> None:
+        count = 3 * TURN_TOKENS_MAX
+        body = {"prompt": "x", "n": 3, "max_tokens": count + 1, "logprobs": 0, "stop": stop}
+        completion = parse(json.dumps(body).encode(), seed=1)
+        news, turns, stopped = asyncio.Event(), 0, []
+        replies = {each: Reply(news, 0.0) for each in range(3)}
+        scores = b"".join(Logprobs(-float(at)).pack() for at in range(count))
+
+        def stopping(request: int) -> None:
+            stopped.append(request)
+            replies[request].close(Finish(request, 1, None, None, "d", "p"))
+
+        answer = GrowingAnswer(completion, replies, news, BytesText(), stopping)
+        for each, reply in replies.items():
+            reply.put([97] * count + [98], scores + Logprobs(-1.0).pack())
+            if each or stop is None:
+                reply.close(Finish(each, 1, None, None, "d", "p"))
+
+        async def other() -> None:
+            nonlocal turns
+            while not answer.ended:
+                turns += 1
+                await asyncio.sleep(0)
+
+        texts, own = ["", "", ""], [[], [], []]
+        task = asyncio.create_task(other())
+        while not answer.ended:
+            pieces = await answer.next()
+            assert sum(len(each.piece.text) for each in pieces) <= TURN_TOKENS_MAX
+            for each in pieces:
+                texts[each.index] += each.piece.text
+                own[each.index] += [one.logprobs.own for one in each.piece.tokens]
+                assert each.first == (texts[each.index] == each.piece.text)
+        await task
+        assert texts == ["a" * count + ("" if stop else "b")] * 3
+        assert own == [[-float(at) for at in range(count)] + ([] if stop else [-1.0])] * 3
+        assert (turns >= 9, stopped) == (True, [0] if stop else [])
+        assert [each.tokens for each in answer.choices] == [count + 1] * 3
+
+    run_on_loop(case)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_many_logprobs_are_written_on_a_thread(chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, whole = [], AnswerForm.whole
+
+    def watched(self: AnswerForm, *args):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return whole(self, *args)
+
+    monkeypatch.setattr(AnswerForm, "whole", watched)
+
+    async def case() -> None:
+        async with site() as it:
+            path, asked = (CHAT, {"messages": [{"role": "user", "content": "a"}]}) if chat else ("/v1/completions", {})
+            for count in (2, LOGPROBS_INLINE_MAX):
+                body = {"logprobs": True, "top_logprobs": 2} if chat else {"prompt": "ab", "logprobs": 2}
+                status, content, _ = await it.post(path, **asked, **body, max_tokens=count, n=2)
+                assert status == 200
+                checked_answer(content, chat=chat)
+            assert threads == [True, False]
 
     run_on_loop(case)

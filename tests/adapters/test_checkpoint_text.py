@@ -132,10 +132,13 @@ def test_templates_have_what_transformers_gives_them(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}\n"
         "    {% generation %}{{ eos_token }}{% endgeneration %}\n"
-        "{{ strftime_now('%Y')[:2] }}"
+        "{{ strftime_now('%Y')[:2] }}{{ pad_token }}"
+        "{{ {'b': '€', 'a': 1} | tojson(ensure_ascii=False, separators=(',', ':'), sort_keys=True) }}"
+        "{{ documents is none }}"
     )
-    text = load(write_tokenizer(tmp_path, template=template))
-    assert text.render(CHAT, reply=True) == f'{{"role": "system", "content": " be kind "}}{END}20'
+    text = load(write_tokenizer(tmp_path, template=template, pad_token=END))
+    said = f'{{"role": "system", "content": " be kind "}}{END}20{END}{{"a":1,"b":"€"}}True'
+    assert text.render(CHAT, reply=True) == said
 
 
 def test_texts_ids_and_chats_are_those_of_transformers(directory: Path, text: CheckpointText) -> None:

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 FILE_BYTES_MAX = 256 << 20  # of one JSON file of a checkpoint
 TEMPLATE_FILE = "chat_template.jinja"
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 HELD_TOKENS_MAX = 16  # that may wait for the end of a character, which has four bytes at most
 REPLACEMENT = "\ufffd"
 
@@ -50,7 +51,7 @@ def load(directory: Path) -> CheckpointText:
     return CheckpointText(
         tokenizer,
         None if template is None else str(template),
-        special={name: _content(settings[name]) for name in ("bos_token", "eos_token") if settings.get(name)},
+        special={name: _content(settings[name]) for name in SPECIAL_TOKENS if settings.get(name)},
         max_model_len=_context(_json(directory / "config.json")),
     )
 
@@ -108,7 +109,9 @@ class CheckpointText:
         if self._template is None:
             raise ValueError("this model has no chat template")
         try:
-            return self._template.render(messages=messages, add_generation_prompt=reply, tools=None, **self._special)
+            return self._template.render(
+                messages=messages, add_generation_prompt=reply, tools=None, documents=None, **self._special
+            )
         except Exception as error:  # noqa: BLE001 -- the template is code that came with the weights
             raise ValueError(f"the chat template refuses it: {error}") from None
 
@@ -204,8 +207,14 @@ def _compiled(template: str) -> jinja2.Template:
         raise ValueError(f"its chat template: {error}") from None
 
 
-def _tojson(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(text: str) -> NoReturn:

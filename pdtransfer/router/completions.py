@@ -174,8 +174,8 @@ class Completion:
 
     @property
     def prompt_bytes(self) -> int:
-        """Of all rooms: each has its prompt in messages of its own."""
-        return sum(len(room.prompt) for room in self.rooms)
+        """Of all rooms: each has its prompt in messages of its own, and with `echo` in the answer."""
+        return sum(len(room.prompt) for room in self.rooms) + self.n * sum(len(each) for each in self.echoes)
 
     @property
     def prompt_tokens(self) -> int:

@@ -205,6 +205,8 @@ class Router:
         news, replies = asyncio.Event(), dict[int, Reply]()
         try:
             for room in completion.rooms:
+                if replies:
+                    await asyncio.sleep(0)  # The prompts of many rooms take their time: others have their turn.
                 accepted = self.routing.submit(room, self._clock.now())
                 if isinstance(accepted, Refusal):
                     return self._refuse(_failed(accepted))

@@ -163,6 +163,31 @@ def test_rooms_of_one_request_count_one_by_one() -> None:
             it.router.open_requests.prompts_bytes = it.router._config.limits.prompts_bytes_max - 20
             assert (await it.post(prompt="abc", n=2))[0] == 429
             assert (await it.post(prompt="ab", n=2))[0] == 200
+            assert (await it.post(prompt=["a", "b"], echo=True))[0] == 200
+            assert (await it.post(prompt="ab", n=2, echo=True))[0] == 200
+            it.router.open_requests.prompts_bytes += 1
+            assert (await it.post(prompt="ab", n=2, echo=True))[0] == 429
+            assert (await it.post(prompt="ab", n=2))[0] == 200
+
+    run_on_loop(case)
+
+
+def test_others_have_their_turn_between_the_rooms_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case() -> None:
+        async with site() as it:
+            submit, turns, seen = it.router.routing.submit, 0, []
+
+            def watched(request, now):
+                seen.append(turns)
+                return submit(request, now)
+
+            monkeypatch.setattr(it.router.routing, "submit", watched)
+            task = asyncio.create_task(it.post(prompt=["ab", "c"], n=2, max_tokens=2))
+            while not task.done():
+                turns += 1
+                await asyncio.sleep(0)
+            assert (await task)[0] == 200
+            assert len(set(seen)) == 4
 
     run_on_loop(case)
 

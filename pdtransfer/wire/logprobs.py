@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 
@@ -63,7 +62,7 @@ def unpack_biases(field: str, data: bytes) -> tuple[NDArray[np.int64], NDArray[n
         raise RemoteProtocolError(field, f"{len(data)} bytes, expected pairs of u32 and f32")
     pairs = np.frombuffer(data, _PAIR)
     ids, values = pairs["id"].astype(np.int64), pairs["value"].astype(np.float32)
-    if not all(map(math.isfinite, values)):
+    if not np.isfinite(values).all():
         raise RemoteProtocolError(field, "a bias is not finite")
     if len(set(ids.tolist())) < len(ids):
         raise RemoteProtocolError(field, "an id is named twice")

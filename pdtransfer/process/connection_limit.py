@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import cast
 
 WAIT_S = 20.0  # a connection without a complete request for this long is closed
+UNREAD_WAITS_MAX = 3  # so many times as long where the client is still to read an answer
 
 
 class ConnectionLimiter:
@@ -60,15 +62,20 @@ class ConnectionLimiter:
         if timer is not None:
             timer.cancel()
 
-    def _wait(self, transport: asyncio.BaseTransport) -> None:
-        self._waiting[transport] = self._loop.call_later(self._wait_s, self._end, transport)
+    def _wait(self, transport: asyncio.BaseTransport, waits: int = 1) -> None:
+        self._waiting[transport] = self._loop.call_later(self._wait_s, self._late, transport, waits)
+
+    def _late(self, transport: asyncio.BaseTransport, waits: int) -> None:
+        if waits < UNREAD_WAITS_MAX and cast("asyncio.Transport", transport).get_write_buffer_size():
+            self._wait(transport, waits + 1)
+        else:
+            self._end(transport)
 
     def _end(self, transport: asyncio.BaseTransport) -> None:
+        """Aborts the connection: a close would wait for a client that does not read. uvloop's transports are of no
+        class of asyncio's."""
         self.left(transport)
-        if isinstance(transport, asyncio.Transport):
-            transport.abort()
-        else:
-            transport.close()
+        cast("asyncio.Transport", transport).abort()
 
 
 class _LimitedConnection(asyncio.Protocol):

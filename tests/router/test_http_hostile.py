@@ -131,6 +131,54 @@ def test_half_a_request_is_not_waited_for(said: bytes, monkeypatch: pytest.Monke
     run_on_loop(case)
 
 
+def test_an_answer_that_its_client_does_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limit.ConnectionLimiter.__init__, "__kwdefaults__", {"wait_s": 0.2})
+    size, transports = 32 << 20, []
+
+    async def large(request: http.web.Request) -> http.web.Response:
+        transports.append(request.transport)
+        return http.web.Response(body=bytes(size))
+
+    async def case() -> None:
+        app = http.web.Application()
+        app.add_routes([http.web.get("/large", large)])
+        listener = HttpListener(app, connections_max=8)
+        host, _, port = (await listener.open("127.0.0.1:0")).rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        assert listener.doors is not None
+        await until(lambda: len(listener.doors) == 0)
+        await until(lambda: transports[0].get_write_buffer_size() == 0)
+        assert len(await ended(reader)) < size
+        writer.close()
+        await listener.close()
+
+    run_on_loop(case)
+
+
+@pytest.mark.parametrize(("unread", "looks"), [(0, 1), (5, 2)])
+def test_a_client_that_still_reads_has_longer(unread: int, looks: int) -> None:
+    class Transport(asyncio.Transport):
+        looks = aborted = 0
+
+        def get_write_buffer_size(self) -> int:
+            self.looks += 1
+            return unread
+
+        def abort(self) -> None:
+            self.aborted += 1
+
+    async def case() -> None:
+        transport = Transport()
+        doors = connection_limit.ConnectionLimiter(asyncio.Protocol, connections_max=1, wait_s=0.02)
+        assert doors.came(transport)
+        await until(lambda: transport.aborted)
+        assert (transport.looks, transport.aborted, len(doors)) == (looks, 1, 0)
+
+    run_on_loop(case)
+
+
 @pytest.mark.parametrize(
     "request_",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -91,9 +92,12 @@ class AnswerText:
 
     def _piece(self, text: str) -> TextPiece:
         # Without held text, tokens without any are out as well: special ones, and parts of a character.
-        out = [each for each in self._scored if each.offset < self._released or not (self._held or self.stopped)]
-        self._scored = [] if self.stopped else self._scored[len(out) :]
-        return TextPiece(text, tuple(out))
+        count = len(self._scored)
+        if self._held or self.stopped:
+            count = bisect_left(self._scored, self._released, key=lambda each: each.offset)
+        out = tuple(self._scored[:count])
+        del self._scored[: None if self.stopped else count]
+        return TextPiece(text, out)
 
 
 def _begun(stop: str, begun: int, new: str) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdtransfer.router import answer_text
 from pdtransfer.router.answer_text import AnswerText, TextPiece
 from pdtransfer.router.text import BytesText, token_name
 from pdtransfer.wire import Logprobs, Sampling
@@ -116,3 +118,26 @@ def test_a_long_stop_costs_little_at_every_token() -> None:
     assert "".join(fed(answer, "a" * 3_000)) == "a" * 1_977
     assert reads < 9 * 3_000
     assert (answer.feed(list(b"b"), b"").text, answer.stopped) == ("", True)
+
+
+def test_tokens_without_text_behind_held_text_are_not_looked_at_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+
+    class Scored:
+        def __init__(self, token: int, offset: int, _: Logprobs) -> None:
+            self.id, self._offset = token, offset
+
+        @property
+        def offset(self) -> int:
+            nonlocal looks
+            looks += 1
+            return self._offset
+
+    monkeypatch.setattr(answer_text, "ScoredToken", Scored)
+    answer, score = growing("ab", logprobs=True), Logprobs(-1.0).pack()
+    for token in (97, *[300] * 500):
+        assert answer.feed([token], score) == TextPiece()
+    assert looks < 15 * 500
+    assert len(answer.end().tokens) == 501

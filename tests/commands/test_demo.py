@@ -181,6 +181,19 @@ def test_a_digest_that_is_missing_is_status_1(answers: Callable[..., None]) -> N
     assert run(CONFIG) == 1
 
 
+@pytest.mark.parametrize("name", DIGESTS)
+def test_a_digest_that_nobody_made_is_status_1(
+    answers: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    async def reference(*_: object) -> list[dict[str, str]]:
+        return [DIGESTS | {name: ""}] * 2
+
+    answers(answered("a", **{name: ""}), answered("b", **{name: ""}))
+    monkeypatch.setattr(demo, "_reference", reference)
+    assert run(CONFIG) == 1
+    assert json.loads(capsys.readouterr().out)["differ"] == [name]
+
+
 def test_a_failed_request_is_status_1_despite_equal_digests(
     answers: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

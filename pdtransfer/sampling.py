@@ -108,17 +108,18 @@ def adjusted(
     if sampling.logit_bias:
         biased, values = unpack_biases("logit_bias", sampling.logit_bias)
         logits[biased] += values
-    if len(ids) < sampling.min_tokens:
-        logits[list(eos)] = -np.inf
     generated = np.asarray(ids, np.int64)
     if sampling.repetition_penalty != 1.0:
         seen = np.concatenate((prompt, generated))  # twice or once is the same
-        penalty = np.float32(sampling.repetition_penalty)
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # a tiny penalty: `draw` takes infinities
+        penalty = np.float32(max(sampling.repetition_penalty, np.finfo(np.float32).tiny))
+        with np.errstate(over="ignore"):
             logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
     if sampling.frequency_penalty or sampling.presence_penalty:
         counts = np.bincount(generated, minlength=len(logits))
         logits -= (sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)).astype(np.float32)
+    np.clip(logits, -_LOGIT_MAX, _LOGIT_MAX, out=logits)  # the shares of a draw are relative to the highest
+    if len(ids) < sampling.min_tokens:
+        logits[list(eos)] = -np.inf
     return logits
 
 

@@ -156,3 +156,26 @@ def test_packed_logprobs_come_back_and_wrong_ones_are_refused() -> None:
             unpack_logprobs("logprobs", each, sampling, 2)
     ids, values = unpack_biases("logit_bias", pack_biases({3: 0.5, 9: -1.0}))
     assert (ids.tolist(), values.tolist()) == ([3, 9], [0.5, -1.0])
+
+
+@pytest.mark.parametrize("vocabulary", [32, 4_096])
+@pytest.mark.parametrize("asked", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("penalty", [1e-300, 1e-39, 100.0])
+def test_adjustments_beyond_float32_leave_a_token_to_pick(
+    vocabulary: int, asked: dict[str, Any], penalty: float
+) -> None:
+    logits = np.random.default_rng(0).standard_normal(vocabulary).astype(np.float32)
+    logits[3] = 0.0
+    for bias in (-3.4e38, 3.4e38):
+        biases = pack_biases(dict.fromkeys(range(30), bias))
+        for temperature in (0.0, 1.0):
+            extreme = {"temperature": temperature, "repetition_penalty": penalty, "logit_bias": biases, "min_tokens": 5}
+            sampling = Sampling(max_tokens=8, **extreme, **asked)
+            check_sampling(sampling, vocabulary)
+            picked = pick(logits, sampling, prompt=np.arange(31), ids=[1, 2], eos=(30,))
+            assert 0 <= picked.id < vocabulary
+            assert picked.id != 30
+            if bias > 0:
+                assert picked.id < 30
+        plain = Sampling(max_tokens=8, temperature=1.0, repetition_penalty=penalty, **asked)
+        assert 0 <= pick(logits, plain, prompt=np.arange(31), ids=[1, 2]).id < vocabulary

@@ -26,6 +26,7 @@ from .paged import PagedModel
 from .prefill import CheckpointPrefill
 
 _PROOF_TOKENS = 11
+_PROOF_KEYS = 1_024  # of the step: most are masked, as those of a longer request in the same batch
 _DIFFERENCE_MAX = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.1}  # relative to all logits
 
 
@@ -55,7 +56,8 @@ def loaded(config: EngineConfig, options: ModelOptions) -> Checkpoint:
 
 @torch.inference_mode()
 def _prove(checkpoint: Checkpoint, config: EngineConfig) -> None:
-    """Raises ValueError if some tokens in two chunks and a step have other logits than at once."""
+    """Raises ValueError if some tokens in two chunks and a step have other logits than at once. The step is as in a
+    batch with a longer request: a model must not read positions out of the number of keys."""
     device = checkpoint.device
     ids = torch.arange(1, _PROOF_TOKENS + 1, device=device) % checkpoint.vocabulary
     text = checkpoint.model.config.get_text_config(decoder=True)
@@ -67,11 +69,12 @@ def _prove(checkpoint: Checkpoint, config: EngineConfig) -> None:
     slots = {each.name: torch.arange(15, 15 - _PROOF_TOKENS, -1, device=device) for each in described.components}
     rest, last = 4, _PROOF_TOKENS - 1
     found = [model.chunk(ids[:rest], slots, done=0), model.chunk(ids[rest:last], slots, done=rest)]
-    one = {name: own[None] for name, own in slots.items()}
+    keys = max(_PROOF_TOKENS, min(_PROOF_KEYS, checkpoint.context_tokens))
+    one = {name: torch.nn.functional.pad(own, (0, keys - _PROOF_TOKENS))[None] for name, own in slots.items()}
     position, begin = torch.tensor([last], device=device), torch.tensor([0], device=device)
     window = max(model.window, _PROOF_TOKENS)
     ring = torch.tensor([min(window, _PROOF_TOKENS)], device=device)
-    found.append(model.step(ids[last:], one, position, last=_PROOF_TOKENS, begins=begin, ring=ring)[0])
+    found.append(model.step(ids[last:], one, position, last=keys, begins=begin, ring=ring)[0])
     made, expected = torch.stack(found), whole[[rest - 1, last - 1, last]]
     difference = float((made - expected).norm() / expected.norm())
     if not difference <= _DIFFERENCE_MAX[checkpoint.shapes[0].dtype]:

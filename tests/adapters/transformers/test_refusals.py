@@ -159,6 +159,12 @@ def test_a_model_that_computes_something_else_over_a_paged_cache_is_refused(
     assert "its logits differ" in refused(directory)
 
 
+def test_a_model_that_reads_positions_out_of_the_number_of_keys_is_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 32}
+    layers = {"attention_types": [[["global", "local"], 1]], "window_size": 256}  # the last keys of the longest
+    assert "its logits differ" in refused(written(tmp_path / "m", "GPTNeoConfig", **sizes, **layers))
+
+
 def test_other_weights_have_another_digest_and_random_ones_of_a_seed_the_same(tmp_path: Path) -> None:
     directory = written(tmp_path / "m", "LlamaConfig", **TINY)
 

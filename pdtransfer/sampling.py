@@ -1,4 +1,4 @@
-"""Picks tokens reproducibly from logits, as a request's Sampling has it: the same for every engine, without torch.
+"""Checks requests, picks tokens reproducibly from logits and digests both: the same for every engine, without torch.
 
 Logits are float32 (vocabulary,). Nothing is kept between two tokens: a pick depends on the logits, the request, the ids
 generated so far, and on a hash of the seed and the index. So no state goes from prefill to decode, and every rank of a
@@ -23,6 +23,7 @@ from .wire import Logprobs, Sampling, unpack_biases
 SORTED_MAX = 2_048
 LOGPROB_MIN = -9_999.0  # what OpenAI's API writes for a token that is very unlikely
 _LOGIT_MAX = float(np.finfo(np.float32).max)
+DIGEST_BYTES = 16  # of tokens and logits
 _NAMES = tuple(field.name for field in fields(Sampling))
 BASIC = frozenset(_NAMES[: _NAMES.index("ignore_eos") + 1])  # what every engine has: the fields of v1.0
 
@@ -78,6 +79,24 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
         raise ValueError(str(error)) from None
     if len(ids) and int(ids.max()) >= vocabulary:
         raise ValueError(f"logit_bias: id {int(ids.max())} is not within [0, {vocabulary})")
+
+
+def check_asked(prompt: NDArray[np.int64], sampling: Sampling, *, vocabulary: int, context_tokens: int) -> None:
+    """Raises ValueError, with both values, for a request that no model of these sizes can serve."""
+    if prompt.ndim != 1 or prompt.dtype != np.int64:
+        raise ValueError(f"prompt: {prompt.dtype} of shape {prompt.shape}, expected int64 (tokens,)")
+    if len(prompt) == 0:
+        raise ValueError("prompt: 0 tokens, at least 1 is needed")
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= vocabulary:
+        raise ValueError(f"prompt: id {low if low < 0 else high} is not within [0, {vocabulary})")
+    check_sampling(sampling, vocabulary)
+    total = len(prompt) + sampling.max_tokens
+    if total > context_tokens:
+        raise ValueError(
+            f"prompt of {len(prompt)} tokens and max_tokens {sampling.max_tokens} are {total} tokens, "
+            f"the context has {context_tokens}"
+        )
 
 
 def pick(
@@ -163,6 +182,16 @@ def logprobs_of(logits: NDArray[np.float32], chosen: int, top: int) -> Logprobs:
 
     likeliest = [(int(each), logprob(int(each))) for each in _likeliest(wide, top)] if top else []
     return Logprobs(logprob(chosen), tuple(likeliest))
+
+
+def chain(before: bytes, logits: NDArray[np.float32]) -> bytes:
+    """The logits' digest after one more token. Prefill begins with b""; decode continues."""
+    return blake2b(before + logits.tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
+def tokens_digest(ids: list[int]) -> bytes:
+    """The digest of generated ids, as little-endian u32."""
+    return blake2b(np.array(ids, dtype="<u4").tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 def _likeliest(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:

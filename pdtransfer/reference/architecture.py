@@ -18,10 +18,10 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..sampling import DIGEST_BYTES
 from ..wire import Ranks
 from .tokens import EOS, VOCABULARY
 
-DIGEST_BYTES = 16
 INDEX_HEADS, INDEX_DIM = 4, 128  # of the indexer's queries; a token has one key
 TOP_MAX = 4_096  # positions that one swap plan takes from a request
 

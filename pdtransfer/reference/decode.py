@@ -17,7 +17,7 @@ from ..kernels.plane_views import device_tensor
 from ..kernels.pools import Pool
 from ..kernels.stream import DeviceSpans, Download, span_of
 from ..layout.layout import Layout, check_slots
-from ..sampling import Picked, pick
+from ..sampling import Picked, chain, pick, tokens_digest
 from .architecture import EngineOptions
 from .attention import KEY_BLOCK
 from .cache import Cache
@@ -26,7 +26,7 @@ from .hot import Hot, capacity_of
 from .indexer import IndexCache
 from .model import Transformer
 from .numerics import first_product
-from .sampling import Handoff, chain, tokens_digest
+from .sampling import Handoff
 from .steps import AllResident, Step, StepPart
 
 

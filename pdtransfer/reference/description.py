@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
 import torch
 
 from ..engine_api import EngineConfig, EngineDescription, Request
 from ..errors import ConfigError, LocalProtocolError
 from ..layout.layout import Component, Layout, Span
 from ..layout.layout_builders import DSA_INDEX_PARTS, host_layout, item_layout
-from ..sampling import check_sampling
+from ..sampling import check_asked
 from .architecture import Architecture, EngineOptions, Options
 from .model import Model, Transformer
 from .numerics import VECTOR, exp2
@@ -123,18 +122,4 @@ def _aligned(byte_count: int) -> int:
 
 def check_request(request: Request, architecture: Architecture) -> None:
     """Raises ValueError, with both values, for a request that this architecture cannot serve."""
-    prompt, sampling = request.prompt, request.sampling
-    if prompt.ndim != 1 or prompt.dtype != np.int64:
-        raise ValueError(f"prompt: {prompt.dtype} of shape {prompt.shape}, expected int64 (tokens,)")
-    if len(prompt) == 0:
-        raise ValueError("prompt: 0 tokens, at least 1 is needed")
-    low, high = int(prompt.min()), int(prompt.max())
-    if low < 0 or high >= VOCABULARY:
-        raise ValueError(f"prompt: id {low if low < 0 else high} is not within [0, {VOCABULARY})")
-    check_sampling(sampling, VOCABULARY)
-    total = len(prompt) + sampling.max_tokens
-    if total > architecture.context_tokens:
-        raise ValueError(
-            f"prompt of {len(prompt)} tokens and max_tokens {sampling.max_tokens} are {total} tokens, "
-            f"the context has {architecture.context_tokens}"
-        )
+    check_asked(request.prompt, request.sampling, vocabulary=VOCABULARY, context_tokens=architecture.context_tokens)

@@ -35,7 +35,7 @@ from ..layout.geometry import Int64s
 from ..layout.layout import Component, check_slots
 from ..memory.free_pages import FreePages
 from ..memory.shared_pool import shared_memory
-from ..sampling import draw
+from ..sampling import chain, draw, tokens_digest
 from .architecture import DIGEST_BYTES, Architecture
 from .description import check_request, device_of
 from .hybrid_rows import (
@@ -49,7 +49,6 @@ from .hybrid_rows import (
     row_of,
     stamps_of,
 )
-from .sampling import chain, tokens_digest
 
 Pages = dict[str, Int64s]
 

@@ -29,7 +29,7 @@ from ..kernels.stream import DeviceSpans, Download, upload, wait_event
 from ..layout.layout import expand_pages
 from ..memory.free_pages import FreePages
 from ..memory.shared_pool import shared_memory
-from ..sampling import pick
+from ..sampling import chain, pick
 from ..wire import Ranks
 from .architecture import EngineOptions, Shard
 from .attention import KEY_BLOCK, EveryKey, Keys, RowBatch, Tiles, causal_bias
@@ -39,7 +39,7 @@ from .indexer import IndexCache
 from .model import Transformer
 from .numerics import BLOCK_ROWS, block_up, first_product
 from .projection import Layer
-from .sampling import Handoff, chain
+from .sampling import Handoff
 
 AHEAD_MAX = 8  # cells that are queued on a card: a full launch queue would block other threads' launches
 

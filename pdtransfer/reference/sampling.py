@@ -1,31 +1,17 @@
-"""Digests of tokens and logits, and the data that prefill hands to decode."""
+"""The data that prefill hands to decode."""
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
 from ..errors import RemoteProtocolError
 from ..limits import TOKENS_MAX
-from ..sampling import Picked
+from ..sampling import DIGEST_BYTES, Picked
 from ..wire import Sampling, unpack_logprobs
-from .architecture import DIGEST_BYTES
 from .tokens import VOCABULARY
-
-
-def chain(before: bytes, logits: NDArray[np.float32]) -> bytes:
-    """The logits' digest after one more token. Prefill begins with b""; decode continues."""
-    return blake2b(before + logits.tobytes(), digest_size=DIGEST_BYTES).digest()
-
-
-def tokens_digest(ids: list[int]) -> bytes:
-    """The digest of generated ids, as little-endian u32."""
-    return blake2b(np.array(ids, dtype="<u4").tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 class Handoff(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from pdtransfer.reference import tokens
-from pdtransfer.reference.sampling import chain, tokens_digest
-from pdtransfer.sampling import draw
+from pdtransfer.sampling import chain, draw, tokens_digest
 from pdtransfer.wire import Sampling
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.25, 0.3], np.float32))

@@ -16,11 +16,11 @@ from ...engine_api import Broken, CardMemory, EngineConfig, EngineDescription, F
 from ...kernels.plane_views import device_tensor
 from ...kernels.stream import DeviceSpans, Download, span_of, upload
 from ...layout.layout import check_slots
-from ...sampling import Picked, is_argmax, pick
+from ...sampling import DIGEST_BYTES, Picked, chain, is_argmax, pick, tokens_digest
 from .checkpoint import Checkpoint, ModelOptions
 from .layers import INDEX, WINDOW, describe
 from .paged import PagedModel
-from .requests import DIGEST_BYTES, FirstToken, chain, check_request, tokens_digest
+from .requests import FirstToken, check_request
 
 _DIGEST_ROWS = 1_024  # rows read at once: a digest does not copy a whole request
 

@@ -25,11 +25,11 @@ from ...kernels.stream import DeviceSpans, Download, upload, wait_event
 from ...layout.layout import expand_pages
 from ...memory.free_pages import FreePages
 from ...memory.shared_pool import shared_memory
-from ...sampling import pick
+from ...sampling import chain, pick
 from .checkpoint import Checkpoint, ModelOptions
 from .layers import describe
 from .paged import PagedModel
-from .requests import FirstToken, chain, check_request
+from .requests import FirstToken, check_request
 
 AHEAD_MAX = 8  # cells that are queued on a card: a full launch queue would block other threads' launches
 

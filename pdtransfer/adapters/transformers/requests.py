@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 
 from ...engine_api import Request
 from ...errors import RemoteProtocolError
 from ...limits import TOKENS_MAX
-from ...sampling import Picked, check_sampling
+from ...sampling import DIGEST_BYTES, Picked, check_asked
 from ...wire import Sampling, unpack_logprobs
 from .checkpoint import Checkpoint
-
-DIGEST_BYTES = 16
 
 
 def check_request(request: Request, checkpoint: Checkpoint) -> None:
     """Raises ValueError, with both values, for a request that this model cannot serve."""
-    prompt, sampling = request.prompt, request.sampling
     if request.enable_hisparse:
         raise ValueError("enable_hisparse: only the reference model decodes with it")
-    if prompt.ndim != 1 or prompt.dtype != np.int64:
-        raise ValueError(f"prompt: {prompt.dtype} of shape {prompt.shape}, expected int64 (tokens,)")
-    if len(prompt) == 0:
-        raise ValueError("prompt: 0 tokens, at least 1 is needed")
-    low, high = int(prompt.min()), int(prompt.max())
-    if low < 0 or high >= checkpoint.vocabulary:
-        raise ValueError(f"prompt: id {low if low < 0 else high} is not within [0, {checkpoint.vocabulary})")
-    check_sampling(sampling, checkpoint.vocabulary)
-    total = len(prompt) + sampling.max_tokens
-    if total > checkpoint.context_tokens:
-        raise ValueError(
-            f"prompt of {len(prompt)} tokens and max_tokens {sampling.max_tokens} are {total} tokens, "
-            f"the context has {checkpoint.context_tokens}"
-        )
+    check_asked(
+        request.prompt, request.sampling, vocabulary=checkpoint.vocabulary, context_tokens=checkpoint.context_tokens
+    )
 
 
 class FirstToken(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -82,13 +65,3 @@ class FirstToken(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
         if first.pack() != aux:
             raise ValueError(f"aux of {len(aux)} bytes: its fields take {len(first.pack())} in the shortest form")
         return first
-
-
-def chain(before: bytes, logits: NDArray[np.float32]) -> bytes:
-    """The logits' digest after one more token."""
-    return blake2b(before + logits.tobytes(), digest_size=DIGEST_BYTES).digest()
-
-
-def tokens_digest(ids: list[int]) -> bytes:
-    """The digest of generated ids, as little-endian u32."""
-    return blake2b(np.array(ids, dtype="<u4").tobytes(), digest_size=DIGEST_BYTES).digest()

@@ -198,7 +198,7 @@ async def test_each_event_is_relayed_when_it_comes() -> None:
 
 
 @pytest.mark.parametrize(
-    "pieces", [[b'data: {"error": {"co', b'de": 500}}\n\n'], [b": a comment\n\n"], [b"data: 7\n\n"]]
+    "pieces", [[b'data: {"error": {"co', b'de": "5"}}\n\n'], [b": a comment\n\n"], [b"data: 7\n\n"], [b"data: 7"]]
 )
 def test_a_stream_that_begins_otherwise_is_relayed(pieces: list[bytes]) -> None:
     async def case() -> None:

@@ -171,6 +171,7 @@ def test_tests_that_fail_end_what_is_built_beside_them(tried: Path) -> None:
     ran = integrate(
         tried,
         test=f"until [ -e {building} ]; do sleep 0.01; done; exit 7",
-        containers=f"trap ': >{ended}; exit 143' TERM; : >{building}; for _ in $(seq 3000); do sleep 0.01; done",
+        # A signal within $(...) would end the script without its trap.
+        containers=f"trap ': >{ended}; exit 143' TERM; n=$(seq 3000); : >{building}; for _ in $n; do sleep 0.01; done",
     )
     assert (ran.returncode, ended.exists()) == (7, True), ran.stderr

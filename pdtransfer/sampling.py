@@ -17,7 +17,7 @@ from msgspec.structs import fields
 from numpy.typing import NDArray
 
 from .errors import RemoteProtocolError
-from .wire import Logprobs, Sampling, unpack_biases
+from .wire import Logprobs, Sampling, unpack_biases, unpack_logprobs
 
 # Beyond this vocabulary, only so many of the likeliest tokens are sorted where the rest cannot change the draw.
 SORTED_MAX = 2_048
@@ -34,6 +34,19 @@ class Picked:
 
     id: int
     logprobs: Logprobs | None = None
+
+    def pack_logprobs(self) -> bytes:
+        """The logprobs as an aux carries them to decode; empty without them."""
+        return b"" if self.logprobs is None else self.logprobs.pack()
+
+    @classmethod
+    def of_aux(cls, token: int, logprobs: bytes, sampling: Sampling) -> Picked:
+        """The first token out of an aux. Raises ValueError for logprobs other than the request asks for."""
+        try:
+            found = unpack_logprobs("logprobs", logprobs, sampling, 1)
+        except RemoteProtocolError as error:
+            raise ValueError(f"aux: {error}") from None
+        return cls(token, found[0] if found else None)
 
 
 def beyond_basic(sampling: Sampling) -> str | None:

@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ..errors import RemoteProtocolError
 from ..limits import TOKENS_MAX
 from ..sampling import DIGEST_BYTES, Picked
-from ..wire import Sampling, unpack_logprobs
+from ..wire import Sampling
 from .tokens import VOCABULARY
 
 
@@ -25,16 +24,11 @@ class Handoff(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, *, prompt_tokens: int, first: Picked, logits_digest: bytes) -> Handoff:
-        logprobs = b"" if first.logprobs is None else first.logprobs.pack()
-        return cls("reference/1", prompt_tokens, first.id, logits_digest, logprobs)
+        return cls("reference/1", prompt_tokens, first.id, logits_digest, first.pack_logprobs())
 
     def first(self, sampling: Sampling) -> Picked:
         """The first token, as prefill picked it. Raises ValueError for logprobs other than the request asks for."""
-        try:
-            logprobs = unpack_logprobs("logprobs", self.logprobs, sampling, 1)
-        except RemoteProtocolError as error:
-            raise ValueError(f"aux: {error}") from None
-        return Picked(self.first_token, logprobs[0] if logprobs else None)
+        return Picked.of_aux(self.first_token, self.logprobs, sampling)
 
     def pack(self) -> bytes:
         fields = msgspec.structs.astuple(self)

@@ -8,10 +8,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ...engine_api import Request
-from ...errors import RemoteProtocolError
 from ...limits import TOKENS_MAX
 from ...sampling import DIGEST_BYTES, Picked, check_asked
-from ...wire import Sampling, unpack_logprobs
+from ...wire import Sampling
 from .checkpoint import Checkpoint
 
 
@@ -36,16 +35,11 @@ class FirstToken(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     @classmethod
     def of(cls, *, prompt_tokens: int, first: Picked, logits_digest: bytes) -> FirstToken:
         """What prefill has picked."""
-        logprobs = b"" if first.logprobs is None else first.logprobs.pack()
-        return cls("transformers/1", prompt_tokens, first.id, logits_digest, logprobs)
+        return cls("transformers/1", prompt_tokens, first.id, logits_digest, first.pack_logprobs())
 
     def picked(self, sampling: Sampling) -> Picked:
         """The first token. Raises ValueError for logprobs other than the request asks for."""
-        try:
-            logprobs = unpack_logprobs("logprobs", self.logprobs, sampling, 1)
-        except RemoteProtocolError as error:
-            raise ValueError(f"aux: {error}") from None
-        return Picked(self.id, logprobs[0] if logprobs else None)
+        return Picked.of_aux(self.id, self.logprobs, sampling)
 
     def pack(self) -> bytes:
         """The aux."""

@@ -160,6 +160,38 @@ def engines(
 
 
 @app.command
+def checkpoints(
+    model: Annotated[
+        str, Parameter(help="A checkpoint's directory, or of which shape random weights are: qwen3-8b, ...")
+    ],
+    /,
+    *,
+    device: Annotated[tuple[str, ...], Parameter(help="Prefill's and decode's; once for both.")] = ("cpu",),
+    prompt: Annotated[tuple[int, ...], counted("Tokens of a prompt; may be repeated.")] = (1_024,),
+    clients: Annotated[tuple[int, ...], counted("Requests under way at once; may be repeated.")] = (1, 8, 64),
+    requests: Annotated[int, counted("Requests of each client.")] = 2,
+    tokens: Annotated[int, counted("Tokens to generate.")] = 128,
+    chunk_tokens: Annotated[int, counted("Tokens that prefill computes at a time.")] = 8_192,
+    slots: Annotated[int, counted("Tokens that each side's memory holds.")] = 131_072,
+    check: Annotated[int, counted("Prompts of each length whose tokens are held against generate.")] = 4,
+    engine_option: Annotated[tuple[str, ...], Parameter(help="name=value for both engines; may be repeated.")] = (),
+    logs: Annotated[Path, Parameter(help="Where logs and timelines are written.")] = Path("build/checkpoints"),
+    json: Json = False,
+) -> int:
+    """A checkpoint behind the daemons, beside transformers' generate: TTFT, ITL, tokens/s, exposed transfer."""
+    from . import checkpoints as part
+
+    logs.mkdir(parents=True, exist_ok=True)
+    given = dict(map(part.option, engine_option))
+    wanted = part.Measured(
+        model=part.model_of(model, logs), devices=(device[0], device[-1]), logs=logs.resolve(), prompts=prompt,
+        clients=clients, requests=requests, tokens=tokens, chunk_tokens=chunk_tokens, slots=slots, check=check,
+        options=given if Path(model).is_dir() else {"weights": "random"} | given,
+    )  # fmt: skip
+    return part.show(part.measure(wanted, progress=progress), as_json=json)
+
+
+@app.command
 def plan(
     *,
     tokens: Annotated[int, counted("Tokens of one room.")] = 131_072,

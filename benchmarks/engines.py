@@ -19,7 +19,8 @@ import aiohttp
 from pdtransfer.bench.report import about, print_tables
 from pdtransfer.errors import ConfigError, PDTransferError
 
-from .vllm_fleet import CONNECTORS, Answer, Fleet, Setup, make_model, running
+from .shapes import make_model
+from .vllm_fleet import CONNECTORS, Answer, Fleet, Setup, running
 
 ONE = "one engine"
 STREAMS = 8  # of decode, beside which prompts are handed over

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import aiohttp
 
-from pdtransfer.errors import ConfigError, WorldError
+from pdtransfer.errors import WorldError
 
 REPO = Path(__file__).parent.parent
 HOST = "127.0.0.1"
@@ -28,25 +28,10 @@ ANSWER_S = 300.0
 END_S = 20.0  # after which a server that was asked to end is killed
 LOG_LINES = 12  # that an error quotes
 NAME = "measured"  # of the model, as requests have it
-VOCABULARY = 512  # of the tiny shape
 
 Role: TypeAlias = Literal["one", "prefill", "decode"]
 ROLES: dict[Role, str] = {"one": "", "prefill": "kv_producer", "decode": "kv_consumer"}
 Params: TypeAlias = dict[str, Any]
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {
-        "vocab_size": 151_936, "hidden_size": 4_096, "intermediate_size": 12_288, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960,
-        "torch_dtype": "bfloat16",
-    },
-    "tiny": {
-        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4_096,
-        "torch_dtype": "float32",
-    },
-}  # fmt: skip
-"""Qwen3 models of which only the dimensions are known: their weights are random, the same in every engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,29 +104,6 @@ class Answer:
     def gaps_s(self) -> list[float]:
         """Between the chunks of its stream."""
         return [after - before for before, after in zip(self.chunks_s, self.chunks_s[1:], strict=False)]
-
-
-def make_model(shape: str, folder: Path) -> Path:
-    """A model of these dimensions without weights, and with a tokeniser that has a word for each token. Raises
-    ConfigError for a shape that is not known."""
-    if shape not in SHAPES:
-        raise ConfigError(f"model = {shape!r}: neither a directory nor one of {', '.join(SHAPES)}")
-    dimensions = SHAPES[shape]
-    folder.mkdir(parents=True, exist_ok=True)
-    config = dimensions | {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
-        "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False, "bos_token_id": 1,
-        "eos_token_id": 2,
-    }  # fmt: skip
-    words = {"type": "WordLevel", "vocab": {f"t{at}": at for at in range(dimensions["vocab_size"])}, "unk_token": "t0"}
-    tokenizer: dict[str, Any] = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None, "model": words,
-    }  # fmt: skip
-    kinds = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0"}
-    for name, content in (("config", config), ("tokenizer", tokenizer), ("tokenizer_config", kinds)):
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return folder
 
 
 class Fleet:

@@ -167,7 +167,7 @@ class _Window:
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
     decoder = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
-    return any(each["type"] == "ByteLevel" for each in (decoder, *decoder.get("decoders", ())))
+    return any(each.get("type") == "ByteLevel" for each in (decoder, *decoder.get("decoders", ())))
 
 
 def _byte_characters() -> dict[str, int]:

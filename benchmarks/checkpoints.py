@@ -1,5 +1,7 @@
 """A checkpoint behind the daemons, computed by transformers: times and tokens a second, beside its own `generate`."""
 
+# pyright: basic
+
 from __future__ import annotations
 
 import asyncio
@@ -182,7 +184,8 @@ def _generate(wanted: Measured, to: Connection) -> None:
 
     from pdtransfer.sampling import tokens_digest
 
-    device, options = torch.device(wanted.devices[0]), wanted.options
+    device: Any = torch.device(wanted.devices[0])
+    options = wanted.options
     if options.get("threads", "0") != "0":
         torch.set_num_threads(int(options["threads"]))
     config = AutoConfig.from_pretrained(wanted.model)
@@ -191,7 +194,7 @@ def _generate(wanted: Measured, to: Connection) -> None:
     if options.get("weights") == "random":
         torch.manual_seed(int(options.get("seed", "0")))
         with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(wanted.model, dtype=dtype).to(device)
     model.eval()

@@ -6,9 +6,9 @@ which.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -263,6 +263,8 @@ class Broken:
 class PrefillEngine(Protocol):
     """Prefill on one thread. Every method is called on the engine thread; `card` and `pool` are read from any thread.
 
+    An engine whose step takes long may be a ReportsEarly as well.
+
     An engine of either kind may have a method `warm_up()`. It is called first on that thread, before the daemon reports
     ready, so that the first request does not pay for one-time work. It must not communicate.
     """
@@ -297,6 +299,14 @@ class PrefillEngine(Protocol):
     def idle(self) -> bool:
         """Whether step() would do nothing."""
         ...
+
+
+@runtime_checkable
+class ReportsEarly(Protocol):
+    """A prefill engine that does not keep cells until step() returns: it passes them to `report`, in order, as soon as
+    their work is queued. The daemon sets `report` once, before the first step; while it is None step() returns all."""
+
+    report: Callable[[list[Computed]], None] | None
 
 
 class DecodeEngine(Protocol):

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..kernels.capture import Captures, captured
 from .attention import EveryKey, Reading, RowBatch, Tiles
 from .cache import Cache
-from .capture import Captures, captured
 from .projection import Layer
 
 ROWS_MAX = 2_048  # with more rows, computing takes longer than launching

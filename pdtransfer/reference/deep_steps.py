@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.capture import Captures, captured
 from ..kernels.stream import CapturedSpan
 from .attention import KEY_BLOCK, Keys, Reading, RowBatch, Whole
-from .capture import Captures, captured
 from .indexer import IndexCache, IndexerMath, Queries
 from .projection import Layer
 from .steps import BegunStep, Own, PickedKeys, PositionTables, Step, StepPart, reach

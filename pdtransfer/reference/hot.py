@@ -18,11 +18,11 @@ from ..engine_api import EngineConfig, Event, HiSparse, HotFigures
 from ..errors import CapacityError, ConfigError, WorldError
 from ..hisparse.coordinator import Capacity, Coordinator, Placement
 from ..hisparse.scheduler import Scheduler, SparseTurn
+from ..kernels.capture import Replayed
 from ..kernels.hot_pool import HotPool
 from ..kernels.pools import Pool
 from ..kernels.stream import POLL_S, DeviceSpans, Download, span_of, upload
 from .cache import Cache
-from .capture import Replayed
 from .description import kv_layout
 from .model import Transformer
 from .steps import BegunStep, StepPart

@@ -9,14 +9,27 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine_api import Broken, Computed, DecodeEngine, Event, Finished, Prefilled, PrefillEngine, Push, Request, Token
+from ..engine_api import (
+    Broken,
+    Computed,
+    DecodeEngine,
+    Event,
+    Finished,
+    Prefilled,
+    PrefillEngine,
+    Push,
+    ReportsEarly,
+    Request,
+    Token,
+)
 from ..errors import LocalProtocolError, WorldError
 from ..handoff.prefill.cells import Cell
 from ..layout.layout import slots_of_rows
@@ -135,6 +148,8 @@ class PrefillThread:
         self._waiting: deque[Request] = deque()
         self._offers = CellBatcher(engine.card.components, push)
         self._page_size = {component.name: component.layout.page_size for component in engine.card.components}
+        if isinstance(engine, ReportsEarly):
+            engine.report = partial(self._pass_on, ())
 
     @property
     def waiting(self) -> int:
@@ -158,11 +173,13 @@ class PrefillThread:
                         return
                     case Generate():
                         raise AssertionError("a prefill engine generates nothing")
-            outcomes = self._admit()
-            made = [self._known(each) for each in self.engine.step()]
-            outcomes += [self._outcome(each) for each in self._offers.take(made)]
-            if outcomes:
-                self._port.to_loop(lambda outcomes=outcomes: self._on_outcomes(outcomes))
+            self._pass_on(self._admit(), self.engine.step())
+
+    def _pass_on(self, outcomes: Sequence[PrefillOutcome], made: Sequence[Computed | Prefilled | Broken]) -> None:
+        """Sends these outcomes to the loop, and then what the engine has made."""
+        every = [*outcomes, *map(self._outcome, self._offers.take([self._known(each) for each in made]))]
+        if every:
+            self._port.to_loop(lambda: self._on_outcomes(every))
 
     def _admit(self) -> list[PrefillOutcome]:
         refused: list[PrefillOutcome] = []

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdtransfer.kernels.capture import Captures, captured
 from pdtransfer.reference import deep_graphs
 from pdtransfer.reference.attention import EveryKey, RowBatch, Tiles
-from pdtransfer.reference.capture import Captures, captured
 from pdtransfer.reference.deep_graphs import Graphs
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from pdtransfer.engine_api import HiSparse
+from pdtransfer.kernels.capture import Captures
 from pdtransfer.limits import Limits
 from pdtransfer.reference import deep_steps
 from pdtransfer.reference.attention import KEY_BLOCK
-from pdtransfer.reference.capture import Captures
 from pdtransfer.reference.deep import create
 from pdtransfer.reference.deep_steps import DeepSteps
 from pdtransfer.reference.steps import PositionTables, reach

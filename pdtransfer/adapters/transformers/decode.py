@@ -21,14 +21,9 @@ from .checkpoint import Checkpoint, ModelOptions
 from .layers import INDEX, WINDOW, describe
 from .paged import PagedModel
 from .requests import FirstToken, check_request
+from .steps import DecodeSteps, StepMade
 
 _DIGEST_ROWS = 1_024  # rows read at once: a digest does not copy a whole request
-
-
-def first_highest(logits: Tensor) -> Tensor:
-    """The first of the highest logits of each row (B, vocabulary), as `pick` has it; argmax may return any of them."""
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    return torch.where(logits == logits.amax(-1, keepdim=True), ids, logits.shape[-1]).amin(-1)
 
 
 @dataclass(slots=True)
@@ -53,17 +48,6 @@ class _Generating:
         return "length" if len(self.ids) == self.request.sampling.max_tokens else None
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Requests of one forward pass, with their slots on the device, by component (B, n). Slots that a shorter one lacks
-    are 0, and not read."""
-
-    rooms: tuple[int, ...]
-    slots: dict[str, Tensor]
-    begins: Tensor
-    ring: Tensor
-
-
 class CheckpointDecode:
     """A DecodeEngine. Rooms beyond batch_max take turns."""
 
@@ -75,9 +59,8 @@ class CheckpointDecode:
             window_slots=options.window_slots, hbm=hbm,
         )  # fmt: skip
         self._components = {each.name: each for each in self._description.components}
-        self._model: PagedModel | None = None
+        self._steps: DecodeSteps | None = None
         self._rooms: dict[int, _Generating] = {}
-        self._batch: _Batch | None = None
         self._spans = DeviceSpans(config.spans, checkpoint.device)
 
     @property
@@ -120,10 +103,13 @@ class CheckpointDecode:
     def take(self, memory: Tensor, description: EngineDescription | None = None) -> None:
         """Decodes from this memory, uint8, which the model's device reads and writes; laid out as `description`, by
         default this engine's own."""
-        assert self._model is None, "attach is called once"
+        assert self._steps is None, "attach is called once"
         self._description = description or self._description
         self._components = {each.name: each for each in self._description.components}
-        self._model = PagedModel(self._checkpoint, memory, self._description.components)
+        model = PagedModel(self._checkpoint, memory, self._description.components)
+        # With digests each request is computed at its own size, which a graph's shapes are not.
+        graphs = memory.is_cuda and not self._options.digests
+        self._steps = DecodeSteps(model, self._checkpoint.device, graphs=graphs)
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that this engine can never serve."""
@@ -166,11 +152,11 @@ class CheckpointDecode:
         for part in [[room] for room in running] if self._options.digests else [running] if running else []:
             name, alone = span_of([room.request.room for room in part])
             with self._spans.span("step", name, room=alone):
-                logits = self._forward(part)
-                finite = Download(torch.isfinite(logits).all(-1))
+                made = self._forward(part)
+                finite = Download(made.finite)
                 # A vocabulary of logits for each request is much to copy where their likeliest ids are all that counts.
                 likeliest = not self._options.digests and all(is_argmax(room.request.sampling) for room in part)
-                found = Download(first_highest(logits) if likeliest else logits)
+                found = Download(made.likeliest if likeliest else made.logits)
                 rows, good = found.get().numpy(), finite.get().numpy()
             for room, row, right in zip(part, rows, good, strict=True):
                 if not right:
@@ -186,33 +172,14 @@ class CheckpointDecode:
         """Drops the room."""
         self._rooms.pop(room, None)
 
-    def _forward(self, rooms: list[_Generating]) -> Tensor:
-        """Logits (rooms, vocabulary) of each room's last id at its position."""
-        assert self._model is not None, "attach comes before step"
-        device = self._checkpoint.device
+    def _forward(self, rooms: list[_Generating]) -> StepMade:
+        """What each room's last id at its position leads to."""
+        assert self._steps is not None, "attach comes before step"
         rooms.sort(key=lambda room: room.request.room)
-        numbers = tuple(room.request.room for room in rooms)
-        if self._batch is None or self._batch.rooms != numbers:
-            self._batch = self._batched(numbers, rooms)
-        batch = self._batch
-        ids = upload(torch.tensor([room.ids[-1] for room in rooms]), device)
-        positions = upload(torch.tensor([room.position for room in rooms]), device)
-        last = max(room.position for room in rooms) + 1
-        return self._model.step(ids, batch.slots, positions, last=last, begins=batch.begins, ring=batch.ring)
-
-    def _batched(self, numbers: tuple[int, ...], rooms: list[_Generating]) -> _Batch:
-        device = self._checkpoint.device
-        tables: dict[str, Tensor] = {}
-        for name in self._components:
-            table = np.zeros((len(rooms), max(len(room.slots[name]) for room in rooms)), np.int64)
-            for row, room in zip(table, rooms, strict=True):
-                row[: len(room.slots[name])] = room.slots[name]
-            tables[name] = upload(torch.as_tensor(table), device)
-        window = self._components.get(WINDOW)
-        prompts = [len(room.request.prompt) for room in rooms]
-        begins = [0 if window is None else tokens - window.rows(tokens) for tokens in prompts]
-        ring = [1 if window is None else len(room.slots[WINDOW]) for room in rooms]
-        return _Batch(numbers, tables, upload(torch.tensor(begins), device), upload(torch.tensor(ring), device))
+        return self._steps.step(
+            [(room.request.room, len(room.request.prompt), room.slots) for room in rooms],
+            ids=[room.ids[-1] for room in rooms], positions=[room.position for room in rooms],
+        )  # fmt: skip
 
     def _pick(self, room: _Generating, logits: NDArray[np.float32]) -> Picked:
         if self._options.digests:
@@ -242,7 +209,7 @@ class CheckpointDecode:
 
     def _kv_digest(self, room: _Generating) -> bytes:
         """Of the bytes of all rows that a next token would attend to, by layer, kind and position."""
-        assert self._model is not None
+        assert self._steps is not None
         digest = blake2b(digest_size=DIGEST_BYTES)
         tokens = np.arange(room.position)
         slots = {name: own[: room.position] for name, own in room.slots.items()}
@@ -256,6 +223,6 @@ class CheckpointDecode:
                 own = torch.as_tensor(slots[component])
                 for first in range(0, len(own), _DIGEST_ROWS):
                     part = upload(own[first : first + _DIGEST_ROWS], self._checkpoint.device)
-                    rows = Download(self._model.rows.read(shape.layer, kind, component, part).view(torch.uint8)).get()
+                    rows = Download(self._steps.rows.read(shape.layer, kind, component, part).view(torch.uint8)).get()
                     digest.update(np.ascontiguousarray(rows.numpy()).data)
         return digest.digest()

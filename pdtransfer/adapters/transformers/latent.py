@@ -59,14 +59,15 @@ def latent_attention(
     batch, heads, rank, tokens = *query.shape[:2], key.shape[-1], key.shape[2]
     up = module.kv_b_proj.weight.view(heads, -1, rank)  # keys, then values, of each head
     plain = query.shape[-1] - value.shape[-1]
-    inner = torch.matmul(query[..., :plain], up[:, :plain]).view(batch, 1, heads * queries, rank)
+    # Each head multiplies all requests at once: a product that is batched by requests copies the weights for each.
+    inner = torch.einsum("bhqn,hnr->bhqr", query[..., :plain], up[:, :plain]).reshape(batch, 1, heads * queries, rank)
     turned = query[..., plain:].reshape(batch, 1, heads * queries, -1)
     scores = torch.matmul(inner, key.transpose(2, 3)) + torch.matmul(turned, value.transpose(2, 3))
     scores = scores.view(batch, heads, queries, tokens).float() * scaling
     scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
     shares = scores.softmax(-1).to(key.dtype).view(batch, 1, heads * queries, tokens)
     seen = torch.matmul(shares, key).view(batch, heads, queries, rank)
-    return torch.matmul(seen, up[:, plain:].transpose(1, 2)).transpose(1, 2).contiguous(), None
+    return torch.einsum("bhqr,hvr->bqhv", seen, up[:, plain:]), None
 
 
 def _picked(mask: Tensor, indices: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +95,7 @@ class CheckpointPrefill:
         self._held: dict[int, dict[str, NDArray[np.int64]]] = {}
         self._rooms: dict[int, _Prompt] = {}
         self._turn = 0
+        self.report: Callable[[list[Computed]], None] | None = None  # takes cells of a step that has not returned yet
 
     @property
     def card(self) -> EngineDescription:
@@ -177,20 +179,22 @@ class CheckpointPrefill:
         prompt, number = room.request.prompt, room.request.room
         end = min(room.done + self._config.chunk_tokens, len(prompt))
         ids = upload(torch.as_tensor(prompt[room.done : end]), self._checkpoint.device)
-        after: list[Event | None] = []  # of each group of layers
+        events: list[Computed | Prefilled | Broken] = []
+        groups = deque(self._groups)
 
         def entered(layer: int) -> None:
-            while len(after) < len(self._groups) and self._groups[len(after)][1] <= layer:
-                after.append(self._event())
+            """All layers before this one are computed, or queued on the card."""
+            while groups and groups[0][1] <= layer:
+                cells = self._cells(room, groups.popleft(), (room.done, end), self._event())
+                if self.report is not None:
+                    self.report(cells)
+                else:
+                    events.extend(cells)
 
         with self._spans.span("compute", f"rows {room.done}-{end}", room=number):
             slots = {name: own[: len(prompt)] for name, own in room.slots.items()}
             logits = self._model.chunk(ids, slots, done=room.done, on_layer=entered)
-        events: list[Computed | Prefilled | Broken] = []
-        while len(after) < len(self._groups):
-            after.append(self._event())
-        for layers, event in zip(self._groups, after, strict=True):
-            events += self._cells(room, layers, (room.done, end), event)
+        entered(self._groups[-1][1])
         room.done = end
         if room.left == 0:
             del self._rooms[number]

@@ -14,8 +14,8 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 import torch
 
-from pdtransfer.adapters.transformers.decode import first_highest
 from pdtransfer.adapters.transformers.factory import generate_many
+from pdtransfer.adapters.transformers.steps import first_highest
 from pdtransfer.engine_api import Broken, Finished
 from pdtransfer.wire import Sampling
 from tests.support import checkpoints

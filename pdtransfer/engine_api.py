@@ -303,10 +303,10 @@ class PrefillEngine(Protocol):
 
 @runtime_checkable
 class ReportsEarly(Protocol):
-    """A prefill engine that does not keep cells until step() returns: it passes them to `report`, in order, as soon as
-    their work is queued. The daemon sets `report` once, before the first step; while it is None step() returns all."""
+    """A prefill engine whose step takes long: what it would return it passes to `report`, in order, as soon as it is
+    queued on the card or known. The daemon sets `report` before the first step; while it is None step() returns all."""
 
-    report: Callable[[list[Computed]], None] | None
+    report: Callable[[list[Computed | Prefilled | Broken]], None] | None
 
 
 class DecodeEngine(Protocol):

@@ -95,7 +95,8 @@ class CheckpointPrefill:
         self._held: dict[int, dict[str, NDArray[np.int64]]] = {}
         self._rooms: dict[int, _Prompt] = {}
         self._turn = 0
-        self.report: Callable[[list[Computed]], None] | None = None  # takes cells of a step that has not returned yet
+        # Takes the events of a step that has not returned yet.
+        self.report: Callable[[list[Computed | Prefilled | Broken]], None] | None = None
 
     @property
     def card(self) -> EngineDescription:
@@ -152,8 +153,8 @@ class CheckpointPrefill:
             self._turn += 1
             oldest = next(iter(self._rooms.values()))
             events += self._chunk(oldest if self._turn % 2 else min(self._rooms.values(), key=lambda room: room.left))
-        # Waits for the card only if there is nothing else to compute or to report.
-        while self._picks and (self._picks[0].logits.ready or not (self._rooms or events)):
+        events += self._first_tokens()
+        while self._picks and not (self._rooms or events):  # there is nothing to do but to wait for the card
             events.append(self._first_token(self._picks.popleft()))
         if not self._held:
             self._spans.report()
@@ -185,11 +186,11 @@ class CheckpointPrefill:
         def entered(layer: int) -> None:
             """All layers before this one are computed, or queued on the card."""
             while groups and groups[0][1] <= layer:
-                cells = self._cells(room, groups.popleft(), (room.done, end), self._event())
+                made = [*self._cells(room, groups.popleft(), (room.done, end), self._event()), *self._first_tokens()]
                 if self.report is not None:
-                    self.report(cells)
+                    self.report(made)
                 else:
-                    events.extend(cells)
+                    events.extend(made)
 
         with self._spans.span("compute", f"rows {room.done}-{end}", room=number):
             slots = {name: own[: len(prompt)] for name, own in room.slots.items()}
@@ -237,6 +238,13 @@ class CheckpointPrefill:
         if len(self._ahead) > AHEAD_MAX:
             wait_event(self._ahead.popleft())
         return event
+
+    def _first_tokens(self) -> list[Prefilled | Broken]:
+        """Of prompts whose last logits have arrived meanwhile."""
+        made: list[Prefilled | Broken] = []
+        while self._picks and self._picks[0].logits.ready:
+            made.append(self._first_token(self._picks.popleft()))
+        return made
 
     def _first_token(self, picking: _Picking) -> Prefilled | Broken:
         """Picks the first token by the logits of the prompt's last row."""

@@ -198,13 +198,13 @@ def _generate(wanted: Measured, to: Connection) -> None:
     else:
         model = AutoModelForCausalLM.from_pretrained(wanted.model, dtype=dtype).to(device)
     model.eval()
+    model.generation_config.eos_token_id = None  # as requests ignore it
 
     def timed(prompt: Sequence[int], count: int) -> tuple[float, list[int]]:
         ids = torch.tensor([prompt], device=device)
         began = time.perf_counter()
         made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=count, max_new_tokens=count,
-            pad_token_id=0,
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0,
         )  # fmt: skip
         found = made[0, len(prompt) :].tolist()  # waits for the card
         return time.perf_counter() - began, found

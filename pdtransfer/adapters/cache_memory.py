@@ -7,11 +7,12 @@ cache.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -21,7 +22,7 @@ from ..kernels.card import card as card_of
 from ..memory import cuda_ipc
 from ..memory.arena_memory import ArenaMemory
 from ..memory.hbm import Hbm
-from .torch_memory import PooledTensors, arena_tensor, pooled_bytes
+from .torch_memory import MeasuredTensors, PooledTensors, arena_tensor, pooled_bytes
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ _MENDED_BY = (
     "Memory of torch's expandable segments cannot be shared: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, "
     "leave expandable_segments out of PYTORCH_ALLOC_CONF, and leave the engine's sleep mode off"
 )
+T = TypeVar("T")
 COPIED_UP = "what lands is copied once more, from host memory to the engine's KV cache"
 
 
@@ -145,6 +147,29 @@ class CacheMemory:
     def _holds(arena: ArenaMemory, extent: Extent) -> bool:
         start = arena.mapping.address
         return extent.card is None and start <= extent.first and extent.end <= start + arena.byte_count
+
+
+def made_in_one_piece(make: Callable[[], T], device: torch.device) -> tuple[CacheMemory, T]:
+    """What an engine makes, with its tensors on this device in one allocation, and their memory.
+
+    `make` is called twice, for an engine whose sizes are not known before: what it makes first is measured and dropped.
+    On the CPU no memory backs that one yet; on a card it is freed first, so that one cache at a time is there.
+    """
+    with MeasuredTensors(device) as measured:
+        make()
+    memory = CacheMemory(measured.sizes)
+    if device.type == "cpu":
+        with memory.pooled():
+            return memory, make()
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        pooled = memory.pooled_on(device)
+    except torch.OutOfMemoryError as error:
+        log.warning("KV cache: is not in one allocation: %s", error)
+        return memory, make()
+    with pooled:
+        return memory, make()
 
 
 def exported(extent: Extent, card: int) -> bytes:

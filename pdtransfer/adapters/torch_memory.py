@@ -18,7 +18,8 @@ _ALIGNMENT = 4096  # bytes; what any kernel or transport asks of a buffer
 
 
 class PooledTensors(TorchFunctionMode):
-    """While entered, what torch.zeros and torch.empty make on the device of `backing` lies in `backing`.
+    """While entered, what torch.zeros and torch.empty make on the device of `backing` lies in `backing`, but for tables
+    of integers.
 
     `backing` is uint8 (byte_count,), all zero. `wanted` is asked with the size of each tensor in bytes; a tensor that
     it does not want, or that does not fit any more, is allocated as without the mode. `backing` must live as long as
@@ -36,28 +37,25 @@ class PooledTensors(TorchFunctionMode):
     ) -> Any:
         """Called by torch for each of its functions."""
         options = kwargs or {}
-        if func not in (torch.zeros, torch.empty) or not self._is_here(options.get("device")):
+        if func not in (torch.zeros, torch.empty) or not _is_on(self.backing.device, options.get("device")):
             return func(*args, **options)
         like: torch.Tensor = func(*args, **{**options, "device": "meta", "pin_memory": False})
         byte_count = like.numel() * like.element_size()
         first = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        if byte_count == 0 or first + byte_count > len(self.backing) or not self._wanted(byte_count):
+        fits = 0 < byte_count <= len(self.backing) - first
+        if not fits or like.dtype in _TABLES or not self._wanted(byte_count):
             return func(*args, **options)
         self._used = first + byte_count
         return self.backing[first : self._used].view(like.dtype).view(like.shape)
 
-    def _is_here(self, device: Any) -> bool:
-        found = torch.get_default_device() if device is None else torch.device(device)
-        here = self.backing.device
-        return found.type == here.type and found.index in (None, here.index)
-
 
 class MeasuredTensors(TorchFunctionMode):
-    """While entered, notes the `sizes` in bytes of what torch.zeros and torch.empty make on the CPU, but for tables of
+    """While entered, notes the `sizes` in bytes of what torch.zeros and torch.empty make on a device, but for tables of
     integers."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self.sizes: list[int] = []
 
     def __torch_function__(
@@ -65,9 +63,15 @@ class MeasuredTensors(TorchFunctionMode):
     ) -> Any:
         """Called by torch for each of its functions."""
         made = func(*args, **(kwargs or {}))
-        if func in (torch.zeros, torch.empty) and made.device.type == "cpu" and made.dtype not in _TABLES:
+        if func in (torch.zeros, torch.empty) and _is_on(made.device, self._device) and made.dtype not in _TABLES:
             self.sizes.append(made.numel() * made.element_size())
         return made
+
+
+def _is_on(device: torch.device, named: Any) -> bool:
+    """Whether what an engine names, or torch's default if that is None, is this device."""
+    found = torch.get_default_device() if named is None else torch.device(named)
+    return found.type == device.type and found.index in (None, device.index)
 
 
 def arena_tensor(arena: ArenaMemory) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from pdtransfer.adapters import cache_memory
-from pdtransfer.adapters.cache_memory import CacheMemory, Extent, exported
+from pdtransfer.adapters.cache_memory import CacheMemory, Extent, exported, made_in_one_piece
 from pdtransfer.client import Component, DecodeClient, Layout, NodeSettings, Plane, PrefillClient, Span, WriterOptions
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.memory import cuda_ipc
@@ -72,6 +73,49 @@ def test_tensors_of_layers_are_one_allocation() -> None:
         caches = [torch.zeros(SIZE, dtype=torch.int8) for _ in range(3)]
     assert len({each.untyped_storage().data_ptr() for each in caches}) == 1
     assert [each.data_ptr() - caches[0].data_ptr() for each in caches] == [0, SIZE, 2 * SIZE]
+
+
+class Caches:
+    """An engine that allocates a tensor for each layer, and frees them late."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.alive = device, list[weakref.ref[torch.Tensor]]()
+        self.alive_before: list[int] = []
+
+    def __call__(self) -> list[torch.Tensor]:
+        self.alive_before.append(sum(each() is not None for each in self.alive))
+        made = [torch.zeros(SIZE, dtype=torch.int8, device=self.device) for _ in range(3)]
+        self.alive += map(weakref.ref, made)
+        held: list[object] = [made]
+        held.append(held)  # which reference counts alone do not free
+        return made
+
+
+def test_layers_that_an_engine_allocates_one_by_one_are_made_in_one_piece() -> None:
+    """On a device where memory is taken at once: a stand-in for a card."""
+    make = Caches("meta")
+    _, made = made_in_one_piece(make, torch.device("meta"))
+    assert [each.storage_offset() for each in made] == [0, SIZE, 2 * SIZE]
+    assert make.alive_before == [0, 0]
+
+
+def test_layers_in_one_piece_on_the_cpu_are_the_arena() -> None:
+    memory, made = made_in_one_piece(Caches("cpu"), torch.device("cpu"))
+    target = memory.target(Extent(made[0].data_ptr(), made[2].data_ptr() + SIZE))
+    assert (target.base, target.memory, target.copied_up) == (made[0].data_ptr(), "dram", False)
+
+
+def test_a_card_without_room_for_one_piece_has_the_layers_as_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 192 KiB")
+
+    monkeypatch.setattr(CacheMemory, "pooled_on", full)
+    with caplog.at_level(logging.WARNING):
+        _, made = made_in_one_piece(Caches("meta"), torch.device("meta"))
+    assert [each.storage_offset() for each in made] == [0, 0, 0]
+    assert "is not in one allocation: tried to allocate 192 KiB" in caplog.text
 
 
 def test_a_cache_elsewhere_is_copied_up_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

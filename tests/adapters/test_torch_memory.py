@@ -33,9 +33,11 @@ def test_wanted_tensors_lie_in_the_arena_one_behind_the_other() -> None:
     assert not three.any()
 
 
-def test_tensors_of_other_devices_are_left_alone() -> None:
-    with PooledTensors(torch.zeros(4096, dtype=torch.uint8), lambda _: True):
+def test_tensors_of_other_devices_and_tables_are_left_alone() -> None:
+    backing = torch.zeros(4096, dtype=torch.uint8)
+    with PooledTensors(backing, lambda _: True):
         assert torch.zeros(10, device="meta").device.type == "meta"
+        assert torch.zeros(10, dtype=torch.int32).data_ptr() != backing.data_ptr()
         assert torch.ones(10).sum() == 10
 
 
@@ -49,7 +51,7 @@ def test_a_tensor_keeps_its_arena_mapped() -> None:
 
 
 def test_what_an_engine_allocates_is_measured() -> None:
-    with MeasuredTensors() as measured:
+    with MeasuredTensors(torch.device("cpu")) as measured:
         torch.zeros((2, 500), dtype=torch.bfloat16)
         torch.empty(1000, dtype=torch.uint8, device="cpu")
         torch.zeros(64, dtype=torch.int32)  # a table

@@ -228,6 +228,7 @@ MAY_WAIT_FOR_A_WHOLE_DEVICE = {
         "transports.card_launcher.CardLauncher.drain",
         "Card.finish",
     ): "a launch of which nobody knows any more if it was made",
+    ("adapters.cache_memory.made_in_one_piece", "empty_cache"): _START,
     ("memory.hbm.Hbm.of_card", "Card.allocate"): _START,
     ("memory.hbm.Hbm.of_card", "Card.free"): "at the end",
     ("kernels.hot_tables.HotTables.__init__", "Card.pinned"): _START,

@@ -7,14 +7,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from sglang.srt.disaggregation import utils
 from sglang.srt.mem_cache.pool_host.common import _CUDA_HOST_REGISTERED_RANGES_ATTR as REGISTERED_RANGES
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_disagg, get_memory
+from sglang.srt.runtime_context import get_disagg, get_exec, get_memory
 from sglang.srt.server_args import add_disagg_transfer_backend_choices
 
-from ..cache_memory import CacheMemory, Extent
-from ..torch_memory import MeasuredTensors
+from ..cache_memory import CacheMemory, Extent, made_in_one_piece
 from .pools import Buffers, extent_of
 
 NAME = "pdtransfer"
@@ -66,22 +66,21 @@ def _receives_on_host() -> bool:
 
 
 def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
-    """The KV cache is made. On the CPU SGLang makes it twice: the first one, which no memory backs, is measured."""
+    """The KV cache is made, in one allocation that can be shared. With its memory saver SGLang makes it as ever: the
+    saver gives back to the card what it has seen being allocated."""
     global memory, extent  # noqa: PLW0603 (SGLang makes the cache and the manager far apart)
     if configurator.is_draft_worker or not _is_ours():
         return original(configurator, **given)
-    if configurator.device == "cpu" and not _receives_on_host():
-        with MeasuredTensors() as measured:
-            original(configurator, **given)
-        memory = CacheMemory(measured.sizes)
-        with memory.pooled():
-            return original(configurator, **given)
-    made = original(configurator, **given)
+    on_card = configurator.device == "cuda" and not get_exec().features.enable_memory_saver
+    if on_card or (configurator.device == "cpu" and not _receives_on_host()):
+        memory, made = made_in_one_piece(lambda: original(configurator, **given), torch.device(configurator.device))
+    else:
+        made = original(configurator, **given)
     if _receives_on_host():
         pool = made.token_to_kv_pool
         infos = [utils.get_kv_transfer_buf_infos(pool), *([pool.get_state_buf_infos()] if _has_states(pool) else [])]
         buffers = [Buffers(*each) for each in infos]
-        memory = CacheMemory([size for each in buffers for size in each.byte_counts])
+        memory = memory or CacheMemory([size for each in buffers for size in each.byte_counts])
         extent = extent_of(buffers, configurator.gpu_id if configurator.device == "cuda" else None)
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor
 
 
 async def in_thread(call: Callable[[], None]) -> None:
@@ -14,3 +15,11 @@ async def in_thread(call: Callable[[], None]) -> None:
         call()
     else:
         await done
+
+
+def in_pool(pool: Executor, call: Callable[[], object]) -> None:
+    """Runs `call` in a thread of the pool; in this one while the interpreter exits, when none takes calls."""
+    try:
+        pool.submit(call)
+    except RuntimeError:
+        call()

@@ -230,8 +230,11 @@ async def test_asyncio_waits_for_ready_and_for_drained() -> None:
 CLOSES_LATE = """
 import atexit
 from tests.support.client_pair import client_pair
-made = client_pair(decode_options={"engine_slots": True})
+made = client_pair()
 pair = made.__enter__()
+pair.expect(1, 10)
+pair.send(1, 10)
+pair.ready(1)
 def last():
     pair.prefill.close()
     pair.decode.close()
@@ -241,6 +244,7 @@ atexit.register(last)
 
 
 def test_clients_may_be_closed_while_the_interpreter_exits() -> None:
+    """When no thread can be started any more, and prefill still has decode's arena mapped."""
     ran = subprocess.run([sys.executable, "-c", CLOSES_LATE], capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "closed\n", "")
 

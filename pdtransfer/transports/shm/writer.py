@@ -9,6 +9,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from ... import kernels
 from ...errors import TransportError, WorldError
@@ -22,7 +23,7 @@ from ...layout.checksum import Lines
 from ...layout.layout import Component
 from ...layout.pairing import Pairing
 from ...memory.arena_memory import Mapping, enter_backed, map_received
-from ...threads import in_thread
+from ...threads import in_pool, in_thread
 from ...wire import Reach
 from ..base import Near, Ready, WriteDone
 from ..card_launcher import Exported, WriterCard
@@ -160,7 +161,7 @@ class ShmWriter:
                 attached.add_done_callback(_discard)
                 raise
             if mapped.leaving:
-                self._apart.submit(made.close)
+                in_pool(self._apart, made.close)
                 raise TransportError("the session was unmapped while its arena was being mapped")
         except OSError as error:  # out of descriptors, most likely
             self._forget(session)
@@ -260,7 +261,7 @@ class ShmWriter:
             if mapped.unknown:
                 _lost.append(mapped.reached)
             else:
-                self._apart.submit(_unmap, mapped.reached)  # it takes long for a large one
+                in_pool(self._apart, partial(_unmap, mapped.reached))  # it takes long for a large one
             self._forget(session)
 
     def _forget(self, session: int) -> None:

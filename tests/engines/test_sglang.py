@@ -110,6 +110,27 @@ def test_servers_with_other_pages_and_ranks_hand_over_in_both_directions(
                 other.settles()
 
 
+def test_a_prefill_server_with_pipeline_stages_hands_over(
+    sglang_checkpoints: Checkpoints, tmp_path: Path, llama: Family
+) -> None:
+    """Two stages, of which one has one layer and the other two."""
+    pair, single = llama
+    asked = prompts(5, 17, 300, 700, seed=18)
+    expected = single.generate(asked, tokens=TOKENS)
+    with servers(sglang_checkpoints.path("llama"), tmp_path, prefill=PREFILL | {"pp_size": 2}) as [prefill]:
+        staged = SglangPair(prefill, pair.decode)
+        for apart_s in (0.0, 0.3, -0.3):
+            assert staged.generate(asked, tokens=TOKENS, apart_s=apart_s) == expected
+        for first, second in ((prefill, pair.decode), (pair.decode, prefill)):
+            room = staged.room()
+            name = str(room["bootstrap_room"])
+            given_up = {side.url: side.add(asked[-1], tokens=100, rid=name, **room) for side in (first, second)}
+            for side in (first, second):
+                side.give_up(given_up[side.url], name)
+        assert staged.generate(asked[:1], tokens=TOKENS) == expected[:1]
+        staged.settles()
+
+
 def test_what_decode_has_kept_does_not_cross_again(llama: Family) -> None:
     pair, single = llama
     shared, one, two = prompts(512, 60, 100, seed=7)

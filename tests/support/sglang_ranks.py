@@ -152,17 +152,18 @@ def slots_of(pages: Any, page_size: int) -> np.ndarray:
 
 @contextmanager
 def world(
-    *, prefill_tp: int = 1, decode_tp: int = 1, prefill_page: int = 4, decode_page: int = 4,
+    *, prefill_tp: int = 1, prefill_dp: int = 1, decode_tp: int = 1, prefill_page: int = 4, decode_page: int = 4,
     states: Sequence[str] = (), latent: bool = False, host: bool = False, copied_up: bool = False, seed: int = 1,
 ) -> Iterator[World]:  # fmt: skip
-    """Engines of so many tensor parallel ranks; with `host`, decode has a host pool beside its pool."""
+    """Engines of so many tensor parallel ranks, and so many of prefill; with `host`, decode has a host pool beside its
+    pool."""
     random = np.random.default_rng(seed)
     options: dict[str, Any] = {"model": "m", "weights": b"w", "limits": LIMITS}
     latent_data = None
     made = World([], [])
     with ExitStack() as stack:
-        for at in range(prefill_tp):
-            ranks = Ranks(at, prefill_tp)
+        for at in range(prefill_tp * prefill_dp):
+            ranks = Ranks(at % prefill_tp, prefill_tp)
             pool = Pool(None, prefill_page, HEADS // prefill_tp, states, latent)
             pool.raw[:] = random.integers(0, 250, len(pool.raw), np.uint8)
             if latent:  # every rank has the same

@@ -37,6 +37,7 @@ def register() -> None:
         ("sglang.srt.mem_cache.pool_host.common.HostTensorAllocator.allocate", _allocate),
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _cuda_host_register),
         ("sglang.srt.disaggregation.decode.DecodeTransferQueue.__init__", _init_transfer_queue),
+        ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped", _pop_bootstrapped),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
 
@@ -111,3 +112,11 @@ def _init_transfer_queue(original: Any, queue: Any, *args: Any, **named: Any) ->
     original(queue, *args, **named)
     if _is_ours():
         queue.enable_deferred_kv_release, queue.deferred_kv_release_timeout = True, math.inf
+
+
+def _pop_bootstrapped(original: Any, queue: Any) -> Any:
+    """With pipeline stages SGLang looks up the states of requests that wait for decode, without a call for any of them:
+    what has become of them is learnt here, on each stage."""
+    if _is_ours():
+        queue.kv_manager.turn()
+    return original(queue)

@@ -96,6 +96,21 @@ def test_every_rank_has_the_whole_latent(sizes: tuple[int, int]) -> None:
             )  # fmt: skip
 
 
+def test_ranks_of_dp_attention_are_engines_of_their_own() -> None:
+    """Each has whole rows of its own requests, and decode takes from both at once."""
+    with world(prefill_dp=2) as made:
+        one, two = [World([rank], made.decode) for rank in made.prefill]
+        one.meet(7, [1, 8, 4])
+        two.meet(8, [2, 9, 5], aux_index=4)
+        two.push(8, [5, 2, 9], aux=AUX[::-1])
+        one.push(7, [5, 2, 9], aux=AUX)
+        one.until(7, KVPoll.SUCCESS)
+        two.until(8, KVPoll.SUCCESS)
+        assert landed(one, [5, 2, 9], [1, 8, 4], 12)
+        assert landed(two, [5, 2, 9], [2, 9, 5], 12)
+        assert made.decode[0].aux == {3: AUX, 4: AUX[::-1]}
+
+
 def test_states_cross_by_their_own_indices() -> None:
     """A window's last two pages, the index of each page behind decode's prefix, and the state of the request."""
     with world(states=("swa", "dsa", "mamba")) as made:

@@ -12,7 +12,9 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import aiohttp
@@ -145,6 +147,64 @@ def test_what_decode_has_kept_does_not_cross_again(llama: Family) -> None:
         assert (made["output_ids"], sent.result()[0]) == (tokens, tokens[0])
         hits.append(made["meta_info"]["cached_tokens"])
     assert hits[0] < 16 <= 512 <= hits[1] < 512 + 100
+    pair.settles()
+
+
+# Prefill servers that do not fit
+
+
+@contextmanager
+def bootstrap_server(server: dict[str, Any], rank: dict[str, Any]) -> Iterator[int]:
+    """Answers as SGLang's own of a server of one rank, but for these fields; yields its port."""
+    sizes = dict.fromkeys(("attn_tp_size", "attn_cp_size", "dp_size", "pp_size"), 1)
+    of_server = sizes | {"page_size": None, "kv_cache_dtype": None, "follow_bootstrap_room": True} | server
+    of_rank = {"rank_ip": "127.0.0.1", "rank_port": 1} | rank
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(of_server if "prefill_dp_rank=-1" in self.path else of_rank).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as made:
+        thread = Thread(target=made.serve_forever)
+        thread.start()
+        try:
+            yield made.server_port
+        finally:
+            made.shutdown()
+            thread.join()
+
+
+def test_a_prefill_server_that_does_not_fit_costs_its_requests_alone(llama: Family) -> None:
+    """SGLang would end the decode engine; here each request says what does not fit."""
+    pair, single = llama
+    answers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "kv_cache_dtype=fp8_e5m2": ({"kv_cache_dtype": "fp8_e5m2"}, {}),
+        "page_size=64": ({"page_size": 64}, {}),
+        "attn_tp_size: 1000000000, from 1 to 64 can be": ({"attn_tp_size": 10**9}, {}),
+        "attn_cp_size: 0, from 1 to 64 can be": ({"attn_cp_size": 0}, {}),
+        "rank_port: 'x' is not a port": ({}, {"rank_port": "x"}),
+        "rank_ip: 'None' is not a host": ({}, {"rank_ip": None}),
+    }
+    [prompt] = prompts(300, seed=19)
+    with ExitStack() as stack:
+        asked = {
+            text: pair.decode.add(
+                prompt, tokens=4, **pair.room() | {"bootstrap_port": stack.enter_context(bootstrap_server(*answer))}
+            )
+            for text, answer in answers.items()
+        }
+        for text, each in asked.items():
+            with pytest.raises(RefusedError) as refused:
+                each.result(4 * TIME_LEFT_S)
+            assert text in str(refused.value)
+    assert pair.generate([prompt], tokens=TOKENS) == single.generate([prompt], tokens=TOKENS)
     pair.settles()
 
 

@@ -26,7 +26,6 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device, get_parallel
 
-from ...bus.keys import address_of
 from ...client import ArenaOptions, DecodeClient, NodeSettings, PrefillClient, WriterOptions, weights_digest
 from ...environment import adapter_settings
 from ...errors import ConfigError, LocalProtocolError
@@ -41,6 +40,7 @@ from . import hooks
 from .changes import Change
 from .decode import ReceivingSide
 from .labels import Uses
+from .peers import Refusals, check_sizes, sources_of
 from .pools import OPAQUE, Buffers, HeadCounts, KVPools, Place, extent_of, kv_buffers, pools, state_buffers
 from .prefill import SendingSide, Sent
 
@@ -60,6 +60,7 @@ class Manager(CommonKVManager):
         self._settings = Settings.of(*_given())
         self._prefill: SendingSide | None = None
         self._decode: ReceivingSide | None = None
+        self.refusals = Refusals()
         self._model_config = ModelConfig.from_server_args(server_args)
         super().__init__(args, mode, server_args, is_mla_backend)
         self._ranks = self._ranks_here()
@@ -244,21 +245,29 @@ class Manager(CommonKVManager):
             ctypes.memmove(address + index * item, aux[at : at + item], item)
             at += item
 
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Whether a prefill server's ranks are known. One that does not fit is refused, and its requests fail: SGLang
+        would end this engine."""
+        try:
+            known = super().try_ensure_parallel_info(bootstrap_addr)
+        except (AssertionError, RuntimeError, RequestError) as error:
+            self.refusals.add(bootstrap_addr, f"prefill at {bootstrap_addr} is refused: {error}")
+            log.error("%s", self.refusals.reason(bootstrap_addr))
+            return False
+        if known:
+            self.refusals.discard(bootstrap_addr)
+        return known
+
     def _resolve_rank_mapping(self, info: Any) -> None:
         """Every decode rank asks all ranks of a prefill engine: what each of them sends follows from its heads and
         layers."""
+        check_sizes(info)
         super()._resolve_rank_mapping(info)
         info.target_tp_ranks = list(range(info.attn_tp_size))
 
     def sources_of(self, bootstrap_infos: list[dict[str, Any]]) -> list[str]:
-        """The endpoints of prefill ranks, as the bootstrap server names them. Raises RequestError for one that must not
-        be dialled."""
-        made: list[str] = []
-        for info in bootstrap_infos:
-            key, _, host = str(info["rank_ip"]).rpartition("@")
-            made.append(f"{key}{'@' if key else ''}{address_of(host, int(info['rank_port']))}")
-            self._reachable.check(made[-1])
-        return made
+        """The endpoints of prefill ranks. Raises RequestError for one that must not be dialled."""
+        return sources_of(bootstrap_infos, self._reachable)
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Whether nobody can write the pages of a failed request any more."""
@@ -344,6 +353,12 @@ class Receiver(CommonKVReceiver):
             self.kv_mgr.record_failure(self.bootstrap_room, f"its hand-off is refused: {error}")
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.init_time = time.time()
+
+    def abort(self) -> None:
+        """The request is given up, by its client or since its prefill server was refused."""
+        super().abort()
+        if reason := self.kv_mgr.refusals.reason(self.bootstrap_addr):
+            self.kv_mgr.record_failure(self.bootstrap_room, reason)
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         """SGLang has given the request up, or its time is over."""

@@ -120,6 +120,12 @@ class EngineConfig:
     group: Group = field(default_factory=Alone)
     spans: Spans | None = None  # None: no device event is timed
 
+    def context_tokens(self, model: int) -> int:
+        """Tokens of a prompt and its answer at most, with a model of `model` positions. Decode has a slot for each of
+        them, prefill for the prompt's alone."""
+        slots = max(self.slots, 0 if self.hisparse is None else self.hisparse.dense_slots)
+        return model if self.role == "prefill" else min(model, slots)
+
 
 HBM_ALIGNMENT = 64 << 10  # alignment of HBM components in an arena: the largest page of any host
 
@@ -142,6 +148,7 @@ class EngineDescription:
     memory_bytes: int
     hbm_bytes: int = 0
     eos: int | None = None
+    context_tokens: int = 0  # of a prompt and its answer at most, by the model and the memory; 0: not known
     full_sampling: bool = False  # whether it follows every field of Sampling, as `pdtransfer.sampling.pick` does
     replicas: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 

@@ -12,7 +12,7 @@ from ..bus import Bus
 from ..bus.keys import AllowList, KeyPair
 from ..bus.limits import BusLimits
 from ..errors import Cause
-from ..limits import Limits
+from ..limits import TOKENS_MAX, Limits
 from ..transports.select import place
 from ..wire import Holds, Identity, Member, Message, Ranks, Reject
 
@@ -32,6 +32,7 @@ class NodeSettings:
     node: str  # a name that no other node of the fleet has; at most 128 letters, digits, '.', '_', '-'
     model: str  # at most 128 characters
     weights: bytes  # a digest of the weights, at most 64 bytes: equal weights, equal digest
+    context_tokens: int = 0  # of a prompt and its answer at most, for routers; 0: not said
     keys: KeyPair | None = None  # this node's own; they need an allow-list as well
     allowed: AllowList | None = None  # the peers that may connect
     insecure: bool = False  # lets other hosts connect without keys
@@ -48,6 +49,7 @@ class NodeSettings:
         return Identity(
             self.node, role, secrets.randbits(64), self.ranks, self.model, self.weights, self.limits.window,
             holds=holds, group=self.group or (), transports=transports, place=place(),
+            context_tokens=min(self.context_tokens, TOKENS_MAX),
         )  # fmt: skip
 
     def bus(self, receive: Callable[[str, Message], None]) -> Bus:

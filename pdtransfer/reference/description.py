@@ -85,6 +85,7 @@ def describe(config: EngineConfig, model: Transformer, options: EngineOptions) -
     return EngineDescription(
         model=model.architecture.name, weights=model.digest, components=tuple(components), memory_bytes=memory_bytes,
         hbm_bytes=hbm_bytes, eos=options.eos, full_sampling=True, replicas=replicas,
+        context_tokens=config.context_tokens(model.architecture.context_tokens),
     )  # fmt: skip
 
 

@@ -72,6 +72,7 @@ def describe_hybrid(config: EngineConfig, options: HybridOptions) -> EngineDescr
     return EngineDescription(
         model=f"reference-{options.pools}", weights=weights.digest(), components=components,
         memory_bytes=max(ends["dram"]), hbm_bytes=max(ends["hbm"], default=0), eos=options.eos,
+        context_tokens=config.context_tokens(options.context_tokens),
     )  # fmt: skip
 
 

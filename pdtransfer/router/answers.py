@@ -159,13 +159,13 @@ def error(status: int, text: str, *, param: str | None = None, code: str | None 
 
 
 def model_object(name: str, created: int, max_model_len: int | None) -> dict[str, object]:
-    """Returns one entry of /v1/models."""
+    """Returns one entry of /v1/models; None where nobody knows the length."""
     return {
         "id": name, "object": "model", "created": created, "owned_by": "pdtransfer", "max_model_len": max_model_len,
     }  # fmt: skip
 
 
-def models(names: list[str], created: int, max_model_len: int | None) -> bytes:
-    """Returns the answer to /v1/models."""
-    listed = [model_object(name, created, max_model_len) for name in names]
+def models(served: Mapping[str, int | None], created: int) -> bytes:
+    """Returns the answer to /v1/models, of each model with its length."""
+    listed = [model_object(name, created, longest) for name, longest in served.items()]
     return msgspec.json.encode({"object": "list", "data": listed})

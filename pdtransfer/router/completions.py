@@ -6,10 +6,10 @@ What would constrain an answer and is not supported is refused, never ignored. O
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -191,11 +191,21 @@ _ID = re.compile(r"0|[1-9][0-9]{0,9}")
 Parsed = TypeVar("Parsed")
 
 
+Served: TypeAlias = Mapping[str, int | None]
+"""The tokens of a prompt and its answer at most, of each model that is served; None where nobody knows."""
+
+
 def parse(
-    body: bytes, *, seed: int, chat: bool = False, text: TextCodec | None = None, enable_hisparse: bool = False
+    body: bytes,
+    *,
+    seed: int,
+    chat: bool = False,
+    text: TextCodec | None = None,
+    served: Served | None = None,
+    enable_hisparse: bool = False,
 ) -> Completion:
     """Parses a body; `seed` and `enable_hisparse` are defaults. Raises BadRequestError that names the field."""
-    text = text or BytesText()
+    text, served = text or BytesText(), served or {}
     unsupported = UNSUPPORTED | (_OF_COMPLETIONS if chat else {})
     for name, value in decoded(_FIELDS, body).items():
         if (neutral := unsupported.get(name)) is not None and not _is_neutral(value, neutral):
@@ -207,7 +217,7 @@ def parse(
         logprobs, top_logprobs = fields.logprobs is not None, fields.logprobs or 0
         echoes = tuple(texts) if fields.echo else ()
         return _completion(
-            fields, text, prompts, echoes, seed, longest=("max_tokens", fields.max_tokens), chat=False,
+            fields, text, served, prompts, echoes, seed, longest=("max_tokens", fields.max_tokens), chat=False,
             logprobs=logprobs, top_logprobs=top_logprobs, enable_hisparse=enable_hisparse,
         )  # fmt: skip
     fields = decoded(_CHAT, body)
@@ -216,9 +226,9 @@ def parse(
     prompt = chat_ids(text, fields.messages, reply=fields.add_generation_prompt, special=fields.add_special_tokens)
     longest = ("max_completion_tokens", fields.max_completion_tokens)
     return _completion(
-        fields, text, [_packed("messages", prompt, text)], (), seed, chat=True, enable_hisparse=enable_hisparse,
+        fields, text, served, [_packed("messages", prompt, text)], (), seed, chat=True,
         longest=("max_tokens", fields.max_tokens) if longest[1] is None else longest,
-        logprobs=bool(fields.logprobs), top_logprobs=fields.top_logprobs or 0,
+        logprobs=bool(fields.logprobs), top_logprobs=fields.top_logprobs or 0, enable_hisparse=enable_hisparse,
     )  # fmt: skip
 
 
@@ -307,6 +317,7 @@ def _packed(name: str, ids: NDArray[np.int64] | list[int], text: TextCodec) -> b
 def _completion(
     fields: GenerationBody,
     text: TextCodec,
+    served: Served,
     prompts: list[bytes],
     echoes: tuple[str, ...],
     seed: int,
@@ -326,12 +337,13 @@ def _completion(
     seed = seed if fields.seed is None else fields.seed
     salt = b"" if fields.cache_salt is None else blake2b(fields.cache_salt.encode(), digest_size=SALT_BYTES).digest()
     biases = _biases(fields.logit_bias or {}, text)
+    context = _context(fields.model, text, served) or TOKENS_MAX
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     rooms = [
         CompletionRequest(
             prompt=prompt,
             sampling=_sampling(
-                fields, _answer_tokens(prompt, longest, text, chat=chat), seed + at, biases, logprobs, top_logprobs
+                fields, _answer_tokens(prompt, longest, context, chat=chat), seed + at, biases, logprobs, top_logprobs
             ),
             model=fields.model or None,
             enable_hisparse=enable_hisparse if fields.enable_hisparse is None else fields.enable_hisparse,
@@ -347,10 +359,15 @@ def _completion(
     )  # fmt: skip
 
 
-def _answer_tokens(prompt: bytes, longest: tuple[str, int | None], text: TextCodec, *, chat: bool) -> int:
+def _context(model: str | None, text: TextCodec, served: Served) -> int | None:
+    """Tokens of a prompt and its answer at most, for the model that a body names, or else the only one."""
+    return served.get(model or next(iter(served), ""), text.max_model_len)
+
+
+def _answer_tokens(prompt: bytes, longest: tuple[str, int | None], context: int, *, chat: bool) -> int:
     """The most tokens of an answer. Raises BadRequestError where they do not fit behind the prompt."""
     field, max_tokens = longest
-    count, context = len(prompt) // 4, text.max_model_len or TOKENS_MAX
+    count = len(prompt) // 4
     left = context - count
     if left < 1:
         name = "messages" if chat else "prompt"
@@ -401,6 +418,7 @@ def _biases(biases: dict[str, float], text: TextCodec) -> bytes:
 class TokenizeBody(Struct):
     """A text, or a chat."""
 
+    model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)] | None = None
     add_special_tokens: bool | None = None
@@ -416,7 +434,7 @@ class DetokenizeBody(Struct):
 _TOKENIZE, _DETOKENIZE = msgspec.json.Decoder(TokenizeBody), msgspec.json.Decoder(DetokenizeBody)
 
 
-def tokenized(body: bytes, text: TextCodec) -> bytes:
+def tokenized(body: bytes, text: TextCodec, served: Served) -> bytes:
     """Answers /tokenize. Raises BadRequestError."""
     fields = decoded(_TOKENIZE, body)
     if (fields.prompt is None) == (fields.messages is None):
@@ -426,9 +444,10 @@ def tokenized(body: bytes, text: TextCodec) -> bytes:
         ids = chat_ids(text, fields.messages, reply=fields.add_generation_prompt, special=special)
     else:
         ids = text.encode(fields.prompt or "", special=fields.add_special_tokens is not False)
-    return msgspec.json.encode({"count": len(ids), "max_model_len": text.max_model_len, "tokens": ids.tolist()})
+    longest = _context(fields.model, text, served)
+    return msgspec.json.encode({"count": len(ids), "max_model_len": longest, "tokens": ids.tolist()})
 
 
-def detokenized(body: bytes, text: TextCodec) -> bytes:
+def detokenized(body: bytes, text: TextCodec, served: Served) -> bytes:  # noqa: ARG001 -- as tokenized
     """Answers /detokenize. Raises BadRequestError."""
     return msgspec.json.encode({"prompt": text.decode(decoded(_DETOKENIZE, body).tokens)})

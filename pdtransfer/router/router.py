@@ -23,7 +23,7 @@ from ..config.config import RouterConfig
 from ..engine_api import Spans
 from ..errors import ArenaFullError, ConfigError, RemoteProtocolError
 from ..handoff.effects import Send
-from ..limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX
+from ..limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, TOKENS_MAX
 from ..node.core_driver import EffectRunner, LoopClock, Ticker
 from ..process.http import Health, HttpListener, application
 from ..process.setup import prepare
@@ -165,23 +165,29 @@ class Router:
         return Health(ready, {"draining": draining, "workers": workers})
 
     async def _models(self, _: web.Request) -> web.Response:
-        listed = models(self.routing.workers.models(), self._created, self._text.max_model_len)
-        return web.Response(body=listed, content_type=JSON)
+        return web.Response(body=models(self._served(), self._created), content_type=JSON)
 
     async def _model(self, http: web.Request) -> web.Response:
         name = http.match_info["name"]
-        if name not in self.routing.workers.models():
+        served = self._served()
+        if name not in served:
             return error_response(404, f"model: {name[:64]!r} is not served", param="model", code="model_not_found")
-        return web.json_response(model_object(name, self._created, self._text.max_model_len))
+        return web.json_response(model_object(name, self._created, served[name]))
+
+    def _served(self) -> dict[str, int | None]:
+        """The models that are served, with what the workers and the checkpoint say of their length."""
+        own = self._text.max_model_len or TOKENS_MAX
+        longest = {name: min(own, theirs) for name, theirs in self.routing.workers.models().items()}
+        return {name: None if tokens == TOKENS_MAX else tokens for name, tokens in longest.items()}
 
     async def _version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": __version__})
 
     async def _translate(self, http: web.Request) -> web.Response:
         """Answers /tokenize and /detokenize."""
-        work = tokenized if http.path == "/tokenize" else detokenized
+        work, served = tokenized if http.path == "/tokenize" else detokenized, self._served()
         try:
-            answer = await self.open_requests.parsed(http, lambda body: work(body, self._text))
+            answer = await self.open_requests.parsed(http, lambda body: work(body, self._text, served))
             return web.Response(body=answer, content_type=JSON)
         except (BadRequestError, ArenaFullError) as why:
             return refusal(why)
@@ -190,9 +196,12 @@ class Router:
         """Answers /v1/completions and /v1/chat/completions."""
         try:
             chat, seed = http.path == "/v1/chat/completions", secrets.randbits(63)
-            hisparse = self._config.enable_hisparse
+            hisparse, served = self._config.enable_hisparse, self._served()
             parsed = await self.open_requests.parsed(
-                http, lambda body: parse(body, seed=seed, chat=chat, text=self._text, enable_hisparse=hisparse)
+                http,
+                lambda body: parse(
+                    body, seed=seed, chat=chat, text=self._text, served=served, enable_hisparse=hisparse
+                ),
             )
             completion = self._of_one_model(parsed)
             with self.open_requests.hold(completion.prompt_bytes, rooms=len(completion.rooms)):
@@ -254,7 +263,8 @@ class Router:
             )
         if len(served) > 1:
             raise BadRequestError("model", f"missing, one of: {', '.join(served)}")
-        return replace(completion, rooms=tuple(replace(room, model=served[0]) for room in completion.rooms))
+        (model,) = served
+        return replace(completion, rooms=tuple(replace(room, model=model) for room in completion.rooms))
 
     async def _whole(self, form: AnswerForm, answer: GrowingAnswer) -> web.StreamResponse:
         pieces: list[list[TextPiece]] = [[] for _ in answer.completion.rooms]

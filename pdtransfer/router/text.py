@@ -35,7 +35,7 @@ class TextCodec(Protocol):
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of prompt and answer together; None where only the engine knows."""
+        """Tokens of prompt and answer together; None where only the workers know."""
         ...
 
     def encode(self, text: str, *, special: bool) -> NDArray[np.int64]:

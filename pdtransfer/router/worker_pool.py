@@ -16,7 +16,7 @@ from ..handoff.liveness import HELLO_WANTED, Liveness
 from ..handoff.prefix import KnownPrefixes, block_keys, root_key
 from ..handoff.states import Word, step
 from ..handoff.timers import Timers
-from ..limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, Limits
+from ..limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TOKENS_MAX, Limits
 from ..wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 from .router_effects import WorkerChanged
 
@@ -77,6 +77,12 @@ class Worker:
         """The model's name and its weights' digest; equal on both workers of a pair."""
         assert self.identity is not None
         return self.identity.model, self.identity.weights
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of a prompt and its answer at most; TOKENS_MAX where it does not say."""
+        assert self.identity is not None
+        return self.identity.context_tokens or TOKENS_MAX
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -275,9 +281,15 @@ class WorkerPool:
             return NoPair("every worker is full", int(min(waits_ms)) + 1)
         return NoPair(_no_pair_reason(prefills.keys(), decodes.keys(), model), None)
 
-    def models(self) -> list[str]:
-        """Returns the models that a ready pair serves."""
-        return sorted({key[0] for key in self._groups("prefill").keys() & self._groups("decode").keys()})
+    def models(self) -> dict[str, int]:
+        """Returns the models that a ready pair serves, in order. Of each, the tokens of a prompt and its answer that
+        some pair takes; TOKENS_MAX where its workers do not say."""
+        prefills, decodes = self._groups("prefill"), self._groups("decode")
+        served: dict[str, int] = {}
+        for key in sorted(prefills.keys() & decodes.keys()):
+            longest = min(max(each.context_tokens for each in side[key]) for side in (prefills, decodes))
+            served[key[0]] = max(served.get(key[0], 0), longest)
+        return served
 
     def goodbye(self, reason: str) -> None:
         """Sends Goodbye to each connected worker."""

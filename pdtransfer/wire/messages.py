@@ -143,6 +143,8 @@ class Identity(Struct, array_like=True, frozen=True):
     group: Annotated[tuple[Member, ...], Meta(max_length=PEERS_MAX)] = ()
     transports: Annotated[tuple[Reason, ...], Meta(max_length=TRANSPORTS_MAX)] = ("shm",)  # the ways it takes
     place: Address = ""  # boot id, network and mount namespace, user: where equal, shm reaches; empty: not said
+    # Of a daemon: tokens of a prompt and its answer together, at most; 0: not said. Since v1.4.
+    context_tokens: TokenCount = 0
 
 
 class Hello(_Wire, frozen=True):

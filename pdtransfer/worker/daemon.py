@@ -64,6 +64,7 @@ def _settings(config: Config, card: EngineDescription) -> NodeSettings:
         node=config.node,
         model=card.model,
         weights=card.weights,
+        context_tokens=card.context_tokens,
         keys=keys,
         allowed=allowed,
         insecure=config.insecure,

@@ -305,6 +305,31 @@ def test_http_errors_are_openais_objects() -> None:
     run_on_loop(case)
 
 
+def test_a_request_beyond_the_workers_context_is_refused_before_a_worker_is_asked() -> None:
+    async def case() -> None:
+        async with site(context_tokens=20) as it:
+            for prompt, more, param, text in (
+                ("a" * 25, {}, "prompt", "25 tokens leave no place for an answer: the context has 20"),
+                ("a" * 15, {"max_tokens": 6}, "max_tokens", "6 after 15 of prompt, the total limit is 20"),
+            ):
+                for named in ({}, {"model": "m"}):
+                    status, answer, _ = await it.post(prompt=prompt, **more, **named)
+                    assert (status, answer["error"]["param"]) == (400, param)
+                    assert text in answer["error"]["message"]
+                    assert answer["error"]["code"] == "context_length_exceeded"
+            assert [*it.prefill[0].begun, *it.decode[0].begun] == []
+            status, answer, _ = await it.post(prompt="a" * 15)
+            assert (status, answer["usage"]["completion_tokens"]) == (200, 5), "what the context leaves"
+            listed = json.loads((await it.get("/v1/models"))[1])["data"]
+            assert [(each["id"], each["max_model_len"]) for each in listed] == [("m", 20)]
+            assert json.loads((await it.get("/v1/models/m"))[1])["max_model_len"] == 20
+            assert (await it.post("/tokenize", prompt="ab"))[1]["max_model_len"] == 20
+        async with site() as it:
+            assert json.loads((await it.get("/v1/models/m"))[1])["max_model_len"] is None
+
+    run_on_loop(case)
+
+
 def test_health_and_completions_are_503_until_a_pair_is_ready() -> None:
     async def case() -> None:
         async with site() as it:

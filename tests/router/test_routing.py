@@ -9,7 +9,7 @@ import pytest
 
 from pdtransfer.errors import Cause, RemoteProtocolError
 from pdtransfer.handoff.effects import Send
-from pdtransfer.limits import AHEAD_PING, Limits
+from pdtransfer.limits import AHEAD_PING, TOKENS_MAX, Limits
 from pdtransfer.router.router_effects import Accepted, Emit, Fail, Finish, Refusal, WorkerChanged
 from pdtransfer.router.router_rooms import CompletionRequest
 from pdtransfer.router.routing import Routing
@@ -369,11 +369,27 @@ def test_a_pair_has_one_model_and_equal_weights() -> None:
     refused = bench.submit()
     assert refused.status == 503
     assert "prefill has m/77, decode has m/6f746865" in refused.detail, "the beginnings of what differs"
-    assert bench.routing.workers.models() == []
+    assert bench.routing.workers.models() == {}
     bench.welcome(D, 3, weights=b"w")
     bench.hear(D, LOAD)
     assert bench.submit(model="another").status == 503
     assert isinstance(bench.submit(model="m"), Accepted)
+
+
+def test_a_model_is_as_long_as_the_longest_pair_that_serves_it() -> None:
+    bench = Bench(prefill=(P, P2), decode=(D, D2))
+    assert bench.routing.workers.models() == {"m": TOKENS_MAX}, "nobody says"
+    for incarnation, (peer, tokens) in enumerate({P: 900, P2: 500, D: 700, D2: 0}.items(), 2):
+        bench.welcome(peer, incarnation, context_tokens=tokens)
+        bench.hear(peer, LOAD)
+    assert bench.routing.workers.models() == {"m": 900}, "D2 does not say"
+    bench.welcome(D2, 9, context_tokens=300)
+    bench.hear(D2, LOAD)
+    assert bench.routing.workers.models() == {"m": 700}
+    for peer in (P2, D2):
+        bench.welcome(peer, 11, weights=b"other", context_tokens=800)
+        bench.hear(peer, LOAD)
+    assert bench.routing.workers.models() == {"m": 800}, "of other weights under that name"
 
 
 def test_hisparse_goes_to_a_decode_that_supports_it() -> None:

@@ -40,7 +40,7 @@ class Worker:
     """A daemon whose engine gives the prompt back. `gate` holds its rooms, `more` what follows the first piece of
     each, and `failure` ends them."""
 
-    def __init__(self, node: str, role: str, *, model: str = "m") -> None:
+    def __init__(self, node: str, role: str, *, model: str = "m", context_tokens: int = 0) -> None:
         self.node, self.role, self.model = node, role, model
         self.gate, self.more, self.failure, self.piece = asyncio.Event(), asyncio.Event(), "", 3
         self.gate.set()
@@ -49,7 +49,7 @@ class Worker:
         self.stopped: list[StopRoom] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop, self._clock = asyncio.get_running_loop(), LoopClock(LIMITS.ping_ms / 2e3)
-        who = identity(node, role, 7, model=model)
+        who = identity(node, role, 7, model=model, context_tokens=context_tokens)
         self.service = Service(who, LIMITS)
         self.bus = Bus(node=node, keys=None, allowed=None, receive=self._receive, refused=lambda *_: None)
         self.perform = EffectRunner(self._perform, Ticker(self.service.next_tick, self._tick, self._clock))
@@ -128,8 +128,11 @@ class Site:
 
 
 @asynccontextmanager
-async def site(*, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS) -> AsyncIterator[Site]:
-    workers = [Worker(f"p{i}", "prefill") for i in range(prefill)] + [Worker(f"d{i}", "decode") for i in range(decode)]
+async def site(
+    *, prefill: int = 1, decode: int = 1, limits: Limits = LIMITS, context_tokens: int = 0
+) -> AsyncIterator[Site]:
+    workers = [Worker(f"p{i}", "prefill", context_tokens=context_tokens) for i in range(prefill)]
+    workers += [Worker(f"d{i}", "decode", context_tokens=context_tokens) for i in range(decode)]
     endpoints = [await worker.open() for worker in workers]
     router = Router(
         RouterConfig(

@@ -22,10 +22,12 @@ ROUTER = "node:router"
 LIMITS = Limits(resend_ms=50, resend_ms_max=400, ping_ms=200, silence_ms=1_000, room_deadline_ms=8_000)
 
 
-def identity(node: str, role: str, incarnation: int = 1, *, model: str = "m", weights: bytes = b"w") -> Identity:
+def identity(
+    node: str, role: str, incarnation: int = 1, *, model: str = "m", weights: bytes = b"w", context_tokens: int = 0
+) -> Identity:
     if role == "router":
         model, weights = "", b""
-    return Identity(node, role, incarnation, Ranks(), model, weights, 256)
+    return Identity(node, role, incarnation, Ranks(), model, weights, 256, context_tokens=context_tokens)
 
 
 def request(first: int = 7, *, length: int = 5, max_tokens: int = 12, **more) -> CompletionRequest:

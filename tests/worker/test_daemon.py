@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pdtransfer.config.config import DecodeConfig
-from pdtransfer.engine_api import HBM_ALIGNMENT, CardMemory, EngineDescription
+from pdtransfer.engine_api import HBM_ALIGNMENT, CardMemory, EngineConfig, EngineDescription, HiSparse
 from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout import Component, Span
 from pdtransfer.layout.layout_builders import host_layout
+from pdtransfer.limits import TOKENS_MAX
 from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.node import NodeSettings
 from pdtransfer.worker import daemon
 from tests.support.fake_card import FakeRegistrar
 
@@ -89,6 +92,21 @@ def test_hbm_components_are_told_to_peers_behind_those_of_dram() -> None:
     assert kv is both[0]
     assert [plane.base for plane in index.layout.planes] == [HBM_ALIGNMENT, HBM_ALIGNMENT + 64 * 8]
     assert EngineDescription(model="m", weights=b"w", components=(both[0],), memory_bytes=77).arena_bytes == 77
+
+
+def test_routers_get_the_engines_context_within_what_a_message_holds() -> None:
+    for tokens, told in ((0, 0), (4_096, 4_096), (1 << 30, TOKENS_MAX)):
+        settings = NodeSettings(node="p", model="m", weights=b"w", context_tokens=tokens)
+        assert settings.identity("prefill").context_tokens == told
+
+
+@pytest.mark.parametrize(("role", "tokens"), [("prefill", 9_000), ("decode", 5_000)])
+def test_an_engine_is_as_long_as_its_model_and_on_decode_as_its_memory(role: Any, tokens: int) -> None:
+    assert EngineConfig(role=role, slots=5_000, page_size=1).context_tokens(9_000) == tokens
+    assert EngineConfig(role=role, slots=5_000, page_size=1).context_tokens(70) == 70
+    hot = HiSparse(device_slots=64, hot_tokens=32, dense_slots=6_000)
+    longest = EngineConfig(role="decode", slots=5_000, page_size=1, hisparse=hot).context_tokens(9_000)
+    assert longest == 6_000, "of a dense request"
 
 
 def test_an_arena_that_its_card_refuses_ends_the_start_and_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ _LED = [["prefill-0", "tcp://10.0.0.7:9310"], ["prefill-1", "tcp://10.0.0.7:9312
 _PLACE = "3f1c6d1e-8f0b-4d0e-9c53-0d4f5f1f9a77 net:[4026531840] mnt:[4026531841] 1000"
 _PREFILL = [
     "prefill-0", "prefill", 0xFFEEDDCCBBAA9988, [1, 2, 0, 1, 0, 1], "demo-mla", bytes(range(32)), 256, 4 << 20,
-    [["latent", 0, 2, 0, 1, 1, 2]], _LED, ["shm", "mooncake"], _PLACE,
+    [["latent", 0, 2, 0, 1, 1, 2]], _LED, ["shm", "mooncake"], _PLACE, 131072,
 ]  # fmt: skip
 _DECODE = [
     "decode-0", "decode", 0x0123456789ABCDEF, [0, 1, 0, 1, 0, 1], "demo-mla", bytes(range(32)), 256, 4 << 20,
     [["latent", 0, 2, 0, 1, 0, 1]], [["decode-0", ""], ["decode-1", ""]],
-    ["mooncake"], _PLACE,
+    ["mooncake"], _PLACE, 131072,
 ]  # fmt: skip
 _KEY = "bB<^>b]T&ncT)k#p?RRdw@gKR9<g&@=K7ynK0gc5"  # a Z85 key may hold an @ itself: it ends by length
 _DIGEST = bytes(range(64, 96))

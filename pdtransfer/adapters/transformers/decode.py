@@ -56,7 +56,7 @@ class CheckpointDecode:
         hbm = options.kv_memory == "hbm" or (options.kv_memory == "auto" and checkpoint.device.type == "cuda")
         self._description = describe(
             config, checkpoint.shapes, name=checkpoint.name, digest=checkpoint.digest,
-            window_slots=options.window_slots, hbm=hbm,
+            window_slots=options.window_slots, hbm=hbm, context_tokens=checkpoint.context_tokens,
         )  # fmt: skip
         self._components = {each.name: each for each in self._description.components}
         self._steps: DecodeSteps | None = None

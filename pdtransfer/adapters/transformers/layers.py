@@ -69,7 +69,14 @@ def shapes_of(cache: Any, *, latent: bool) -> tuple[LayerShape, ...]:
 
 
 def describe(
-    config: EngineConfig, shapes: Sequence[LayerShape], *, name: str, digest: bytes, window_slots: int, hbm: bool
+    config: EngineConfig,
+    shapes: Sequence[LayerShape],
+    *,
+    name: str,
+    digest: bytes,
+    window_slots: int,
+    hbm: bool,
+    context_tokens: int = 0,
 ) -> EngineDescription:
     """Components one behind the other. Raises ConfigError if slots, page size and layout do not make a pool."""
     components: list[Component] = []
@@ -98,7 +105,7 @@ def describe(
     end = components[-1].layout.end
     return EngineDescription(
         model=name, weights=digest, components=tuple(components), memory_bytes=0 if hbm else end,
-        hbm_bytes=end if hbm else 0, full_sampling=True,
+        hbm_bytes=end if hbm else 0, full_sampling=True, context_tokens=config.context_tokens(context_tokens),
     )  # fmt: skip
 
 

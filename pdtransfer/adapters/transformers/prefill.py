@@ -66,8 +66,9 @@ class CheckpointPrefill:
     def __init__(self, config: EngineConfig, options: ModelOptions, checkpoint: Checkpoint) -> None:
         self._config, self._options, self._checkpoint = config, options, checkpoint
         self._description = describe(
-            config, checkpoint.shapes, name=checkpoint.name, digest=checkpoint.digest, window_slots=0, hbm=False
-        )
+            config, checkpoint.shapes, name=checkpoint.name, digest=checkpoint.digest, window_slots=0, hbm=False,
+            context_tokens=checkpoint.context_tokens,
+        )  # fmt: skip
         byte_count = self._description.memory_bytes
         if checkpoint.device.type == "cuda":
             self.memory = torch.zeros(byte_count, dtype=torch.uint8, device=checkpoint.device)

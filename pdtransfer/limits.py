@@ -10,6 +10,7 @@ AUX_BYTES_MAX = 64 << 10  # the first token, its logits' digest, sampler state; 
 NAME_LENGTH_MAX = 128  # node, model and component names
 HANDLE_BYTES_MAX = 256  # what names a card's memory to other processes: CUDA's own handle has 64
 TEXT_LENGTH_MAX = 512  # a reason for a person
+TRACEPARENT_LENGTH = 55  # of W3C Trace Context, version 00
 ADDRESS_LENGTH_MAX = 256  # an endpoint or a socket's path
 COMPONENTS_MAX = 16  # DeepSeek V4 has 7
 PLANES_MAX = 32_768  # of one component, and of one Register within ARRAYS_MAX and VALUES_MAX

@@ -128,6 +128,14 @@ class DecodeNode:
         """Reports that so many of the arena's first bytes are prefaulted."""
         self._run(self.core.ready(bytes_ready, self._clock.now()))
 
+    def way_of(self, room: int) -> tuple[str, str]:
+        """The first prefill rank of the room, by its node, and the transport from it; empty where it is not known."""
+        known = self.core.rooms.get(room)
+        peer = self.core.prefill_peers.peers.get(known.sources[0]) if known is not None else None
+        if peer is None or peer.identity is None:
+            return "", ""
+        return peer.identity.node, self.transport.name_of(peer.session.id) if peer.session is not None else ""
+
     def release(self, room: int, *, after: Event | None = None) -> None:
         """Releases a READY room once `after` has fired: the engine does not use it any more. A room that is not READY
         fails."""

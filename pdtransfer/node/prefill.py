@@ -144,6 +144,15 @@ class PrefillNode:
         if self._others is None or not self._others(peer, message):
             self._run(self.core.receive(peer, message, self._clock.now()))
 
+    def way_of(self, room: int) -> tuple[str, str]:
+        """The first decode rank that has granted for the room, by its node or the name of its key, and the transport
+        to it; empty where there is none."""
+        known = self.core.rooms.get(room)
+        if known is None or not known.grants:
+            return "", ""
+        session = known.grants[0].session
+        return session.peer.partition(":")[2], self.transport.name_of(session.id)
+
     @property
     def idle(self) -> bool:
         """Whether no room is open, no write is in flight, and no living decode rank has yet to acknowledge an end."""

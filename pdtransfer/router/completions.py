@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -171,6 +171,11 @@ class Completion:
     @property
     def model(self) -> str | None:
         return self.rooms[0].model
+
+    def of_request(self, request_id: str, traceparent: str) -> Completion:
+        """Returns the same completion, whose rooms carry these ids."""
+        rooms = [replace(room, request_id=request_id, traceparent=traceparent) for room in self.rooms]
+        return replace(self, rooms=tuple(rooms))
 
     @property
     def prompt_bytes(self) -> int:

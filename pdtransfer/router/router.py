@@ -28,15 +28,17 @@ from ..node.core_driver import EffectRunner, LoopClock, Ticker
 from ..process.http import Health, HttpListener, application
 from ..process.setup import prepare
 from ..process.signals import StopSignal, reload, reload_on_hangup
+from ..tracing.ended_request import EndedRequests
 from ..tracing.trace import recorded
 from ..wire import Identity, Message, Ranks
 from .answer_text import TextPiece
 from .answering import GrowingAnswer, Reply
 from .answers import AnswerForm, error, model_object, models, usage_of
+from .client_request import REQUEST_ID, ClientRequest
 from .completions import BadRequestError, Completion, detokenized, parse, tokenized
 from .model_text import load_text
 from .openai_http import JSON, OpenRequests, error_response, openai_errors, refusal
-from .router_effects import Emit, Fail, Finish, Refusal, RoutingEffect, WorkerChanged
+from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged
 from .router_metrics import RouterMetrics
 from .routing import Routing
 from .servers.server_router import ServerRouter
@@ -45,14 +47,16 @@ from .worker_pool import model_text
 log = logging.getLogger(__name__)
 
 LOGPROBS_INLINE_MAX = 256  # tokens whose logprobs are written as JSON on the loop: some milliseconds
+_CLIENT = web.RequestKey("client_request", ClientRequest)
 TEXT_PATHS = ("/tokenize", "/detokenize")
 
 
 class Router:
     """One router process: `open`, then `drain` and `close`."""
 
-    def __init__(self, config: RouterConfig, spans: Spans | None = None) -> None:
-        self._config, self._spans = config, spans
+    def __init__(self, config: RouterConfig, spans: Spans | None = None, ended: EndedRequests | None = None) -> None:
+        """`ended` gets a record of each room, and of each request to generate, at its end."""
+        self._config, self._spans, self._ended = config, spans, ended or EndedRequests()
         self._text = load_text(config.model)
         self._loop = asyncio.get_running_loop()
         self.incarnation = secrets.randbits(64)
@@ -75,6 +79,7 @@ class Router:
         self._clock = LoopClock(config.limits.ping_ms / 2e3)
         self._perform = EffectRunner(self._perform_one, Ticker(self.routing.next_tick, self._tick, self._clock))
         self._replies: dict[int, Reply] = {}
+        self._clients: dict[int, ClientRequest] = {}  # of these
         self.open_requests = OpenRequests(config.limits)
         self.metrics = RouterMetrics(self.routing, self._bus)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
@@ -84,6 +89,7 @@ class Router:
         app.add_routes([web.post(path, self._translate) for path in TEXT_PATHS])
         app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.+}", self._model)])
         app.add_routes([web.get("/version", self._version)])
+        app.on_response_prepare.append(_stamp)
         self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
 
     async def open(self) -> str:
@@ -135,6 +141,7 @@ class Router:
                 self._bus.send(peer, message)
             case Emit(request, ids, logprobs):
                 reply = self._replies[request]
+                self._clients[request].emitted(request, len(ids))
                 if not reply.streaming:
                     reply.first_s = time.monotonic()
                     self.metrics.answers.first_token_seconds.observe(reply.first_s - reply.began_s)
@@ -142,6 +149,9 @@ class Router:
                 self.metrics.generated_tokens.inc(len(ids))
             case Finish() | Fail():
                 self._replies[effect.request].close(effect)
+                self._ended(self._clients[effect.request].ended_room(effect))
+            case Retry():
+                self._ended(self._clients[effect.request].ended_room(effect))
             case WorkerChanged(peer, ""):
                 worker = self.routing.workers.by_peer[peer]
                 assert worker.identity is not None
@@ -195,6 +205,19 @@ class Router:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         """Answers /v1/completions and /v1/chat/completions."""
         try:
+            client = http[_CLIENT] = ClientRequest.accept(self._config.node, http.path, http.headers)
+        except BadRequestError as why:
+            return self._refuse(refusal(why))
+        try:
+            return await self._answer(http, client)
+        except web.HTTPException as refused:
+            client.answered(refused.status, detail=refused.text or refused.reason)
+            raise
+        finally:
+            self._ended(client.ended())
+
+    async def _answer(self, http: web.Request, client: ClientRequest) -> web.StreamResponse:
+        try:
             chat, seed = http.path == "/v1/chat/completions", secrets.randbits(63)
             hisparse, served = self._config.enable_hisparse, self._served()
             parsed = await self.open_requests.parsed(
@@ -203,13 +226,17 @@ class Router:
                     body, seed=seed, chat=chat, text=self._text, served=served, enable_hisparse=hisparse
                 ),
             )
-            completion = self._of_one_model(parsed)
+            completion = self._of_one_model(parsed).of_request(client.request_id, client.traceparent)
+            client.model, client.stream = completion.model or "", completion.stream
+            client.prompt_tokens, client.enable_hisparse = completion.prompt_tokens, completion.rooms[0].enable_hisparse
             with self.open_requests.hold(completion.prompt_bytes, rooms=len(completion.rooms)):
-                return await self._complete(http, completion)
+                return await self._complete(http, client, completion)
         except (BadRequestError, ArenaFullError) as why:
-            return self._refuse(refusal(why))
+            response = refusal(why)
+            client.answered(response.status, detail=str(why))
+            return self._refuse(response)
 
-    async def _complete(self, http: web.Request, completion: Completion) -> web.StreamResponse:
+    async def _complete(self, http: web.Request, client: ClientRequest, completion: Completion) -> web.StreamResponse:
         """Begins all rooms, or none, and answers with them."""
         news, replies = asyncio.Event(), dict[int, Reply]()
         try:
@@ -218,13 +245,21 @@ class Router:
                     await asyncio.sleep(0)  # The prompts of many rooms take their time: others have their turn.
                 accepted = self.routing.submit(room, self._clock.now())
                 if isinstance(accepted, Refusal):
+                    client.answered(accepted.status, accepted.cause, accepted.detail)
                     return self._refuse(_failed(accepted))
                 replies[accepted.request] = self._replies[accepted.request] = Reply(news, time.monotonic())
+                self._clients[accepted.request] = client
+                client.begun(accepted.request, len(room.prompt) // 4)
                 self._perform(accepted.effects)
                 self.metrics.prompt_tokens.inc(len(room.prompt) // 4)
             answer = GrowingAnswer(completion, replies, news, self._text, self._stop)
             form = self._form(completion, next(iter(replies)))
-            return await (self._stream(http, form, answer) if completion.stream else self._whole(form, answer))
+            response = await (self._stream(http, form, answer) if completion.stream else self._whole(form, answer))
+            if (failed := answer.failed) is not None:
+                client.answered(failed.status, failed.cause, failed.detail)
+            else:
+                client.answered(response.status)
+            return response
         except (ConnectionError, TimeoutError):
             if http.transport is not None:
                 http.transport.abort()
@@ -233,7 +268,7 @@ class Router:
             for request, reply in replies.items():
                 if reply.end is None:
                     self._perform(self.routing.cancel(request, self._clock.now()))
-                del self._replies[request]
+                del self._replies[request], self._clients[request]
             if len(replies) == len(completion.rooms):
                 self._count(list(replies.values()))
 
@@ -326,6 +361,11 @@ class Router:
             if self._spans is not None and isinstance(reply.end, Finish):  # a failed one has no room to name
                 self._spans("request", "to the first token", reply.began_s, reply.first_s, room=reply.end.room)
                 self._spans("request", "from the first token on", reply.first_s, now, room=reply.end.room)
+
+
+async def _stamp(http: web.Request, response: web.StreamResponse) -> None:
+    if (client := http.get(_CLIENT)) is not None:
+        response.headers[REQUEST_ID] = client.request_id
 
 
 def _failed(end: Fail | Refusal) -> web.Response:

@@ -51,13 +51,34 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The request failed. `retry_ms` is the time after which a retry may succeed, 0 for unknown."""
+    """The request failed. `retry_ms` is the time after which a retry may succeed, 0 for unknown. `prefill` and `decode`
+    are the Ends that have come."""
 
     request: int
     cause: Cause
     detail: str
     status: int
     retry_ms: int
+    prefill_node: str = ""
+    decode_node: str = ""
+    prefill: End | None = None
+    decode: End | None = None
+    enable_hisparse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """The request's room failed, and it has another one from now on; fields as in Fail."""
+
+    request: int
+    cause: Cause
+    detail: str
+    next_room: int
+    prefill_node: str
+    decode_node: str
+    prefill: End | None
+    decode: End | None
+    enable_hisparse: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +91,7 @@ class WorkerChanged:
     orderly: bool = False
 
 
-RoutingEffect: TypeAlias = Send | Emit | Finish | Fail | WorkerChanged
+RoutingEffect: TypeAlias = Send | Emit | Finish | Fail | Retry | WorkerChanged
 
 
 @dataclass(frozen=True, slots=True)

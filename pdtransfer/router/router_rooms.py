@@ -19,6 +19,8 @@ class CompletionRequest:
     model: str | None = None
     enable_hisparse: bool = False
     salt: bytes = b""
+    request_id: str = ""  # this and the next: as in Begin
+    traceparent: str = ""
 
 
 def dense(request: CompletionRequest) -> CompletionRequest:

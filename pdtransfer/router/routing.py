@@ -39,6 +39,7 @@ from .router_effects import (
     Fail,
     Finish,
     Refusal,
+    Retry,
     RoutingEffect,
     WorkerChanged,
 )
@@ -199,7 +200,10 @@ class Routing:
             (pair.prefill, prefill_node, pair.decode.names),
             (pair.decode, decode_node, pair.prefill.endpoints),
         ):
-            begin = Begin(room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse, request.salt)
+            begin = Begin(
+                room_id, request.prompt, request.sampling, peers, 0, request.enable_hisparse, request.salt,
+                request.request_id, request.traceparent,
+            )  # fmt: skip
             legs.append(RoomLeg(worker, begin, node))
             worker.rooms.add(room_id)
         first = room_id if request_id is None else request_id
@@ -332,10 +336,11 @@ class Routing:
         self._end_on_workers(room, RouterEvent.FAIL, cause, now)
         if retry is not None:
             self.retries += 1
-            self._open(*retry, room.request_id, room.deadline, now)
+            again = self._open(*retry, room.request_id, room.deadline, now)
+            self._effects.append(Retry(room.request_id, cause, detail, again.id, *_of_legs(room)))
         else:
             del self._requests[room.request_id]
-            self._effects.append(Fail(room.request_id, cause, detail, STATUSES[cause], retry_ms))
+            self._effects.append(Fail(room.request_id, cause, detail, STATUSES[cause], retry_ms, *_of_legs(room)))
 
     def _retry(
         self, room: RoutedRoom, blamed: tuple[Worker, ...], cause: Cause, now: float
@@ -413,3 +418,8 @@ class Routing:
     def _take(self) -> list[RoutingEffect]:
         effects, self._effects = self._effects, []
         return effects
+
+
+def _of_legs(room: RoutedRoom) -> tuple[str, str, End | None, End | None, bool]:
+    """What Fail and Retry report of a room's workers."""
+    return room.prefill.node, room.decode.node, room.prefill.end, room.decode.end, room.request.enable_hisparse

@@ -97,6 +97,11 @@ class DecodeTransports:
         """How many sessions each transport has."""
         return {name: sum(each is made for each in self._sessions.values()) for name, made in self._made.items()}
 
+    def name_of(self, session: int) -> str:
+        """The transport of a session; empty for none."""
+        transport = self._sessions.get(session)
+        return next((name for name, made in self._made.items() if made is transport), "")
+
     async def offer(self, session: int, endpoint: str, theirs: Identity) -> Reach:
         """As ArenaTransport.offer, to the prefill that was dialled at `endpoint`."""
         name, reason = choose(self.taken, self._here, theirs)
@@ -166,6 +171,11 @@ class PrefillTransports:
         """How many sessions each transport has."""
         sessions = self._sessions.values()
         return {name: sum(each is self._made.get(name) for each in sessions) for name in self.taken}
+
+    def name_of(self, session: int) -> str:
+        """The transport of a session; empty for none."""
+        transport = self._sessions.get(session)
+        return next((name for name, made in self._made.items() if made is transport), "")
 
     async def map(
         self, session: int, reach: Reach, components: tuple[Component, ...], more: Ready = lambda _: None

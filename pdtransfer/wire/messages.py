@@ -31,6 +31,7 @@ from ..limits import (
     TOKENS_BURST_MAX,
     TOKENS_MAX,
     TOP_LOGPROBS_MAX,
+    TRACEPARENT_LENGTH,
     TRANSPORTS_MAX,
 )
 
@@ -47,6 +48,8 @@ Text = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
 Address = Annotated[str, Meta(max_length=ADDRESS_LENGTH_MAX)]
 Endpoint = Annotated[str, Meta(min_length=1, max_length=ADDRESS_LENGTH_MAX)]
 Digest = Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
+RequestId = Annotated[str, Meta(max_length=NAME_LENGTH_MAX)]
+TraceParent = Annotated[str, Meta(max_length=TRACEPARENT_LENGTH)]
 Reason = Annotated[str, Meta(min_length=1, max_length=32)]
 
 
@@ -322,6 +325,9 @@ class Begin(_Wire, frozen=True):
     time_left_ms: Milliseconds  # after this the room fails
     enable_hisparse: bool = False  # what this request wants
     salt: Digest = b""  # rooms of different salts share no cached prefix
+    # Since v1.4, for logs and traces alone: no daemon acts on them.
+    request_id: RequestId = ""  # the client's request; several rooms may be of one
+    traceparent: TraceParent = ""  # the router's span of the request, as W3C Trace Context writes it; empty: none
 
 
 class Begun(_Wire, frozen=True):
@@ -367,6 +373,11 @@ class End(_Wire, frozen=True):
     logits_digest: Digest = b""  # of the logits that they were picked from
     kv_digest: Digest = b""  # of the KV by (position, plane)
     prefix: TokenCount = 0  # decode: tokens of the prompt that it held already, on each of its ranks
+    # Since v1.4: times of the room by this daemon's clock alone; 0: not known.
+    queue_us: Bytes64 = 0  # prefill: from Begin to the first step that computed it; decode: from Begin to its slots
+    compute_us: Bytes64 = 0  # prefill: from there to the end of the last such step
+    transfer_us: Bytes64 = 0  # prefill: from there to the last byte written, what computing did not hide
+    admission_us: Bytes64 = 0  # decode: from READY to the first step
 
 
 class Ended(_Wire, frozen=True):

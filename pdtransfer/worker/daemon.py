@@ -31,6 +31,7 @@ from ..node.thread_queues import ThreadQueues
 from ..process.http import Health, HttpListener, application
 from ..process.setup import prepare
 from ..process.signals import StopSignal, reload, reload_on_hangup
+from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import Journeys
 from ..tracing.trace import recorded
 from . import engine_thread
@@ -170,6 +171,7 @@ class Shared:
     daemon: Daemon | None = None  # None on a follower
     died: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine or the group has failed
     journeys: Journeys = field(default_factory=Journeys)
+    ended: EndedRequests = field(default_factory=EndedRequests)
 
 
 async def _serve(config: Config) -> int:
@@ -222,11 +224,12 @@ async def _lead(
     settings, port = replace(settings, group=await group.members(config.node)), ThreadQueues[Order]()
     backing: asyncio.Task[None] | None = None
     if isinstance(config, PrefillConfig):
-        daemon = PrefillDaemon(config, settings, engine, port, shared.registry, group, shared.journeys)
+        daemon = PrefillDaemon(config, settings, engine, port, shared.registry, group, shared.journeys, shared.ended)
         daemon.node.condemned = shared.died.set
     else:
         assert arena is not None
-        daemon = DecodeDaemon(config, settings, engine, arena, port, shared.registry, group, shared.journeys)
+        given = arena, port, shared.registry, group, shared.journeys, shared.ended
+        daemon = DecodeDaemon(config, settings, engine, *given)
         if arena.bytes_ready < arena.byte_count:
             backing = asyncio.get_running_loop().create_task(_back(arena, daemon, shared.died))
     try:

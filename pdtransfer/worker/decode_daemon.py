@@ -21,9 +21,11 @@ from ..limits import TEXT_LENGTH_MAX, TOKENS_MAX
 from ..memory.arena_memory import ArenaMemory
 from ..node import NodeSettings
 from ..node.thread_queues import ThreadQueues
-from ..tracing.timeline import Journeys
+from ..tracing.ended_request import EndedRequests
+from ..tracing.timeline import FIRST_TOKEN, LANDING, SLOTS, Journeys
 from ..wire import Begin, End, Load, Message, RankFailed, RankReady
 from .decode_rank import DecodeRank, DecodeRankRoom
+from .ended_rooms import WorkerFacts, ended_room, timed
 from .engine_thread import Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
 from .router_link import RouterLink, check_sampling_of, failure, request_of
@@ -42,6 +44,7 @@ class DecodeWork:
     ready_ns: int = 0  # when the last rank became ready
     kv_bytes: int = 0  # of all ranks
     prefix: int = TOKENS_MAX  # cached tokens: the smallest of all ranks, since each rank evicts by itself
+    tokens: int = 0  # generated
     dropped: tuple[Cause, str] | None = None  # why it is to end early
     ended: bool = False  # its router has its End; the engine may still read its slots
 
@@ -64,11 +67,15 @@ class DecodeDaemon:
         registry: CollectorRegistry,
         group: GroupLeader | None = None,
         journeys: Journeys | None = None,
+        ended: EndedRequests | None = None,
     ) -> None:
+        """`ended` gets a record of each room at its end."""
         self.config, self._engine, self.port, self.group = config, engine, port, group or GroupLeader()
         self.group.reported = self._on_report
         announce = None if self.group.size == 1 else self.group.step
         steps, self._journeys = leader_steps(engine, port, announce), journeys or Journeys()
+        self._report = ended or EndedRequests()
+        self._facts = WorkerFacts("decode", config.node, engine.card.model)
         self.rank = DecodeRank(
             config, settings, engine, arena, port, steps, self, registry, self._journeys,
             others=self._receive, leased=self._leased,
@@ -83,6 +90,7 @@ class DecodeDaemon:
             stop=self._stop,
             load=self.load,
             introduce=self._introduce,
+            refused=self._refused,
         )
         self._work: dict[int, DecodeWork] = {}  # by local id
         self._rooms: dict[int, DecodeWork] = {}  # by room id
@@ -141,13 +149,14 @@ class DecodeDaemon:
         for token in made:
             tokens.setdefault(token.room, []).append(token)
             if token.index == 0 and token.room in self._work:
-                self._journeys.reached(self._work[token.room].room_id, "first token", "READY to first token")
+                self._journeys.reached(self._work[token.room].room_id, *FIRST_TOKEN)
         for local_id, own in tokens.items():
             ids = [token.id for token in own]
             logprobs = b"".join(token.logprobs.pack() for token in own if token.logprobs is not None)
             work = self._work.get(local_id)
             try:
                 if work is not None:
+                    work.tokens += len(ids)
                     self.desk.tokens(work.room_id, ids, logprobs)
             except LocalProtocolError as error:  # more tokens than the request asked for
                 self._fail(work, Cause.ENGINE, str(error))
@@ -213,10 +222,10 @@ class DecodeDaemon:
             check_sampling_of(begin, self._engine.card)
             self._engine.check(request)
         except (ValueError, RemoteProtocolError) as error:
-            self._say(failure(begin.room, Cause.REFUSED, str(error)))
+            self._refuse(begin, failure(begin.room, Cause.REFUSED, str(error)))
             return
         if begin.enable_hisparse and (full := self._full()) is not None:
-            self._say(failure(begin.room, Cause.FULL, *full))
+            self._refuse(begin, failure(begin.room, Cause.FULL, *full))
             return
         work = DecodeWork(begin, request.room)
         self._work[work.local_id] = self._rooms[work.room_id] = work
@@ -235,7 +244,9 @@ class DecodeDaemon:
     def _leased(self, room_id: int) -> None:
         """Starts the room on the other ranks. They lease in the leader's order: two rooms with some slots each would
         wait for each other."""
-        self._journeys.reached(room_id, "control", "wait for slots")
+        if (journey := self._journeys.of(room_id)) is not None:
+            journey.peer, journey.transport = self.node.way_of(room_id)
+        self._journeys.reached(room_id, *SLOTS)
         work = self._rooms.get(room_id)
         if work is not None:
             self.group.room(work.local_id, work.begin)
@@ -251,7 +262,7 @@ class DecodeDaemon:
         work.kv_bytes += kv_bytes
         work.prefix = min(work.prefix, prefix)
         if len(work.ranks_ready) == self.group.size:
-            self._journeys.reached(work.room_id, "landing", "READY", byte_count=work.kv_bytes)
+            self._journeys.reached(work.room_id, *LANDING, byte_count=work.kv_bytes)
             work.ready_ns = time.monotonic_ns()
             landing = self.rank.rooms[work.local_id].landing
             assert landing is not None, "this rank is one of them"
@@ -279,7 +290,19 @@ class DecodeDaemon:
         """Ends the room once for its router, though its slots may be held for longer."""
         if not work.ended:
             work.ended = True
+            journey = self._journeys.of(work.room_id)
+            end = timed(end, journey)
             self._say(end)
+            cached = None if work.prefix == TOKENS_MAX else work.prefix
+            self._report(ended_room(self._facts, work.begin, end, journey, tokens=work.tokens, cached=cached))
+
+    def _refuse(self, begin: Begin, end: End) -> None:
+        self._say(end)
+        self._refused(begin, end)
+
+    def _refused(self, begin: Begin, end: End) -> None:
+        """Another room may have the same id: this one has no journey."""
+        self._report(ended_room(self._facts, begin, end, None))
 
     def _say(self, end: End) -> None:
         self._rooms_ended.labels(end.reason).inc()

@@ -21,7 +21,7 @@ from ..tracing.timeline import Journeys
 from ..transports.options import ArenaOptions
 from ..wire import Begin, StepOrder
 from .daemon_metrics import DecodeMetrics
-from .engine_thread import DecodeOutcome, DecodeThread, Drop, Dropped, Generate, Order, Steps
+from .engine_thread import DecodeOutcome, DecodeThread, Drop, Dropped, Generate, Order, Stepped, Steps
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,8 @@ class DecodeRank:
             self.node.release(room.room_id)
         elif room is not None:
             self.node.abort(room.room_id, cause, detail)
+        if room is not None:
+            self.journeys.forget(room.room_id)
         return room
 
     def generate(self, local_id: int, aux: bytes) -> Generate:
@@ -152,10 +154,13 @@ class DecodeRank:
 
     def on_outcomes(self, outcomes: list[DecodeOutcome]) -> None:
         """Takes the outcomes of the engine's thread."""
+        for outcome in outcomes:
+            if isinstance(outcome, Stepped) and (room := self.rooms.get(outcome.room)) is not None:
+                self.journeys.admitted(room.room_id, outcome.begin_s)
         self._reports.tokens(outcome for outcome in outcomes if isinstance(outcome, Token))
         for outcome in outcomes:
             match outcome:
-                case Token():
+                case Token() | Stepped():
                     pass
                 case Finished(room=local_id, reason=reason):
                     self._close(local_id, reason, "", outcome)
@@ -175,11 +180,11 @@ class DecodeRank:
         self._forget(local_id)
         self.node.release(room.room_id)
         self._reports.closed(room, reason, detail, finished)
+        self.journeys.forget(room.room_id)
 
     def _forget(self, local_id: int) -> DecodeRankRoom | None:
         room = self.rooms.pop(local_id, None)
         if room is not None:
-            self.journeys.forget(room.room_id)
             del self._here[room.room_id]
         return room
 
@@ -198,5 +203,6 @@ class DecodeRank:
             case RoomFailed(_, cause, detail, retry_ms) if room is not None:
                 self._forget(room.local_id)
                 self._reports.failed(room.local_id, cause, detail, retry_ms)
+                self.journeys.forget(room.room_id)
             case RoomFailed() | RoomDrained():
                 pass  # the room was aborted; no room here drains, since the engine chooses no slots

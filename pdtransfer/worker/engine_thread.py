@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,16 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Stepped:
+    """The room's first or last step on prefill, and on decode the one with its first token: from when to when, in
+    seconds of CLOCK_MONOTONIC."""
+
+    room: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Offered:
     """Prefill: a cell of the room is computed, once `after` has fired."""
 
@@ -100,8 +111,8 @@ class Offered:
 
 
 Order: TypeAlias = Compute | Generate | Drop | Free | Quit
-PrefillOutcome: TypeAlias = Offered | Prefilled | Broken | Refused
-DecodeOutcome: TypeAlias = Token | Finished | Broken | Dropped
+PrefillOutcome: TypeAlias = Stepped | Offered | Prefilled | Broken | Refused
+DecodeOutcome: TypeAlias = Stepped | Token | Finished | Broken | Dropped
 
 
 Steps: TypeAlias = Iterator[list[Order]]
@@ -147,6 +158,8 @@ class PrefillThread:
         self._steps = steps
         self._waiting: deque[Request] = deque()
         self._offers = CellBatcher(engine.card.components, push)
+        self._begun: set[int] = set()  # rooms of which some was computed, and not all
+        self._step_s = 0.0  # when the latest step began
         self._page_size = {component.name: component.layout.page_size for component in engine.card.components}
         if isinstance(engine, ReportsEarly):
             engine.report = partial(self._pass_on, ())
@@ -167,17 +180,21 @@ class PrefillThread:
                         self._waiting = deque(request for request in self._waiting if request.room != room)
                         self.engine.cancel(room)
                         self._offers.drop(room)
+                        self._begun.discard(room)
                     case Free(room):
                         self.engine.free(room)
                     case Quit():
                         return
                     case Generate():
                         raise AssertionError("a prefill engine generates nothing")
-            self._pass_on(self._admit(), self.engine.step())
+            outcomes, self._step_s = self._admit(), time.monotonic()
+            self._pass_on(outcomes, self.engine.step())
 
     def _pass_on(self, outcomes: Sequence[PrefillOutcome], made: Sequence[Computed | Prefilled | Broken]) -> None:
-        """Sends these outcomes to the loop, and then what the engine has made."""
-        every = [*outcomes, *map(self._outcome, self._offers.take([self._known(each) for each in made]))]
+        """Sends these outcomes to the loop, and then what the engine has made, which may be in the middle of a step."""
+        known = [self._known(each) for each in made]
+        stepped = self._stepped(known, time.monotonic())
+        every = [*outcomes, *stepped, *map(self._outcome, self._offers.take(known))]
         if every:
             self._port.to_loop(lambda: self._on_outcomes(every))
 
@@ -191,6 +208,16 @@ class PrefillThread:
                 refused.append(Refused(self._waiting[0].room, str(error)))
             self._waiting.popleft()
         return refused
+
+    def _stepped(self, made: list[Computed | Prefilled | Broken], end_s: float) -> Iterator[PrefillOutcome]:
+        for each in made:
+            last = not isinstance(each, Computed)
+            if last or each.room not in self._begun:
+                yield Stepped(each.room, self._step_s, end_s)
+            if last:
+                self._begun.discard(each.room)
+            else:
+                self._begun.add(each.room)
 
     def _known(self, outcome: Computed | Prefilled | Broken) -> Computed | Prefilled | Broken:
         """Turns a cell of an unknown component into a failure of its room, as any other error of the engine."""
@@ -241,7 +268,12 @@ class DecodeThread:
                         return
                     case Compute() | Free():
                         raise AssertionError("a decode engine computes no prompt")
-            outcomes += self.engine.step()
+            begin_s = time.monotonic()
+            made = self.engine.step()
+            end_s = time.monotonic()
+            firsts = [each.room for each in made if isinstance(each, Token) and each.index == 0]
+            outcomes += [Stepped(room, begin_s, end_s) for room in firsts]
+            outcomes += made
             if outcomes:
                 self._port.to_loop(lambda outcomes=outcomes: self._on_outcomes(outcomes))
 

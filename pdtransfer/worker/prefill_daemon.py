@@ -18,8 +18,10 @@ from ..engine_api import PrefillEngine
 from ..errors import Cause, RemoteProtocolError
 from ..node import NodeSettings
 from ..node.thread_queues import ThreadQueues
+from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import Journeys
 from ..wire import Begin, End, Hello, Load, Message, RankDrained, RankFailed, RankLanded, RankPicked
+from .ended_rooms import WorkerFacts, ended_room, timed
 from .engine_thread import Compute, Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
 from .prefill_rank import PrefillRank
@@ -31,7 +33,7 @@ from .service import Service
 class PrefillWork:
     """A room that the engines compute, or will. Sets hold ranks by their numbers in the group."""
 
-    room_id: int  # the router's id; nodes know the room by it
+    begin: Begin
     local_id: int  # used once; engines and other ranks know the room by it
     tokens: int
     landed: set[int] = field(default_factory=set[int])
@@ -42,6 +44,11 @@ class PrefillWork:
     kv_bytes: int = 0
     copy_us: int = 0
     stamp_ns: int = 0
+
+    @property
+    def room_id(self) -> int:
+        """The router's id of the room; nodes know the room by it."""
+        return self.begin.room
 
 
 class PrefillDaemon:
@@ -56,19 +63,25 @@ class PrefillDaemon:
         registry: CollectorRegistry,
         group: GroupLeader | None = None,
         journeys: Journeys | None = None,
+        ended: EndedRequests | None = None,
     ) -> None:
+        """`ended` gets a record of each room at its end."""
         self.config, self.port, self.group = config, port, group or GroupLeader()
         self.group.reported = self._on_report
         self._card = engine.card
         announce = None if self.group.size == 1 else self.group.step
         steps = leader_steps(engine, port, announce)
+        self._journeys, self._report = journeys or Journeys(), ended or EndedRequests()
+        self._facts = WorkerFacts("prefill", config.node, engine.card.model)
         self.rank = PrefillRank(
-            config, settings, engine, port, steps, self, registry, journeys or Journeys(), others=self._receive
+            config, settings, engine, port, steps, self, registry, self._journeys, others=self._receive
         )
         self.node, self.thread = self.rank.node, self.rank.thread
         self._rooms_ended, self._rooms_begun = self.rank.metrics.rooms.ended, self.rank.metrics.rooms.begun
         service = Service(self.node.core.identity, config.limits)
-        self.desk = RouterLink(service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load)
+        self.desk = RouterLink(
+            service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load, refused=self._refused
+        )
         self._work: dict[int, PrefillWork] = {}  # by local id: rooms whose pages an engine has, or waits for
         self._rooms: dict[int, PrefillWork] = {}  # by room id
         self._tokens = 0  # prompt tokens of all of them
@@ -150,9 +163,12 @@ class PrefillDaemon:
                 raise ValueError(f"room: {begin.room:#x} is in use")
             check_sampling_of(begin, self._card)
         except (ValueError, RemoteProtocolError) as error:
-            self._end(failure(begin.room, Cause.REFUSED, str(error)))
+            end = failure(begin.room, Cause.REFUSED, str(error))
+            self._rooms_ended.labels(end.reason).inc()
+            self.desk.end(end)
+            self._refused(begin, end)
             return
-        work = PrefillWork(begin.room, request.room, len(request.prompt))
+        work = PrefillWork(begin, request.room, len(request.prompt))
         self._work[work.local_id] = self._rooms[work.room_id] = work
         self._tokens += work.tokens
         self.group.room(work.local_id, begin)
@@ -171,6 +187,7 @@ class PrefillDaemon:
         """In a pipeline, the last stage picks the token; this rank sends it once both stages are done."""
         work.aux = work.aux if aux is None else aux
         if work.computed and work.aux is not None:
+            self._journeys.computed(work.room_id, here=aux is not None)
             self.rank.finish(work.local_id, work.aux)
 
     def _landed(self, work: PrefillWork, place: int, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
@@ -181,8 +198,9 @@ class PrefillDaemon:
         work.stamp_ns = max(work.stamp_ns, stamp_ns)
         if len(work.landed) == self.group.size and not work.ended:
             work.ended = True
+            self._journeys.written(work.room_id)
             end = End(work.room_id, "done", "", 0, kv_bytes=work.kv_bytes, copy_us=work.copy_us, stamp_ns=work.stamp_ns)
-            self._end(end)
+            self._end(work, end)
 
     def _fail(self, work: PrefillWork, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         """Fails the room on every rank, with the first cause."""
@@ -190,7 +208,7 @@ class PrefillDaemon:
             return
         work.ended = True
         self.port.to_engine(Drop(work.local_id))
-        self._end(failure(work.room_id, cause, detail, retry_ms))
+        self._end(work, failure(work.room_id, cause, detail, retry_ms))
         self.group.abort(work.local_id, cause, detail)
         self.rank.abort(work.local_id, cause, detail)
 
@@ -201,6 +219,13 @@ class PrefillDaemon:
             self._tokens -= work.tokens
             self.port.to_engine(self.rank.free(work.local_id))
 
-    def _end(self, end: End) -> None:
+    def _end(self, work: PrefillWork, end: End) -> None:
+        journey = self._journeys.of(work.room_id)
+        end = timed(end, journey)
         self._rooms_ended.labels(end.reason).inc()
         self.desk.end(end)
+        self._report(ended_room(self._facts, work.begin, end, journey))
+
+    def _refused(self, begin: Begin, end: End) -> None:
+        """Another room may have the same id: this one has no journey."""
+        self._report(ended_room(self._facts, begin, end, None))

@@ -18,7 +18,7 @@ from ..tracing.timeline import Journeys
 from ..transports.options import WriterOptions
 from ..wire import Begin, StepOrder
 from .daemon_metrics import PrefillMetrics
-from .engine_thread import Compute, Drop, Free, Offered, Order, PrefillOutcome, PrefillThread, Refused, Steps
+from .engine_thread import Compute, Drop, Free, Offered, Order, PrefillOutcome, PrefillThread, Refused, Stepped, Steps
 
 
 class PrefillReports(Protocol):
@@ -158,6 +158,8 @@ class PrefillRank:
             if room is None:
                 continue  # The room was over when the engine made this.
             match outcome:
+                case Stepped(_, begin_s, end_s):
+                    self.journeys.stepped(room.room_id, begin_s, end_s)
                 case Offered(cell=cell, after=after):
                     self.node.push(room.room_id, cell, after=after)
                 case Prefilled(aux=aux):
@@ -178,6 +180,8 @@ class PrefillRank:
         room_id, local_id = event.room, self._here[event.room].local_id
         match event:
             case RoomLeased():
+                if (journey := self.journeys.of(room_id)) is not None:
+                    journey.peer, journey.transport = self.node.way_of(room_id)
                 self.journeys.reached(room_id, "control", "begin to grant")
             case RoomLanded(kv_bytes=kv_bytes):
                 self.journeys.reached(room_id, "control", "grant to landed")
@@ -188,6 +192,6 @@ class PrefillRank:
             case RoomFailed(_, cause, detail, retry_ms):
                 self._reports.failed(local_id, cause, detail, retry_ms)
             case RoomDrained():
-                self.journeys.forget(room_id)
                 del self._here[room_id]
                 self._reports.drained(local_id)
+                self.journeys.forget(room_id)

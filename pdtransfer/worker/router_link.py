@@ -12,7 +12,7 @@ from ..limits import TEXT_LENGTH_MAX
 from ..node.core_driver import LoopClock, Ticker
 from ..sampling import beyond_basic
 from ..wire import Begin, End, Load, Message, Reject, unpack_ids
-from .service import IntroducePeers, Service, ServiceEffect, StartRoom, StopRoom
+from .service import IntroducePeers, RefusedRoom, Service, ServiceEffect, StartRoom, StopRoom
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def failure(room: int, cause: Cause, detail: str, retry_ms: int = 0) -> End:
 
 
 class RouterLink:
-    """Performs the service's effects, and passes `start`, `stop` and `introduce` to the daemon."""
+    """Performs the service's effects, and passes `start`, `stop`, `introduce` and `refused` to the daemon."""
 
     def __init__(
         self,
@@ -58,9 +58,11 @@ class RouterLink:
         stop: Callable[[int, Cause], None],
         load: Callable[[], Load],
         introduce: Callable[[tuple[str, ...]], None] = lambda _: None,
+        refused: Callable[[Begin, End], None] = lambda _, __: None,
     ) -> None:
+        """`refused` gets the rooms that are never started."""
         self.service, self._send, self._load = service, send, load
-        self._start, self._stop, self._introduce = start, stop, introduce
+        self._start, self._stop, self._introduce, self._refused = start, stop, introduce, refused
         self._clock = LoopClock(service.limits.ping_ms / 2e3)
         self.ticker = Ticker(service.next_tick, lambda: self.run(service.tick(self._clock.now())), self._clock)
 
@@ -100,5 +102,7 @@ class RouterLink:
                     self._start(begin)
                 case StopRoom(room, cause):
                     self._stop(room, cause)
+                case RefusedRoom(begin, end):
+                    self._refused(begin, end)
                 case IntroducePeers(peers):
                     self._introduce(peers)

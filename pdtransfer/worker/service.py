@@ -65,7 +65,15 @@ class IntroducePeers:
     peers: tuple[str, ...]
 
 
-ServiceEffect: TypeAlias = Send | StartRoom | StopRoom | IntroducePeers
+@dataclass(frozen=True, slots=True)
+class RefusedRoom:
+    """A room was refused at its Begin, and never started."""
+
+    begin: Begin
+    end: End
+
+
+ServiceEffect: TypeAlias = Send | StartRoom | RefusedRoom | StopRoom | IntroducePeers
 
 
 class Service:
@@ -233,10 +241,10 @@ class Service:
         elif router.liveness.silent(now):
             pass  # Its rooms were just stopped; it repeats Begin once its Ping arrives.
         elif self._load is not None and self._load.draining:
-            self._refuse(router, End(begin.room, Cause.SHUTDOWN.value, f"{self._identity.node} is draining", 0))
+            self._refuse(router, begin, End(begin.room, Cause.SHUTDOWN.value, f"{self._identity.node} is draining", 0))
         elif (text := self._full(begin)) is not None:
             retry_ms = self.limits.resend_ms_max
-            self._refuse(router, End(begin.room, Cause.FULL.value, text, 0, retry_ms=retry_ms))
+            self._refuse(router, begin, End(begin.room, Cause.FULL.value, text, 0, retry_ms=retry_ms))
         else:
             sampling = begin.sampling
             room = ServedRoom(
@@ -257,10 +265,10 @@ class Service:
             return f"prompts: {held} bytes and {more} more, prompts_bytes_max is {limits.prompts_bytes_max}"
         return None
 
-    def _refuse(self, router: ServedRouter, end: End) -> None:
+    def _refuse(self, router: ServedRouter, begin: Begin, end: End) -> None:
         """Answers with an End that is only remembered: Begin repeats until it arrives."""
         self._remember(router, end)
-        self._effects.append(Send(router.peer, end))
+        self._effects += [Send(router.peer, end), RefusedRoom(begin, end)]
 
     def _cancel(self, router: ServedRouter, message: Cancel) -> None:
         room = self._owned(router, message.room)

@@ -18,6 +18,7 @@ from pdtransfer.config.config import DecodeConfig, PrefillConfig
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.node import NodeSettings
 from pdtransfer.node.thread_queues import ThreadQueues
+from pdtransfer.tracing.ended_request import EndedRequest, EndedRequests
 from pdtransfer.tracing.timeline import Journeys
 from pdtransfer.wire import Begin, End, Ended, Hello, Message, Ranks, Sampling, pack_ids
 from pdtransfer.worker import engine_thread
@@ -32,6 +33,7 @@ from tests.support.routing_world import identity
 from tests.support.waiting import until
 
 OPTIONS = {"slots": 1_024, "http": "", "engine_option": ("layers=1",)}
+TRACEPARENT = f"00-{'a1' * 16}-{'b2' * 8}-01"
 TOKENS = 130  # two blocks of the prefix cache, and something
 
 
@@ -81,8 +83,10 @@ class Prefill:
     def __init__(self) -> None:
         config = PrefillConfig(**OPTIONS)
         engine = create_engine(config.engine, config.engine_config)
+        self.ended = list[EndedRequest]()
+        (ended := EndedRequests()).subscribe(self.ended.append)
         self.daemon = PrefillDaemon(
-            config, _settings("p0", engine), engine, port := ThreadQueues[Order](), CollectorRegistry()
+            config, _settings("p0", engine), engine, port := ThreadQueues[Order](), CollectorRegistry(), ended=ended
         )
         port.attach(asyncio.get_running_loop())
         self.thread = engine_thread.start(self.daemon.thread, lambda _: None)
@@ -91,8 +95,9 @@ class Prefill:
     def begin(self, router: str, room: int, node: str) -> Begin:
         """Has the room computed for this decode node; returns the other Begin of it, decode's."""
         prompt = pack_ids([97 + at % 26 for at in range(TOKENS)])
-        self.heard.tell(router, Begin(room, prompt, Sampling(4), (node,), 30_000))
-        return Begin(room, prompt, Sampling(4), (self.endpoint,), 30_000)
+        ids = {"request_id": f"r{room}", "traceparent": TRACEPARENT}
+        self.heard.tell(router, Begin(room, prompt, Sampling(4), (node,), 30_000, **ids))
+        return Begin(room, prompt, Sampling(4), (self.endpoint,), 30_000, **ids)
 
     async def drained(self) -> None:
         """Nothing reads a page of any room."""
@@ -124,14 +129,18 @@ async def prefill() -> AsyncIterator[Prefill]:
 async def decode(
     sockets: Path, *, ranks: Ranks | None = None, wrap: Any = lambda engine: engine, **more: Any
 ) -> AsyncIterator[Any]:
-    """A daemon with `heard`; its orders stay in its port until somebody runs its thread."""
+    """A daemon with `heard` and `ended`; its orders stay in its port until somebody runs its thread."""
     config = DecodeConfig(**OPTIONS | more, socket_directory=sockets)
     engine = wrap(create_engine(config.engine, config.engine_config))
     arena, port = ArenaMemory.create(engine.card.arena_bytes, huge_pages="never"), ThreadQueues[Order]()
     attach(engine, arena)
+    ended, records = EndedRequests(), list[EndedRequest]()
+    ended.subscribe(records.append)
     daemon = DecodeDaemon(
-        config, _settings("d0", engine), engine, arena, port, CollectorRegistry(), GroupLeader(ranks or Ranks())
-    )
+        config, _settings("d0", engine), engine, arena, port, CollectorRegistry(), GroupLeader(ranks or Ranks()),
+        ended=ended,
+    )  # fmt: skip
+    daemon.ended = records
     daemon.heard = Heard(daemon, "a", "b")
     port.attach(asyncio.get_running_loop())
     try:

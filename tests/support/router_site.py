@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -15,12 +15,14 @@ from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import Limits
 from pdtransfer.node.core_driver import EffectRunner, LoopClock, Ticker
 from pdtransfer.router.router import Router
+from pdtransfer.tracing.ended_request import EndedRequest, EndedRequests
 from pdtransfer.wire import Begin, End, Load, Logprobs, unpack_ids
 from pdtransfer.worker.service import Service, StartRoom, StopRoom
 from tests.support.routing_world import identity
 from tests.support.waiting import until
 
 LIMITS = Limits(resend_ms=50, resend_ms_max=200, ping_ms=100, silence_ms=10_000, room_deadline_ms=60_000)
+TIMES = {"queue_us": 1_000, "compute_us": 2_000, "transfer_us": 3_000}, {"queue_us": 9, "admission_us": 4_000}
 LOAD = Load(True, False, 0, 0, 10_000, 10_000)
 
 
@@ -93,7 +95,9 @@ class Worker:
         if self.role == "prefill":
             await self.gate.wait()
             reason = self.failure or "done"
-            self.end(End(room, reason, "as told", 0, retry_ms=2_500, kv_bytes=640, copy_us=12, stamp_ns=1_000))
+            self.end(
+                End(room, reason, "as told", 0, retry_ms=2_500, kv_bytes=640, copy_us=12, stamp_ns=1_000, **TIMES[0])
+            )
             return
         ids = generated(begin)
         for place in range(0, len(ids), self.piece):
@@ -105,7 +109,7 @@ class Worker:
                 self.end(End(room, self.failure, "as told", 0))
                 return
         digests = {"tokens_digest": b"\x01", "logits_digest": b"\x02", "kv_digest": b"\x03"}
-        self.end(End(room, "length", "", 0, kv_bytes=640, stamp_ns=43_500, prefix=2, **digests))
+        self.end(End(room, "length", "", 0, kv_bytes=640, stamp_ns=43_500, prefix=2, **digests, **TIMES[1]))
 
 
 @dataclass
@@ -117,6 +121,7 @@ class Site:
     decode: list[Worker]
     http: aiohttp.ClientSession
     url: str
+    ended: list[EndedRequest] = field(default_factory=list[EndedRequest])  # records, as they came
 
     async def post(self, path: str = "/v1/completions", /, **body) -> tuple[int, dict, aiohttp.ClientResponse]:
         async with self.http.post(self.url + path, json=body) as response:
@@ -134,16 +139,19 @@ async def site(
     workers = [Worker(f"p{i}", "prefill", context_tokens=context_tokens) for i in range(prefill)]
     workers += [Worker(f"d{i}", "decode", context_tokens=context_tokens) for i in range(decode)]
     endpoints = [await worker.open() for worker in workers]
+    ended, records = EndedRequests(), list[EndedRequest]()
+    ended.subscribe(records.append)
     router = Router(
         RouterConfig(
             listen="127.0.0.1:0", prefill=(*endpoints[:prefill],), decode=(*endpoints[prefill:],), limits=limits
-        )
+        ),
+        ended=ended,
     )
     url = "http://" + await router.open()
     async with aiohttp.ClientSession() as http:
         try:
             await until(lambda: sum(each.usable for each in router.routing.workers.by_peer.values()) == len(workers))
-            yield Site(router, workers[:prefill], workers[prefill:], http, url)
+            yield Site(router, workers[:prefill], workers[prefill:], http, url, records)
         finally:
             await router.close()
             for worker in workers:

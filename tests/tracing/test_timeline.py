@@ -7,7 +7,17 @@ import torch
 
 import pdtransfer.tracing.timeline
 from pdtransfer.kernels.stream import PENDING_SPANS_MAX, DeviceSpans
-from pdtransfer.tracing.timeline import Journeys, Timeline
+from pdtransfer.tracing.timeline import (
+    ADMISSION,
+    COMPUTE,
+    EXPOSED,
+    FIRST_TOKEN,
+    LANDING,
+    QUEUE,
+    SLOTS,
+    Journeys,
+    Timeline,
+)
 
 
 def test_the_latest_spans_are_kept_and_taken_once() -> None:
@@ -61,13 +71,67 @@ def test_labels_of_the_latest_rooms_are_known(monkeypatch: pytest.MonkeyPatch) -
     for serial in range(1, 6):
         journeys.engine("step", "", 0.0, 1.0, room=serial)
     assert [span.room for span in timeline.take()] == [0, 0, 103, 104, 105]
-    assert not journeys._since
+    assert not journeys._rooms
 
 
-def test_where_nobody_asks_no_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdtransfer.tracing.timeline.time, "monotonic", None)
-    journeys = Journeys(None)
+def at(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
+    """Lets the journeys' clock read these times, one after the other."""
+    left = iter(times)
+    monkeypatch.setattr(pdtransfer.tracing.timeline.time, "monotonic", lambda: next(left))
+
+
+def test_a_rooms_parts_on_prefill_follow_one_another_without_a_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    journeys = Journeys()
+    at(monkeypatch, 10.0, 13.5)
     journeys.begin(7, 1)
-    journeys.reached(7, "landing", "READY")
+    journeys.stepped(7, 11.0, 11.5)
+    journeys.stepped(7, 12.0, 13.0)
+    journeys.computed(7, here=True)
+    journeys.written(7)
+    journey = journeys.of(7)
+    assert journey is not None
+    assert [journey.seconds(part) for part in (QUEUE, COMPUTE, EXPOSED)] == [1.0, 2.0, 0.5]
+    assert [(each.name, each.begin_s, each.end_s, each.room) for each in journey.spans(7)] == [
+        ("queue", 0.0, 1.0, 7), ("compute", 1.0, 3.0, 7), ("exposed", 3.0, 3.5, 7),
+    ]  # fmt: skip
     assert journeys.engine is None
     assert not journeys._labels
+
+
+def test_computing_ends_with_the_token_of_another_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    journeys = Journeys()
+    at(monkeypatch, 10.0, 14.0)
+    journeys.begin(7, 1)
+    journeys.stepped(7, 11.0, 12.0)
+    journeys.computed(7, here=False)
+    journey = journeys.of(7)
+    assert journey is not None
+    assert journey.seconds(COMPUTE) == 3.0
+
+
+def test_a_rooms_parts_on_decode_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    journeys = Journeys()
+    at(monkeypatch, 10.0, 12.0, 15.0, 15.75)
+    journeys.begin(7, 1)
+    journeys.reached(7, *SLOTS)
+    journeys.reached(7, *LANDING)
+    journeys.admitted(7, 15.5)
+    journeys.reached(7, *FIRST_TOKEN)
+    journey = journeys.of(7)
+    assert journey is not None
+    assert [journey.seconds(part) for part in (SLOTS, LANDING, ADMISSION, FIRST_TOKEN)] == [2.0, 3.0, 0.5, 0.75]
+
+
+def test_a_part_that_a_room_never_reached_is_not_known() -> None:
+    journeys = Journeys()
+    journeys.begin(7, 1)
+    journeys.computed(7, here=True)
+    journeys.written(7)
+    journeys.admitted(7, 1.0)
+    journeys.stepped(8, 1.0, 2.0)
+    journey = journeys.of(7)
+    assert journey is not None
+    assert not journey.parts
+    assert journey.seconds(QUEUE) is None
+    journeys.forget(7)
+    assert journeys.of(7) is None

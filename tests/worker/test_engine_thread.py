@@ -34,6 +34,7 @@ from pdtransfer.worker.engine_thread import (
     PrefillThread,
     Quit,
     Refused,
+    Stepped,
     leader_steps,
 )
 
@@ -144,10 +145,13 @@ class Site:
         self.engine, self.port, self.outcomes = engine, ThreadQueues[Order](), []
         self.died: list[BaseException] = []
         self.bursts: list[int] = []
+        self.stepped: list[Stepped] = []
         self.work = kind(engine, self.port, self._heard, leader_steps(engine, self.port, None))
         self.thread = engine_thread.start(self.work, self.died.append)
 
     def _heard(self, outcomes: list) -> None:
+        self.stepped += [each for each in outcomes if isinstance(each, Stepped)]
+        outcomes = [each for each in outcomes if not isinstance(each, Stepped)]
         self.bursts.append(len(outcomes))
         self.outcomes += outcomes
 

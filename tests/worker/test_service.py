@@ -30,7 +30,7 @@ from pdtransfer.wire import (
     encode,
     pack_ids,
 )
-from pdtransfer.worker.service import IntroducePeers, Service, StartRoom, StopRoom
+from pdtransfer.worker.service import IntroducePeers, RefusedRoom, Service, StartRoom, StopRoom
 from tests.support.routing_world import LIMITS, Faults, Net, World, identity, request
 
 A, B = "node:a", "node:b"
@@ -316,13 +316,15 @@ def test_a_router_that_rejects_us_has_its_rooms_stopped() -> None:
 def test_a_full_or_draining_daemon_refuses_and_says_so_again() -> None:
     daemon = Daemon(rooms_max=1)
     daemon.hear(A, begin(7))
-    (full,) = daemon.hear(B, begin(8))
+    full, refused = daemon.hear(B, begin(8))
+    assert refused == RefusedRoom(begin(8), full.message)
     assert (full.message.reason, full.message.retry_ms > 0) == ("full", True)
     daemon.end(7)
     daemon.hear(A, Ended(7))
-    assert daemon.hear(B, begin(8)) == [full], "it may have arrived: the room stays refused"
+    assert daemon.hear(B, begin(8)) == [full], "it may have arrived: the room stays refused, and is reported once"
     daemon.service.load(Load(True, True, 0, 0, 1, 1), 0.0)
-    (draining,) = daemon.hear(B, begin(9))
+    draining, refused = daemon.hear(B, begin(9))
+    assert refused == RefusedRoom(begin(9), draining.message)
     assert draining.message.reason == "shutdown"
 
 
@@ -338,7 +340,7 @@ def test_prompts_are_bounded_by_their_bytes_until_their_rooms_are_over() -> None
     daemon = Daemon(prompts_bytes_max=3 * 12)
     for room in (1, 2, 3):
         daemon.hear(A, begin(room))
-    (full,) = daemon.hear(A, begin(4))
+    full, _ = daemon.hear(A, begin(4))
     assert full.message.detail == "prompts: 36 bytes and 12 more, prompts_bytes_max is 36"
     assert (full.message.reason, full.message.retry_ms > 0) == ("full", True)
     daemon.end(2)

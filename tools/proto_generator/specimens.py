@@ -17,6 +17,7 @@ _DECODE = [
     ["mooncake"], _PLACE, 131072,
 ]  # fmt: skip
 _KEY = "bB<^>b]T&ncT)k#p?RRdw@gKR9<g&@=K7ynK0gc5"  # a Z85 key may hold an @ itself: it ends by length
+_TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 _DIGEST = bytes(range(64, 96))
 _SAMPLING = [
     128, 0.7, 0.95, 42, True, 40, 0.05, 1.0, -0.5, 1.25, 4, bytes.fromhex("410000000000c8c2"), True, 1,
@@ -48,12 +49,15 @@ SPECIMENS: dict[str, list[Any]] = {
     "Drained": [1, 12, _SESSION, 1],
     "Begin": [
         1, 13, _ROOM, bytes.fromhex("680000006900000021000000"), _SAMPLING,
-        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7",
+        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7", "req-42", _TRACE,
     ],
     "Begun": [1, 14, _ROOM],
     "Tokens": [1, 15, _ROOM, 3, bytes.fromhex("4100000042000000"), _LOGPROBS],
     "TokensAcked": [1, 16, _ROOM, 5],
-    "End": [1, 17, _ROOM, "stop", "", 5, 1000, 2304000, 412, 81234567890, _DIGEST, _DIGEST[::-1], _DIGEST[:16], 3],
+    "End": [
+        1, 17, _ROOM, "stop", "", 5, 1000, 2304000, 412, 81234567890, _DIGEST, _DIGEST[::-1], _DIGEST[:16], 3,
+        1500, 48000, 900, 2100,
+    ],
     "Ended": [1, 18, _ROOM],
     "Cancel": [1, 19, _ROOM, "aborted"],
     "Load": [1, 20, True, False, 12, 3, 60000, 65536, 128, True, 130000, 131072],
@@ -65,7 +69,7 @@ SPECIMENS: dict[str, list[Any]] = {
     "RankBound": [1, 34, f"{_KEY}@tcp://10.0.0.7:9312", "10.0.0.7:7104"],
     "RankRoom": [1, 35, 1, 7, [
         _ROOM, bytes.fromhex("680000006900000021000000"), _SAMPLING,
-        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7",
+        [f"{_KEY}@tcp://10.0.0.7:9310"], 60000, True, b"tenant-7", "req-42", _TRACE,
     ]],
     "StepOrders": [1, 36, 2, [["generate", 7, b"first token and the like"]]],
     "RankFailed": [1, 37, 3, 7, "engine", "the model ran out of pages", 1000],

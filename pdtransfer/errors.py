@@ -26,8 +26,8 @@ class ConfigError(LocalProtocolError):
 
 
 _EXTRAS = {
-    **dict.fromkeys(("aiohttp", "cyclopts", "prometheus_client", "rich"), "daemons"),
-    "torch": "reference", "cuda": "cuda", "mooncake": "mooncake",
+    **dict.fromkeys(("aiohttp", "cyclopts", "prometheus_client", "pythonjsonlogger", "rich"), "daemons"),
+    "torch": "reference", "cuda": "cuda", "mooncake": "mooncake", "opentelemetry": "otel",
 }  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def router(config: Annotated[RouterConfig | None, _FLAT] = None) -> int:
 
 
 def _serve(config: Config) -> int:
-    logs.start(node=config.node, level=config.log_level, file=config.log_file)
+    logs.start(node=config.node, role=config.role, level=config.log_level, file=config.log_file, form=config.log_format)
     if isinstance(config, RouterConfig):
         from ..router.router import run
 

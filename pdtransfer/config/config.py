@@ -38,6 +38,7 @@ Attention = Literal["mla", "gqa"]
 BenchModel = Literal["deepseek", "mla", "gqa"]  # deepseek: 61 planes of MLA; else the reference model
 HostLayout = Literal["layer_first", "page_first", "page_first_direct", "page_head"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 
 def node_name(role: str) -> str:
@@ -64,10 +65,14 @@ class NodeConfig:
     allow: Annotated[Path | None, _help("The list of peers: their names and public keys.")] = None
     insecure: Annotated[bool, _help("Allow other hosts without keys: anyone may then read and write.")] = False
     log_level: Annotated[LogLevel, _help("How much is logged.")] = "info"
+    log_format: Annotated[LogFormat, _help("How a line is written: for people, or one JSON object.")] = "text"
     log_file: Annotated[Path | None, _help("Log here; by default to standard error.")] = None
     timeline: Annotated[
         Path | None, _help("Write a timeline into this directory, as NODE.json, for `pdtransfer timeline`.")
     ] = None
+    otlp: Annotated[
+        str, _help("Send a span of each request and room to this OpenTelemetry collector, http://host:port (OTLP).")
+    ] = ""
     json: Annotated[bool, _help("Print one JSON object a line on standard output: ready, and the addresses.")] = False
     limits: Annotated[Limits, Parameter(group=_LIMITS)] = field(default_factory=Limits)
 
@@ -77,6 +82,8 @@ class NodeConfig:
             raise ConfigError(f"key = '{self.key}': useless without a list of peers: set allow")
         if self.allow is not None and self.key is None:
             raise ConfigError(f"allow = '{self.allow}': useless without keys: set key to this node's own")
+        if self.otlp:
+            match("otlp", self.otlp, r"https?://[A-Za-z0-9._\[\]:-]+(/[!-~]*)?", "http://host:port")
         check_limits(self.limits)
 
     def _check_bind(self, name: str, value: str, *, scheme: str = "") -> None:

@@ -50,7 +50,7 @@ class ClientRequest:
     node: str
     path: str
     request_id: str
-    trace: TraceContext | None = None  # its own span
+    trace: TraceContext | None = None  # its own span, or the client's where it has none
     parent_span: str = ""
     began_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None  # when the first token came
@@ -70,15 +70,16 @@ class ClientRequest:
 
     @classmethod
     def accept(cls, node: str, path: str, headers: Mapping[str, str], *, traced: bool = False) -> ClientRequest:
-        """Takes a request's ids from its headers, or makes them; `traced`: a request without a trace begins one. Raises
-        BadRequestError for an id that may not be passed on. An invalid traceparent is none, as its standard asks."""
+        """Takes a request's ids from its headers, or makes them. `traced`: spans of this router are exported, so it has
+        one of its own, and begins a trace where there is none; else workers get the client's. Raises BadRequestError
+        for an id that may not be passed on. An invalid traceparent is none, as its standard asks."""
         request_id = checked_request_id(headers.get(REQUEST_ID) or uuid.uuid4().hex)
         theirs = TraceContext.parse(headers.get(TRACEPARENT, ""))
-        own = None
-        if theirs is not None or traced:
+        own, parent = theirs, ""
+        if traced:
             trace_id = theirs.trace_id if theirs is not None else f"{secrets.randbits(128) | 1:032x}"
             own = TraceContext(trace_id, f"{secrets.randbits(64) | 1:016x}", theirs is None or theirs.sampled)
-        parent = "" if theirs is None else theirs.span_id
+            parent = "" if theirs is None else theirs.span_id
         return cls(node=node, path=path, request_id=request_id, trace=own, parent_span=parent)
 
     @property

@@ -25,6 +25,7 @@ from ..errors import ArenaFullError, ConfigError, RemoteProtocolError
 from ..handoff.effects import Send
 from ..limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, TOKENS_MAX
 from ..node.core_driver import EffectRunner, LoopClock, Ticker
+from ..process.ended_requests import recorded_ends
 from ..process.http import Health, HttpListener, application
 from ..process.setup import prepare
 from ..process.signals import StopSignal, reload, reload_on_hangup
@@ -205,7 +206,9 @@ class Router:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         """Answers /v1/completions and /v1/chat/completions."""
         try:
-            client = http[_CLIENT] = ClientRequest.accept(self._config.node, http.path, http.headers)
+            client = http[_CLIENT] = ClientRequest.accept(
+                self._config.node, http.path, http.headers, traced=bool(self._config.otlp)
+            )
         except BadRequestError as why:
             return self._refuse(refusal(why))
         try:
@@ -379,12 +382,12 @@ def _usage(answer: GrowingAnswer) -> dict[str, object]:
 async def serve(config: RouterConfig) -> None:
     """Runs a router until SIGTERM or SIGINT, drains it, and closes it; a later signal ends the drain."""
     prepare()
-    with recorded(config.timeline, config.node) as spans:
-        await _run_until_stopped(config, spans)
+    with recorded(config.timeline, config.node) as spans, recorded_ends(config) as ended:
+        await _run_until_stopped(config, spans, ended)
 
 
-async def _run_until_stopped(config: RouterConfig, spans: Spans | None) -> None:
-    stop, router = StopSignal(), ServerRouter(config) if config.relays else Router(config, spans)
+async def _run_until_stopped(config: RouterConfig, spans: Spans | None, ended: EndedRequests) -> None:
+    stop, router = StopSignal(), ServerRouter(config, ended) if config.relays else Router(config, spans, ended)
     try:
         address = await router.open()
         if isinstance(router, Router):

@@ -71,7 +71,7 @@ class EndedRequest:
     node: str  # this process
     rooms: tuple[int, ...] = ()  # scope "room": the one; "request": all that were begun for it, in order
     request_id: str = ""  # X-Request-Id: the client's, or the router's own
-    trace: TraceContext | None = None  # scope "request": its own span; "room": the request's span, its parent
+    trace: TraceContext | None = None  # scope "request": its own span; "room": the span above it
     parent_span: str = ""  # scope "request": the client's span
     prefill: str = ""  # nodes, of the last attempt; an endpoint or a key where the node is not known
     decode: str = ""

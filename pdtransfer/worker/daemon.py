@@ -28,6 +28,7 @@ from ..memory.arena_memory import ArenaMemory
 from ..memory.hbm import Hbm
 from ..node import NodeSettings
 from ..node.thread_queues import ThreadQueues
+from ..process.ended_requests import recorded_ends
 from ..process.http import Health, HttpListener, application
 from ..process.setup import prepare
 from ..process.signals import StopSignal, reload, reload_on_hangup
@@ -177,13 +178,13 @@ class Shared:
 async def _serve(config: Config) -> int:
     """Runs the whole process: sockets, engine, node, then whatever peers and signals bring."""
     prepare()
-    with recorded(config.timeline, config.node) as spans:
-        return await _served(config, Journeys(spans))
+    with recorded(config.timeline, config.node) as spans, recorded_ends(config) as ended:
+        return await _served(config, Journeys(spans), ended)
 
 
-async def _served(config: Config, journeys: Journeys) -> int:
+async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> int:
     _keys(config)  # report errors in the keys before the engine and the arena are made, which takes time
-    shared = Shared(StopSignal(), CollectorRegistry(), journeys=journeys)
+    shared = Shared(StopSignal(), CollectorRegistry(), journeys=journeys, ended=ended)
     listener = HttpListener(application(lambda: _health(config, shared), shared.registry))
     try:
         shared.http = await listener.open(config.http) if config.http else ""

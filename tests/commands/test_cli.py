@@ -240,7 +240,7 @@ def test_help_and_config_do_not_import_torch() -> None:
         "cli.main(['router', '--slotz']); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "pdtransfer: Unknown option: --slotz. Did you mean --json?\n")
+    assert (done.returncode, done.stderr) == (0, "pdtransfer: Unknown option: --slotz. Did you mean --otlp?\n")
 
 
 def test_router_does_not_import_torch() -> None:

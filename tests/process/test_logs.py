@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from pdtransfer.process import logs
 def file(tmp_path: Path) -> Iterator[Path]:
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
-    logs.start(node="d0", level="info", file=tmp_path / "log")
+    logs.start(node="d0", role="decode", level="info", file=tmp_path / "log")
     yield tmp_path / "log"
     for handler in root.handlers[:]:
         root.removeHandler(handler)
@@ -52,9 +53,10 @@ def test_an_exceptions_lines_cannot_pass_for_records(file: Path) -> None:
     assert "\x1b" not in file.read_text()
 
 
-def test_a_flood_of_one_kind_of_line_is_held_back_and_counted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1_000.0
+def test_a_flood_of_one_kind_of_line_is_held_back_and_reported(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, timers = 1_000.0, []
     monkeypatch.setattr(logs.time, "monotonic", lambda: now)
+    monkeypatch.setattr(logs.threading, "Timer", lambda _, call: timers.append(call) or threading.Thread())
     log = logging.getLogger("pdtransfer.x")
     for number in range(1_000):
         log.warning("peer %s broke the protocol", number)
@@ -62,16 +64,51 @@ def test_a_flood_of_one_kind_of_line_is_held_back_and_counted(file: Path, monkey
     lines = file.read_text().splitlines()
     assert len(lines) == logs.BURST + 1
     assert lines[-1].endswith("something else")
+    assert len(timers) == 1, "one for all kinds"
     now += logs.PERIOD_S
     log.warning("peer %s broke the protocol", "100%d")
     log.warning("peer %s broke the protocol", "last")
-    *_, counted, last = file.read_text().splitlines()
-    assert counted.endswith(f"peer 100%d broke the protocol (and {1_000 - logs.BURST} more like it)")
+    *_, counted, again, last = file.read_text().splitlines()
+    text = f"{1_000 - logs.BURST} more lines like this one in 10 s were held back: peer %s broke the protocol"
+    assert text in counted
+    assert " WARNING d0 pdtransfer.x: " in counted
+    assert again.endswith("peer 100%d broke the protocol")
     assert last.endswith("peer last broke the protocol")
 
 
-def test_kinds_of_lines_are_bounded(file: Path) -> None:
-    seldom = logs.LogRateLimit()
+def test_what_was_held_back_is_reported_though_no_further_line_comes(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, timers = 1_000.0, []
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
+    monkeypatch.setattr(logs.threading, "Timer", lambda _, call: timers.append(call) or threading.Thread())
+    early, late = logging.getLogger("pdtransfer.x"), logging.getLogger("pdtransfer.y")
+    for _ in range(logs.BURST + 3):
+        early.warning("early")
+    now += 1.0
+    for _ in range(logs.BURST + 5):
+        late.warning("late")
+    now += logs.PERIOD_S - 1.0
+    (report,) = timers
+    report()
+    assert file.read_text().splitlines()[-1].endswith("held back: early held_back=3")
+    assert len(timers) == 2, "the other period is not over"
+    now += 1.0
+    timers[1]()
+    assert file.read_text().splitlines()[-1].endswith("held back: late held_back=5")
+    assert len(timers) == 2
+
+
+def test_kinds_of_lines_are_bounded_and_those_forgotten_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs.threading, "Timer", lambda *_: threading.Thread())
+    reports: list[logging.LogRecord] = []
+    seldom = logs.LogRateLimit(reports.append)
+
+    def passes(text: str) -> bool:
+        return seldom.filter(logging.LogRecord("x", logging.INFO, "", 0, text, (), None))
+
+    assert [passes("flood") for _ in range(logs.BURST + 2)][-3:] == [True, False, False]
     for number in range(3 * logs.KINDS_MAX):
-        assert seldom.filter(logging.LogRecord("x", logging.INFO, "", 0, f"kind {number}", (), None))
+        assert passes(f"kind {number}")
         assert len(seldom._kinds) <= logs.KINDS_MAX
+    assert [each.args[0] for each in reports] == [2]

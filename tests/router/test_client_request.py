@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pdtransfer.errors import Cause
+from pdtransfer.router.client_request import ClientRequest
 from pdtransfer.tracing.ended_request import EndedRequest, TraceContext
 from tests.support.router_site import LIMITS, Site, site
 from tests.support.waiting import run_on_loop, until
@@ -46,9 +47,7 @@ def test_a_request_is_recorded_with_its_ids_workers_and_times(stream: bool) -> N
             (begin,) = it.decode[0].begun
             assert request.rooms == room.rooms == (begin.room,)
             assert request.trace == room.trace == TraceContext.parse(begin.traceparent)
-            assert request.trace is not None
-            assert (request.trace.trace_id, request.parent_span) == (TRACE, PARENT)
-            assert request.trace.span_id != PARENT
+            assert request.trace == TraceContext(TRACE, PARENT), "spans are not exported, so there is none of its own"
             assert {each.request_id for each in it.decode[0].begun + it.prefill[0].begun} == {"mine-1"}
             for record in (room, request):
                 assert (record.request_id, record.prefill, record.decode) == ("mine-1", "p0", "d0")
@@ -158,6 +157,18 @@ def test_a_client_that_leaves_is_recorded_as_cancelled() -> None:
             assert (requests(it)[0].status, len(it.ended)) == (499, 2)
 
     run_on_loop(case)
+
+
+def test_a_router_that_exports_spans_has_one_of_its_own_in_each_trace() -> None:
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
+    below, first = (ClientRequest.accept("r", "/", each, traced=True) for each in (headers, {}))
+    assert below.trace is not None
+    assert first.trace is not None
+    assert (below.trace.trace_id, below.parent_span, below.trace.sampled) == (TRACE, PARENT, False)
+    assert below.trace.span_id != PARENT
+    assert (first.parent_span, first.trace.sampled) == ("", True)
+    assert TraceContext.parse(first.traceparent) == first.trace
+    assert first.trace.trace_id != TRACE
 
 
 def test_what_is_no_trace_context_is_none() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 
 from aiohttp import web
 
@@ -13,7 +12,9 @@ from ...config.config import RouterConfig
 from ...errors import ArenaFullError, Cause
 from ...limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, SERVER_ATTEMPTS_MAX
 from ...process.http import Health, HttpListener, application
+from ...tracing.ended_request import EndedRequests
 from ..answers import error
+from ..client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ..completions import BadRequestError
 from ..openai_http import OpenRequests, error_response, openai_errors, refusal
 from ..worker_pool import NoPair
@@ -21,12 +22,11 @@ from .dialects import DIALECTS
 from .exchange import Answer, AttemptFailedError, Upstream
 from .server_metrics import ServerMetrics
 from .server_pool import Server, ServerPair, ServerPool
-from .server_request import ServerRequest, checked_request_id, parse_request
+from .server_request import ServerRequest, parse_request
 
 log = logging.getLogger(__name__)
 
-REQUEST_ID = "X-Request-Id"
-_REQUEST_ID = web.RequestKey("request_id", str)
+_CLIENT = web.RequestKey("client_request", ClientRequest)
 EVENT_END = b"\n\n"
 FORWARDED = ("Authorization", "traceparent", "tracestate")  # headers of a client that servers get
 
@@ -34,8 +34,9 @@ FORWARDED = ("Authorization", "traceparent", "tracestate")  # headers of a clien
 class ServerRouter:
     """One router process: `open`, then `drain` and `close`."""
 
-    def __init__(self, config: RouterConfig) -> None:
-        self._config, self._limits = config, config.limits
+    def __init__(self, config: RouterConfig, ended: EndedRequests | None = None) -> None:
+        """`ended` gets a record of each request to generate at its end."""
+        self._config, self._limits, self._ended = config, config.limits, ended or EndedRequests()
         self.pool = ServerPool(config.prefill, config.decode, config.limits)
         self._dialect = DIALECTS[config.engine]
         self.upstream = Upstream(self._dialect, config.limits, self._report)
@@ -112,52 +113,69 @@ class ServerRouter:
         return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        began_s, status = time.monotonic(), 499  # of a client that leaves
         try:
-            response = await self._accept(http, began_s)
-            status = response.status
+            traced = bool(self._config.otlp)
+            client = http[_CLIENT] = ClientRequest.accept(self._config.node, http.path, http.headers, traced=traced)
+        except BadRequestError as why:
+            response = refusal(why)
+            self.metrics.answers.count(response.status)
+            return response
+        try:
+            response = await self._accept(http, client)
         except (BadRequestError, ArenaFullError) as why:
             response = refusal(why)
-            status = response.status
+            client.answered(response.status, detail=str(why))
+        except web.HTTPException as refused:
+            client.answered(refused.status, detail=refused.text or refused.reason)
+            raise
         except (ConnectionError, TimeoutError):  # the client does not read, or is gone
             if http.transport is not None:
                 http.transport.abort()
             response = web.Response()  # nobody reads it
         finally:
-            self.metrics.answers.count(status, time.monotonic() - began_s)
+            self.metrics.answers.count(client.status, time.monotonic() - client.began_s)
+            self._ended(client.ended())
         return response
 
-    async def _accept(self, http: web.Request, began_s: float) -> web.StreamResponse:
+    async def _accept(self, http: web.Request, client: ClientRequest) -> web.StreamResponse:
         """Reads a request, and answers it. Raises BadRequestError, ArenaFullError, and what writing raises."""
-        request_id = http[_REQUEST_ID] = checked_request_id(http.headers.get(REQUEST_ID) or uuid.uuid4().hex)
         if self.open_requests.draining:
-            return error_response(503, "the router is draining", code=Cause.SHUTDOWN.value, retry_ms=self._retry_ms)
+            text = "the router is draining"
+            client.answered(503, Cause.SHUTDOWN, text)
+            return error_response(503, text, code=Cause.SHUTDOWN.value, retry_ms=self._retry_ms)
         body = await self.open_requests.body(http)
         block_tokens = self._limits.prefix_block_tokens if self.pool.places else 0
         request = parse_request(
-            http.path, body, request_id=request_id, block_tokens=block_tokens, reserved=self._dialect.reserved
+            http.path, body, request_id=client.request_id, block_tokens=block_tokens, reserved=self._dialect.reserved
         )
         self._dialect.check(request)
         with self.open_requests.hold(len(body)):
-            return await self._answer(http, request, began_s)
+            return await self._answer(http, client, request)
 
-    async def _answer(self, http: web.Request, request: ServerRequest, began_s: float) -> web.StreamResponse:
+    async def _answer(self, http: web.Request, client: ClientRequest, request: ServerRequest) -> web.StreamResponse:
         """Tries pairs of servers until decode's answer has begun; no pair is tried again that failed."""
         headers = _forwarded(http) | {REQUEST_ID: request.request_id}
+        if client.trace is not None:
+            headers[TRACEPARENT] = client.traceparent
         tried, avoid = set[ServerPair](), set[Server]()
         failed: AttemptFailedError | None = None
         for attempt in range(SERVER_ATTEMPTS_MAX):
             pair = self.pool.choose(request.keys, avoid)
             if isinstance(pair, NoPair):
-                return self._failed(failed) if failed is not None else self._unavailable(pair.detail)
+                if failed is not None:
+                    break
+                client.answered(503, Cause.PEER_LOST, pair.detail)
+                return self._unavailable(pair.detail)
             if pair in tried:
                 break
+            client.retried = attempt > 0
+            client.prefill, client.decode = pair.prefill.url, pair.decode.url
             self.metrics.retries += attempt > 0
             with pair.decode.serving():
                 try:
                     answer = await self.upstream.dispatch(pair, request, headers)
                 except AttemptFailedError as why:
-                    log.warning("request %s failed: %s", request.request_id, why)
+                    log.warning("request %s: an attempt failed: %s", request.request_id, why)
                     failed = why
                     avoid.update(why.blamed)
                     if why.blamed:
@@ -165,13 +183,16 @@ class ServerRouter:
                     if why.again:
                         continue
                     break
+                client.stream = answer.streams
                 if answer.streams:
-                    self.metrics.answers.first_token_seconds.observe(time.monotonic() - began_s)
-                return await self._relay(http, answer)
+                    client.first_s = time.monotonic()
+                    self.metrics.answers.first_token_seconds.observe(client.first_s - client.began_s)
+                return await self._relay(http, client, answer)
         assert failed is not None
+        client.answered(failed.status, failed.cause, str(failed))
         return self._failed(failed)
 
-    async def _relay(self, http: web.Request, answer: Answer) -> web.StreamResponse:
+    async def _relay(self, http: web.Request, client: ClientRequest, answer: Answer) -> web.StreamResponse:
         """Passes an answer on as it comes. One that is cut off ends with an error event, or with its connection."""
         response = web.StreamResponse(status=answer.status, headers=answer.headers)
         response.content_length = answer.length
@@ -184,8 +205,9 @@ class ServerRouter:
                 piece = await answer.more()
             await response.write_eof()
             complete = answer.status < 400
+            client.answered(answer.status)
         except AttemptFailedError as failed:
-            log.warning("request %s was cut off: %s", http[_REQUEST_ID], failed)
+            client.answered(failed.status, failed.cause, f"cut off: {failed}")
             self.metrics.cut_answers += 1
             if answer.streams and end == EVENT_END:
                 event = error(failed.status, str(failed), code=failed.cause.value)
@@ -203,8 +225,8 @@ class ServerRouter:
             await response.write(piece)
 
     async def _stamp(self, http: web.Request, response: web.StreamResponse) -> None:
-        if (request_id := http.get(_REQUEST_ID)) is not None:
-            response.headers[REQUEST_ID] = request_id
+        if (client := http.get(_CLIENT)) is not None:
+            response.headers[REQUEST_ID] = client.request_id
 
     @property
     def _retry_ms(self) -> int:

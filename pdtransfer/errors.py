@@ -97,7 +97,7 @@ class RoomFailedError(WorldError):
     """A room ended before READY; `cause` is its root cause, `detail` is for people."""
 
     def __init__(self, room: int, cause: Cause, detail: str) -> None:
-        super().__init__(f"room {room:#x} failed ({cause.value}): {detail}")
+        super().__init__(f"room {room:016x} failed ({cause.value}): {detail}")
         self.room, self.cause, self.detail = room, cause, detail
 
 

@@ -181,9 +181,9 @@ class _Client(Generic[Node, Said]):
 
     def _begin(self, room: int, tokens: int | None) -> None:
         if self._closed:
-            raise LocalProtocolError(f"room: {room:#x} comes too late, this client is closed")
+            raise LocalProtocolError(f"room: {room:016x} comes too late, this client is closed")
         if room in self._states:  # The peer remembers it, too: what is still on its way must not find another room.
-            text = f"room: {room:#x} was used already, it is {self._states[room].name}; a retry takes a new label"
+            text = f"room: {room:016x} was used already, it is {self._states[room].name}; a retry takes a new label"
             raise LocalProtocolError(text)
         if tokens is not None and not 1 <= tokens <= TOKENS_MAX:
             raise LocalProtocolError(f"tokens: {tokens}, from 1 to {TOKENS_MAX} are possible")

@@ -183,7 +183,7 @@ class DecodeNode:
         return self._lifter.moved_bytes if self._lifter is not None else 0
 
     def _never_quiet(self, room: int, error: Exception) -> None:
-        log.critical("room %#x keeps its slots, since its event cannot be queried: %s", room, error)
+        log.critical("room %016x keeps its slots, since its event cannot be queried: %s", room, error)
 
     def _release(self, room: int) -> None:
         try:

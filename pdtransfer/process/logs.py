@@ -67,7 +67,7 @@ def json_formatter(*, node: str, role: str) -> logging.Formatter:
         def process_log_record(self, log_data: dict[str, Any]) -> dict[str, Any]:
             fields: dict[str, Any] = log_data.pop(FIELDS, {})
             log_data.pop(BURST_OF, None)
-            return log_data | fields
+            return {"time": log_data.pop("time", None), **log_data, **fields}
 
     return FieldsFormatter(
         ["levelname", "name", "message"],

@@ -135,7 +135,7 @@ class ReferenceDecode:
         assert self._resident is not None, "attach comes before admit"
         self.check(request)
         if request.room in self._rooms:
-            raise ValueError(f"room {request.room:#x} exists already")
+            raise ValueError(f"room {request.room:016x} exists already")
         handoff = Handoff.unpack(aux, len(request.prompt))
         self._check_slots(request, slots)
         hot = self._hot if request.enable_hisparse else None

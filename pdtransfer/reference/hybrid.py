@@ -105,7 +105,7 @@ class HybridPrefill:
         """As `admit`, with pages for `growth` more tokens for decode from this pool. Returns slots by component."""
         _check(request, self._options)
         if request.room in self._held:
-            raise ValueError(f"room {request.room:#x} exists already")
+            raise ValueError(f"room {request.room:016x} exists already")
         prompt, tokens = len(request.prompt), len(request.prompt) + growth
         if tokens > self._config.slots:
             raise ValueError(f"{tokens} tokens, the pool has {self._config.slots} slots")
@@ -262,7 +262,7 @@ class HybridDecode:
     def admit(self, request: Request, slots: dict[str, Int64s], aux: bytes) -> None:
         self.check(request)
         if request.room in self._rooms:
-            raise ValueError(f"room {request.room:#x} exists already")
+            raise ValueError(f"room {request.room:016x} exists already")
         handoff = HybridHandoff.unpack(aux, len(request.prompt))
         components = {each.name: each for each in self._description.components}
         if not slots.keys() == handoff.digests.keys() == components.keys():

@@ -164,7 +164,7 @@ class ReferencePrefill:
         """As `admit`, with pages for `growth` more tokens for decode from this pool. Returns slots by component."""
         check_request(request, self._model.architecture)
         if request.room in self._held:
-            raise ValueError(f"room {request.room:#x} exists already")
+            raise ValueError(f"room {request.room:016x} exists already")
         tokens = len(request.prompt) + growth
         if tokens > self._config.slots:
             raise ValueError(f"{tokens} tokens, the pool has {self._config.slots} slots")

@@ -145,7 +145,7 @@ class Routing:
                 return self._take()
             leg = next((each for each in room.legs if each.worker is worker), None)
             if leg is None:
-                raise RemoteProtocolError("room", f"{room.id:#x} is not on {peer}")
+                raise RemoteProtocolError("room", f"{room.id:016x} is not on {peer}")
             match message:
                 case Begun():
                     self._begun(room, leg)
@@ -225,7 +225,7 @@ class Routing:
 
     def _tokens(self, room: RoutedRoom, leg: RoomLeg, message: Tokens, now: float) -> None:
         if leg is not room.decode:
-            raise RemoteProtocolError("Tokens.room", f"{room.id:#x} is not decoded on {leg.worker.peer}")
+            raise RemoteProtocolError("Tokens.room", f"{room.id:016x} is not decoded on {leg.worker.peer}")
         ids = unpack_ids("Tokens.ids", message.ids)
         self._begun(room, leg)
         if leg.state is not Leg.RUNNING:

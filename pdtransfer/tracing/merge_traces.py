@@ -93,7 +93,7 @@ def drawn(rooms: Iterable[RoomTimes]) -> list[TimedSpan]:
     spans: list[TimedSpan] = []
     for room in rooms:
         whole = TimedSpan(
-            process=_DRAWN, lane=f"{room.label:#x}", name=f"{1e3 * room.split.ttft_s:.2f} ms",
+            process=_DRAWN, lane=f"{room.label:016x}", name=f"{1e3 * room.split.ttft_s:.2f} ms",
             begin_s=room.asked_s, end_s=room.asked_s + room.split.ttft_s, room=room.label,
         )  # fmt: skip
         spans.append(whole)

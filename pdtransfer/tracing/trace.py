@@ -128,7 +128,7 @@ class Events:
 def _of(span: TimedSpan, pid: int, tid: int) -> _Event:
     args: dict[str, str | int | float] = {}
     if span.room:
-        args["room"] = f"{span.room:#x}"  # viewers read numbers with 53 bits
+        args["room"] = f"{span.room:016x}"  # viewers read numbers with 53 bits
     if span.layer >= 0:
         args["layer"] = span.layer
     if span.byte_count:
@@ -188,7 +188,7 @@ def _span(event: _Event, process: str) -> TimedSpan:
     args = event.args
     return TimedSpan(
         process=process, lane=event.cat, name=event.name, begin_s=event.ts / 1e6, end_s=(event.ts + event.dur) / 1e6,
-        room=int(str(args.get("room", "0x0")), 16), layer=int(args.get("layer", -1)),
+        room=int(str(args.get("room", "0")), 16), layer=int(args.get("layer", -1)),
         byte_count=int(args.get("bytes", 0)),
     )  # fmt: skip
 

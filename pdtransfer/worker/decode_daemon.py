@@ -216,7 +216,7 @@ class DecodeDaemon:
         try:
             request = request_of(begin, next(self._local_ids))
             if begin.room in self._rooms:  # another router's, which has ended; the engine still holds its slots
-                raise ValueError(f"room: {begin.room:#x} is in use")
+                raise ValueError(f"room: {begin.room:016x} is in use")
             if begin.enable_hisparse and not self.config.enable_hisparse:
                 raise ValueError("enable_hisparse: the request wants it, this node is run without it")
             check_sampling_of(begin, self._engine.card)

@@ -68,7 +68,7 @@ class Follower:
             raise RemoteProtocolError("RankRoom.begin", str(error)) from None
         if isinstance(self.rank, DecodeRank) and self.rank.has(message.begin.room):
             # The leader's engine has dropped another room of this id, and this one has not yet.
-            self.failed(message.local_id, Cause.REFUSED, f"room: {message.begin.room:#x} is in use")
+            self.failed(message.local_id, Cause.REFUSED, f"room: {message.begin.room:016x} is in use")
         else:
             self.rank.start(message.begin, request)
 

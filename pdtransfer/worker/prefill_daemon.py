@@ -160,7 +160,7 @@ class PrefillDaemon:
         try:
             request = request_of(begin, next(self._local_ids))
             if begin.room in self._rooms:  # another router's, which has ended; its pages are still read
-                raise ValueError(f"room: {begin.room:#x} is in use")
+                raise ValueError(f"room: {begin.room:016x} is in use")
             check_sampling_of(begin, self._card)
         except (ValueError, RemoteProtocolError) as error:
             end = failure(begin.room, Cause.REFUSED, str(error))

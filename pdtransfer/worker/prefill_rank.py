@@ -107,7 +107,7 @@ class PrefillRank:
         """Opens the room. The leader starts no other room of this id before this one has drained on all ranks."""
         room = PrefillRankRoom(begin.room, request)
         if room.room_id in self._here or room.local_id in self._rooms:
-            raise RemoteProtocolError("RankRoom.begin.room", f"{room.room_id:#x} is open here")
+            raise RemoteProtocolError("RankRoom.begin.room", f"{room.room_id:016x} is open here")
         self._rooms[room.local_id] = self._here[room.room_id] = room
         self.journeys.begin(room.room_id, room.local_id)
         time_left_s = begin.time_left_ms / 1e3

@@ -141,10 +141,12 @@ class Service:
         if room is None or room.state is not ServiceRoom.RUNNING:
             return []
         if room.generated + len(ids) > room.tokens_max:
-            text = f"room {room_id:#x}: {room.generated + len(ids)} tokens generated, max_tokens is {room.tokens_max}"
+            text = f"room {room_id:016x}: {room.generated + len(ids)} tokens generated, max_tokens is {room.tokens_max}"
             raise LocalProtocolError(text)
         if len(logprobs) != room.logprob_bytes * len(ids):
-            text = f"room {room_id:#x}: {len(logprobs)} bytes of logprobs for {len(ids)} tokens of {room.logprob_bytes}"
+            text = (
+                f"room {room_id:016x}: {len(logprobs)} bytes of logprobs for {len(ids)} tokens of {room.logprob_bytes}"
+            )
             raise LocalProtocolError(text)
         room.unacked += ids
         room.logprobs += logprobs
@@ -316,7 +318,7 @@ class Service:
         """The room of that id that has not ended. Raises RemoteProtocolError if it belongs to another router."""
         room = self._rooms.get(room_id)
         if room is not None and room.router is not router:
-            raise RemoteProtocolError("room", f"{room_id:#x} is not {router.peer}'s")
+            raise RemoteProtocolError("room", f"{room_id:016x} is not {router.peer}'s")
         return room
 
     def _stop(self, room: ServedRoom, cause: Cause) -> None:

@@ -624,8 +624,11 @@ def test_calls_of_many_threads_all_arrive(pair: Pair) -> None:
         (lambda pair: pair.prefill.push(1, [-1], rows=(0, 5)), ["pages[0]", "-1"]),
         (lambda pair: pair.prefill.push(1, [0.5], rows=(0, 5)), ["float64"]),
         (lambda pair: pair.prefill.push(1, [0], rows=(0, 5), component="index"), ["index", "kv"]),
-        (lambda pair: pair.prefill.open(1, tokens=40), ["0x1", "used already"]),
-        (lambda pair: pair.decode.expect(1, tokens=40, sources=["tcp://127.0.0.1:1"]), ["0x1", "used already"]),
+        (lambda pair: pair.prefill.open(1, tokens=40), ["0000000000000001", "used already"]),
+        (
+            lambda pair: pair.decode.expect(1, tokens=40, sources=["tcp://127.0.0.1:1"]),
+            ["0000000000000001", "used already"],
+        ),
         (lambda pair: pair.prefill.open(2, tokens=0), ["tokens", "0"]),
         (lambda pair: pair.decode.expect(2, tokens=TOKENS_MAX + 1, sources=["x"]), ["tokens", str(TOKENS_MAX + 1)]),
     ],
@@ -726,7 +729,7 @@ def test_a_label_names_one_room_only(pair: Pair) -> None:
     pair.expect(1, 40)
     pair.send(1, 40)
     for again in (lambda: pair.expect(1, 40), lambda: pair.prefill.open(1, tokens=40)):
-        with pytest.raises(LocalProtocolError, match="0x1 was used already"):
+        with pytest.raises(LocalProtocolError, match="0000000000000001 was used already"):
             again()
     pair.ready(1)
     pair.decode.release(1)

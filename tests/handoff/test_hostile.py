@@ -226,7 +226,7 @@ def test_a_grant_for_a_room_of_another_peer_fails_alone() -> None:
     end, writes = beset()
     effects = end.hear(grant(2, 1, session=HOSTILE, at=20), peer=D2)
     (failed,) = sent(effects, Failed)
-    assert (failed.session, failed.detail) == (HOSTILE, f"room: 0x1 is for ['{D}'], not for {D2}")
+    assert (failed.session, failed.detail) == (HOSTILE, f"room: 0000000000000001 is for ['{D}'], not for {D2}")
     assert of(effects, fx.Write) == []
     check_honest_lands(end, writes)
 
@@ -253,7 +253,7 @@ def test_one_grant_too_many_fails_alone() -> None:
     (failed,) = sent(effects, Failed)
     assert failed.detail == "grants: one more than the 1 that the engine expects"
     (failed,) = sent(end.hear(grant(2, at=20)), Failed)
-    assert failed.detail == "grants: a second one of session 0xa0 for room 0x1"
+    assert failed.detail == "grants: a second one of session 0xa0 for room 0000000000000001"
     assert of(effects, fx.RoomFailed) == []
     assert len(of(end.push(), fx.Write)) == 2
 

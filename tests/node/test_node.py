@@ -505,9 +505,10 @@ async def test_a_release_whose_event_breaks_keeps_the_slots_and_says_so(caplog: 
         await it.ready(1)
         it.decode.release(1, after=Breaks())
         assert 1 in it.decode.core.rooms
-        assert ("CRITICAL", "room 0x1 keeps its slots, since its event cannot be queried: no such stream") in [
-            (record.levelname, record.getMessage()) for record in caplog.records
-        ]
+        assert (
+            "CRITICAL",
+            "room 0000000000000001 keeps its slots, since its event cannot be queried: no such stream",
+        ) in [(record.levelname, record.getMessage()) for record in caplog.records]
 
 
 @on_loop

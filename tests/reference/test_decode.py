@@ -271,5 +271,5 @@ def test_a_request_longer_than_the_arena_or_there_already_is_refused(landed):
     with pytest.raises(ValueError, match="70 tokens, the arena has 64 slots"):
         engine.check(request(2, np.zeros(64, np.int64)))
     engine.admit(one, {"kv": GOOD}, aux)
-    with pytest.raises(ValueError, match="room 0x1 exists already"):
+    with pytest.raises(ValueError, match="room 0000000000000001 exists already"):
         engine.admit(one, {"kv": GOOD + 30}, aux)

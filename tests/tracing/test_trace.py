@@ -45,7 +45,7 @@ def test_a_file_is_a_json_array_of_what_viewers_read(tmp_path: Path) -> None:
     assert process["pid"] == track["pid"] == event["pid"]
     assert track["tid"] == event["tid"]
     assert (event["ph"], event["cat"], event["ts"], event["dur"]) == ("X", "push", 1e6, 1e6)
-    assert event["args"] == {"room": "0xa", "layer": 3, "bytes": 7}
+    assert event["args"] == {"room": "000000000000000a", "layer": 3, "bytes": 7}
 
 
 def test_no_two_spans_of_a_track_overlap_but_one_within_the_other(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_label_is_in_use_until_every_rank_has_drained_its_room() -> None:
             assert made.load().slots_free == 1_024 - 3, "ended here, and its pages are not free"
             made.desk.receive("node:b", begin)
             (end,) = [message for peer, message in said if peer == "node:b" and isinstance(message, End)]
-            assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0x7 is in use")
+            assert (end.reason, end.detail) == (Cause.REFUSED.value, "room: 0000000000000007 is in use")
             assert not [order for order in port.poll() if isinstance(order, Free)], (
                 "the follower may still read its pages"
             )

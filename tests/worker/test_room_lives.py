@@ -60,7 +60,7 @@ async def test_a_worker_that_gives_up_keeps_the_slots_of_a_step_until_it_is_over
         assert ROOM in core.rooms, "the engine is in the middle of a step that reads them"
         assert core.arena.free[0].free_slots == 1_024 - TOKENS - 4
         d.heard.tell("b", p.begin("b", ROOM, "d0"))
-        assert d.heard.ends("b", ROOM)[0].detail == "room: 0x7 is in use"
+        assert d.heard.ends("b", ROOM)[0].detail == "room: 0000000000000007 is in use"
         engine.go.set()
         await until(lambda: ROOM not in core.rooms)
         assert core.cache.free_slots[0] == 1_024
@@ -123,7 +123,7 @@ async def test_a_rank_that_still_has_a_label_refuses_the_next_room_of_it_and_los
         await p.drained()
         # The leader's engine has finished it, and a second router begins the same label. Ours is a step behind.
         f.take(RankRoom(3, 2, p.begin("b", ROOM, "d0-tp1")))
-        assert leader.sent == [RankFailed(1, 2, "refused", "room: 0x7 is in use", 0)]
+        assert leader.sent == [RankFailed(1, 2, "refused", "room: 0000000000000007 is in use", 0)]
         f.take(RankFailed(4, 2, "refused", "as this rank said"))
         assert ROOM in f.rank.node.core.rooms, "its engine reads it"
         f.rank.on_outcomes([Finished(room=1, reason="length")])

@@ -178,7 +178,7 @@ def test_another_routers_room_is_a_breach_and_stays_as_it_is() -> None:
     daemon.hear(A, begin(7))
     daemon.tokens(7, 1)
     for message in (begin(7), Cancel(7, "aborted"), TokensAcked(7, 1), Ended(7)):
-        with pytest.raises(RemoteProtocolError, match="room: 0x7 is not node:b's"):
+        with pytest.raises(RemoteProtocolError, match="room: 0000000000000007 is not node:b's"):
             daemon.hear(B, message)
     assert messages(daemon.wait(0.06), Tokens) == [Tokens(7, 0, pack_ids([1]))]
     with pytest.raises(RemoteProtocolError, match="kind: a router sends no Tokens"):

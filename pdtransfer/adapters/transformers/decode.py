@@ -122,7 +122,7 @@ class CheckpointDecode:
         """The room has landed in these slots."""
         self.check(request)
         if request.room in self._rooms:
-            raise ValueError(f"room {request.room:#x} exists already")
+            raise ValueError(f"room {request.room:016x} exists already")
         first = FirstToken.unpack(aux, prompt_tokens=len(request.prompt), vocabulary=self._checkpoint.vocabulary)
         if slots.keys() != self._components.keys():
             raise ValueError(f"slots: of components {sorted(slots)}, expected {sorted(self._components)}")

@@ -127,7 +127,7 @@ class CheckpointPrefill:
         self._checkpoint.enter()
         check_request(request, self._checkpoint)
         if request.room in self._held:
-            raise ValueError(f"room {request.room:#x} exists already")
+            raise ValueError(f"room {request.room:016x} exists already")
         tokens = len(request.prompt) + growth
         if tokens > self._config.slots:
             raise ValueError(f"{tokens} tokens, the pool has {self._config.slots} slots")

@@ -55,7 +55,7 @@ class RoomRequest:
         """
         tokens, prefix, growth, keys, placed = self.tokens, self.prefix, self.growth, self.keys, self.placed
         if self.room in rooms:
-            raise LocalProtocolError(f"room: {self.room:#x} is expected already")
+            raise LocalProtocolError(f"room: {self.room:016x} is expected already")
         if not 0 <= prefix <= tokens or not 1 <= tokens <= TOKENS_MAX or growth < 0:
             raise LocalProtocolError(f"tokens: {tokens}, prefix {prefix}, growth {growth} are invalid")
         if keys and (prefix or len(keys) * cache.block_tokens > tokens):

@@ -124,7 +124,7 @@ class DecodeSessions:
         if room is None:
             return []
         if room.state is not DecodeRoom.READY:
-            raise LocalProtocolError(f"room: {room_id:#x} is {room.state.value}, not ready: abort it")
+            raise LocalProtocolError(f"room: {room_id:016x} is {room.state.value}, not ready: abort it")
         self.prefix_publish.publish(room_id)
         room.state = step(DECODE_ROOM, room.state, DecodeRoomEvent.RELEASE)
         self._close(room)

@@ -91,7 +91,7 @@ class PrefillSessions:
         Raises LocalProtocolError for a label in use.
         """
         if room_id in self.rooms:
-            raise LocalProtocolError(f"room: {room_id:#x} is open already")
+            raise LocalProtocolError(f"room: {room_id:016x} is open already")
         if (tokens is not None and tokens < 1) or (grants is not None and grants < 1):
             raise LocalProtocolError(f"room: {tokens} tokens for {grants} grants are invalid")
         if self.draining:
@@ -118,7 +118,7 @@ class PrefillSessions:
         if room is None or room.state is PrefillRoom.FAILED:
             return []
         if room.state is not PrefillRoom.OPEN:
-            raise LocalProtocolError(f"room: {room_id:#x} is {room.state.value}; no cell may follow")
+            raise LocalProtocolError(f"room: {room_id:016x} is {room.state.value}; no cell may follow")
         room.offer(cell, self._components)
         for grant in room.grants:
             if grant.state is WriterGrantState.ACTIVE:
@@ -134,7 +134,7 @@ class PrefillSessions:
         if room is None or room.state is PrefillRoom.FAILED:
             return []
         if room.state is not PrefillRoom.OPEN:
-            raise LocalProtocolError(f"room: {room_id:#x} is {room.state.value} already")
+            raise LocalProtocolError(f"room: {room_id:016x} is {room.state.value} already")
         if len(aux) > AUX_BYTES_MAX:
             raise LocalProtocolError(f"aux: {len(aux)} bytes of at most {AUX_BYTES_MAX}")
         room.state = step(PREFILL_ROOM, room.state, PrefillRoomEvent.FINISH)
@@ -322,10 +322,10 @@ class PrefillSessions:
         if room.state is PrefillRoom.FAILED:
             self._grant_ends.fail(grant, room.cause, room.detail, now)
         elif not room.admits(peer):
-            text = f"room: {room.id:#x} is for {sorted(room.peers or ())}, not for {peer}"
+            text = f"room: {room.id:016x} is for {sorted(room.peers or ())}, not for {peer}"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
         elif any(each.session is grant.session for each in room.grants):
-            text = f"grants: a second one of session {grant.session.id:#x} for room {room.id:#x}"
+            text = f"grants: a second one of session {grant.session.id:#x} for room {room.id:016x}"
             self._grant_ends.fail(grant, Cause.BREACH, text, now)
         elif room.leased:
             text = f"grants: one more than the {room.grant_count} that the engine expects"

@@ -155,7 +155,7 @@ def test_a_label_in_use_is_refused() -> None:
     end = DecodeEnd()
     end.up()
     end.expect(1)
-    with pytest.raises(LocalProtocolError, match="0x1"):
+    with pytest.raises(LocalProtocolError, match="0000000000000001"):
         end.expect(1)
 
 

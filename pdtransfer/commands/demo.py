@@ -439,10 +439,17 @@ def show(answers: Sequence[DemoAnswer], report: dict[str, Any], *, speaks: bool 
         f"{report['requests_per_s']:.1f} requests/s, {report['tokens_per_s']:.0f} tokens/s, "
         f"copies at {report['copy_gb_s']} GB/s\n"
         f"{report['cached_tokens']:,} of {report['prompt_tokens']:,} prompt tokens were cached\n"
-        f"hand-off, last cell written to READY: p50 {report['handoff_ms_p50']} ms, p99 {report['handoff_ms_p99']} ms\n"
+        f"hand-off, last cell written to READY: {_handoff(report)}\n"
         f"[{color}]{report['identical']} of {report['requests']} identical to a single process "
         f"(tokens, logits, KV); {leaked}{verified}{_hot(report)}"
     )
+
+
+def _handoff(report: dict[str, Any]) -> str:
+    """Returns the summary's times of hand-offs; there are none between workers that share no clock."""
+    if report["handoff_ms_p50"] is None:
+        return "not known, since no prefill and decode read one clock (pdtransfer_handoff_seconds bounds it)"
+    return f"p50 {report['handoff_ms_p50']} ms, p99 {report['handoff_ms_p99']} ms"
 
 
 def _hot(report: dict[str, Any]) -> str:

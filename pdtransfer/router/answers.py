@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ..wire import End
 from .answer_text import ScoredToken, TextPiece
 from .router_effects import Finish
 from .text import TextCodec, token_name
@@ -133,15 +134,14 @@ def usage_of(prompt_tokens: int, choices: Sequence[EndedChoice], n: int) -> dict
 
 
 def extension(finish: Finish) -> dict[str, object]:
-    """Returns this project's fields. `handoff_us` is from the last byte written to READY, null if either is unknown.
-    What decode reports at its end is null where a stop string ended the choice."""
+    """Returns this project's fields. `handoff_us` is from the last byte written to READY, null where the two are not
+    read from one clock. What decode reports at its end is null where a stop string ended the choice."""
     decode, prefill = finish.decode, finish.prefill
-    stamps = (prefill.stamp_ns if prefill is not None else 0, decode.stamp_ns if decode is not None else 0)
     return {
         "room": f"{finish.room:016x}",
         "kv_bytes": decode.kv_bytes if decode is not None else None,
         "copy_us": prefill.copy_us if prefill is not None else 0,
-        "handoff_us": (stamps[1] - stamps[0]) / 1e3 if min(stamps) > 0 else None,
+        "handoff_us": _handoff_us(prefill, decode),
         "tokens_digest": decode.tokens_digest.hex() if decode is not None else None,
         "logits_digest": decode.logits_digest.hex() if decode is not None else None,
         "kv_digest": decode.kv_digest.hex() if decode is not None else None,
@@ -149,6 +149,16 @@ def extension(finish: Finish) -> dict[str, object]:
         "decode": finish.decode_node,
         "enable_hisparse": finish.enable_hisparse,
     }
+
+
+def _handoff_us(prefill: End | None, decode: End | None) -> float | None:
+    """From the last byte written to READY. The difference of two hosts' clocks, or of two time namespaces', is no
+    time: None, as it is where either is not known."""
+    if prefill is None or decode is None or not prefill.clock or prefill.clock != decode.clock:
+        return None
+    if not prefill.stamp_ns or decode.stamp_ns < prefill.stamp_ns:
+        return None
+    return (decode.stamp_ns - prefill.stamp_ns) / 1e3
 
 
 def error(status: int, text: str, *, param: str | None = None, code: str | None = None) -> bytes:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..clock_name import clock_name
 from ..errors import ConfigError
 from .timeline import TimedSpan, Timeline
 
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class TraceClock(msgspec.Struct, frozen=True):
-    """The zero of CLOCK_MONOTONIC: processes of one `boot` share it; `wall_s` is its Unix time."""
+    """The zero of CLOCK_MONOTONIC: processes of one `boot` (and time namespace) share it; `wall_s` is its Unix time."""
 
     host: str
     boot: str
@@ -59,8 +60,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 def own_clock() -> TraceClock:
     """The clock of this process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return TraceClock(socket.gethostname(), boot, time.time() - time.monotonic())
+    return TraceClock(socket.gethostname(), clock_name(), time.time() - time.monotonic())
 
 
 @dataclass(slots=True)

@@ -368,7 +368,7 @@ class End(_Wire, frozen=True):
     retry_ms: Milliseconds = 0  # reason "full": when to ask again
     kv_bytes: Bytes64 = 0  # prefill: written; decode: landed
     copy_us: Bytes64 = 0  # prefill: time that its copies took
-    stamp_ns: Bytes64 = 0  # CLOCK_MONOTONIC of the last byte written (prefill), of READY (decode): one host only
+    stamp_ns: Bytes64 = 0  # CLOCK_MONOTONIC of the last byte written (prefill), of READY (decode); 0: not known
     tokens_digest: Digest = b""  # of the generated ids
     logits_digest: Digest = b""  # of the logits that they were picked from
     kv_digest: Digest = b""  # of the KV by (position, plane)
@@ -378,6 +378,8 @@ class End(_Wire, frozen=True):
     compute_us: Bytes64 = 0  # prefill: from there to the end of the last such step
     transfer_us: Bytes64 = 0  # prefill: from there to the last byte written, what computing did not hide
     admission_us: Bytes64 = 0  # decode: from READY to the first step
+    # Names the clock of stamp_ns. Stamps are compared only where both clocks are named, and alike.
+    clock: Digest = b""
 
 
 class Ended(_Wire, frozen=True):
@@ -528,6 +530,7 @@ class RankLanded(_Wire, frozen=True):
     kv_bytes: Bytes64  # written
     copy_us: Bytes64  # time that its copies took
     stamp_ns: Bytes64  # CLOCK_MONOTONIC of the last byte written
+    clock: Digest = b""  # as End's
 
 
 class RankDrained(_Wire, frozen=True):

@@ -14,6 +14,7 @@ from itertools import count
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from ..clock_name import clock_digest
 from ..config.config import DecodeConfig
 from ..engine_api import DecodeEngine, Finished, Token
 from ..errors import Cause, LocalProtocolError, RemoteProtocolError
@@ -174,6 +175,7 @@ class DecodeDaemon:
             kv_bytes=work.kv_bytes,
             stamp_ns=work.ready_ns,
             prefix=work.prefix,
+            clock=clock_digest() if work.ready_ns else b"",
         )
         if finished is not None:
             end = msgspec.structs.replace(

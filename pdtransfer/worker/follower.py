@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from ..clock_name import clock_digest
 from ..engine_api import Finished, Token
 from ..errors import Cause, RemoteProtocolError
 from ..limits import TEXT_LENGTH_MAX
@@ -88,7 +89,7 @@ class Follower:
 
     def landed(self, local_id: int, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
         self._ended("done")
-        self._send(RankLanded, local_id, kv_bytes, copy_us, stamp_ns)
+        self._send(RankLanded, local_id, kv_bytes, copy_us, stamp_ns, clock_digest())
 
     def drained(self, local_id: int) -> None:
         self._send(RankDrained, local_id)

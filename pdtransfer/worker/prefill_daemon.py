@@ -13,6 +13,7 @@ from itertools import count
 
 from prometheus_client import CollectorRegistry
 
+from ..clock_name import clock_digest
 from ..config.config import PrefillConfig
 from ..engine_api import PrefillEngine
 from ..errors import Cause, RemoteProtocolError
@@ -43,7 +44,8 @@ class PrefillWork:
     ended: bool = False
     kv_bytes: int = 0
     copy_us: int = 0
-    stamp_ns: int = 0
+    stamp_ns: int = 0  # of the last rank, if every rank's is of `clock`
+    clock: bytes = b""
 
     @property
     def room_id(self) -> int:
@@ -117,7 +119,7 @@ class PrefillDaemon:
         self._finish(work, aux)
 
     def landed(self, local_id: int, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
-        self._landed(self._work[local_id], 0, kv_bytes, copy_us, stamp_ns)
+        self._landed(self._work[local_id], 0, kv_bytes, copy_us, stamp_ns, clock_digest())
 
     def failed(self, local_id: int, cause: Cause, detail: str, retry_ms: int = 0) -> None:
         self._fail(self._work[local_id], cause, detail, retry_ms)
@@ -135,8 +137,8 @@ class PrefillDaemon:
         if work is None:
             return  # The room was over on all ranks when that rank's engine made this.
         match report:
-            case RankLanded(_, _, kv_bytes, copy_us, stamp_ns) if rank.place not in work.landed:
-                self._landed(work, rank.place, kv_bytes, copy_us, stamp_ns)
+            case RankLanded(_, _, kv_bytes, copy_us, stamp_ns, clock) if rank.place not in work.landed:
+                self._landed(work, rank.place, kv_bytes, copy_us, stamp_ns, clock)
             case RankFailed(_, _, cause, detail, retry_ms):
                 self._fail(work, Cause.of(cause), f"{rank.name}: {detail}", retry_ms)
             case RankDrained() if rank.place not in work.drained:
@@ -190,8 +192,10 @@ class PrefillDaemon:
             self._journeys.computed(work.room_id, here=aux is not None)
             self.rank.finish(work.local_id, work.aux)
 
-    def _landed(self, work: PrefillWork, place: int, kv_bytes: int, copy_us: int, stamp_ns: int) -> None:
+    def _landed(self, work: PrefillWork, place: int, kv_bytes: int, copy_us: int, stamp_ns: int, clock: bytes) -> None:
         """The room has landed on one rank; it has landed once it has on all."""
+        # The later of two stamps can be told where their clocks are the same.
+        work.clock = clock if not work.landed or work.clock == clock else b""
         work.landed.add(place)
         work.kv_bytes += kv_bytes
         work.copy_us += copy_us
@@ -199,7 +203,11 @@ class PrefillDaemon:
         if len(work.landed) == self.group.size and not work.ended:
             work.ended = True
             self._journeys.written(work.room_id)
-            end = End(work.room_id, "done", "", 0, kv_bytes=work.kv_bytes, copy_us=work.copy_us, stamp_ns=work.stamp_ns)
+            stamp_ns = work.stamp_ns if work.clock else 0
+            end = End(
+                work.room_id, "done", "", 0,
+                kv_bytes=work.kv_bytes, copy_us=work.copy_us, stamp_ns=stamp_ns, clock=work.clock,
+            )  # fmt: skip
             self._end(work, end)
 
     def _fail(self, work: PrefillWork, cause: Cause, detail: str, retry_ms: int = 0) -> None:

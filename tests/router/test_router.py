@@ -63,6 +63,18 @@ def test_a_completion_carries_its_usage_and_the_extension() -> None:
     run_on_loop(case)
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(b"c", b"another host's"), (b"", b""), (b"c", b""), (b"", b"c")])
+def test_stamps_of_two_clocks_make_no_handoff_time(prefill: bytes, decode: bytes) -> None:
+    async def case() -> None:
+        async with site() as it:
+            it.prefill[0].clock, it.decode[0].clock = prefill, decode
+            _, answer, _ = await it.post(prompt="abc", max_tokens=7)
+            assert answer["pdtransfer"]["handoff_us"] is None
+            assert answer["pdtransfer"]["copy_us"] == 12, "what one clock measured is told"
+
+    run_on_loop(case)
+
+
 def test_a_stream_has_the_same_text_in_pieces_and_then_done() -> None:
     async def case() -> None:
         async with site() as it:

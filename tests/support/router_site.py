@@ -43,7 +43,7 @@ class Worker:
     each, and `failure` ends them."""
 
     def __init__(self, node: str, role: str, *, model: str = "m", context_tokens: int = 0) -> None:
-        self.node, self.role, self.model = node, role, model
+        self.node, self.role, self.model, self.clock = node, role, model, b"c"
         self.gate, self.more, self.failure, self.piece = asyncio.Event(), asyncio.Event(), "", 3
         self.gate.set()
         self.more.set()
@@ -94,10 +94,8 @@ class Worker:
         room = begin.room
         if self.role == "prefill":
             await self.gate.wait()
-            reason = self.failure or "done"
-            self.end(
-                End(room, reason, "as told", 0, retry_ms=2_500, kv_bytes=640, copy_us=12, stamp_ns=1_000, **TIMES[0])
-            )
+            reason, stamp = self.failure or "done", {"stamp_ns": 1_000, "clock": self.clock}
+            self.end(End(room, reason, "as told", 0, retry_ms=2_500, kv_bytes=640, copy_us=12, **stamp, **TIMES[0]))
             return
         ids = generated(begin)
         for place in range(0, len(ids), self.piece):
@@ -109,7 +107,9 @@ class Worker:
                 self.end(End(room, self.failure, "as told", 0))
                 return
         digests = {"tokens_digest": b"\x01", "logits_digest": b"\x02", "kv_digest": b"\x03"}
-        self.end(End(room, "length", "", 0, kv_bytes=640, stamp_ns=43_500, prefix=2, **digests, **TIMES[1]))
+        self.end(
+            End(room, "length", "", 0, kv_bytes=640, stamp_ns=43_500, prefix=2, clock=self.clock, **digests, **TIMES[1])
+        )
 
 
 @dataclass

@@ -9,6 +9,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from pdtransfer.bus.keys import generate
+from pdtransfer.clock_name import clock_digest
 from pdtransfer.config.config import PrefillConfig
 from pdtransfer.errors import Cause, ConfigError, RemoteProtocolError
 from pdtransfer.node import NodeSettings
@@ -113,6 +114,32 @@ def test_keys_that_cannot_be_read_are_said_before_the_engine_is_made(
         key.unlink()
     with pytest.raises(ConfigError, match=str(key if name == "key" else peers)):
         daemon.run(PrefillConfig(http="", bind="tcp://127.0.0.1:0", key=key, allow=peers))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_stamps_of_ranks_are_one_stamp_where_all_read_one_clock(shared: bool) -> None:
+    async def case() -> None:
+        config = PrefillConfig(slots=1_024, http="")
+        engine = create_engine(config.engine, config.engine_config)
+        settings = NodeSettings(node=config.node, model=engine.card.model, weights=engine.card.weights)
+        port = ThreadQueues[Order]()
+        made = PrefillDaemon(config, settings, engine, port, CollectorRegistry(), GroupLeader(Ranks(0, 2)))
+        ends = list[End]()
+        made.desk.end = ends.append
+        try:
+            made.desk.receive("node:a", Hello(1, 1, identity("a", "router", 1)))
+            made.desk.receive("node:a", Begin(7, pack_ids([1, 2, 3]), Sampling(4), ("node:d0",), 60_000))
+            clock = clock_digest() if shared else b"another host's"
+            made.group.reported(JoinedRank(Ranks(1, 2), "p0-tp1"), RankLanded(1, 1, 10, 1, 5_000, clock))
+            made.landed(1, 20, 2, 4_000)
+            (end,) = ends
+            assert (end.kv_bytes, end.stamp_ns, end.clock) == ((30, 5_000, clock_digest()) if shared else (30, 0, b""))
+        finally:
+            made.desk.ticker.stop()
+            await made.node.close()
+            port.close()
+
+    uvloop.run(case())
 
 
 def test_a_rank_that_reports_twice_or_what_no_prefill_rank_reports_is_refused() -> None:

@@ -56,7 +56,7 @@ SPECIMENS: dict[str, list[Any]] = {
     "TokensAcked": [1, 16, _ROOM, 5],
     "End": [
         1, 17, _ROOM, "stop", "", 5, 1000, 2304000, 412, 81234567890, _DIGEST, _DIGEST[::-1], _DIGEST[:16], 3,
-        1500, 48000, 900, 2100,
+        1500, 48000, 900, 2100, _DIGEST[8:24],
     ],
     "Ended": [1, 18, _ROOM],
     "Cancel": [1, 19, _ROOM, "aborted"],
@@ -75,7 +75,7 @@ SPECIMENS: dict[str, list[Any]] = {
     "RankFailed": [1, 37, 3, 7, "engine", "the model ran out of pages", 1000],
     "RankReload": [1, 38, 4],
     "RankReady": [1, 39, 1, 7, 2304000, 3],
-    "RankLanded": [1, 40, 1, 7, 2304000, 412, 81234567890],
+    "RankLanded": [1, 40, 1, 7, 2304000, 412, 81234567890, _DIGEST[8:24]],
     "RankDrained": [1, 41, 2, 7],
     "RankPicked": [1, 42, 3, 7, b"first token and the like"],
 }  # fmt: skip

@@ -45,6 +45,7 @@ STOP_LENGTH_MAX = 1_024  # characters of one: the end of each answer is compared
 MESSAGES_MAX = 4_096  # messages of one chat, which a template renders one after the other
 HTTP_BODY_BYTES_MAX = 8 << 20  # 512 Ki token ids as JSON
 HTTP_BODIES_BYTES_MAX = 256 << 20  # of all bodies that are on their way at once
+METRICS_LABELS_MAX = 16  # peers, or models, with series of their own in a histogram: 1,000 workers are scraped
 HTTP_CONNECTIONS_MAX = 256  # with nothing asked on them; a router has as many more as it takes requests
 
 

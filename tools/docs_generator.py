@@ -23,9 +23,11 @@ from pdtransfer.engine_api import HotFigures
 from pdtransfer.environment import PREFIX
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.node import DecodeNode, NodeSettings, PrefillNode
+from pdtransfer.process.process_metrics import http_counter, process_registry
 from pdtransfer.router.router import Router
 from pdtransfer.router.servers.server_router import ServerRouter
 from pdtransfer.worker.daemon_metrics import DecodeMetrics, PrefillMetrics
+from pdtransfer.worker.worker_times import DecodeTimes, PrefillTimes
 
 from .proto_generator.schema import choices
 
@@ -118,13 +120,17 @@ async def _metrics() -> dict[str, list[tuple[str, ...]]]:
     """Of processes without peers."""
     source, target = components("deepseek", source_slots=64, target_slots=64)
     settings = NodeSettings(node="docs", model="docs", weights=b"")
-    registries = {name: CollectorRegistry() for name in ("Prefill", "Decode")}
+    registries = {name: process_registry(role=name.lower(), node="docs") for name in ("Prefill", "Decode")}
+    for each in registries.values():
+        http_counter(each)
     arena = ArenaMemory.create(target.layout.end)
     prefill = PrefillNode(settings, (source,), lambda _: None)
     decode = DecodeNode(settings, (target,), arena, lambda _: None)
     router, server_router = Router(RouterConfig()), ServerRouter(RouterConfig(engine=HTTP_ENGINES[0]))
     PrefillMetrics(prefill, registries["Prefill"])
+    PrefillTimes(registries["Prefill"])
     DecodeMetrics(decode, registries["Decode"], HotFigures)
+    DecodeTimes(registries["Decode"])
     registries["Router"] = router.metrics.registry
     registries[f"Router with --engine {' or '.join(HTTP_ENGINES)}"] = server_router.metrics.registry
     found = {title: sorted(_of(registry), key=lambda row: row[0].strip("`")) for title, registry in registries.items()}
@@ -137,13 +143,15 @@ async def _metrics() -> dict[str, list[tuple[str, ...]]]:
 def _of(registry: CollectorRegistry) -> Iterator[tuple[str, ...]]:
     collectors: Iterable[Any] = getattr(registry, "_collector_to_names", {})
     for collector in collectors:
-        for metric in collector.describe() if hasattr(collector, "labels") else collector.collect():
+        for metric in collector.describe() if getattr(collector, "_labelnames", ()) else collector.collect():
             yield _metric(collector, metric)
 
 
 def _metric(collector: Any, metric: Any) -> tuple[str, ...]:
     labels: Sequence[str] = getattr(metric, "_labelnames", getattr(collector, "_labelnames", ()))
-    name = metric.name + ("_total" if metric.type == "counter" else "")
+    if metric.type == "info":
+        labels = tuple(metric.samples[0].labels)
+    name = metric.name + {"counter": "_total", "info": "_info"}.get(metric.type, "")
     return f"`{name}`", metric.type, ", ".join(f"`{label}`" for label in labels), metric.documentation
 
 

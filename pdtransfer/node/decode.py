@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..bus.keys import AllowList
 from ..errors import Cause, ConfigError, LocalProtocolError, TransportError, WorldError
+from ..handoff.decode.records import LeaseEntry
 from ..handoff.decode.room_request import RoomRequest
 from ..handoff.decode.sessions import DecodeSessions
 from ..handoff.effects import (
@@ -43,7 +45,7 @@ from ..transports.select import DecodeTransports
 from ..transports.verifier import Verifier
 from ..wire import Goodbye, Message
 from .core_driver import EffectRunner, LoopClock, Ticker
-from .settings import NodeSettings, Others, revoked
+from .settings import NodeSettings, Others, PeerTimed, revoked
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +67,10 @@ class DecodeNode:
         verify: bool = False,
         others: Others | None = None,
         leased: Callable[[int], None] = lambda _: None,
+        quarantined: PeerTimed | None = None,
     ) -> None:
-        """`leased` gets each room that has its slots, some time before it is READY.
+        """`leased` gets each room that has its slots, some time before it is READY. `quarantined` gets how long each
+        lease was in quarantine, once its writer is proven quiet.
 
         Raises LocalProtocolError for components that lie in the same memory without `engine_slots`.
         """
@@ -88,6 +92,9 @@ class DecodeNode:
             hbm_apart=arena.hbm is not None,
             engine_slots=engine_slots,
         )
+        self._quarantined, self._since = quarantined, dict[LeaseEntry, tuple[str, str, float]]()
+        if quarantined is not None:
+            core.leases.watch = self._watch_quarantine
         self._offers: set[asyncio.Task[None]] = set()
         self._verifier = Verifier(arena.mapping.address) if verify else None
         self._lifter = HbmCopier(arena, arena.hbm) if arena.hbm is not None else None
@@ -181,6 +188,15 @@ class DecodeNode:
     def lifted_bytes(self) -> int:
         """Bytes that were copied up from the arena to HBM, as the copier counts them."""
         return self._lifter.moved_bytes if self._lifter is not None else 0
+
+    def _watch_quarantine(self, lease: LeaseEntry, begins: bool) -> None:
+        if begins:
+            identity = self.core.prefill_peers.peers[lease.session.peer].identity
+            node = identity.node if identity is not None else ""
+            self._since[lease] = node, self.transport.name_of(lease.session.id), time.monotonic()
+        elif self._quarantined is not None:
+            node, transport, since_s = self._since.pop(lease)
+            self._quarantined(node, transport, time.monotonic() - since_s)
 
     def _never_quiet(self, room: int, error: Exception) -> None:
         log.critical("room %016x keeps its slots, since its event cannot be queried: %s", room, error)

@@ -35,9 +35,9 @@ from ..layout.layout import Component
 from ..transports.device_events import Event, EventQueue
 from ..transports.options import WriterOptions
 from ..transports.select import PrefillTransports
-from ..wire import Goodbye, Member, Message
+from ..wire import Goodbye, Landed, Member, Message, Released
 from .core_driver import EffectRunner, LoopClock, Ticker
-from .settings import REVOKED, NodeSettings, Others, revoked
+from .settings import REVOKED, NodeSettings, Others, PeerTimed, revoked
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,11 @@ class PrefillNode:
         replicas: Replicas | None = None,
         others: Others | None = None,
         spans: Spans | None = None,
+        handed_off: PeerTimed | None = None,
     ) -> None:
-        self._tell, self._others, self._spans = tell, others, spans
+        """`handed_off` gets the time from each grant's last byte written, or its room's finish if that is later, to
+        decode's acknowledgement: a round trip, which is measurable between any two hosts."""
+        self._tell, self._others, self._spans, self._handed_off = tell, others, spans, handed_off
         self._loop, self._clock = asyncio.get_running_loop(), LoopClock(settings.limits.ping_ms / 2e3)
         self.transport = PrefillTransports(
             tuple(components),
@@ -86,6 +89,7 @@ class PrefillNode:
         self._tasks: set[asyncio.Task[None]] = set()
         self._fencing: set[int] = set()  # sessions
         self._started_ns: dict[tuple[int, int], int] = {}
+        self._landed_ns: dict[int, dict[int, int]] = {}  # by session and grant, until it is acknowledged
         self.stamp_ns = 0  # CLOCK_MONOTONIC of the latest write's end or finish, whichever landed the latest room
         self.copy_ns: dict[int, int] = {}  # by room, until it is drained: the time that its writes took
 
@@ -141,6 +145,8 @@ class PrefillNode:
 
     def receive(self, peer: str, message: Message) -> None:
         """Takes a message of a decode rank, unless `others` has taken it."""
+        if type(message) is Released and self._handed_off is not None:
+            self._time_handoff(self._handed_off, peer, message)
         if self._others is None or not self._others(peer, message):
             self._run(self.core.receive(peer, message, self._clock.now()))
 
@@ -183,6 +189,9 @@ class PrefillNode:
         match effect:
             case Send():  # without sub-patterns, which cost as much as the call
                 self.bus.send(effect.peer, effect.message)
+                if type(effect.message) is Landed and self._handed_off is not None:
+                    landed = effect.message  # perhaps once more
+                    self._landed_ns.setdefault(landed.session, {}).setdefault(landed.grant, self.stamp_ns)
             case Write():
                 self._started_ns[effect.session, effect.write] = time.monotonic_ns()
                 self.transport.write(effect, self._wrote)
@@ -198,6 +207,7 @@ class PrefillNode:
             case Map():
                 self._spawn(self._map(effect))
             case Unmap(session):
+                self._landed_ns.pop(session, None)
                 self.transport.unmap(session)
             case FenceWriter(session):
                 self._end_writer(session)
@@ -211,6 +221,14 @@ class PrefillNode:
             self._run(self.core.finish(room, aux=aux, now=self._clock.now()))
         except LocalProtocolError as error:
             self.abort(room, Cause.REFUSED, str(error))
+
+    def _time_handoff(self, handed_off: PeerTimed, peer: str, message: Released) -> None:
+        session = self.core.sessions.get(message.session)
+        if session is not None and session.peer == peer:
+            landed_ns = self._landed_ns.get(session.id, {}).pop(message.grant, 0)
+            if landed_ns:
+                took_s = (time.monotonic_ns() - landed_ns) / 1e9
+                handed_off(peer.partition(":")[2], self.transport.name_of(session.id), took_s)
 
     def _report_near(self, order: Write) -> None:
         self._run(self.core.near(order.session, order.write))

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 Others = Callable[[str, Message], bool]
 """Takes a message of (peer, message) that is not for the node, such as a router's; whether it did."""
 
+PeerTimed = Callable[[str, str, float], None]
+"""Gets a peer's name, the transport of the session with it, and a time in seconds by this process's clock."""
+
 REVOKED = "its key was revoked"
 
 

@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from ..errors import WorldError
 from ..limits import HTTP_CONNECTIONS_MAX
 from .connection_limit import ConnectionLimiter
+from .process_metrics import http_counter
 
 disable_created_metrics()  # they double every counter's series and add nothing
 
@@ -34,7 +35,8 @@ class Health:
 def application(
     health: Callable[[], Health], registry: CollectorRegistry, *, body_bytes_max: int = 1 << 16
 ) -> web.Application:
-    """/health returns 503 until ready; /live returns 200 while the loop runs; /metrics returns the registry as text."""
+    """/health returns 503 until ready; /live returns 200 while the loop runs; /metrics returns the registry as text,
+    which counts all answers."""
 
     async def on_health(_: web.Request) -> web.Response:
         now = health()
@@ -47,7 +49,7 @@ def application(
     async def on_metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    app = web.Application(client_max_size=body_bytes_max)
+    app = web.Application(client_max_size=body_bytes_max, middlewares=[http_counter(registry)])
     app.add_routes([web.get("/health", on_health), web.get("/live", on_live), web.get("/metrics", on_metrics)])
     return app
 

@@ -82,7 +82,7 @@ class Router:
         self._replies: dict[int, Reply] = {}
         self._clients: dict[int, ClientRequest] = {}  # of these
         self.open_requests = OpenRequests(config.limits)
-        self.metrics = RouterMetrics(self.routing, self._bus)
+        self.metrics = RouterMetrics(self.routing, self._bus, node=config.node)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
         paths = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models, POST /tokenize and POST /detokenize"
         app.middlewares.append(openai_errors(paths, TEXT_PATHS))

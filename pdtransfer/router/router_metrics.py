@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ..bus import Bus
+from ..process.process_metrics import process_registry
 from .routing import Routing
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -34,8 +35,8 @@ class AnswerMetrics:
 class RouterMetrics(Collector):
     """The router's metrics in a registry of their own."""
 
-    def __init__(self, routing: Routing, bus: Bus) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, routing: Routing, bus: Bus, *, node: str) -> None:
+        self.registry = process_registry(role="router", node=node)
         self._routing, self._bus = routing, bus
         of = self.registry
         self.answers = AnswerMetrics(of)

@@ -30,6 +30,7 @@ from ..node import NodeSettings
 from ..node.thread_queues import ThreadQueues
 from ..process.ended_requests import recorded_ends
 from ..process.http import Health, HttpListener, application
+from ..process.process_metrics import process_registry
 from ..process.setup import prepare
 from ..process.signals import StopSignal, reload, reload_on_hangup
 from ..tracing.ended_request import EndedRequests
@@ -184,7 +185,8 @@ async def _serve(config: Config) -> int:
 
 async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> int:
     _keys(config)  # report errors in the keys before the engine and the arena are made, which takes time
-    shared = Shared(StopSignal(), CollectorRegistry(), journeys=journeys, ended=ended)
+    registry = process_registry(role=config.role, node=config.node)
+    shared = Shared(StopSignal(), registry, journeys=journeys, ended=ended)
     listener = HttpListener(application(lambda: _health(config, shared), shared.registry))
     try:
         shared.http = await listener.open(config.http) if config.http else ""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..bus import Bus
 from ..engine_api import HotFigures
+from ..handoff.decode.records import PeerRecord
 from ..handoff.prefix import PrefixCache
 from ..handoff.states import SessionState
+from ..limits import METRICS_LABELS_MAX
 from ..node import DecodeNode, PrefillNode
+from ..process.histograms import OTHER
+from ..wire import Identity
 
 LIFTED = {"index": "Of grants: rows of an index in HBM", "dense": "Of grants: dense requests' rows"}
+DIGITS = 16  # of a digest, to tell two apart
 COPY_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
@@ -40,6 +45,7 @@ class PrefillMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Current gauges, and counters kept elsewhere."""
         core = self._node.core
+        yield _model(core.identity)
         grants = sum(len(session.grants) for session in core.sessions.values())
         yield GaugeMetricFamily("pdtransfer_rooms", "Rooms that are open, or not drained", len(core.rooms))
         yield GaugeMetricFamily("pdtransfer_sessions", "Decode ranks that this one may write to", len(core.sessions))
@@ -61,6 +67,7 @@ class DecodeMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Current gauges, and counters kept elsewhere."""
         core = self._node.core
+        yield _model(core.prefill_peers.identity)
         sessions = core.prefill_peers.sessions.values()
         yield GaugeMetricFamily("pdtransfer_rooms", "Rooms that have not ended", len(core.rooms))
         yield GaugeMetricFamily("pdtransfer_rooms_queued", "Rooms that wait for slots", len(core.admission))
@@ -90,6 +97,7 @@ class DecodeMetrics(Collector):
         yield fragmentation
         quarantined = core.leases.quarantined_bytes
         yield GaugeMetricFamily("pdtransfer_quarantined_bytes", "Leased to writers not proven quiet", quarantined)
+        yield _quarantined(core.prefill_peers.peers.values())
         matched, mismatched = core.post_landing.verifications.matched, core.post_landing.verifications.mismatched
         yield CounterMetricFamily("pdtransfer_grants_verified", "Grants read back that hold what was sent", matched)
         yield CounterMetricFamily("pdtransfer_grants_mismatched", "Grants with another checksum, or none", mismatched)
@@ -108,6 +116,23 @@ class DecodeMetrics(Collector):
         text = "Copied between landing and the first step, by the copies' own count"
         yield CounterMetricFamily("pdtransfer_admission_bytes", text, moved)
         yield from _bus(self._node.bus)
+
+
+def _model(identity: Identity) -> Metric:
+    of = InfoMetricFamily("pdtransfer_model", "The model that is served, always 1")
+    of.add_metric([], {"model": identity.model, "weights": identity.weights.hex()[:DIGITS]})
+    return of
+
+
+def _quarantined(peers: Iterable[PeerRecord]) -> Metric:
+    """The peers with most of it; all others together."""
+    of = GaugeMetricFamily("pdtransfer_peer_quarantined_bytes", "The same by peer; 0 is left out", labels=["peer"])
+    most = sorted((each for each in peers if each.quarantined_bytes), key=lambda each: -each.quarantined_bytes)
+    for each in most[:METRICS_LABELS_MAX]:
+        of.add_metric([each.identity.node if each.identity is not None else ""], each.quarantined_bytes)
+    if others := most[METRICS_LABELS_MAX:]:
+        of.add_metric([OTHER], sum(each.quarantined_bytes for each in others))
+    return of
 
 
 def _transports(node: PrefillNode | DecodeNode) -> Metric:

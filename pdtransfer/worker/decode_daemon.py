@@ -43,6 +43,7 @@ class DecodeWork:
     local_id: int  # used once; engines and other ranks know the room by it
     ranks_ready: set[int] = field(default_factory=set[int])  # by their numbers in the group
     ready_ns: int = 0  # when the last rank became ready
+    token_s: float = 0.0  # when its latest token came, by CLOCK_MONOTONIC
     kv_bytes: int = 0  # of all ranks
     prefix: int = TOKENS_MAX  # cached tokens: the smallest of all ranks, since each rank evicts by itself
     tokens: int = 0  # generated
@@ -146,6 +147,7 @@ class DecodeDaemon:
 
     def tokens(self, made: Iterable[Token]) -> None:
         """Sends a room's tokens of one step in one message."""
+        now = time.monotonic()
         tokens: dict[int, list[Token]] = {}
         for token in made:
             tokens.setdefault(token.room, []).append(token)
@@ -155,6 +157,10 @@ class DecodeDaemon:
             ids = [token.id for token in own]
             logprobs = b"".join(token.logprobs.pack() for token in own if token.logprobs is not None)
             work = self._work.get(local_id)
+            if work is not None:
+                if work.token_s:
+                    self.rank.times.token((now - work.token_s) / len(ids), len(ids))
+                work.token_s = now
             try:
                 if work is not None:
                     work.tokens += len(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from ..transports.options import ArenaOptions
 from ..wire import Begin, StepOrder
 from .daemon_metrics import DecodeMetrics
 from .engine_thread import DecodeOutcome, DecodeThread, Drop, Dropped, Generate, Order, Stepped, Steps
+from .worker_times import DecodeTimes
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class DecodeRankRoom:
     room_id: int  # the router's id; the node knows the room by it
     request: Request
     landing: RoomReady | None = None
+    leased_s: float = 0.0  # when it got its slots, by CLOCK_MONOTONIC; 0: it has none
 
     @property
     def local_id(self) -> int:
@@ -75,7 +78,8 @@ class DecodeRank:
         leased: Callable[[int], None] = lambda _: None,
     ) -> None:
         """`others` takes messages of peers that are no prefill rank; `leased` takes the ids of rooms that got slots."""
-        self._reports, self.journeys = reports, journeys
+        self._reports, self.journeys, self._leased = reports, journeys, leased
+        self.times = DecodeTimes(registry)
         self.node = DecodeNode(
             settings,
             engine.card.arena_components,
@@ -88,7 +92,8 @@ class DecodeRank:
             prefix_cache=config.prefix_cache,
             verify=config.verify,
             others=others or self._unknown,
-            leased=leased,
+            leased=self._on_leased,
+            quarantined=self.times.quarantined,
         )
         figures = (lambda: engine.figures) if config.enable_hisparse else None
         self.metrics = DecodeMetrics(self.node, registry, figures)
@@ -186,7 +191,16 @@ class DecodeRank:
         room = self.rooms.pop(local_id, None)
         if room is not None:
             del self._here[room.room_id]
+            if room.leased_s:
+                self.times.held(time.monotonic() - room.leased_s)
         return room
+
+    def _on_leased(self, room_id: int) -> None:
+        free, total = self.node.core.cache.scarcest(enable_hisparse=False)
+        self.times.leased(free=free, total=total)
+        if (room := self._here.get(room_id)) is not None:
+            room.leased_s = time.monotonic()
+        self._leased(room_id)
 
     def _unknown(self, peer: str, message: Any) -> bool:  # noqa: ARG002
         """Drops messages of peers that this rank has not dialled: routers dial the leader alone."""

@@ -19,6 +19,7 @@ from ..transports.options import WriterOptions
 from ..wire import Begin, StepOrder
 from .daemon_metrics import PrefillMetrics
 from .engine_thread import Compute, Drop, Free, Offered, Order, PrefillOutcome, PrefillThread, Refused, Stepped, Steps
+from .worker_times import PrefillTimes
 
 
 class PrefillReports(Protocol):
@@ -92,6 +93,7 @@ class PrefillRank:
             replicas=engine.card.replicas,
             others=others,
             spans=journeys.spans,
+            handed_off=PrefillTimes(registry).handed_off,
         )
         self.metrics = PrefillMetrics(self.node, registry)
         self.thread = PrefillThread(engine, port, self.on_outcomes, steps, push=config.push)

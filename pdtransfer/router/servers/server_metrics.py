@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ...process.process_metrics import process_registry
 from ..openai_http import OpenRequests
 from ..router_metrics import AnswerMetrics
 from .server_pool import ServerPool
@@ -16,8 +16,8 @@ from .server_pool import ServerPool
 class ServerMetrics(Collector):
     """The router's metrics in a registry of their own."""
 
-    def __init__(self, pool: ServerPool, open_requests: OpenRequests) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(self, pool: ServerPool, open_requests: OpenRequests, *, node: str) -> None:
+        self.registry = process_registry(role="router", node=node)
         self._pool, self._open_requests = pool, open_requests
         self.answers = AnswerMetrics(self.registry)
         self.retries = 0

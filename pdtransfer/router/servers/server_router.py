@@ -41,7 +41,7 @@ class ServerRouter:
         self._dialect = DIALECTS[config.engine]
         self.upstream = Upstream(self._dialect, config.limits, self._report)
         self.open_requests = OpenRequests(config.limits)
-        self.metrics = ServerMetrics(self.pool, self.open_requests)
+        self.metrics = ServerMetrics(self.pool, self.open_requests, node=config.node)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
         posts = ", ".join(f"POST {path}" for path in self._dialect.paths)
         app.middlewares.append(openai_errors(f"{posts} and GET /v1/models"))

@@ -1,0 +1,69 @@
+"""Histograms of a worker: how long the parts of a hand-off take, and how full and how long the arena is held.
+
+Every time is a difference of two readings of this process's clock. Buckets are few, and lie where docs/figures has
+times: each series is kept once for every worker of a fleet.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from prometheus_client import CollectorRegistry
+
+from ..process.histograms import LoopHistogram
+
+HANDOFF_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
+TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+HELD_BUCKETS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
+USED_BUCKETS = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+QUARANTINE_BUCKETS = (0.05, 0.2, 1.0, 5.0, 20.0, 60.0, 300.0)
+PER_PEER = "peer", "transport"
+
+
+class PrefillTimes:
+    """Histograms of one prefill rank."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._handoff = LoopHistogram(
+            "pdtransfer_handoff_seconds", "From a grant's last byte written to decode's acknowledgement: a round trip",
+            bounds=HANDOFF_BUCKETS, labels=PER_PEER, registry=registry,
+        )  # fmt: skip
+
+    def handed_off(self, peer: str, transport: str, seconds: float) -> None:
+        """Decode has acknowledged a grant that landed."""
+        self._handoff.of(peer, transport).observe(seconds)
+
+
+class DecodeTimes:
+    """Histograms of one decode rank."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        make = partial(LoopHistogram, registry=registry)
+        self._token = make(
+            "pdtransfer_inter_token_seconds", "From one generated token of a room to the next", bounds=TOKEN_BUCKETS
+        )
+        self._used = make(
+            "pdtransfer_arena_used_ratio", "Share of the arena in use whenever a room got slots", bounds=USED_BUCKETS
+        )
+        self._held = make("pdtransfer_arena_held_seconds", "Time that a room held its slots", bounds=HELD_BUCKETS)
+        self._quarantine = make(
+            "pdtransfer_quarantine_seconds", "Time that a grant's slots were in quarantine",
+            bounds=QUARANTINE_BUCKETS, labels=PER_PEER,
+        )  # fmt: skip
+
+    def leased(self, *, free: int, total: int) -> None:
+        """A room has got slots: so many are left."""
+        if total:
+            self._used.observe(1.0 - free / total)
+
+    def held(self, seconds: float) -> None:
+        """A room has given its slots back."""
+        self._held.observe(seconds)
+
+    def token(self, seconds: float, times: int) -> None:
+        """A room has so many more tokens, each so long after the one before."""
+        self._token.observe(seconds, times)
+
+    def quarantined(self, peer: str, transport: str, seconds: float) -> None:
+        """The writer of a quarantined grant was proven quiet."""
+        self._quarantine.of(peer, transport).observe(seconds)

@@ -19,16 +19,16 @@ class Reply:
     """Buffers one room's tokens for its HTTP task: at most max_tokens of them. `news` is set at each change."""
 
     def __init__(self, news: asyncio.Event, began_s: float) -> None:
-        self.began_s = self.first_s = began_s
+        self.began_s = self.first_s = self.token_s = began_s  # token_s: when the latest token came
         self.streaming = False
         self._ids: list[int] = []
         self._logprobs = bytearray()
         self._news = news
         self.end: Finish | Fail | None = None
 
-    def put(self, ids: list[int], logprobs: bytes) -> None:
+    def put(self, ids: list[int], logprobs: bytes, now: float) -> None:
         """Appends ids, with their packed logprobs."""
-        self.streaming = True
+        self.streaming, self.token_s = True, now
         self._ids += ids
         self._logprobs += logprobs
         self._news.set()

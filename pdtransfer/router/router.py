@@ -83,6 +83,7 @@ class Router:
         self._clients: dict[int, ClientRequest] = {}  # of these
         self.open_requests = OpenRequests(config.limits)
         self.metrics = RouterMetrics(self.routing, self._bus, node=config.node)
+        self._ended.subscribe(self.metrics.ended)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
         paths = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models, POST /tokenize and POST /detokenize"
         app.middlewares.append(openai_errors(paths, TEXT_PATHS))
@@ -143,11 +144,14 @@ class Router:
             case Emit(request, ids, logprobs):
                 reply = self._replies[request]
                 self._clients[request].emitted(request, len(ids))
-                if not reply.streaming:
-                    reply.first_s = time.monotonic()
-                    self.metrics.answers.first_token_seconds.observe(reply.first_s - reply.began_s)
-                reply.put(ids, logprobs)
-                self.metrics.generated_tokens.inc(len(ids))
+                of, now = self.metrics.of(self._clients[request].model), time.monotonic()
+                if reply.streaming:
+                    of.inter_token.observe((now - reply.token_s) / len(ids), len(ids))
+                else:
+                    reply.first_s = now
+                    of.first_token.observe(now - reply.began_s)
+                reply.put(ids, logprobs, now)
+                of.generated_tokens.inc(len(ids))
             case Finish() | Fail():
                 self._replies[effect.request].close(effect)
                 self._ended(self._clients[effect.request].ended_room(effect))
@@ -210,7 +214,9 @@ class Router:
                 self._config.node, http.path, http.headers, traced=bool(self._config.otlp)
             )
         except BadRequestError as why:
-            return self._refuse(refusal(why))
+            response = refusal(why)
+            self.metrics.answers.count(response.status)  # it has no record, for want of an id
+            return response
         try:
             return await self._answer(http, client)
         except web.HTTPException as refused:
@@ -237,7 +243,7 @@ class Router:
         except (BadRequestError, ArenaFullError) as why:
             response = refusal(why)
             client.answered(response.status, detail=str(why))
-            return self._refuse(response)
+            return response
 
     async def _complete(self, http: web.Request, client: ClientRequest, completion: Completion) -> web.StreamResponse:
         """Begins all rooms, or none, and answers with them."""
@@ -249,12 +255,12 @@ class Router:
                 accepted = self.routing.submit(room, self._clock.now())
                 if isinstance(accepted, Refusal):
                     client.answered(accepted.status, accepted.cause, accepted.detail)
-                    return self._refuse(_failed(accepted))
+                    return _failed(accepted)
                 replies[accepted.request] = self._replies[accepted.request] = Reply(news, time.monotonic())
                 self._clients[accepted.request] = client
                 client.begun(accepted.request, len(room.prompt) // 4)
                 self._perform(accepted.effects)
-                self.metrics.prompt_tokens.inc(len(room.prompt) // 4)
+                self.metrics.of(client.model).prompt_tokens.inc(len(room.prompt) // 4)
             answer = GrowingAnswer(completion, replies, news, self._text, self._stop)
             form = self._form(completion, next(iter(replies)))
             response = await (self._stream(http, form, answer) if completion.stream else self._whole(form, answer))
@@ -273,7 +279,7 @@ class Router:
                     self._perform(self.routing.cancel(request, self._clock.now()))
                 del self._replies[request], self._clients[request]
             if len(replies) == len(completion.rooms):
-                self._count(list(replies.values()))
+                self._draw(list(replies.values()))
 
     def _form(self, completion: Completion, request: int) -> AnswerForm:
         return AnswerForm(
@@ -351,17 +357,11 @@ class Router:
     def _deadline_s(self) -> float:
         return self._config.limits.room_deadline_ms / 1e3
 
-    def _refuse(self, response: web.Response) -> web.Response:
-        self.metrics.answers.count(response.status)
-        return response
-
-    def _count(self, replies: list[Reply]) -> None:
-        """Counts an answer whose rooms have all ended; one failure fails it."""
-        failed = [each.end.status for each in replies if isinstance(each.end, Fail)]
+    def _draw(self, replies: list[Reply]) -> None:
+        """Reports the parts of an answer to the timeline; a failed room has no name."""
         now = time.monotonic()
-        self.metrics.answers.count(failed[0] if failed else 200, now - replies[0].began_s)
         for reply in replies:
-            if self._spans is not None and isinstance(reply.end, Finish):  # a failed one has no room to name
+            if self._spans is not None and isinstance(reply.end, Finish):
                 self._spans("request", "to the first token", reply.began_s, reply.first_s, room=reply.end.room)
                 self._spans("request", "from the first token on", reply.first_s, now, room=reply.end.room)
 

@@ -82,6 +82,7 @@ class DecodeDaemon:
             config, settings, engine, arena, port, steps, self, registry, self._journeys,
             others=self._receive, leased=self._leased,
         )  # fmt: skip
+        self._report.subscribe(self.rank.times.ended)
         self.node, self.thread = self.rank.node, self.rank.thread
         self._rooms_ended, self._rooms_begun = self.rank.metrics.rooms.ended, self.rank.metrics.rooms.begun
         service = Service(self.node.core.prefill_peers.identity, config.limits)

@@ -78,6 +78,7 @@ class PrefillDaemon:
         self.rank = PrefillRank(
             config, settings, engine, port, steps, self, registry, self._journeys, others=self._receive
         )
+        self._report.subscribe(self.rank.times.ended)
         self.node, self.thread = self.rank.node, self.rank.thread
         self._rooms_ended, self._rooms_begun = self.rank.metrics.rooms.ended, self.rank.metrics.rooms.begun
         service = Service(self.node.core.identity, config.limits)

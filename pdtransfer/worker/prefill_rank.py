@@ -71,7 +71,7 @@ class PrefillRank:
         others: Others | None = None,
     ) -> None:
         """`others` takes messages of peers that are no decode rank: on the leader, those of routers."""
-        self._reports, self.journeys = reports, journeys
+        self._reports, self.journeys, self.times = reports, journeys, PrefillTimes(registry)
         ranks = settings.ranks
         self._picks = ranks.pp_rank == ranks.pp_size - 1 and ranks.tp_rank == 0
         pool, fd = engine.pool, -1
@@ -93,7 +93,7 @@ class PrefillRank:
             replicas=engine.card.replicas,
             others=others,
             spans=journeys.spans,
-            handed_off=PrefillTimes(registry).handed_off,
+            handed_off=self.times.handed_off,
         )
         self.metrics = PrefillMetrics(self.node, registry)
         self.thread = PrefillThread(engine, port, self.on_outcomes, steps, push=config.push)

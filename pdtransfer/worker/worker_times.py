@@ -11,13 +11,21 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from ..process.histograms import LoopHistogram
+from ..tracing.ended_request import EndedRequest
 
+WAIT_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+EXPOSED_BUCKETS = (0.0005, 0.002, 0.005, 0.02, 0.1, 0.5, 2.0)
 HANDOFF_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
 TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 HELD_BUCKETS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
 USED_BUCKETS = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 QUARANTINE_BUCKETS = (0.05, 0.2, 1.0, 5.0, 20.0, 60.0, 300.0)
 PER_PEER = "peer", "transport"
+
+
+def _observe(histogram: LoopHistogram, seconds: float | None) -> None:
+    if seconds is not None:
+        histogram.observe(seconds)
 
 
 class PrefillTimes:
@@ -28,6 +36,24 @@ class PrefillTimes:
             "pdtransfer_handoff_seconds", "From a grant's last byte written to decode's acknowledgement: a round trip",
             bounds=HANDOFF_BUCKETS, labels=PER_PEER, registry=registry,
         )  # fmt: skip
+        make = partial(LoopHistogram, registry=registry)
+        self._queue = make(
+            "pdtransfer_queue_seconds", "From a room's begin to the first step that computes it", bounds=WAIT_BUCKETS
+        )
+        self._compute = make(
+            "pdtransfer_prefill_seconds", "From there until its prompt is computed", bounds=WAIT_BUCKETS
+        )
+        self._exposed = make(
+            "pdtransfer_exposed_transfer_seconds", "From there until its last byte is written",
+            bounds=EXPOSED_BUCKETS, labels=PER_PEER,
+        )  # fmt: skip
+
+    def ended(self, record: EndedRequest) -> None:
+        """A room has ended on this worker; a failed one counts with the parts that it went through."""
+        _observe(self._queue, record.queue_s)
+        _observe(self._compute, record.prefill_s)
+        if record.transfer_s is not None:
+            self._exposed.of(record.decode, record.transport).observe(record.transfer_s)
 
     def handed_off(self, peer: str, transport: str, seconds: float) -> None:
         """Decode has acknowledged a grant that landed."""
@@ -39,6 +65,10 @@ class DecodeTimes:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         make = partial(LoopHistogram, registry=registry)
+        self._queue = make("pdtransfer_queue_seconds", "From a room's begin until it has slots", bounds=WAIT_BUCKETS)
+        self._admission = make(
+            "pdtransfer_admission_seconds", "From READY to the first step that generates", bounds=WAIT_BUCKETS
+        )
         self._token = make(
             "pdtransfer_inter_token_seconds", "From one generated token of a room to the next", bounds=TOKEN_BUCKETS
         )
@@ -50,6 +80,11 @@ class DecodeTimes:
             "pdtransfer_quarantine_seconds", "Time that a grant's slots were in quarantine",
             bounds=QUARANTINE_BUCKETS, labels=PER_PEER,
         )  # fmt: skip
+
+    def ended(self, record: EndedRequest) -> None:
+        """A room has ended on this worker; a failed one counts with the parts that it went through."""
+        _observe(self._queue, record.queue_s)
+        _observe(self._admission, record.admission_s)
 
     def leased(self, *, free: int, total: int) -> None:
         """A room has got slots: so many are left."""

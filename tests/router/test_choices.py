@@ -221,7 +221,7 @@ def test_tokens_that_a_slow_client_left_are_read_in_turns(stop: str | None) -> N
 
         answer = GrowingAnswer(completion, replies, news, BytesText(), stopping)
         for each, reply in replies.items():
-            reply.put([97] * count + [98], scores + Logprobs(-1.0).pack())
+            reply.put([97] * count + [98], scores + Logprobs(-1.0).pack(), 0.0)
             if each or stop is None:
                 reply.close(Finish(each, 1, None, None, "d", "p"))
 

@@ -535,15 +535,15 @@ def test_metrics_have_our_prefix_and_total_on_counters_only() -> None:
             _, text = await it.get("/metrics")
             types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
             assert types
-            assert all(name.startswith("pdtransfer_") for name in types)
+            assert all(name.startswith(("pdtransfer_", "process_")) for name in types)
             for name, kind in types.items():
                 assert (kind == "counter") == name.endswith("_total"), name
             assert "_created" not in text
-            assert 'pdtransfer_requests_total{status="200"} 1.0' in text
-            assert 'pdtransfer_requests_total{status="400"} 1.0' in text
-            assert "pdtransfer_generated_tokens_total 5.0" in text
-            assert "pdtransfer_prompt_tokens_total 3.0" in text
-            assert "pdtransfer_first_token_seconds_count 1.0" in text
+            assert 'pdtransfer_requests_total{model="m",status="200"} 1.0' in text
+            assert 'pdtransfer_requests_total{model="",status="400"} 1.0' in text
+            assert 'pdtransfer_generated_tokens_total{model="m"} 5.0' in text
+            assert 'pdtransfer_prompt_tokens_total{model="m"} 3.0' in text
+            assert 'pdtransfer_first_token_seconds_count{model="m"} 1.0' in text
 
     run_on_loop(case)
 
@@ -632,3 +632,19 @@ def test_the_process_reports_its_address_imports_no_torch_and_stops_on_sigterm()
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read().strip() == "False"
         assert process.wait(timeout=PATIENCE_S) == 0
+
+
+def test_requests_are_counted_by_model_and_a_clients_own_names_are_no_labels() -> None:
+    async def case() -> None:
+        async with site() as it:
+            await it.post(prompt="abc", max_tokens=5)
+            for name in ("nonsense", "more nonsense"):
+                status, _, _ = await it.post(prompt="abc", max_tokens=5, model=name)
+                assert status == 404
+            _, text = await it.get("/metrics")
+            assert set(re.findall(r'[{,]model="(.*?)"', text)) == {"m", ""}
+            assert 'pdtransfer_requests_total{model="",status="404"} 2.0' in text
+            assert 'pdtransfer_inter_token_seconds_count{model="m"} 2.0' in text, "5 tokens came in pieces of 3"
+            assert 'pdtransfer_model_usable{model="m"} 1.0' in text
+
+    run_on_loop(case)

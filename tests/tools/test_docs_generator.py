@@ -70,7 +70,7 @@ def test_every_limit_has_a_row_with_its_reason() -> None:
         ("Decode", "pdtransfer_slots", "gauge", "`component`, `memory`"),
         ("Decode", "pdtransfer_sessions", "gauge", "`state`"),
         ("Decode", "pdtransfer_retracts_total", "counter", ""),
-        ("Router", "pdtransfer_requests_total", "counter", "`status`"),
+        ("Router", "pdtransfer_requests_total", "counter", "`status`, `model`"),
         ("Router", "pdtransfer_worker_usable", "gauge", "`peer`, `role`"),
     ],
 )

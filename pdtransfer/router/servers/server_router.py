@@ -17,6 +17,7 @@ from ..answers import error
 from ..client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ..completions import BadRequestError
 from ..openai_http import OpenRequests, error_response, openai_errors, refusal
+from ..router_metrics import NO_MODEL
 from ..worker_pool import NoPair
 from .dialects import DIALECTS
 from .exchange import Answer, AttemptFailedError, Upstream
@@ -186,7 +187,7 @@ class ServerRouter:
                 client.stream = answer.streams
                 if answer.streams:
                     client.first_s = time.monotonic()
-                    self.metrics.answers.first_token_seconds.observe(client.first_s - client.began_s)
+                    self.metrics.answers.first_token.of(NO_MODEL).observe(client.first_s - client.began_s)
                 return await self._relay(http, client, answer)
         assert failed is not None
         client.answered(failed.status, failed.cause, str(failed))

@@ -572,9 +572,9 @@ async def test_metrics_count_answers_by_status_and_name_servers() -> None:
         await it.http.post(it.url + "/v1/completions", data=b"{")
         async with it.http.get(it.url + "/metrics") as response:
             text = await response.text()
-        assert 'pdtransfer_requests_total{status="200"} 2.0' in text
-        assert 'pdtransfer_requests_total{status="400"} 1.0' in text
-        assert "pdtransfer_first_token_seconds_count 1.0" in text
+        assert 'pdtransfer_requests_total{model="",status="200"} 2.0' in text
+        assert 'pdtransfer_requests_total{model="",status="400"} 1.0' in text
+        assert 'pdtransfer_first_token_seconds_count{model=""} 1.0' in text
         assert f'pdtransfer_server_usable{{role="prefill",url="{it.prefill[0].url}"}} 1.0' in text
 
 

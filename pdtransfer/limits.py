@@ -24,6 +24,7 @@ TOKENS_BURST_MAX = 4_096  # token ids in one Tokens frame
 TOP_LOGPROBS_MAX = 20  # alternatives of one generated token, as OpenAI's API has it: 640 KiB in one Tokens frame
 LOGIT_BIASES_MAX = 1_024  # token ids whose logits one request changes: 8 KiB in its Begin
 DIGEST_BYTES_MAX = 64  # SHA-512
+TALLIES_MAX = 16  # kinds of which a daemon counts its rooms or sessions: a room has seven states
 STEP_ORDERS_MAX = 32  # to an engine before one step: each may carry AUX_BYTES_MAX
 ARRAYS_MAX = 1 << 16  # arrays in one frame: twice the planes; an empty one is 1 byte there and 64 in memory
 VALUES_MAX = 1 << 19  # elements of all arrays in one frame: 32,768 planes of up to 15 fields

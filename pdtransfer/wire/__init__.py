@@ -60,6 +60,8 @@ from .messages import Sampling as Sampling
 from .messages import Setting as Setting
 from .messages import StepOrder as StepOrder
 from .messages import StepOrders as StepOrders
+from .messages import Tally as Tally
 from .messages import Tokens as Tokens
 from .messages import TokensAcked as TokensAcked
 from .messages import Welcome as Welcome
+from .messages import WorkerFigures as WorkerFigures

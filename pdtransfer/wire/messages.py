@@ -27,6 +27,7 @@ from ..limits import (
     PEERS_MAX,
     PROMPT_BYTES_MAX,
     STEP_ORDERS_MAX,
+    TALLIES_MAX,
     TEXT_LENGTH_MAX,
     TOKENS_BURST_MAX,
     TOKENS_MAX,
@@ -422,11 +423,41 @@ class Ping(_Wire, frozen=True):
     peers: Annotated[tuple[Endpoint, ...], Meta(max_length=PEERS_MAX)] = ()
 
 
+class Tally(Struct, array_like=True, frozen=True):
+    """How many there are of one kind."""
+
+    name: Reason  # the kind: a room's state, or a transport
+    count: Count32  # how many
+
+
+class WorkerFigures(Struct, array_like=True, frozen=True):
+    """Figures of a daemon for people who watch it. Totals count from the start of its process."""
+
+    uptime_ms: Bytes64  # since the process began, by its own clock
+    rooms: Annotated[tuple[Tally, ...], Meta(max_length=TALLIES_MAX)] = ()  # that have not ended, by state
+    sessions: Annotated[tuple[Tally, ...], Meta(max_length=TALLIES_MAX)] = ()  # with peers, by transport
+    rooms_done: Bytes64 = 0  # ended as asked
+    rooms_failed: Bytes64 = 0  # ended by a cause
+    tokens: Bytes64 = 0  # prefill: of prompts that have landed; decode: generated
+    kv_bytes: Bytes64 = 0  # prefill: written; decode: landed; of rooms that have landed
+    copy_us: Bytes64 = 0  # prefill: time that their copies took
+    quarantined_bytes: Bytes64 = 0  # now: leased to writers that are not proven quiet
+    prefix_queried_tokens: Bytes64 = 0  # of admitted prompts, looked for in the prefix cache
+    prefix_hit_tokens: Bytes64 = 0  # of these, found
+    hot_hits: Bytes64 = 0  # HiSparse: tokens that steps read and the device had
+    hot_misses: Bytes64 = 0  # those that it had not
+    swapped_bytes: Bytes64 = 0  # brought to the device for misses
+    hisparse_running: Count32 = 0  # now: HiSparse requests that the device has
+    hisparse_waiting: Count32 = 0  # now: those that have landed and wait for it
+
+
 class Pong(_Wire, frozen=True):
     """Answers Ping with the answering process's own incarnation."""
 
     kind = Kind.PONG
     incarnation: Id64  # the answering process's own
+    # A daemon's to a router: one entry; else none.
+    figures: Annotated[tuple[WorkerFigures, ...], Meta(max_length=1)] = ()
 
 
 class Goodbye(_Wire, frozen=True):

@@ -24,7 +24,8 @@ from ..node import NodeSettings
 from ..node.thread_queues import ThreadQueues
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import FIRST_TOKEN, LANDING, SLOTS, Journeys
-from ..wire import Begin, End, Load, Message, RankFailed, RankReady
+from ..wire import Begin, End, Load, Message, RankFailed, RankReady, WorkerFigures
+from .daemon_figures import DaemonTotals
 from .decode_rank import DecodeRank, DecodeRankRoom
 from .ended_rooms import WorkerFacts, ended_room, timed
 from .engine_thread import Drop, Order, leader_steps
@@ -92,9 +93,11 @@ class DecodeDaemon:
             start=self._start,
             stop=self._stop,
             load=self.load,
+            figures=self._figures,
             introduce=self._introduce,
             refused=self._refused,
         )
+        self._totals = DaemonTotals()
         self._work: dict[int, DecodeWork] = {}  # by local id
         self._rooms: dict[int, DecodeWork] = {}  # by room id
         self._local_ids = count(1)
@@ -122,6 +125,9 @@ class DecodeDaemon:
             sparse_slots_free=sparse_free,
             sparse_slots_total=sparse_total,
         )
+
+    def _figures(self) -> WorkerFigures:
+        return self._totals.decode_figures(self.node, self._engine.figures if self.config.enable_hisparse else None)
 
     def backed(self, bytes_ready: int) -> None:
         """The first `bytes_ready` bytes of the arena are backed now; routers get the new number of free slots."""
@@ -165,6 +171,7 @@ class DecodeDaemon:
             try:
                 if work is not None:
                     work.tokens += len(ids)
+                    self._totals.tokens += len(ids)
                     self.desk.tokens(work.room_id, ids, logprobs)
             except LocalProtocolError as error:  # more tokens than the request asked for
                 self._fail(work, Cause.ENGINE, str(error))
@@ -269,6 +276,7 @@ class DecodeDaemon:
         """The room is ready on one rank; it generates once it is ready on all."""
         work.ranks_ready.add(place)
         work.kv_bytes += kv_bytes
+        self._totals.landed(kv_bytes)
         work.prefix = min(work.prefix, prefix)
         if len(work.ranks_ready) == self.group.size:
             self._journeys.reached(work.room_id, *LANDING, byte_count=work.kv_bytes)
@@ -315,4 +323,5 @@ class DecodeDaemon:
 
     def _say(self, end: End) -> None:
         self._rooms_ended.labels(end.reason).inc()
+        self._totals.ended(end)
         self.desk.end(end)

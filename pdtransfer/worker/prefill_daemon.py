@@ -22,6 +22,7 @@ from ..node.thread_queues import ThreadQueues
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import Journeys
 from ..wire import Begin, End, Hello, Load, Message, RankDrained, RankFailed, RankLanded, RankPicked
+from .daemon_figures import DaemonTotals
 from .ended_rooms import WorkerFacts, ended_room, timed
 from .engine_thread import Compute, Drop, Order, leader_steps
 from .group.leader import GroupLeader, JoinedRank, RankReport
@@ -83,8 +84,15 @@ class PrefillDaemon:
         self._rooms_ended, self._rooms_begun = self.rank.metrics.rooms.ended, self.rank.metrics.rooms.begun
         service = Service(self.node.core.identity, config.limits)
         self.desk = RouterLink(
-            service, self.node.bus.send, start=self._start, stop=self._stop, load=self.load, refused=self._refused
+            service,
+            self.node.bus.send,
+            start=self._start,
+            stop=self._stop,
+            load=self.load,
+            refused=self._refused,
+            figures=lambda: self._totals.prefill_figures(self.node),
         )
+        self._totals = DaemonTotals()
         self._work: dict[int, PrefillWork] = {}  # by local id: rooms whose pages an engine has, or waits for
         self._rooms: dict[int, PrefillWork] = {}  # by room id
         self._tokens = 0  # prompt tokens of all of them
@@ -201,6 +209,7 @@ class PrefillDaemon:
         work.kv_bytes += kv_bytes
         work.copy_us += copy_us
         work.stamp_ns = max(work.stamp_ns, stamp_ns)
+        self._totals.landed(kv_bytes, copy_us=copy_us, tokens=0 if place else work.tokens)
         if len(work.landed) == self.group.size and not work.ended:
             work.ended = True
             self._journeys.written(work.room_id)
@@ -232,6 +241,7 @@ class PrefillDaemon:
         journey = self._journeys.of(work.room_id)
         end = timed(end, journey)
         self._rooms_ended.labels(end.reason).inc()
+        self._totals.ended(end)
         self.desk.end(end)
         self._report(ended_room(self._facts, work.begin, end, journey))
 

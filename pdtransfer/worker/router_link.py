@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from ..engine_api import EngineDescription, Request
 from ..errors import Cause, RemoteProtocolError
 from ..handoff.effects import Send
 from ..limits import TEXT_LENGTH_MAX
 from ..node.core_driver import LoopClock, Ticker
 from ..sampling import beyond_basic
-from ..wire import Begin, End, Load, Message, Reject, unpack_ids
+from ..wire import Begin, End, Load, Message, Pong, Reject, WorkerFigures, unpack_ids
 from .service import IntroducePeers, RefusedRoom, Service, ServiceEffect, StartRoom, StopRoom
 
 log = logging.getLogger(__name__)
@@ -57,11 +59,12 @@ class RouterLink:
         start: Callable[[Begin], None],
         stop: Callable[[int, Cause], None],
         load: Callable[[], Load],
+        figures: Callable[[], WorkerFigures],
         introduce: Callable[[tuple[str, ...]], None] = lambda _: None,
         refused: Callable[[Begin, End], None] = lambda _, __: None,
     ) -> None:
         """`refused` gets the rooms that are never started."""
-        self.service, self._send, self._load = service, send, load
+        self.service, self._send, self._load, self._figures = service, send, load, figures
         self._start, self._stop, self._introduce, self._refused = start, stop, introduce, refused
         self._clock = LoopClock(service.limits.ping_ms / 2e3)
         self.ticker = Ticker(service.next_tick, lambda: self.run(service.tick(self._clock.now())), self._clock)
@@ -96,6 +99,8 @@ class RouterLink:
     def _perform(self, effects: list[ServiceEffect]) -> None:
         for effect in effects:
             match effect:
+                case Send(peer, Pong() as pong) if self.service.knows(peer):
+                    self._send(peer, replace(pong, figures=(self._figures(),)))
                 case Send(peer, message):
                     self._send(peer, message)
                 case StartRoom(_, begin):

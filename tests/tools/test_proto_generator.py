@@ -188,7 +188,7 @@ def test_generation_repairs_what_is_stale_and_keeps_published_lines(tmp_path):
     shutil.copytree(ROOT, root)
     (root / "schema.json").unlink()
     published = (root / "vectors" / "valid.jsonl").read_text().splitlines()
-    at = next(at for at, line in enumerate(published) if json.loads(line)["name"] == "Pong")  # it has one form only
+    at = next(at for at, line in enumerate(published) if json.loads(line)["name"] == "Goodbye")  # it has one form only
     strange = json.dumps(json.loads(published[at]) | {"frame": "940109cd00010a"})
     kept = [*published[:at], strange, *published[at + 1 : -1]]
     (root / "vectors" / "valid.jsonl").write_text("\n".join(kept) + "\n")
@@ -197,7 +197,7 @@ def test_generation_repairs_what_is_stale_and_keeps_published_lines(tmp_path):
     lines = (root / "vectors" / "valid.jsonl").read_text().splitlines()
     assert lines[: len(published) - 1] == kept
     assert [json.loads(line)["name"] for line in lines[len(published) - 1 :]] == [
-        "Pong #2",
+        "Goodbye #2",
         json.loads(published[-1])["name"],
     ]
     assert main(["--check", "--root", str(root)]) == 0

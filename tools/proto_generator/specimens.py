@@ -62,7 +62,11 @@ SPECIMENS: dict[str, list[Any]] = {
     "Cancel": [1, 19, _ROOM, "aborted"],
     "Load": [1, 20, True, False, 12, 3, 60000, 65536, 128, True, 130000, 131072],
     "Ping": [1, 21, 0x0123456789ABCDEF, [f"{_KEY}@tcp://10.0.0.7:9310"]],
-    "Pong": [1, 22, 0xFFEEDDCCBBAA9988],
+    "Pong": [1, 22, 0xFFEEDDCCBBAA9988, [[
+        81_234_567, [["queued", 2], ["ready", 12]], [["shm", 3], ["mooncake", 1]],
+        98_765, 43, 12_345_678, 234_567_890_123, 56_789_012, 4_194_304, 7_654_321, 5_432_109,
+        88_776_655, 4_433_221, 9_876_543_210, 12, 3,
+    ]]],
     "Goodbye": [1, 23, 0xFFEEDDCCBBAA9988, "shutdown"],
     "RankJoin": [1, 32, [1, 2, 0, 1, 0, 1], "prefill-0-tp1", [["page_size", "64"]]],
     "RankMeet": [1, 33, 31007],
@@ -159,6 +163,7 @@ VARIANTS: dict[str, list[Any]] = {
     "Begin to prefill, peers by name": [1, 13, _ROOM, b"", [1], ["decode-0", "decode-1"], 1000],
     "Welcome of a rank that is alone and holds all": [1, 2, 1, _PREFILL[:8]],
     "Failed and not quiescent": [1, 10, _SESSION, 1, "transfer", "a write has timed out", False],
+    "Pong of a peer that reports no figures": [1, 22, 0xFFEEDDCCBBAA9988],
     "Reject of a Hello": [1, 3, 0, "version", ["version: the peer speaks 2 to 3, this side 1 to 1"]],
     "Reject of an unknown session": [1, 3, _SESSION, "unknown_session", []],
 }  # fmt: skip

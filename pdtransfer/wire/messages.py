@@ -437,7 +437,7 @@ class WorkerFigures(Struct, array_like=True, frozen=True):
     rooms: Annotated[tuple[Tally, ...], Meta(max_length=TALLIES_MAX)] = ()  # that have not ended, by state
     sessions: Annotated[tuple[Tally, ...], Meta(max_length=TALLIES_MAX)] = ()  # with peers, by transport
     rooms_done: Bytes64 = 0  # ended as asked
-    rooms_failed: Bytes64 = 0  # ended by a cause
+    rooms_failed: Bytes64 = 0  # ended by a cause other than "aborted"
     tokens: Bytes64 = 0  # prefill: of prompts that have landed; decode: generated
     kv_bytes: Bytes64 = 0  # prefill: written; decode: landed; of rooms that have landed
     copy_us: Bytes64 = 0  # prefill: time that their copies took
@@ -449,6 +449,7 @@ class WorkerFigures(Struct, array_like=True, frozen=True):
     swapped_bytes: Bytes64 = 0  # brought to the device for misses
     hisparse_running: Count32 = 0  # now: HiSparse requests that the device has
     hisparse_waiting: Count32 = 0  # now: those that have landed and wait for it
+    rooms_cancelled: Bytes64 = 0  # ended because nobody wanted them any more
 
 
 class Pong(_Wire, frozen=True):

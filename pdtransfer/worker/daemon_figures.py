@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from ..engine_api import HotFigures
-from ..errors import SUCCESSES
+from ..errors import SUCCESSES, Cause
 from ..handoff.states import Word
 from ..limits import TALLIES_MAX
 from ..node import DecodeNode, PrefillNode
@@ -24,15 +24,19 @@ class DaemonTotals:
     began_s: float = field(default_factory=time.monotonic)
     rooms_done: int = 0
     rooms_failed: int = 0
+    rooms_cancelled: int = 0
     tokens: int = 0
     kv_bytes: int = 0
     copy_us: int = 0
 
     def ended(self, end: End) -> None:
         """Counts a room that has ended."""
-        done = end.reason in SUCCESSES
-        self.rooms_done += done
-        self.rooms_failed += not done
+        if end.reason in SUCCESSES:
+            self.rooms_done += 1
+        elif end.reason == Cause.ABORTED.value:
+            self.rooms_cancelled += 1
+        else:
+            self.rooms_failed += 1
 
     def landed(self, kv_bytes: int, *, tokens: int = 0, copy_us: int = 0) -> None:
         """Counts what one rank wrote or received of a room that has landed there."""
@@ -49,6 +53,7 @@ class DaemonTotals:
             sessions=_tallies(sessions),
             rooms_done=self.rooms_done,
             rooms_failed=self.rooms_failed,
+            rooms_cancelled=self.rooms_cancelled,
             tokens=self.tokens,
             kv_bytes=self.kv_bytes,
             copy_us=self.copy_us,

@@ -55,10 +55,13 @@ async def test_a_room_that_has_landed_counts_on_both_sides(tmp_path: Path) -> No
 @on_loop
 async def test_failed_rooms_are_counted_and_a_stranger_gets_no_figures(tmp_path: Path) -> None:
     async with decode(tmp_path) as daemon:
-        daemon.heard.tell("a", Begin(7, pack_ids([97] * 9), Sampling(4), (NOWHERE,), 30_000))
+        for room in (7, 8, 9):
+            daemon.heard.tell("a", Begin(room, pack_ids([97] * 9), Sampling(4), (NOWHERE,), 30_000))
         daemon._stop(7, Cause.ABORTED)
+        daemon._stop(8, Cause.DEADLINE)
+        daemon._stop(9, Cause.ENGINE)
         (one,) = figures(daemon.heard)
-        assert (one.rooms_done, one.rooms_failed, one.rooms) == (0, 1, ())
+        assert (one.rooms_done, one.rooms_failed, one.rooms_cancelled, one.rooms) == (0, 2, 1, ())
         assert figures(daemon.heard, "stranger") == ()
 
 

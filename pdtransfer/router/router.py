@@ -37,12 +37,16 @@ from .answering import GrowingAnswer, Reply
 from .answers import AnswerForm, error, model_object, models, usage_of
 from .client_request import REQUEST_ID, ClientRequest
 from .completions import BadRequestError, Completion, detokenized, parse, tokenized
+from .fleet_status import fleet_status, rooms_by_progress, worker_status
 from .model_text import load_text
 from .openai_http import JSON, OpenRequests, error_response, openai_errors, refusal
+from .recent_requests import RecentRequests
 from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged
 from .router_metrics import RouterMetrics
 from .routing import Routing
 from .servers.server_router import ServerRouter
+from .status import FleetStatus
+from .status_http import StatusPages
 from .worker_pool import model_text
 
 log = logging.getLogger(__name__)
@@ -82,15 +86,16 @@ class Router:
         self._replies: dict[int, Reply] = {}
         self._clients: dict[int, ClientRequest] = {}  # of these
         self.open_requests = OpenRequests(config.limits)
-        self.metrics = RouterMetrics(self.routing, self._bus, node=config.node)
+        self.metrics, self.recent = RouterMetrics(self.routing, self._bus, node=config.node), RecentRequests()
         self._ended.subscribe(self.metrics.ended)
+        self._ended.subscribe(self.recent)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
         paths = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models, POST /tokenize and POST /detokenize"
         app.middlewares.append(openai_errors(paths, TEXT_PATHS))
         app.add_routes([web.post(path, self._generate) for path in ("/v1/completions", "/v1/chat/completions")])
         app.add_routes([web.post(path, self._translate) for path in TEXT_PATHS])
         app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.+}", self._model)])
-        app.add_routes([web.get("/version", self._version)])
+        app.add_routes([web.get("/version", self._version), *StatusPages(self._fleet_status).routes])
         app.on_response_prepare.append(_stamp)
         self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
 
@@ -178,6 +183,21 @@ class Router:
         draining = self.open_requests.draining
         ready = not draining and bool(self.routing.workers.models())
         return Health(ready, {"draining": draining, "workers": workers})
+
+    def _fleet_status(self) -> FleetStatus:
+        pool, draining = self.routing.workers, self.open_requests.draining
+        models = pool.models()
+        return fleet_status(
+            self._config,
+            self.recent,
+            [worker_status(each) for each in pool.by_peer.values()],
+            ready=bool(models) and not draining,
+            draining=draining,
+            models=list(models),
+            requests_open=self.open_requests.count,
+            rooms=rooms_by_progress(self.routing.rooms),
+            retries=self.routing.retries,
+        )
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.Response(body=models(self._served(), self._created), content_type=JSON)

@@ -105,7 +105,7 @@ class RouterMetrics(Collector):
         served = GaugeMetricFamily(
             "pdtransfer_model_usable", "1 for each model that a request may name", labels=["model"]
         )
-        for model in self._routing.workers.models()[:METRICS_LABELS_MAX]:
+        for model in list(self._routing.workers.models())[:METRICS_LABELS_MAX]:
             served.add_metric([model], 1)
         yield served
         labels = ["peer", "role"]

@@ -86,6 +86,11 @@ class Routing:
         return len(self._requests)
 
     @property
+    def rooms(self) -> Iterable[RoutedRoom]:
+        """Rooms that have not ended on both workers."""
+        return self._rooms.values()
+
+    @property
     def room_count(self) -> int:
         """Rooms that have not ended on both workers."""
         return len(self._rooms)

@@ -18,6 +18,7 @@ from ..handoff.states import Word, step
 from ..handoff.timers import Timers
 from ..limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TOKENS_MAX, Limits
 from ..wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
+from .figure_window import FigureWindow
 from .router_effects import WorkerChanged
 
 Model = tuple[str, bytes]  # name, and digest of the weights
@@ -63,6 +64,7 @@ class Worker:
     promised_slots: int = 0  # slots for rooms begun after its last Load
     full_until: float = 0.0  # from its last refusal as full
     sparse_full_until: float = 0.0  # the same, for rooms with HiSparse only
+    figures: FigureWindow = field(default_factory=FigureWindow)  # of the process that is connected
     next_introduced: int = 0  # for a decode worker: the index of the next prefill rank to name in a Ping
 
     @property
@@ -342,6 +344,8 @@ class WorkerPool:
             return
         if message.incarnation == worker.liveness.incarnation:
             worker.liveness.last_seen = now
+            for figures in message.figures:
+                worker.figures.add(figures)
         else:
             self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
             self._hello(worker, now)
@@ -362,6 +366,7 @@ class WorkerPool:
         self._out(WorkerChanged(worker.peer, text, orderly))
         worker.full_until = worker.sparse_full_until = 0.0
         worker.known.clear()
+        worker.figures.clear()
         self._lost(worker, cause, text, now)
 
     def _hello(self, worker: Worker, now: float) -> None:

@@ -16,8 +16,12 @@ from ...tracing.ended_request import EndedRequests
 from ..answers import error
 from ..client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ..completions import BadRequestError
+from ..fleet_status import fleet_status, server_status
 from ..openai_http import OpenRequests, error_response, openai_errors, refusal
+from ..recent_requests import RecentRequests
 from ..router_metrics import NO_MODEL
+from ..status import FleetStatus
+from ..status_http import StatusPages
 from ..worker_pool import NoPair
 from .dialects import DIALECTS
 from .exchange import Answer, AttemptFailedError, Upstream
@@ -42,12 +46,13 @@ class ServerRouter:
         self._dialect = DIALECTS[config.engine]
         self.upstream = Upstream(self._dialect, config.limits, self._report)
         self.open_requests = OpenRequests(config.limits)
-        self.metrics = ServerMetrics(self.pool, self.open_requests, node=config.node)
+        self.metrics, self.recent = ServerMetrics(self.pool, self.open_requests, node=config.node), RecentRequests()
+        self._ended.subscribe(self.recent)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
         posts = ", ".join(f"POST {path}" for path in self._dialect.paths)
         app.middlewares.append(openai_errors(f"{posts} and GET /v1/models"))
         app.add_routes([web.post(path, self._generate) for path in self._dialect.paths])
-        app.add_routes([web.get("/v1/models", self._models)])
+        app.add_routes([web.get("/v1/models", self._models), *StatusPages(self._fleet_status).routes])
         app.on_response_prepare.append(self._stamp)
         self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
         self._polls: list[asyncio.Task[None]] = []
@@ -101,6 +106,19 @@ class ServerRouter:
         ]
         draining = self.open_requests.draining
         return Health(self.pool.usable and not draining, {"draining": draining, "servers": servers})
+
+    def _fleet_status(self) -> FleetStatus:
+        return fleet_status(
+            self._config,
+            self.recent,
+            [server_status(each) for each in self.pool.all],
+            ready=self.pool.usable and not self.open_requests.draining,
+            draining=self.open_requests.draining,
+            models=[],
+            requests_open=self.open_requests.count,
+            rooms={},
+            retries=self.metrics.retries,
+        )
 
     async def _models(self, http: web.Request) -> web.StreamResponse:
         pair = self.pool.choose((), ())

@@ -104,6 +104,22 @@ def demo(
 
 
 @app.command
+def top(
+    *,
+    router: Annotated[str, Parameter(help="The router's URL.")] = "http://127.0.0.1:8000",
+    interval: Annotated[float, Parameter(help="Seconds between two pictures.")] = 1.0,
+    once: Annotated[bool, Parameter(help="Print one picture, as where the output is no terminal.")] = False,
+    json: Annotated[bool, Parameter(help="Print the router's status document once.")] = False,
+) -> int:
+    """Shows a fleet in the terminal, live: workers, rooms, rates, arenas and the last failures. q ends it."""
+    from .top import run
+
+    if not 0.1 <= interval <= 3_600:
+        raise ConfigError(f"interval = {interval}: must be 0.1 to 3600 seconds")
+    return run(router, interval_s=interval, once=once, json=json)
+
+
+@app.command
 def timeline(
     *files: Annotated[Path, Parameter(help="Files, or directories of them, that processes wrote by --timeline.")],
     output: Annotated[Path | None, Parameter(help="Writes all of them as one file, for ui.perfetto.dev.")] = None,

@@ -1,0 +1,153 @@
+"""A live view of a fleet in the terminal: the status document of its router, drawn again and again."""
+
+from __future__ import annotations
+
+import http.client
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import msgspec
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+
+from ..errors import ConfigError, WorldError
+from ..process.logs import printable
+from ..router.status import FleetStatus
+from .top_view import view
+
+WAIT_S = 5.0  # for one answer
+DOCUMENT_BYTES_MAX = 16 << 20
+
+
+class StatusSource:
+    """Asks one router for its status document, over one connection that is made anew when it breaks."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError for what is no URL of a router."""
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigError(f"router = {url!r}: must be http://host:port ({error})") from None
+        if parts.scheme not in ("http", "https") or not host:
+            raise ConfigError(f"router = {url!r}: must be http://host:port")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        self._path = parts.path.rstrip("/") + "/status"
+        self._connection = kind(host, port, timeout=WAIT_S)
+
+    def ask(self) -> bytes:
+        """Returns the document. Raises WorldError where the router does not answer with one."""
+        try:
+            self._connection.request("GET", self._path, headers={"Accept": "application/json"})
+            answer = self._connection.getresponse()
+            body = answer.read(DOCUMENT_BYTES_MAX + 1)
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise WorldError(f"{self.url} does not answer: {_reason(error)}") from None
+        if answer.status != 200:
+            raise WorldError(
+                f"{self.url}{self._path} answers {answer.status}: it is no router of pdtransfer, or an older one"
+            )
+        if len(body) > DOCUMENT_BYTES_MAX:
+            self._connection.close()
+            raise WorldError(f"{self.url}{self._path}: its document is longer than {DOCUMENT_BYTES_MAX} bytes")
+        return body
+
+    def status(self) -> FleetStatus:
+        """Returns the document as it is now. Raises WorldError."""
+        try:
+            return msgspec.json.decode(self.ask(), type=FleetStatus)
+        except msgspec.MsgspecError as error:
+            raise WorldError(f"{self.url}{self._path}: {error}") from None
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._connection.close()
+
+
+def _reason(error: Exception) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return printable(text)
+
+
+class _Screen:
+    """What is drawn: the latest document, and why there is no newer one."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.status: FleetStatus | None = None
+        self.why = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        height = options.height or console.height
+        yield view(
+            self.status, self.url, self.why, width=options.max_width, height=height, ascii_only=options.ascii_only
+        )
+
+
+def run(url: str, *, interval_s: float, once: bool, json: bool) -> int:
+    """The command `pdtransfer top`; returns its exit status. Raises ConfigError and WorldError."""
+    source, console = StatusSource(url), Console(highlight=False, markup=False, emoji=False)
+    try:
+        if json:
+            print(source.ask().decode())
+            return 0
+        if once or not console.is_terminal:
+            ascii_only = console.options.ascii_only
+            console.print(
+                view(source.status(), source.url, "", width=console.width, height=None, ascii_only=ascii_only)
+            )
+            return 0
+        with _single_keys() as key_pressed:
+            _watch(source, console, interval_s, key_pressed)
+        return 0
+    finally:
+        source.close()
+
+
+def _watch(source: StatusSource, console: Console, interval_s: float, key_pressed: Callable[[float], str]) -> None:
+    """Draws until `q` is pressed. A router that does not answer is asked again."""
+    screen = _Screen(source.url)
+    with Live(screen, console=console, screen=True, auto_refresh=False, transient=True) as live:
+        while True:
+            began_s = time.monotonic()
+            try:
+                screen.status, screen.why = source.status(), ""
+            except WorldError as error:
+                screen.why = str(error)
+            live.refresh()
+            if key_pressed(max(0.0, began_s + interval_s - time.monotonic())) in ("q", "Q"):
+                return
+
+
+@contextmanager
+def _single_keys() -> Generator[Callable[[float], str]]:
+    """Lets keys be read one by one, without an echo; yields a wait of so many seconds for one, which returns it or an
+    empty text. Restores the terminal."""
+    if not sys.stdin.isatty():
+        yield _only_wait
+        return
+    file = sys.stdin.fileno()
+    before = termios.tcgetattr(file)
+
+    def wait(seconds: float) -> str:
+        readable, _, _ = select.select([file], [], [], seconds)
+        return sys.stdin.read(1) if readable else ""
+
+    try:
+        tty.setcbreak(file)
+        yield wait
+    finally:
+        termios.tcsetattr(file, termios.TCSADRAIN, before)
+
+
+def _only_wait(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""

@@ -1,0 +1,257 @@
+"""Draws the status document as lines of text: workers with trouble first, as much as the terminal holds.
+
+Every name and reason was sent by another process: it is cut to its column, and what cannot be printed is escaped. No
+meaning is in a colour alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from rich.cells import set_cell_size
+from rich.text import Text
+
+from ..process.logs import printable
+from ..router.status import FailureStatus, FleetStatus, RouterStatus, SlotsStatus, TotalsStatus, WorkerStatus
+
+FAILURES_MIN = 4  # lines kept for failures where workers would take them all
+STYLES = {"ready": "green", "draining": "yellow", "starting": "cyan", "connecting": "bold red", "unusable": "bold red"}
+BAR, BAR_ASCII = "█▒·", "#x."  # used, in quarantine, free
+BAR_WIDTH = 10
+
+
+def view(
+    status: FleetStatus | None, url: str, why: str, *, width: int, height: int | None, ascii_only: bool = False
+) -> Text:
+    """Returns the picture, of at most `height` lines if given. `why` is the reason why no newer document came."""
+    lines = [_trouble(why)] if why else []
+    if status is not None:
+        lines += [
+            _title(status, url),
+            _requests(status.router),
+            *_answers(status.router),
+            _totals(status.totals),
+            Text(),
+        ]
+        left = None if height is None else height - len(lines)
+        failures = _failures(status.failures, width)
+        kept = min(len(failures), FAILURES_MIN)
+        workers = _workers(status.workers, width, None if left is None else left - 1 - kept, ascii_only=ascii_only)
+        lines += [*workers, Text(), *failures]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return Text("\n", no_wrap=True, overflow="crop", end="").join(lines[:height])
+
+
+def _trouble(why: str) -> Text:
+    return Text(f"{printable(why)}; asked again, q or Ctrl-C ends", style="bold red")
+
+
+def _title(status: FleetStatus, url: str) -> Text:
+    router = status.router
+    state, style = ("ready", "green") if router.ready else ("not ready", "bold red")
+    if router.draining:
+        state, style = "draining", "yellow"
+    line = Text.assemble((printable(router.node), "bold"), "  ", (state, style), "  ", printable(url))
+    parts = [
+        time.strftime("%H:%M:%S", time.localtime(status.time)),
+        f"up {duration(router.uptime_s)}",
+        printable(router.version),
+    ]
+    if router.engine != "pdtransfer":
+        parts.append(f"in front of {printable(router.engine)}")
+    parts += [printable(model) for model in router.models]
+    line.append("  " + "  ".join(parts), style="dim")
+    return line
+
+
+def _requests(router: RouterStatus) -> Text:
+    rooms = _counts(router.rooms)
+    parts = [f"{router.requests_open} open" + (f" ({rooms})" if rooms else "")]
+    if router.requests_s is not None:
+        parts.append(f"{number(router.requests_s)}/s")
+    if router.first_token_ms is not None:
+        times = (f"{printable(name)} {milliseconds(value)}" for name, value in router.first_token_ms.items())
+        parts.append("TTFT " + ", ".join(times))
+    return Text.assemble(("requests  ", "dim"), "  ".join(parts))
+
+
+def _answers(router: RouterStatus) -> list[Text]:
+    """Answers by HTTP status, once there are any."""
+    parts = [f"{count} x {printable(code)}" for code, count in sorted(router.answers.items())]
+    if router.retries:
+        parts.append(f"{router.retries} tried again")
+    return [Text.assemble(("answers   ", "dim"), "  ".join(parts))] if parts else []
+
+
+def _totals(totals: TotalsStatus) -> Text:
+    parts = [
+        f"KV {number(totals.kv_gb_s)} GB/s",
+        f"prompts {number(totals.prompt_tokens_s)} tok/s",
+        f"generated {number(totals.generated_tokens_s)} tok/s",
+    ]
+    line = Text.assemble(("fleet     ", "dim"), "  ".join(parts))
+    if totals.quarantined_bytes is not None:
+        style = "yellow" if totals.quarantined_bytes else ""
+        line.append("  ").append(f"quarantine {byte_count(totals.quarantined_bytes)}", style=style)
+    return line
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table of workers. `text` returns an empty text where the worker does not report it."""
+
+    name: str
+    width: int
+    text: Callable[[WorkerStatus], str]
+    left: bool = False
+    from_width: int = 0  # of the terminal
+    always: bool = False  # also where no worker reports it
+
+
+def _columns(width: int, *, ascii_only: bool) -> list[Column]:
+    columns = [
+        Column("ROOMS", 7, _rooms, always=True),
+        Column("SLOTS", BAR_WIDTH + 5, lambda it: slots_bar(it.slots, ascii_only=ascii_only), left=True),
+        Column("GB/S", 6, lambda it: "" if it.kv_gb_s is None else number(it.kv_gb_s)),
+        Column("TOK/S", 6, lambda it: "" if it.tokens_s is None else number(it.tokens_s)),
+        Column("HOT", 5, lambda it: percent(it.hot_hit_ratio)),
+        Column("QUAR", 7, _quarantine),
+        Column("PREFIX", 6, lambda it: percent(it.prefix_hit_ratio), from_width=100),
+        Column("DONE", 7, lambda it: "" if it.rooms_done is None else number(it.rooms_done), from_width=100),
+        Column("FAILED", 6, lambda it: "" if it.rooms_failed is None else number(it.rooms_failed), from_width=100),
+        Column("UP", 8, lambda it: "" if it.uptime_s is None else duration(it.uptime_s), from_width=120),
+        Column("BY STATE", 30, lambda it: _counts(it.rooms or {}), left=True, from_width=150),
+        Column("SESSIONS", 14, lambda it: _counts(it.sessions or {}), left=True, from_width=180),
+        Column("ADDRESS", 28, lambda it: printable(it.address) if it.node else "", left=True, from_width=180),
+    ]
+    return [each for each in columns if width >= each.from_width]
+
+
+def _workers(workers: list[WorkerStatus], width: int, height: int | None, *, ascii_only: bool) -> list[Text]:
+    """One line a worker below a head. Where not all fit, those with trouble come first, and a line counts the rest."""
+    if not workers:
+        return [Text("no worker is named: start the router with --prefill and --decode", style="yellow")]
+    columns = _columns(width, ascii_only=ascii_only)
+    columns = [each for each in columns if each.always or any(each.text(it) for it in workers)]
+    taken = sum(1 + each.width for each in columns)
+    name_width = max(12, min(26, width - taken - 14, max(len(_name(it)) for it in workers) + 2))
+    head = Text(style="dim").append(set_cell_size("WORKER", name_width)).append(" STATE     ")
+    for each in columns:
+        head.append(" " + _fit(each.name, each.width, left=each.left))
+    shown = workers
+    if height is not None and len(workers) > height - 1:
+        ordered = sorted(workers, key=lambda it: (it.state == "ready", not it.quarantined_bytes))
+        shown = ordered[: max(1, height - 2)]
+    lines = [head, *(_worker(it, columns, name_width) for it in shown)]
+    if len(shown) < len(workers):
+        rest = f"{len(workers) - len(shown)} more, {sum(it.state == 'ready' for it in workers)} of {len(workers)} ready"
+        lines.append(Text(rest, style="dim"))
+    return lines
+
+
+def _worker(it: WorkerStatus, columns: Iterable[Column], name_width: int) -> Text:
+    line = Text(set_cell_size(_name(it), name_width), style="" if it.state == "ready" else "bold")
+    line.append(" ").append(f"{it.state:10}", style=STYLES.get(it.state, ""))
+    if it.state in ("connecting", "unusable"):
+        return line.append(" " + printable(it.why or ""), style="red")
+    for each in columns:
+        style = "yellow" if each.name == "QUAR" and it.quarantined_bytes else ""
+        line.append(" ").append(_fit(each.text(it) or "-", each.width, left=each.left), style=style)
+    return line
+
+
+def _name(it: WorkerStatus) -> str:
+    return f"{it.role[0]} {printable(it.node or it.address.partition('://')[2])}"
+
+
+def _rooms(it: WorkerStatus) -> str:
+    if it.rooms_running is None:
+        return str(it.rooms_here)
+    return f"{it.rooms_running}+{it.rooms_queued}" if it.rooms_queued else str(it.rooms_running)
+
+
+def _quarantine(it: WorkerStatus) -> str:
+    return "" if it.quarantined_bytes is None else byte_count(it.quarantined_bytes)
+
+
+def _failures(failures: list[FailureStatus], width: int) -> list[Text]:
+    if not failures:
+        return [Text("no request has failed since the router started", style="dim")]
+    lines = [Text("LAST FAILURES", style="dim")]
+    for it in failures:
+        at = time.strftime("%H:%M:%S", time.localtime(it.time))
+        how = "retried" if it.retried else str(it.status or "-")
+        line = Text.assemble((at, "dim"), " ", (f"{printable(it.cause):14} ", "yellow" if it.retried else "red"))
+        line.append(f"{how:7} ")
+        if width >= 120:
+            line.append(f"{printable(it.room or '-'):16} ").append(
+                f"{printable(it.prefill or '-')} -> {printable(it.decode or '-')}  ", style="dim"
+            )
+        lines.append(line.append(printable(it.detail)))
+    return lines
+
+
+def slots_bar(slots: SlotsStatus | None, *, ascii_only: bool = False) -> str:
+    """Returns a bar of what is used and what is in quarantine, and their share in percent."""
+    if slots is None or not slots.total:
+        return ""
+    used, held, free = BAR_ASCII if ascii_only else BAR
+    taken = max(0, min(slots.total, slots.total - slots.free))
+    cells = -(-taken * BAR_WIDTH // slots.total)  # what is used at all is seen
+    held_cells = min(cells, -(-slots.quarantined * BAR_WIDTH // slots.total))
+    bar = used * (cells - held_cells) + held * held_cells + free * (BAR_WIDTH - cells)
+    return f"{bar} {100 * taken // slots.total:3}%"
+
+
+def _fit(text: str, width: int, *, left: bool) -> str:
+    return set_cell_size(text, width) if left or len(text) > width else text.rjust(width)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {printable(name)}" for name, count in counts.items() if count)
+
+
+def number(value: float | None) -> str:
+    """Returns a number in at most six characters: 0, 0.012, 3.45, 56.7, 890, 1.2k, 345M."""
+    if value is None:
+        return "-"
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f}{unit}" if value < 100 * size else f"{value / size:.0f}{unit}"
+    if value == int(value) or value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+
+
+def byte_count(value: int) -> str:
+    """Returns bytes in decimal units."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value}B" if value else "0"
+
+
+def percent(value: float | None) -> str:
+    """Returns a ratio as a percentage, an empty text for None."""
+    return "" if value is None else f"{value * 100:.0f}%"
+
+
+def milliseconds(value: float) -> str:
+    """Returns a time in ms, or in s from one second on."""
+    return f"{value:.0f} ms" if value < 1_000 else f"{value / 1e3:.2f} s"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in its two largest units."""
+    rest, units = int(seconds), (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
+    for place, (unit, size) in enumerate(units):
+        if rest >= size:
+            text = f"{rest // size}{unit}"
+            if place + 1 < len(units):
+                lower, lower_size = units[place + 1]
+                text += f"{rest % size // lower_size:02}{lower}"
+            return text
+    return "0s"

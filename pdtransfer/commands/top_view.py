@@ -190,6 +190,8 @@ def _failures(failures: list[FailureStatus], width: int) -> list[Text]:
             line.append(f"{printable(it.room or '-'):16} ").append(
                 f"{printable(it.prefill or '-')} -> {printable(it.decode or '-')}  ", style="dim"
             )
+        if it.count > 1:
+            line.append(f"{it.count} times: ", style="bold")
         lines.append(line.append(printable(it.detail)))
     return lines
 

@@ -7,6 +7,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from ..tracing.ended_request import EndedRequest
 from .status import FailureStatus
 
@@ -35,7 +37,7 @@ class RecentRequests:
             self._latest.append((self._clock(), record.first_token_s))
         if record.state == "failed" and (whole or record.retried):
             assert record.cause is not None
-            self.failures.appendleft(
+            self._failed(
                 FailureStatus(
                     time=record.ended_unix_s,
                     room=f"{record.room:016x}" if record.room else None,
@@ -48,6 +50,15 @@ class RecentRequests:
                     retried=record.retried and not whole,
                 )
             )
+
+    def _failed(self, failure: FailureStatus) -> None:
+        """Keeps a failure. One like the latest is counted there, so that a flood of them hides no other."""
+        if self.failures:
+            latest = self.failures[0]
+            if replace(latest, count=1, time=failure.time, room=failure.room, request_id=failure.request_id) == failure:
+                self.failures[0] = replace(failure, count=latest.count + 1)
+                return
+        self.failures.appendleft(failure)
 
     @property
     def uptime_s(self) -> float:

@@ -81,9 +81,10 @@ class TotalsStatus(Struct, frozen=True, kw_only=True):
 
 
 class FailureStatus(Struct, frozen=True, kw_only=True):
-    """A request, or one attempt at it, that failed."""
+    """A request, or one attempt at it, that failed; or several in a row that differ in their ids alone."""
 
-    time: float  # seconds since the epoch, by the router's clock
+    count: int = 1
+    time: float  # of the last one: seconds since the epoch, by the router's clock
     room: str | None = None
     request_id: str | None = None
     cause: str

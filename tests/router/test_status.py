@@ -125,10 +125,14 @@ def test_failures_are_kept_with_their_cause_the_newest_first_and_bounded() -> No
     assert (newest.room, newest.request_id, newest.prefill, newest.decode) == ("0000000000000007", "abc", "p0", "d0")
     assert (attempt.cause, attempt.status, attempt.retried) == ("transfer", None, True)
     assert recent.answers == {"200": 1, "499": 1, "500": 1}
-    for _ in range(FAILURES_MAX):
-        recent(ended(cause=Cause.FULL, status=429))
+    for number in range(3):
+        recent(ended(cause=Cause.FULL, status=429, rooms=(number,), request_id=f"r{number}"))
+    alike = recent.failures[0]
+    assert (len(recent.failures), alike.count, alike.request_id) == (3, 3, "r2"), "those alike are one"
+    for number in range(FAILURES_MAX):
+        recent(ended(cause=Cause.FULL, status=429, detail=f"{number}"))
     assert len(recent.failures) == FAILURES_MAX
-    assert {each.cause for each in recent.failures} == {"full"}
+    assert {(each.cause, each.count) for each in recent.failures} == {("full", 1)}
 
 
 def test_rates_and_quantiles_are_of_the_latest_requests() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from .errors import missing_extra
 
 MISUSED, INTERRUPTED = 2, 130
+DAEMONS = {"prefill", "decode", "router"}
 
 
 def main() -> int:
-    """Runs one command line. Neither an interrupt during the imports nor a missing package shows a traceback."""
+    """Runs one command line. Neither an interrupt during the imports nor a missing package shows a traceback, and
+    SIGHUP ends no daemon, not even during the imports."""
+    if DAEMONS & set(sys.argv):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         from .commands.cli import main
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 from collections.abc import Callable
 
 import zmq
@@ -18,9 +19,10 @@ from ..threads import in_thread
 from ..wire import Hello, Message, Reject, decode, encode
 from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwayError
 from .dialled import SOCKETS, Dialled
-from .keys import Address, AllowList, Endpoint, KeyPair, address_of, check_exposure
+from .keys import Address, AllowList, Endpoint, KeyPair
 from .limits import BusLimits
-from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, open_socket, resolve
+from .listening import address_bound, reserve
+from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, open_socket
 from .zap import DOMAIN, Authenticator
 
 
@@ -72,38 +74,27 @@ class Bus:
         return 0 if self._zap is None else self._zap.refused
 
     async def bind(self, endpoint: str) -> str:
-        """Listens on tcp://host:port (port 0: any, first-last: the first free one); returns the bound endpoint.
+        """Listens on tcp://host:port; returns the bound endpoint. Raises as `reserve`."""
+        return self.listen(await reserve(endpoint, keyed=self._keys is not None, insecure=self._insecure))
 
-        Raises ConfigError for an endpoint that can never be bound, WorldError for a port in use.
-        """
+    def listen(self, listener: socket.socket) -> str:
+        """Takes over a socket that `reserve` returned; returns its endpoint."""
         assert self._router is None, "a bus has one listener"
-        address = Address.parse(endpoint)
-        try:
-            host = (await resolve(self._loop, address.host))[0]
-        except OSError as error:
-            raise ConfigError(f"endpoint {endpoint!r}: host: {address.host} does not resolve: {error}") from None
-        wanted = address_of(host, address.port_first)
-        check_exposure(wanted, named=f"bind {wanted}", keyed=self._keys is not None, insecure=self._insecure)
+        bound = address_bound(listener)
         router = open_socket(self._context, zmq.ROUTER, self._limits)
         router.set(zmq.ROUTER_MANDATORY, 1)
-        router.set(zmq.IPV6, int(":" in host or host == "*"))
+        router.set(zmq.IPV6, int(listener.family == socket.AF_INET6))
         if self._keys is not None:
             router.set(zmq.CURVE_SERVER, 1)
             router.set(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
             router.set(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
             router.set(zmq.ZAP_DOMAIN, DOMAIN.encode())
             router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        try:
-            _bind_first_free(router, address, host, endpoint)
-        except (ConfigError, WorldError):
-            router.close()
-            raise
+        router.set(zmq.USE_FD, listener.detach())
+        router.bind(bound)
         self._router = router
         frames = Frames(router, self._on_listener_frame, self._connections.count, routed=True)
         self._router_drain = Drain(self._loop, router, frames, self._limits)
-        last = router.get(zmq.LAST_ENDPOINT)
-        assert isinstance(last, bytes)
-        bound = last.decode().rstrip("\0")
         self._sweep = Sweep(Address.parse(bound).port_first)
         return bound
 
@@ -358,18 +349,3 @@ def _decode(frame: zmq.Frame) -> Message:
 
 def _reject(reason: str, error: RemoteProtocolError) -> bytes:
     return encode(Reject(session=0, reason=reason, fields=(str(error)[:TEXT_LENGTH_MAX],)))
-
-
-def _bind_first_free(router: zmq.Socket[bytes], address: Address, host: str, endpoint: str) -> None:
-    for port in range(address.port_first, address.port_last + 1):
-        try:
-            router.bind(address_of(host, port))
-        except zmq.ZMQError as error:
-            if error.errno == errno.EADDRINUSE:
-                continue
-            if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
-                raise ConfigError(f"endpoint {endpoint!r}: host: no interface of this host has {host}") from None
-            raise WorldError(f"cannot bind {endpoint}: {error.strerror}") from None
-        return
-    ports = "the port is" if address.port_first == address.port_last else "all ports are"
-    raise WorldError(f"cannot bind {endpoint}: {ports} in use")

@@ -20,7 +20,7 @@ from cyclopts import App, ArgumentCollection, CycloptsError, Parameter, Token
 from cyclopts.config import Dict, Env
 
 from .. import __version__
-from ..config.bounds import port_range
+from ..config.bounds import match, port_range
 from ..config.config import Config, DecodeConfig, PrefillConfig, RouterConfig
 from ..config.ranks import launched
 from ..environment import PREFIX, launcher_variables
@@ -100,6 +100,10 @@ def demo(
     config = config or DemoConfig()
     if metrics and not router:
         raise ConfigError(f"metrics = {metrics[0]!r}: needs --router, the URL of a running fleet")
+    if router:
+        match("router", router, r"https?://[^/\s]+/?", "the URL of a running router, http://host:port")
+    for each in metrics:
+        match("metrics", each, r"[^/\s]+:\d{1,5}", "host:port of a decode daemon's /metrics")
     return run(config, router=router, metrics=metrics) if router else run(config)
 
 

@@ -36,10 +36,11 @@ class StopSignal:
         self._hurry_at = 0.0
         for number in _NUMBERS:
             self._loop.add_signal_handler(number, self._signalled)
+        reload_on_hangup()
 
     def close(self) -> None:
         """The process is about to exit with its own status; later signals are ignored."""
-        for number in _NUMBERS:
+        for number in (*_NUMBERS, signal.SIGHUP):
             self._loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
 
@@ -52,16 +53,20 @@ class StopSignal:
             self.hurried.set()
 
 
-def reload_on_hangup(path: Path | None, reload: Callable[[], None]) -> None:
-    """Reads the allow-list again on SIGHUP. Without an allow-list, SIGHUP keeps its default: it ends the process."""
-    if path is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+def reload_on_hangup(*reloads: Callable[[], None]) -> None:
+    """Calls all of these on SIGHUP, which never ends the process. With none of them it changes nothing."""
+
+    def hangup() -> None:
+        if not reloads:
+            log.info("SIGHUP: there is no file to read again, nothing has changed")
+        for each in reloads:
+            each()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup)
 
 
-def reload(path: Path | None, allow: Allow) -> None:
-    """Reads the allow-list again, if there is one. An invalid list changes nothing."""
-    if path is None:
-        return
+def reload(path: Path, allow: Allow) -> None:
+    """Reads the allow-list again. An invalid list changes nothing."""
     try:
         allowed = AllowList.read(path)
     except ConfigError as error:

@@ -410,8 +410,8 @@ async def _run_until_stopped(config: RouterConfig, spans: Spans | None, ended: E
     stop, router = StopSignal(), ServerRouter(config, ended) if config.relays else Router(config, spans, ended)
     try:
         address = await router.open()
-        if isinstance(router, Router):
-            reload_on_hangup(config.allow, lambda: reload(config.allow, router.allow))
+        if isinstance(router, Router) and (path := config.allow) is not None:
+            reload_on_hangup(lambda: reload(path, router.allow))
         log.info("%s listens on %s", config.node, address)
         for role, endpoints in (("prefill", config.prefill), ("decode", config.decode)):
             if not endpoints:

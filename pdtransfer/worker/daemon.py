@@ -7,8 +7,10 @@ import importlib
 import json
 import logging
 import os
+import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,10 +20,11 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from ..bus.keys import AllowList, KeyPair
+from ..bus.listening import reserve
 from ..config.config import DecodeConfig, PrefillConfig
 from ..config.ranks import advertised
 from ..engine_api import DecodeEngine, EngineConfig, EngineDescription
-from ..errors import Cause, ConfigError, WorldError, missing_extra
+from ..errors import Cause, ConfigError, PDTransferError, WorldError, missing_extra
 from ..kernels.card import card
 from ..limits import LOAD_MS
 from ..memory.arena_memory import ArenaMemory
@@ -85,15 +88,30 @@ def _keys(config: Config) -> tuple[KeyPair | None, AllowList | None]:
 
 
 def create_engine(path: str, config: EngineConfig) -> Any:
-    """Calls the factory that `module:attribute` names. Raises ConfigError, in one line, where that fails."""
+    """Calls the factory that `module:attribute` names. Raises ConfigError, in one line, where that fails.
+
+    An unexpected error in a factory of this package is passed on: that is our bug.
+    """
     module_name, _, attribute = path.partition(":")
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
         if not callable(factory):
             raise ConfigError(f"engine = {path!r}: it is a {type(factory).__name__}, no factory")
-        return factory(config)
+        engine = factory(config)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"engine = {path!r}: {missing_extra(error) or error}") from error
+    except PDTransferError:
+        raise
+    except Exception as error:
+        if module_name.partition(".")[0] == __name__.partition(".")[0]:
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+        raise ConfigError(f"engine = {path!r}: {text}") from error
+    if not isinstance(getattr(engine, "card", None), EngineDescription):
+        text = f"the factory returns a {type(engine).__name__} without `card`, an EngineDescription"
+        raise ConfigError(f"engine = {path!r}: {text}")
+    return engine
 
 
 def run(config: Config) -> int:
@@ -168,6 +186,7 @@ class Shared:
 
     stop: StopSignal
     registry: CollectorRegistry
+    reserved: socket.socket  # what peers will connect to, from the first second on
     http: str = ""
     ready: bool = False
     daemon: Daemon | None = None  # None on a follower
@@ -185,8 +204,9 @@ async def _serve(config: Config) -> int:
 
 async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> int:
     _keys(config)  # report errors in the keys before the engine and the arena are made, which takes time
-    registry = process_registry(role=config.role, node=config.node)
-    shared = Shared(StopSignal(), registry, journeys=journeys, ended=ended)
+    stop, registry = StopSignal(), process_registry(role=config.role, node=config.node)
+    reserved = await reserve(config.bind, keyed=config.key is not None, insecure=config.insecure)
+    shared = Shared(stop, registry, reserved, journeys=journeys, ended=ended)
     listener = HttpListener(application(lambda: _health(config, shared), shared.registry))
     try:
         shared.http = await listener.open(config.http) if config.http else ""
@@ -206,6 +226,7 @@ async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> i
     except meeting.StoppedError:
         pass
     finally:
+        reserved.close()
         await listener.close()
         shared.stop.close()
     return 1 if shared.died.is_set() else 0
@@ -249,7 +270,7 @@ async def _serving(config: Config, shared: Shared, rank: PrefillRank | DecodeRan
     loop, warm = asyncio.get_running_loop(), asyncio.Event()
     thread = engine_thread.start(rank.thread, lambda _: _call(loop, shared.died.set), lambda: _call(loop, warm.set))
     await _first(warm, shared.died)
-    return thread, "" if shared.died.is_set() else _endpoint(config, await rank.node.bus.bind(config.bind))
+    return thread, "" if shared.died.is_set() else _endpoint(config, rank.node.bus.listen(shared.reserved))
 
 
 def _say_ready(config: Config, shared: Shared, endpoint: str, others: list[dict[str, str]] | None) -> None:
@@ -270,7 +291,8 @@ async def _live(config: Config, shared: Shared, daemon: Daemon) -> None:
         daemon.node.allow(allowed)
         group.allow(allowed)
 
-    reload_on_hangup(config.allowed, lambda: reload(config.allowed, allow))
+    if (path := config.allowed) is not None:
+        reload_on_hangup(lambda: reload(path, allow))
     thread, endpoint = await _serving(config, shared, daemon.rank)
     if endpoint:
         group.asked, shared.daemon = stop.asked.set, daemon
@@ -305,7 +327,8 @@ async def _follow(
         group.allow(allowed)
 
     def reload_all() -> None:
-        reload(config.allowed, allow)
+        if config.allowed is not None:
+            reload(config.allowed, allow)
 
     port = ThreadQueues[list[Order]]()
     follower, steps = Follower(group, port, reload_all), follower_steps(port)
@@ -319,7 +342,8 @@ async def _follow(
     follower.rank, group.take = rank, follower.take
     try:
         port.attach(asyncio.get_running_loop())
-        reload_on_hangup(config.allowed, reload_all)
+        if config.allowed is not None:
+            reload_on_hangup(reload_all)
         thread, endpoint = await _serving(config, shared, rank)
         if endpoint:
             group.bound(endpoint, shared.http)

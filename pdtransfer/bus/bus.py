@@ -73,6 +73,11 @@ class Bus:
         """Handshakes refused because the key is not on the allow-list."""
         return 0 if self._zap is None else self._zap.refused
 
+    @property
+    def last_stranger(self) -> str:
+        """The key and the address of the latest such handshake; empty for none."""
+        return "" if self._zap is None else self._zap.last_refused
+
     async def bind(self, endpoint: str) -> str:
         """Listens on tcp://host:port; returns the bound endpoint. Raises as `reserve`."""
         return self.listen(await reserve(endpoint, keyed=self._keys is not None, insecure=self._insecure))
@@ -124,6 +129,11 @@ class Bus:
             limits=self._limits,
         )
         return endpoint
+
+    def trouble(self, endpoint: str) -> str:
+        """Why a dialled endpoint is not connected; empty where it is connected, or not dialled."""
+        dialled = self._dialled.get(endpoint)
+        return "" if dialled is None or dialled.connected else dialled.last_error
 
     def _evict_unreachable(self) -> bool:
         """Frees the place of an endpoint that was never reached: peers may name endpoints where nothing listens."""

@@ -115,7 +115,8 @@ class Connections:
         if not connection.name:
             raise TurnedAwayError(HELLO_FIRST, "kind", "the first message of a connection must be Hello")
         if connection.superseded:
-            raise TurnedAwayError(SUPERSEDED, "connection", f"{connection.name} has a newer connection")
+            text = f"{connection.name} has a newer connection: is another process run with this --node, or this key?"
+            raise TurnedAwayError(SUPERSEDED, "connection", text)
 
     def route_of(self, name: str) -> bytes | None:
         """Returns the route of a name."""

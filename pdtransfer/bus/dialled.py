@@ -30,7 +30,11 @@ _ERRORS = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "it refused the key of this node; is it on the allow-list there?",
 }
 _UP, _DOWN = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
+_CUT_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _CONNECTED = int(zmq.EVENT_CONNECTED)  # before the handshake
+
+_HANDSHAKE_ERRORS = frozenset(text for event, text in _ERRORS.items() if event != int(zmq.EVENT_CLOSED))
+_UNANSWERED = "it listens and does not answer; is it still starting?"
 
 _monitors = itertools.count()
 log = logging.getLogger(__name__)
@@ -61,8 +65,9 @@ class Dialled:
         self.muted_until = float("-inf")
         self._link: _Link | None = None
         self._tcp: TcpConnection | None = None
-        self._last_error = "no answer"
+        self.last_error = "no answer yet"  # why it is not connected
         self._attempt, self._reached = 0, False
+        self._connected_at = 0.0
         self._redial_ms = limits.redial_ms
         self._timer: asyncio.TimerHandle | None = None
         self._dialling = loop.create_task(self._dial())
@@ -79,7 +84,7 @@ class Dialled:
 
     def redial(self) -> None:
         """Closes the connection, and dials again later."""
-        self._last_error = "closed because too much was unread"
+        self.last_error = "closed because too much was unread"
         self._hang_up(linger_ms=0)
         self._set_timer(self._redial_ms)
 
@@ -108,7 +113,7 @@ class Dialled:
                 on_event=self._on_event,
             )
         except (OSError, zmq.ZMQError) as error:
-            self._last_error = str(error)
+            self.last_error = str(error)
 
     def _on_frame(self, route: bytes, frame: zmq.Frame) -> None:
         self._count(route, len(frame))
@@ -128,7 +133,7 @@ class Dialled:
 
     def _redial(self) -> None:
         if self._redial_ms < self._limits.redial_ms_max:
-            log.warning("no connection to %s: %s", self.name, self._last_error)
+            log.warning("no connection to %s: %s", self.name, self.last_error)
         self._attempt += 1
         self._redial_ms = backoff_ms(self._redial_ms, self._limits.redial_ms, self._limits.redial_ms_max)
         self._dialling.cancel()
@@ -148,18 +153,23 @@ class Dialled:
 
     def _on_event(self, event: int, value: int) -> None:
         if event == _CONNECTED:
+            self._connected_at = self._loop.time()
+            if self.last_error not in _HANDSHAKE_ERRORS:
+                self.last_error = _UNANSWERED
             self._tcp = TcpConnection.of(value, curve=self._keys is not None)
         elif event == _UP:
             self.connected = self._reached = True
-            self._redial_ms, self._last_error = self._limits.redial_ms, "the connection was lost"
+            self._redial_ms, self.last_error = self._limits.redial_ms, "the connection was lost"
             self._set_timer(None)
             if self.hello is not None:
                 self.send(self.hello)
         elif event == _DOWN and self.connected:
             self.connected = False
             self._set_timer(self._redial_ms)
+        elif event == _CUT_OFF and self._loop.time() >= self._connected_at + self._limits.handshake_ms / 1e3:
+            self.last_error = _UNANSWERED  # this side has given up
         else:
-            self._last_error = _ERRORS.get(event, self._last_error)
+            self.last_error = _ERRORS.get(event, self.last_error)
 
 
 class _Link:

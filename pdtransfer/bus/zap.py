@@ -41,6 +41,7 @@ class Authenticator:
     ) -> None:
         self._loop, self.allowed = loop, allowed  # may be replaced
         self.refused = 0
+        self.last_refused = ""  # key and address
         self._throttle = LogThrottle(limits.log_ms)
         self._naming_s = limits.naming_ms / 1e3
         self._banned: dict[str, float] = {}
@@ -91,10 +92,10 @@ class Authenticator:
             name = ROUTE_MARK + secrets.token_bytes(ROUTE_RANDOM_BYTES)
             return [_VERSION, request_id, b"200", b"OK", key, _property(b"Identity", name)]
         self.refused += 1
+        self.last_refused = f"{key.decode() or 'no CURVE key'} from {address.decode(errors='replace')}"
         suppressed = self._throttle.due(self._loop.time())
         if suppressed is not None:
-            text = "%s from %s is not on the allow-list, %d other refusals not logged"
-            log.warning(text, key.decode() or "no CURVE key", address.decode(errors="replace"), suppressed)
+            log.warning("%s is not on the allow-list, %d other refusals not logged", self.last_refused, suppressed)
         return [_VERSION, request_id, b"400", b"not on the allow-list", b"", b""]
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from ..limits import EARLIER_INCARNATIONS_MAX, Limits
 from .timers import backoff_ms
 
+NAME_TAKEN = "name_taken"  # reason of a Reject for two workers of one name
 HELLO_WANTED = frozenset({"hello_required", "hello_first"})  # reasons of a Reject that only asks for a Hello
 
 
@@ -17,7 +18,7 @@ class Liveness:
     earlier process counts as gone for `silence_ms` only: one that still sends after that is the current one.
     """
 
-    __slots__ = ("_earlier", "_limits", "_silence_ms", "hello_ms", "incarnation", "last_seen")
+    __slots__ = ("_earlier", "_left", "_limits", "_silence_ms", "hello_ms", "incarnation", "last_seen")
 
     def __init__(
         self, limits: Limits, now: float, incarnation: int | None = None, *, silence_ms: int | None = None
@@ -26,10 +27,13 @@ class Liveness:
         self.incarnation, self.last_seen = incarnation, now
         self.hello_ms = 0  # between the latest Hello and the next
         self._limits, self._silence_ms = limits, limits.silence_ms if silence_ms is None else silence_ms
+        self._left: int | None = None  # the process that said Goodbye last
         self._earlier: deque[tuple[int, float]] = deque(maxlen=EARLIER_INCARNATIONS_MAX)
 
     def late(self, incarnation: int, now: float) -> bool:
-        """Whether a message of this incarnation comes from an earlier process."""
+        """Whether a message of this incarnation comes from an earlier process, or from one that said Goodbye."""
+        if incarnation == self._left:
+            return True
         late_ms = self._limits.silence_ms
         return any(earlier == incarnation and (now - at) * 1e3 < late_ms for earlier, at in self._earlier)
 
@@ -53,6 +57,10 @@ class Liveness:
     def silent_at(self) -> float:
         """When the peer counts as lost, unless it is seen before."""
         return self.last_seen + self._silence_ms / 1e3
+
+    def part(self, incarnation: int) -> None:
+        """This process said Goodbye. Its answers to earlier messages may still come: they mean nothing."""
+        self._left = incarnation
 
     def leave(self, now: float) -> None:
         """The peer said Goodbye: it is silent from now on."""

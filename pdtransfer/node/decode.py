@@ -152,6 +152,10 @@ class DecodeNode:
         """Gives up a room that is not READY."""
         self._run(self.core.abort(room, self._clock.now(), cause, detail))
 
+    def unusable(self) -> list[tuple[str, str]]:
+        """The dialled prefill ranks that no room can be expected from now, each with the reason."""
+        return self.core.prefill_peers.unusable(self._clock.now(), self.bus.trouble)
+
     def receive(self, peer: str, message: Message) -> None:
         """Takes a message of a prefill rank, unless `others` has taken it."""
         if self._others is None or not self._others(peer, message):
@@ -267,7 +271,6 @@ class DecodeNode:
         try:
             reach = await self.transport.offer(session, peer, known.identity)
         except TransportError as error:
-            log.warning("session %#x: %s", session, error)
             self._unoffered(session, str(error))
         else:
             self._run(self.core.offered(session, reach, self._clock.now()))

@@ -170,18 +170,20 @@ class Router:
                 log.log(logging.INFO if orderly else logging.WARNING, "%s", why)
 
     def _health(self) -> Health:
+        pool, trouble = self.routing.workers, self._bus.trouble
         workers = [
             {
                 "peer": each.peer,
                 "role": each.role,
+                "node": each.identity.node if each.identity is not None else None,
                 "usable": each.usable,
                 "model": model_text(each.model) if each.identity is not None else None,
-                "why": each.why or None,
+                "why": pool.why_not(each, trouble(each.peer)) or None,
             }
-            for each in self.routing.workers.by_peer.values()
+            for each in pool.by_peer.values()
         ]
         draining = self.open_requests.draining
-        ready = not draining and bool(self.routing.workers.models())
+        ready = not draining and bool(pool.models())
         return Health(ready, {"draining": draining, "workers": workers})
 
     def _fleet_status(self) -> FleetStatus:

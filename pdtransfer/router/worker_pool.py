@@ -12,14 +12,16 @@ from typing import Literal
 
 from ..errors import Cause
 from ..handoff.effects import Send
-from ..handoff.liveness import HELLO_WANTED, Liveness
+from ..handoff.liveness import HELLO_WANTED, NAME_TAKEN, Liveness
 from ..handoff.prefix import KnownPrefixes, block_keys, root_key
 from ..handoff.states import Word, step
 from ..handoff.timers import Timers
-from ..limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TOKENS_MAX, Limits
+from ..limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, TOKENS_MAX, Limits
 from ..wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 from .figure_window import FigureWindow
 from .router_effects import WorkerChanged
+
+OBSTACLES_MAX = 3  # that /health shows of one worker
 
 Model = tuple[str, bytes]  # name, and digest of the weights
 
@@ -59,6 +61,7 @@ class Worker:
     identity: Identity | None = None
     load: Load | None = None
     why: str = "has not answered yet"  # the reason why it is not connected
+    lost: bool = False  # it has been connected, or was refused: `why` is more than that
     rooms: set[int] = field(default_factory=set[int])
     prompt_tokens: int = 0  # of its rooms
     promised_slots: int = 0  # slots for rooms begun after its last Load
@@ -158,6 +161,22 @@ class NoPair:
     retry_ms: int | None
 
 
+def obstacle(prefill: Worker, decode: Worker) -> str:
+    """Why rooms of these two usable workers of one model cannot land; empty where they can, as far as is known."""
+    assert prefill.identity is not None
+    assert decode.identity is not None
+    names = f"{decode.identity.node} cannot use {prefill.identity.node}"
+    if decode.load is not None and decode.load.unusable:
+        endpoints = prefill.endpoints
+        for each in decode.load.unusable:
+            if each.endpoint in endpoints:
+                return f"{names}: {each.why}"
+    theirs, ours = prefill.identity.transports, decode.identity.transports
+    if any(name in ours for name in theirs):
+        return ""
+    return f"{names}: transport: {', '.join(theirs)} there, {', '.join(ours)} here"
+
+
 def _no_pair_reason(prefills: Collection[Model], decodes: Collection[Model], model: str | None) -> str:
     """Explains why the ready workers make no pair."""
     for role, models in (("prefill", prefills), ("decode", decodes)):
@@ -165,6 +184,8 @@ def _no_pair_reason(prefills: Collection[Model], decodes: Collection[Model], mod
             return f"no {role} worker is ready; the router's /health says why"
     prefill_models, decode_models = (", ".join(sorted(map(model_text, models))) for models in (prefills, decodes))
     what = "of one model" if model is None else f"of model {model!r}"
+    if any(model is None or key[0] == model for key in set(prefills) & set(decodes)):
+        return f"no prefill and decode workers {what} can work together; the router's /health says why"
     return f"no prefill and decode workers {what} are ready: prefill has {prefill_models}, decode has {decode_models}"
 
 
@@ -225,6 +246,7 @@ class WorkerPool:
             case Goodbye():
                 if worker.state is WorkerState.CONNECTED and worker.liveness.incarnation == message.incarnation:
                     text = f"{worker.peer} sent Goodbye ({message.reason})"
+                    worker.liveness.part(message.incarnation)
                     self._lose(worker, Cause.PEER_LOST, text, now, orderly=True)
                     self._hello(worker, now)
             case Load():
@@ -250,6 +272,9 @@ class WorkerPool:
             able = [each for each in decodes[key] if not enable_hisparse or (each.load and each.load.enable_hisparse)]
             if (model is not None and key[0] != model) or not able:
                 continue
+            able = [each for each in able if any(not obstacle(prefill, each) for prefill in prefills[key])]
+            if not able:
+                continue
             sides = prefills[key], able
             full_ms = {
                 each.peer: each.full_ms(now, self._limits, enable_hisparse=enable_hisparse)
@@ -260,14 +285,20 @@ class WorkerPool:
             if wait_ms > 0:
                 waits_ms.append(wait_ms)
                 continue
-            able = [each for each in able if full_ms[each.peer] == 0]
+            free = [each for each in prefills[key] if full_ms[each.peer] == 0]
+            able = [
+                each for each in able if full_ms[each.peer] == 0 and any(not obstacle(other, each) for other in free)
+            ]
+            if not able:
+                waits_ms.append(self._limits.resend_ms_max)
+                continue
             keys = self._keys(key, prompt)
             left = {each.peer: each.slots_left(enable_hisparse=enable_hisparse) for each in able}
             scores = {each.peer: self._score(each, left[each.peer], prompt.tokens, keys) for each in able}
             decode = min(able, key=lambda each: (each in avoided, -scores[each.peer], len(each.rooms), each.peer))
             if best is None or left[decode.peer] > best.decode.slots_left(enable_hisparse=enable_hisparse):
                 prefill = min(
-                    (each for each in prefills[key] if full_ms[each.peer] == 0),
+                    (each for each in free if not obstacle(each, decode)),
                     key=lambda each: (
                         each in avoided,
                         each.prompt_tokens,
@@ -289,9 +320,28 @@ class WorkerPool:
         prefills, decodes = self._groups("prefill"), self._groups("decode")
         served: dict[str, int] = {}
         for key in sorted(prefills.keys() & decodes.keys()):
+            if not any(not obstacle(prefill, decode) for prefill in prefills[key] for decode in decodes[key]):
+                continue
             longest = min(max(each.context_tokens for each in side[key]) for side in (prefills, decodes))
             served[key[0]] = max(served.get(key[0], 0), longest)
         return served
+
+    def why_not(self, worker: Worker, trouble: str) -> str:
+        """Why no room can land with this worker, empty where one can. `trouble` is what keeps it from being reached."""
+        if worker.state is not WorkerState.CONNECTED:
+            parts = (worker.why, trouble) if worker.lost or not trouble else (trouble,)
+            return "; ".join(part for part in parts if part)
+        if not worker.usable:
+            return "it is draining" if worker.load is not None and worker.load.draining else "it is not ready yet"
+        others = self._groups("decode" if worker.role == "prefill" else "prefill")
+        if not others:
+            return ""  # the other role's workers have the reason
+        if worker.model not in others:
+            there = ", ".join(sorted(map(model_text, others)))
+            return f"it has {model_text(worker.model)}, and no ready worker of the other role has: {there}"
+        pairs = [(worker, each) if worker.role == "prefill" else (each, worker) for each in others[worker.model]]
+        found = [obstacle(*pair) for pair in pairs]
+        return "; ".join(found[:OBSTACLES_MAX]) if all(found) else ""
 
     def goodbye(self, reason: str) -> None:
         """Sends Goodbye to each connected worker."""
@@ -327,6 +377,13 @@ class WorkerPool:
                 text = f"{name}: {worker.peer} has {actual!r}, this router expects {expected!r}"
                 self.refuse(worker, Cause.REFUSED, text, now)
                 return
+        if (twin := self._twin(worker, identity)) is not None:
+            text = f"node: {identity.node!r} is the name of {worker.peer} and of {twin.peer}: give each its own --node"
+            if worker.why != text:
+                for each in (worker, twin):
+                    self._out(Send(each.peer, Reject(0, NAME_TAKEN, (text[:TEXT_LENGTH_MAX],))))
+            self.refuse(worker, Cause.REFUSED, text, now)
+            return
         if missing := [member.node for member in identity.group[1:] if not member.endpoint]:
             self.refuse(worker, Cause.REFUSED, f"group: {worker.peer} gives no endpoint for {', '.join(missing)}", now)
             return
@@ -338,6 +395,15 @@ class WorkerPool:
         worker.identity, worker.why = identity, ""
         worker.liveness.last_seen, worker.liveness.hello_ms = now, 0
         self._ping(worker, now)
+
+    def _twin(self, worker: Worker, identity: Identity) -> Worker | None:
+        """The other connected worker of this name. It stays: the one that came later is refused."""
+        for each in self.by_peer.values():
+            if each is not worker and each.state is WorkerState.CONNECTED:
+                assert each.identity is not None
+                if each.identity.node == identity.node:
+                    return each
+        return None
 
     def _pong(self, worker: Worker, message: Pong, now: float) -> None:
         if worker.state is not WorkerState.CONNECTED or worker.liveness.late(message.incarnation, now):
@@ -356,13 +422,13 @@ class WorkerPool:
             self._lose(worker, cause, text, now)
         elif worker.why != text:
             self._out(WorkerChanged(worker.peer, text))
-        worker.why = text
+        worker.why, worker.lost = text, True
         worker.liveness.hello_ms = self._limits.resend_ms_max
         self.timers.set(worker.peer, now + worker.liveness.hello_ms / 1e3)
 
     def _lose(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
         worker.state = step(WORKER_STATE, worker.state, WorkerEvent.LOSE)
-        worker.why, worker.load, worker.liveness.hello_ms = text, None, 0
+        worker.why, worker.lost, worker.load, worker.liveness.hello_ms = text, True, None, 0
         self._out(WorkerChanged(worker.peer, text, orderly))
         worker.full_until = worker.sparse_full_until = 0.0
         worker.known.clear()

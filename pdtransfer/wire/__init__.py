@@ -63,5 +63,6 @@ from .messages import StepOrders as StepOrders
 from .messages import Tally as Tally
 from .messages import Tokens as Tokens
 from .messages import TokensAcked as TokensAcked
+from .messages import Unusable as Unusable
 from .messages import Welcome as Welcome
 from .messages import WorkerFigures as WorkerFigures

@@ -34,6 +34,7 @@ from ..limits import (
     TOP_LOGPROBS_MAX,
     TRACEPARENT_LENGTH,
     TRANSPORTS_MAX,
+    UNUSABLE_MAX,
 )
 
 VERSION = 1
@@ -398,6 +399,13 @@ class Cancel(_Wire, frozen=True):
     reason: Reason  # a cause
 
 
+class Unusable(Struct, array_like=True, frozen=True):
+    """A prefill rank that a decode node cannot use now."""
+
+    endpoint: Endpoint  # as it is dialled
+    why: Text  # for people
+
+
 class Load(_Wire, frozen=True):
     """What a daemon has and has left, sent to its routers when it changes and with every Pong."""
 
@@ -412,6 +420,8 @@ class Load(_Wire, frozen=True):
     enable_hisparse: bool = False  # what this daemon can do
     sparse_slots_free: Bytes64 = 0  # for requests that want HiSparse, as slots_free is for others
     sparse_slots_total: Bytes64 = 0  # the same of slots_total; 0: they are one
+    # Since v1.4: of the prefill ranks that a router named to decode. No room of such a pair can land.
+    unusable: Annotated[tuple[Unusable, ...], Meta(max_length=UNUSABLE_MAX)] = ()
 
 
 class Ping(_Wire, frozen=True):

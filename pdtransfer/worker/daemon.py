@@ -25,6 +25,7 @@ from ..config.config import DecodeConfig, PrefillConfig
 from ..config.ranks import advertised
 from ..engine_api import DecodeEngine, EngineConfig, EngineDescription
 from ..errors import Cause, ConfigError, PDTransferError, WorldError, missing_extra
+from ..kernels import native
 from ..kernels.card import card
 from ..limits import LOAD_MS
 from ..memory.arena_memory import ArenaMemory
@@ -193,6 +194,7 @@ class Shared:
     died: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine or the group has failed
     journeys: Journeys = field(default_factory=Journeys)
     ended: EndedRequests = field(default_factory=EndedRequests)
+    slow: list[str] = field(default_factory=list[str])  # what works, and is slower than it need be
 
 
 async def _serve(config: Config) -> int:
@@ -210,6 +212,9 @@ async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> i
     listener = HttpListener(application(lambda: _health(config, shared), shared.registry))
     try:
         shared.http = await listener.open(config.http) if config.http else ""
+        if not (copy := await asyncio.to_thread(native)).used:
+            shared.slow.append(copy.text)
+            log.warning("slow: %s", copy.text)
         gloo = _collectives(config)
         given = replace(config.engine_config, spans=journeys.engine)
         given = given if gloo is None else replace(given, group=gloo)
@@ -400,6 +405,14 @@ def _health(config: Config, shared: Shared) -> Health:
     if shared.daemon is None:
         detail["follows"] = True
     else:
-        load = shared.daemon.load()
+        load, bus = shared.daemon.load(), shared.daemon.node.bus
         detail |= {"draining": load.draining, "rooms": load.rooms_running, "slots_free": load.slots_free}
+        troubles = {
+            "unusable_prefills": {each.endpoint: each.why for each in load.unusable},
+            "refused_by": shared.daemon.desk.refusals,
+            "refused_keys": {"count": bus.strangers, "last": bus.last_stranger} if bus.strangers else {},
+        }
+        detail |= {name: trouble for name, trouble in troubles.items() if trouble}
+    if shared.slow:
+        detail["slow"] = shared.slow
     return Health(not shared.stop.asked.is_set(), detail)

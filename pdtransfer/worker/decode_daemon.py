@@ -18,13 +18,13 @@ from ..clock_name import clock_digest
 from ..config.config import DecodeConfig
 from ..engine_api import DecodeEngine, Finished, Token
 from ..errors import Cause, LocalProtocolError, RemoteProtocolError
-from ..limits import TEXT_LENGTH_MAX, TOKENS_MAX
+from ..limits import TEXT_LENGTH_MAX, TOKENS_MAX, UNUSABLE_MAX
 from ..memory.arena_memory import ArenaMemory
 from ..node import NodeSettings
 from ..node.thread_queues import ThreadQueues
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import FIRST_TOKEN, LANDING, SLOTS, Journeys
-from ..wire import Begin, End, Load, Message, RankFailed, RankReady, WorkerFigures
+from ..wire import Begin, End, Load, Message, RankFailed, RankReady, Unusable, WorkerFigures
 from .daemon_figures import DaemonTotals
 from .decode_rank import DecodeRank, DecodeRankRoom
 from .ended_rooms import WorkerFacts, ended_room, timed
@@ -124,6 +124,7 @@ class DecodeDaemon:
             enable_hisparse=self.config.enable_hisparse,
             sparse_slots_free=sparse_free,
             sparse_slots_total=sparse_total,
+            unusable=tuple(Unusable(name, why[:TEXT_LENGTH_MAX]) for name, why in self.node.unusable()[:UNUSABLE_MAX]),
         )
 
     def _figures(self) -> WorkerFigures:

@@ -13,7 +13,7 @@ from ..handoff.effects import Send
 from ..limits import TEXT_LENGTH_MAX
 from ..node.core_driver import LoopClock, Ticker
 from ..sampling import beyond_basic
-from ..wire import Begin, End, Load, Message, Pong, Reject, WorkerFigures, unpack_ids
+from ..wire import Begin, End, Load, Message, Ping, Pong, Reject, WorkerFigures, unpack_ids
 from .service import IntroducePeers, RefusedRoom, Service, ServiceEffect, StartRoom, StopRoom
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class RouterLink:
         """`refused` gets the rooms that are never started."""
         self.service, self._send, self._load, self._figures = service, send, load, figures
         self._start, self._stop, self._introduce, self._refused = start, stop, introduce, refused
+        self.refusals: dict[str, str] = {}  # by routers that have not sent Ping since
         self._clock = LoopClock(service.limits.ping_ms / 2e3)
         self.ticker = Ticker(service.next_tick, lambda: self.run(service.tick(self._clock.now())), self._clock)
 
@@ -76,6 +77,11 @@ class RouterLink:
 
     def receive(self, peer: str, message: Message) -> None:
         """Takes a message of a router. A breach is answered, and costs only that message."""
+        if isinstance(message, Reject) and self.service.knows(peer):
+            self.refusals[peer] = "; ".join((message.reason, *message.fields))
+            log.error("%s refuses this worker: %s", peer, self.refusals[peer])
+        elif isinstance(message, Ping):
+            self.refusals.pop(peer, None)
         try:
             self.run(self.service.receive(peer, message, self._clock.now()))
         except RemoteProtocolError as error:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ..errors import SUCCESSES, Cause, LocalProtocolError, RemoteProtocolError
 from ..handoff.effects import Send
-from ..handoff.liveness import Liveness
+from ..handoff.liveness import NAME_TAKEN, Liveness
 from ..handoff.states import step
 from ..handoff.timers import Timers, backoff_ms
 from ..limits import ENDED_ROOMS_MAX, LOAD_MS, ROUTERS_MAX, TEXT_LENGTH_MAX, TOKENS_BURST_MAX, Limits
@@ -119,6 +119,8 @@ class Service:
                 self._ping(peer, router, message, now)
             case Goodbye() if router is not None and message.incarnation == router.liveness.incarnation:
                 self._quit(router, now)
+            case Reject(reason=reason) if reason == NAME_TAKEN:
+                pass  # of this worker or of another: what is under way goes on
             case Reject() if router is not None:
                 self._stop_all(router, Cause.of(message.reason, Cause.BREACH))
             case Begin() if router is not None:

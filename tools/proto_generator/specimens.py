@@ -60,7 +60,10 @@ SPECIMENS: dict[str, list[Any]] = {
     ],
     "Ended": [1, 18, _ROOM],
     "Cancel": [1, 19, _ROOM, "aborted"],
-    "Load": [1, 20, True, False, 12, 3, 60000, 65536, 128, True, 130000, 131072],
+    "Load": [
+        1, 20, True, False, 12, 3, 60000, 65536, 128, True, 130000, 131072,
+        [["tcp://prefill-3:7101", "transport: p3 takes mooncake, this node shm"]],
+    ],
     "Ping": [1, 21, 0x0123456789ABCDEF, [f"{_KEY}@tcp://10.0.0.7:9310"]],
     "Pong": [1, 22, 0xFFEEDDCCBBAA9988, [[
         81_234_567, [["queued", 2], ["ready", 12]], [["shm", 3], ["mooncake", 1]],

@@ -78,6 +78,17 @@ class PrefillPeers:
             return Cause.PEER_LOST, f"{name} keeps {peer.quarantined_bytes} bytes of the arena in quarantine"
         return None
 
+    def unusable(self, now: float, trouble: Callable[[str], str]) -> list[tuple[str, str]]:
+        """The peers that no room can be expected from, each with the reason. `trouble` tells why a peer cannot be
+        reached, empty where it can be."""
+        found = [(name, self._why_not(peer, now, trouble)) for name, peer in self.peers.items()]
+        return [(name, why) for name, why in found if why]
+
+    def _why_not(self, peer: PeerRecord, now: float, trouble: Callable[[str], str]) -> str:
+        if peer.reported is not None and peer.up is None:
+            return peer.reported[1]
+        return trouble(peer.name) if peer.session is None and peer.liveness.silent(now) else ""
+
     def group_of(self, name: str) -> tuple[str, ...] | None:
         """The ranks that this peer leads, as they are dialled, itself first; None without a session with it."""
         peer = self.peers.get(name)
@@ -205,6 +216,7 @@ class PrefillPeers:
             self.timers.clear(("register", session.id, 0))  # until then Register repeats, since Registered may be lost
         if session.state is SessionState.REGISTERING and session.bytes_ready:
             session.state = step(SESSION, session.state, SessionEvent.REGISTER)
+            self.peers[session.peer].reported = None
             self._up(self.peers[session.peer])
 
     def pong(self, name: str, incarnation: int, now: float) -> None:
@@ -225,6 +237,7 @@ class PrefillPeers:
         peer = self.peers[name]
         if peer.liveness.incarnation == message.incarnation:
             text = f"{name} said goodbye: {message.reason}"
+            peer.liveness.part(message.incarnation)
             self._greet_later(peer, now)
             if peer.session is not None:
                 peer.session.parted = True
@@ -336,8 +349,9 @@ class PrefillPeers:
         if peer.session is not None:
             self.condemn(peer.session, cause, text, now)
         peer.liveness.last_seen, peer.liveness.incarnation, peer.identity = now, None, None
-        if peer.refusal != (cause, text):
-            peer.refusal = cause, text
+        peer.refusal = cause, text
+        if peer.reported != peer.refusal:
+            peer.reported = peer.refusal
             self._out(PeerRefused(peer.name, text))
         self._unreachable(peer, cause, text, now)
 

@@ -105,6 +105,7 @@ class PeerRecord:
     welcomed: float = float("-inf")  # when it last answered one
     identity: Identity | None = None
     refusal: tuple[Cause, str] | None = None  # with which its rooms fail while it stands
+    reported: tuple[Cause, str] | None = None  # the refusal that was reported, until a session is up
     session: SessionRecord | None = None
     quarantined_bytes: int = 0
 

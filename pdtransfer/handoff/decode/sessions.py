@@ -421,7 +421,8 @@ class DecodeSessions:
     # Reports of prefill peers
 
     def _session_lost(self, session: SessionRecord, cause: Cause, detail: str, now: float) -> None:
-        self._out.append(SessionLost(session.id, detail, session.parted))
+        if session.bytes_ready or cause not in (Cause.TRANSFER, Cause.REFUSED):  # else PeerRefused reports it
+            self._out.append(SessionLost(session.id, detail, session.parted))
         for room in [room for room in self.rooms.values() if room.uses(session)]:
             self._fail(room, cause, detail, now)
         self.leases.quarantine(session)

@@ -838,6 +838,39 @@ def test_a_session_that_is_refused_fails_the_rooms_that_wait_for_it(word: str, c
     assert failure(end.expect(2)) == (2, cause), "of the same cause as long as it stands"
 
 
+def test_an_arena_that_cannot_be_offered_is_reported_once_until_a_session_is_up() -> None:
+    end = DecodeEnd()
+    end.expect(1)
+    reported = []
+    for _ in range(3):
+        (offer,) = of(end.hear(end.welcome()), Offer)
+        effects = end.core.unoffered(offer.session, "p0 takes shm", end.now)
+        reported += [*of(effects, PeerRefused), *of(effects, SessionLost)]
+        assert end.core.prefill_peers.unusable(end.now, lambda _: "") == [(P, "p0 takes shm")]
+        end.core.fenced(offer.session, end.now)
+        end.tick(3.0)
+    assert [type(each) for each in reported] == [PeerRefused]
+
+
+def test_a_silent_peer_without_a_session_is_unusable_while_it_cannot_be_reached() -> None:
+    end = DecodeEnd()
+    end.expect(1)
+    peers = end.core.prefill_peers
+    assert peers.unusable(end.now, lambda _: "no way there") == [], "it has its time to answer"
+    end.tick(4.0)
+    assert peers.unusable(end.now, lambda _: "no way there") == [(P, "no way there")]
+    assert peers.unusable(end.now, lambda _: "") == [], "it is connected: it may answer any moment"
+
+
+def test_a_peer_that_said_goodbye_is_another_process_or_none() -> None:
+    end = DecodeEnd()
+    end.up()
+    end.hear(Goodbye(1, "shutdown"))
+    end.tick(3.0)
+    assert of(end.hear(end.welcome()), Offer) == [], "its answer crossed its Goodbye"
+    assert of(end.hear(end.welcome(incarnation=2)), Offer)
+
+
 def test_an_unknown_session_while_registering_is_no_refusal() -> None:
     """Simulated, seed 662: a late Register of an earlier session had taken the new one's place."""
     end = DecodeEnd()

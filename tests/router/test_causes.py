@@ -1,0 +1,111 @@
+"""Why a router serves nothing: workers that cannot work together, two of one name, and one that has said Goodbye."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdtransfer.handoff.effects import Send
+from pdtransfer.handoff.liveness import NAME_TAKEN
+from pdtransfer.router.router_effects import Accepted, Refusal, WorkerChanged
+from pdtransfer.wire import Begin, Goodbye, Hello, Reject, Unusable, Welcome
+from tests.router.test_routing import D2, LOAD, P2, Bench, D, P
+from tests.support.routing_world import LIMITS, identity
+
+REFUSED = msgspec.structs.replace(LOAD, unusable=(Unusable(P, "it refused the key of this node"),))
+
+
+def whys(bench: Bench) -> dict[str, str]:
+    pool = bench.routing.workers
+    return {peer: pool.why_not(worker, "") for peer, worker in pool.by_peer.items()}
+
+
+def test_a_pair_that_decode_reports_as_unusable_gets_no_request_and_is_not_ready() -> None:
+    bench = Bench(loads={D: REFUSED})
+    assert bench.routing.workers.models() == []
+    assert whys(bench) == dict.fromkeys((P, D), "d0 cannot use p0: it refused the key of this node")
+    refused = bench.submit()
+    assert isinstance(refused, Refusal)
+    assert "can work together; the router's /health says why" in refused.detail
+    bench.hear(D, LOAD)
+    assert bench.routing.workers.models() == ["m"]
+    assert whys(bench) == {P: "", D: ""}
+    assert isinstance(bench.submit(), Accepted)
+
+
+def test_requests_go_to_the_pairs_that_are_left() -> None:
+    bench = Bench(
+        prefill=(P, P2), decode=(D, D2), loads={D: REFUSED, D2: msgspec.structs.replace(REFUSED, slots_free=1)}
+    )
+    for _ in range(4):
+        accepted = bench.submit()
+        assert isinstance(accepted, Accepted)
+        begun = {e.peer for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Begin)}
+        assert P not in begun
+        assert P2 in begun
+    assert whys(bench)[P].startswith("d0 cannot use p0: ")
+    assert whys(bench) | {P: ""} == dict.fromkeys((P, P2, D, D2), "")
+
+
+def test_a_full_prefill_that_alone_can_be_used_is_waited_for() -> None:
+    bench = Bench(prefill=(P, P2), loads={D: REFUSED, P2: msgspec.structs.replace(LOAD, rooms_queued=LIMITS.queue_max)})
+    refused = bench.submit()
+    assert isinstance(refused, Refusal)
+    assert refused.status == 429
+
+
+def test_workers_without_a_common_transport_are_not_ready() -> None:
+    bench = Bench()
+    far = msgspec.structs.replace(identity("p0", "prefill", 2), transports=("mooncake",))
+    bench.hear(P, Welcome(1, far))
+    bench.hear(P, LOAD)
+    assert bench.routing.workers.models() == []
+    assert whys(bench)[P] == "d0 cannot use p0: transport: mooncake there, shm here"
+
+
+def test_another_models_weights_are_named_on_both() -> None:
+    bench = Bench()
+    bench.welcome(P, 2, weights=b"\x12\x34\x56\x78\x9a")
+    bench.hear(P, LOAD)
+    there = whys(bench)
+    assert there[P].startswith("it has m/12345678, and no ready worker of the other role has: m/")
+    assert there[D].endswith(": m/12345678")
+
+
+def test_the_second_worker_of_a_name_is_refused_both_are_told_and_the_first_goes_on() -> None:
+    bench = Bench(prefill=(P,), decode=(D, D2))
+    bench.hear(D2, Goodbye(1, "shutdown"))
+    bench.hear(D2, Welcome(1, identity("d0", "decode", 2)))
+    told = [e for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Reject)]
+    text = f"node: 'd0' is the name of {D2} and of {D}: give each its own --node"
+    assert [(e.peer, e.message.reason, e.message.fields) for e in told] == [
+        (D2, NAME_TAKEN, (text,)),
+        (D, NAME_TAKEN, (text,)),
+    ]
+    assert [e for e in bench.effects if isinstance(e, WorkerChanged)] == [WorkerChanged(D2, text)]
+    assert whys(bench) == {P: "", D: "", D2: text}
+    assert not bench.routing.workers.by_peer[D2].usable
+    assert isinstance(bench.submit(), Accepted)
+    bench.hear(D2, Welcome(1, identity("d0", "decode", 2)))
+    assert [e for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Reject)] == [], "told once"
+    bench.hear(D, Goodbye(1, "shutdown"))
+    bench.hear(D2, Welcome(1, identity("d0", "decode", 2)))
+    assert bench.routing.workers.by_peer[D2].identity is not None
+    assert whys(bench)[D2] == "it is not ready yet"
+
+
+def test_a_worker_that_said_goodbye_is_not_back_before_another_process_is_there() -> None:
+    bench = Bench()
+    bench.hear(D, Goodbye(1, "shutdown"))
+    assert [e for e in bench.effects if isinstance(e, Send) and isinstance(e.message, Hello)]
+    bench.welcome(D)  # the answer to a Hello that crossed its Goodbye
+    assert bench.effects == []
+    assert whys(bench)[D] == f"{D} sent Goodbye (shutdown)"
+    bench.welcome(D, 2)
+    assert WorkerChanged(D, "") in bench.effects
+
+
+def test_what_keeps_a_worker_from_being_reached_is_its_reason() -> None:
+    pool = Bench().routing.workers
+    worker = pool.by_peer[D]
+    pool.receive(worker, Goodbye(1, "shutdown"), 0.0)
+    assert pool.why_not(worker, "nothing listens there") == f"{D} sent Goodbye (shutdown); nothing listens there"

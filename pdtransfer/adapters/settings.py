@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
-from ..bus.keys import Address, AllowList, KeyPair, address_of, check_exposure
+from ..bus.keys import Address, AllowList, KeyPair, address_of, check_exposure, is_loopback
 from ..config.bounds import bound, match, port_range
 from ..config.ranks import key_of
 from ..errors import ConfigError
@@ -79,7 +79,9 @@ class Settings:
     def network(self) -> Network:
         """How peers on other hosts reach this engine's transports."""
         ports = port_range("transport_ports", self.transport_ports)
-        return Network(host=self.advertise, ports=ports, protocol=self.transport_protocol)
+        return Network(
+            host=self.advertise, ports=ports, protocol=self.transport_protocol, loopback=is_loopback(self.bind)
+        )
 
     def bind_of(self, rank: int) -> str:
         """Where a rank listens, by its number among the ranks of all engines that share this setting."""

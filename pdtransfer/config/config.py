@@ -168,7 +168,9 @@ class WorkerConfig(NodeConfig):
     def network(self) -> Network:
         """How peers on other hosts reach this daemon's transports."""
         ports = port_range("transport_ports", self.transport_ports)
-        return Network(host=self.advertise, ports=ports, protocol=self.transport_protocol)
+        return Network(
+            host=self.advertise, ports=ports, protocol=self.transport_protocol, loopback=is_loopback(self.bind)
+        )
 
     @property
     def own_device(self) -> str:

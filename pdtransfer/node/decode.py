@@ -41,7 +41,7 @@ from ..memory.arena_memory import ArenaMemory
 from ..transports.device_events import Event, EventQueue
 from ..transports.hbm_copier import HbmCopier
 from ..transports.options import ArenaOptions
-from ..transports.select import DecodeTransports
+from ..transports.select import DecodeTransports, on_loopback
 from ..transports.verifier import Verifier
 from ..wire import Goodbye, Message
 from .core_driver import EffectRunner, LoopClock, Ticker
@@ -265,11 +265,12 @@ class DecodeNode:
         self._run(self.core.lifted(order.session, order.grant, detail, self._clock.now()))
 
     async def _offer(self, peer: str, session: int) -> None:
+        loopback = await on_loopback(peer)
         known, mine = self.core.prefill_peers.peers.get(peer), self.core.prefill_peers.sessions.get(session)
         if known is None or known.identity is None or mine is None or mine.state is not SessionState.OFFERING:
             return  # it has ended meanwhile: nothing would ever end what is begun for it
         try:
-            reach = await self.transport.offer(session, peer, known.identity)
+            reach = await self.transport.offer(session, peer, known.identity, loopback=loopback)
         except TransportError as error:
             self._unoffered(session, str(error))
         else:

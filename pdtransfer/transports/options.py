@@ -16,6 +16,8 @@ class Network:
     host: str = ""  # the name or IPv4 address that peers dial; by default this host's address on the way to the peer
     ports: tuple[int, int] = (21_000, 21_999)  # [first, last], to listen on
     protocol: Protocol = "tcp"
+    # Whether peers of this node are on its own host alone: auto then takes nothing that listens beyond it.
+    loopback: bool = False
     streams: int = 0  # parallel connections of a session, at most; 0: as this host's cores allow
 
 

@@ -15,9 +15,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from ..bus.keys import Address
+from ..bus.keys import Address, is_loopback
 from ..engine_api import Spans
-from ..errors import TransportError
+from ..errors import ConfigError, TransportError
 from ..handoff.effects import Outcome, Write
 from ..handoff.ready_gate import ReadyGate
 from ..layout.layout import Component
@@ -41,14 +41,46 @@ def place() -> str:
     return f"{host()} {os.readlink('/proc/self/ns/mnt')} {os.geteuid()}"
 
 
-def taken(transport: str) -> tuple[str, ...]:
-    """The transports that a node takes, in the order of the registry. Raises TransportError where the one that it is
-    to take cannot be used."""
+def taken(transport: str, *, loopback: bool = False) -> tuple[str, ...]:
+    """The transports that a node takes, in the order of the registry; on `loopback` auto opens no port to other hosts.
+    Raises TransportError where the one that it is to take cannot be used."""
     if transport == "auto":
-        return tuple(name for name, each in TRANSPORTS.items() if not each.why_not())
+        usable = tuple(name for name, each in TRANSPORTS.items() if not each.why_not())
+        wide = [name for name in usable if _listens_everywhere(name)]
+        if loopback and wide:
+            names = ", ".join(wide)
+            log.info("this node is bound to loopback: auto leaves out %s, which listens on every interface", names)
+        return tuple(name for name in usable if not (loopback and name in wide))
     if reason := TRANSPORTS[transport].why_not():
         raise TransportError(f"transport {transport}: {reason}")
     return (transport,)
+
+
+def _listens_everywhere(name: str) -> bool:
+    """Whether the transport opens ports on every interface, whatever it is told. One from outside says so itself."""
+    return getattr(TRANSPORTS[name], "listens_everywhere", False)
+
+
+async def on_loopback(endpoint: str) -> bool:
+    """Whether a dialled endpoint, `[KEY@]tcp://host:port`, is on this host by its address."""
+    try:
+        return await asyncio.get_running_loop().run_in_executor(None, is_loopback, split_key(endpoint)[1])
+    except ConfigError:  # it resolves no more
+        return False
+
+
+def choose_near(ours: tuple[str, ...], here: str, theirs: Identity) -> tuple[str, str]:
+    """As `choose`, for auto and a prefill that was dialled on loopback: takes nothing that listens beyond it."""
+    near = tuple(name for name in ours if not _listens_everywhere(name))
+    different = _different(here, theirs)
+    common = [name for name in near if name in theirs.transports]
+    if (common and not different) or any(TRANSPORTS[name].any_host for name in common):
+        return choose(near, here, theirs)
+    why = f"has another {different[0]}" if different else f"takes {', '.join(theirs.transports)}"
+    raise TransportError(
+        f"transport: {theirs.node} is dialled on loopback and {why}, which shared memory does not reach; auto opens no "
+        "port to other hosts for it: run both alike, or set --transport on both"
+    )
 
 
 def choose(ours: tuple[str, ...], here: str, theirs: Identity) -> tuple[str, str]:
@@ -61,13 +93,16 @@ def choose(ours: tuple[str, ...], here: str, theirs: Identity) -> tuple[str, str
     if len(both) == 1:
         others = [name for name in TRANSPORTS if name not in both]
         return both[0], f"{' and '.join(others)} {'is' if len(others) == 1 else 'are'} not taken by both"
-    names = ("kernel", "network namespace", "mount namespace", "user")
-    different = [
-        name for name, ours, theirs in zip(names, here.split(), theirs.place.split(), strict=False) if ours != theirs
-    ]
+    different = _different(here, theirs)
     if not different:
         return both[0], "it is on this host"
     return next((name for name in both if TRANSPORTS[name].any_host), both[0]), f"it has another {different[0]}"
+
+
+def _different(here: str, theirs: Identity) -> list[str]:
+    """What differs between this process and a writer that keeps shared memory from reaching it."""
+    names, there = ("kernel", "network namespace", "mount namespace", "user"), theirs.place
+    return [name for name, ours, theirs in zip(names, here.split(), there.split(), strict=False) if ours != theirs]
 
 
 class DecodeTransports:
@@ -90,7 +125,7 @@ class DecodeTransports:
             name: TRANSPORTS[name].arena(arena, options, hbm_direct=hbm_direct, lost=lost) for name in self.taken
         }
         self._sessions: dict[int, ArenaTransport] = {}
-        self._here, self._host = place(), options.network.host
+        self._here, self._host, self._auto = place(), options.network.host, options.transport == "auto"
 
     @property
     def counts(self) -> dict[str, int]:
@@ -102,9 +137,9 @@ class DecodeTransports:
         transport = self._sessions.get(session)
         return next((name for name, made in self._made.items() if made is transport), "")
 
-    async def offer(self, session: int, endpoint: str, theirs: Identity) -> Reach:
-        """As ArenaTransport.offer, to the prefill that was dialled at `endpoint`."""
-        name, reason = choose(self.taken, self._here, theirs)
+    async def offer(self, session: int, endpoint: str, theirs: Identity, *, loopback: bool = False) -> Reach:
+        """As ArenaTransport.offer, to the prefill that was dialled at `endpoint`, perhaps on `loopback`."""
+        name, reason = (choose_near if loopback and self._auto else choose)(self.taken, self._here, theirs)
         transport = self._sessions[session] = self._made[name]
         log.info("session %#x with %s: over %s: %s", session, theirs.node, name, reason)
         own = ""
@@ -153,7 +188,7 @@ class PrefillTransports:
         """`spans` gets each launch of a card. `lost` is called for a session that can write no more, and is to be
         fenced; `broken` for a room whose event cannot be queried any more: its writes are held back until they are
         cancelled; `near` as Near says."""
-        self.taken = taken(options.transport)
+        self.taken = taken(options.transport, loopback=options.network.loopback)
         card = None if options.card is None else PoolCard(options.card, spans)
         self._make = {
             name: partial(TRANSPORTS[name].writer, components, options, card=card, lost=lost, near=near)

@@ -69,6 +69,42 @@ def test_a_transport_that_cannot_be_had_is_refused_with_what_to_do(monkeypatch: 
     assert select.taken("auto") == ("shm", "mooncake")
 
 
+def test_auto_on_loopback_takes_nothing_that_listens_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MooncakeTransport, "why_not", lambda _: "")
+    assert select.taken("auto", loopback=True) == ("shm",)
+    assert select.taken("mooncake", loopback=True) == ("mooncake",), "asked for by name"
+    for bind, loopback in (("tcp://127.0.0.1:0", True), ("tcp://[::1]:0", True), ("tcp://0.0.0.0:0", False)):
+        assert PrefillConfig(bind=bind, insecure=True).network.loopback is loopback
+
+
+@pytest.mark.parametrize(
+    ("theirs", "where", "reason"),
+    [
+        (("shm", "mooncake"), HERE, None),
+        (("shm", "mooncake"), "boot net:[1] mnt:[2] 7", "p is dialled on loopback and has another user"),
+        (("mooncake",), HERE, "p is dialled on loopback and takes mooncake"),
+    ],
+)
+def test_a_prefill_dialled_on_loopback_gets_shared_memory_or_a_reason(
+    theirs: tuple[str, ...], where: str, reason: str | None
+) -> None:
+    peer = identity("p", "prefill", 1, transports=theirs, place=where)
+    if reason is None:
+        assert select.choose_near(("shm", "mooncake"), HERE, peer)[0] == "shm"
+        return
+    with pytest.raises(TransportError, match=f"{reason}.* set --transport on both"):
+        select.choose_near(("shm", "mooncake"), HERE, peer)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "loopback"),
+    [("tcp://127.0.0.1:1", True), (f"{'k' * 40}@tcp://[::1]:1", True), ("tcp://10.0.0.7:1", False)],
+)
+def test_an_endpoint_is_on_loopback_by_its_address(endpoint: str, loopback: bool) -> None:
+    assert uvloop.run(select.on_loopback(endpoint)) is loopback
+    assert uvloop.run(select.on_loopback("tcp://nowhere.invalid:1")) is False
+
+
 def test_this_hosts_address_is_the_one_on_the_way_to_the_peer() -> None:
     assert select.own_address("tcp://127.0.0.1:7101") == "127.0.0.1"
     with pytest.raises(TransportError, match="advertise"):

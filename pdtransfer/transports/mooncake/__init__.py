@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class MooncakeTransport:
     """A Transport."""
 
-    name, any_host = "mooncake", True
+    name, any_host, listens_everywhere = "mooncake", True, True
 
     def why_not(self) -> str:
         return why_not()

@@ -35,6 +35,7 @@ ENGINES_MAX = 256  # transport engines of one process: two ports and 3 to 9 thre
 ENGINES_A_SESSION = 4  # at most: each has one thread that sends, or receives
 ENDED_ROOMS_MAX = 8_192  # a router: what a late Begin must not revive; some seconds' worth at 5,000 rooms a second
 AHEAD_MAX = 128  # peers of decode; beyond it only rooms bring more: a bus dials twice as many
+API_KEYS_MAX = 4_096  # in the file of a router
 UNUSABLE_MAX = 16  # prefill ranks that one Load says decode cannot use: each has a text for people
 AHEAD_PING = 4  # prefill ranks that one Ping names to decode: each maps the arena then, and a fleet's not all at once
 EARLIER_INCARNATIONS_MAX = 4  # of a peer, kept to drop late messages of dead processes

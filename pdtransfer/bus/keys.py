@@ -40,7 +40,7 @@ class KeyPair:
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Reads NAME.key. Raises ConfigError where the file is malformed, or accessible to other users."""
-        text = _read(path, forbidden=0o077, advice=f"others may read or change it: chmod 600 {path}")
+        text = read_guarded(path, forbidden=0o077, advice=f"others may read or change it: chmod 600 {path}")
         found: dict[str, str] = {}
         for number, line in enumerate(text.splitlines(), 1):
             words = line.split()
@@ -112,7 +112,7 @@ class AllowList:
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Reads an allow-list from a file; see `parse`."""
-        text = _read(path, forbidden=0o002, advice=f"anyone may change it: chmod o-w {path}")
+        text = read_guarded(path, forbidden=0o002, advice=f"anyone may change it: chmod o-w {path}")
         return cls.parse(text, source=str(path))
 
     @classmethod
@@ -262,7 +262,8 @@ def _create(path: Path, text: str, mode: int) -> None:
         file.write(text)
 
 
-def _read(path: str | Path, *, forbidden: int, advice: str) -> str:
+def read_guarded(path: str | Path, *, forbidden: int, advice: str) -> str:
+    """Returns a file's text. Raises ConfigError for a mode with any `forbidden` bit, with this advice."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())

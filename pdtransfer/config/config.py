@@ -86,14 +86,15 @@ class NodeConfig:
             match("otlp", self.otlp, r"https?://[A-Za-z0-9._\[\]:-]+(/[!-~]*)?", "http://host:port")
         check_limits(self.limits)
 
-    def _check_bind(self, name: str, value: str, *, scheme: str = "") -> None:
-        """Checks an address to bind, scheme + host:port; one that other hosts can reach needs keys."""
+    def _check_bind(self, name: str, value: str, *, scheme: str = "", keyed: bool = False) -> None:
+        """Checks an address to bind, scheme + host:port; one that other hosts can reach needs keys, unless it is
+        `keyed` in another way."""
         named, address = f"{name} = {value!r}", "tcp://" + value.removeprefix(scheme)
         try:
             Address.parse(address if value.startswith(scheme) else value)
         except ConfigError as error:
             raise ConfigError(f"{named}: must be {scheme}host:port ({error})") from None
-        check_exposure(address, named=named, keyed=self.key is not None, insecure=self.insecure)
+        check_exposure(address, named=named, keyed=keyed or self.key is not None, insecure=self.insecure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,9 +354,17 @@ class RouterConfig(NodeConfig):
     enable_hisparse: Annotated[bool, _help("Default of requests without this field: keep their KV in host memory.")] = (
         False
     )
+    api_keys: Annotated[
+        Path | None, _help("Clients need a key of this file: one a line, with an optional name, open=N and rate=N.")
+    ] = None
+    tls_cert: Annotated[Path | None, _help("Serve HTTPS with this certificate, and its chain, in PEM.")] = None
+    tls_key: Annotated[Path | None, _help("The certificate's private key, in PEM.")] = None
 
     def __post_init__(self) -> None:
         NodeConfig.__post_init__(self)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, lacking = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
+            raise ConfigError(f"{given} = '{getattr(self, given)}': needs {lacking} as well")
         # The setting of daemons, module:attribute, may stand in the same environment or file.
         match(
             "engine",
@@ -363,7 +372,7 @@ class RouterConfig(NodeConfig):
             rf"pdtransfer|{'|'.join(HTTP_ENGINES)}|{_FACTORY}",
             f"pdtransfer, {' or '.join(HTTP_ENGINES)}",
         )
-        self._check_bind("listen", self.listen)
+        self._check_bind("listen", self.listen, keyed=self.api_keys is not None)
         if self.relays:
             for each in fields(self):
                 if each.name in _OF_DAEMONS and (value := getattr(self, each.name)) != each.default:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -17,6 +19,7 @@ from ..errors import WorldError
 from ..limits import HTTP_CONNECTIONS_MAX
 from .connection_limit import ConnectionLimiter
 from .process_metrics import http_counter
+from .tls import HANDSHAKE_S, ServerTls
 
 disable_created_metrics()  # they double every counter's series and add nothing
 
@@ -54,6 +57,21 @@ def application(
     return app
 
 
+class _WithoutHeaders(logging.Filter):
+    """Shortens records of requests that the library could not parse: their text holds headers, and so perhaps keys."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if isinstance(error, HttpProcessingError):
+            record.msg, record.args = "refused an invalid request: %s", (type(error).__name__,)
+            record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
+        return True
+
+
+requests_log = logging.getLogger(__name__ + ".requests")
+requests_log.addFilter(_WithoutHeaders())
+
+
 class HttpListener:
     """Serves an application on one host:port. The task of a request is cancelled when its client disconnects."""
 
@@ -61,13 +79,18 @@ class HttpListener:
         app.middlewares.insert(0, self._through)
         # Bodies are never decompressed: a small body must not become a large one.
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_S, auto_decompress=False
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=CLOSE_S,
+            auto_decompress=False,
+            logger=requests_log,
         )
         self._connections_max = connections_max
         self.doors: ConnectionLimiter | None = None
         self._server: asyncio.Server | None = None
 
-    async def open(self, listen: str) -> str:
+    async def open(self, listen: str, tls: ServerTls | None = None) -> str:
         """Listens on host:port (port 0: any free port); returns host:port as bound. Raises WorldError."""
         host, _, port = listen.rpartition(":")
         await self._runner.setup()
@@ -75,7 +98,10 @@ class HttpListener:
         self.doors = ConnectionLimiter(self._runner.server, connections_max=self._connections_max)
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(self.doors, host.strip("[]"), int(port), backlog=BACKLOG)
+            self._server = await loop.create_server(
+                self.doors, host.strip("[]"), int(port), backlog=BACKLOG,
+                ssl=tls and tls.context, ssl_handshake_timeout=tls and HANDSHAKE_S,
+            )  # fmt: skip
         except OSError as error:
             await self._runner.cleanup()
             reason = os.strerror(error.errno) if error.errno else str(error)

@@ -65,6 +65,16 @@ def reload_on_hangup(*reloads: Callable[[], None]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup)
 
 
+def read_again(what: str, read: Callable[[], None]) -> None:
+    """Reads a file again; an invalid one changes nothing."""
+    try:
+        read()
+    except ConfigError as error:
+        log.error("not read again: %s: %s", what, error)
+    else:
+        log.info("read again: %s", what)
+
+
 def reload(path: Path, allow: Allow) -> None:
     """Reads the allow-list again. An invalid list changes nothing."""
     try:

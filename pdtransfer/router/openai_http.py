@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -11,12 +12,19 @@ from typing import TypeVar
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from ..bus.sockets import LogThrottle
 from ..errors import ArenaFullError, Cause
 from ..limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, Limits
 from .answers import error
+from .api_keys import ApiKeys, KeyLimitError
 from .completions import BadRequestError
 
+log = logging.getLogger(__name__)
+
 JSON = "application/json"
+PUBLIC = frozenset({"/health", "/live", "/metrics"})  # what probes and Prometheus ask for, without a key
+API_KEY_NAME = web.RequestKey("api_key_name", str)  # whose request it is, where API keys are on
+REFUSED_LOG_MS = 1_000  # between two log lines about unknown API keys
 BODY_S = 20.0  # time limit for a body
 INLINE_BYTES_MAX = 4 << 10  # of a body that is parsed and tokenised on the loop: some milliseconds
 Result = TypeVar("Result")
@@ -113,6 +121,40 @@ def refusal(why: BadRequestError | ArenaFullError) -> web.Response:
     if isinstance(why, ArenaFullError):
         return error_response(429, str(why), code=Cause.FULL.value, retry_ms=why.retry_ms or 0)
     return error_response(why.status, str(why), param=why.param, code=why.code)
+
+
+def authenticated(keys: ApiKeys, count: Callable[[int], None]) -> Middleware:
+    """Returns a middleware that lets no request without a known API key through, but those for PUBLIC; `count` gets
+    the status of each that it refuses itself."""
+    throttle = LogThrottle(REFUSED_LOG_MS)
+
+    @web.middleware
+    async def through(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in PUBLIC:
+            return await handler(request)
+        now, header = asyncio.get_running_loop().time(), request.headers.get("Authorization")
+        key = keys.find(header)
+        if key is None:
+            if (suppressed := throttle.due(now)) is not None:
+                what = "no API key" if header is None else "no known API key"
+                log.warning("%s has %s, %d other refusals not logged", request.remote, what, suppressed)
+            count(401)
+            return _unauthorized("no API key: send Authorization: Bearer KEY" if header is None else "unknown API key")
+        request[API_KEY_NAME] = key.name
+        try:
+            with key.use(now):
+                return await handler(request)
+        except KeyLimitError as why:
+            count(429)
+            return error_response(429, str(why), code="rate_limit_exceeded", retry_ms=why.retry_ms)
+
+    return through
+
+
+def _unauthorized(text: str) -> web.Response:
+    response = error_response(401, text, code="invalid_api_key")
+    response.headers["WWW-Authenticate"] = "Bearer"
+    return response
 
 
 def openai_errors(paths: str, others: tuple[str, ...] = ()) -> Middleware:

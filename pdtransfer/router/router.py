@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -35,6 +36,7 @@ from ..wire import Identity, Message, Ranks
 from .answer_text import TextPiece
 from .answering import GrowingAnswer, Reply
 from .answers import AnswerForm, error, model_object, models, usage_of
+from .client_guard import ClientGuard
 from .client_request import REQUEST_ID, ClientRequest
 from .completions import BadRequestError, Completion, detokenized, parse, tokenized
 from .fleet_status import fleet_status, rooms_by_progress, worker_status
@@ -91,6 +93,8 @@ class Router:
         self._ended.subscribe(self.recent)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
         paths = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models, POST /tokenize and POST /detokenize"
+        self._guard = ClientGuard(config)
+        self._guard.protect(app, self.metrics.answers.count)
         app.middlewares.append(openai_errors(paths, TEXT_PATHS))
         app.add_routes([web.post(path, self._generate) for path in ("/v1/completions", "/v1/chat/completions")])
         app.add_routes([web.post(path, self._translate) for path in TEXT_PATHS])
@@ -104,7 +108,7 @@ class Router:
         for endpoint in (*self._config.prefill, *self._config.decode):
             self._bus.dial(endpoint)
         self._perform(self.routing.start(self._clock.now()))
-        return await self._listener.open(self._config.listen)
+        return await self._listener.open(self._config.listen, self._guard.tls)
 
     def allow(self, allowed: AllowList) -> None:
         """Replaces the allow-list: disconnects workers that it no longer lists, and dials listed ones again."""
@@ -112,6 +116,13 @@ class Router:
         for endpoint in (*self._config.prefill, *self._config.decode):
             with suppress(ConfigError):  # not on the list
                 self._bus.dial(endpoint)
+
+    @property
+    def reloads(self) -> tuple[Callable[[], None], ...]:
+        """What SIGHUP reads again."""
+        path = self._config.allow
+        own = () if path is None else (lambda: reload(path, self.allow),)
+        return (*own, *self._guard.reloads)
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Accepts no more requests; waits for unfinished ones until the room deadline or `hurry`."""
@@ -412,8 +423,7 @@ async def _run_until_stopped(config: RouterConfig, spans: Spans | None, ended: E
     stop, router = StopSignal(), ServerRouter(config, ended) if config.relays else Router(config, spans, ended)
     try:
         address = await router.open()
-        if isinstance(router, Router) and (path := config.allow) is not None:
-            reload_on_hangup(lambda: reload(path, router.allow))
+        reload_on_hangup(*router.reloads)
         log.info("%s listens on %s", config.node, address)
         for role, endpoints in (("prefill", config.prefill), ("decode", config.decode)):
             if not endpoints:

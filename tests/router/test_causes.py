@@ -8,7 +8,7 @@ from pdtransfer.handoff.effects import Send
 from pdtransfer.handoff.liveness import NAME_TAKEN
 from pdtransfer.router.router_effects import Accepted, Refusal, WorkerChanged
 from pdtransfer.wire import Begin, Goodbye, Hello, Reject, Unusable, Welcome
-from tests.router.test_routing import D2, LOAD, P2, Bench, D, P
+from tests.support.routing_bench import D2, LOAD, P2, Bench, D, P
 from tests.support.routing_world import LIMITS, identity
 
 REFUSED = msgspec.structs.replace(LOAD, unusable=(Unusable(P, "it refused the key of this node"),))

@@ -10,7 +10,7 @@ import pytest
 from pdtransfer.errors import Cause, RemoteProtocolError
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import AHEAD_PING, TOKENS_MAX, Limits
-from pdtransfer.router.router_effects import Accepted, Emit, Fail, Finish, Refusal, WorkerChanged
+from pdtransfer.router.router_effects import Accepted, Emit, Fail, Finish, WorkerChanged
 from pdtransfer.router.router_rooms import CompletionRequest
 from pdtransfer.router.routing import Routing
 from pdtransfer.wire import (
@@ -34,72 +34,10 @@ from pdtransfer.wire import (
     Welcome,
     pack_ids,
 )
+from tests.support.routing_bench import D2, LOAD, P2, Bench, D, P
 from tests.support.routing_world import LIMITS, Faults, Net, World, identity, request
 
-P, P2, D, D2 = "tcp://p0:1", "tcp://p1:1", "tcp://d0:1", "tcp://d1:1"
-LOAD = Load(True, False, 0, 0, 1_000, 1_000)
 GENTLE = Limits(resend_ms=50, resend_ms_max=400, ping_ms=200, silence_ms=30_000, room_deadline_ms=60_000)
-
-
-class Bench:
-    """A Routing whose workers are simulated by the test."""
-
-    def __init__(self, *, prefill=(P,), decode=(D,), limits: Limits = LIMITS, loads: dict[str, Load] | None = None):
-        self.now, self._labels = 0.0, iter(range(1, 1_000))
-        self.routing = Routing(
-            identity("router", "router"),
-            prefill=prefill,
-            decode=decode,
-            limits=limits,
-            mint=lambda: next(self._labels),
-        )
-        self.effects = self.routing.start(self.now)
-        for peer in (*prefill, *decode):
-            self.welcome(peer)
-            self.hear(peer, (loads or {}).get(peer, LOAD))
-
-    def welcome(self, peer: str, incarnation: int = 1, **who) -> list:
-        role = "prefill" if peer.startswith("tcp://p") else "decode"
-        return self.hear(peer, Welcome(1, identity(peer[6:8], role, incarnation, **who)))
-
-    def hear(self, peer: str, *messages) -> list:
-        self.effects = [effect for each in messages for effect in self.routing.receive(peer, each, self.now)]
-        return self.effects
-
-    def submit(self, *args, **more) -> Accepted | Refusal:
-        taken = self.routing.submit(request(*args, **more), self.now)
-        self.effects = taken.effects if isinstance(taken, Accepted) else []
-        return taken
-
-    def wait(self, seconds: float) -> list:
-        """Advances time, while every connected worker answers its Pings."""
-        end, self.effects = self.now + seconds, []
-        while (when := self.routing.next_tick()) is not None and when <= end:
-            self.now = when
-            for effect in self.routing.tick(self.now):
-                self.effects.append(effect)
-                if isinstance(effect, Send) and isinstance(effect.message, Ping):
-                    self.effects += self.routing.receive(effect.peer, Pong(1), self.now)
-        self.now = end
-        return self.effects
-
-    def silence(self, seconds: float) -> list:
-        end, self.effects = self.now + seconds, []
-        while (when := self.routing.next_tick()) is not None and when <= end:
-            self.now = when
-            self.effects += self.routing.tick(self.now)
-        self.now = end
-        return self.effects
-
-    def sent(self, kind: type, peer: str | None = None) -> list:
-        return [e.message for e in self.effects if isinstance(e, Send) and isinstance(e.message, kind)
-                and peer in (None, e.peer)]  # fmt: skip
-
-    def of(self, kind: type) -> list:
-        return [effect for effect in self.effects if isinstance(effect, kind)]
-
-
-# The simulation
 
 
 @pytest.mark.slow

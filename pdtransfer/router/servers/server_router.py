@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from aiohttp import web
 
@@ -14,6 +15,7 @@ from ...limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, SERVER_ATTEMPTS
 from ...process.http import Health, HttpListener, application
 from ...tracing.ended_request import EndedRequests
 from ..answers import error
+from ..client_guard import ClientGuard
 from ..client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ..completions import BadRequestError
 from ..fleet_status import fleet_status, server_status
@@ -50,6 +52,8 @@ class ServerRouter:
         self._ended.subscribe(self.recent)
         app = application(self._health, self.metrics.registry, body_bytes_max=HTTP_BODY_BYTES_MAX)
         posts = ", ".join(f"POST {path}" for path in self._dialect.paths)
+        self._guard = ClientGuard(config)
+        self._guard.protect(app, self.metrics.answers.count)
         app.middlewares.append(openai_errors(f"{posts} and GET /v1/models"))
         app.add_routes([web.post(path, self._generate) for path in self._dialect.paths])
         app.add_routes([web.get("/v1/models", self._models), *StatusPages(self._fleet_status).routes])
@@ -61,7 +65,12 @@ class ServerRouter:
         """Asks the servers for their health, from now on again and again, and listens; returns host:port. Raises
         WorldError."""
         self._polls = [asyncio.create_task(self._poll(each)) for each in self.pool.all]
-        return await self._listener.open(self._config.listen)
+        return await self._listener.open(self._config.listen, self._guard.tls)
+
+    @property
+    def reloads(self) -> tuple[Callable[[], None], ...]:
+        """What SIGHUP reads again."""
+        return self._guard.reloads
 
     async def drain(self, hurry: asyncio.Event) -> None:
         """Accepts no more requests; waits for unfinished ones until the room deadline or `hurry`."""

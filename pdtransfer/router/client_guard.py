@@ -1,0 +1,40 @@
+"""What stands between a router and its HTTP clients: API keys and TLS, both read again on SIGHUP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from aiohttp import web
+
+from ..config.config import RouterConfig
+from ..errors import ConfigError
+from ..process.signals import read_again
+from ..process.tls import ServerTls
+from .api_keys import ApiKeys
+from .openai_http import authenticated
+
+
+class ClientGuard:
+    """The keys and the certificate of one router; `tls` is None where it serves HTTP."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Reads the files that the config names. Raises ConfigError."""
+        self.tls = self._keys = None
+        reloads: list[Callable[[], None]] = []
+        if config.tls_cert is not None and config.tls_key is not None:
+            self.tls = ServerTls(config.tls_cert, config.tls_key)
+            reloads.append(partial(read_again, "the certificate", self.tls.read))
+        if (path := config.api_keys) is not None:
+            self._keys = ApiKeys()
+            try:
+                self._keys.read(path)
+            except ConfigError as error:
+                raise ConfigError(f"api_keys: {error}") from None
+            reloads.append(partial(read_again, "the API keys", partial(self._keys.read, path)))
+        self.reloads = tuple(reloads)
+
+    def protect(self, app: web.Application, count: Callable[[int], None]) -> None:
+        """Lets only clients with a key through to the application, where there are keys."""
+        if self._keys is not None:
+            app.middlewares.append(authenticated(self._keys, count))

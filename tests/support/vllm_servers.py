@@ -17,6 +17,7 @@ from pdtransfer.config.config import RouterConfig
 from pdtransfer.limits import Limits
 from pdtransfer.router.servers.dialects import DIALECTS
 from pdtransfer.router.servers.server_router import ServerRouter
+from pdtransfer.tracing.ended_request import EndedRequest, EndedRequests
 from tests.support.waiting import until
 
 LIMITS = Limits(ping_ms=20, silence_ms=2_000, room_deadline_ms=60_000)
@@ -194,6 +195,7 @@ class ServerSite:
     decode: list[FakeVllm]
     http: aiohttp.ClientSession
     url: str
+    ended: list[EndedRequest] = field(default_factory=list)  # records, as they came
 
     @property
     def servers(self) -> list[FakeVllm]:
@@ -241,12 +243,14 @@ async def server_site(
     config = RouterConfig(
         engine=of.speaks, listen="127.0.0.1:0", prefill=(*urls[:prefill],), decode=(*urls[prefill:],), limits=limits
     )
-    router = ServerRouter(config)
+    ended, records = EndedRequests(), list[EndedRequest]()
+    ended.subscribe(records.append)
+    router = ServerRouter(config, ended)
     url = "http://" + await router.open()
     async with aiohttp.ClientSession() as http:
         try:
             await until(lambda: all(each.usable for each in router.pool.all))
-            yield ServerSite(router, fakes[:prefill], fakes[prefill:], http, url)
+            yield ServerSite(router, fakes[:prefill], fakes[prefill:], http, url, records)
         finally:
             await router.close()
             for fake in fakes:

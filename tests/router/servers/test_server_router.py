@@ -11,6 +11,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
+from pdtransfer.errors import Cause
 from pdtransfer.router.servers import exchange
 from tests.support.vllm_servers import LIMITS, PIECES, ServerSite, server_site
 from tests.support.waiting import on_loop, run_on_loop, until
@@ -609,3 +610,42 @@ async def test_the_command_serves_and_drains_on_sigterm() -> None:
 
 async def refuses(it: ServerSite) -> bool:
     return (await it.post())[0] == 503
+
+
+@on_loop
+async def test_a_request_is_recorded_with_its_servers_status_and_first_byte() -> None:
+    async with server_site() as it:
+        await it.meet()
+        it.ended.clear()
+        trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        await it.post(headers={"X-Request-Id": "mine-1", "traceparent": trace})
+        await it.stream()
+        await until(lambda: len(it.ended) == 2)
+        whole, stream = it.ended
+        assert (whole.request_id, str(whole.trace), whole.status, whole.stream) == ("mine-1", trace, 200, False)
+        assert (whole.prefill, whole.decode, whole.state) == (it.prefill[0].url, it.decode[0].url, "finished")
+        assert (whole.first_token_s, whole.scope) == (None, "request")
+        assert (stream.trace, stream.stream, len(stream.request_id)) == (None, True, 32)
+        assert stream.first_token_s is not None
+        assert stream.first_token_s <= stream.total_s
+
+
+@on_loop
+async def test_a_request_that_servers_fail_is_recorded_with_the_cause() -> None:
+    async with server_site() as it:
+        it.decode[0].status, it.decode[0].answer = 500, {"error": {}}
+        await it.post()
+        (record,) = it.ended
+        assert (record.status, record.cause) == (500, Cause.ENGINE)
+        assert record.detail == f"{it.decode[0].url}: answers 500"
+
+
+@on_loop
+async def test_an_answer_that_is_cut_off_is_recorded_as_a_failure() -> None:
+    async with server_site() as it:
+        it.decode[0].dies = "late"
+        await it.stream()
+        await until(lambda: it.ended)
+        (record,) = it.ended
+        assert (record.state, record.cause) == ("failed", Cause.PEER_LOST)
+        assert record.detail.startswith(f"cut off: {it.decode[0].url}: ")

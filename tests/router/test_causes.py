@@ -21,13 +21,13 @@ def whys(bench: Bench) -> dict[str, str]:
 
 def test_a_pair_that_decode_reports_as_unusable_gets_no_request_and_is_not_ready() -> None:
     bench = Bench(loads={D: REFUSED})
-    assert bench.routing.workers.models() == []
+    assert not bench.routing.workers.models()
     assert whys(bench) == dict.fromkeys((P, D), "d0 cannot use p0: it refused the key of this node")
     refused = bench.submit()
     assert isinstance(refused, Refusal)
     assert "can work together; the router's /health says why" in refused.detail
     bench.hear(D, LOAD)
-    assert bench.routing.workers.models() == ["m"]
+    assert list(bench.routing.workers.models()) == ["m"]
     assert whys(bench) == {P: "", D: ""}
     assert isinstance(bench.submit(), Accepted)
 
@@ -58,7 +58,7 @@ def test_workers_without_a_common_transport_are_not_ready() -> None:
     far = msgspec.structs.replace(identity("p0", "prefill", 2), transports=("mooncake",))
     bench.hear(P, Welcome(1, far))
     bench.hear(P, LOAD)
-    assert bench.routing.workers.models() == []
+    assert not bench.routing.workers.models()
     assert whys(bench)[P] == "d0 cannot use p0: transport: mooncake there, shm here"
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from urllib.parse import unquote
 
 PREFIX = "PDTRANSFER_"
 SWITCH_INTERVAL_S = 0.0005
@@ -43,6 +46,37 @@ def share_the_interpreter() -> None:
     interval is kept."""
     if sys.getswitchinterval() > SWITCH_INTERVAL_S:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs an extra of this package from where the package came: a checkout, or an index."""
+    return f"pip install '{_source()}[{extra}]'"
+
+
+def complete_environment() -> str:
+    """The command that brings what every daemon needs into this process's environment."""
+    checkout = _checkout()
+    return "make venv" if checkout is not None and Path(sys.prefix) == checkout / ".venv" else pip_install("daemons")
+
+
+def _checkout() -> Path | None:
+    above = Path(__file__).resolve().parent.parent
+    return above if (above / "pyproject.toml").is_file() else None
+
+
+def _source() -> str:
+    """The checkout that this process runs from, or that pip installed from if it is still there; else the name."""
+    checkout = _checkout()
+    if checkout is None:
+        try:
+            found = json.loads(distribution("pdtransfer").read_text("direct_url.json") or "{}")
+        except (PackageNotFoundError, ValueError):
+            found = {}
+        path = Path(unquote(str(found.get("url", "")).removeprefix("file://")))
+        checkout = path if path.is_absolute() and (path / "pyproject.toml").is_file() else None
+    if checkout is None:
+        return "pdtransfer"
+    return "." if checkout == Path.cwd() else str(checkout)
 
 
 def adapter_settings(engine: str) -> str:

@@ -11,7 +11,6 @@ from typing import Literal
 State = Literal["ok", "warn", "missing"]
 
 MIB = 1 << 20
-VENV = "make venv"
 KERNEL = "a Linux kernel from 5.10 on, and a container that lets its calls through"
 
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ..environment import pip_install
 from ..errors import WorldError
 from ..tracing.timeline import TimedSpan
 from ..tracing.trace import write
@@ -64,7 +65,7 @@ th:first-child,td:first-child{text-align:left}th{color:#667085;font-size:13px}im
 def require_matplotlib() -> None:
     """Raises WorldError where the charts cannot be drawn: before anything is measured for them."""
     if find_spec("matplotlib") is None:
-        raise WorldError("--report draws with matplotlib, which is not installed: pip install '.[report]'")
+        raise WorldError(f"--report draws with matplotlib, which is not installed: {pip_install('report')}")
 
 
 def write_report(result: Result, directory: Path) -> list[Path]:

@@ -29,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from ..config.config import REFERENCE, DecodeConfig, PrefillConfig, RouterConfig
+from ..environment import pip_install
 from ..errors import ConfigError, PDTransferError, WorldError
 from ..kernels import driver
 from ..limits import Limits
@@ -71,7 +72,7 @@ def run(config: DemoConfig, *, router: str = "", metrics: Sequence[str] = ()) ->
     """
     extra, package = ("reference", "torch") if config.model == REFERENCE else ("transformers", "transformers")
     if find_spec(package) is None:
-        raise ConfigError(f"the demo's engine needs {package}: pip install '.[{extra}]'")
+        raise ConfigError(f"the demo's engine needs {package}: {pip_install(extra)}")
     for number in config.cards:
         if number is not None:
             driver.check(number)

@@ -13,9 +13,12 @@ from rich.text import Text
 
 from ..config.bounds import port_range
 from ..config.config import PrefillConfig
-from ..probe import KERNEL, VENV, Probe, Seen, State, missing, warn
+from ..environment import complete_environment, pip_install
+from ..probe import KERNEL, Probe, Seen, State, missing, warn
 from ..transports.registry import TRANSPORTS
 from .probes import builds, cards, host, kernel, network
+
+VENV = complete_environment()
 
 COLORS: dict[State, str] = {"ok": "green", "warn": "yellow", "missing": "red"}
 FOUND_COLUMNS_MIN = 30  # on a narrow terminal
@@ -23,7 +26,7 @@ FOUND_COLUMNS_MIN = 30  # on a narrow terminal
 PROBES = (
     Probe("python", builds.python, required=True),
     Probe("packages", builds.packages, VENV, required=True),
-    Probe("torch", builds.torch, "pip install '.[reference]'"),
+    Probe("torch", builds.torch, pip_install("reference")),
     Probe("native copy", builds.copy, VENV),
     Probe("kernel cache", builds.cache, "export PDTRANSFER_CACHE=<a directory of this user>"),
     Probe("cards", cards.cards, "nvidia-smi"),

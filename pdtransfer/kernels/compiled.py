@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..environment import pip_install
 from . import UnusableError, private_directory, run_compiler, source_directory, write_once
 
 HEADERS = ("device.h", "rows.h", "kv_copy.h", "set_mla.h", "swap_plan.h", "newest.h", "hot_row.h")
@@ -76,7 +77,7 @@ def _nvrtc() -> Compiler:
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # the bindings load their library at the first call
         reason = str(error).partition("\n")[0][:200]
-        raise UnusableError(f"no NVRTC ({reason}): pip install '.[cuda]'") from None
+        raise UnusableError(f"no NVRTC ({reason}): {pip_install('cuda')}") from None
 
     def compile_(kernel: str, architecture: str) -> bytes:
         headers = [_read(name).encode() for name in HEADERS]

@@ -10,6 +10,7 @@ import importlib
 from functools import cache
 from typing import Any
 
+from ..environment import pip_install
 from ..errors import WorldError
 
 
@@ -20,7 +21,7 @@ def driver() -> Any:
         bindings: Any = importlib.import_module("cuda.bindings.driver")
         (status,) = bindings.cuInit(0)
     except ImportError as error:
-        raise WorldError(f"no CUDA bindings ({error}): pip install '.[cuda]'") from None
+        raise WorldError(f"no CUDA bindings ({error}): {pip_install('cuda')}") from None
     except RuntimeError as error:  # the bindings exist but find no driver
         raise WorldError(f"no CUDA driver: {str(error).partition(chr(10))[0][:200]}") from None
     if int(status):

@@ -6,6 +6,7 @@ an error tells anything of it.
 
 from __future__ import annotations
 
+import base64
 import hmac
 import re
 import secrets
@@ -109,9 +110,14 @@ class ApiKeys:
         self._keys = keys
 
     def find(self, authorization: str | None) -> ApiKey | None:
-        """Returns the key of an Authorization header, `Bearer KEY`; None for none that is known."""
+        """Returns the key of an Authorization header, None for none that is known.
+
+        The header is `Bearer KEY`, or `Basic` as browsers send it, with the key as the password.
+        """
         scheme, _, key = (authorization or "").partition(" ")
         key = key.strip()
+        if scheme.lower() == "basic":
+            scheme, key = "bearer", _password(key)
         if scheme.lower() == "bearer" and len(key) <= KEY_LENGTHS[1] and _KEY.fullmatch(key):
             digest = self._digest(key)
             found = self._keys.get(digest)
@@ -142,6 +148,16 @@ class ApiKeys:
             else:
                 raise ConfigError(f"{at}: word {place + 2}: a line is '{_FORM}'")
         return found
+
+
+def _password(credentials: str) -> str:
+    """The password of Basic credentials; empty where they are none."""
+    if len(credentials) > 2 * KEY_LENGTHS[1]:
+        return ""
+    try:
+        return base64.b64decode(credentials, validate=True).decode("ascii").partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def _number(text: str, at: str, low: float, high: float, *, whole: bool) -> float:

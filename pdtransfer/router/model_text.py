@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from ..config.config import REFERENCE
+from ..environment import pip_install
 from ..errors import ConfigError
 from .text import BytesText, TextCodec
 
@@ -21,7 +22,7 @@ def load_text(model: str) -> TextCodec:
     try:
         module = import_module(MODEL_TEXT)
     except ImportError as error:
-        raise ConfigError(f"model = {model!r}: {error}; install it with: pip install '.[text]'") from None
+        raise ConfigError(f"model = {model!r}: {error}; install it with: {pip_install('text')}") from None
     try:
         return cast("TextCodec", module.load(Path(model)))
     except ValueError as error:

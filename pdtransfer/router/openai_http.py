@@ -153,7 +153,7 @@ def authenticated(keys: ApiKeys, count: Callable[[int], None]) -> Middleware:
 
 def _unauthorized(text: str) -> web.Response:
     response = error_response(401, text, code="invalid_api_key")
-    response.headers["WWW-Authenticate"] = "Bearer"
+    response.headers["WWW-Authenticate"] = 'Bearer, Basic realm="pdtransfer", charset="UTF-8"'
     return response
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pdtransfer import environment
 from pdtransfer import probe as probes
 from pdtransfer.bus.keys import Address
 from pdtransfer.commands import cli, doctor
@@ -27,6 +28,7 @@ from pdtransfer.memory.available_memory import AvailableMemory
 from pdtransfer.probe import Probe, Seen
 from pdtransfer.transports.mooncake import MooncakeTransport
 from pdtransfer.transports.mooncake import probes as mooncake
+from tests.support.paths import REPO
 
 PLAIN = {"fd": -1, "byte_count": 4_096, "close": lambda: None}
 
@@ -475,3 +477,24 @@ def test_no_mooncake_two_of_them_and_one_without_its_libraries_are_warnings(
 def test_the_available_transport_is_reported(wheels: dict[str, str], tmp_path: Path) -> None:
     assert network.transport(tmp_path) == probes.ok("on this host shm; to other hosts mooncake over TCP")
     assert "RDMA" in network.transport(put(tmp_path, **rdma_files("4: ACTIVE"))).found
+
+
+def test_what_pip_is_to_install_comes_from_where_this_package_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPO)
+    assert environment.pip_install("cuda") == "pip install '.[cuda]'"
+    monkeypatch.chdir(tmp_path)
+    assert environment.pip_install("cuda") == f"pip install '{REPO}[cuda]'"
+    monkeypatch.setattr(environment, "_checkout", lambda: None)
+    source = tmp_path / "a checkout"
+    told = {"url": source.as_uri()}
+    monkeypatch.setattr(environment, "distribution", lambda _: SimpleNamespace(read_text=lambda _: json.dumps(told)))
+    assert environment.pip_install("cuda") == "pip install 'pdtransfer[cuda]'", "the checkout is gone"
+    source.mkdir()
+    (source / "pyproject.toml").touch()
+    assert environment.pip_install("cuda") == f"pip install '{source}[cuda]'"
+    assert environment.complete_environment() == f"pip install '{source}[daemons]'"
+    monkeypatch.setattr(environment, "_checkout", lambda: source)
+    monkeypatch.setattr(sys, "prefix", str(source / ".venv"))
+    assert environment.complete_environment() == "make venv"

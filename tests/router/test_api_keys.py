@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import os
 import re
@@ -30,6 +31,10 @@ A, B, C = ("sk-tenant-a-0123456789", "sk-tenant-b-0123456789", "sk-tenant-c-0123
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
+
+
+def basic(credentials: str) -> str:
+    return "Basic " + base64.b64encode(credentials.encode()).decode()
 
 
 def keys_of(text: str) -> ApiKeys:
@@ -100,7 +105,22 @@ def test_only_a_known_key_is_found() -> None:
     assert (found.name, found.open_max, found.rate) == ("a", 3, 2.5)
     assert (unnamed := keys.find(f"bearer  {B}")) is not None
     assert unnamed.name == "line-3"
-    wrong = [None, "", A, f"Basic {A}", f"Bearer {A}x", f"Bearer {A[:-1]}", "Bearer " + "x" * 9_000, "Bearer \u00e9"]
+    assert keys.find(basic(f"anybody:{A}")) is found, "as a browser asks for the status page"
+    wrong = [
+        basic(A),
+        basic(f"x:{A}y"),
+        "Basic %",
+        basic("x" * 900),
+        basic("\u00e9:"),
+        None,
+        "",
+        A,
+        f"Basic {A}",
+        f"Bearer {A}x",
+        f"Bearer {A[:-1]}",
+        "Bearer " + "x" * 9_000,
+        "Bearer \u00e9",
+    ]
     assert [keys.find(each) for each in wrong] == [None] * len(wrong)
     assert keys.refused == len(wrong)
     assert A not in repr(found), "no secret in a repr"
@@ -157,7 +177,7 @@ def test_a_router_of_any_engine_lets_only_known_keys_through_over_tls(
                     for _ in range(5):
                         refused = await http.post("/v1/completions", data=b"{}", headers=headers)
                         assert refused.status == 401
-                        assert refused.headers["WWW-Authenticate"] == "Bearer"
+                        assert refused.headers["WWW-Authenticate"].startswith("Bearer, Basic ")
                         assert (await refused.json())["error"]["code"] == "invalid_api_key"
                 assert (await http.get("/nothing/here")).status == 401
                 assert (await http.post("/v1/completions", data=b"{", headers=bearer(A))).status in (400, 503)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from ...environment import pip_install
 from ...errors import ConfigError
 from ..versions import check_version
 
@@ -40,7 +41,7 @@ def generate_many(
 def check() -> None:
     """Raises ConfigError, with what helps, where transformers is not installed, or of another version."""
     if find_spec("transformers") is None or find_spec("torch") is None:
-        raise ConfigError("checkpoints are served by transformers: pip install '.[transformers]'")
+        raise ConfigError(f"checkpoints are served by transformers: {pip_install('transformers')}")
     try:
         check_version(__name__, "transformers", "transformers", ((5, 23), (5, 999)))
     except ImportError as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 
-from ...environment import cache_directory
+from ...environment import cache_directory, pip_install
 from ...kernels import load
 from ...probe import Seen, missing, ok, warn, within
 
@@ -22,7 +23,7 @@ def packages(_root: Path) -> Seen:
     """Packages that every daemon imports."""
     lacking = [name for name in ("aiohttp", "prometheus_client") if importlib.util.find_spec(name) is None]
     if lacking:
-        return missing(f"no {', '.join(lacking)}", "pip install '.[daemons]'")
+        return missing(f"no {', '.join(lacking)}", pip_install("daemons"))
     return ok(f"complete; uvloop {importlib.import_module('uvloop').__version__}")
 
 
@@ -30,7 +31,7 @@ def torch(root: Path) -> Seen:
     """The build of torch and whether it sees the card; only an import proves that it loads."""
     if importlib.util.find_spec("torch") is None:
         return warn(
-            "none: the reference engine needs it, and so does a worker of several ranks", "pip install '.[reference]'"
+            "none: the reference engine needs it, and so does a worker of several ranks", pip_install("reference")
         )
     module = importlib.import_module("torch")
     build = str(module.__version__)
@@ -48,7 +49,9 @@ def copy(_root: Path) -> Seen:
     native = load()
     if native.used:
         return ok(native.text)
-    return warn(native.text, "apt-get install -y g++")
+    if shutil.which("apt-get") is None:
+        return warn(native.text, "install gcc or clang with this host's packages")
+    return warn(native.text, "apt-get install -y g++" if os.geteuid() == 0 else "sudo apt-get install -y g++")
 
 
 def cache(_root: Path) -> Seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from ...environment import pip_install
 from ...kernels import UnusableError
 from ...kernels.card import card
 from ...kernels.compiled import KERNELS, compiler, is_cached
@@ -27,7 +28,7 @@ def cards(_root: Path) -> Seen:
     try:
         return ok(f"{number} x {named}, {compiler().version.splitlines()[-1]}")
     except UnusableError as error:
-        return warn(f"{number} x {named}, and {error}", "pip install '.[cuda]'")
+        return warn(f"{number} x {named}, and {error}", pip_install("cuda"))
 
 
 def kernels(_root: Path) -> Seen:

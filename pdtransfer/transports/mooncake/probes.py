@@ -10,7 +10,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ...environment import child_environment
+from ...environment import child_environment, pip_install
 from ...limits import ENGINES_A_SESSION, ENGINES_MAX, Limits
 from ...probe import Probe, Seen, ok, read, sockets, warn, within
 from .settings import why_not
@@ -20,7 +20,7 @@ _WHEELS = {  # wheels that provide the module `mooncake`, and what each is for
     "mooncake-transfer-engine": "CUDA 12",
     "mooncake-transfer-engine-cuda13": "CUDA 13",
 }
-_INSTALL = "pip install '.[mooncake]'"
+_INSTALL = pip_install("mooncake")
 _IMPORT_S = 30.0
 _PORT_MAX = 0xFFFF
 
@@ -65,7 +65,7 @@ def wheel(_root: Path) -> Seen:
         )
     if tried.returncode:
         last = (tried.stderr.strip().splitlines() or [f"status {tried.returncode}"])[-1]
-        return warn(f"{found} does not load: {last[:200]}", f"pip uninstall {present[0]}; pip install '.[mooncake]'")
+        return warn(f"{found} does not load: {last[:200]}", f"pip uninstall {present[0]}; {pip_install('mooncake')}")
     return ok(found)
 
 

@@ -7,7 +7,7 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
-from ...environment import child_environment
+from ...environment import child_environment, pip_install
 from ...errors import ConfigError, TransportError
 from ...limits import ENGINES_A_SESSION, ENGINES_MAX
 from ..options import Network
@@ -43,7 +43,7 @@ def why_not() -> str:
     except ImportError:  # the package is not there, or what it imports by itself is not
         found = False
     if not found:
-        return "mooncake is not installed, or not whole: pip install '.[mooncake]'"
+        return f"mooncake is not installed, or not whole: {pip_install('mooncake')}"
     missing: list[str] = []
     for library, package in _LIBRARIES.items():
         try:

@@ -7,6 +7,7 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import cast
 from urllib.parse import unquote
 
 PREFIX = "PDTRANSFER_"
@@ -69,10 +70,11 @@ def _source() -> str:
     checkout = _checkout()
     if checkout is None:
         try:
-            found = json.loads(distribution("pdtransfer").read_text("direct_url.json") or "{}")
+            told = distribution("pdtransfer").read_text("direct_url.json") or "{}"
+            url = str(cast("dict[str, object]", json.loads(told)).get("url", ""))
         except (PackageNotFoundError, ValueError):
-            found = {}
-        path = Path(unquote(str(found.get("url", "")).removeprefix("file://")))
+            url = ""
+        path = Path(unquote(url.removeprefix("file://")))
         checkout = path if path.is_absolute() and (path / "pyproject.toml").is_file() else None
     if checkout is None:
         return "pdtransfer"

@@ -29,6 +29,7 @@ from ..limits import Limits
 from ..process import logs
 from .bench_commands import Json, bench, counted
 from .demo_config import DemoConfig
+from .worker_commands import workers
 
 FAILED, MISUSED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 
@@ -52,6 +53,7 @@ app = App(
 )
 app.meta.suppress_keyboard_interrupt = False
 app.command(bench)
+app.command(workers)
 kernels = App(name="kernels", help="The kernels that run on a card.")
 app.command(kernels)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import select
 import sys
 import termios
@@ -10,71 +9,42 @@ import time
 import tty
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 import msgspec
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 
-from ..errors import ConfigError, WorldError
-from ..process.logs import printable
+from ..errors import WorldError
 from ..router.status import FleetStatus
+from .router_client import RouterClient
 from .top_view import view
-
-WAIT_S = 5.0  # for one answer
-DOCUMENT_BYTES_MAX = 16 << 20
 
 
 class StatusSource:
-    """Asks one router for its status document, over one connection that is made anew when it breaks."""
+    """Asks one router for its status document."""
 
     def __init__(self, url: str) -> None:
         """Raises ConfigError for what is no URL of a router."""
-        try:
-            parts = urlsplit(url if "://" in url else f"http://{url}")
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            raise ConfigError(f"router = {url!r}: must be http://host:port ({error})") from None
-        if parts.scheme not in ("http", "https") or not host:
-            raise ConfigError(f"router = {url!r}: must be http://host:port")
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        self._path = parts.path.rstrip("/") + "/status"
-        self._connection = kind(host, port, timeout=WAIT_S)
+        self._router = RouterClient("router", url)
+        self.url = self._router.url
 
     def ask(self) -> bytes:
         """Returns the document. Raises WorldError where the router does not answer with one."""
-        try:
-            self._connection.request("GET", self._path, headers={"Accept": "application/json"})
-            answer = self._connection.getresponse()
-            body = answer.read(DOCUMENT_BYTES_MAX + 1)
-        except (OSError, http.client.HTTPException) as error:
-            self._connection.close()
-            raise WorldError(f"{self.url} does not answer: {_reason(error)}") from None
-        if answer.status != 200:
-            raise WorldError(
-                f"{self.url}{self._path} answers {answer.status}: it is no router of pdtransfer, or an older one"
-            )
-        if len(body) > DOCUMENT_BYTES_MAX:
-            self._connection.close()
-            raise WorldError(f"{self.url}{self._path}: its document is longer than {DOCUMENT_BYTES_MAX} bytes")
+        status, body = self._router.request("GET", "/status")
+        if status != 200:
+            raise WorldError(f"{self.url}/status answers {status}: it is no router of pdtransfer, or an older one")
         return body
 
     def status(self) -> FleetStatus:
         """Returns the document as it is now. Raises WorldError."""
         try:
             return msgspec.json.decode(self.ask(), type=FleetStatus)
-        except msgspec.MsgspecError as error:
-            raise WorldError(f"{self.url}{self._path}: {error}") from None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise WorldError(f"{self.url}/status: {error}") from None
 
     def close(self) -> None:
         """Closes the connection."""
-        self._connection.close()
-
-
-def _reason(error: Exception) -> str:
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return printable(text)
+        self._router.close()
 
 
 class _Screen:

@@ -38,7 +38,7 @@ def view(
         left = None if height is None else height - len(lines)
         failures = _failures(status.failures, width)
         kept = min(len(failures), FAILURES_MIN)
-        workers = _workers(status.workers, width, None if left is None else left - 1 - kept, ascii_only=ascii_only)
+        workers = worker_lines(status.workers, width, None if left is None else left - 1 - kept, ascii_only=ascii_only)
         lines += [*workers, Text(), *failures]
     for line in lines:
         line.truncate(width, overflow="ellipsis")
@@ -130,10 +130,12 @@ def _columns(width: int, *, ascii_only: bool) -> list[Column]:
     return [each for each in columns if width >= each.from_width]
 
 
-def _workers(workers: list[WorkerStatus], width: int, height: int | None, *, ascii_only: bool) -> list[Text]:
+def worker_lines(
+    workers: list[WorkerStatus], width: int, height: int | None = None, *, ascii_only: bool = False
+) -> list[Text]:
     """One line a worker below a head. Where not all fit, those with trouble come first, and a line counts the rest."""
     if not workers:
-        return [Text("no worker is named: start the router with --prefill and --decode", style="yellow")]
+        return [Text("the router has no worker: name some with --prefill, --decode or --workers-file", style="yellow")]
     columns = _columns(width, ascii_only=ascii_only)
     columns = [each for each in columns if each.always or any(each.text(it) for it in workers)]
     taken = sum(1 + each.width for each in columns)

@@ -348,6 +348,11 @@ class RouterConfig(NodeConfig):
     decode: Annotated[
         tuple[str, ...], _help("A decode daemon, [KEY@]tcp://host:port, or server, http://host:port; may be repeated.")
     ] = ()
+    workers_file: Annotated[
+        Path | None, _help("More workers, a line each: prefill or decode, and its endpoint. Changes count at once.")
+    ] = None
+    admin: Annotated[str, _help("Where workers are added, drained and removed at run time; empty for nowhere.")] = ""
+    admin_token: Annotated[Path | None, _help("The file of the token that the admin API asks for.")] = None
     model: Annotated[
         str, _help("Whose tokenizer and chat template: a checkpoint's directory, or reference, whose ids are bytes.")
     ] = REFERENCE
@@ -377,10 +382,13 @@ class RouterConfig(NodeConfig):
             for each in fields(self):
                 if each.name in _OF_DAEMONS and (value := getattr(self, each.name)) != each.default:
                     raise ConfigError(f"{each.name} = {str(value)!r}: has no effect with engine {self.engine}")
-        check = self._check_server if self.relays else self._check_peer
+        if self.admin:
+            self._check_bind("admin", self.admin)
+        if bool(self.admin) != (self.admin_token is not None):
+            raise ConfigError(f"admin = {self.admin!r}, admin_token = '{self.admin_token}': one needs the other")
         workers = [("prefill", each) for each in self.prefill] + [("decode", each) for each in self.decode]
         for name, worker in workers:
-            check(name, worker)
+            self.check_worker(name, worker)
         listed = [worker for _, worker in workers]
         if twice := [worker for worker in listed if listed.count(worker) > 1]:
             raise ConfigError(f"prefill, decode = {twice[0]!r}: listed twice")
@@ -389,6 +397,10 @@ class RouterConfig(NodeConfig):
     def relays(self) -> bool:
         """Whether the workers are HTTP servers, to which requests are passed on."""
         return self.engine in HTTP_ENGINES
+
+    def check_worker(self, name: str, value: str) -> None:
+        """Raises ConfigError for a worker that this router may not dial; `name` is where it was given."""
+        (self._check_server if self.relays else self._check_peer)(name, value)
 
     def _check_server(self, name: str, value: str) -> None:
         scheme, _, address = value.partition("://")

@@ -13,7 +13,7 @@ from .recent_requests import RecentRequests
 from .router_rooms import Leg, RoutedRoom, RouterRoom
 from .servers.server_pool import Server
 from .status import FleetStatus, RouterStatus, SlotsStatus, TotalsStatus, WorkerState, WorkerStatus
-from .worker_pool import Worker, model_text
+from .worker_pool import Departure, Worker, model_text
 from .worker_pool import WorkerState as Connection
 
 
@@ -53,8 +53,9 @@ def fleet_status(
     )
 
 
-def worker_status(worker: Worker) -> WorkerStatus:
-    """Returns what is known of a daemon. Of one that is not connected, only its name and the reason."""
+def worker_status(worker: Worker, why: str = "") -> WorkerStatus:
+    """Returns what is known of a daemon. Of one that is not connected, only its name and the reason. `why` is a better
+    one than its own."""
     load, figures, window = worker.load, worker.figures.latest, worker.figures
     kv_bytes_s = window.rate("kv_bytes")
     is_decode = worker.role == "decode"
@@ -66,7 +67,8 @@ def worker_status(worker: Worker) -> WorkerStatus:
         node=None if worker.identity is None else worker.identity.node,
         model=None if worker.identity is None else model_text(worker.model),
         state=_state(worker, load),
-        why=worker.why or None,
+        why=why or worker.why or worker.departure.value or None,
+        leaves=worker.departure is Departure.LEAVES,
         uptime_s=None if figures is None else figures.uptime_ms / 1e3,
         rooms_here=len(worker.rooms),
         rooms_running=None if load is None else load.rooms_running,
@@ -95,9 +97,14 @@ def worker_status(worker: Worker) -> WorkerStatus:
 
 def server_status(server: Server) -> WorkerStatus:
     """Returns what is known of an HTTP server: whether it is healthy, and what it was sent."""
-    state: WorkerState = "ready" if server.usable else "unusable"
+    state: WorkerState = "ready" if server.usable else "unusable" if server.why else "draining"
     return WorkerStatus(
-        role=server.role, address=server.url, state=state, why=server.why or None, rooms_here=server.unfinished
+        role=server.role,
+        address=server.url,
+        state=state,
+        why=server.why or server.departure.value or None,
+        leaves=server.departure is Departure.LEAVES,
+        rooms_here=server.unfinished,
     )
 
 
@@ -131,7 +138,7 @@ def _state(worker: Worker, load: Load | None) -> WorkerState:
         return "connecting"
     if load is None or not load.ready:
         return "starting"
-    return "draining" if load.draining else "ready"
+    return "ready" if worker.usable else "draining"
 
 
 def _counts(tallies: Iterable[Tally]) -> dict[str, int]:

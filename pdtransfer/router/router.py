@@ -32,24 +32,25 @@ from ..process.setup import prepare
 from ..process.signals import StopSignal, reload, reload_on_hangup
 from ..tracing.ended_request import EndedRequests
 from ..tracing.trace import recorded
-from ..wire import Identity, Message, Ranks
+from ..wire import Identity, Message, Ranks, split_key
 from .answer_text import TextPiece
 from .answering import GrowingAnswer, Reply
 from .answers import AnswerForm, error, model_object, models, usage_of
 from .client_guard import ClientGuard
 from .client_request import REQUEST_ID, ClientRequest
 from .completions import BadRequestError, Completion, detokenized, parse, tokenized
+from .fleet_changes import FleetChanges
 from .fleet_status import fleet_status, rooms_by_progress, worker_status
 from .model_text import load_text
 from .openai_http import JSON, OpenRequests, error_response, openai_errors, refusal
 from .recent_requests import RecentRequests
-from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged
+from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
 from .router_metrics import RouterMetrics
 from .routing import Routing
 from .servers.server_router import ServerRouter
-from .status import FleetStatus
+from .status import FleetStatus, WorkerStatus
 from .status_http import StatusPages
-from .worker_pool import model_text
+from .worker_pool import Role, model_text
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class Router:
 
     async def open(self) -> str:
         """Dials the workers and listens; returns host:port. Raises ConfigError or WorldError."""
-        for endpoint in (*self._config.prefill, *self._config.decode):
+        for endpoint in self.routing.workers.by_peer:
             self._bus.dial(endpoint)
         self._perform(self.routing.start(self._clock.now()))
         return await self._listener.open(self._config.listen, self._guard.tls)
@@ -113,7 +114,7 @@ class Router:
     def allow(self, allowed: AllowList) -> None:
         """Replaces the allow-list: disconnects workers that it no longer lists, and dials listed ones again."""
         self._bus.allow(allowed)
-        for endpoint in (*self._config.prefill, *self._config.decode):
+        for endpoint in self.routing.workers.by_peer:
             with suppress(ConfigError):  # not on the list
                 self._bus.dial(endpoint)
 
@@ -177,6 +178,9 @@ class Router:
                 worker = self.routing.workers.by_peer[peer]
                 assert worker.identity is not None
                 log.info("%s %s is connected at %s", worker.role, worker.identity.node, peer)
+            case WorkerLeft(peer):
+                self._bus.hang_up(peer)
+                log.info("worker %s was removed: its last room has ended", split_key(peer)[1])
             case WorkerChanged(_, why, orderly):
                 log.log(logging.INFO if orderly else logging.WARNING, "%s", why)
 
@@ -197,13 +201,35 @@ class Router:
         ready = not draining and bool(pool.models())
         return Health(ready, {"draining": draining, "workers": workers})
 
+    def roles(self) -> dict[str, Role]:
+        """The workers that are here, by endpoint."""
+        return {each.peer: each.role for each in self.routing.workers.by_peer.values()}
+
+    def add_worker(self, role: Role, address: str) -> None:
+        """Dials a worker, or keeps one that was to leave. Raises ConfigError and WorldError."""
+        self._bus.dial(address)
+        self._perform(self.routing.add_worker(address, role, self._clock.now()))
+
+    def drain_worker(self, address: str) -> None:
+        """Gives the worker no new rooms."""
+        self.routing.workers.drain(address)
+
+    def remove_worker(self, address: str) -> None:
+        """Gives the worker no new rooms, and closes its connection after the last one."""
+        self._perform(self.routing.remove_worker(address))
+
+    def workers_status(self) -> list[WorkerStatus]:
+        """What is known of each worker."""
+        pool, trouble = self.routing.workers, self._bus.trouble
+        return [worker_status(each, pool.why_not(each, trouble(each.peer))) for each in pool.by_peer.values()]
+
     def _fleet_status(self) -> FleetStatus:
         pool, draining = self.routing.workers, self.open_requests.draining
         models = pool.models()
         return fleet_status(
             self._config,
             self.recent,
-            [worker_status(each) for each in pool.by_peer.values()],
+            self.workers_status(),
             ready=bool(models) and not draining,
             draining=draining,
             models=list(models),
@@ -421,20 +447,24 @@ async def serve(config: RouterConfig) -> None:
 
 async def _run_until_stopped(config: RouterConfig, spans: Spans | None, ended: EndedRequests) -> None:
     stop, router = StopSignal(), ServerRouter(config, ended) if config.relays else Router(config, spans, ended)
+    changes = FleetChanges(config, router)
     try:
         address = await router.open()
+        admin = await changes.open()
         reload_on_hangup(*router.reloads)
         log.info("%s listens on %s", config.node, address)
         for role, endpoints in (("prefill", config.prefill), ("decode", config.decode)):
-            if not endpoints:
+            if not endpoints and config.workers_file is None and not config.admin:
                 form = "http" if config.relays else "tcp"
                 log.warning("no request can be served: name a %s worker with --%s %s://host:port", role, role, form)
         if config.json:
             line = {"ready": True, "role": config.role, "node": config.node, "http": address}
+            line |= {"admin": admin} if admin else {}
             print(msgspec.json.encode(line).decode(), flush=True)
         await stop.asked.wait()
         await router.drain(stop.hurried)
     finally:
+        await changes.close()
         await router.close()
         stop.close()
 

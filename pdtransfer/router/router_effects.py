@@ -91,7 +91,14 @@ class WorkerChanged:
     orderly: bool = False
 
 
-RoutingEffect: TypeAlias = Send | Emit | Finish | Fail | Retry | WorkerChanged
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """A worker that was removed has no room any more: its connection may be closed."""
+
+    peer: str
+
+
+RoutingEffect: TypeAlias = Send | Emit | Finish | Fail | Retry | WorkerChanged | WorkerLeft
 
 
 @dataclass(frozen=True, slots=True)

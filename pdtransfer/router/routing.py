@@ -42,6 +42,7 @@ from .router_effects import (
     Retry,
     RoutingEffect,
     WorkerChanged,
+    WorkerLeft,
 )
 from .router_rooms import (
     LEG,
@@ -55,7 +56,7 @@ from .router_rooms import (
     RouterRoom,
     dense,
 )
-from .worker_pool import NoPair, RoutedPrompt, Worker, WorkerPair, WorkerPool
+from .worker_pool import NoPair, Role, RoutedPrompt, Worker, WorkerPair, WorkerPool
 
 
 class Routing:
@@ -139,7 +140,9 @@ class Routing:
 
     def receive(self, peer: str, message: Message, now: float) -> list[RoutingEffect]:
         """Handles a message of the worker `peer`. Raises RemoteProtocolError for a breach."""
-        worker = self.workers.by_peer[peer]
+        worker = self.workers.by_peer.get(peer)
+        if worker is None:
+            return []  # It was removed, and its connection is being closed.
         if not self.workers.receive(worker, message, now):
             if not isinstance(message, Begun | Tokens | End):
                 raise RemoteProtocolError("kind", f"a worker sends a router no {type(message).__name__}")
@@ -162,7 +165,9 @@ class Routing:
 
     def breach(self, peer: str, error: RemoteProtocolError, now: float) -> list[RoutingEffect]:
         """The worker `peer` broke the protocol: loses it, and connects again later."""
-        worker = self.workers.by_peer[peer]
+        worker = self.workers.by_peer.get(peer)
+        if worker is None:
+            return []
         self._effects.append(Send(peer, Reject(0, Cause.BREACH.value, (str(error)[:TEXT_LENGTH_MAX],))))
         self.workers.refuse(worker, Cause.BREACH, f"{peer} broke the protocol: {error}", now)
         return self._take()
@@ -177,6 +182,16 @@ class Routing:
                 self._deadline(room, now)
             else:
                 self._repeat(room, room.prefill if what == "prefill" else room.decode, now)
+        return self._take()
+
+    def add_worker(self, peer: str, role: Role, now: float) -> list[RoutingEffect]:
+        """Takes a worker in, or keeps one that was to leave or to drain. Its role must be the one it has."""
+        self.workers.add(peer, role, now)
+        return self._take()
+
+    def remove_worker(self, peer: str) -> list[RoutingEffect]:
+        """Gives the worker no new rooms, and forgets it once its rooms have ended (WorkerLeft)."""
+        self.workers.remove(peer)
         return self._take()
 
     def drain(self) -> None:
@@ -307,6 +322,8 @@ class Routing:
 
     def _settle(self, room: RoutedRoom) -> None:
         """Finishes a room whose legs have both ended, and removes it."""
+        for leg in room.legs:
+            self.workers.left(leg.worker)
         if any(leg.state is not Leg.ENDED for leg in room.legs):
             return
         if room.state is RouterRoom.OPEN:
@@ -417,7 +434,7 @@ class Routing:
         self._timers.set((leg.worker.role, room.id), now + leg.repeat_ms / 1e3)
         self._effects.append(Send(leg.worker.peer, message))
 
-    def _effects_append(self, effect: Send | WorkerChanged) -> None:
+    def _effects_append(self, effect: Send | WorkerChanged | WorkerLeft) -> None:
         self._effects.append(effect)
 
     def _take(self) -> list[RoutingEffect]:

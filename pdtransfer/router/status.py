@@ -32,6 +32,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
     model: str | None = None
     state: WorkerState
     why: str | None = None  # why it takes no rooms
+    leaves: bool = False  # it was removed, and is forgotten once its rooms have ended
     uptime_s: float | None = None
     rooms_here: int  # of this router: not ended on the worker
     rooms_running: int | None = None  # of all routers, as the next ones

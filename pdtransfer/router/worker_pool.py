@@ -19,10 +19,11 @@ from ..handoff.timers import Timers
 from ..limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, TOKENS_MAX, Limits
 from ..wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
 from .figure_window import FigureWindow
-from .router_effects import WorkerChanged
+from .router_effects import WorkerChanged, WorkerLeft
 
 OBSTACLES_MAX = 3  # that /health shows of one worker
 
+Role = Literal["prefill", "decode"]
 Model = tuple[str, bytes]  # name, and digest of the weights
 
 
@@ -40,6 +41,14 @@ class WorkerEvent(Word):
     LOSE = "lose"
 
 
+class Departure(Word):
+    """What an operator has decided about a worker, as the reason why it gets no rooms."""
+
+    STAYS = ""
+    DRAINS = "drained by an operator"
+    LEAVES = "removed by an operator; its rooms run to their end"
+
+
 _S, _E = WorkerState, WorkerEvent
 
 WORKER_STATE: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
@@ -54,7 +63,7 @@ class Worker:
     """One dialled daemon. `rooms` holds the ids of the rooms that have not ended on it."""
 
     peer: str
-    role: Literal["prefill", "decode"]
+    role: Role
     liveness: Liveness
     known: KnownPrefixes  # prefixes of the prompts sent there
     state: WorkerState = WorkerState.CONNECTING
@@ -62,6 +71,7 @@ class Worker:
     load: Load | None = None
     why: str = "has not answered yet"  # the reason why it is not connected
     lost: bool = False  # it has been connected, or was refused: `why` is more than that
+    departure: Departure = Departure.STAYS
     rooms: set[int] = field(default_factory=set[int])
     prompt_tokens: int = 0  # of its rooms
     promised_slots: int = 0  # slots for rooms begun after its last Load
@@ -72,10 +82,9 @@ class Worker:
 
     @property
     def usable(self) -> bool:
-        """Whether it accepts rooms."""
-        return (
-            self.state is WorkerState.CONNECTED and self.load is not None and self.load.ready and not self.load.draining
-        )
+        """Whether it gets rooms."""
+        ready = self.load is not None and self.load.ready and not self.load.draining
+        return ready and self.state is WorkerState.CONNECTED and self.departure is Departure.STAYS
 
     @property
     def model(self) -> Model:
@@ -198,16 +207,12 @@ class WorkerPool:
         prefill: Iterable[str],
         decode: Iterable[str],
         limits: Limits,
-        out: Callable[[Send | WorkerChanged], None],
+        out: Callable[[Send | WorkerChanged | WorkerLeft], None],
         lost: Callable[[Worker, Cause, str, float], None],
     ) -> None:
         self._identity, self._limits, self._out, self._lost = identity, limits, out, lost
 
-        def worker(peer: str, role: Literal["prefill", "decode"]) -> Worker:
-            return Worker(peer, role, Liveness(limits, 0.0), KnownPrefixes(limits.prefix_keys_max))
-
-        workers = [worker(peer, "prefill") for peer in prefill] + [worker(peer, "decode") for peer in decode]
-        self._decode_count = sum(worker.role == "decode" for worker in workers)
+        workers = [self._new(peer, "prefill") for peer in prefill] + [self._new(peer, "decode") for peer in decode]
         self.by_peer = {worker.peer: worker for worker in workers}
         assert len(self.by_peer) == len(workers), "each worker has one role"
         self.timers: Timers[str] = Timers()
@@ -217,10 +222,45 @@ class WorkerPool:
         for worker in self.by_peer.values():
             self._hello(worker, now)
 
+    def _new(self, peer: str, role: Role) -> Worker:
+        return Worker(peer, role, Liveness(self._limits, 0.0), KnownPrefixes(self._limits.prefix_keys_max))
+
+    def add(self, peer: str, role: Role, now: float) -> None:
+        """Takes a worker in, or keeps one that was to leave or to drain."""
+        worker = self.by_peer.get(peer)
+        if worker is None:
+            worker = self.by_peer[peer] = self._new(peer, role)
+            self._hello(worker, now)
+        assert worker.role == role, "the caller has compared them"
+        worker.departure = Departure.STAYS
+
+    def drain(self, peer: str) -> None:
+        """Gives a worker no new rooms; those under way run to their end."""
+        worker = self.by_peer[peer]
+        if worker.departure is Departure.STAYS:
+            worker.departure = Departure.DRAINS
+
+    def remove(self, peer: str) -> None:
+        """Drains a worker, and forgets it once its last room has ended."""
+        worker = self.by_peer[peer]
+        worker.departure = Departure.LEAVES
+        self.left(worker)
+
+    def left(self, worker: Worker) -> None:
+        """Forgets a worker that is to leave and has no room any more."""
+        if worker.departure is Departure.LEAVES and not worker.rooms and worker.peer in self.by_peer:
+            if worker.state is WorkerState.CONNECTED:
+                self._out(Send(worker.peer, Goodbye(self._identity.incarnation, Cause.SHUTDOWN.value)))
+            self.timers.clear(worker.peer)
+            del self.by_peer[worker.peer]
+            self._out(WorkerLeft(worker.peer))
+
     def tick(self, now: float) -> None:
         """Repeats Hello to unconnected workers, sends Ping to connected ones, and detects silence."""
         while (peer := self.timers.pop(now)) is not None:
-            worker = self.by_peer[peer]
+            worker = self.by_peer.get(peer)
+            if worker is None:
+                continue  # it has left
             if worker.state is WorkerState.CONNECTING:
                 self._hello(worker, now)
                 continue
@@ -332,6 +372,8 @@ class WorkerPool:
             parts = (worker.why, trouble) if worker.lost or not trouble else (trouble,)
             return "; ".join(part for part in parts if part)
         if not worker.usable:
+            if worker.departure is not Departure.STAYS:
+                return worker.departure.value
             return "it is draining" if worker.load is not None and worker.load.draining else "it is not ready yet"
         others = self._groups("decode" if worker.role == "prefill" else "prefill")
         if not others:
@@ -357,7 +399,7 @@ class WorkerPool:
         return groups
 
     def _keys(self, model: Model, prompt: RoutedPrompt) -> tuple[bytes, ...]:
-        if self._decode_count == 1 or not self._limits.prefix_weight:
+        if sum(worker.role == "decode" for worker in self.by_peer.values()) == 1 or not self._limits.prefix_weight:
             return ()  # no choice to make
         root, blocks_max = root_key(*model, prompt.salt), PREFIX_PLACED_BLOCKS_MAX
         return block_keys(root, prompt.ids, block_tokens=self._limits.prefix_block_tokens, blocks_max=blocks_max)
@@ -436,6 +478,8 @@ class WorkerPool:
         self._lost(worker, cause, text, now)
 
     def _hello(self, worker: Worker, now: float) -> None:
+        if self.by_peer.get(worker.peer) is not worker:
+            return  # it has left
         self.timers.set(worker.peer, now + worker.liveness.next_hello_ms() / 1e3)
         self._out(Send(worker.peer, Hello(VERSION, VERSION, self._identity)))
 

@@ -166,7 +166,8 @@ async def test_the_router_serves_its_document_as_it_is_now() -> None:
         assert slots is not None
         assert (slots.free, slots.total) == (10_000, 10_000)
         it.prefill[1].load(Load(True, True, 0, 0, 10_000, 10_000))
-        await until(lambda: not it.router.routing.workers.by_peer[it.router._config.prefill[1]].usable)
+        second = it.router.routing.workers.by_peer[[*it.router.roles()][1]]
+        await until(lambda: not second.usable)
         await asyncio.sleep(SHARED_S)
         assert json.loads((await it.get("/status"))[1])["workers"][1]["state"] == "draining"
 

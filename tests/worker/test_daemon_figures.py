@@ -7,7 +7,7 @@ from typing import Any
 
 from pdtransfer.engine_api import Finished, HotFigures, Token
 from pdtransfer.errors import Cause
-from pdtransfer.wire import Begin, Ping, Pong, Sampling, Tally, WorkerFigures, pack_ids
+from pdtransfer.wire import Begin, Cancel, Ping, Pong, Sampling, Tally, WorkerFigures, pack_ids
 from pdtransfer.worker.engine_thread import Generate
 from tests.support.daemon_pair import TOKENS, Heard, decode, prefill
 from tests.support.waiting import on_loop, until
@@ -57,19 +57,29 @@ async def test_failed_rooms_are_counted_and_a_stranger_gets_no_figures(tmp_path:
     async with decode(tmp_path) as daemon:
         for room in (7, 8, 9):
             daemon.heard.tell("a", Begin(room, pack_ids([97] * 9), Sampling(4), (NOWHERE,), 30_000))
-        daemon._stop(7, Cause.ABORTED)
-        daemon._stop(8, Cause.DEADLINE)
-        daemon._stop(9, Cause.ENGINE)
+        for room, cause in ((7, Cause.ABORTED), (8, Cause.DEADLINE), (9, Cause.ENGINE)):
+            daemon.heard.tell("a", Cancel(room, cause.value))
         (one,) = figures(daemon.heard)
         assert (one.rooms_done, one.rooms_failed, one.rooms_cancelled, one.rooms) == (0, 2, 1, ())
         assert figures(daemon.heard, "stranger") == ()
 
 
+class Figured:
+    """An engine that reports these figures."""
+
+    figures = HotFigures(running=1, waiting=2, hits=3, misses=4, swapped_bytes=5)
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 @on_loop
 async def test_hisparse_figures_are_its_engines(tmp_path: Path) -> None:
     sparse: dict[str, Any] = {"enable_hisparse": True, "engine_option": ("layers=1", "top_k=16"), "hot_tokens": 32}
-    async with decode(tmp_path, **sparse, device_slots=66, dense_slots=256) as daemon:
-        daemon._engine._hot.figures = HotFigures(running=1, waiting=2, hits=3, misses=4, swapped_bytes=5)
+    async with decode(tmp_path, wrap=Figured, **sparse, device_slots=66, dense_slots=256) as daemon:
         (one,) = figures(daemon.heard)
         assert (one.hisparse_running, one.hisparse_waiting) == (1, 2)
         assert (one.hot_hits, one.hot_misses, one.swapped_bytes) == (3, 4, 5)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 from ...handoff.prefix import KnownPrefixes
 from ...limits import Limits
-from ..worker_pool import NoPair
+from ..worker_pool import Departure, NoPair, Role
 from .dialects import ServerIdentity
 
 
@@ -18,18 +17,19 @@ class Server:
     """One server. `why` is the reason why it gets no requests, empty while it is healthy."""
 
     url: str
-    role: Literal["prefill", "decode"]
+    role: Role
     known: KnownPrefixes  # blocks of the prompts sent there
     why: str = "has not answered yet"
     down_since: float = 0.0  # while `why` is set, in seconds
     identity: ServerIdentity | None = None  # of a prefill server, by what it last told
+    departure: Departure = Departure.STAYS
     unfinished: int = 0  # requests that it has not answered in full
     sent: int = 0  # requests since the start
 
     @property
     def usable(self) -> bool:
         """Whether it gets requests."""
-        return not self.why
+        return not self.why and self.departure is Departure.STAYS
 
     @contextmanager
     def serving(self) -> Generator[None]:
@@ -53,12 +53,9 @@ class ServerPool:
     """All servers of one router."""
 
     def __init__(self, prefill: Iterable[str], decode: Iterable[str], limits: Limits) -> None:
-        def server(url: str, role: Literal["prefill", "decode"]) -> Server:
-            return Server(url, role, KnownPrefixes(limits.prefix_keys_max))
-
         self._limits = limits
-        self.prefill = [server(url, "prefill") for url in prefill]
-        self.decode = [server(url, "decode") for url in decode]
+        self.prefill = [self._new(url, "prefill") for url in prefill]
+        self.decode = [self._new(url, "decode") for url in decode]
 
     @property
     def all(self) -> list[Server]:
@@ -70,11 +67,38 @@ class ServerPool:
         """Whether there is a pair of healthy servers."""
         return all(any(each.usable for each in role) for role in (self.prefill, self.decode))
 
+    def _new(self, url: str, role: Role) -> Server:
+        return Server(url, role, KnownPrefixes(self._limits.prefix_keys_max))
+
+    def add(self, url: str, role: Role) -> Server | None:
+        """Takes a server in and returns it; None for one that is here, which is to stay now."""
+        for each in self.all:
+            if each.url == url:
+                each.departure = Departure.STAYS
+                return None
+        server = self._new(url, role)
+        (self.prefill if role == "prefill" else self.decode).append(server)
+        return server
+
+    def depart(self, url: str, departure: Departure) -> None:
+        """Gives a server no new requests. One that is to leave is not kept by a later drain."""
+        (server,) = [each for each in self.all if each.url == url]
+        if server.departure is not Departure.LEAVES:
+            server.departure = departure
+
+    def left(self, server: Server) -> bool:
+        """Forgets a server that is to leave and has no request any more; returns whether it did."""
+        of_role = self.prefill if server.role == "prefill" else self.decode
+        if server.departure is not Departure.LEAVES or server.unfinished or server not in of_role:
+            return False
+        of_role.remove(server)
+        return True
+
     def report(self, server: Server, why: str, now: float) -> bool:
         """Notes a server's health, empty `why` for healthy; returns whether it changed. A server that is down may come
         back as another process: what is known of it is forgotten."""
         changed = server.why != why
-        if why and server.usable:
+        if why and not server.why:
             server.down_since, server.identity = now, None
             server.known.clear()
         server.why = why
@@ -82,7 +106,7 @@ class ServerPool:
 
     def overdue(self, server: Server, now: float) -> bool:
         """Whether it has been down for so long that its requests are lost."""
-        return not server.usable and now - server.down_since >= self._limits.room_deadline_ms / 1e3
+        return bool(server.why) and now - server.down_since >= self._limits.room_deadline_ms / 1e3
 
     @property
     def places(self) -> bool:

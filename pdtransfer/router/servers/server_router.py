@@ -22,9 +22,9 @@ from ..fleet_status import fleet_status, server_status
 from ..openai_http import OpenRequests, error_response, openai_errors, refusal
 from ..recent_requests import RecentRequests
 from ..router_metrics import NO_MODEL
-from ..status import FleetStatus
+from ..status import FleetStatus, WorkerStatus
 from ..status_http import StatusPages
-from ..worker_pool import NoPair
+from ..worker_pool import Departure, NoPair, Role
 from .dialects import DIALECTS
 from .exchange import Answer, AttemptFailedError, Upstream
 from .server_metrics import ServerMetrics
@@ -59,12 +59,13 @@ class ServerRouter:
         app.add_routes([web.get("/v1/models", self._models), *StatusPages(self._fleet_status).routes])
         app.on_response_prepare.append(self._stamp)
         self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
-        self._polls: list[asyncio.Task[None]] = []
+        self._polls: dict[str, asyncio.Task[None]] = {}  # by the server's URL
 
     async def open(self) -> str:
         """Asks the servers for their health, from now on again and again, and listens; returns host:port. Raises
         WorldError."""
-        self._polls = [asyncio.create_task(self._poll(each)) for each in self.pool.all]
+        for each in self.pool.all:
+            self._watch(each)
         return await self._listener.open(self._config.listen, self._guard.tls)
 
     @property
@@ -79,19 +80,45 @@ class ServerRouter:
     async def close(self) -> None:
         """Fails unfinished requests, and closes all connections."""
         self.open_requests.draining = True
-        for each in self._polls:
+        for each in self._polls.values():
             each.cancel()
         self.upstream.stop()
         await self._listener.close()
         await self.upstream.close()
 
+    def roles(self) -> dict[str, Role]:
+        """The servers that are here, by URL."""
+        return {each.url: each.role for each in self.pool.all}
+
+    def add_worker(self, role: Role, address: str) -> None:
+        """Takes a server in, or keeps one that was to leave."""
+        if (server := self.pool.add(address, role)) is not None:
+            self._watch(server)
+
+    def drain_worker(self, address: str) -> None:
+        """Gives the server no new requests."""
+        self.pool.depart(address, Departure.DRAINS)
+
+    def remove_worker(self, address: str) -> None:
+        """Gives the server no new requests, and forgets it after the last one."""
+        self.pool.depart(address, Departure.LEAVES)
+
+    def workers_status(self) -> list[WorkerStatus]:
+        """What is known of each server."""
+        return [server_status(each) for each in self.pool.all]
+
+    def _watch(self, server: Server) -> None:
+        self._polls[server.url] = asyncio.create_task(self._poll(server))
+
     async def _poll(self, server: Server) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        while not self.pool.left(server):
             self._report(server, await self.upstream.probe(server))
             if self.pool.overdue(server, loop.time()):
                 self.upstream.lose(server)
             await asyncio.sleep(self._limits.ping_ms / 1e3)
+        del self._polls[server.url]
+        log.info("%s %s was removed: its last request has ended", server.role, server.url)
 
     def _report(self, server: Server, why: str) -> None:
         if not self.pool.report(server, why, asyncio.get_running_loop().time()):
@@ -120,7 +147,7 @@ class ServerRouter:
         return fleet_status(
             self._config,
             self.recent,
-            [server_status(each) for each in self.pool.all],
+            self.workers_status(),
             ready=self.pool.usable and not self.open_requests.draining,
             draining=self.open_requests.draining,
             models=[],

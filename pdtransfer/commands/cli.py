@@ -113,6 +113,7 @@ def demo(
 def top(
     *,
     router: Annotated[str, Parameter(help="The router's URL.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[Path | None, Parameter(help="A file with an API key, for a router that asks for one.")] = None,
     interval: Annotated[float, Parameter(help="Seconds between two pictures.")] = 1.0,
     once: Annotated[bool, Parameter(help="Print one picture, as where the output is no terminal.")] = False,
     json: Annotated[bool, Parameter(help="Print the router's status document once.")] = False,
@@ -122,7 +123,7 @@ def top(
 
     if not 0.1 <= interval <= 3_600:
         raise ConfigError(f"interval = {interval}: must be 0.1 to 3600 seconds")
-    return run(router, interval_s=interval, once=once, json=json)
+    return run(router, key=api_key, interval_s=interval, once=once, json=json)
 
 
 @app.command

@@ -9,12 +9,13 @@ import time
 import tty
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 
-from ..errors import WorldError
+from ..errors import ConfigError, WorldError
 from ..router.status import FleetStatus
 from .router_client import RouterClient
 from .top_view import view
@@ -23,14 +24,17 @@ from .top_view import view
 class StatusSource:
     """Asks one router for its status document."""
 
-    def __init__(self, url: str) -> None:
-        """Raises ConfigError for what is no URL of a router."""
+    def __init__(self, url: str, key: str = "") -> None:
+        """`key` is an API key, for a router that asks for one. Raises ConfigError for what is no URL of a router."""
         self._router = RouterClient("router", url)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = self._router.url
 
     def ask(self) -> bytes:
         """Returns the document. Raises WorldError where the router does not answer with one."""
-        status, body = self._router.request("GET", "/status")
+        status, body = self._router.request("GET", "/status", headers=self._headers)
+        if status == 401:
+            raise WorldError(f"{self.url} asks for an API key: name a file that has one with --api-key")
         if status != 200:
             raise WorldError(f"{self.url}/status answers {status}: it is no router of pdtransfer, or an older one")
         return body
@@ -62,9 +66,12 @@ class _Screen:
         )
 
 
-def run(url: str, *, interval_s: float, once: bool, json: bool) -> int:
+def run(url: str, *, key: Path | None, interval_s: float, once: bool, json: bool) -> int:
     """The command `pdtransfer top`; returns its exit status. Raises ConfigError and WorldError."""
-    source, console = StatusSource(url), Console(highlight=False, markup=False, emoji=False)
+    source, console = (
+        StatusSource(url, "" if key is None else _key(key)),
+        Console(highlight=False, markup=False, emoji=False),
+    )
     try:
         if json:
             print(source.ask().decode())
@@ -95,6 +102,17 @@ def _watch(source: StatusSource, console: Console, interval_s: float, key_presse
             live.refresh()
             if key_pressed(max(0.0, began_s + interval_s - time.monotonic())) in ("q", "Q"):
                 return
+
+
+def _key(path: Path) -> str:
+    """Reads an API key. Raises ConfigError."""
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key = '{path}': {getattr(error, 'strerror', None) or error}") from None
+    if not key.isascii() or not key.isprintable() or len(key.split()) != 1:
+        raise ConfigError(f"api_key = '{path}': must be one word of ASCII characters")
+    return key
 
 
 @contextmanager

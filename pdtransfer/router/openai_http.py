@@ -22,7 +22,8 @@ from .completions import BadRequestError
 log = logging.getLogger(__name__)
 
 JSON = "application/json"
-PUBLIC = frozenset({"/health", "/live", "/metrics"})  # what probes and Prometheus ask for, without a key
+# What probes and Prometheus ask for, without a key; and the status page, which has no data of its own.
+PUBLIC = frozenset({"/", "/health", "/live", "/metrics"})
 API_KEY_NAME = web.RequestKey("api_key_name", str)  # whose request it is, where API keys are on
 REFUSED_LOG_MS = 1_000  # between two log lines about unknown API keys
 BODY_S = 20.0  # time limit for a body

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -127,6 +128,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        if self.headers.get("Authorization", "Bearer sk-good") != "Bearer sk-good":
+            self.server.status = 401  # type: ignore[attr-defined]
         body: bytes = self.server.body  # type: ignore[attr-defined]
         self.send_response(self.server.status if self.path == "/status" else 404)  # type: ignore[attr-defined]
         self.send_header("Content-Length", str(len(body)))
@@ -158,6 +161,20 @@ def test_one_picture_and_the_document_are_printed(
     assert "d decode-1" in capsys.readouterr().out
     assert main(["top", "--router", url, "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out, type=FleetStatus) == document([worker(1)])
+
+
+def test_a_key_is_sent_where_a_file_names_one(
+    site: http.server.HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, url = tmp_path / "key", f"127.0.0.1:{site.server_port}"
+    for text, status, said in (
+        ("sk-good\n", 0, ""),
+        ("sk-bad", 1, "asks for an API key"),
+        ("two words", 2, "one word"),
+    ):
+        file.write_text(text)
+        assert main(["top", "--router", url, "--once", "--api-key", str(file)]) == status
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,8 @@ class NodeConfig:
         Path | None, _help("Write a timeline into this directory, as NODE.json, for `pdtransfer timeline`.")
     ] = None
     otlp: Annotated[
-        str, _help("Send a span of each request and room to this OpenTelemetry collector, http://host:port (OTLP).")
+        str,
+        _help("OpenTelemetry collector that gets spans of requests, http://host:port; needs pip install '.[otel]'."),
     ] = ""
     json: Annotated[bool, _help("Print one JSON object a line on standard output: ready, and the addresses.")] = False
     limits: Annotated[Limits, Parameter(group=_LIMITS)] = field(default_factory=Limits)

@@ -86,10 +86,10 @@ class Journey:
         return None if (found := self.parts.get(part)) is None else found[1] - found[0]
 
     def spans(self, room: int) -> tuple[RequestSpan, ...]:
-        """The parts, in seconds since its begin."""
+        """The parts by their begin, in seconds since the room's."""
         return tuple(
             RequestSpan(lane, name, begin_s - self.began_s, end_s - self.began_s, room)
-            for (lane, name), (begin_s, end_s) in self.parts.items()
+            for (lane, name), (begin_s, end_s) in sorted(self.parts.items(), key=lambda part: part[1])
         )
 
 

@@ -35,7 +35,8 @@ class SpanExporter:
             raise missing_extra(error) or error from None
         url = endpoint.rstrip("/")
         url = url if url.endswith(PATH) else url + PATH
-        self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=url, timeout=EXPORT_S))
+        self._exporter = OTLPSpanExporter(endpoint=url, timeout=EXPORT_S)
+        self._processor = BatchSpanProcessor(self._exporter)
         self._resource = Resource.create(
             {"service.name": f"pdtransfer-{role}", "service.instance.id": node, "service.version": __version__}
         )
@@ -63,6 +64,8 @@ class SpanExporter:
         last = threading.Thread(target=self._processor.shutdown, daemon=True)
         last.start()
         last.join(CLOSE_S)
+        if last.is_alive():
+            self._exporter.shutdown()  # which ends its wait for another try
 
     def _queue(
         self,

@@ -126,7 +126,9 @@ def _model(identity: Identity) -> Metric:
 
 def _quarantined(peers: Iterable[PeerRecord]) -> Metric:
     """The peers with most of it; all others together."""
-    of = GaugeMetricFamily("pdtransfer_peer_quarantined_bytes", "The same by peer; 0 is left out", labels=["peer"])
+    of = GaugeMetricFamily(
+        "pdtransfer_peer_quarantined_bytes", "Leased to a writer not proven quiet; 0 is left out", labels=["peer"]
+    )
     most = sorted((each for each in peers if each.quarantined_bytes), key=lambda each: -each.quarantined_bytes)
     for each in most[:METRICS_LABELS_MAX]:
         of.add_metric([each.identity.node if each.identity is not None else ""], each.quarantined_bytes)

@@ -41,10 +41,10 @@ class PrefillTimes:
             "pdtransfer_queue_seconds", "From a room's begin to the first step that computes it", bounds=WAIT_BUCKETS
         )
         self._compute = make(
-            "pdtransfer_prefill_seconds", "From there until its prompt is computed", bounds=WAIT_BUCKETS
+            "pdtransfer_prefill_seconds", "From a room's first step until its prompt is computed", bounds=WAIT_BUCKETS
         )
         self._exposed = make(
-            "pdtransfer_exposed_transfer_seconds", "From there until its last byte is written",
+            "pdtransfer_exposed_transfer_seconds", "From a computed prompt to its last byte written",
             bounds=EXPOSED_BUCKETS, labels=PER_PEER,
         )  # fmt: skip
 

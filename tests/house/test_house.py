@@ -332,6 +332,7 @@ def calls(tree: ast.AST, where: str = "") -> Iterator[tuple[str, str]]:
 WAITS_INSIDE_THE_DRIVER = {
     ("reference.cache.Cache.digests", "cpu"): "once a request, when it has ended",
     ("adapters.transformers.checkpoint._load", "to"): "at the start",
+    ("adapters.transformers.checkpoint.placed", "to"): "at the start",
     ("adapters.transformers.checkpoint._digest", "cpu"): "at the start",
     ("adapters.transformers.factory._prove", "tensor"): "at the start",
     ("adapters.transformers.prefill.CheckpointPrefill.__init__", "synchronize"): "at the start",

@@ -166,7 +166,7 @@ def move(
     source: tuple[NDArray[np.uint8], Layout], held: NDArray[np.int64], target: tuple[NDArray[np.uint8], Layout],
     place: NDArray[np.int64], layers: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Copies rows of these layers, head by head."""
+    """Copies rows of these layers, head by head: those that the target has."""
     places = {
         (plane.kind, plane.layer, plane.head_start + head): (number, head)
         for number, plane in enumerate(target[1].planes)
@@ -177,7 +177,10 @@ def move(
             continue
         row = np.arange(plane.head_bytes)
         for head in range(plane.head_count):
-            to, at = places[plane.kind, plane.layer, plane.head_start + head]
+            key = plane.kind, plane.layer, plane.head_start + head
+            if key not in places:
+                continue
+            to, at = places[key]
             target_row = target[1].address(to, place)[:, None] + at * plane.head_bytes + row
             source_row = source[1].address(number, held)[:, None] + head * plane.head_bytes + row
             target[0][target_row] = source[0][source_row]

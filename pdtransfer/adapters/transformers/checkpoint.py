@@ -8,7 +8,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -29,6 +29,7 @@ from ...errors import ConfigError
 from ..model_facts import dtype_name, model_facts
 from .latent import ATTENTION, absorb, has_latents
 from .layers import LayerShape, shapes_of
+from .ranks import keep
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,10 @@ def load(config: EngineConfig, options: ModelOptions) -> Checkpoint:
 
 def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Checkpoint:
     device = _device(config)
+    if config.group.ranks.tp_size > 1:
+        if options.digests:
+            raise ConfigError(f"digests: of one process, tp_size is {config.group.ranks.tp_size}")
+        device = torch.device("cpu")  # where it is whole; `placed` puts a rank's share on its card
     made = _configuration(directory)
     text = made.get_text_config(decoder=True)
     _check(made, text)
@@ -118,7 +123,7 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
             raise ConfigError(f"its weights: {len(wrong)} are missing or of another shape: {', '.join(wrong[:3])}")
         model = model.to(device)
     model.eval()
-    shapes = _shapes(model, text, device)
+    shapes = kept_by(model, device)
     if has_latents(model):
         absorb(model)
         model.set_attn_implementation(ATTENTION)
@@ -137,10 +142,17 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
     )
 
 
+def placed(checkpoint: Checkpoint, config: EngineConfig, model: Any, shapes: tuple[LayerShape, ...]) -> Checkpoint:
+    """The checkpoint with this rank's share of the model, on its device."""
+    device = _device(config)
+    keep(model)
+    return replace(checkpoint, model=model.to(device), shapes=shapes, device=device)
+
+
 def _device(config: EngineConfig) -> torch.device:
     ranks = config.group.ranks
-    if ranks.tp_size * ranks.pp_size > 1:
-        raise ConfigError(f"tp_size = {ranks.tp_size}, pp_size = {ranks.pp_size}: a checkpoint is served by one rank")
+    if ranks.pp_size > 1:
+        raise ConfigError(f"pp_size = {ranks.pp_size}: a checkpoint is split by heads alone")
     if config.hisparse is not None:
         raise ConfigError("enable_hisparse: only the reference model decodes with it")
     try:
@@ -203,9 +215,9 @@ def _check(made: Any, text: Any) -> None:
             raise ConfigError(f"rope_type {name!r}: one request's length would turn the keys of others in its batch")
 
 
-def _shapes(model: Any, text: Any, device: torch.device) -> tuple[LayerShape, ...]:
-    """What each layer keeps of a token, by what transformers' own cache holds after one."""
-    cache = _tried("config.json", lambda: DynamicCache(config=text))
+def kept_by(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
+    """What each layer keeps of a token, by what transformers' own cache holds after one. Raises ConfigError."""
+    cache = _tried("config.json", lambda: DynamicCache(config=model.config.get_text_config(decoder=True)))
 
     def one() -> None:
         with torch.inference_mode():

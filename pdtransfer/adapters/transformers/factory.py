@@ -14,16 +14,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import DynamicCache
 
 from ...engine_api import Broken, DecodeEngine, EngineConfig, Finished, Prefilled, PrefillEngine, Request, Token
 from ...errors import ConfigError
 from ...wire import Sampling
-from .checkpoint import Checkpoint, ModelOptions, load
+from .checkpoint import Checkpoint, ModelOptions, kept_by, load, placed
 from .decode import CheckpointDecode
-from .layers import WINDOW, describe
+from .layers import WINDOW, LayerShape, describe
 from .paged import PagedModel
 from .prefill import CheckpointPrefill
+from .ranks import share_of, split, together
 
 _PROOF_TOKENS = 11
 _PROOF_KEYS = 1_024  # of the step: most are masked, as those of a longer request in the same batch
@@ -47,21 +49,46 @@ def loaded(config: EngineConfig, options: ModelOptions) -> Checkpoint:
         raise ConfigError(f"chunk_tokens: {config.chunk_tokens}, batch_max: {config.batch_max}: both are at least 1")
     checkpoint = load(config, options)
     checkpoint.enter()
+    ranks = config.group.ranks
     try:
-        _prove(checkpoint, config)
+        expected = _whole(checkpoint)
+        if ranks.tp_size == 1:
+            _prove(checkpoint, config, expected)
+            return checkpoint
+        shares = together(ranks.tp_size, lambda group: _proven(checkpoint, replace(config, group=group), expected))
+        return placed(checkpoint, config, split(checkpoint.model, config.group), shares[ranks.tp_rank])
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError) as error:
         raise ConfigError(f"model = {options.model!r}: over a paged cache: {error}") from error
-    return checkpoint
 
 
 @torch.inference_mode()
-def _prove(checkpoint: Checkpoint, config: EngineConfig) -> None:
+def _whole(checkpoint: Checkpoint) -> Tensor:
+    """Logits of some tokens, computed at once over transformers' own cache."""
+    text = checkpoint.model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=text)
+    return checkpoint.model(_proof(checkpoint)[None], past_key_values=cache, use_cache=True).logits[0].float()
+
+
+def _proof(checkpoint: Checkpoint) -> Tensor:
+    return torch.arange(1, _PROOF_TOKENS + 1, device=checkpoint.device) % checkpoint.vocabulary
+
+
+def _proven(checkpoint: Checkpoint, config: EngineConfig, expected: Tensor) -> tuple[LayerShape, ...]:
+    """What a rank's layers keep; its share of the model computes the same as the whole. Raises as `_prove`."""
+    checkpoint.enter()
+    model, ranks = split(checkpoint.model, config.group), config.group.ranks
+    found = zip(checkpoint.shapes, kept_by(model, checkpoint.device), strict=True)
+    shapes = tuple(share_of(whole, own, ranks) for whole, own in found)
+    _prove(replace(checkpoint, model=model, shapes=shapes), config, expected)
+    return shapes
+
+
+@torch.inference_mode()
+def _prove(checkpoint: Checkpoint, config: EngineConfig, whole: Tensor) -> None:
     """Raises ValueError if some tokens in two chunks and a step have other logits than at once. The step is as in a
     batch with a longer request: a model must not read positions out of the number of keys."""
     device = checkpoint.device
-    ids = torch.arange(1, _PROOF_TOKENS + 1, device=device) % checkpoint.vocabulary
-    text = checkpoint.model.config.get_text_config(decoder=True)
-    whole = checkpoint.model(ids[None], past_key_values=DynamicCache(config=text), use_cache=True).logits[0].float()
+    ids = _proof(checkpoint)
     small = replace(config, role="prefill", slots=16, page_size=1, host_layout="layer_first")
     described = describe(small, checkpoint.shapes, name="", digest=b"", window_slots=0, hbm=False)
     memory = torch.zeros(described.memory_bytes, dtype=torch.uint8, device=device)

@@ -33,6 +33,8 @@ class LayerShape:
     dtype: torch.dtype
     kinds: tuple[tuple[str, int, int], ...]
     window: int = 0  # tokens that it attends to; 0: all
+    first_head: int = 0  # of a rank, among those of the whole layer
+    shared: bool = True  # whether all tensor-parallel ranks keep the same
     index: int = 0  # numbers of an index row; 0: it has none
     split: int = 0
 
@@ -80,12 +82,12 @@ def describe(
 ) -> EngineDescription:
     """Components one behind the other. Raises ConfigError if slots, page size and layout do not make a pool."""
     components: list[Component] = []
-    base = 0
+    base, ranks = 0, config.group.ranks
     for component in (KV, WINDOW, INDEX):
         if component == INDEX:
-            rows = [(shape.layer, ((INDEX, 1, shape.index),), shape.dtype) for shape in shapes if shape.index]
+            rows = [(shape.layer, ((INDEX, range(1), shape.index),), shape.dtype) for shape in shapes if shape.index]
         else:
-            rows = [(shape.layer, shape.kinds, shape.dtype) for shape in shapes if shape.component == component]
+            rows = [(shape.layer, _parts(shape), shape.dtype) for shape in shapes if shape.component == component]
         if not rows:
             continue
         span, slots = Span(), config.slots
@@ -100,13 +102,28 @@ def describe(
             layout = Layout(tuple(planes), config.page_size, slots)
         except (LocalProtocolError, ValueError) as error:
             raise ConfigError(f"no pool of {slots} slots, page_size {config.page_size}: {error}") from None
+        if len({heads for _, kinds, _ in rows for _, heads, _ in kinds}) > 1 and not _shared(shapes, component):
+            raise ConfigError(f"tp_size = {ranks.tp_size}: layers of {component} with unequal heads are not split")
         components.append(Component(component, "hbm" if hbm else "dram", 1, span, layout))
         base = -(-layout.end // _ALIGNMENT) * _ALIGNMENT
     end = components[-1].layout.end
     return EngineDescription(
         model=name, weights=digest, components=tuple(components), memory_bytes=0 if hbm else end,
         hbm_bytes=end if hbm else 0, full_sampling=True, context_tokens=config.context_tokens(context_tokens),
+        replicas={
+            each.name: (ranks.tp_rank, ranks.tp_size) for each in components if _shared(shapes, each.name)
+        },
     )  # fmt: skip
+
+
+def _parts(shape: LayerShape) -> list[tuple[str, range, int]]:
+    """Its kinds, with the heads as those of the whole layer."""
+    return [(kind, range(shape.first_head, shape.first_head + heads), size) for kind, heads, size in shape.kinds]
+
+
+def _shared(shapes: Sequence[LayerShape], component: str) -> bool:
+    """Whether all tensor-parallel ranks keep the same rows of a component."""
+    return component == INDEX or all(shape.shared for shape in shapes if shape.component == component)
 
 
 def _planes(config: EngineConfig, rows: Sequence[Any], *, slots: int, base: int) -> list[Plane]:
@@ -114,7 +131,7 @@ def _planes(config: EngineConfig, rows: Sequence[Any], *, slots: int, base: int)
     planes: list[Plane] = []
     parts = [(heads, size, dtype, kind, layer) for layer, kinds, dtype in rows for kind, heads, size in kinds]
     order = {kind: at for at, kind in enumerate(dict.fromkeys(kind for *_, kind, _ in parts))}
-    parts.sort(key=lambda part: (*part[:2], str(part[2]), order[part[3]], part[4]))
+    parts.sort(key=lambda part: (part[0].start, len(part[0]), part[1], str(part[2]), order[part[3]], part[4]))
     for (heads, size, dtype), alike in groupby(parts, key=lambda part: part[:3]):
         kinds: dict[str, list[int]] = {}
         for *_, kind, layer in alike:

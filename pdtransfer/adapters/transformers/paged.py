@@ -42,12 +42,14 @@ class KindRows:
     """All rows of one kind in one layer. Planes of parts of the heads are one."""
 
     def __init__(self, held: Tensor, planes: Sequence[Plane], heads: int) -> None:
+        first = planes[0].head_start
         strides = {steps_of(plane) for plane in planes}
         assert len(strides) == 1, strides
         (self.steps,) = strides
         self._heads = heads
         self._parts = [
-            (slice(plane.head_start, plane.head_start + plane.head_count), view_of(held, plane)) for plane in planes
+            (slice(plane.head_start - first, plane.head_start - first + plane.head_count), view_of(held, plane))
+            for plane in planes
         ]
 
     def read(self, rows: Tensor) -> Tensor:

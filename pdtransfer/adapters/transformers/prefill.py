@@ -201,7 +201,8 @@ class CheckpointPrefill:
         if room.left == 0:
             del self._rooms[number]
             picking = _Picking(room.request, Download(logits))
-            if logits.is_cuda:  # the first token follows in a later step, so that the last cells need not wait for it
+            # The first token follows in a later step, so that the last cells need not wait for it. Ranks step alike.
+            if logits.is_cuda and self._config.group.ranks.tp_size == 1:
                 self._picks.append(picking)
             else:
                 events.append(self._first_token(picking))

@@ -73,6 +73,24 @@ def test_a_prompt_that_shares_a_prefix_gets_it_from_the_cache_and_the_same_token
     on(case)
 
 
+def test_workers_of_two_ranks_answer_as_one_process(tmp_path: Path) -> None:
+    directory = checkpoints.make("qwen3", tmp_path / "qwen3")
+    one = {"model": str(directory), "engine_option": ("threads=1",), "page_size": 16, "tp_size": 2}
+    prompts = checkpoints.prompts(5, (3, 40, 70))
+    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
+    expected = generate_many(checkpoints.config(directory), [(prompt, sampling) for prompt in prompts])
+
+    async def case(site: Site) -> None:
+        answers = await asyncio.gather(*(complete(site, prompt) for prompt in prompts))
+        for answer, alone in zip(answers, expected, strict=True):
+            assert answer.status == 200, answer
+            assert answer.facts["tokens_digest"] == alone.tokens_digest.hex()
+        await site.settled()
+
+    with running(tmp_path, prefills=[one], decodes=[one]) as on:
+        on(case)
+
+
 def test_what_the_model_does_not_have_is_refused_with_both_values(on: Running) -> None:
     async def case(site: Site) -> None:
         answer = await site.complete([1, 512])

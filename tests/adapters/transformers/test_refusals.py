@@ -141,7 +141,7 @@ def test_weights_that_are_missing_or_broken_are_one_line(tmp_path: Path) -> None
         ({"slots": 10}, "no pool of 10 slots"),
         ({"chunk_tokens": 0}, "chunk_tokens: 0"),
         ({"hisparse": HiSparse(device_slots=8, hot_tokens=8)}, "enable_hisparse"),
-        ({"group": Alone(Ranks(0, 2))}, "tp_size = 2"),
+        ({"group": Alone(Ranks(0, 1, 0, 2))}, "pp_size = 2"),
     ],
 )
 def test_settings_that_it_does_not_have_are_refused_by_name(more: dict[str, Any], reason: str, tmp_path: Path) -> None:

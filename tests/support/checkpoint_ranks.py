@@ -1,0 +1,78 @@
+"""Tensor-parallel ranks of a checkpoint as threads of this process, and the hand-off between two such workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pdtransfer.adapters.transformers import create
+from pdtransfer.engine_api import Computed, Prefilled, Request, Token
+from pdtransfer.layout.layout import slots_of_rows
+from tests.support.checkpoints import config, move
+from tests.support.engine_group import Threads, together
+
+
+def workers(directory: Path, role: str, tp: int, **more: Any) -> list[Any]:
+    """The engines of all ranks of one worker."""
+    groups = Threads(tp=tp).groups()
+    return together([lambda group=group: create(config(directory, role, group=group, **more)) for group in groups])
+
+
+def computed(engine: Any, requests: list[Request]) -> tuple[dict[int, bytes], list[Computed]]:
+    """What a prefill rank makes of all these prompts at once: the aux of each room, and its cells."""
+    aux, cells = {}, []
+    assert all(engine.admit(one) for one in requests)
+    while not engine.idle:
+        for event in engine.step():
+            if isinstance(event, Prefilled):
+                aux[event.room] = event.aux
+            else:
+                assert isinstance(event, Computed), event
+                cells.append(event)
+    return aux, cells
+
+
+def decoded(engine: Any) -> dict[int, list[int]]:
+    """What a decode rank generates, by room."""
+    tokens: dict[int, list[int]] = {}
+    while not engine.idle:
+        for event in engine.step():
+            if isinstance(event, Token):
+                tokens.setdefault(event.room, []).append(event.id)
+    return tokens
+
+
+def generated_by_ranks(sources: list[Any], targets: list[Any], requests: list[Request]) -> list[dict[int, list[int]]]:
+    """The tokens of each decode rank. Its arena has its own rows, from whichever prefill rank has them."""
+    made = together([lambda engine=engine: computed(engine, requests) for engine in sources])
+    assert all(aux == made[0][0] for aux, _ in made), "every rank picks the same first token"
+    kept = []
+    for target in targets:
+        arena = np.full(target.card.memory_bytes, 0xFF, np.uint8)
+        target.attach(memoryview(arena))
+        kept.append(arena)  # it outlives its engine's steps
+        random = np.random.default_rng(3)
+        free = {each.name: random.permutation(each.layout.slots).tolist() for each in target.card.components}
+        layouts = {each.name: each.layout for each in target.card.components}
+        for one in requests:
+            tokens = len(one.prompt) + one.sampling.max_tokens
+            slots = {
+                each.name: np.array([free[each.name].pop() for _ in range(each.rows(tokens))], np.int64)
+                for each in target.card.components
+            }
+            for engine, (_, cells) in zip(sources, made, strict=True):
+                ours = {each.name: each.layout for each in engine.card.components}
+                memory = np.frombuffer(engine.pool.view, np.uint8)
+                for cell in cells:
+                    if cell.room == one.room:
+                        source = ours[cell.component]
+                        held = slots_of_rows(cell.pages, source.page_size, cell.rows, skip=cell.skip)
+                        place = slots[cell.component][cell.rows[0] : cell.rows[1]]
+                        move((memory, source), held, (arena, layouts[cell.component]), place, cell.layers)
+            target.admit(one, slots, made[0][0][one.room])
+    for engine in sources:
+        for one in requests:
+            engine.free(one.room)
+    return together([lambda engine=engine: decoded(engine) for engine in targets])

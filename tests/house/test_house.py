@@ -87,7 +87,8 @@ def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path)
 def test_only_install_commands_that_work_in_a_checkout_are_printed() -> None:
     extras = set(PYPROJECT["project"]["optional-dependencies"])
     texts = [*(REPO / "pdtransfer").rglob("*.py"), *(REPO / "examples").glob("*.py")]
-    named = {extra for path in texts for extra in re.findall(r"pip install '\.\[(\w+)\]'", path.read_text())}
+    called = r"""pip_install\(['"](\w+)['"]\)|pip install '\.\[(\w+)\]'"""
+    named = {extra for path in texts for found in re.findall(called, path.read_text()) for extra in found if extra}
     assert named == extras - {"dev"}
     assert not any("pdtransfer[" in path.read_text() for path in texts)
 

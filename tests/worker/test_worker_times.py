@@ -40,9 +40,11 @@ def directory(tmp_path: Path) -> Path:
 def _counts(times: Any) -> dict[tuple[str, ...], int]:
     """How many values each series of a worker has, without those that have none."""
     made = {
-        (name.removeprefix("_"), *labels): series.count
+        (name.removeprefix("_"), *sample.labels.values()): int(sample.value)
         for name, histogram in vars(times).items()
-        for labels, series in histogram._series.items()
+        for family in histogram.collect()
+        for sample in family.samples
+        if sample.name.endswith("_count")
     }
     return {key: count for key, count in made.items() if count}
 

@@ -107,8 +107,9 @@ class CheckpointDecode:
         self._description = description or self._description
         self._components = {each.name: each for each in self._description.components}
         model = PagedModel(self._checkpoint, memory, self._description.components)
-        # With digests each request is computed at its own size, which a graph's shapes are not.
-        graphs = memory.is_cuda and not self._options.digests
+        # With digests each request is computed at its own size, which a graph's shapes are not. Several ranks meet on
+        # the host within a step.
+        graphs = memory.is_cuda and not self._options.digests and self._config.group.ranks.tp_size == 1
         self._steps = DecodeSteps(model, self._checkpoint.device, graphs=graphs)
 
     def check(self, request: Request) -> None:

@@ -95,7 +95,7 @@ class DecodeSteps:
         """Computes each request's last id at its position. What it returns is valid until the next step."""
         size, keys = len(requests), max(positions) + 1
         if self._graphs is not None:
-            size, keys = _rounded_batch(size), _rounded_keys(keys)
+            size, keys = rounded_batch(size), rounded_keys(keys)
         more = size - len(requests)
         rooms = tuple(room for room, *_ in requests)
         inputs = torch.tensor([[*each, *[each[0]] * more] for each in (ids, positions)])
@@ -104,14 +104,14 @@ class DecodeSteps:
             batch = self._batch = self._batched(rooms, [*requests, *[requests[0]] * more], keys)
         if self._graphs is None:
             batch.inputs = upload(inputs, self._device)
-            return _computed(self._model, batch, max(positions) + 1)
+            return computed(self._model, batch, max(positions) + 1)
         shape = (keys, *(own.shape for own in batch.slots.values()))
         kept = self._graphs.get(shape)
         if kept is None and self._graphs.due(shape):
             kept = self._capture(shape, batch)
         if kept is None:
             batch.inputs = upload(inputs, self._device)
-            return _computed(self._model, batch, keys).first(len(requests))
+            return computed(self._model, batch, keys).first(len(requests))
         if kept.batch.rooms != rooms:
             kept.batch.take(batch)
         kept.batch.inputs.copy_(upload(inputs, self._device))
@@ -144,7 +144,7 @@ class DecodeSteps:
         batch.slots = {name: own.clone() for name, own in like.slots.items()}
         try:
             with self._graphs.side_stream(), captured(self._pool) as graph:
-                made = _computed(self._model, batch, batch.keys)
+                made = computed(self._model, batch, batch.keys)
         except RuntimeError as error:
             log.warning("decode steps are launched kernel by kernel: %s", str(error).splitlines()[0])
             self._graphs = None
@@ -156,7 +156,8 @@ class DecodeSteps:
         return kept
 
 
-def _computed(model: PagedModel, batch: _Batch, keys: int) -> StepMade:
+def computed(model: PagedModel, batch: _Batch, keys: int) -> StepMade:
+    """One forward pass over `batch.inputs`, of which no request has more than `keys` tokens."""
     ids, positions = batch.inputs
     logits = model.step(ids, batch.slots, positions, last=keys, begins=batch.begins, ring=batch.ring)
     return StepMade(logits, torch.isfinite(logits).all(-1), first_highest(logits))
@@ -168,11 +169,12 @@ def first_highest(logits: Tensor) -> Tensor:
     return torch.where(logits == logits.amax(-1, keepdim=True), ids, logits.shape[-1]).amin(-1)
 
 
-def _rounded_batch(requests: int) -> int:
+def rounded_batch(requests: int) -> int:
     """Powers of two, and from 8 on multiples of 8."""
     return 1 << (requests - 1).bit_length() if requests <= 8 else -(-requests // 8) * 8
 
 
-def _rounded_keys(keys: int) -> int:
+def rounded_keys(keys: int) -> int:
+    """Multiples of KEYS_STEP, and from four times that on of a quarter of the power of two below."""
     step = max(KEYS_STEP, (1 << (keys.bit_length() - 1)) // 4)
     return -(-keys // step) * step

@@ -1,0 +1,141 @@
+"""Steps that are replayed as graphs, with a stand-in for the graphs of a card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[transformers]'")
+
+import torch
+
+from pdtransfer.adapters.transformers import steps
+from pdtransfer.adapters.transformers.checkpoint import ModelOptions, load
+from pdtransfer.adapters.transformers.layers import describe
+from pdtransfer.adapters.transformers.paged import PagedModel
+from pdtransfer.engine_api import EngineConfig
+from tests.support import checkpoints
+
+SLOTS = 1_024
+
+
+class Replays:
+    """Takes the place of CUDA graphs: a replay does the work again into the same tensors. Like a card's graph it sees
+    only what lies in the tensors of the capture."""
+
+    def __init__(self) -> None:
+        self.captured, self.replayed = 0, 0
+        self._work: Callable[[], Any] | None = None
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        own = steps.computed
+
+        def noted(*given: Any) -> Any:
+            made = own(*given)
+            self._work = lambda: (made, own(*given))
+            return made
+
+        @contextmanager
+        def captured(pool: object) -> Generator[Any]:
+            self.captured += 1
+            graph = Graph(self)
+            yield graph
+            graph.work = self._work
+
+        patch.setattr(steps, "computed", noted)
+        patch.setattr(steps, "captured", captured)
+        patch.setattr(steps.Captures, "side_stream", lambda _: nullcontext())
+
+
+class Graph:
+    def __init__(self, of: Replays) -> None:
+        self._of, self.work = of, None
+
+    def pool(self) -> object:
+        return self
+
+    def replay(self) -> None:
+        self._of.replayed += 1
+        assert self.work is not None
+        made, again = self.work()
+        for name in ("logits", "finite", "likeliest"):
+            getattr(made, name).copy_(getattr(again, name))
+
+
+def model(family: str, folder: Path) -> tuple[PagedModel, Any]:
+    checkpoint = load(
+        config := EngineConfig(role="decode", slots=SLOTS, page_size=1, host_layout="layer_first", batch_max=16),
+        ModelOptions(model=str(checkpoints.make(family, folder)), threads=1),
+    )
+    described = describe(config, checkpoint.shapes, name="", digest=b"", window_slots=SLOTS, hbm=False)
+    memory = torch.zeros(described.memory_bytes, dtype=torch.uint8)
+    return PagedModel(checkpoint, memory, described.components), described
+
+
+def requests(described: Any, prompts: list[int]) -> list[steps.Stepped]:
+    """Requests with slots of their own, each a prompt of so many tokens and 40 more."""
+    made: list[steps.Stepped] = []
+    for at, prompt in enumerate(prompts):
+        own = {each.name: 100 * at + np.arange(each.rows(prompt + 40)) for each in described.components}
+        made.append((at, prompt, own))
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+@torch.inference_mode()
+def test_a_replayed_step_has_the_logits_of_one_that_is_launched(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched, described = model(family, tmp_path)
+    replayed, _ = model(family, tmp_path)
+    replays = Replays()
+    plain = steps.DecodeSteps(launched, torch.device("cpu"), graphs=False)
+    replays.install(monkeypatch)
+    graphs = steps.DecodeSteps(replayed, torch.device("cpu"), graphs=True)
+    every = requests(described, [3, 30, 17])
+    ids = [5, 6, 7]
+    for number in range(12):
+        running = every if number < 6 else every[1:]  # a request ends; batches of 3 and of 2 have shapes of their own
+        positions = [prompt + number for _, prompt, _ in running]
+        own = ids[-len(running) :]
+        made, expected = (each.step(running, ids=own, positions=positions) for each in (graphs, plain))
+        assert len(made.logits) == len(running)
+        torch.testing.assert_close(made.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        assert made.likeliest.tolist() == expected.likeliest.tolist()
+        assert made.finite.all()
+        ids[-len(running) :] = [int(each) for each in expected.likeliest]
+    assert replays.captured == 2
+    assert replays.replayed == 8
+
+
+def test_a_model_that_no_graph_can_hold_is_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @contextmanager
+    def refused(pool: object) -> Generator[Any]:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        yield
+
+    paged, described = model("llama", tmp_path)
+    monkeypatch.setattr(steps, "captured", refused)
+    monkeypatch.setattr(steps.Captures, "side_stream", lambda _: nullcontext())
+    graphs = steps.DecodeSteps(paged, torch.device("cpu"), graphs=True)
+    running = requests(described, [9])
+    with torch.inference_mode():
+        made = [graphs.step(running, ids=[5], positions=[9 + number]) for number in range(5)]
+    assert all(each.finite.all() for each in made)
+    assert [each.message for each in caplog.records] == [
+        "decode steps are launched kernel by kernel: operation not permitted when stream is capturing"
+    ]
+
+
+def test_shapes_are_few() -> None:
+    assert [steps.rounded_batch(each) for each in (1, 2, 3, 5, 8, 9, 17, 64)] == [1, 2, 4, 8, 8, 16, 24, 64]
+    assert [steps.rounded_keys(each) for each in (1, 256, 257, 2_000, 2_049, 5_000)] == [
+        256, 256, 512, 2_048, 2_560, 5_120,
+    ]  # fmt: skip

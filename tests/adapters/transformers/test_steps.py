@@ -73,8 +73,8 @@ def model(family: str, folder: Path) -> tuple[PagedModel, Any]:
         ModelOptions(model=str(checkpoints.make(family, folder)), threads=1),
     )
     described = describe(config, checkpoint.shapes, name="", digest=b"", window_slots=SLOTS, hbm=False)
-    memory = torch.zeros(described.memory_bytes, dtype=torch.uint8)
-    return PagedModel(checkpoint, memory, described.components), described
+    numbers = torch.randn(described.memory_bytes // 4, generator=torch.Generator().manual_seed(1))  # prompts' rows
+    return PagedModel(checkpoint, numbers.view(torch.uint8), described.components), described
 
 
 def requests(described: Any, prompts: list[int]) -> list[steps.Stepped]:
@@ -97,20 +97,22 @@ def test_a_replayed_step_has_the_logits_of_one_that_is_launched(
     plain = steps.DecodeSteps(launched, torch.device("cpu"), graphs=False)
     replays.install(monkeypatch)
     graphs = steps.DecodeSteps(replayed, torch.device("cpu"), graphs=True)
-    every = requests(described, [3, 30, 17])
-    ids = [5, 6, 7]
-    for number in range(12):
-        running = every if number < 6 else every[1:]  # a request ends; batches of 3 and of 2 have shapes of their own
+    every = requests(described, [3, 30, 17, 21])
+    ids = [5, 6, 7, 8]
+    for number in range(16):
+        # A request ends, and another one takes its place; batches of 3 and of 2 have shapes of their own.
+        running = every[:3] if number < 6 else every[2:] if number >= 12 else every[1:3]
+        first = running[0][0]
         positions = [prompt + number for _, prompt, _ in running]
-        own = ids[-len(running) :]
+        own = ids[first : first + len(running)]
         made, expected = (each.step(running, ids=own, positions=positions) for each in (graphs, plain))
         assert len(made.logits) == len(running)
         torch.testing.assert_close(made.logits, expected.logits, rtol=1e-4, atol=1e-4)
         assert made.likeliest.tolist() == expected.likeliest.tolist()
         assert made.finite.all()
-        ids[-len(running) :] = [int(each) for each in expected.likeliest]
+        ids[first : first + len(running)] = [int(each) for each in expected.likeliest]
     assert replays.captured == 2
-    assert replays.replayed == 8
+    assert replays.replayed == 12
 
 
 def test_a_model_that_no_graph_can_hold_is_launched(

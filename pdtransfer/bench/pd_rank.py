@@ -47,7 +47,17 @@ from ..wire import Sampling
 from ..worker import engine_thread
 from ..worker.cell_batching import Push
 from ..worker.daemon import attach, create_engine
-from ..worker.engine_thread import Compute, DecodeOutcome, Free, Generate, Offered, PrefillOutcome, Quit, Refused
+from ..worker.engine_thread import (
+    Compute,
+    DecodeOutcome,
+    Free,
+    Generate,
+    Offered,
+    PrefillOutcome,
+    Quit,
+    Refused,
+    Stepped,
+)
 from .processes import PipeProcess
 from .replays import registered
 
@@ -265,6 +275,8 @@ class PrefillSide(_Side):
                         self._report()
                 case Broken(detail=detail) | Refused(detail=detail):
                     self.fail(detail)
+                case Stepped():
+                    pass
 
     def _on_event(self, event: PrefillEvent) -> None:
         now = time.monotonic()

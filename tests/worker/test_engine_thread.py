@@ -118,6 +118,20 @@ class Prefill(Engine):
         return True
 
 
+class EarlyPrefill(Prefill):
+    """A step that goes on after it has reported its cells, until the gate opens."""
+
+    report: Callable[[list], None] | None = None
+    gate: threading.Event
+
+    def step(self) -> list:
+        made = super().step()
+        if made and self.report is not None:
+            self.report(made[:1])
+            self.gate.wait(60)
+        return made[1:]
+
+
 class Decode(Engine):
     def admit(self, request: Request, slots: dict, aux: bytes) -> None:
         self._note("admit", request.room)
@@ -199,6 +213,24 @@ def test_a_prompts_cells_come_as_slots_of_its_pages_and_then_its_aux(prefill: Si
     assert offered.cell.source_slots.tolist() == list(range(7 * PAGE + 4, 7 * PAGE + 20))
     assert prefilled == Prefilled(room=1, aux=b"aux")
     assert prefill.bursts == [2]  # one call to the loop for all that one step made
+
+
+@pytest.fixture
+def early() -> Iterator[Site]:
+    engine = EarlyPrefill(made=computed)
+    engine.gate = threading.Event()
+    yield from site(Site(engine, PrefillThread))
+
+
+def test_cells_that_an_engine_reports_early_are_offered_before_its_step_returns(early: Site) -> None:
+    early.tell(Compute(request(1)))
+    try:
+        early.until(lambda: early.of(1))
+        assert [type(each) for each in early.of(1)] == [Offered]
+    finally:
+        early.engine.gate.set()
+    early.until(lambda: len(early.of(1)) == 2)
+    assert early.of(1)[1] == Prefilled(room=1, aux=b"aux")
 
 
 def test_rows_of_a_window_may_begin_within_their_first_page(prefill: Site) -> None:

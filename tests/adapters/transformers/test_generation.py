@@ -16,7 +16,8 @@ import torch
 
 from pdtransfer.adapters.transformers.factory import generate_many
 from pdtransfer.adapters.transformers.steps import first_highest
-from pdtransfer.engine_api import Broken, Finished
+from pdtransfer.engine_api import Broken, Computed, Finished, Prefilled
+from pdtransfer.layout.layout import slots_of_rows
 from pdtransfer.wire import Sampling
 from tests.support import checkpoints
 from tests.support.checkpoints import FAMILIES, WINDOW, Handoff, generated, prompts, request
@@ -201,3 +202,29 @@ def test_an_engine_computes_with_its_threads_on_whatever_thread_it_is_called(dir
     thread.start()
     thread.join()
     assert found == [1, 1]
+
+
+def test_a_layers_rows_are_there_when_its_cell_is_reported(directories: dict[str, Path]) -> None:
+    """As on a card, but that the card would be behind: the next layer has not begun."""
+    engine = Handoff.of(made(directories, "llama"), prefill={}, decode={}, layers_per_cell="1").prefill
+    (component,) = engine.card.components
+    pool = np.frombuffer(engine.pool.view, np.uint8)
+    reported: list[tuple[Computed, bytes]] = []
+
+    def rows(cell: Computed) -> bytes:
+        held = slots_of_rows(cell.pages, component.layout.page_size, cell.rows, skip=cell.skip)
+        taken = np.zeros_like(pool)
+        checkpoints.move((pool, component.layout), held, (taken, component.layout), held, cell.layers)
+        assert taken.any()
+        return taken.tobytes()
+
+    engine.report = lambda events: reported.extend((each, rows(each)) for each in events)
+    assert engine.admit(request(1, prompts()[0], 4))
+    returned = []
+    while not engine.idle:
+        returned += engine.step()
+    assert [type(each) for each in returned] == [Prefilled]
+    layers = len({plane.layer for plane in component.layout.planes})
+    assert [cell.layers[0] for cell, _ in reported[:layers]] == list(range(layers))
+    assert reported[-1][0].rows[1] == len(prompts()[0])
+    assert all(rows(cell) == then for cell, then in reported)

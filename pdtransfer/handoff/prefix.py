@@ -8,7 +8,7 @@ last use, the deepest first, so that the oldest is always a leaf.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import sha256
 from itertools import takewhile
 from math import lcm
@@ -58,19 +58,28 @@ def prefix_rows(component: Component, prefix: int) -> int:
 
 class KnownPrefixes:
     """The keys that a router sent to one worker recently, at most `keys_max`; a prompt's deepest blocks are dropped
-    first."""
+    first. `learned` and `forgot` report keys that are new, and keys that are known no more."""
 
-    def __init__(self, keys_max: int) -> None:
-        self._keys_max = keys_max
+    def __init__(
+        self,
+        keys_max: int,
+        *,
+        learned: Callable[[bytes], None] = lambda _: None,
+        forgot: Callable[[Collection[bytes]], None] = lambda _: None,
+    ) -> None:
+        self._keys_max, self._learned, self._forgot = keys_max, learned, forgot
         self._keys: OrderedDict[bytes, None] = OrderedDict()
 
     def learn(self, keys: Sequence[bytes]) -> None:
         """Adds keys."""
         for key in reversed(keys):
-            self._keys[key] = None
-            self._keys.move_to_end(key)
-        while len(self._keys) > self._keys_max:
-            self._keys.popitem(last=False)
+            if key in self._keys:
+                self._keys.move_to_end(key)
+            else:
+                self._keys[key] = None
+                self._learned(key)
+        if len(self._keys) > self._keys_max:
+            self._forgot([self._keys.popitem(last=False)[0] for _ in range(len(self._keys) - self._keys_max)])
 
     def count(self, keys: Sequence[bytes]) -> int:
         """The number of these keys up to the first unknown one."""
@@ -78,6 +87,7 @@ class KnownPrefixes:
 
     def clear(self) -> None:
         """Forgets all keys."""
+        self._forgot(self._keys)
         self._keys.clear()
 
 

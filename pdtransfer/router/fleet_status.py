@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from .. import __version__
 from ..config.config import RouterConfig
 from ..wire import Load, Tally, split_key
+from .pool_worker import Departure, Worker, model_text
+from .pool_worker import WorkerState as Connection
 from .recent_requests import RecentRequests
 from .router_rooms import Leg, RoutedRoom, RouterRoom
 from .servers.server_pool import Server
 from .status import FleetStatus, RouterStatus, SlotsStatus, TotalsStatus, WorkerState, WorkerStatus
-from .worker_pool import Departure, Worker, model_text
-from .worker_pool import WorkerState as Connection
 
 
 def fleet_status(

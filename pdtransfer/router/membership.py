@@ -11,8 +11,8 @@ from ..config.config import RouterConfig
 from ..errors import ConfigError, WorldError
 from ..limits import WORKERS_MAX
 from ..wire import split_key
+from .pool_worker import Role
 from .status import WorkerStatus
-from .worker_pool import Role
 
 log = logging.getLogger(__name__)
 

@@ -43,6 +43,7 @@ from .fleet_changes import FleetChanges
 from .fleet_status import fleet_status, rooms_by_progress, worker_status
 from .model_text import load_text
 from .openai_http import JSON, OpenRequests, error_response, openai_errors, refusal
+from .pool_worker import Role, model_text
 from .recent_requests import RecentRequests
 from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
 from .router_metrics import RouterMetrics
@@ -50,7 +51,6 @@ from .routing import Routing
 from .servers.server_router import ServerRouter
 from .status import FleetStatus, WorkerStatus
 from .status_http import StatusPages
-from .worker_pool import Role, model_text
 
 log = logging.getLogger(__name__)
 

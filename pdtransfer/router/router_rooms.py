@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..errors import Cause
 from ..handoff.states import Word
 from ..wire import Begin, End, Sampling
-from .worker_pool import Worker
+from .pool_worker import Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from ..wire import (
     unpack_ids,
     unpack_logprobs,
 )
+from .pool_worker import NoPair, Role, RoutedPrompt, Worker, WorkerPair
 from .router_effects import (
     FINAL_CAUSES,
     MUTUAL_CAUSES,
@@ -56,7 +57,7 @@ from .router_rooms import (
     RouterRoom,
     dense,
 )
-from .worker_pool import NoPair, Role, RoutedPrompt, Worker, WorkerPair, WorkerPool
+from .worker_pool import WorkerPool
 
 
 class Routing:
@@ -225,14 +226,10 @@ class Routing:
                 request.request_id, request.traceparent,
             )  # fmt: skip
             legs.append(RoomLeg(worker, begin, node))
-            worker.rooms.add(room_id)
         first = room_id if request_id is None else request_id
         room = RoutedRoom(room_id, first, request, legs[0], legs[1], deadline, retried=request_id is not None)
         self._rooms[room_id] = self._requests[first] = room
-        pair.prefill.prompt_tokens += len(request.prompt) // 4
-        self.prefix_tokens += pair.decode.known.count(pair.keys) * self._limits.prefix_block_tokens
-        pair.decode.known.learn(pair.keys)
-        pair.decode.promised_slots += len(request.prompt) // 4 + request.sampling.max_tokens
+        self.prefix_tokens += self.workers.begin(pair, room_id, _routed(request))
         self._timers.set(("deadline", room_id), deadline)
         for leg in legs:
             self._repeat(room, leg, now)
@@ -394,9 +391,8 @@ class Routing:
         return request, pair
 
     def _pair(self, request: CompletionRequest, avoid: tuple[Worker, ...], now: float) -> WorkerPair | NoPair:
-        prompt = RoutedPrompt(request.prompt, request.sampling.max_tokens, request.salt)
         return self.workers.choose(
-            prompt, model=request.model, enable_hisparse=request.enable_hisparse, avoid=avoid, now=now
+            _routed(request), model=request.model, enable_hisparse=request.enable_hisparse, avoid=avoid, now=now
         )
 
     def _deadline(self, room: RoutedRoom, now: float) -> None:
@@ -416,9 +412,7 @@ class Routing:
     def _end_leg(self, room: RoutedRoom, leg: RoomLeg, event: LegEvent) -> None:
         leg.state = step(LEG, leg.state, event)
         self._timers.clear((leg.worker.role, room.id))
-        leg.worker.rooms.discard(room.id)
-        if leg is room.prefill:
-            leg.worker.prompt_tokens -= len(room.request.prompt) // 4
+        self.workers.end(leg.worker, room.id, len(room.request.prompt) // 4)
 
     def _repeat(self, room: RoutedRoom, leg: RoomLeg, now: float) -> None:
         """Sends the message that this leg's worker must answer, and schedules its repetition."""
@@ -445,3 +439,7 @@ class Routing:
 def _of_legs(room: RoutedRoom) -> tuple[str, str, End | None, End | None, bool]:
     """What Fail and Retry report of a room's workers."""
     return room.prefill.node, room.decode.node, room.prefill.end, room.decode.end, room.request.enable_hisparse
+
+
+def _routed(request: CompletionRequest) -> RoutedPrompt:
+    return RoutedPrompt(request.prompt, request.sampling.max_tokens, request.salt)

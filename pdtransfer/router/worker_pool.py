@@ -7,183 +7,34 @@ directions. A lost worker is sent Hello again without end.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from itertools import count
 
 from ..errors import Cause
 from ..handoff.effects import Send
 from ..handoff.liveness import HELLO_WANTED, NAME_TAKEN, Liveness
 from ..handoff.prefix import KnownPrefixes, block_keys, root_key
-from ..handoff.states import Word, step
+from ..handoff.states import step
 from ..handoff.timers import Timers
-from ..limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, TOKENS_MAX, Limits
-from ..wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome, split_key
-from .figure_window import FigureWindow
+from ..limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, Limits
+from ..wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome
+from .placement import EVERYONE, PrefixHolders, Ranking
+from .pool_worker import (
+    WORKER_STATE,
+    Departure,
+    Model,
+    NoPair,
+    Role,
+    RoutedPrompt,
+    Worker,
+    WorkerEvent,
+    WorkerPair,
+    WorkerState,
+    model_text,
+    obstacle,
+)  # fmt: skip
 from .router_effects import WorkerChanged, WorkerLeft
 
 OBSTACLES_MAX = 3  # that /health shows of one worker
-
-Role = Literal["prefill", "decode"]
-Model = tuple[str, bytes]  # name, and digest of the weights
-
-
-class WorkerState(Word):
-    """The connection to a worker."""
-
-    CONNECTING = "connecting"  # Hello repeats
-    CONNECTED = "connected"
-
-
-class WorkerEvent(Word):
-    """Events of the connection to a worker."""
-
-    WELCOME = "welcome"
-    LOSE = "lose"
-
-
-class Departure(Word):
-    """What an operator has decided about a worker, as the reason why it gets no rooms."""
-
-    STAYS = ""
-    DRAINS = "drained by an operator"
-    LEAVES = "removed by an operator; its rooms run to their end"
-
-
-_S, _E = WorkerState, WorkerEvent
-
-WORKER_STATE: dict[tuple[WorkerState, WorkerEvent], WorkerState] = {
-    (_S.CONNECTING, _E.WELCOME): _S.CONNECTED,
-    (_S.CONNECTED, _E.WELCOME): _S.CONNECTED,
-    (_S.CONNECTED, _E.LOSE): _S.CONNECTING,
-}
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One dialled daemon. `rooms` holds the ids of the rooms that have not ended on it."""
-
-    peer: str
-    role: Role
-    liveness: Liveness
-    known: KnownPrefixes  # prefixes of the prompts sent there
-    state: WorkerState = WorkerState.CONNECTING
-    identity: Identity | None = None
-    load: Load | None = None
-    why: str = "has not answered yet"  # the reason why it is not connected
-    lost: bool = False  # it has been connected, or was refused: `why` is more than that
-    departure: Departure = Departure.STAYS
-    rooms: set[int] = field(default_factory=set[int])
-    prompt_tokens: int = 0  # of its rooms
-    promised_slots: int = 0  # slots for rooms begun after its last Load
-    full_until: float = 0.0  # from its last refusal as full
-    sparse_full_until: float = 0.0  # the same, for rooms with HiSparse only
-    figures: FigureWindow = field(default_factory=FigureWindow)  # of the process that is connected
-    next_introduced: int = 0  # for a decode worker: the index of the next prefill rank to name in a Ping
-
-    @property
-    def usable(self) -> bool:
-        """Whether it gets rooms."""
-        ready = self.load is not None and self.load.ready and not self.load.draining
-        return ready and self.state is WorkerState.CONNECTED and self.departure is Departure.STAYS
-
-    @property
-    def model(self) -> Model:
-        """The model's name and its weights' digest; equal on both workers of a pair."""
-        assert self.identity is not None
-        return self.identity.model, self.identity.weights
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of a prompt and its answer at most; TOKENS_MAX where it does not say."""
-        assert self.identity is not None
-        return self.identity.context_tokens or TOKENS_MAX
-
-    @property
-    def endpoints(self) -> tuple[str, ...]:
-        """Endpoints for decode to dial, one for each rank. The leader's is the one that this router dials."""
-        assert self.identity is not None
-        return (self.peer, *(member.endpoint for member in self.identity.group[1:]))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The peers that prefill must accept, one for each rank: by public key, or by node without keys."""
-        assert self.identity is not None
-        nodes = (self.identity.node, *(member.node for member in self.identity.group[1:]))
-        return tuple(split_key(endpoint)[0] or node for endpoint, node in zip(self.endpoints, nodes, strict=True))
-
-    def slots_left(self, *, enable_hisparse: bool) -> int:
-        """Free slots for requests of this kind, as far as known. Negative: the newest rooms will queue."""
-        assert self.load is not None
-        apart = enable_hisparse and self.load.sparse_slots_total > 0
-        return (self.load.sparse_slots_free if apart else self.load.slots_free) - self.promised_slots
-
-    def mark_full(self, until: float, *, enable_hisparse: bool) -> None:
-        """Marks it full until then. A decode worker that is full for HiSparse still accepts dense rooms."""
-        if enable_hisparse and self.role == "decode":
-            self.sparse_full_until = max(self.sparse_full_until, until)
-        else:
-            self.full_until = max(self.full_until, until)
-
-    def full_ms(self, now: float, limits: Limits, *, enable_hisparse: bool) -> float:
-        """Milliseconds until it accepts such a room, 0 for now. Rooms may wait for slots: only a full queue is full."""
-        assert self.load is not None
-        until = max(self.full_until, self.sparse_full_until) if enable_hisparse else self.full_until
-        if now < until:
-            return (until - now) * 1e3
-        quarantined = 0 < self.load.slots_total <= self.load.slots_quarantined
-        return 1e3 if quarantined or self.load.rooms_queued >= limits.queue_max else 0.0
-
-
-def model_text(model: Model) -> str:
-    """Returns a model's name with the start of its weights' digest, for people."""
-    return f"{model[0]}/{model[1].hex()[:8]}"
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPair:
-    """The two workers of a room."""
-
-    prefill: Worker
-    decode: Worker
-    keys: tuple[bytes, ...] = ()  # of the prompt's blocks, where placement has a choice
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedPrompt:
-    """The input of placement: u32 token ids, the most tokens that may follow, and the salt."""
-
-    ids: bytes
-    growth: int
-    salt: bytes
-
-    @property
-    def tokens(self) -> int:
-        """Slots needed where nothing is cached."""
-        return len(self.ids) // 4 + self.growth
-
-
-@dataclass(frozen=True, slots=True)
-class NoPair:
-    """No pair can take the request. `retry_ms` is when a full worker may have room, None if no ready workers match."""
-
-    detail: str
-    retry_ms: int | None
-
-
-def obstacle(prefill: Worker, decode: Worker) -> str:
-    """Why rooms of these two usable workers of one model cannot land; empty where they can, as far as is known."""
-    assert prefill.identity is not None
-    assert decode.identity is not None
-    names = f"{decode.identity.node} cannot use {prefill.identity.node}"
-    if decode.load is not None and decode.load.unusable:
-        endpoints = prefill.endpoints
-        for each in decode.load.unusable:
-            if each.endpoint in endpoints:
-                return f"{names}: {each.why}"
-    theirs, ours = prefill.identity.transports, decode.identity.transports
-    if any(name in ours for name in theirs):
-        return ""
-    return f"{names}: transport: {', '.join(theirs)} there, {', '.join(ours)} here"
 
 
 def _no_pair_reason(prefills: Collection[Model], decodes: Collection[Model], model: str | None) -> str:
@@ -196,6 +47,36 @@ def _no_pair_reason(prefills: Collection[Model], decodes: Collection[Model], mod
     if any(model is None or key[0] == model for key in set(prefills) & set(decodes)):
         return f"no prefill and decode workers {what} can work together; the router's /health says why"
     return f"no prefill and decode workers {what} are ready: prefill has {prefill_models}, decode has {decode_models}"
+
+
+class _Candidates:
+    """The usable workers of one model, best first: prefill by pending prompt tokens, decode by free slots and rooms."""
+
+    def __init__(self) -> None:
+        self.prefill, self.decode, self.sparse = Ranking[Worker](), Ranking[Worker](), Ranking[Worker]()
+
+    def put(self, worker: Worker) -> None:
+        """Ranks a worker by its load now."""
+        load = worker.load
+        assert load is not None
+        rooms = len(worker.rooms), worker.peer
+        if worker.role == "prefill":
+            self.prefill.put(worker, worker.number, (worker.prompt_tokens, load.rooms_queued, *rooms))
+            return
+        self.decode.put(worker, worker.number, (-worker.slots_left(enable_hisparse=False), *rooms))
+        if load.enable_hisparse:
+            self.sparse.put(worker, worker.number, (-worker.slots_left(enable_hisparse=True), *rooms))
+        else:
+            self.sparse.remove(worker.number)
+
+    def remove(self, worker: Worker) -> None:
+        """Takes a worker out, ranked or not."""
+        for ranking in (self.prefill, self.decode, self.sparse):
+            ranking.remove(worker.number)
+
+    def empty(self) -> bool:
+        """Whether no worker is ranked."""
+        return not self.prefill and not self.decode
 
 
 class WorkerPool:
@@ -212,6 +93,14 @@ class WorkerPool:
     ) -> None:
         self._identity, self._limits, self._out, self._lost = identity, limits, out, lost
 
+        self._holders = PrefixHolders()
+        self._candidates: dict[Model, _Candidates] = {}
+        self._model_of: dict[Worker, Model] = {}  # of the workers among the candidates
+        self._changed: set[Worker] = set()  # workers whose rank may be another than their candidate's
+
+        self._numbers = count()
+        self._free_numbers: list[int] = []  # of workers that have left: masks stay as short as the fleet was large
+        self._decode_count = 0
         workers = [self._new(peer, "prefill") for peer in prefill] + [self._new(peer, "decode") for peer in decode]
         self.by_peer = {worker.peer: worker for worker in workers}
         assert len(self.by_peer) == len(workers), "each worker has one role"
@@ -222,9 +111,6 @@ class WorkerPool:
         for worker in self.by_peer.values():
             self._hello(worker, now)
 
-    def _new(self, peer: str, role: Role) -> Worker:
-        return Worker(peer, role, Liveness(self._limits, 0.0), KnownPrefixes(self._limits.prefix_keys_max))
-
     def add(self, peer: str, role: Role, now: float) -> None:
         """Takes a worker in, or keeps one that was to leave or to drain."""
         worker = self.by_peer.get(peer)
@@ -232,27 +118,37 @@ class WorkerPool:
             worker = self.by_peer[peer] = self._new(peer, role)
             self._hello(worker, now)
         assert worker.role == role, "the caller has compared them"
-        worker.departure = Departure.STAYS
+        self._depart(worker, Departure.STAYS)
 
     def drain(self, peer: str) -> None:
         """Gives a worker no new rooms; those under way run to their end."""
         worker = self.by_peer[peer]
         if worker.departure is Departure.STAYS:
-            worker.departure = Departure.DRAINS
+            self._depart(worker, Departure.DRAINS)
 
     def remove(self, peer: str) -> None:
         """Drains a worker, and forgets it once its last room has ended."""
         worker = self.by_peer[peer]
-        worker.departure = Departure.LEAVES
+        self._depart(worker, Departure.LEAVES)
         self.left(worker)
+
+    def _depart(self, worker: Worker, departure: Departure) -> None:
+        worker.departure = departure
+        self._changed.add(worker)
 
     def left(self, worker: Worker) -> None:
         """Forgets a worker that is to leave and has no room any more."""
-        if worker.departure is Departure.LEAVES and not worker.rooms and worker.peer in self.by_peer:
+        here = self.by_peer.get(worker.peer) is worker  # not one that was added since
+        if here and worker.departure is Departure.LEAVES and not worker.rooms:
             if worker.state is WorkerState.CONNECTED:
                 self._out(Send(worker.peer, Goodbye(self._identity.incarnation, Cause.SHUTDOWN.value)))
             self.timers.clear(worker.peer)
             del self.by_peer[worker.peer]
+            self._unrank(worker)
+            self._changed.discard(worker)
+            worker.known.clear()  # before another worker gets its number
+            self._free_numbers.append(worker.number)
+            self._decode_count -= worker.role == "decode"
             self._out(WorkerLeft(worker.peer))
 
     def tick(self, now: float) -> None:
@@ -273,6 +169,7 @@ class WorkerPool:
 
     def receive(self, worker: Worker, message: Message, now: float) -> bool:
         """Handles a message about the worker itself; returns False for any other message."""
+        self._changed.add(worker)
         match message:
             case Welcome():
                 self._welcome(worker, message, now)
@@ -295,6 +192,24 @@ class WorkerPool:
                 return False
         return True
 
+    def begin(self, pair: WorkerPair, room: int, prompt: RoutedPrompt) -> int:
+        """A room begins on this pair. Returns the tokens of the prompt that are known to be cached at decode."""
+        for worker in (pair.prefill, pair.decode):
+            worker.rooms.add(room)
+            self._changed.add(worker)
+        pair.prefill.prompt_tokens += len(prompt.ids) // 4
+        cached = pair.decode.known.count(pair.keys) * self._limits.prefix_block_tokens
+        pair.decode.known.learn(pair.keys)
+        pair.decode.promised_slots += prompt.tokens
+        return cached
+
+    def end(self, worker: Worker, room: int, prompt_tokens: int) -> None:
+        """A room of so many prompt tokens has ended on this worker."""
+        worker.rooms.discard(room)
+        if worker.role == "prefill":
+            worker.prompt_tokens -= prompt_tokens
+        self._changed.add(worker)
+
     def choose(
         self, prompt: RoutedPrompt, *, model: str | None, enable_hisparse: bool, avoid: Iterable[Worker], now: float
     ) -> WorkerPair | NoPair:
@@ -304,55 +219,33 @@ class WorkerPool:
         there. Workers in `avoid` come last. Both workers serve one model; HiSparse needs a decode worker that supports
         it.
         """
-        avoided = set(avoid)
-        prefills, decodes = self._groups("prefill"), self._groups("decode")
+        self._rank()
+        avoided = frozenset(avoid)
         best: WorkerPair | None = None
         waits_ms: list[float] = []
-        for key in prefills.keys() & decodes.keys():
-            able = [each for each in decodes[key] if not enable_hisparse or (each.load and each.load.enable_hisparse)]
-            if (model is not None and key[0] != model) or not able:
-                continue
-            able = [each for each in able if any(not obstacle(prefill, each) for prefill in prefills[key])]
-            if not able:
-                continue
-            sides = prefills[key], able
-            full_ms = {
-                each.peer: each.full_ms(now, self._limits, enable_hisparse=enable_hisparse)
-                for some in sides
-                for each in some
-            }
-            wait_ms = max(min(full_ms[each.peer] for each in some) for some in sides)
-            if wait_ms > 0:
-                waits_ms.append(wait_ms)
-                continue
-            free = [each for each in prefills[key] if full_ms[each.peer] == 0]
-            able = [
-                each for each in able if full_ms[each.peer] == 0 and any(not obstacle(other, each) for other in free)
-            ]
-            if not able:
-                waits_ms.append(self._limits.resend_ms_max)
+
+        def accepts(worker: Worker) -> bool:
+            return worker.full_ms(now, self._limits, enable_hisparse=enable_hisparse) == 0
+
+        for key, among in self._candidates.items():
+            decodes = among.sparse if enable_hisparse else among.decode
+            if (model is not None and key[0] != model) or not among.prefill or not decodes:
                 continue
             keys = self._keys(key, prompt)
-            left = {each.peer: each.slots_left(enable_hisparse=enable_hisparse) for each in able}
-            scores = {each.peer: self._score(each, left[each.peer], prompt.tokens, keys) for each in able}
-            decode = min(able, key=lambda each: (each in avoided, -scores[each.peer], len(each.rooms), each.peer))
-            if best is None or left[decode.peer] > best.decode.slots_left(enable_hisparse=enable_hisparse):
-                prefill = min(
-                    (each for each in free if not obstacle(each, decode)),
-                    key=lambda each: (
-                        each in avoided,
-                        each.prompt_tokens,
-                        each.load.rooms_queued if each.load is not None else 0,
-                        len(each.rooms),
-                        each.peer,
-                    ),
-                )
-                best = WorkerPair(prefill, decode, keys)
+            pair = self._best_pair(among.prefill, decodes, keys, prompt.tokens, avoided, accepts)
+            if pair is None:
+                wait_ms = self._wait_ms(among.prefill, decodes, now, enable_hisparse=enable_hisparse)
+                if wait_ms is not None:
+                    waits_ms.append(wait_ms)
+                continue
+            left = pair.decode.slots_left(enable_hisparse=enable_hisparse)
+            if best is None or left > best.decode.slots_left(enable_hisparse=enable_hisparse):
+                best = pair
         if best is not None:
             return best
         if waits_ms:
             return NoPair("every worker is full", int(min(waits_ms)) + 1)
-        return NoPair(_no_pair_reason(prefills.keys(), decodes.keys(), model), None)
+        return NoPair(_no_pair_reason(self._groups("prefill").keys(), self._groups("decode").keys(), model), None)
 
     def models(self) -> dict[str, int]:
         """Returns the models that a ready pair serves, in order. Of each, the tokens of a prompt and its answer that
@@ -399,16 +292,100 @@ class WorkerPool:
         return groups
 
     def _keys(self, model: Model, prompt: RoutedPrompt) -> tuple[bytes, ...]:
-        if sum(worker.role == "decode" for worker in self.by_peer.values()) == 1 or not self._limits.prefix_weight:
+        if self._decode_count == 1 or not self._limits.prefix_weight:
             return ()  # no choice to make
+        if prompt.keys is not None:
+            return prompt.keys[:PREFIX_PLACED_BLOCKS_MAX]
         root, blocks_max = root_key(*model, prompt.salt), PREFIX_PLACED_BLOCKS_MAX
         return block_keys(root, prompt.ids, block_tokens=self._limits.prefix_block_tokens, blocks_max=blocks_max)
 
-    def _score(self, decode: Worker, slots_left: int, tokens: int, keys: tuple[bytes, ...]) -> int:
+    def _best_pair(
+        self, prefills: Ranking[Worker], decodes: Ranking[Worker], keys: tuple[bytes, ...], tokens: int,
+        avoided: frozenset[Worker], accepts: Callable[[Worker], bool],
+    ) -> WorkerPair | None:  # fmt: skip
+        """The best decode worker that some prefill worker can serve now, and the best of these; avoided ones last."""
+
+        def serves(decode: Worker) -> Callable[[Worker], bool]:
+            return lambda each: accepts(each) and not obstacle(each, decode)
+
+        def served(each: Worker) -> bool:
+            return accepts(each) and prefills.best(EVERYONE, serves(each)) is not None
+
+        decode = self._best_decode(decodes, keys, tokens, lambda each: each not in avoided and served(each))
+        if decode is None and avoided:
+            decode = self._best_decode(decodes, keys, tokens, served)
+        if decode is None:
+            return None
+        fits = serves(decode)
+        found = prefills.best(EVERYONE, lambda each: each not in avoided and fits(each))
+        found = found or prefills.best(EVERYONE, fits)
+        assert found is not None, "some prefill worker serves it"
+        return WorkerPair(found[1], decode, keys)
+
+    def _wait_ms(
+        self, prefills: Ranking[Worker], decodes: Ranking[Worker], now: float, *, enable_hisparse: bool
+    ) -> float | None:
+        """When some pair of these may accept a room; None where no two of them can work together."""
+        both = prefills.items()
+        able = [each for each in decodes.items() if any(not obstacle(prefill, each) for prefill in both)]
+        if not able:
+            return None
+        sides = [
+            min(each.full_ms(now, self._limits, enable_hisparse=enable_hisparse) for each in side)
+            for side in (both, able)
+        ]
+        return max(sides) or self._limits.resend_ms_max
+
+    def _best_decode(
+        self, decodes: Ranking[Worker], keys: tuple[bytes, ...], tokens: int, passes: Callable[[Worker], bool]
+    ) -> Worker | None:
+        """The worker with the highest score, then the fewest rooms. Of those that know equally much of the prompt the
+        first in the ranking has the highest."""
+        best: tuple[tuple[int, int, str], Worker] | None = None
+        for level in self._holders.levels(keys):
+            found = decodes.best(level.mask, passes)
+            if found is not None:
+                (negative, rooms, peer), worker = found
+                ranked = (-self._score(-negative, tokens, level.blocks), rooms, peer)
+                if best is None or ranked < best[0]:
+                    best = ranked, worker
+        return None if best is None else best[1]
+
+    def _score(self, slots_left: int, tokens: int, known_blocks: int) -> int:
         """Returns the free slots plus the weight of the cached prefix."""
-        prefix = decode.known.count(keys) * self._limits.prefix_block_tokens
+        prefix = known_blocks * self._limits.prefix_block_tokens
         fits = slots_left >= tokens - prefix
         return slots_left + (self._limits.prefix_weight * prefix if fits else 0)
+
+    def _new(self, peer: str, role: Role) -> Worker:
+        number = self._free_numbers.pop() if self._free_numbers else next(self._numbers)
+        self._decode_count += role == "decode"
+        known = KnownPrefixes(
+            self._limits.prefix_keys_max,
+            learned=lambda key: self._holders.add(key, number),
+            forgot=lambda keys: self._holders.discard(keys, number),
+        )
+        return Worker(peer, role, Liveness(self._limits, 0.0), number, known)
+
+    def _rank(self) -> None:
+        """Brings the candidates up to date with all that has changed."""
+        for worker in self._changed:
+            model = worker.model if worker.usable else None
+            if self._model_of.get(worker) != model:
+                self._unrank(worker)
+            if model is not None:
+                self._candidates.setdefault(model, _Candidates()).put(worker)
+                self._model_of[worker] = model
+        self._changed.clear()
+
+    def _unrank(self, worker: Worker) -> None:
+        """Takes a worker out of the candidates, if it is among them."""
+        model = self._model_of.pop(worker, None)
+        if model is not None:
+            among = self._candidates[model]
+            among.remove(worker)
+            if among.empty():
+                del self._candidates[model]
 
     def _welcome(self, worker: Worker, message: Welcome, now: float) -> None:
         identity = message.identity
@@ -431,6 +408,8 @@ class WorkerPool:
             return
         if worker.liveness.restarted(identity.incarnation, now) and worker.state is WorkerState.CONNECTED:
             self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
+            if self.by_peer.get(worker.peer) is not worker:
+                return  # it has left with its last room
         if worker.state is WorkerState.CONNECTING:
             self._out(WorkerChanged(worker.peer, ""))
         worker.state = step(WORKER_STATE, worker.state, WorkerEvent.WELCOME)
@@ -470,6 +449,7 @@ class WorkerPool:
 
     def _lose(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
         worker.state = step(WORKER_STATE, worker.state, WorkerEvent.LOSE)
+        self._changed.add(worker)
         worker.why, worker.lost, worker.load, worker.liveness.hello_ms = text, True, None, 0
         self._out(WorkerChanged(worker.peer, text, orderly))
         worker.full_until = worker.sparse_full_until = 0.0

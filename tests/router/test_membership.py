@@ -20,12 +20,12 @@ from pdtransfer.router.admin import read_token
 from pdtransfer.router.fleet_changes import LOOK_S, FleetChanges
 from pdtransfer.router.fleet_status import worker_status
 from pdtransfer.router.membership import Membership
-from pdtransfer.router.router_effects import Accepted, Emit, Finish, Refusal, WorkerLeft
+from pdtransfer.router.pool_worker import Departure, Role
+from pdtransfer.router.router_effects import Accepted, Emit, Finish, Refusal, WorkerChanged, WorkerLeft
 from pdtransfer.router.routing import Routing
 from pdtransfer.router.servers.server_pool import ServerPool
 from pdtransfer.router.status import WorkerStatus
-from pdtransfer.router.worker_pool import Departure, Role
-from pdtransfer.wire import Begin, End, Ended, Goodbye, Hello, Load, Pong, Tokens, Welcome, pack_ids
+from pdtransfer.wire import Begin, End, Ended, Goodbye, Hello, Load, Ping, Pong, Tokens, Welcome, pack_ids
 from tests.support.router_site import Site, Worker, site
 from tests.support.routing_world import LIMITS, identity, request
 from tests.support.waiting import on_loop, until
@@ -102,6 +102,32 @@ def test_a_removed_worker_leaves_after_its_last_room_and_its_last_answer_is_ackn
     assert at not in fleet.routing.workers.by_peer
     assert fleet.hear(at, Pong(1), Tokens(room, 0, pack_ids([1]))) == []
     assert not [each for each in fleet.wait(1.0) if isinstance(each, Send) and each.peer == at]
+
+
+def test_the_end_of_an_old_room_does_not_remove_a_worker_that_was_added_again() -> None:
+    fleet = Fleet()
+    room, at = fleet.begin()
+    fleet.hear(P, End(room, "done", "", 0))
+    assert WorkerLeft(P) in fleet.routing.remove_worker(P), "decode still runs"
+    fleet.routing.add_worker(P, "prefill", fleet.now)
+    fleet.connect(P)
+    effects = fleet.hear(at, Tokens(room, 0, pack_ids([1, 2])), End(room, "length", "", 2))
+    assert [each for each in effects if isinstance(each, Finish)]
+    assert not [each for each in effects if isinstance(each, WorkerLeft)]
+    fleet.routing.remove_worker(P)
+    fleet.routing.add_worker(P, "prefill", fleet.now)
+    fleet.connect(P)
+    assert fleet.begin()
+
+
+def test_a_removed_worker_that_restarts_leaves_and_is_not_met_again() -> None:
+    fleet = Fleet()
+    _, at = fleet.begin()
+    fleet.routing.remove_worker(at)
+    effects = fleet.hear(at, Welcome(1, identity(f"n{at[-1]}", "decode", 2)))
+    assert WorkerLeft(at) in effects
+    assert WorkerChanged(at, "") not in effects, "it has left"
+    assert not [each for each in effects if isinstance(each, Send) and isinstance(each.message, Ping)]
 
 
 def test_a_removed_worker_that_is_idle_or_lost_leaves_at_once() -> None:

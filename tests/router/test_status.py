@@ -17,11 +17,11 @@ import pdtransfer.router as package
 from pdtransfer.errors import Cause
 from pdtransfer.router.figure_window import SAMPLES_MAX, FigureWindow
 from pdtransfer.router.fleet_status import totals, worker_status
+from pdtransfer.router.pool_worker import Worker
 from pdtransfer.router.recent_requests import FAILURES_MAX, RATE_S, RecentRequests
 from pdtransfer.router.routing import Routing
 from pdtransfer.router.status import FleetStatus
 from pdtransfer.router.status_http import SHARED_S
-from pdtransfer.router.worker_pool import Worker
 from pdtransfer.tracing.ended_request import EndedRequest
 from pdtransfer.wire import Goodbye, Load, Pong, Tally, Welcome, WorkerFigures
 from tests.support.router_site import site

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...handoff.prefix import KnownPrefixes
 from ...limits import Limits
-from ..worker_pool import Departure, NoPair, Role
+from ..pool_worker import Departure, NoPair, Role
 from .dialects import ServerIdentity
 
 

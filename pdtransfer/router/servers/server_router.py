@@ -20,11 +20,11 @@ from ..client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ..completions import BadRequestError
 from ..fleet_status import fleet_status, server_status
 from ..openai_http import OpenRequests, error_response, openai_errors, refusal
+from ..pool_worker import Departure, NoPair, Role
 from ..recent_requests import RecentRequests
 from ..router_metrics import NO_MODEL
 from ..status import FleetStatus, WorkerStatus
 from ..status_http import StatusPages
-from ..worker_pool import Departure, NoPair, Role
 from .dialects import DIALECTS
 from .exchange import Answer, AttemptFailedError, Upstream
 from .server_metrics import ServerMetrics

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdtransfer.limits import Limits
+from pdtransfer.router.pool_worker import NoPair
 from pdtransfer.router.servers.server_pool import ServerPair, ServerPool
-from pdtransfer.router.worker_pool import NoPair
 
 KEYS = tuple(bytes([each]) * 16 for each in range(8))
 

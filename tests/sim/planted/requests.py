@@ -6,9 +6,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from pdtransfer.router.pool_worker import Worker
 from pdtransfer.router.router_rooms import Leg
 from pdtransfer.router.routing import Routing
-from pdtransfer.router.worker_pool import Worker, WorkerPool
+from pdtransfer.router.worker_pool import WorkerPool
 from pdtransfer.wire import Begun, End, Pong, Tokens
 from pdtransfer.worker.service import Service
 

@@ -292,6 +292,42 @@ def faults(
 
 
 @app.command
+def fleet_check(
+    trace: Annotated[Path, Parameter(help="Mooncake's JSON lines or BurstGPT's CSV.")],
+    /,
+    *,
+    requests: Annotated[int, counted("Requests of the trace.")] = 300,
+    speed: Annotated[float, Parameter(help="How many times as fast they come.")] = 1.0,
+    scale: Annotated[float, Parameter(help="Factor for their lengths.")] = 0.05,
+    prefill: Annotated[int, counted("Prefill workers.")] = 2,
+    decode: Annotated[int, counted("Decode workers.")] = 2,
+    engine: Annotated[str, Parameter(help="Of the daemons; by default one that only takes its time.")] = "",
+    model: Annotated[str, Parameter(help="A checkpoint's directory, instead of an engine.")] = "",
+    engine_option: Annotated[tuple[str, ...], Parameter(help="name=value for both engines; may be repeated.")] = (),
+    chunk_tokens: Annotated[int, counted("Tokens that prefill computes at a time.")] = 256,
+    slots: Annotated[int, counted("Slots of each pool and arena.")] = 16_384,
+    json: Json = False,
+) -> int:
+    """The fleet model beside a real fleet of this host, with rates measured in the same run."""
+    from json import dumps
+
+    from pdtransfer.bench.report import about
+
+    from . import fleet_check as part
+
+    workers = part.CheckedFleet(
+        prefill=prefill, decode=decode, model=model, engine=engine or part.ENGINE, options=engine_option,
+        chunk_tokens=chunk_tokens, slots=slots,
+    )  # fmt: skip
+    result = part.measure(trace, workers=workers, requests=requests, speed=speed, scale=scale, progress=progress)
+    if json:
+        print(dumps(result | about(part.measure)))
+    else:
+        part.show(result)
+    return 0
+
+
+@app.command
 def figures(
     *results: Annotated[Path, Parameter(help="Files of what parts have printed with --json, an object a line.")],
     directory: Annotated[Path, Parameter(help="Where the pages are written.")] = Path("docs/figures/runs"),

@@ -143,7 +143,7 @@ def replay(
     decode: Annotated[int, counted("Decode workers of the model.")] = 1,
     users: Annotated[int, counted("Copies of the trace for the model, each with other users.")] = 1,
     served_model: Annotated[str, Parameter(help="Model to ask for; by default the first of /v1/models.")] = "",
-    api_key_file: Annotated[Path | None, Parameter(help="A file with the endpoint's API key.")] = None,
+    api_key: Annotated[Path | None, Parameter(help="A file with the endpoint's API key.")] = None,
     prompts: Annotated[PromptKind, Parameter(help="Prompts as token ids, or as words where ids are refused.")] = "ids",
     vocabulary: Annotated[int, counted("Token ids of prompts are below this, and at least 32.")] = VOCABULARY,
     timeout_s: Annotated[float, Parameter(help="A request fails after this.")] = 600.0,
@@ -164,7 +164,7 @@ def replay(
         modelled = fleet or FleetConfig(), prefill, decode
         return run_replay(trace, requests, target=None, fleet=modelled, users=users, plot=plot, as_json=json)
     target = target_of(
-        router, model=served_model, api_key_file=api_key_file, prompts=prompts, vocabulary=vocabulary,
+        router, model=served_model, api_key=api_key, prompts=prompts, vocabulary=vocabulary,
         timeout_s=timeout_s, in_flight_max=in_flight_max, metrics=metrics,
     )  # fmt: skip
     return run_replay(trace, requests, target=target, users=users, plot=plot, as_json=json)

@@ -190,7 +190,7 @@ def _json(path: Path, name: str) -> object:
         raise ConfigError(f"{name} = '{path}': not JSON: {error}") from None
 
 
-def target_of(url: str, *, api_key_file: Path | None, **more: Any) -> ReplayTarget:
+def target_of(url: str, *, api_key: Path | None, **more: Any) -> ReplayTarget:
     """Where to replay. Raises ConfigError that names the flag."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"router = {url!r}: must be an http or https URL")
@@ -198,11 +198,11 @@ def target_of(url: str, *, api_key_file: Path | None, **more: Any) -> ReplayTarg
     bound("timeout_s", more["timeout_s"], 1e-3, 1e6)
     bound("in_flight_max", more["in_flight_max"], 1, 1 << 16)
     key = ""
-    if api_key_file is not None:
+    if api_key is not None:
         try:
-            key = api_key_file.read_text().strip()
+            key = api_key.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"api_key_file = '{api_key_file}': {error}") from None
+            raise ConfigError(f"api_key = '{api_key}': {error}") from None
         if not key or not key.isprintable():
-            raise ConfigError(f"api_key_file = '{api_key_file}': must hold one line")
+            raise ConfigError(f"api_key = '{api_key}': must hold one line")
     return ReplayTarget(url=url.rstrip("/").removesuffix("/v1"), api_key=key, **more)

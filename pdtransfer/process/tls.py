@@ -17,14 +17,21 @@ class ServerTls:
     def __init__(self, cert: Path, key: Path) -> None:
         """Raises ConfigError as `read`."""
         self._cert, self._key = cert, key
-        self.context = self._load(_context())
+        self._latest = self._load()
+        self.context = _context()
+        self.context.sni_callback = self._hand_over
 
     def read(self) -> None:
         """Reads both files again. Raises ConfigError where they are no pair, and changes nothing then."""
-        self._load(_context())
-        self._load(self.context)
+        self._latest = self._load()
 
-    def _load(self, context: ssl.SSLContext) -> ssl.SSLContext:
+    def _hand_over(self, connection: ssl.SSLObject, _name: str | None, _: ssl.SSLContext) -> None:
+        """A connection begins, with a name or without. A context that has had another certificate may keep it: one for
+        each type of key."""
+        connection.context = self._latest
+
+    def _load(self) -> ssl.SSLContext:
+        context = _context()
         try:
             read_guarded(self._key, forbidden=0o007, advice=f"others may read or change it: chmod o-rwx {self._key}")
         except ConfigError as error:

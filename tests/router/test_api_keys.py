@@ -48,10 +48,13 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return certificate(tmp_path, "one")
 
 
-def certificate(directory: Path, name: str) -> tuple[Path, Path]:
+EC, RSA = ("ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"), ("rsa:2048",)
+
+
+def certificate(directory: Path, name: str, of: tuple[str, ...] = EC) -> tuple[Path, Path]:
     cert, key = directory / f"{name}.crt", directory / f"{name}.key"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+        ["openssl", "req", "-x509", "-newkey", *of, "-nodes", "-days", "2",
          "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
         check=True, capture_output=True,
     )  # fmt: skip
@@ -245,6 +248,9 @@ async def test_a_new_certificate_is_served_once_it_is_read_and_a_wrong_one_never
         key.write_bytes(other_key.read_bytes())
         tls.read()
         assert await served() == other_cert.read_bytes()
+        cert, key = certificate(Path(name), "one", RSA)
+        tls.read()
+        assert await served() == cert.read_bytes(), "not the one before, whose key is of a type that clients prefer"
         server.close()
 
 

@@ -52,7 +52,9 @@ def _value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     text = str(value)
-    return text if text and not any(each in ' "=' for each in text) else '"' + text.replace('"', '\\"') + '"'
+    if text and not any(each in ' "=' for each in text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def json_formatter(*, node: str, role: str) -> logging.Formatter:

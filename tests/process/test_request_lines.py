@@ -61,6 +61,12 @@ def test_a_failure_is_a_warning_of_one_line_with_its_cause(start: Callable[..., 
     assert line.endswith(r'total_ms=250.0 detail="d0: \"gone\"\nx=1"')
 
 
+def test_no_value_can_pass_for_further_fields(start: Callable[..., Path]) -> None:
+    file = start()
+    log_ended(replace(LOST, detail=r'gone\" status=200 x="'))
+    assert file.read_text().endswith(r'total_ms=250.0 detail="gone\\\" status=200 x=\""' + "\n")
+
+
 def test_json_has_the_same_fields_beside_time_and_level(start: Callable[..., Path]) -> None:
     file = start(form="json")
     log_ended(LOST)

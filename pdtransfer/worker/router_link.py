@@ -66,9 +66,15 @@ class RouterLink:
         """`refused` gets the rooms that are never started."""
         self.service, self._send, self._load, self._figures = service, send, load, figures
         self._start, self._stop, self._introduce, self._refused = start, stop, introduce, refused
-        self.refusals: dict[str, str] = {}  # by routers that have not sent Ping since
+        self._refusals: dict[str, str] = {}
         self._clock = LoopClock(service.limits.ping_ms / 2e3)
         self.ticker = Ticker(service.next_tick, lambda: self.run(service.tick(self._clock.now())), self._clock)
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Why routers refuse this worker, by their peers: of those that are known and have not sent Ping since."""
+        self._refusals = {peer: why for peer, why in self._refusals.items() if self.service.knows(peer)}
+        return self._refusals
 
     @property
     def idle(self) -> bool:

@@ -29,7 +29,12 @@ class Server:
     @property
     def usable(self) -> bool:
         """Whether it gets requests."""
-        return not self.why and self.departure is Departure.STAYS
+        return not self.why_not
+
+    @property
+    def why_not(self) -> str:
+        """Why it gets no requests, empty where it does."""
+        return self.why or self.departure.value
 
     @contextmanager
     def serving(self) -> Generator[None]:
@@ -123,7 +128,7 @@ class ServerPool:
         for role, servers in (("prefill", self.prefill), ("decode", self.decode)):
             healthy = [each for each in servers if each.usable]
             if not healthy:
-                whys = "; ".join(f"{each.url}: {each.why}" for each in servers) or "none is named"
+                whys = "; ".join(f"{each.url}: {each.why_not}" for each in servers) or "none is named"
                 return NoPair(f"no {role} server is healthy: {whys}", None)
             chosen.append(min(healthy, key=lambda each: (each in avoid, self._cost(each, keys), each.sent)))
         for each in chosen:

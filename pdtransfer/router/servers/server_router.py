@@ -134,7 +134,7 @@ class ServerRouter:
                 "url": each.url,
                 "role": each.role,
                 "usable": each.usable,
-                "why": each.why or None,
+                "why": each.why_not or None,
                 "unfinished": each.unfinished,
                 "identity": each.identity,
             }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdtransfer.limits import Limits
-from pdtransfer.router.pool_worker import NoPair
+from pdtransfer.router.pool_worker import Departure, NoPair
 from pdtransfer.router.servers.server_pool import ServerPair, ServerPool
 
 KEYS = tuple(bytes([each]) * 16 for each in range(8))
@@ -35,6 +35,12 @@ def test_nobody_is_chosen_before_it_is_healthy_and_the_reason_names_each() -> No
     assert of.usable
     assert chosen(of) == ("p1", "d0")
     assert pool(prefill=0).choose((), ()) == NoPair("no prefill server is healthy: none is named", None)
+
+
+def test_the_reason_names_what_an_operator_has_decided() -> None:
+    of = pool(prefill=1)
+    of.depart("p0", Departure.DRAINS)
+    assert of.choose((), ()) == NoPair("no prefill server is healthy: p0: drained by an operator", None)
 
 
 def test_the_fewest_open_requests_decide_then_the_fewest_sent() -> None:

@@ -185,7 +185,8 @@ class Router:
                 log.log(logging.INFO if orderly else logging.WARNING, "%s", why)
 
     def _health(self) -> Health:
-        pool, trouble = self.routing.workers, self._bus.trouble
+        pool = self.routing.workers
+        why_not = pool.why_not(self._bus.trouble)
         workers = [
             {
                 "peer": each.peer,
@@ -193,7 +194,7 @@ class Router:
                 "node": each.identity.node if each.identity is not None else None,
                 "usable": each.usable,
                 "model": model_text(each.model) if each.identity is not None else None,
-                "why": pool.why_not(each, trouble(each.peer)) or None,
+                "why": why_not[each.peer] or None,
             }
             for each in pool.by_peer.values()
         ]
@@ -220,8 +221,9 @@ class Router:
 
     def workers_status(self) -> list[WorkerStatus]:
         """What is known of each worker."""
-        pool, trouble = self.routing.workers, self._bus.trouble
-        return [worker_status(each, pool.why_not(each, trouble(each.peer))) for each in pool.by_peer.values()]
+        pool = self.routing.workers
+        why_not = pool.why_not(self._bus.trouble)
+        return [worker_status(each, why_not[peer]) for peer, each in pool.by_peer.items()]
 
     def _fleet_status(self) -> FleetStatus:
         pool, draining = self.routing.workers, self.open_requests.draining

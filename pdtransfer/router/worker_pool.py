@@ -259,8 +259,14 @@ class WorkerPool:
             served[key[0]] = max(served.get(key[0], 0), longest)
         return served
 
-    def why_not(self, worker: Worker, trouble: str) -> str:
-        """Why no room can land with this worker, empty where one can. `trouble` is what keeps it from being reached."""
+    def why_not(self, trouble: Callable[[str], str]) -> dict[str, str]:
+        """Why no room can land with each worker, by peer; empty where one can. `trouble` returns what keeps a peer from
+        being reached."""
+        others = {"prefill": self._groups("decode"), "decode": self._groups("prefill")}
+        return {peer: self._why_not(each, others[each.role], trouble(peer)) for peer, each in self.by_peer.items()}
+
+    def _why_not(self, worker: Worker, others: dict[Model, list[Worker]], trouble: str) -> str:
+        """`others` are the usable workers of the other role."""
         if worker.state is not WorkerState.CONNECTED:
             parts = (worker.why, trouble) if worker.lost or not trouble else (trouble,)
             return "; ".join(part for part in parts if part)
@@ -268,15 +274,18 @@ class WorkerPool:
             if worker.departure is not Departure.STAYS:
                 return worker.departure.value
             return "it is draining" if worker.load is not None and worker.load.draining else "it is not ready yet"
-        others = self._groups("decode" if worker.role == "prefill" else "prefill")
         if not others:
             return ""  # the other role's workers have the reason
         if worker.model not in others:
             there = ", ".join(sorted(map(model_text, others)))
             return f"it has {model_text(worker.model)}, and no ready worker of the other role has: {there}"
-        pairs = [(worker, each) if worker.role == "prefill" else (each, worker) for each in others[worker.model]]
-        found = [obstacle(*pair) for pair in pairs]
-        return "; ".join(found[:OBSTACLES_MAX]) if all(found) else ""
+        found: list[str] = []
+        for each in others[worker.model]:
+            text = obstacle(worker, each) if worker.role == "prefill" else obstacle(each, worker)
+            if not text:
+                return ""
+            found.append(text)
+        return "; ".join(found[:OBSTACLES_MAX])
 
     def goodbye(self, reason: str) -> None:
         """Sends Goodbye to each connected worker."""

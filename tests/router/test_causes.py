@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from string import ascii_letters
+
 import msgspec
+import pytest
 
 from pdtransfer.handoff.effects import Send
 from pdtransfer.handoff.liveness import NAME_TAKEN
+from pdtransfer.router import worker_pool
+from pdtransfer.router.pool_worker import Worker, obstacle
 from pdtransfer.router.router_effects import Accepted, Refusal, WorkerChanged
 from pdtransfer.wire import Begin, Goodbye, Hello, Reject, Unusable, Welcome
 from tests.support.routing_bench import D2, LOAD, P2, Bench, D, P
@@ -15,8 +21,7 @@ REFUSED = msgspec.structs.replace(LOAD, unusable=(Unusable(P, "it refused the ke
 
 
 def whys(bench: Bench) -> dict[str, str]:
-    pool = bench.routing.workers
-    return {peer: pool.why_not(worker, "") for peer, worker in pool.by_peer.items()}
+    return bench.routing.workers.why_not(lambda _: "")
 
 
 def test_a_pair_that_decode_reports_as_unusable_gets_no_request_and_is_not_ready() -> None:
@@ -108,4 +113,17 @@ def test_what_keeps_a_worker_from_being_reached_is_its_reason() -> None:
     pool = Bench().routing.workers
     worker = pool.by_peer[D]
     pool.receive(worker, Goodbye(1, "shutdown"), 0.0)
-    assert pool.why_not(worker, "nothing listens there") == f"{D} sent Goodbye (shutdown); nothing listens there"
+    reasons = pool.why_not(lambda peer: f"nothing listens at {peer}")
+    assert reasons[D] == f"{D} sent Goodbye (shutdown); nothing listens at {D}"
+
+
+def test_the_reasons_of_a_large_fleet_take_no_look_at_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = (tuple(f"tcp://{role}{each}:1" for each in ascii_letters) for role in "pd")
+    bench, looks = Bench(prefill=prefill, decode=decode), Counter[str]()
+    usable = Worker.usable.fget
+    assert usable is not None
+    monkeypatch.setattr(Worker, "usable", property(lambda each: looks.update(["usable"]) or usable(each)))
+    monkeypatch.setattr(worker_pool, "obstacle", lambda *pair: looks.update(["obstacle"]) or obstacle(*pair))
+    assert whys(bench) == dict.fromkeys((*prefill, *decode), "")
+    assert looks["usable"] <= 3 * 104
+    assert looks["obstacle"] == 104

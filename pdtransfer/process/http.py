@@ -19,7 +19,7 @@ from ..errors import WorldError
 from ..limits import HTTP_CONNECTIONS_MAX
 from .connection_limit import ConnectionLimiter
 from .process_metrics import http_counter
-from .tls import HANDSHAKE_S, ServerTls
+from .tls import Handshakes, ServerTls
 
 disable_created_metrics()  # they double every counter's series and add nothing
 
@@ -88,6 +88,7 @@ class HttpListener:
         )
         self._connections_max = connections_max
         self.doors: ConnectionLimiter | None = None
+        self._handshakes: Handshakes | None = None
         self._server: asyncio.Server | None = None
 
     async def open(self, listen: str, tls: ServerTls | None = None) -> str:
@@ -96,12 +97,11 @@ class HttpListener:
         await self._runner.setup()
         assert self._runner.server is not None
         self.doors = ConnectionLimiter(self._runner.server, connections_max=self._connections_max)
-        loop = asyncio.get_running_loop()
+        if tls is not None:
+            self._handshakes = Handshakes(self.doors, tls, handshakes_max=self._connections_max)
+        loop, make = asyncio.get_running_loop(), self._handshakes or self.doors
         try:
-            self._server = await loop.create_server(
-                self.doors, host.strip("[]"), int(port), backlog=BACKLOG,
-                ssl=tls and tls.context, ssl_handshake_timeout=tls and HANDSHAKE_S,
-            )  # fmt: skip
+            self._server = await loop.create_server(make, host.strip("[]"), int(port), backlog=BACKLOG)
         except OSError as error:
             await self._runner.cleanup()
             reason = os.strerror(error.errno) if error.errno else str(error)
@@ -112,6 +112,8 @@ class HttpListener:
         """Stops accepting connections and closes the open ones."""
         if self._server is not None:
             self._server.close()
+        if self._handshakes is not None:
+            self._handshakes.close()
         await self._runner.cleanup()
 
     @web.middleware

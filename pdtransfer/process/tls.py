@@ -1,9 +1,16 @@
-"""TLS of an HTTP listener: a certificate and its key, which may be replaced while the listener serves."""
+"""TLS of an HTTP listener: a certificate and its key, which may be replaced while the listener serves, and a bound on
+the connections whose handshake is under way."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
 import ssl
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 from ..bus.keys import read_guarded
 from ..errors import ConfigError
@@ -46,6 +53,59 @@ class ServerTls:
             text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(f"tls_cert = '{self._cert}': {text}") from None
         return context
+
+
+class Handshakes:
+    """Makes the protocol of each connection after its handshake. An event loop's own TLS counts no connection before:
+    here each new one beyond `handshakes_max` closes the oldest."""
+
+    def __init__(self, make: Callable[[], asyncio.Protocol], tls: ServerTls, *, handshakes_max: int) -> None:
+        self._make, self._tls, self._handshakes_max = make, tls, handshakes_max
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[socket.socket, None] = {}  # oldest first
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __call__(self) -> asyncio.Protocol:
+        """Returns the protocol of a connection that was accepted."""
+        return _Accepted(self._begin)
+
+    def close(self) -> None:
+        """Closes what has not finished its handshake."""
+        while self._open:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Ends the oldest handshake: its next read is the end of the stream."""
+        oldest = next(iter(self._open))
+        del self._open[oldest]
+        with suppress(OSError):  # the client was faster
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    def _begin(self, transport: asyncio.BaseTransport) -> None:
+        while len(self._open) >= self._handshakes_max:
+            self._give_up()
+        # Another transport takes the socket over, of which nothing was read.
+        taken = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        cast("asyncio.Transport", transport).abort()
+        self._open[taken] = None
+        task = self._loop.create_task(self._shake_hands(taken))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _shake_hands(self, taken: socket.socket) -> None:
+        with suppress(OSError):  # no TLS, none that fits, or none in time: the client's doing
+            await self._loop.connect_accepted_socket(
+                self._make, taken, ssl=self._tls.context, ssl_handshake_timeout=HANDSHAKE_S
+            )
+        self._open.pop(taken, None)
+
+
+class _Accepted(asyncio.Protocol):
+    def __init__(self, made: Callable[[asyncio.BaseTransport], None]) -> None:
+        self._made = made
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._made(transport)
 
 
 def _context() -> ssl.SSLContext:

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from prometheus_client import CollectorRegistry
 
 from pdtransfer.config.config import RouterConfig
 from pdtransfer.errors import ConfigError
-from pdtransfer.process.http import requests_log
+from pdtransfer.process.http import Health, HttpListener, application, requests_log
 from pdtransfer.process.signals import reload_on_hangup
 from pdtransfer.process.tls import ServerTls
 from pdtransfer.router.api_keys import ApiKeys, KeyLimitError
@@ -252,6 +253,25 @@ async def test_a_new_certificate_is_served_once_it_is_read_and_a_wrong_one_never
         tls.read()
         assert await served() == cert.read_bytes(), "not the one before, whose key is of a type that clients prefer"
         server.close()
+
+
+@on_loop
+async def test_handshakes_that_never_end_are_bounded_and_keep_no_client_out() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        cert, key = certificate(Path(name), "one")
+        listener = HttpListener(application(lambda: Health(True, {}), CollectorRegistry()), connections_max=4)
+        address = await listener.open("127.0.0.1:0", ServerTls(cert, key))
+        host, _, port = address.rpartition(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
+        for reader, _ in silent[:8]:
+            assert await reader.read() == b"", "the oldest are closed"
+        assert not any(reader.at_eof() for reader, _ in silent[8:])
+        connector = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=str(cert)))
+        async with aiohttp.ClientSession(connector=connector) as http:
+            assert (await http.get(f"https://{address}/live")).status == 200
+        for _, writer in silent:
+            writer.close()
+        await listener.close()
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def fields_of(record: EndedRequest) -> dict[str, Any]:
     rooms = [f"{room:016x}" for room in record.rooms]
     stated: dict[str, Any] = {
         "request_id": record.request_id,
+        "key_name": record.key_name,
         "room" if len(rooms) < 2 else "rooms": rooms[0] if len(rooms) == 1 else rooms,
         "trace_id": record.trace.trace_id if record.trace is not None else "",
         "state": record.state,

@@ -52,6 +52,7 @@ class ClientRequest:
     request_id: str
     trace: TraceContext | None = None  # its own span, or the client's where it has none
     parent_span: str = ""
+    key_name: str = ""  # of its API key
     began_s: float = field(default_factory=time.monotonic)
     first_s: float | None = None  # when the first token came
     status: int = LEFT  # until it is answered
@@ -69,7 +70,9 @@ class ClientRequest:
     _ended: list[EndedRequest] = field(default_factory=list[EndedRequest])  # rooms
 
     @classmethod
-    def accept(cls, node: str, path: str, headers: Mapping[str, str], *, traced: bool = False) -> ClientRequest:
+    def accept(
+        cls, node: str, path: str, headers: Mapping[str, str], *, traced: bool = False, key_name: str = ""
+    ) -> ClientRequest:
         """Takes a request's ids from its headers, or makes them. `traced`: spans of this router are exported, so it has
         one of its own, and begins a trace where there is none; else workers get the client's. Raises BadRequestError
         for an id that may not be passed on. An invalid traceparent is none, as its standard asks."""
@@ -80,7 +83,7 @@ class ClientRequest:
             trace_id = theirs.trace_id if theirs is not None else f"{secrets.randbits(128) | 1:032x}"
             own = TraceContext(trace_id, f"{secrets.randbits(64) | 1:016x}", theirs is None or theirs.sampled)
             parent = "" if theirs is None else theirs.span_id
-        return cls(node=node, path=path, request_id=request_id, trace=own, parent_span=parent)
+        return cls(node=node, path=path, request_id=request_id, trace=own, parent_span=parent, key_name=key_name)
 
     @property
     def traceparent(self) -> str:
@@ -163,6 +166,7 @@ class ClientRequest:
             request_id=self.request_id,
             trace=self.trace,
             parent_span=self.parent_span,
+            key_name=self.key_name,
             prefill=self.prefill if last is None else last.prefill,
             decode=self.decode if last is None else last.decode,
             model=self.model,

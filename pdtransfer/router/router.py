@@ -42,7 +42,7 @@ from .completions import BadRequestError, Completion, detokenized, parse, tokeni
 from .fleet_changes import FleetChanges
 from .fleet_status import fleet_status, rooms_by_progress, worker_status
 from .model_text import load_text
-from .openai_http import JSON, OpenRequests, error_response, openai_errors, refusal
+from .openai_http import API_KEY_NAME, JSON, OpenRequests, error_response, openai_errors, refusal
 from .pool_worker import Role, model_text
 from .recent_requests import RecentRequests
 from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
@@ -272,7 +272,11 @@ class Router:
         """Answers /v1/completions and /v1/chat/completions."""
         try:
             client = http[_CLIENT] = ClientRequest.accept(
-                self._config.node, http.path, http.headers, traced=bool(self._config.otlp)
+                self._config.node,
+                http.path,
+                http.headers,
+                traced=bool(self._config.otlp),
+                key_name=http.get(API_KEY_NAME, ""),
             )
         except BadRequestError as why:
             response = refusal(why)

@@ -73,6 +73,7 @@ class EndedRequest:
     request_id: str = ""  # X-Request-Id: the client's, or the router's own
     trace: TraceContext | None = None  # scope "request": its own span; "room": the span above it
     parent_span: str = ""  # scope "request": the client's span
+    key_name: str = ""  # scope "request": the name of the client's API key
     prefill: str = ""  # nodes, of the last attempt; an endpoint or a key where the node is not known
     decode: str = ""
     transport: str = ""  # how KV crossed

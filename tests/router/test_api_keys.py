@@ -20,11 +20,13 @@ from prometheus_client import CollectorRegistry
 from pdtransfer.config.config import RouterConfig
 from pdtransfer.errors import ConfigError
 from pdtransfer.process.http import Health, HttpListener, application, requests_log
+from pdtransfer.process.request_lines import fields_of
 from pdtransfer.process.signals import reload_on_hangup
 from pdtransfer.process.tls import ServerTls
 from pdtransfer.router.api_keys import ApiKeys, KeyLimitError
 from pdtransfer.router.router import Router
 from pdtransfer.router.servers.server_router import ServerRouter
+from pdtransfer.tracing.ended_request import EndedRequests
 from tests.support.waiting import on_loop, until
 
 A, B, C = ("sk-tenant-a-0123456789", "sk-tenant-b-0123456789", "sk-tenant-c-0123456789")
@@ -166,11 +168,14 @@ def test_a_router_of_any_engine_lets_only_known_keys_through_over_tls(
     config = RouterConfig(
         listen="127.0.0.1:0", node="r", engine=engine, api_keys=path, tls_cert=pair[0], tls_key=pair[1]
     )
+    names = list[str]()
+    ended = EndedRequests()
+    ended.subscribe(lambda record: names.append(fields_of(record)["key_name"]))
     trusted = ssl.create_default_context(cafile=str(pair[0]))
 
     @on_loop
     async def case() -> None:
-        router = ServerRouter(config) if config.relays else Router(config)
+        router = ServerRouter(config, ended) if config.relays else Router(config, ended=ended)
         address = await router.open()
         try:
             connector = aiohttp.TCPConnector(ssl=trusted)
@@ -207,6 +212,7 @@ def test_a_router_of_any_engine_lets_only_known_keys_through_over_tls(
         case()
     lines = [each.getMessage() for each in caplog.records]
     assert not [line for line in lines for key in (A, B, C) if key in line], "keys are never logged"
+    assert names == ["a"]
     assert len([line for line in lines if "other refusals not logged" in line]) <= 5
 
 

@@ -19,7 +19,7 @@ from ..client_guard import ClientGuard
 from ..client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ..completions import BadRequestError
 from ..fleet_status import fleet_status, server_status
-from ..openai_http import OpenRequests, error_response, openai_errors, refusal
+from ..openai_http import API_KEY_NAME, OpenRequests, error_response, openai_errors, refusal
 from ..pool_worker import Departure, NoPair, Role
 from ..recent_requests import RecentRequests
 from ..router_metrics import NO_MODEL
@@ -169,8 +169,13 @@ class ServerRouter:
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         try:
-            traced = bool(self._config.otlp)
-            client = http[_CLIENT] = ClientRequest.accept(self._config.node, http.path, http.headers, traced=traced)
+            client = http[_CLIENT] = ClientRequest.accept(
+                self._config.node,
+                http.path,
+                http.headers,
+                traced=bool(self._config.otlp),
+                key_name=http.get(API_KEY_NAME, ""),
+            )
         except BadRequestError as why:
             response = refusal(why)
             self.metrics.answers.count(response.status)

@@ -6,6 +6,7 @@ all ranks once it fails on one.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -97,6 +98,9 @@ class DecodeDaemon:
             introduce=self._introduce,
             refused=self._refused,
         )
+        # Routers hear of it at once, and not with the next Ping: they choose no pair that cannot work together.
+        loop = asyncio.get_running_loop()
+        self.node.core.prefill_peers.watch = lambda: loop.call_soon(self.desk.run, [])
         self._totals = DaemonTotals()
         self._work: dict[int, DecodeWork] = {}  # by local id
         self._rooms: dict[int, DecodeWork] = {}  # by room id

@@ -138,7 +138,7 @@ def test_wrong_options_are_named(tmp_path: Path) -> None:
     for arguments, text in (
         (
             ("huge", (), Path(sys.executable), (), (), ()),
-            "model = 'huge': neither a directory nor one of qwen3-8b, tiny",
+            "model = 'huge': neither a directory nor one of qwen3-8b, deepseek-v2-lite, tiny",
         ),
         (("tiny", (), tmp_path / "python", (), (), ()), "is not there; make venv-vllm makes one"),
         (("tiny", (), Path(sys.executable), (), ("verify",), ()), "'verify': must be name=value"),

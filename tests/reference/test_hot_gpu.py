@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from pdtransfer.engine_api import CardMemory
+from pdtransfer.kernels import capture, driver
 from pdtransfer.kernels import card as cards
-from pdtransfer.kernels import driver
 from pdtransfer.memory.arena_memory import ArenaMemory
-from pdtransfer.reference import capture, deep, deep_steps
+from pdtransfer.reference import deep, deep_steps
 from pdtransfer.reference.decode import ReferenceDecode
 from pdtransfer.reference.factory import create
 from pdtransfer.tracing.timeline import Timeline

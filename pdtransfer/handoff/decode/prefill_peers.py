@@ -46,6 +46,7 @@ class PrefillPeers:
         self.peers: dict[str, PeerRecord] = {}
         self.sessions: dict[int, SessionRecord] = {}  # condemned ones too, until they are proven quiet
         self.timers: Timers[TimerKey] = Timers()
+        self.watch: Callable[[], None] = lambda: None  # called when rooms may be expected of a peer, or no longer
 
     def dial(self, name: str, now: float) -> PeerRecord | None:
         """The peer of that name, greeted from now on; None where the limit of peers is reached."""
@@ -218,6 +219,7 @@ class PrefillPeers:
             session.state = step(SESSION, session.state, SessionEvent.REGISTER)
             self.peers[session.peer].reported = None
             self._up(self.peers[session.peer])
+            self.watch()
 
     def pong(self, name: str, incarnation: int, now: float) -> None:
         """The peer is alive; another incarnation is another process, which has to be greeted again."""
@@ -353,6 +355,7 @@ class PrefillPeers:
         if peer.reported != peer.refusal:
             peer.reported = peer.refusal
             self._out(PeerRefused(peer.name, text))
+            self.watch()
         self._unreachable(peer, cause, text, now)
 
     def _register(self, session: SessionRecord, now: float) -> None:

@@ -599,6 +599,7 @@ class Nodes:
         )  # fmt: skip
         self.decode = DecodeNode(
             settings("d", LIMITS), [component(TARGET)], memory, self.told_d.append, verify=True, prefix_cache=False,
+            options=ArenaOptions(transport="mooncake"),
         )  # fmt: skip
         self.memory, self.endpoint, self.rooms = memory, "", 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -59,6 +60,8 @@ class Worker:
     state: WorkerState = WorkerState.CONNECTING
     identity: Identity | None = None
     load: Load | None = None
+    ready_since: float = 0.0  # when its process reported so
+    unusable: dict[str, str] = field(default_factory=dict[str, str])  # of decode: why, by endpoints of prefill ranks
     why: str = "has not answered yet"  # the reason why it is not connected
     lost: bool = False  # it has been connected, or was refused: `why` is more than that
     departure: Departure = Departure.STAYS
@@ -162,16 +165,26 @@ class NoPair:
     retry_ms: int | None
 
 
+def reasons(load: Load, workers: Iterable[Worker], since: float) -> dict[str, str]:
+    """Why decode cannot use prefill ranks, by their endpoints. It is heard of those that have been ready since then: a
+    prefill that has just started gets its time to be found, and meanwhile rooms of the two wait for their session."""
+    late = {
+        endpoint
+        for each in workers
+        if each.role == "prefill" and each.state is WorkerState.CONNECTED and each.ready_since > since
+        for endpoint in each.endpoints
+    }
+    return {each.endpoint: each.why for each in load.unusable if each.endpoint not in late}
+
+
 def obstacle(prefill: Worker, decode: Worker) -> str:
     """Why rooms of these two usable workers of one model cannot land; empty where they can, as far as is known."""
     assert prefill.identity is not None
     assert decode.identity is not None
     names = f"{decode.identity.node} cannot use {prefill.identity.node}"
-    if decode.load is not None and decode.load.unusable:
-        endpoints = prefill.endpoints
-        for each in decode.load.unusable:
-            if each.endpoint in endpoints:
-                return f"{names}: {each.why}"
+    for endpoint in prefill.endpoints if decode.unusable else ():
+        if endpoint in decode.unusable:
+            return f"{names}: {decode.unusable[endpoint]}"
     theirs, ours = prefill.identity.transports, decode.identity.transports
     if any(name in ours for name in theirs):
         return ""

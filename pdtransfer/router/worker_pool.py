@@ -31,6 +31,7 @@ from .pool_worker import (
     WorkerState,
     model_text,
     obstacle,
+    reasons,
 )  # fmt: skip
 from .router_effects import WorkerChanged, WorkerLeft
 
@@ -187,7 +188,10 @@ class WorkerPool:
                     self._lose(worker, Cause.PEER_LOST, text, now, orderly=True)
                     self._hello(worker, now)
             case Load():
+                if message.ready and not (worker.load is not None and worker.load.ready):
+                    worker.ready_since = now
                 worker.load, worker.promised_slots = message, 0
+                self._heed(worker, now)
             case _:
                 return False
         return True
@@ -440,11 +444,17 @@ class WorkerPool:
             return
         if message.incarnation == worker.liveness.incarnation:
             worker.liveness.last_seen = now
+            self._heed(worker, now)
             for figures in message.figures:
                 worker.figures.add(figures)
         else:
             self._lose(worker, Cause.PEER_RESTARTED, f"{worker.peer} is a new process", now)
             self._hello(worker, now)
+
+    def _heed(self, decode: Worker, now: float) -> None:
+        if decode.load is not None and (decode.load.unusable or decode.unusable):
+            since = now - self._limits.silence_ms / 1e3
+            decode.unusable = reasons(decode.load, self.by_peer.values(), since)
 
     def refuse(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
         """Disconnects a worker, and sends Hello again at the slowest rate: it may be replaced by a matching one."""
@@ -460,6 +470,7 @@ class WorkerPool:
         worker.state = step(WORKER_STATE, worker.state, WorkerEvent.LOSE)
         self._changed.add(worker)
         worker.why, worker.lost, worker.load, worker.liveness.hello_ms = text, True, None, 0
+        worker.unusable = {}
         self._out(WorkerChanged(worker.peer, text, orderly))
         worker.full_until = worker.sparse_full_until = 0.0
         worker.known.clear()

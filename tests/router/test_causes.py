@@ -17,6 +17,7 @@ from pdtransfer.wire import Begin, Goodbye, Hello, Reject, Unusable, Welcome
 from tests.support.routing_bench import D2, LOAD, P2, Bench, D, P
 from tests.support.routing_world import LIMITS, identity
 
+FOUND_S = LIMITS.silence_ms / 1e3 + 1.0  # decode should have found a prefill by then
 REFUSED = msgspec.structs.replace(LOAD, unusable=(Unusable(P, "it refused the key of this node"),))
 
 
@@ -26,6 +27,7 @@ def whys(bench: Bench) -> dict[str, str]:
 
 def test_a_pair_that_decode_reports_as_unusable_gets_no_request_and_is_not_ready() -> None:
     bench = Bench(loads={D: REFUSED})
+    bench.wait(FOUND_S)
     assert not bench.routing.workers.models()
     assert whys(bench) == dict.fromkeys((P, D), "d0 cannot use p0: it refused the key of this node")
     refused = bench.submit()
@@ -37,10 +39,23 @@ def test_a_pair_that_decode_reports_as_unusable_gets_no_request_and_is_not_ready
     assert isinstance(bench.submit(), Accepted)
 
 
+def test_a_prefill_that_has_come_back_has_its_time_to_be_found_by_decode() -> None:
+    bench = Bench()
+    bench.wait(FOUND_S)
+    bench.welcome(P, incarnation=2)
+    bench.hear(D, REFUSED)
+    bench.hear(P, LOAD)  # ready at last
+    bench.hear(D, REFUSED)
+    assert isinstance(bench.submit(), Accepted), "its room waits for the session"
+    bench.wait(FOUND_S)
+    assert isinstance(bench.submit(), Refusal)
+
+
 def test_requests_go_to_the_pairs_that_are_left() -> None:
     bench = Bench(
         prefill=(P, P2), decode=(D, D2), loads={D: REFUSED, D2: msgspec.structs.replace(REFUSED, slots_free=1)}
     )
+    bench.wait(FOUND_S)
     for _ in range(4):
         accepted = bench.submit()
         assert isinstance(accepted, Accepted)
@@ -53,6 +68,7 @@ def test_requests_go_to_the_pairs_that_are_left() -> None:
 
 def test_a_full_prefill_that_alone_can_be_used_is_waited_for() -> None:
     bench = Bench(prefill=(P, P2), loads={D: REFUSED, P2: msgspec.structs.replace(LOAD, rooms_queued=LIMITS.queue_max)})
+    bench.wait(FOUND_S)
     refused = bench.submit()
     assert isinstance(refused, Refusal)
     assert refused.status == 429

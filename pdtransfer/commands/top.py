@@ -10,6 +10,7 @@ import tty
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -19,6 +20,8 @@ from ..errors import ConfigError, WorldError
 from ..router.status import FleetStatus
 from .router_client import RouterClient
 from .top_view import view
+
+_Document = TypeVar("_Document")
 
 
 class StatusSource:
@@ -41,10 +44,20 @@ class StatusSource:
 
     def status(self) -> FleetStatus:
         """Returns the document as it is now. Raises WorldError."""
+        return self._decoded(FleetStatus)
+
+    def json(self) -> str:
+        """Returns the document as one line, with fields that only a newer version knows. Raises WorldError."""
+        return msgspec.json.encode(self._decoded(dict[str, Any])).decode()
+
+    def _decoded(self, kind: type[_Document]) -> _Document:
+        body = self.ask()
         try:
-            return msgspec.json.decode(self.ask(), type=FleetStatus)
+            return msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise WorldError(f"{self.url}/status: {error}") from None
+        except RecursionError:
+            raise WorldError(f"{self.url}/status: nested too deeply") from None
 
     def close(self) -> None:
         """Closes the connection."""
@@ -74,7 +87,7 @@ def run(url: str, *, key: Path | None, interval_s: float, once: bool, json: bool
     )
     try:
         if json:
-            print(source.ask().decode())
+            print(source.json())
             return 0
         if once or not console.is_terminal:
             ascii_only = console.options.ascii_only

@@ -195,6 +195,17 @@ def test_what_is_no_document_is_one_line(
     assert text in line
 
 
+@pytest.mark.parametrize("body", [b"\x1b[2J", b'{"\xff": 1}', b"[1]", b'{"a": ' + b"[" * 100_000])
+def test_what_is_no_json_object_is_not_printed(
+    site: http.server.HTTPServer, body: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.body = body  # type: ignore[attr-defined]
+    assert main(["top", "--router", f"127.0.0.1:{site.server_port}", "--json"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1
+
+
 def test_a_router_that_is_down_is_asked_again(site: http.server.HTTPServer) -> None:
     source = StatusSource(f"http://127.0.0.1:{site.server_port}")
     site.status = 503  # type: ignore[attr-defined]

@@ -100,7 +100,11 @@ class DecodeDaemon:
         )
         # Routers hear of it at once, and not with the next Ping: they choose no pair that cannot work together.
         loop = asyncio.get_running_loop()
-        self.node.core.prefill_peers.watch = lambda: loop.call_soon(self.desk.run, [])
+
+        def report_soon() -> None:
+            loop.call_soon(self.desk.report_load)
+
+        self.node.core.prefill_peers.watch = report_soon
         self._totals = DaemonTotals()
         self._work: dict[int, DecodeWork] = {}  # by local id
         self._rooms: dict[int, DecodeWork] = {}  # by room id

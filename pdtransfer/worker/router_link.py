@@ -105,6 +105,10 @@ class RouterLink:
     def run(self, effects: list[ServiceEffect]) -> None:
         """Performs effects, then reports the load to the routers."""
         self._perform(effects)
+        self.report_load()
+
+    def report_load(self) -> None:
+        """Reports the load to the routers where it is another one."""
         self._perform(self.service.load(self._load(), self._clock.now()))
         self.ticker.arm()
 

@@ -71,7 +71,9 @@ class RouterMetrics(Collector):
         """The metrics of a model. Those that no worker serves are one: a client may name any."""
         found = self._models.get(model)
         if found is None:
-            known = len(self._models) < METRICS_LABELS_MAX and model in self._routing.workers.models()
+            # One place is that of all other models: a series that is held here must not lose its own.
+            free = len(self._models.keys() - {NO_MODEL}) < METRICS_LABELS_MAX - 1
+            known = free and model in self._routing.workers.models()
             name = model if known else NO_MODEL
             found = self._models.get(name) or ModelMetrics(
                 name, self._prompt_tokens.labels(name), self._generated_tokens.labels(name),

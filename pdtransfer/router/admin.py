@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-import stat
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +11,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from ..bus.keys import read_guarded
 from ..errors import ConfigError, WorldError
 from ..process.http import HttpListener
 from .membership import Membership
@@ -33,18 +33,14 @@ class WorkerChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_token(path: Path) -> bytes:
     """Reads the token of a file that only its owner may read. Raises ConfigError."""
-    named = f"admin_token = '{path}'"
     try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(path.stat().st_mode)
-            token = file.read(TOKEN_LENGTH_MAX + 2).strip()
-    except OSError as error:
-        raise ConfigError(f"{named}: {error.strerror}") from None
-    if mode & 0o077:
-        raise ConfigError(f"{named}: mode {mode:o}: others may read or change it: chmod 600 {path}")
+        token = read_guarded(path, forbidden=0o077, advice=f"others may read or change it: chmod 600 {path}").strip()
+    except ConfigError as error:
+        raise ConfigError(f"admin_token: {error}") from None
     if not TOKEN_LENGTH_MIN <= len(token) <= TOKEN_LENGTH_MAX or len(token.split()) != 1 or not token.isascii():
-        raise ConfigError(f"{named}: must be one word of {TOKEN_LENGTH_MIN} to {TOKEN_LENGTH_MAX} ASCII characters")
-    return token
+        text = f"must be one word of {TOKEN_LENGTH_MIN} to {TOKEN_LENGTH_MAX} ASCII characters"
+        raise ConfigError(f"admin_token: {path}: {text}")
+    return token.encode()
 
 
 class AdminApi:

@@ -453,7 +453,9 @@ class WorkerPool:
 
     def _heed(self, decode: Worker, now: float) -> None:
         if decode.load is not None and (decode.load.unusable or decode.unusable):
-            since = now - self._limits.silence_ms / 1e3
+            since = (
+                now - (self._limits.silence_ms + 2 * self._limits.resend_ms_max) / 1e3
+            )  # decode greets it anew by then
             decode.unusable = reasons(decode.load, self.by_peer.values(), since)
 
     def refuse(self, worker: Worker, cause: Cause, text: str, now: float) -> None:

@@ -17,7 +17,7 @@ from pdtransfer.wire import Begin, Goodbye, Hello, Reject, Unusable, Welcome
 from tests.support.routing_bench import D2, LOAD, P2, Bench, D, P
 from tests.support.routing_world import LIMITS, identity
 
-FOUND_S = LIMITS.silence_ms / 1e3 + 1.0  # decode should have found a prefill by then
+FOUND_S = (LIMITS.silence_ms + 2 * LIMITS.resend_ms_max) / 1e3 + 1.0  # decode should have found a prefill by then
 REFUSED = msgspec.structs.replace(LOAD, unusable=(Unusable(P, "it refused the key of this node"),))
 
 

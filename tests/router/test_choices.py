@@ -49,7 +49,13 @@ def test_a_chat_is_one_prompt_and_its_answer_has_a_message() -> None:
 def test_several_prompts_and_choices_are_one_answer_in_order() -> None:
     async def case() -> None:
         async with site(decode=2) as it:
-            status, content, _ = await it.post(prompt=["abc", "xy"], n=2, max_tokens=4, logprobs=1, echo=False)
+            for worker in it.decode:
+                worker.gate.clear()  # no room ends before all are placed
+            task = asyncio.create_task(it.post(prompt=["abc", "xy"], n=2, max_tokens=4, logprobs=1, echo=False))
+            await until(lambda: sum(len(worker.begun) for worker in it.decode) == 4)
+            for worker in it.decode:
+                worker.gate.set()
+            status, content, _ = await task
             assert status == 200
             answer = checked_answer(content, chat=False)
             assert [(each.index, each.text) for each in answer.choices] == [

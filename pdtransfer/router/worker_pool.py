@@ -155,15 +155,14 @@ class WorkerPool:
     def tick(self, now: float) -> None:
         """Repeats Hello to unconnected workers, sends Ping to connected ones, and detects silence."""
         while (peer := self.timers.pop(now)) is not None:
-            worker = self.by_peer.get(peer)
-            if worker is None:
+            if (worker := self.by_peer.get(peer)) is None:
                 continue  # it has left
             if worker.state is WorkerState.CONNECTING:
                 self._hello(worker, now)
                 continue
             if worker.liveness.silent(now):
-                text = f"{peer} has been silent for {worker.liveness.silent_ms(now):.0f} ms"
-                self._lose(worker, Cause.PEER_LOST, text, now)
+                silent_ms = worker.liveness.silent_ms(now)
+                self._lose(worker, Cause.PEER_LOST, f"{peer} has been silent for {silent_ms:.0f} ms", now)
                 self._hello(worker, now)
             else:
                 self._ping(worker, now)
@@ -188,10 +187,11 @@ class WorkerPool:
                     self._lose(worker, Cause.PEER_LOST, text, now, orderly=True)
                     self._hello(worker, now)
             case Load():
-                if message.ready and not (worker.load is not None and worker.load.ready):
-                    worker.ready_since = now
+                begins = message.ready and not (worker.load and worker.load.ready)
                 worker.load, worker.promised_slots = message, 0
-                self._heed(worker, now)
+                worker.ready_since = now if begins else worker.ready_since
+                for each in self.by_peer.values() if begins else (worker,):
+                    self._heed(each, now)
             case _:
                 return False
         return True

@@ -45,7 +45,6 @@ def test_a_prefill_that_has_come_back_has_its_time_to_be_found_by_decode() -> No
     bench.welcome(P, incarnation=2)
     bench.hear(D, REFUSED)
     bench.hear(P, LOAD)  # ready at last
-    bench.hear(D, REFUSED)
     assert isinstance(bench.submit(), Accepted), "its room waits for the session"
     bench.wait(FOUND_S)
     assert isinstance(bench.submit(), Refusal)

@@ -186,12 +186,14 @@ class WorkerPool:
                     worker.liveness.part(message.incarnation)
                     self._lose(worker, Cause.PEER_LOST, text, now, orderly=True)
                     self._hello(worker, now)
-            case Load():
+            case Load() if worker.state is WorkerState.CONNECTED:
                 begins = message.ready and not (worker.load and worker.load.ready)
                 worker.load, worker.promised_slots = message, 0
                 worker.ready_since = now if begins else worker.ready_since
                 for each in self.by_peer.values() if begins else (worker,):
                     self._heed(each, now)
+            case Load():
+                pass  # of a process that has left
             case _:
                 return False
         return True

@@ -837,7 +837,7 @@ def test_a_client_that_cannot_start_says_why_and_gives_everything_back() -> None
     with client_pair():
         pass
     gc.collect()
-    before, threads = open_files(), threading.active_count()
+    before, threads = open_files(), set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         pool = Pool(name="layer_first", model=mla(), page_size=16, slots=64)
@@ -846,7 +846,8 @@ def test_a_client_that_cannot_start_says_why_and_gives_everything_back() -> None
             client.start()
         client.close()
     gc.collect()
-    assert (open_files(), threading.active_count()) == (before, threads)
+    assert open_files() <= before
+    assert set(threading.enumerate()) <= threads  # one of an earlier test may have ended meanwhile
 
 
 def test_a_client_that_was_never_started_closes() -> None:

@@ -124,6 +124,17 @@ def test_a_worker_that_said_goodbye_is_not_back_before_another_process_is_there(
     assert WorkerChanged(D, "") in bench.effects
 
 
+def test_a_load_that_comes_after_goodbye_says_nothing_of_the_next_process() -> None:
+    bench = Bench()
+    load = bench.routing.workers.by_peer[D].load
+    bench.hear(D, Goodbye(1, "shutdown"))
+    bench.hear(D, load)
+    bench.hear(D, Welcome(1, identity("d0", "decode", 2)))
+    assert whys(bench)[D] == "it is not ready yet"
+    bench.hear(D, load)
+    assert whys(bench)[D] == ""
+
+
 def test_what_keeps_a_worker_from_being_reached_is_its_reason() -> None:
     pool = Bench().routing.workers
     worker = pool.by_peer[D]

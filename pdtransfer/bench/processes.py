@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -87,6 +88,7 @@ class PipeProcess(ABC):
     async def serve(self) -> None:
         """Takes orders until the pipe ends."""
         self._loop.add_reader(self._pipe.fileno(), self._receive)
+        os.set_blocking(self._pipe.fileno(), True)  # which the loop has changed: an answer may not fit into the pipe
         await self._over.wait()
         self._loop.remove_reader(self._pipe.fileno())
 

@@ -14,6 +14,7 @@ import pytest
 import pdtransfer
 from pdtransfer.bench import copy, handoff, hisparse, models, report, transfer
 from pdtransfer.bench.hisparse import Size
+from pdtransfer.bench.processes import PipeProcess, Processes, answer
 from pdtransfer.bench.ranks import RankPair
 from pdtransfer.errors import WorldError
 from pdtransfer.transports.mooncake.settings import why_not
@@ -44,6 +45,26 @@ def test_as_many_rooms_are_under_way_as_were_asked_for(ranks: RankPair) -> None:
     steps = sorted([(at, 1) for at in stamps.expected.tolist()] + [(at, -1) for at in stamps.ready.tolist()])
     under_way = np.cumsum([step for _, step in steps])
     assert under_way.max() == 8
+
+
+class Sender(PipeProcess):
+    """Answers as many bytes as it is asked for."""
+
+    def perform(self, order: object) -> None:
+        assert isinstance(order, int)
+        self._pipe.send(bytes(order))
+
+
+class OneSender(Processes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipe = self._start(Sender)
+
+
+def test_an_answer_may_be_larger_than_the_pipe() -> None:
+    with OneSender() as one:
+        one.pipe.send(8 << 20)
+        assert len(answer(one.pipe, who="it", within_s=60)) == 8 << 20
 
 
 def test_a_room_that_fails_ends_the_bench_with_its_cause() -> None:

@@ -13,6 +13,8 @@ from pdtransfer.commands.bench_commands import Json, counted, progress
 from pdtransfer.config.config import Attention, BenchModel
 from pdtransfer.errors import PDTransferError
 
+from .requests import option
+
 app = App(
     name="python -m benchmarks",
     help="Measures and attacks the parts of this project; pdtransfer bench has what a user sizes a host with.",
@@ -182,7 +184,7 @@ def checkpoints(
     from . import checkpoints as part
 
     logs.mkdir(parents=True, exist_ok=True)
-    given = dict(map(part.option, engine_option))
+    given = dict(map(option, engine_option))
     wanted = part.Measured(
         model=part.model_of(model, logs), devices=(device[0], device[-1]), logs=logs.resolve(), prompts=prompt,
         clients=clients, requests=requests, tokens=tokens, chunk_tokens=chunk_tokens, slots=slots, check=check,

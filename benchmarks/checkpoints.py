@@ -7,11 +7,10 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, nan
+from math import nan
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -28,12 +27,12 @@ from pdtransfer.tracing.merge_traces import files, merge, rooms_of
 from pdtransfer.tracing.trace import read
 from pdtransfer.tracing.ttft import Split
 
+from .requests import drive, figure, middle, p99, prompts_of
 from .shapes import make_model
 
 PAGE_SIZE = 64
 ANSWER_S = 400.0
 SETTLE_S = 1.5  # timelines are written in batches
-_FIRST_TOKEN = 3  # tokens below it begin and end a text
 _WARM = 2  # requests before each cell
 _LIMITS = Limits(room_deadline_ms=600_000, silence_ms=20_000)  # requests are what is measured here
 
@@ -117,14 +116,6 @@ def model_of(model: str, logs: Path) -> Path:
     return path if path.is_dir() else make_model(model, logs / model)
 
 
-def option(text: str) -> tuple[str, str]:
-    """`name=value`. Raises ConfigError."""
-    name, found, value = text.partition("=")
-    if not found:
-        raise ConfigError(f"engine_option = {text!r}: must be name=value")
-    return name, value
-
-
 def measure(wanted: Measured, *, progress: Callable[[str], None]) -> CheckpointFigures:
     """Daemons and a router on this host, as a user starts them; clients are in this process and take streams, greedily,
     with EOS ignored. Prompts are random token ids, each asked once, so no prefix is cached. Before each cell two
@@ -142,12 +133,6 @@ def measure(wanted: Measured, *, progress: Callable[[str], None]) -> CheckpointF
     alone, digests = _alone(wanted, progress)
     asyncio.run(_served(wanted, figures, alone, digests, progress))
     return figures
-
-
-def prompts_of(count: int, tokens: int, vocabulary: int, seed: str) -> list[list[int]]:
-    """So many prompts of random tokens, the same for the same seed."""
-    draw = random.Random(f"{seed} {tokens}")  # noqa: S311
-    return [[draw.randrange(_FIRST_TOKEN, vocabulary) for _ in range(tokens)] for _ in range(count)]
 
 
 def _checked(wanted: Measured, prompt: int) -> list[list[int]]:
@@ -233,7 +218,9 @@ async def _served(
         timeout = aiohttp.ClientTimeout(total=ANSWER_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             for prompt, (ttft, gap, rate) in alone.items():
-                answers = await _drive(session, fleet.url, _checked(wanted, prompt), 1, wanted.tokens)
+                answers = await drive(
+                    _checked(wanted, prompt), 1, lambda each: _ask(session, fleet.url, each, wanted.tokens)
+                )
                 pairs = zip(answers, digests[prompt], strict=True)
                 same = sum(not each.error and each.facts.get("tokens_digest") == own for each, own in pairs)
                 found = AloneTimes(
@@ -271,10 +258,11 @@ async def _cell(
     session: aiohttp.ClientSession, url: str, wanted: Measured, prompt: int, clients: int
 ) -> tuple[int, list[_Asked], float]:
     warm = prompts_of(_WARM, prompt, wanted.vocabulary, f"warm {clients}")
-    await _drive(session, url, warm, _WARM, min(wanted.tokens, 8))
+    await drive(warm, _WARM, lambda each: _ask(session, url, each, min(wanted.tokens, 8)))
     prompts = prompts_of(clients * wanted.requests, prompt, wanted.vocabulary, f"cell {clients}")
     began = time.monotonic()
-    return prompt, await _drive(session, url, prompts, clients, wanted.tokens), time.monotonic() - began
+    answers = await drive(prompts, clients, lambda each: _ask(session, url, each, wanted.tokens))
+    return prompt, answers, time.monotonic() - began
 
 
 def _row(
@@ -288,13 +276,13 @@ def _row(
         for before, after in zip(each.chunks_s, each.chunks_s[1:], strict=False)
     ]
     own = [splits[each.facts["room"]] for each in right if each.facts.get("room") in splits]
-    compute, exposed = _middle([each.compute_s for each in own]), _middle([each.exposed_s for each in own])
+    compute, exposed = middle([each.compute_s for each in own]), middle([each.exposed_s for each in own])
     return ServedCell(
         prompt=prompt, clients=clients, requests=len(answers), failed=len(answers) - len(right),
-        ttft_ms=_middle(ttft), ttft_ms_p99=_p99(ttft), gap_ms=_middle(gaps), gap_ms_p99=_p99(gaps),
+        ttft_ms=middle(ttft), ttft_ms_p99=p99(ttft), gap_ms=middle(gaps), gap_ms_p99=p99(gaps),
         tokens_s=sum(int(each.facts["completion_tokens"]) for each in right) / seconds, compute_ms=1e3 * compute,
         exposed_ms=1e3 * exposed, exposed_percent=100 * exposed / compute if own else nan,
-        tail_ms=1e3 * _middle([each.tail_s for each in own]), step_ms=1e3 * _middle([each.step_s for each in own]),
+        tail_ms=1e3 * middle([each.tail_s for each in own]), step_ms=1e3 * middle([each.step_s for each in own]),
         error=next((each.error for each in answers if each.error), ""),
     )  # fmt: skip
 
@@ -309,23 +297,8 @@ async def _splits(traces: Path) -> dict[str, Split]:
     return {f"{each.label:016x}": each.split for each in rooms_of(spans)}
 
 
-async def _drive(
-    session: aiohttp.ClientSession, url: str, prompts: Sequence[Sequence[int]], clients: int, tokens: int
-) -> list[_Asked]:
-    """What came of each prompt, in their order."""
-    made: dict[int, _Asked] = {}
-    left = iter(enumerate(prompts))
-
-    async def client() -> None:
-        for at, prompt in left:
-            made[at] = _Asked(time.monotonic())
-            await _ask(session, url, prompt, tokens, made[at])
-
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return [made[at] for at in range(len(prompts))]
-
-
-async def _ask(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], tokens: int, made: _Asked) -> None:
+async def _ask(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], tokens: int) -> _Asked:
+    made = _Asked(time.monotonic())
     body: dict[str, Any] = {
         "prompt": list(prompt),
         "max_tokens": tokens,
@@ -338,14 +311,14 @@ async def _ask(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], 
         async with session.post(f"{url}/v1/completions", json=body) as answer:
             if answer.status != 200:
                 made.error = f"{answer.status}: {(await answer.text())[:200]}"
-                return
+                return made
             async for line in answer.content:
                 if not line.startswith(b"data: {"):
                     continue
                 now, chunk = time.monotonic(), json.loads(line[6:])
                 if "error" in chunk:
                     made.error = str(chunk["error"])[:200]
-                    return
+                    return made
                 made.facts |= (chunk.get("pdtransfer") or {}) | (chunk.get("usage") or {})
                 if chunk["choices"] and chunk["choices"][0].get("text"):
                     made.chunks_s.append(now)
@@ -353,21 +326,14 @@ async def _ask(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], 
         made.error = repr(error)
     if not made.error and not (made.chunks_s and "completion_tokens" in made.facts):
         made.error = "the stream ended early"
-
-
-def _middle(values: Sequence[float]) -> float:
-    return median(values) if values else nan
-
-
-def _p99(values: Sequence[float]) -> float:
-    return sorted(values)[max(0, ceil(0.99 * len(values)) - 1)] if values else nan
+    return made
 
 
 def tables(figures: CheckpointFigures) -> list[list[list[str]]]:
     """Both tables, each with its head first."""
     alone = [["generate: prompt", "TTFT, ms", "ITL, ms", "tokens/s", "identical"]]
     alone += [
-        [f"{each.prompt:,}", *map(_figure, (each.ttft_ms, each.gap_ms, each.tokens_s)),
+        [f"{each.prompt:,}", *map(figure, (each.ttft_ms, each.gap_ms, each.tokens_s)),
          f"{each.identical} of {each.checked}"]
         for each in figures.alone
     ]  # fmt: skip
@@ -376,18 +342,14 @@ def tables(figures: CheckpointFigures) -> list[list[list[str]]]:
                "tokens/s", "of generate", "compute, ms", "exposed, ms", "of it", "tail, ms", "step, ms"]]  # fmt: skip
     served += [
         [f"{each.prompt:,}", str(each.clients), str(each.requests), str(each.failed),
-         *map(_figure, (each.ttft_ms, each.ttft_ms_p99, each.gap_ms, each.gap_ms_p99, each.tokens_s)),
-         f"{each.tokens_s / rates[each.prompt]:.1f} x", *map(_figure, (each.compute_ms, each.exposed_ms)),
-         f"{each.exposed_percent:.1f} %", *map(_figure, (each.tail_ms, each.step_ms))]
+         *map(figure, (each.ttft_ms, each.ttft_ms_p99, each.gap_ms, each.gap_ms_p99, each.tokens_s)),
+         f"{each.tokens_s / rates[each.prompt]:.1f} x", *map(figure, (each.compute_ms, each.exposed_ms)),
+         f"{each.exposed_percent:.1f} %", *map(figure, (each.tail_ms, each.step_ms))]
         for each in figures.served
     ]  # fmt: skip
     errors = [["cell", "error"]]
     errors += [[f"{each.prompt:,}, {each.clients} clients", each.error] for each in figures.served if each.error]
     return [each for each in (alone, served, errors) if len(each) > 1]
-
-
-def _figure(value: float) -> str:
-    return "-" if value != value else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # NaN is not itself
 
 
 def show(figures: CheckpointFigures, *, as_json: bool) -> int:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from json import dumps
-from math import ceil, nan
+from math import nan
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import aiohttp
@@ -19,6 +17,7 @@ import aiohttp
 from pdtransfer.bench.report import about, print_tables
 from pdtransfer.errors import ConfigError, PDTransferError
 
+from .requests import drive, figure, middle, option, p99, prompts_of
 from .shapes import make_model
 from .vllm_fleet import CONNECTORS, Answer, Fleet, Setup, running
 
@@ -29,7 +28,6 @@ BESIDE_PROMPTS, BESIDE_TOKENS = 12, 64 << 10  # prompts of a round: so many, or 
 BESIDE_CLIENTS, BESIDE_ROUNDS = 2, 2
 SHORT_PROMPT = 1  # computed as any step of decode is
 FEWEST, WARM = 5, 2  # requests of a cell, if their tokens fit at once; and before it
-_FIRST_TOKEN = 3  # tokens below it begin and end a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +100,14 @@ def setup_of(
     if not python.exists():
         raise ConfigError(f"python = {str(python)!r}: is not there; make venv-vllm makes one")
     try:
-        extra = {name: json.loads(value) for name, value in map(_pair, settings)}
+        extra = {name: json.loads(value) for name, value in map(option, settings)}
     except ValueError as error:
         raise ConfigError(f"setting: {error}") from None
     vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
     return Setup(
         python=python, model=path, options=tuple(options), cards=tuple(cards), extra=extra, logs=logs,
-        environment=dict(map(_pair, environment)), vocabulary=vocabulary,
+        environment=dict(map(option, environment)), vocabulary=vocabulary,
     )  # fmt: skip
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, found, value = text.partition("=")
-    if not found:
-        raise ConfigError(f"{text!r}: must be name=value")
-    return name, value
 
 
 def cells(prompts: Sequence[int], clients: Sequence[int], each: int, at_once_max: int) -> list[Cell]:
@@ -129,12 +120,6 @@ def cells(prompts: Sequence[int], clients: Sequence[int], each: int, at_once_max
         for number in clients
         if prompt * number <= at_once_max
     ]
-
-
-def prompts_of(count: int, tokens: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """So many prompts of random tokens, the same for the same seed."""
-    draw = random.Random(f"{seed} {tokens}")  # noqa: S311
-    return [[draw.randrange(_FIRST_TOKEN, vocabulary) for _ in range(tokens)] for _ in range(count)]
 
 
 def measure(
@@ -197,10 +182,11 @@ async def _cell(
     name: str, fleet: Fleet, setup: Setup, cell: Cell, tokens: int, expected: dict[Cell, list[list[int]]],
     firsts: dict[Cell, float],
 ) -> Row:  # fmt: skip
-    await _drive(fleet, prompts_of(WARM, cell.prompt, setup.vocabulary, seed=1), WARM, min(tokens, 4))
+    warm = prompts_of(WARM, cell.prompt, setup.vocabulary, seed=1)
+    await drive(warm, WARM, lambda prompt: fleet.ask(prompt, min(tokens, 4)))
     prompts = prompts_of(cell.requests, cell.prompt, setup.vocabulary, seed=2)
     began = time.monotonic()
-    answers = await _drive(fleet, prompts, cell.clients, tokens)
+    answers = await drive(prompts, cell.clients, lambda prompt: fleet.ask(prompt, tokens))
     seconds = time.monotonic() - began
     right = [each for each in answers if not each.error]
     ttft = [1e3 * each.ttft_s for each in right]
@@ -208,31 +194,18 @@ async def _cell(
     hand_offs = [1e3 * (each.chunks_s[0] - each.prefilled_s) for each in right if each.prefilled_s is not None]
     prefills = [1e3 * (each.prefilled_s - each.asked_s) for each in right if each.prefilled_s is not None]
     if name == ONE:
-        expected[cell], firsts[cell] = [each.tokens for each in answers], _middle(ttft)
+        expected[cell], firsts[cell] = [each.tokens for each in answers], middle(ttft)
     same = None
     if cell in expected:
         same = sum(not each.error and each.tokens == own for each, own in zip(answers, expected[cell], strict=True))
     return Row(
         fleet=name, prompt=cell.prompt, clients=cell.clients, requests=cell.requests, failed=len(answers) - len(right),
-        identical=same, ttft_ms=_middle(ttft), ttft_ms_p99=_p99(ttft),
-        gap_ms=_middle(gaps), gap_ms_p99=_p99(gaps), tokens_s=sum(len(each.tokens) for each in right) / seconds,
-        prefill_ms=_middle(prefills), handoff_ms=_middle(hand_offs), handoff_ms_p99=_p99(hand_offs),
-        exposed_ms=_middle(ttft) - firsts.get(cell, nan) if name != ONE else nan,
+        identical=same, ttft_ms=middle(ttft), ttft_ms_p99=p99(ttft),
+        gap_ms=middle(gaps), gap_ms_p99=p99(gaps), tokens_s=sum(len(each.tokens) for each in right) / seconds,
+        prefill_ms=middle(prefills), handoff_ms=middle(hand_offs), handoff_ms_p99=p99(hand_offs),
+        exposed_ms=middle(ttft) - firsts.get(cell, nan) if name != ONE else nan,
         error=next((each.error for each in answers if each.error), ""),
     )  # fmt: skip
-
-
-async def _drive(fleet: Fleet, prompts: Sequence[Sequence[int]], clients: int, tokens: int) -> list[Answer]:
-    """What came of each prompt, in their order."""
-    made: dict[int, Answer] = {}
-    left = iter(enumerate(prompts))
-
-    async def client() -> None:
-        for at, prompt in left:
-            made[at] = await fleet.ask(prompt, tokens)
-
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return [made[at] for at in range(len(prompts))]
 
 
 async def _beside(name: str, fleet: Fleet, setup: Setup, prompt: int) -> Beside:
@@ -246,8 +219,8 @@ async def _beside(name: str, fleet: Fleet, setup: Setup, prompt: int) -> Beside:
             seconds[handed].append(took)
             failed += errors
     return Beside(
-        fleet=name, prompt=prompt, gap_ms=_middle(gaps[False]), gap_ms_p99=_p99(gaps[False]),
-        gap_beside_ms=_middle(gaps[True]), gap_beside_ms_p99=_p99(gaps[True]), prefill_s=sum(seconds[False]),
+        fleet=name, prompt=prompt, gap_ms=middle(gaps[False]), gap_ms_p99=p99(gaps[False]),
+        gap_beside_ms=middle(gaps[True]), gap_beside_ms_p99=p99(gaps[True]), prefill_s=sum(seconds[False]),
         prefill_beside_s=sum(seconds[True]), failed=failed,
     )  # fmt: skip
 
@@ -298,14 +271,6 @@ async def _beside_round(
     return gaps, took, sum(bool(each.error) for each in (*answers, *streams))
 
 
-def _middle(values: Sequence[float]) -> float:
-    return median(values) if values else nan
-
-
-def _p99(values: Sequence[float]) -> float:
-    return sorted(values)[max(0, ceil(0.99 * len(values)) - 1)] if values else nan
-
-
 def tables(result: Result) -> list[list[list[str]]]:
     """Both tables, each with its head first."""
     rows = [["fleet", "prompt", "clients", "requests", "failed", "identical", "TTFT p50, ms", "p99", "ITL p50, ms",
@@ -313,26 +278,22 @@ def tables(result: Result) -> list[list[list[str]]]:
     rows += [
         [each.fleet, f"{each.prompt:,}", str(each.clients), str(each.requests), str(each.failed),
          "-" if each.identical is None else str(each.identical),
-         *map(_figure, (each.ttft_ms, each.ttft_ms_p99, each.gap_ms, each.gap_ms_p99, each.tokens_s, each.prefill_ms,
+         *map(figure, (each.ttft_ms, each.ttft_ms_p99, each.gap_ms, each.gap_ms_p99, each.tokens_s, each.prefill_ms,
                         each.handoff_ms, each.handoff_ms_p99, each.exposed_ms))]
         for each in result.rows
     ]  # fmt: skip
     beside = [["fleet", "prompts of", "ITL p50, ms", "beside", "ITL p99, ms", "beside", "slowed", "prefill, s",
                "beside", "slowed", "failed"]]  # fmt: skip
     beside += [
-        [each.fleet, f"{each.prompt:,}", *map(_figure, (each.gap_ms, each.gap_beside_ms, each.gap_ms_p99,
+        [each.fleet, f"{each.prompt:,}", *map(figure, (each.gap_ms, each.gap_beside_ms, each.gap_ms_p99,
          each.gap_beside_ms_p99)), f"{each.gap_beside_ms_p99 / each.gap_ms_p99 - 1:+.1%}",
-         *map(_figure, (each.prefill_s, each.prefill_beside_s)), f"{each.prefill_beside_s / each.prefill_s - 1:+.1%}",
+         *map(figure, (each.prefill_s, each.prefill_beside_s)), f"{each.prefill_beside_s / each.prefill_s - 1:+.1%}",
          str(each.failed)]
         for each in result.beside
     ]  # fmt: skip
     broken = [["fleet", "did not run to its end"], *([name, text] for name, text in result.broken.items())]
     ours = [["decode's metric", "value"], *([name, f"{value:g}"] for name, value in sorted(result.metrics.items()))]
     return [each for each in (rows, beside, broken, ours) if len(each) > 1]
-
-
-def _figure(value: float) -> str:
-    return "-" if value != value else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"  # NaN is not itself
 
 
 def show(result: Result, *, as_json: bool) -> int:

@@ -56,7 +56,8 @@ WAYS = {
     "RankPicked": "prefill rank to leader",
 }
 
-# The layout module explains its structs as wholes; a table wants a line a field.
+# The layout module explains its structs as wholes, in paragraphs; a table wants a line a struct and a line a field.
+_LAYOUT_DOCS = {"Layout": "A pool as a list of planes; where a row lies is said under Layouts, below."}
 _LAYOUT_MEANINGS = {
     "Plane": {
         "layer": "of the model, from 0",
@@ -142,7 +143,7 @@ def _struct(model: inspect.Type) -> inspect.StructType:
 
 def _table(model: inspect.StructType, meanings: dict[str, dict[str, str]]) -> Json:
     name = model.cls.__name__
-    doc = (model.cls.__doc__ or "").split("\n\n")[0]
+    doc = _LAYOUT_DOCS.get(name) or (model.cls.__doc__ or "").split("\n\n")[0]
     fields: list[Json] = []
     for field in model.fields:
         meaning = _LAYOUT_MEANINGS.get(name, {}).get(field.name) or meanings[name][field.name]
@@ -185,7 +186,7 @@ def type_of(model: inspect.Type) -> Json:
 
 
 def _meanings(module: ModuleType) -> dict[str, dict[str, str]]:
-    """The comment beside each field of each class, or the comment lines right above it."""
+    """The comment beside each field of each class, or all comment lines right above it."""
     comments = _comments(module)
     alone = {
         number
@@ -200,7 +201,10 @@ def _meanings(module: ModuleType) -> dict[str, dict[str, str]]:
         for node in owner.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 line = cast("int", node.end_lineno)
-                above = " ".join(comments[number] for number in (node.lineno - 1,) if number in alone)
+                first = node.lineno
+                while first - 1 in alone:
+                    first -= 1
+                above = " ".join(comments[number] for number in range(first, node.lineno))
                 fields[node.target.id] = comments.get(line) or above
     return meanings
 

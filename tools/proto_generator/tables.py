@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Any
+from typing import Any, cast
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff import states
@@ -62,13 +63,18 @@ def _rows(head: tuple[str, ...], rows: list[Any]) -> str:
 
 
 def _default(field: Json) -> str:
+    """Nothing where the field must be there."""
     match field.get("default", ...):
         case builtins if builtins is ...:
             return ""
-        case {"hex": ""}:
+        case {"hex": ""} | "" | []:  # an empty tuple, too
             return "empty"
         case bool() as flag:
             return str(flag).lower()
+        case tuple() as items:
+            return ", ".join(json.dumps(item) for item in cast("tuple[str, ...]", items))
+        case str() as text:
+            return json.dumps(text)
         case value:
             return str(value)
 

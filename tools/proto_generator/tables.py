@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, cast
+from typing import Any
 
 from pdtransfer.errors import Cause
 from pdtransfer.handoff import states
@@ -71,8 +71,8 @@ def _default(field: Json) -> str:
             return "empty"
         case bool() as flag:
             return str(flag).lower()
-        case tuple() as items:
-            return ", ".join(json.dumps(item) for item in cast("tuple[str, ...]", items))
+        case tuple():
+            return ", ".join(json.dumps(item) for item in field["default"])
         case str() as text:
             return json.dumps(text)
         case value:

@@ -38,7 +38,7 @@ from tests.support.client_pair import LIMITS, Expected, Late, Pair, client_pair,
 from tests.support.internals import core_of
 from tests.support.layout_tensors import Pool, mha, mla
 from tests.support.processes import open_files
-from tests.support.waiting import on_loop, wait_for
+from tests.support.waiting import PATIENCE_S, on_loop, wait_for
 
 
 @pytest.fixture
@@ -382,6 +382,25 @@ def test_a_room_given_up_before_the_other_side_knows_it_leaves_nothing_behind(pa
     pair.prefill.abort(1)  # Was decode too early to grant it, prefill waits for its deadline, or for the router's word.
     pair.drained(1)
     pair.whole_arena_is_free(2)
+
+
+@pytest.mark.parametrize("how", ["deadline", "abort", "refused"])
+def test_pages_of_a_room_that_decode_gives_up_before_its_grant_are_free_long_before_prefills_deadline(
+    pair: Pair, how: str
+) -> None:
+    """The last of them is the first room that these two have: a session is made to say so."""
+    if how != "refused":
+        pair.expect(1, pair.target.slots)
+        pair.send(1, pair.target.slots, pages=pair.all_pages())
+        pair.ready(1)
+    pair.prefill.open(2, tokens=10, time_left_s=100 * PATIENCE_S)
+    tokens = 2 * pair.target.slots if how == "refused" else 10
+    pair.expect(2, tokens, time_left_s=0.1 if how == "deadline" else PATIENCE_S)
+    if how == "abort":
+        pair.decode.abort(2)
+    assert pair.failed(2).cause.value == {"abort": "aborted"}.get(how, how)
+    pair.drained(2)
+    assert pair.prefill_said(2, RoomFailed).cause.value == "aborted"
 
 
 def test_decode_that_gives_up_a_room_which_prefill_never_opens_has_its_slots_back(pair: Pair) -> None:

@@ -46,9 +46,12 @@ class Call:
             names.remove(rng.choice(names))
             for source in self.sources:
                 source.left_out = source.node.name not in names
+        hasty = p.hasty > 0 and rng.random() < p.hasty
         for target in self.targets:
             wait = rng.expovariate(500.0)
-            target.node.later(wait, lambda each=target: each.expect(room.deadline, names, whole_group))
+            target.hasty = hasty
+            target.seconds = rng.uniform(0.2, 2.0) if hasty else room.deadline
+            target.node.later(wait, lambda each=target: each.expect(each.seconds, names, whole_group))
         slow, peers = rng.random() < p.opens_late, [node.name for node in self.decodes]
         for source in self.sources:
             wait = rng.uniform(0.1, 2.0) if slow else rng.expovariate(500.0)

@@ -78,6 +78,8 @@ MUTANTS: dict[str, Mutant] = {
     "given up before its Grant, untold": Mutant(decode.given_up_before_its_grant_untold, "led", 60),
     "given up before it is open, forgotten": Mutant(prefill.given_up_before_open_forgotten, "patient", 60),
     "given up by prefill before it is open, untold": Mutant(prefill.given_up_before_open_untold, "patient", 60),
+    "given up at its deadline, untold": Mutant(decode.given_up_at_its_deadline_untold, "hasty", 12),
+    "a Grant that waited in vain forgotten": Mutant(prefill.grant_that_waited_in_vain_forgotten, "hasty", 12),
     "replaced by Register": Mutant(prefill.replaced_by_register, "restarts", 57),
     "the leader dialled alone": Mutant(requests.leader_dialled_alone, "groups", 3),
     "the leader let in alone": Mutant(requests.leader_let_in_alone, "groups", 12),

@@ -9,7 +9,7 @@ KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
     "shared", "growing", "checked", "groups", "leaving", "sparse",
 )  # fmt: skip
-MORE_KINDS = ("apart", "placed", "led")  # that no seed has by itself
+MORE_KINDS = ("apart", "placed", "led", "hasty")  # that no seed has by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class Profile:
     write_unknown: float = 0.0  # a write that nobody can tell the end of, until its writer is killed
     write_deaf: float = 0.0  # a write that goes on when it is asked to stop, as what waits for a device does
     abort: float = 0.0  # a room that somebody gives up
+    hasty: float = 0.0  # a room for which decode has far less time than prefill
     opens_late: float = 0.0  # a room that the prefill engine takes up long after decode has granted
     engine_skips: float = 0.0  # a room of which the prefill engine forgets a cell
     deadline: tuple[float, float] = (5.0, 10.0)
@@ -172,6 +173,8 @@ def _with(kind: str, base: Profile, rng: random.Random) -> Profile:
             return _placed(base, rng)
         case "led":
             return _led(base, rng)
+        case "hasty":
+            return _hasty(base, rng)
         case "checked":
             return _checked(base, rng)
         case "groups":
@@ -260,6 +263,16 @@ def _led(base: Profile, rng: random.Random) -> Profile:
         led, kills=rng.choice([0, 1, 2]), freezes=rng.choice([0, 1]), partitions=rng.choice([0, 1]),
         duplicate=rng.choice([0.0, 0.2]), delay_tail=rng.choice([0.0, 1.0]),
         deadline=(1.0, 8.0),
+    )  # fmt: skip
+
+
+def _hasty(base: Profile, rng: random.Random) -> Profile:
+    """Nothing but loss, and an arena in which rooms wait: decode's deadline comes long before prefill's, which must not
+    wait for its own."""
+    return replace(
+        base, hasty=0.5, patient=True, arena_tokens=128, pool_tokens=4096, deadline=(60.0, 90.0), write=0.01,
+        loss=rng.choice([0.0, 0.05]), duplicate=rng.choice([0.0, 0.2]), span=rng.choice([0.2, 2.0]),
+        opens_late=rng.choice([0.0, 0.4]), abort=rng.choice([0.0, 0.2]),
     )  # fmt: skip
 
 

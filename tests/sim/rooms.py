@@ -86,14 +86,15 @@ class _Part:
         self.life = node.life
         self.failed = self.killed = False
         self.deadline = math.inf  # by its node's clock
+        self.seconds = room.deadline  # that this part has
 
     def check_deadline(self, node: DecodeNode | PrefillNode, cause: Cause | None) -> None:
         """No room waits beyond its deadline, and none is said to have that was not there yet."""
         if node.clock > max(self.deadline, node.thawed) + 1e-6:
             self.world.fail(f"room {self.room.id} waited {node.clock - self.deadline:.4f} beyond its deadline")
         since = self.world.now - self.room.begun_at
-        if cause is Cause.DEADLINE and since < self.room.deadline * (0.98 - 2 * self.world.profile.skew) - 0.01:
-            self.world.fail(f"room {self.room.id} of {self.room.deadline:.2f} s is at its deadline after {since:.2f}")
+        if cause is Cause.DEADLINE and since < self.seconds * (0.98 - 2 * self.world.profile.skew) - 0.01:
+            self.world.fail(f"room {self.room.id} of {self.seconds:.2f} s is at its deadline after {since:.2f}")
 
 
 class Source(_Part):
@@ -233,6 +234,7 @@ class Target(_Part):
         self.node = node
         self.expected = self.ready = self.released = False
         self.whole_group = False  # its sources are the leader's to name
+        self.hasty = False  # it has far less time than prefill
         self.corrupted = False  # a row of it is not what was sent
         self.grown = 0  # tokens that decode has written behind the prompt's
         self.ready_at = math.inf
@@ -406,7 +408,9 @@ class Target(_Part):
             world.fail(f"room {room.id}: honest peers were accused: {effect.detail}")
         if "sent by none" in effect.detail and (world.profile.routers or self.whole_group):
             world.fail(f"room {room.id}: its router or its leader left a rank out: {effect.detail}")
-        if effect.cause is Cause.DEADLINE and world.profile.patient:
+        if effect.cause is Cause.DEADLINE and self.hasty:
+            world.seen["rooms that decode gave up in haste"] += 1
+        elif effect.cause is Cause.DEADLINE and world.profile.patient:
             world.fail(f"room {room.id} waited for its deadline, and for nothing else: {effect.detail}")
         if "checksum" in effect.detail and not self.corrupted:
             world.fail(f"room {room.id} fails for rows that are right: {effect.detail}")

@@ -56,6 +56,14 @@ def test_every_world_whose_rooms_name_leaders_keeps_the_invariants(chunk: int) -
     assert chunk or tally.seen["ranks that cannot be dialled"] > 0, "rare, and in the first chunk"
 
 
+@pytest.mark.parametrize("chunk", range(some(8)))
+def test_no_room_of_prefill_waits_for_a_decode_that_has_given_it_up(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="hasty")
+    assert not tally.failure, tally.failure
+    for what in ("rooms that decode gave up in haste", "ready"):
+        assert tally.seen[what] > 0, what
+
+
 def test_worlds_show_what_they_are_for() -> None:
     """Invariants hold easily where nothing happens: most rooms are READY, and each fault was there."""
     tally = run([*range(SHOWN), 315, 349])  # in these two a worker is full and its router cannot go elsewhere

@@ -29,7 +29,7 @@ from ..admission import Admission
 from ..effects import DecodeEffect, Dial, PeerRefused, RoomDrained, RoomFailed, RoomLeased, RoomReady, Send, SessionLost
 from ..prefix import PrefixCache
 from ..slot_allocator import SlotAllocator
-from ..states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, step
+from ..states import DECODE_ROOM, DecodeRoom, DecodeRoomEvent, Lease, SessionState, step
 from .leases import Leases, fits_a_grant
 from .post_landing import PostLanding, PrefixPublish
 from .prefill_peers import PrefillPeers
@@ -65,7 +65,7 @@ class DecodeSessions:
         self.draining = False
         self._out: list[DecodeEffect] = []
         self.window_slots = WindowSlots(Coverage(self.arena.components, limits.sessions_max))
-        self.withdrawals = Withdrawals(limits.rooms_max)
+        self.withdrawals = Withdrawals(limits.rooms_max, limits.room_deadline_ms / 1e3)
         self.prefill_peers = PrefillPeers(
             identity, tuple(components), limits, mint, self._out.append,
             enable_hisparse=enable_hisparse,
@@ -104,8 +104,12 @@ class DecodeSessions:
         )
         if refused is not None:
             self._out += [refused] if request.placed is None else [refused, RoomDrained(room.id)]
-            self.withdrawals.add(room)
+            self.withdrawals.add(room, now)
+            if not self.draining:  # they are told on a session, which there may be none of yet
+                for name in room.sources:
+                    self.prefill_peers.redial(name, now)
             return self._effects(now)
+        self.withdrawals.drop(room)
         if request.placed is not None:
             room.holding = self.arena.place(room.id, tuple([each.extents for each in request.placed]))
         self.rooms[room.id] = room
@@ -332,11 +336,11 @@ class DecodeSessions:
                 taken = self.withdrawals.take(name, now)
                 if taken is None:
                     break
-                room_id, deadline, whole_group = taken
+                room_id, until, whole_group = taken
                 self.leases.withdraw(room_id, peer.up, now)
                 for member in (self.prefill_peers.group_of(name) or ()) if whole_group else ():
                     if member != name:
-                        self.withdrawals.put(member, room_id, deadline)
+                        self.withdrawals.put(member, room_id, now, until=until)
                         self._out.append(Dial(member))
                         self.prefill_peers.redial(member, now)
 
@@ -408,7 +412,7 @@ class DecodeSessions:
         for lease in room.leases:
             self.leases.abort(lease, now)
         self._close(room)
-        self.withdrawals.add(room)
+        self.withdrawals.add(room, now)
         for source in room.sources:
             self._connect(source)
 
@@ -426,6 +430,10 @@ class DecodeSessions:
         for room in [room for room in self.rooms.values() if room.uses(session)]:
             self._fail(room, cause, detail, now)
         self.leases.quarantine(session)
+        if session.state is SessionState.FENCING and cause is not Cause.PEER_RESTARTED:
+            for lease in session.leases.values():
+                if not lease.granted:  # neither its Grant nor its Abort may have arrived, and none is repeated
+                    self.withdrawals.put(session.peer, lease.message.room, now)
 
     def _peer_unreachable(self, peer: PeerRecord, cause: Cause, detail: str, now: float) -> None:
         for room in [*self.window_slots.waiting_at(peer.name), *self.room_groups.waiting_at(peer.name)]:

@@ -101,11 +101,12 @@ class WindowSlots:
 class Withdrawals:
     """Rooms that were given up before their Grant, oldest first, until each source that may have them open is told.
 
-    At most `kept_max` are kept. A room past its deadline has failed at its sources, too.
+    At most `kept_max` are kept, and each for `kept_s` at least: a source has a deadline of its own, which may be later
+    than that of the room here.
     """
 
-    def __init__(self, kept_max: int) -> None:
-        self._kept_max = kept_max
+    def __init__(self, kept_max: int, kept_s: float) -> None:
+        self._kept_max, self._kept_s = kept_max, kept_s
         self._waiting: dict[str, dict[int, tuple[float, bool]]] = {}  # by source and room; none is empty
         self._count = 0
 
@@ -117,25 +118,34 @@ class Withdrawals:
         """The sources that are to be told of a room."""
         return list(self._waiting)
 
-    def add(self, room: RoomRecord) -> None:
+    def add(self, room: RoomRecord, now: float) -> None:
         """Adds a room that has failed, for those of its sources that have no Grant of it."""
         granted = {lease.session.peer for lease in room.leases}
         for source in room.sources:
             if source not in granted:
-                self.put(source, room.id, room.deadline, whole_group=room.sources == room.leaders)
+                self.put(source, room.id, now, until=room.deadline, whole_group=room.sources == room.leaders)
 
-    def put(self, source: str, room_id: int, deadline: float, *, whole_group: bool = False) -> None:
+    def put(self, source: str, room_id: int, now: float, *, until: float = 0.0, whole_group: bool = False) -> None:
         """Adds a room for one source, or for the whole group of ranks that this source leads."""
         waiting = self._waiting.setdefault(source, {})
         if room_id not in waiting:
             self._count += 1
-        waiting[room_id] = deadline, whole_group
+        waiting[room_id] = max(until, now + self._kept_s), whole_group
         if self._count > self._kept_max:
             self._pop(source)
 
+    def drop(self, room: RoomRecord) -> None:
+        """The room is expected again: its sources are not told that it was given up."""
+        for source in room.sources:
+            if (waiting := self._waiting.get(source)) is not None and room.id in waiting:
+                del waiting[room.id]
+                self._count -= 1
+                if not waiting:
+                    del self._waiting[source]
+
     def take(self, source: str, now: float) -> tuple[int, float, bool] | None:
-        """Removes a room of which this source is to be told, and returns it with its deadline, and with whether the
-        source's whole group is; None for none."""
+        """Removes a room of which this source is to be told, and returns it with the time until which it is kept, and
+        with whether the source's whole group is to be told; None for none."""
         while source in self._waiting:
             taken = self._pop(source)
             if now < taken[1]:
@@ -145,8 +155,8 @@ class Withdrawals:
     def _pop(self, source: str) -> tuple[int, float, bool]:
         waiting = self._waiting[source]
         first = next(iter(waiting))
-        deadline, whole_group = waiting.pop(first)
+        until, whole_group = waiting.pop(first)
         self._count -= 1
         if not waiting:
             del self._waiting[source]
-        return first, deadline, whole_group
+        return first, until, whole_group

@@ -359,9 +359,12 @@ class PrefillSessions:
             self._drain_if_quiet(room)
 
     def _fail_grant(self, grant: WriterGrant, cause: Cause, detail: str, now: float) -> None:
-        """Fails a grant that is not over, and its room."""
+        """Fails a grant that is not over, and its room. If that is not open yet, decode has given it up by then."""
+        waits = grant.state is WriterGrantState.WAITING
         self._stop_waiting(grant)
         self._grant_ends.fail(grant, cause, detail, now)
+        if waits and grant.room is not None:
+            self._withdraw(grant.room, grant.session.peer, now)
         room = self._room_of(grant)
         if room is not None:
             self._fail(room, cause, detail, now)

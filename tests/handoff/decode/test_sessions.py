@@ -324,6 +324,52 @@ def test_a_room_given_up_before_its_session_is_up_is_aborted_when_it_is() -> Non
     assert end.free == ALL_FREE
 
 
+def test_a_room_that_reaches_its_deadline_before_its_grant_is_aborted_as_well() -> None:
+    """The deadline at prefill is another one, and may be much later."""
+    end = DecodeEnd(slots=16)
+    end.up()
+    first = end.granted(1, tokens=16)
+    end.hear(Granted(first.session, first.grant))
+    end.expect(2, 16, deadline=0.1)
+    effects = end.tick(0.11)
+    assert failure(effects) == (2, Cause.DEADLINE)
+    assert sent(effects, Abort) == [Abort(first.session, first.grant + 1, 2)]
+
+
+def test_a_room_that_is_refused_at_once_is_aborted_on_a_session_that_is_made_for_it() -> None:
+    end = DecodeEnd(slots=16)
+    effects = end.expect(1, 32)
+    assert failure(effects) == (1, Cause.REFUSED)
+    assert len(sent(effects, Hello)) == 1
+    register = end.registered()
+    (lease,) = end.core.prefill_peers.sessions[register.session].leases.values()
+    assert (lease.message.room, lease.state) == (1, Lease.ABORTING)
+
+
+def test_a_room_whose_session_ends_before_its_abort_is_answered_is_aborted_on_the_next_one() -> None:
+    end = DecodeEnd()
+    end.up()
+    grant = end.granted(1, tokens=16)
+    end.core.abort(1, end.now)
+    effects = end.hear(Reject(grant.session, "transfer", ()))
+    assert sent(effects, Abort) == [], "there is no session to send it on"
+    end.tick(0.5)
+    second = end.registered()
+    assert second.session != grant.session
+    (lease,) = end.core.prefill_peers.sessions[second.session].leases.values()
+    assert (lease.message.room, lease.state) == (1, Lease.ABORTING)
+
+
+def test_a_room_that_is_expected_again_is_not_aborted_for_its_earlier_end() -> None:
+    end = DecodeEnd()
+    end.expect(1)
+    end.core.abort(1, end.now)
+    end.expect(1)
+    register = end.registered()
+    (lease,) = end.core.prefill_peers.sessions[register.session].leases.values()
+    assert (lease.message.room, lease.state) == (1, Lease.GRANTED)
+
+
 def test_abort_keeps_slots_until_drained() -> None:
     end = DecodeEnd()
     end.up()

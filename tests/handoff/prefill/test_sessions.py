@@ -367,6 +367,17 @@ def test_a_room_opened_after_its_abort_fails_at_once_unless_it_is_another_nodes(
     assert end.hear(Abort(S, 3, 2))[1:] == [], "nor does it fail a room that is open for others"
 
 
+def test_a_room_that_is_opened_after_its_grant_has_failed_fails_at_once() -> None:
+    """Decode waits for it no more, and grants no second time."""
+    end = PrefillEnd()
+    end.up()
+    end.hear(msgspec.structs.replace(grant(1, 1), time_left_ms=100))
+    assert [each.reason for each in sent(end.tick(0.11), Failed)] == ["deadline"]
+    effects = end.open(1)
+    assert failure(effects) == (1, Cause.ABORTED)
+    assert of(effects, RoomDrained) == [RoomDrained(1)]
+
+
 def test_grants_of_a_room_that_its_engine_gave_up_before_opening_fail_at_once() -> None:
     end = PrefillEnd()
     end.up()

@@ -213,7 +213,18 @@ def place_kept_by_a_failed_room(patch: Patch) -> None:
 
 def given_up_before_its_grant_untold(patch: Patch) -> None:
     """Prefill is told nothing of a room that fails before its Grant."""
-    patch(Withdrawals, "add", lambda self, room: None)
+    patch(Withdrawals, "add", lambda self, room, now: None)
+
+
+def given_up_at_its_deadline_untold(patch: Patch) -> None:
+    """Prefill is told nothing of a room whose deadline at decode is over: its own may be later."""
+    add = Withdrawals.add
+
+    def silent(self: Withdrawals, room: Any, now: float) -> None:
+        if now < room.deadline:
+            add(self, room, now)
+
+    patch(Withdrawals, "add", silent)
 
 
 def deadline_as_a_time_of_day(patch: Patch) -> None:

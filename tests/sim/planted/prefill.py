@@ -169,6 +169,19 @@ def given_up_before_open_forgotten(patch: Patch) -> None:
     patch(PrefillSessions, "_withdraw", forgetful)
 
 
+def grant_that_waited_in_vain_forgotten(patch: Patch) -> None:
+    """A room that is opened after its Grant has failed waits for another one."""
+    fail = PrefillSessions._fail_grant
+
+    def forgetful(self: PrefillSessions, grant: WriterGrant, *args: Any) -> None:
+        known = grant.room in self._withdrawn
+        fail(self, grant, *args)
+        if not known and grant.room is not None:
+            self._withdrawn.pop(grant.room, None)
+
+    patch(PrefillSessions, "_fail_grant", forgetful)
+
+
 def given_up_before_open_untold(patch: Patch) -> None:
     """Grants wait for a room that prefill's engine gave up before it was opened."""
     abort = PrefillSessions.abort

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from . import checksums, tables, vectors
+from . import checksums, golang, tables, vectors
 from .schema import schema
 
 _ROOT = Path(__file__).parent.parent.parent / "proto" / "v1"
@@ -35,7 +35,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.proto_generator", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 when a file is stale")
     parser.add_argument("--root", type=Path, default=_ROOT, help="the proto/v1 to write (default: this repository's)")
+    parser.add_argument("--go", type=Path, metavar="DIR", help="write a Go package of the messages there, and no more")
     options = parser.parse_args(argv)
+    if options.go is not None:
+        options.go.mkdir(parents=True, exist_ok=True)
+        for name, text in golang.package(json.loads((options.root / "schema.json").read_text("utf-8"))).items():
+            (options.go / name).write_text(text, encoding="utf-8")
+        return 0
     stale = {
         file: text
         for file, text in generated(options.root).items()

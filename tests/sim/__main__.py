@@ -12,12 +12,14 @@ import argparse
 import gc
 import math
 import shlex
+import signal
 import sys
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -26,6 +28,7 @@ from .profile import KINDS, MORE_KINDS, draw
 from .world import Violation, World
 
 PROGRESS_S = 60.0
+SEED_CPU_S_MAX = 60.0  # of one seed: the busiest take a second or two
 
 
 @dataclass(slots=True)
@@ -49,6 +52,22 @@ class Tally:
         self.cpu += other.cpu
 
 
+@contextmanager
+def _bounded(seed_cpu_s: float) -> Generator[None]:
+    """Fails what computes for so long: a call that does not come back is a finding, too."""
+
+    def give_up(*_: object) -> None:
+        raise Violation(f"a call has not come back in {seed_cpu_s:g} s of CPU time")
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seed_cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 def run(seeds: Iterable[int], *, kind: str | None = None, trace: bool = False, replay: str = "") -> Tally:
     """Runs seeds up to the first that fails, for whatever reason: an exception of the code under test is one, too."""
     tally, start = Tally(), time.process_time()
@@ -58,7 +77,8 @@ def run(seeds: Iterable[int], *, kind: str | None = None, trace: bool = False, r
         world.trace = [] if trace else None
         tally.seeds += 1
         try:
-            tally.seen += world.run()
+            with _bounded(SEED_CPU_S_MAX):
+                tally.seen += world.run()
         except Exception as error:  # noqa: BLE001 -- every one is a finding
             what = str(error) if isinstance(error, Violation) else traceback.format_exc()
             of_kind = "" if kind is None else f" --kind {kind}"

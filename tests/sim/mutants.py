@@ -42,6 +42,7 @@ MUTANTS: dict[str, Mutant] = {
     "window unheeded by prefill": Mutant(prefill.window_unheeded_by_prefill, "lossy", 6),
     "a mapping dropped under a write": Mutant(prefill.mapping_dropped_under_a_write, "deadly", 21),
     "an unknown end taken for a failure": Mutant(prefill.unknown_taken_for_failed, "lossy", 50),
+    "an unknown end without a fence": Mutant(prefill.unknown_end_without_a_fence, "lossy", 51),
     "landed short": Mutant(prefill.landed_short, "lossy", 6),
     "bytes of Landed unchecked": Mutant(prefill.landed_bytes_unchecked, "lossy", 6),
     "Landed before it is written": Mutant(prefill.landed_before_it_is_written, "quiet", 3),

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+import tests.sim.__main__ as sim
+from tests.sim import world
 from tests.sim.__main__ import main, run
+from tests.sim.calls import Call
 from tests.sim.mutants import MUTANTS
 from tests.sim.profile import KINDS
 from tests.sim.world import World
@@ -136,6 +139,28 @@ def test_any_exception_of_the_code_under_test_is_a_failure_with_its_replay(monke
     assert tally.seeds == 1
     assert "KeyError: 'a peer'" in tally.failure
     assert tally.failure.endswith("replay: python -m tests.sim --seed 7 --trace")
+
+
+def test_a_world_that_goes_round_in_circles_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(call: Call) -> None:
+        call.world.at(0.0, lambda: again(call))
+
+    monkeypatch.setattr(Call, "begin", again)
+    monkeypatch.setattr(world, "EVENTS_MAX", 10_000)
+    tally = run([0], kind="quiet")
+    assert "10000 events have happened, and no end of it" in tally.failure
+    assert tally.failure.endswith("replay: python -m tests.sim --seed 0 --kind quiet --trace")
+
+
+def test_a_call_that_does_not_come_back_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(call: Call) -> None:
+        while True:
+            pass
+
+    monkeypatch.setattr(Call, "begin", again)
+    monkeypatch.setattr(sim, "SEED_CPU_S_MAX", 0.1)
+    tally = run([0], kind="quiet")
+    assert "a call has not come back in 0.1 s of CPU time" in tally.failure
 
 
 def test_by_hand_any_seeds_run_in_several_processes(

@@ -27,6 +27,9 @@ from .rooms import Room
 from .routers import Client, RouterNode
 
 
+EVENTS_MAX = 300_000  # of one seed: the busiest have a tenth of it
+
+
 class Violation(AssertionError):
     """An invariant does not hold."""
 
@@ -44,6 +47,7 @@ class World:
         self.network = Network(self)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = 0
+        self._happened = 0
         p = self.profile
         self.calls: list[Call] = []
         self.clients: list[Client] = []
@@ -220,6 +224,9 @@ class World:
         events = self._events
         while events and events[0][0] <= end:
             self.now, _, action = heapq.heappop(events)
+            self._happened += 1
+            if self._happened > EVENTS_MAX:
+                self.fail(f"{EVENTS_MAX} events have happened, and no end of it")
             action()
         self.now = end
 

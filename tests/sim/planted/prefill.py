@@ -90,6 +90,16 @@ def unknown_taken_for_failed(patch: Patch) -> None:
     patch(PrefillSessions, "wrote", sure)
 
 
+def unknown_end_without_a_fence(patch: Patch) -> None:
+    """The writer of a write that nobody can tell the end of is left alone."""
+    wrote = PrefillSessions.wrote
+
+    def unfenced(self: PrefillSessions, *args: Any, **how: Any) -> list[fx.PrefillEffect]:
+        return [effect for effect in wrote(self, *args, **how) if not isinstance(effect, fx.FenceWriter)]
+
+    patch(PrefillSessions, "wrote", unfenced)
+
+
 def landed_short(patch: Patch) -> None:
     """Prefill lands a room although a cell is missing."""
     complete = PrefillSessions._complete

@@ -1,7 +1,8 @@
 """A HiSparse engine of the simulated world: rooms that have landed wait for it, and its device does everything late.
 
-What is queued happens in order, one thing after another, and its event fires when it has happened. So whoever gets a
-row, a device slot or a host slot too early is seen, by the words that are read there or by what is still queued.
+What is queued happens in order, one thing after another, and its event fires when it has happened. Some reads are on a
+second stream, which waits for the first and is then as late as it likes. So whoever gets a row, a device slot or a host
+slot too early is seen, by the words that are read there or by what is still queued.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from .rooms import Target
 
 AHEAD = 2  # steps that are queued at once
-LATE = AHEAD + 3  # steps in which whatever was queued has happened
+LATE = AHEAD + 8  # steps in which whatever was queued has happened, on either stream
 STEP = 0.002  # seconds
 
 
@@ -156,7 +157,11 @@ class SparseEngine:
         """Reads all that it has once more, behind what is queued; or not, and then there are only the backups."""
         if self.world.rng.random() < 0.5:
             return None
-        return self._queue([target.room.id], seat, lambda: self._check_host(target, when))
+        return self._read(target, seat, when, aside=self.world.rng.random() < 0.5)
+
+    def _read(self, target: Target, seat: Seat | None, when: str, *, aside: bool) -> Done:
+        rows = target.room.tokens + target.grown
+        return self._queue([target.room.id], seat, lambda: self._check_host(target, when, rows), aside=aside)
 
     def _end(self, room: int, *, drop: bool = False) -> None:
         target = self.targets.get(room)
@@ -203,9 +208,8 @@ class SparseEngine:
         for placement in turn.place:
             self._start(placement)
         self._check_line()
+        self._check_victims(turn.retract)
         for room in turn.retract:
-            if self.steps - self.seats[room].step < self.limits.hisparse_quantum_steps:
-                self.world.fail(f"room {room} is retracted before it had its quantum")
             self.world.seen["sparse rooms retracted"] += 1
             self._retract(room)
         return bool(turn.retract)
@@ -227,7 +231,7 @@ class SparseEngine:
             world.fail(f"room {room} of {tokens} tokens starts as {placement}")
         world.seen["sparse rooms readmitted"] += target.grown > 0
         world.seen["sparse rooms preloaded" if placement.preload else "sparse rooms all-miss"] += 1
-        self._check_host(target, "its placement")
+        self._check_host(target, "its placement", tokens)
         self.line.pop(room, None)
         seat = self.seats[room] = Seat(target, placement, self.steps)
         if placement.preload:
@@ -255,6 +259,10 @@ class SparseEngine:
         self.scheduler.stepped(rooms, after=backed_up)
         self.steps += 1
         self._check_line()
+        if rng.random() < 0.2:
+            seat = rng.choice(seats)
+            event = self._read(seat.target, seat, "its running", aside=True)
+            self.scheduler.coordinator.hold(seat.target.room.id, after=event)
         for seat in seats:
             if seat.target.grown == self.grows[seat.target.room.id]:
                 self._end(seat.target.room.id)
@@ -262,7 +270,9 @@ class SparseEngine:
 
     # What happens on the device, late.
 
-    def _queue(self, rooms: list[int], seats: Seat | list[Seat] | None, work: Callable[[], object]) -> Done:
+    def _queue(
+        self, rooms: list[int], seats: Seat | list[Seat] | None, work: Callable[[], object], *, aside: bool = False
+    ) -> Done:
         world, event = self.world, Done()
         seats = [seats] if isinstance(seats, Seat) else seats or []
         slots = [slot for seat in seats for slot in seat.placement.device_slots.tolist()]
@@ -276,6 +286,10 @@ class SparseEngine:
             self.busy.subtract(slots)
             world.seen["sparse rooms read after they had ended"] += sum(room in self.ending for room in rooms)
 
+        if aside:
+            late = world.rng.uniform(0.0, 4.0) * world.profile.sparse_late
+            self.node.later(max(self._tail - world.now, 0.0) + late, happen)
+            return event
         self._tail = max(self._tail, world.now + world.stretch(world.profile.sparse_late, 1.0))
         self._stream.append(happen)
         self.node.later(self._tail - world.now, lambda: self._stream.popleft()())
@@ -317,11 +331,11 @@ class SparseEngine:
 
     # What has to hold.
 
-    def _check_host(self, target: Target, when: str) -> None:
+    def _check_host(self, target: Target, when: str, row_count: int) -> None:
         """Its rows are as they landed and as they were backed up."""
         if self.targets.get(target.room.id) is not target:
             self.world.fail(f"room {target.room.id} is read at {when}, and its host slots are released")
-        rows = np.arange(target.room.tokens + target.grown)
+        rows = np.arange(row_count)
         if (self._host(target, rows) != self._words(target, rows)).any():
             self.world.fail(f"room {target.room.id} has wrong rows at {when}")
 
@@ -346,6 +360,45 @@ class SparseEngine:
         for room, (since, behind) in self.line.items():
             if self.steps - since > (behind + 1) * each:
                 self.world.fail(f"room {room} waits for a row since {self.steps - since} steps, behind {behind} others")
+
+    def _check_victims(self, retract: list[int]) -> None:
+        """Rows are taken away for the first in line alone, once it has waited, from those that had their quantum, in
+        the policy's order: as few as it needs, and none where all of them would not do."""
+        wanted = self._victims()
+        if set(retract) != set(wanted):
+            first = next(iter(self.line), None)
+            self.world.fail(f"rooms {retract} are retracted for room {first}, it is {self.scheduler.policy}: {wanted}")
+
+    def _victims(self) -> list[int]:
+        first, (since, _) = next(iter(self.line.items()), (0, (self.steps, 0)))
+        if not self.line or self.steps - since < self.limits.hisparse_wait_steps:
+            return []
+        here, room = self.capacity, self.targets[first].room
+        taken = {each: len(seat.placement.device_slots) for each, seat in self.seats.items()}
+        need = min(room.tokens + room.growth, here.hot) + 1
+
+        def suffices(gone: list[int]) -> bool:
+            slots = sum(taken.values()) - sum(taken[each] for each in gone)
+            return len(taken) - len(gone) < here.rows and here.device_slots - slots >= need
+
+        chosen: list[int] = []
+        for each in self._by_policy():
+            if suffices(chosen):
+                break
+            chosen.append(each)
+        if not suffices(chosen):
+            return []
+        for each in chosen[::-1]:
+            rest = [other for other in chosen if other != each]
+            chosen = rest if suffices(rest) else chosen
+        return chosen
+
+    def _by_policy(self) -> list[int]:
+        """Running rooms that had their quantum, the first to go first; of equals the one placed last."""
+        quantum, policy = self.limits.hisparse_quantum_steps, self.scheduler.policy
+        had = [room for room, seat in reversed(self.seats.items()) if self.steps - seat.step >= quantum]
+        left = {room: self.targets[room].room.growth - self.targets[room].grown for room in had}
+        return sorted(had, key=lambda room: {"longest": -left[room], "shortest": left[room], "newest": 0}[policy])
 
     def _check_logical(self) -> None:
         """What is reserved or admitted can grow to its stated maximum."""

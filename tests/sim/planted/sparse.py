@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pdtransfer.engine_api import Event
@@ -232,3 +233,57 @@ def newcomers_released_before_their_events(patch: Patch) -> None:
         ended(self, request, drop=drop, after=None if request in self._newcomers else after)
 
     patch(Scheduler, "ended", at_once)
+
+
+def tokens_since_a_retract_forgotten(patch: Patch) -> None:
+    """What a request may still grow by is counted from where it was last placed."""
+    admit = Coordinator.admit_direct
+    placed_at: dict[tuple[int, int], int] = {}
+
+    def note(self: Coordinator, request: int, host_slots: Any = None) -> Placement | None:
+        placement = admit(self, request, host_slots)
+        if placement is not None:
+            placed_at[id(self), request] = placement.tokens
+        return placement
+
+    def remaining(self: Coordinator, request: int) -> int:
+        return self._entries[request].total - placed_at[id(self), request]
+
+    patch(Coordinator, "admit_direct", note)
+    patch(Coordinator, "remaining", remaining)
+
+
+def one_victim_too_many(patch: Patch) -> None:
+    """When some are retracted, so is one more."""
+    victims = Scheduler._victims
+
+    def one_more(self: Scheduler) -> list[int]:
+        chosen = victims(self)
+        others = [request for request in self._retractable() if request not in chosen]
+        return chosen + others[:1] if chosen else []
+
+    patch(Scheduler, "_victims", one_more)
+
+
+def retracted_without_a_wait(patch: Patch) -> None:
+    """The first in line takes a row at once."""
+    victims = Scheduler._victims
+
+    def at_once(self: Scheduler) -> list[int]:
+        patient, self._limits = self._limits, replace(self._limits, hisparse_wait_steps=0)
+        try:
+            return victims(self)
+        finally:
+            self._limits = patient
+
+    patch(Scheduler, "_victims", at_once)
+
+
+def held_until_the_latest_event_alone(patch: Patch) -> None:
+    """What is in use until one event is dropped when another is named, as if events fired in order."""
+
+    def hold(self: Coordinator, entry: _Entry, after: Event | None) -> None:
+        if after is not None:
+            entry.holds[:] = [after]
+
+    patch(Coordinator, "_hold", hold)

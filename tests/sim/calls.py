@@ -32,11 +32,22 @@ class Call:
         self.prefills, self.decodes = rng.choice(world.prefill_groups), rng.choice(world.decode_groups)
         self.sources = [Source(self.room, node, self) for node in self.prefills]
         self.targets = [Target(self.room, node, self) for node in self.decodes]
+        self._strange_prefill = self._strange_decode = ""
+        if world.strangers and rng.random() < 0.5:
+            self._meet_stranger()
+
+    def _meet_stranger(self) -> None:
+        """One side of the room is none of ours."""
+        self.room.honest = False
+        if self.world.rng.random() < 0.5:
+            (self._strange_prefill,), self.sources = self.world.strange_prefills, []
+        else:
+            (self._strange_decode,), self.targets = self.world.strange_decodes, []
 
     def begin(self) -> None:
         world, rng, room, p = self.world, self.world.rng, self.room, self.world.profile
         room.begun_at = world.now
-        names = [node.name for node in self.prefills]
+        names = [self._strange_prefill] if self._strange_prefill else [node.name for node in self.prefills]
         whole_group = p.led and rng.random() < 0.5
         if whole_group:
             world.seen["rooms that name a leader"] += 1
@@ -53,6 +64,8 @@ class Call:
             target.seconds = rng.uniform(0.2, 2.0) if hasty else room.deadline
             target.node.later(wait, lambda each=target: each.expect(each.seconds, names, whole_group))
         slow, peers = rng.random() < p.opens_late, [node.name for node in self.decodes]
+        if self._strange_decode:  # alone, or of two ranks
+            peers = [self._strange_decode, "another rank"][: rng.randint(1, 2)]
         for source in self.sources:
             wait = rng.uniform(0.1, 2.0) if slow else rng.expovariate(500.0)
             source.node.later(

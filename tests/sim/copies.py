@@ -50,7 +50,7 @@ class Mapping:
 
     name: str
     arena: Backing
-    core: DecodeSessions
+    core: DecodeSessions | None  # None: a stranger's, whose slots are its own affair
     live: set[Mapping]  # those of the session that can still write
     ready: int = 0  # bytes that the writer has in its page table
     hbm_direct: bool = False
@@ -72,7 +72,8 @@ class Copy:
         self.mapping, self.component = node.mappings[order.session], order.component
         theirs = node.core.sessions[order.session].components[order.component]
         ours = next(each for each in node.components if each.name == theirs.name)
-        self.source, self.session = node.rooms[order.room], self.mapping.core.prefill_peers.sessions.get(order.session)
+        self.source, core = node.rooms[order.room], self.mapping.core
+        self.session = None if core is None else core.prefill_peers.sessions.get(order.session)
         self.lease = None if self.session is None else self.session.leases.get(order.grant)
         self.theirs, self.checksum = theirs, 0
         # Which words of a row: their heads, by either side's count of layers and heads.
@@ -135,20 +136,12 @@ class Copy:
         """Invariant 1: the target is this grant's still; the source is the room's still (its words say whose it is)."""
         world, node, lease = self.world, self.node, self.lease
         sources, targets = self.order.source_slots[low:high], self.order.target_slots[low:high]
-        where = f"{node.name} writes slots {targets[0]}.. of {self.mapping.name} for grant {self.order.grant}"
-        if lease is None or lease.state is Lease.ENDED or not lease.holding.claims:
-            world.fail(f"{where}, which has no lease on them any more")
-        if is_free(self.mapping.core.arena.free[self.component], int(targets[0])):
-            world.fail(f"{where}, which are free")
-        if is_shared(self.mapping.core.cache, self.component, int(targets[0])):
-            world.fail(f"{where}, which rooms share")
-        target = world.decodes[self.mapping.name]
-        if target.core is self.mapping.core and target.rooms[self.order.room].drained:
-            world.fail(f"{where}, which the engine was told to reuse")
+        if self.mapping.core is not None:
+            self._check_leased(self.mapping.core, targets)
         if alive and self.source.drained:
             world.fail(f"{node.name} reads pages of room {self.source.room.id}, which were given back")
         world.seen["pieces by orphans"] += not alive
-        world.seen["pieces after the room failed"] += lease.state is not Lease.GRANTED
+        world.seen["pieces after the room failed"] += lease is not None and lease.state is not Lease.GRANTED
         (to, first), (from_, from_first) = self.targets, self.sources
         at = to[layer - first][:, targets]
         words = node.pool[from_[layer - from_first][:, sources]] if alive else -1
@@ -158,6 +151,19 @@ class Copy:
             self.checksum = (self.checksum + found) & MASK
         if self.corrupts and not self.pieces:
             self._corrupt(at)
+
+    def _check_leased(self, core: DecodeSessions, targets: Int64s) -> None:
+        world, node, lease = self.world, self.node, self.lease
+        where = f"{node.name} writes slots {targets[0]}.. of {self.mapping.name} for grant {self.order.grant}"
+        if lease is None or lease.state is Lease.ENDED or not lease.holding.claims:
+            world.fail(f"{where}, which has no lease on them any more")
+        if is_free(core.arena.free[self.component], int(targets[0])):
+            world.fail(f"{where}, which are free")
+        if is_shared(core.cache, self.component, int(targets[0])):
+            world.fail(f"{where}, which rooms share")
+        target = world.decodes[self.mapping.name]
+        if target.core is core and target.rooms[self.order.room].drained:
+            world.fail(f"{where}, which the engine was told to reuse")
 
     def _corrupt(self, at: Int64s) -> None:
         rng, reader = self.world.rng, self.world.decodes[self.mapping.name]

@@ -17,10 +17,12 @@ from pdtransfer.layout.layout import Component
 from pdtransfer.wire import Abort, Failed, Grant, Identity, Landed, Load, Message, Ranks, Reach, Register, Registered
 
 from .copies import Backing, Mapping, is_free
+from .fairness import Repeats, WaitingLine
 from .groups import Group, members
 from .lifts import Lifter
 from .pools import ROW, Int64s, Shape, checksum, components, holds, memory, places
 from .process import Alarm, Process
+from .promises import OwnerPromises
 from .rooms import Target
 from .services import DecodeDesk
 from .sparse import SparseEngine
@@ -59,7 +61,8 @@ class DecodeNode(Process):
             verify=p.verify, bytes_ready=ends[0], hbm_apart=p.apart, engine_slots=p.placed,
         )  # fmt: skip
         self.slots = [[*range(each.layout.slots)] for each in self.components]  # that the engine may choose
-        self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
+        self.line, self.repeats, self.promises = WaitingLine(self), Repeats(self), OwnerPromises(self)
+        self.alarm = Alarm(self, self.core.next_tick, self._tick)
         self.desk = DecodeDesk(self) if p.routers and self.group.leader is self else None
         self.engine = SparseEngine(self) if p.sparse else None
         self.rooms = {}
@@ -140,8 +143,11 @@ class DecodeNode(Process):
             held = [each for each in session.leases.values() if each.state is Lease.GRANTED and not each.repeat_ms]
             self.world.seen["grants that waited for memory"] += len(held)
         self._look_at(session, message)
+        self.repeats.received(source, message)
         silent = {s.id for s in self.core.prefill_peers.sessions.values() if s.state is SessionState.SILENT}
-        self.perform(self.core.receive(source, message, self.clock))
+        effects = self.core.receive(source, message, self.clock)
+        self.promises.received(source, message, effects)
+        self.perform(effects)
         for session_id in silent:
             session = self.core.prefill_peers.sessions.get(session_id)
             self.world.seen["silent peers back"] += session is not None and session.state is SessionState.UP
@@ -157,7 +163,13 @@ class DecodeNode(Process):
         elif lease.state is not Lease.GRANTED and isinstance(message, Landed):
             seen["Landed that met an Abort"] += 1
 
+    def _tick(self) -> None:
+        effects = self.core.tick(self.clock)
+        self.repeats.ticked(effects)
+        self.perform(effects)
+
     def perform(self, effects: list[fx.DecodeEffect]) -> None:
+        self.line.check(effects)
         for effect in effects:
             self._perform(effect)
         if self.core.leases.quarantined_bytes:
@@ -176,7 +188,8 @@ class DecodeNode(Process):
                 self.send(peer, message)
             case fx.Dial(peer):
                 self._dial(peer)
-            case fx.Offer(_, session):
+            case fx.Offer(peer, session):
+                self.promises.offered(peer, session)
                 reach = self._reach()
                 self.writers[session] = set()
                 self.offered.add(session)
@@ -189,6 +202,7 @@ class DecodeNode(Process):
                 self._stop_verifying(session, grant)
             case fx.Forget(session):
                 world.seen["fences"] += 1
+                self.promises.forgotten(session)
                 if self.writers.pop(session):
                     world.fail(f"{self.name} forgets session {session:#x}, which can still be written")
             case fx.RoomLeased(room) if self.desk is not None:
@@ -222,6 +236,9 @@ class DecodeNode(Process):
                 pass
         if self.world.profile.led and peer not in self.dialled and not self.world.profile.dial_fails:
             self.world.fail(f"{self.name} sends to {peer}, which nobody has dialled")
+        if peer in self.dialled:
+            self.repeats.sent(peer, message)
+        self.promises.sent(peer, message)
         super().send(peer, message)
         if isinstance(message, Register):
             self._die_registering(peer)
@@ -236,6 +253,10 @@ class DecodeNode(Process):
 
     def _check_parting(self, effect: fx.SessionLost | fx.PeerRefused | fx.HangUp) -> None:
         """None parts from an honest peer; but a new process cannot map what the dead one had, without saying so."""
+        if isinstance(effect, fx.HangUp):
+            self.repeats.forgotten(effect.peer)
+        if not isinstance(effect, fx.SessionLost) and effect.peer in self.world.strangers:
+            return
         if isinstance(effect, fx.SessionLost):  # it was silent, or is another process
             self.world.log(f"{self.name} session {effect.session:#x} lost {effect.detail}")
             return
@@ -391,8 +412,9 @@ class DecodeNode(Process):
 
     @property
     def _sessions_in_the_end(self) -> int:
-        """One a prefill rank; where rooms name leaders, of those that were dialled."""
-        return len(self.core.prefill_peers.peers if self.world.profile.led else self.world.prefills)
+        """One a prefill rank; where rooms name leaders or strangers, of those that were dialled."""
+        some = self.world.profile.led or self.world.profile.strangers
+        return len(self.core.prefill_peers.peers if some else self.world.prefills)
 
     def _check_slots(self) -> None:
         for slots, component in zip(self.slots, self.components, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .planted import Patch, decode, leaders, placed, prefill, requests, rows, sparse
+from .planted import Patch, decode, fairness, leaders, placed, prefill, requests, rows, sparse, strangers
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,18 @@ MUTANTS: dict[str, Mutant] = {
     "one victim too many": Mutant(sparse.one_victim_too_many, "sparse", 111),
     "retracted without a wait": Mutant(sparse.retracted_without_a_wait, "sparse", 3),
     "held until the latest event alone": Mutant(sparse.held_until_the_latest_event_alone, "sparse", 3),
+    "last come, first served": Mutant(fairness.last_come_first_served, "waiting", 3),
+    "the head of the queue passed over": Mutant(fairness.head_passed_over, "waiting", 3),
+    "the newest room first in a window": Mutant(fairness.newest_room_first_in_a_window, "waiting", 3),
+    "bytes in flight without a bound": Mutant(fairness.bytes_in_flight_without_a_bound, "waiting", 6),
+    "nobody admitted after a fence": Mutant(fairness.nobody_admitted_after_a_fence, "deadly", 33),
+    "timers not moved": Mutant(fairness.timers_not_moved, "waiting", 9),
+    "back-off without a cap": Mutant(fairness.backoff_without_a_cap, "waiting", 6),
+    "back-off that does not grow": Mutant(fairness.backoff_that_does_not_grow, "waiting", 9),
+    "deadlines doubled": Mutant(fairness.deadlines_doubled, "waiting", 81),
+    "a flood of Hellos": Mutant(fairness.flood_of_hellos, "restarts", 3),
+    "a silent peer that is back stays silent": Mutant(fairness.silent_peer_stays_silent, "waiting", 9),
+    "a free place in a window untold": Mutant(fairness.window_free_again_untold, "waiting", 3),
     "a leader waited for alone": Mutant(leaders.waited_for_alone, "led", 9),
     "ranks greeted that nobody dialled": Mutant(leaders.greeted_undialled, "led", 9),
     "Welcome before the group is known": Mutant(leaders.welcomed_before_the_group_is_known, "led", 9),
@@ -138,4 +150,17 @@ MUTANTS: dict[str, Mutant] = {
     "any slot may be chosen": Mutant(placed.any_slot_is_taken, "placed", 9),
     "chosen slots granted before they are backed": Mutant(placed.granted_before_it_is_backed, "placed", 9),
     "chosen rows counted from the first slot": Mutant(placed.rows_count_from_the_first_slot, "placed", 9),
+    "overlapping grants taken": Mutant(strangers.overlapping_grants_taken, "strangers", 24),
+    "other slots taken for a repeat": Mutant(strangers.other_slots_taken_for_a_repeat, "strangers", 9),
+    "a second grant of a session taken": Mutant(strangers.second_grant_of_a_session_taken, "strangers", 15),
+    "anybody may grant": Mutant(strangers.anybody_may_grant, "strangers", 3),
+    "anybody may end a grant": Mutant(strangers.anybody_may_end_a_grant, "strangers", 3),
+    "anybody may end a lease": Mutant(strangers.anybody_may_end_a_lease, "strangers", 6),
+    "a prefill's window unheeded": Mutant(strangers.window_of_prefill_unheeded, "strangers", 30),
+    "a decode's window taken as it is": Mutant(strangers.window_of_decode_taken_as_it_is, "strangers", 6),
+    "a decode's sessions unbounded": Mutant(strangers.sessions_of_a_decode_unbounded, "strangers", 3),
+    "a prefill's sessions unbounded": Mutant(strangers.sessions_of_a_prefill_unbounded, "strangers", 3),
+    "another life's Goodbye heeded by decode": Mutant(strangers.any_goodbye_heeded_by_decode, "strangers", 3),
+    "another life's Goodbye heeded by prefill": Mutant(strangers.any_goodbye_heeded_by_prefill, "strangers", 3),
+    "an older word asks for a Hello": Mutant(strangers.older_word_asks_for_a_hello, "strangers", 3),
 }

@@ -14,9 +14,11 @@ from pdtransfer.layout.layout import Component
 from pdtransfer.wire import Abort, Grant, Identity, Load, Message, Ranks, Reach
 
 from .copies import Copy, Mapping
+from .fairness import Repeats
 from .groups import Group, members
 from .pools import ROW, Shape, components, memory
 from .process import Alarm, Process
+from .promises import WriterPromises
 from .rooms import Source
 from .services import PrefillDesk
 
@@ -53,7 +55,9 @@ class PrefillNode(Process):
         self.core = PrefillSessions(own, self.components, self.limits, group_is_known=not late)
         if late:
             self.later(world.rng.uniform(0.0, 0.3), lambda core=self.core: core.set_group(members(self)))
-        self.alarm = Alarm(self, self.core.next_tick, lambda: self.perform(self.core.tick(self.clock)))
+        self.repeats, self.promises = Repeats(self), WriterPromises(self)
+        self.grant_deadlines: dict[tuple[int, int], float] = {}  # by session and number, as its Grants say
+        self.alarm = Alarm(self, self.core.next_tick, self._tick)
         self.desk = PrefillDesk(self) if p.routers and self.group.leader is self else None
         self.rooms = {}
         self.mappings: dict[int, Mapping] = {}
@@ -122,16 +126,32 @@ class PrefillNode(Process):
                 self.world.seen[f"{kind} after the end"] += 1
             elif grant is None and isinstance(message, Abort):
                 self.world.seen["Abort before its Grant"] += 1
-        self.perform(self.core.receive(source, message, self.clock))
+        if isinstance(message, Grant):
+            number, deadline = (message.session, message.grant), self.clock + message.time_left_ms / 1e3
+            self.grant_deadlines[number] = max(deadline, self.grant_deadlines.get(number, deadline))
+        effects = self.core.receive(source, message, self.clock)
+        self.promises.received(source, message, effects)
+        self.perform(effects)
         if session is not None and session.grants and max(session.grants) >= session.floor + session.window:
             self.world.fail(f"{self.name} keeps grants beyond the window of {session.window}")
+
+    def _tick(self) -> None:
+        effects = self.core.tick(self.clock)
+        self.repeats.ticked(effects)
+        self.perform(effects)
+
+    def send(self, peer: str, message: Message) -> None:
+        self.repeats.sent(peer, message)
+        self.promises.sent(message)
+        super().send(peer, message)
 
     def perform(self, effects: list[fx.PrefillEffect]) -> None:
         for effect in effects:
             self._perform(effect)
         for grants in self.core._waiting.values():
             for grant in grants:
-                if self.clock > max(grant.deadline, self.thawed) + 1e-6:
+                deadline = self.grant_deadlines[grant.session.id, grant.number]
+                if self.clock > max(deadline, self.thawed) + 1e-6:
                     self.world.fail(f"{self.name} waits for the room of grant {grant.number} beyond its deadline")
         if self.desk is not None:
             self.desk.tell_load()
@@ -143,12 +163,15 @@ class PrefillNode(Process):
             case fx.Send(peer, message):
                 self.send(peer, message)
             case fx.Map(session, reach, theirs):
+                self.promises.mapped(session)
                 self.later(world.stretch(0.002, 0.5), lambda s=session, r=reach, c=theirs: self._map(s, r, c))
             case fx.Unmap(session):
+                self.promises.unmapped(session)
                 if session in self.mappings:
                     mapping = self.mappings.pop(session)
                     mapping.live.discard(mapping)
             case fx.Write():
+                self.promises.writes(effect)
                 Copy(self, effect)
             case fx.StopWriting(session, grant):
                 self.stopping.add((session, grant))
@@ -163,7 +186,7 @@ class PrefillNode(Process):
                 self.rooms[room].on_drained()
 
     def _map(self, session: int, reach: Reach, theirs: tuple[Component, ...]) -> None:
-        node = self.world.decodes[reach.address]
+        node = self.world.decodes.get(reach.address) or self.world.strange_decodes[reach.address]
         if node.dead or session not in node.offered:
             self.perform(self.core.unmappable(session, "the hand-over was revoked, or taken", self.clock))
             return

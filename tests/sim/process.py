@@ -31,7 +31,7 @@ class Process:
         self.limits = replace(
             LIMITS, window=p.window, queue_max=p.queue_max, quarantine_fraction_max=p.quarantine_fraction,
             prefix_block_tokens=BLOCK, prefix_blocks_max=p.blocks_max,
-            ping_ms=p.ping_ms,
+            ping_ms=p.ping_ms, peer_sessions_max=p.peer_sessions_max, inflight_bytes_max=p.inflight_bytes,
         )  # fmt: skip
         self._rate, self._offset = 1.0 + rng.uniform(-p.skew, p.skew), rng.uniform(0.0, 1e4)
         self.frozen = self.dead = False
@@ -42,9 +42,10 @@ class Process:
         self.awaits: list[Process] = []  # who has to be there before it is started again
 
     def send(self, peer: str, message: Message) -> None:
-        """Over the network. Here everybody is honest, so nobody is accused; except of words on a session that this
-        process, or the one before it, has dropped, and that a repeated Register has it try to map again, in vain."""
+        """Over the network. Who is honest is not accused; except of words on a session that this process, or the one
+        before it, has dropped, and that a repeated Register has it try to map again, in vain."""
         accused = isinstance(message, Reject) and message.reason == Cause.BREACH.value
+        accused = accused and peer not in self.world.strangers
         if accused and "not yet Registered" not in str(message.fields):
             self.world.fail(f"{self.name} accuses {peer}: {message.fields}")
         self.world.network.send(self, peer, message)

@@ -9,7 +9,7 @@ KINDS = (
     "quiet", "lossy", "rough", "crowded", "isolation", "deadly", "split", "patient", "restarts", "fleet", "ranks",
     "shared", "growing", "checked", "groups", "leaving", "sparse",
 )  # fmt: skip
-MORE_KINDS = ("apart", "placed", "led", "hasty")  # that no seed has by itself
+MORE_KINDS = ("apart", "placed", "led", "hasty", "waiting", "strangers")  # that no seed has by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,9 @@ class Profile:
     window: int
     queue_max: int = 1_024
     quarantine_fraction: float = 0.5
+    inflight_bytes: int = 64 << 30  # to one decode at once
+    peer_sessions_max: int = 4
+    strangers: bool = False  # one of each role that keeps to no rules, among honest ones that nothing else troubles
     isolation: bool = False  # one prefill freezes for long, and the others' rooms may not feel it: invariant 6
     patient: bool = False  # nothing but loss: no room's only trouble may be that it waited until its deadline
     exact: bool = False  # nothing but restarts: a session ends because a process has died, and for nothing else
@@ -175,6 +178,10 @@ def _with(kind: str, base: Profile, rng: random.Random) -> Profile:
             return _led(base, rng)
         case "hasty":
             return _hasty(base, rng)
+        case "waiting":
+            return _waiting(base, rng)
+        case "strangers":
+            return _strangers(base, rng)
         case "checked":
             return _checked(base, rng)
         case "groups":
@@ -273,6 +280,26 @@ def _hasty(base: Profile, rng: random.Random) -> Profile:
         base, hasty=0.5, patient=True, arena_tokens=128, pool_tokens=4096, deadline=(60.0, 90.0), write=0.01,
         loss=rng.choice([0.0, 0.05]), duplicate=rng.choice([0.0, 0.2]), span=rng.choice([0.2, 2.0]),
         opens_late=rng.choice([0.0, 0.4]), abort=rng.choice([0.0, 0.2]),
+    )  # fmt: skip
+
+
+def _waiting(base: Profile, rng: random.Random) -> Profile:
+    """More rooms than there are slots, or bytes that may be in flight; peers that are away longer than the longest
+    pause between repeats; rooms that prefill never opens."""
+    return replace(
+        base, rooms=rng.randint(30, 60), span=rng.choice([0.1, 1.0]), arena_tokens=rng.choice([64, 128, 1024]),
+        inflight_bytes=rng.choice([2_000, 4_000, 64 << 30]), families=rng.choice([0, 0, 3]), window=rng.choice([8, 64]),
+        loss=rng.choice([0.0, 0.0, 0.1]), partitions=rng.choice([0, 1, 2]), kills=rng.choice([0, 0, 2]),
+        freezes=rng.choice([0, 0, 1]), restart=(0.001, 3.0), opens_late=rng.choice([0.1, 0.5]), deadline=(0.3, 6.0),
+    )  # fmt: skip
+
+
+def _strangers(base: Profile, rng: random.Random) -> Profile:
+    """No other faults: what an honest room suffers, it suffers from strangers."""
+    return replace(
+        base, strangers=True, patient=True, arena_tokens=4096, pool_tokens=4096, span=2.0, peer_sessions_max=2,
+        abort=rng.choice([0.0, 0.2]), opens_late=0.3, deadline=(3.0, 8.0), window=rng.choice([4, 8, 64]),
+        duplicate=rng.choice([0.0, 0.1]), delay_tail=rng.choice([0.0, 0.5]), delay_max=0.04,
     )  # fmt: skip
 
 

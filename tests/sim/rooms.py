@@ -48,6 +48,8 @@ class Room:
     growth: int
     deadline: float  # seconds that it has
     begun_at: float = math.inf
+    honest: bool = True  # so are all that it was begun with
+    given_up: bool = False  # by one of them
     family: int = 0  # of prompts that begin alike, and
     shared: int = 0  # how many of its tokens do; 0: nobody knows the prompt
     targets: list[Target] = field(default_factory=list["Target"])
@@ -88,6 +90,11 @@ class _Part:
         self.deadline = math.inf  # by its node's clock
         self.seconds = room.deadline  # that this part has
 
+    def check_cause(self, cause: Cause) -> None:
+        """No honest room is lost to a stranger."""
+        if self.world.strangers and self.room.honest and not self.room.given_up:
+            self.world.fail(f"room {self.room.id} is lost to a stranger: {cause}")
+
     def check_deadline(self, node: DecodeNode | PrefillNode, cause: Cause | None) -> None:
         """No room waits beyond its deadline, and none is said to have that was not there yet."""
         if node.clock > max(self.deadline, node.thawed) + 1e-6:
@@ -107,6 +114,7 @@ class Source(_Part):
         self.withdrawn = False  # its engine gave it up before it was opened
         self.left_out = False  # decode does not know of this rank
         rng, p = self.world.rng, self.world.profile
+        self.peers: list[str] | None = None  # that it is for; None: for all
         self.skips = rng.random() < p.engine_skips  # the engine forgets a cell
         self.pages: list[int] = []
         self.source_slots: Int64s = np.empty(0, dtype=np.int64)  # of whole pages
@@ -115,7 +123,7 @@ class Source(_Part):
         node, room = self.node, self.room
         if self.withdrawn and self.life == node.life:
             return
-        node.rooms[room.id], self.opened, self.life = self, True, node.life
+        node.rooms[room.id], self.opened, self.life, self.peers = self, True, node.life, peers
         room.sources.append(self)
         self.deadline = node.clock + seconds
         node.perform(
@@ -126,6 +134,7 @@ class Source(_Part):
         self._start()
 
     def abort(self, cause: Cause = Cause.ABORTED) -> None:
+        self.room.given_up = True
         if not self.opened:
             self.withdrawn, self.life = True, self.node.life
             self.world.seen["rooms given up before they were opened"] += 1
@@ -190,7 +199,8 @@ class Source(_Part):
     def on_failed(self, effect: fx.RoomFailed) -> None:
         if self.landed or self.failed:
             self.world.fail(f"room {self.room.id} fails on prefill after it has ended")
-        if effect.cause is Cause.DEADLINE and self.world.profile.patient and not self.left_out:
+        self.check_cause(effect.cause)
+        if effect.cause is Cause.DEADLINE and self.world.profile.patient and self.room.honest and not self.left_out:
             self.world.fail(f"room {self.room.id} waited on prefill for its deadline, and for nothing else")
         self.failed = True
         self.check_deadline(self.node, effect.cause)
@@ -344,6 +354,7 @@ class Target(_Part):
 
     def abort(self, cause: Cause = Cause.ABORTED) -> None:
         """A room that is READY stays."""
+        self.room.given_up = True
         if self.expected and not self.killed:
             self.node.perform(self.node.core.abort(self.room.id, self.node.clock, cause))
 
@@ -371,7 +382,7 @@ class Target(_Part):
             world.fail(f"room {room.id} is READY after it has ended")
         self.check_deadline(self.node, None)
         self.ready, self.ready_at = True, world.now
-        if effect.aux != room.aux:
+        if effect.aux != room.aux and room.honest:
             world.fail(f"room {room.id} has another's aux")
         components = self.node.components
         self.slots = effect.slots
@@ -404,13 +415,14 @@ class Target(_Part):
         world, room = self.world, self.room
         if self.ready or self.failed:
             world.fail(f"room {room.id} fails on decode after it has ended: {effect.cause} {effect.detail}")
-        if effect.cause is Cause.BREACH:
+        self.check_cause(effect.cause)
+        if effect.cause is Cause.BREACH and room.honest:
             world.fail(f"room {room.id}: honest peers were accused: {effect.detail}")
         if "sent by none" in effect.detail and (world.profile.routers or self.whole_group):
             world.fail(f"room {room.id}: its router or its leader left a rank out: {effect.detail}")
         if effect.cause is Cause.DEADLINE and self.hasty:
             world.seen["rooms that decode gave up in haste"] += 1
-        elif effect.cause is Cause.DEADLINE and world.profile.patient:
+        elif effect.cause is Cause.DEADLINE and world.profile.patient and room.honest:
             world.fail(f"room {room.id} waited for its deadline, and for nothing else: {effect.detail}")
         if "checksum" in effect.detail and not self.corrupted:
             world.fail(f"room {room.id} fails for rows that are right: {effect.detail}")
@@ -433,6 +445,8 @@ class Target(_Part):
         self.grown = room.growth
 
     def _read(self, when: str, *, grown: bool) -> None:
+        if not self.room.honest:
+            return  # whoever should have written it may not have
         for index, component in enumerate(self.node.components):
             rows = component.rows(self.room.tokens) + (self.grown if grown and not index else 0)
             got = self.node.where(component)[places(component)[:, :, self.slots[component.name][:rows]]]

@@ -67,6 +67,31 @@ def test_no_room_of_prefill_waits_for_a_decode_that_has_given_it_up(chunk: int) 
         assert tally.seen[what] > 0, what
 
 
+def test_every_world_whose_rooms_wait_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="waiting")
+    assert not tally.failure, tally.failure
+    for what in (
+        "calls with a queue", "calls with a queue for bytes in flight", "repeats in time", "silent peers back", "ready",
+        "fences", "prefill kills",
+    ):  # fmt: skip
+        assert tally.seen[what] > 0, what
+
+
+@pytest.mark.parametrize("chunk", range(some(8)))
+def test_every_world_with_strangers_keeps_the_invariants(chunk: int) -> None:
+    tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="strangers")
+    assert not tally.failure, tally.failure
+    for what in (
+        "grants that overlap", "grants said again with other slots", "rooms granted twice",
+        "grants for rooms of others", "grants beyond the window", "unended grants released",
+        "Goodbyes of another life", "words on sessions of others", "bytes landed that were not granted",
+        "numbers landed that were not granted", "older words that ask for a Hello", "calls for a Hello",
+        "arenas registered as larger than they are", "new lives",
+    ):  # fmt: skip
+        assert tally.seen[f"strangers: {what}"] > 0, what
+    assert tally.seen["ready"] > tally.seen["rooms"] / 3
+
+
 def test_worlds_show_what_they_are_for() -> None:
     """Invariants hold easily where nothing happens: most rooms are READY, and each fault was there."""
     tally = run([*range(SHOWN), 315, 349])  # in these two a worker is full and its router cannot go elsewhere

@@ -25,7 +25,7 @@ from .process import Process
 from .profile import Profile, draw
 from .rooms import Room
 from .routers import Client, RouterNode
-
+from .strangers import Stranger, StrangerDecode, StrangerPrefill
 
 EVENTS_MAX = 300_000  # of one seed: the busiest have a tenth of it
 
@@ -59,7 +59,10 @@ class World:
         self.prefills = {node.name: node for node in chain.from_iterable(self.prefill_groups)}
         self.decodes = {node.name: node for node in chain.from_iterable(self.decode_groups)}
         self.routers = {f"r{place}": RouterNode(self, f"r{place}") for place in range(p.routers)}
-        self.processes: dict[str, Process] = {**self.prefills, **self.decodes, **self.routers}
+        self.strange_decodes = {name: StrangerDecode(self, name) for name in ["x0"] if p.strangers}
+        self.strange_prefills = {name: StrangerPrefill(self, name) for name in ["y0"] if p.strangers}
+        self.strangers: dict[str, Stranger] = {**self.strange_decodes, **self.strange_prefills}
+        self.processes: dict[str, Process] = {**self.prefills, **self.decodes, **self.routers, **self.strangers}
         for process in self.processes.values():
             process.start()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec.structs import replace
 
@@ -35,8 +35,11 @@ if TYPE_CHECKING:
     from .prefills import PrefillNode
 
 
-def slots_in(message: Grant) -> dict[int, set[int]]:
-    """The slots that a Grant names, by component."""
+Slots: TypeAlias = dict[int, set[int]]
+"""What a Grant names, by component."""
+
+
+def slots_in(message: Grant) -> Slots:
     return {part.component: set(slots_of(unpack_extents("extents", part.extents)).tolist()) for part in message.parts}
 
 
@@ -47,7 +50,7 @@ class _Mapped:
     peer: str
     window: int
     grants: dict[int, Grant] = field(default_factory=dict[int, Grant])  # taken, and their ends not acknowledged
-    slots: dict[int, dict[int, set[int]]] = field(default_factory=dict[int, dict[int, set[int]]])  # of those unended
+    slots: dict[int, Slots] = field(default_factory=dict[int, "Slots"])  # of these
     rooms: dict[int, int] = field(default_factory=dict[int, int])  # the grant that each was written for
     ended: set[int] = field(default_factory=set[int])
     acknowledged: set[int] = field(default_factory=set[int])
@@ -56,6 +59,7 @@ class _Mapped:
     def acknowledge(self, number: int) -> None:
         if number in self.ended:
             self.grants.pop(number, None)
+            self.slots.pop(number, None)
             self.acknowledged.add(number)
             while self.floor in self.acknowledged:
                 self.floor += 1
@@ -95,7 +99,6 @@ class WriterPromises:
         """An end of a grant frees its slots, and its number once that is acknowledged."""
         over = isinstance(message, Landed | Drained) or (isinstance(message, Failed) and message.quiescent)
         if over and (session := self._sessions.get(message.session)) is not None:
-            session.slots.pop(message.grant, None)
             session.ended.add(message.grant)
 
     def mapped(self, session: int) -> None:
@@ -117,7 +120,7 @@ class WriterPromises:
         if grant is None or grant.room != order.room:
             self._fail(f"{what}, which is not of this room")
             return
-        if not set(order.target_slots.tolist()) <= slots_in(grant)[order.component]:
+        if not session.slots[order.grant][order.component].issuperset(order.target_slots.tolist()):
             self._fail(f"{what} beside its slots")
         if allowed is not None and session.peer not in allowed:
             self._fail(f"{what}, the room is for {allowed}")
@@ -138,7 +141,8 @@ class WriterPromises:
         if number >= session.floor + session.window:
             self._fail(f"takes grant {number} of {peer}, outside the window of {session.window} from {session.floor}")
         slots = slots_in(message)
-        for other, taken in session.slots.items():
+        for other in session.slots.keys() - session.ended:
+            taken = session.slots[other]
             if any(slots.get(component, set()) & theirs for component, theirs in taken.items()):
                 self._fail(f"takes grant {number} of {peer}, which overlaps grant {other}")
         session.grants[number], session.slots[number] = message, slots

@@ -18,11 +18,11 @@ from ..limits import TEXT_LENGTH_MAX
 from ..threads import in_thread
 from ..wire import Hello, Message, Reject, decode, encode
 from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwayError
-from .dialled import SOCKETS, Dialled
+from .dialled import SOCKETS, Dialled, affordable_dials
 from .keys import Address, AllowList, Endpoint, KeyPair
 from .limits import BusLimits
 from .listening import address_bound, reserve
-from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, open_socket
+from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, address_of_frame, open_socket
 from .zap import DOMAIN, Authenticator
 
 
@@ -55,9 +55,10 @@ class Bus:
         self.node, self._keys, self._allowed, self._insecure = node, keys, allowed, insecure
         self._receive, self._on_refused = receive, refused
         self._limits = limits or BusLimits()
+        self._dials_max = min(self._limits.dials_max, affordable_dials())
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 2 * SOCKETS * self._limits.dials_max + 8)
+        self._context.set(zmq.MAX_SOCKETS, 2 * SOCKETS * self._dials_max + 8)
         self._zap = None if allowed is None else Authenticator(self._context, self._loop, allowed, self._limits)
         self._router: zmq.Socket[bytes] | None = None
         self._router_drain: Drain | None = None
@@ -107,7 +108,8 @@ class Bus:
         """Keeps a connection to `[KEY@]tcp://host:port` from now on; returns the peer's name, which is the same text.
 
         Idempotent. Raises ConfigError for a malformed endpoint, or one that this node's keys do not allow. Raises
-        WorldError at the limit of dialled endpoints, unless one that was never reached can be evicted.
+        WorldError at the limit of dialled endpoints, or of what the process's descriptors are enough for, unless one
+        that was never reached can be evicted.
         """
         if endpoint in self._dialled:
             return endpoint
@@ -118,11 +120,12 @@ class Bus:
             raise ConfigError(f"endpoint {endpoint!r}: key: missing; with keys on, an endpoint is KEY@tcp://host:port")
         if self._allowed is not None and key is not None and self._allowed.name_of(key) is None:
             raise ConfigError(f"endpoint {endpoint!r}: key: not on the allow-list")
-        if len(self._dialled) >= self._limits.dials_max and not self._evict_unreachable():
+        if len(self._dialled) >= self._dials_max and not self._evict_unreachable():
             raise WorldError(f"endpoint {endpoint!r}: {len(self._dialled)} are dialled already, which is the limit")
         self._dialled[endpoint] = Dialled(
             endpoint,
             self._on_dialled_frame,
+            make_place=self._evict_unreachable,
             context=self._context,
             loop=self._loop,
             keys=self._keys,
@@ -309,7 +312,8 @@ class Bus:
     def _name(self, user: str, hello: Hello) -> str:
         if self._allowed is not None:
             name = self._allowed.name_of(user)
-            assert name is not None, "the authenticator lets no other key in"
+            if name is None:
+                raise RemoteProtocolError("Hello.identity.node", f"the key {user} is not on the allow-list")
             if not self._allowed.allows_role(user, hello.identity.role):
                 text = f"{hello.identity.role!r}, the allow-list lets {name} be {sorted(self._allowed.roles[user])}"
                 raise RemoteProtocolError("Hello.identity.role", text)
@@ -332,7 +336,7 @@ class Bus:
             connection.mute(until)
         self._route(connection.route, _reject(reason, error))
         owner = connection.name and not connection.superseded
-        self._on_refused(connection.name if owner else f"unknown:{frame.get('Peer-Address')}", error)
+        self._on_refused(connection.name if owner else f"unknown:{address_of_frame(frame)}", error)
 
     def _route(self, route: bytes, frame: bytes) -> bool:
         if self._router is None or self._router_drain is None:

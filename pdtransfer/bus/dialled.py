@@ -8,8 +8,10 @@ would do, but it drops unread messages when the connection ends.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
+import resource
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -22,6 +24,8 @@ from .limits import BusLimits
 from .sockets import NOBLOCK, Drain, Frames, TcpConnection, open_socket, resolve
 
 SOCKETS = 3  # for one endpoint: a DEALER and both ends of its monitor
+_DESCRIPTORS = SOCKETS + 1  # and its connection
+_SHARE = 0.75  # of the process's descriptors, for all dialled endpoints
 
 _ERRORS = {
     int(zmq.EVENT_CLOSED): "nothing listens there",
@@ -40,9 +44,16 @@ _monitors = itertools.count()
 log = logging.getLogger(__name__)
 
 
+def affordable_dials() -> int:
+    """Returns how many endpoints may be dialled so that the process keeps descriptors for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, int(soft * _SHARE) // _DESCRIPTORS) if soft != resource.RLIM_INFINITY else 1 << 20
+
+
 class Dialled:
     """Keeps a connection to one listener; `take` gets the first frame of each message.
 
+    `make_place` is called where no descriptor is left for its sockets, and returns whether some are being freed.
     Nothing is sent without a connection, so no stale message is delivered later. `hello`, once set, opens each
     connection.
     """
@@ -52,12 +63,14 @@ class Dialled:
         name: str,
         take: Callable[[Dialled, zmq.Frame], None],
         *,
+        make_place: Callable[[], bool],
         context: zmq.Context[zmq.Socket[bytes]],
         loop: asyncio.AbstractEventLoop,
         keys: KeyPair | None,
         limits: BusLimits,
     ) -> None:
         endpoint = Endpoint.parse(name)
+        self._make_place = make_place
         self.name, self._address, self.server_key = name, Address.parse(endpoint.address), endpoint.server_key
         self._take, self._context, self._loop, self._keys, self._limits = take, context, loop, keys, limits
         self.hello: bytes | None = None
@@ -66,7 +79,7 @@ class Dialled:
         self._link: _Link | None = None
         self._tcp: TcpConnection | None = None
         self.last_error = "no answer yet"  # why it is not connected
-        self._attempt, self._reached = 0, False
+        self._attempt, self._reached, self._failed = 0, False, False
         self._connected_at = 0.0
         self._redial_ms = limits.redial_ms
         self._timer: asyncio.TimerHandle | None = None
@@ -74,8 +87,8 @@ class Dialled:
 
     @property
     def unreachable(self) -> bool:
-        """Whether it was dialled and never reached."""
-        return self._attempt > 0 and not self._reached
+        """Whether it was dialled, and not reached by an attempt that is over."""
+        return not self._reached and (self._attempt > 0 or self._failed) and self._link is not None
 
     @property
     def backlogged(self) -> bool:
@@ -114,6 +127,8 @@ class Dialled:
             )
         except (OSError, zmq.ZMQError) as error:
             self.last_error = str(error)
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._make_place():
+                self._set_timer(self._limits.reconnect_ms)  # ZMQ's own thread closes the descriptors
 
     def _on_frame(self, route: bytes, frame: zmq.Frame) -> None:
         self._count(route, len(frame))
@@ -169,6 +184,7 @@ class Dialled:
         elif event == _CUT_OFF and self._loop.time() >= self._connected_at + self._limits.handshake_ms / 1e3:
             self.last_error = _UNANSWERED  # this side has given up
         else:
+            self._failed = True
             self.last_error = _ERRORS.get(event, self.last_error)
 
 

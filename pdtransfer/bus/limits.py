@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class BusLimits:
     """Resource limits of a bus and of each peer."""
 
-    dials_max: int = 256  # dialled endpoints: each costs four descriptors
+    dials_max: int = 256  # dialled endpoints: each costs four descriptors, of which the process must have enough
     named_max: int = 1_024  # connections that have sent a Hello
     unnamed_max: int = 1_024  # connections that have not: at the limit the oldest is removed
     stale_ms: int = 10_000  # a named connection silent for this long may be replaced by a new one
@@ -23,7 +23,7 @@ class BusLimits:
     rejects_max: int = 128  # Rejects for one connection within mute_ms before it is muted: one for each grant
     ignored_max: int = 4_096  # messages from a muted connection before it is closed
     banned_ms: int = 10_000  # a key whose connection was closed for flooding is refused for this long
-    log_ms: int = 1_000  # least time between two log lines about refused handshakes
+    log_ms: int = 1_000  # least time between two log lines about refused handshakes, or about breaches
     handshake_ms: int = 5_000  # a connection that has not authenticated by then is closed
     naming_ms: int = 5  # delay of the authenticator's answer: its routing id must be read after the peer's own
     unanswered_ms: int = 5_000  # sent data, Pings included, unacknowledged for this long: the connection is closed

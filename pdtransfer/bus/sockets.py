@@ -181,6 +181,14 @@ class Frames:
         return len(frame)
 
 
+def address_of_frame(frame: zmq.Frame) -> str:
+    """Returns the address that a frame came from. ZMQ knows none where the connection ended as it was accepted."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return "an ended connection"
+
+
 class LogThrottle:
     """Limits how often a line is logged, and counts the lines suppressed in between."""
 

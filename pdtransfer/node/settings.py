@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from typing import Literal
 from ..bus import Bus
 from ..bus.keys import AllowList, KeyPair
 from ..bus.limits import BusLimits
-from ..errors import Cause
+from ..bus.sockets import LogThrottle
+from ..errors import Cause, RemoteProtocolError
 from ..limits import TOKENS_MAX, Limits
 from ..transports.select import place
 from ..wire import Holds, Identity, Member, Message, Ranks, Reject
@@ -56,10 +58,16 @@ class NodeSettings:
         )  # fmt: skip
 
     def bus(self, receive: Callable[[str, Message], None]) -> Bus:
-        """This node's sockets; breaches that the bus finds are logged."""
+        """This node's sockets; breaches that the bus finds are logged, at a bounded rate in an engine's process too."""
+        throttle, loop = LogThrottle(self.bus_limits.log_ms), asyncio.get_running_loop()
+
+        def refused(peer: str, error: RemoteProtocolError) -> None:
+            if (suppressed := throttle.due(loop.time())) is not None:
+                log.warning("%s: %s%s", peer, error, f" ({suppressed} other breaches not logged)" if suppressed else "")
+
         return Bus(
             node=self.node, keys=self.keys, allowed=self.allowed, insecure=self.insecure, receive=receive,
-            limits=self.bus_limits, refused=lambda peer, error: log.warning("%s: %s", peer, error),
+            limits=self.bus_limits, refused=refused,
         )  # fmt: skip
 
 

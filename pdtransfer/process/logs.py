@@ -14,6 +14,7 @@ from typing import Any, Literal
 from ..errors import missing_extra
 
 BURST = 50  # lines of one kind in PERIOD_S; most are caused by peers
+TRACEBACKS = 3  # the same of lines with a traceback, which are long
 PERIOD_S = 10.0
 KINDS_MAX = 1_024
 HELD_BACK = "held_back"  # the field of a report
@@ -93,7 +94,8 @@ class _Kind:
 
 
 class LogRateLimit(logging.Filter):
-    """Passes BURST lines of one kind in each PERIOD_S, and reports how many it held back when the period is over.
+    """Passes BURST lines of one kind in each PERIOD_S, TRACEBACKS of those with a traceback. Reports how many it held
+    back when the period is over.
 
     The kind is the record's format string, so arguments that a peer sends never create a new kind. `emit` gets the
     reports, from any thread.
@@ -109,6 +111,7 @@ class LogRateLimit(logging.Filter):
         if HELD_BACK in fields_of(record):
             return True
         now, name = time.monotonic(), (record.name, record.levelno, str(record.msg))
+        burst = TRACEBACKS if record.exc_info else BURST
         with self._lock:
             kind, reports = self._kinds.get(name), list[logging.LogRecord]()
             if kind is not None and now >= kind.ends:
@@ -116,7 +119,7 @@ class LogRateLimit(logging.Filter):
             if kind is None:
                 if len(self._kinds) >= KINDS_MAX:
                     reports += self._take(list(self._kinds))
-                kind = self._kinds[name] = _Kind(now + PERIOD_S, getattr(record, BURST_OF, BURST))
+                kind = self._kinds[name] = _Kind(now + PERIOD_S, getattr(record, BURST_OF, burst))
             kind.count += 1
             passes = not kind.held_back
             if not passes:

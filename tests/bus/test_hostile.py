@@ -672,4 +672,17 @@ def test_superseded_connections_are_bounded_too() -> None:
 
 
 def test_a_frame_whose_connection_has_ended_has_none() -> None:
-    assert sockets.TcpConnection.of_frame(zmq.Frame(b"junk"), curve=False) is None
+    junk = zmq.Frame(b"junk")
+    assert sockets.TcpConnection.of_frame(junk, curve=False) is None
+    assert sockets.address_of_frame(junk) == "an ended connection"
+
+
+@on_loop
+async def test_a_connection_that_ended_as_it_was_accepted_is_refused_and_raises_nothing() -> None:
+    """ZMQ delivers its first message without an address then."""
+    async with Node("p") as prefill:
+        await prefill.bus.bind(ANY_PORT)
+        prefill.bus._on_listener_frame(b"\0abcd", zmq.Frame(b"junk"))
+        ((peer, error),) = prefill.refusals
+        assert peer == "unknown:an ended connection"
+        assert error.field == "frame"

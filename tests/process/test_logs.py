@@ -76,6 +76,15 @@ def test_a_flood_of_one_kind_of_line_is_held_back_and_reported(file: Path, monke
     assert last.endswith("peer last broke the protocol")
 
 
+def test_of_lines_with_a_traceback_fewer_pass(file: Path) -> None:
+    for _ in range(2 * logs.BURST):
+        try:
+            raise ValueError("bad")
+        except ValueError:
+            logging.getLogger("pdtransfer.x").exception("it failed")
+    assert file.read_text().count("Traceback") == logs.TRACEBACKS
+
+
 def test_what_was_held_back_is_reported_though_no_further_line_comes(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

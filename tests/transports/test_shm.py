@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -295,7 +296,7 @@ async def test_a_listener_without_descriptors_says_so_and_recovers(
         return reopen()
 
     monkeypatch.setattr(ArenaMemory, "reopen", none_left)
-    with pytest.raises(TransportError, match="or has no descriptor left"):
+    with pytest.raises(TransportError, match="the arena's owner has no descriptor left"):
         await receive(reach, WRITER, seconds=60)
     assert f"for the writer of session {WRITER:#x}: Too many open files" in caplog.text
     os.close(await receive(reach, WRITER, seconds=60))
@@ -376,6 +377,39 @@ async def test_who_has_no_descriptors_offers_all_the_same_and_fails_to_map_with_
     assert await prefill.map(WRITER, reach, ()) == arena.byte_count  # the token is as good as before
     await prefill.close()
     await decode.close()
+
+
+@on_loop
+async def test_a_writer_that_runs_out_of_descriptors_at_the_last_moment_is_told_that_they_are_its_own(
+    arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, limits, readable = ShmArena(arena, directory=directory), ExitStack(), handover._readable
+
+    async def and_then_none(peer: socket.socket) -> None:
+        await readable(peer)
+        limits.enter_context(no_descriptors())
+
+    monkeypatch.setattr(handover, "_readable", and_then_none)
+    with limits, pytest.raises(TransportError, match="this process has no descriptor left"):
+        await receive(await owner.offer(WRITER), WRITER, seconds=60)
+    await owner.close()
+
+
+@on_loop
+async def test_a_listener_that_cannot_accept_says_so_once_and_accepts_later(
+    arena: ArenaMemory, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = ShmArena(arena, directory=directory)
+    reach = await owner.offer(WRITER)
+    peer = connected(reach)  # nothing has run since that could accept it
+    with no_descriptors():
+        await until(lambda: owner._listener._short)
+        first, resumed = owner._listener._resume, lambda: owner._listener._resume is not first
+        await until(resumed)
+    assert [each.getMessage() for each in caplog.records] == ["writers wait for the arena: Too many open files"]
+    peer.close()
+    os.close(await receive(reach, WRITER, seconds=60))
+    await owner.close()
 
 
 @on_loop

@@ -104,11 +104,7 @@ class ShmArena:
         hand = self._sessions.get(session)
         if hand is None or not hand.token or not compare_digest(hand.token, token):
             return None
-        try:
-            fd = self._arena.reopen()
-        except OSError as error:  # the token stays valid
-            log.warning("no descriptor of the arena for the writer of session %#x: %s", session, error.strerror)
-            return None
+        fd = self._arena.reopen()  # where it raises, the token stays valid
         byte, self._next_byte = self._next_byte, self._next_byte + 1
         try:
             fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))

@@ -7,6 +7,8 @@ are too many connections, the oldest is closed.
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import os
 import re
 import secrets
@@ -14,7 +16,7 @@ import socket
 import stat
 import struct
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from ...wire import Reach
 _MAGIC = b"pdt-shm1"
 _REQUEST = struct.Struct("<8sQ32s")  # magic, session, token
 _REPLY = struct.Struct("<8sQ")  # magic, bytes of the arena; the descriptor comes with it
+_NONE_LEFT = _REPLY.pack(_MAGIC, 0)  # no descriptor was left to hand over: the token stays valid
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _INT = struct.Struct("i")
 _PATH_BYTES_MAX = 107
@@ -32,7 +35,10 @@ _RETRY_SECONDS = 0.01
 TOKEN_BYTES = 32
 
 Give = Callable[[int, bytes], int | None]
-"""Of (session, token) the descriptor, which the listener sends and closes, or None to refuse."""
+"""Of (session, token) the descriptor, which the listener sends and closes, or None to refuse. Raises OSError where the
+process has none left."""
+
+log = logging.getLogger(__name__)
 
 
 def host() -> str:
@@ -75,6 +81,7 @@ class HandoverListener:
         self._loop = asyncio.get_running_loop()
         self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
         self._resume: asyncio.TimerHandle | None = None
+        self._short = False  # of descriptors to accept with
         self._socket, self._path = _bound(directory)
         self.address = str(self._path) if self._path else "@" + self._socket.getsockname()[1:].decode()
         self._loop.add_reader(self._socket, self._accept)
@@ -85,9 +92,13 @@ class HandoverListener:
                 accepted, _ = self._socket.accept()
             except BlockingIOError:
                 return
-            except OSError:  # out of descriptors, or gone before it was accepted
+            except OSError as error:  # out of descriptors, or gone before it was accepted
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not self._short:
+                    self._short = True
+                    log.warning("writers wait for the arena: %s", error.strerror)
                 self._pause()
                 return
+            self._short = False
             accepted.setblocking(False)
             if _uid_of(accepted) not in self._uids:
                 accepted.close()
@@ -121,7 +132,15 @@ class HandoverListener:
 
     def _answer(self, connection: _Connection) -> None:
         magic, session, token = _REQUEST.unpack(connection.shown)
-        fd = self._give(session, token) if magic == _MAGIC else None
+        if magic != _MAGIC:
+            return
+        try:
+            fd = self._give(session, token)
+        except OSError as error:
+            log.warning("no descriptor of the arena for the writer of session %#x: %s", session, error.strerror)
+            with suppress(OSError):  # the writer has left
+                connection.socket.send(_NONE_LEFT)
+            return
         if fd is None:
             return
         try:
@@ -288,8 +307,11 @@ async def _answer(peer: socket.socket, reach: Reach) -> int:
     for fd in fds:
         os.close(fd)
     if not reply:
-        text = "the arena's owner refused the token, or has no descriptor left: its log tells"
-        raise TransportError(f"{reach.address}: {text}")
+        raise TransportError(f"{reach.address}: the arena's owner refused the token")
+    if reply == _NONE_LEFT:
+        raise TransportError(f"{reach.address}: the arena's owner has no descriptor left")
+    if flags & socket.MSG_CTRUNC and not fds:  # one has place in the buffer: it could not be installed
+        raise TransportError(f"{reach.address}: this process has no descriptor left for the arena")
     held = f"{len(reply)} bytes {reply.hex()} with {len(fds)} descriptors"
     raise TransportError(f"{reach.address}: an answer of {held}, for an arena of {reach.arena_bytes} bytes")
 

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import socket
 import sys
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from ...errors import ConfigError, WorldError
 from ...limits import TEXT_LENGTH_MAX
 from ...node import NodeSettings
 from ...process.signals import end_with_parent
+from ...threads import apart
 from ...wire import RankJoin, Setting
 from .follower import GroupFollower
 from .leader import GroupLeader
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 QUIT_S = 5.0  # seconds until a follower that was told to end is gone
+LOST_S = 1.0  # the same where a rank of the worker is lost
 
 Config = PrefillConfig | DecodeConfig
 
@@ -96,12 +98,15 @@ async def leading(
         listening = gloo.store_socket(host)
         port = listening.getsockname()[1]
         group.meet(port)
-        await _meet(gloo, host, port, host, listening)
+        met = apart(lambda: gloo.meet(host, port, host, listening))
+        await wait_met(met, stop=stop, lost=group.lost, why=lambda: group.why)
         yield group
     finally:
         await group.close()
         with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(child.wait() for child in children)), QUIT_S)
+            # Where a rank is lost, the others may hang on it, and there is nothing left for them to finish.
+            patience_s = LOST_S if group.lost.is_set() else QUIT_S
+            await asyncio.wait_for(asyncio.gather(*(child.wait() for child in children)), patience_s)
         for child in children:
             if child.returncode is None:
                 child.kill()
@@ -135,7 +140,8 @@ async def following(
         if port is None:
             raise StoppedError
         own = await asyncio.to_thread(_own_address, address.host, port)
-        await _meet(gloo, address.host, port, own, None)
+        met = apart(lambda: gloo.meet(address.host, port, own))
+        await wait_met(met, stop=stop, over=group.over, lost=group.lost, why=lambda: group.why)
         yield group
     finally:
         await group.close()
@@ -153,11 +159,30 @@ def _own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-async def _meet(gloo: Gloo, host: str, port: int, own: str, listening: Any) -> None:
-    try:
-        await asyncio.to_thread(gloo.meet, host, port, own, listening)
-    except RuntimeError as error:
-        raise WorldError(f"the ranks do not find each other: {str(error).splitlines()[0]}") from None
+async def wait_met(
+    met: asyncio.Future[None],
+    *,
+    stop: asyncio.Event,
+    lost: asyncio.Event,
+    why: Callable[[], str],
+    over: asyncio.Event | None = None,
+) -> None:
+    """Waits until all ranks have met. The rendezvous itself waits a minute for a rank that has died on the way, so that
+    `lost`, and what asks this process to end, come first."""
+    events = [each for each in (stop, lost, over) if each is not None]
+    waits = [asyncio.ensure_future(each.wait()) for each in events]
+    await asyncio.wait((met, *waits), return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    if met.done():
+        try:
+            met.result()
+        except RuntimeError as error:
+            raise WorldError(f"the ranks do not find each other: {str(error).splitlines()[0]}") from None
+    elif lost.is_set():
+        raise WorldError(f"the ranks do not find each other: {why()}")
+    else:
+        raise StoppedError
 
 
 async def _unless(stop: asyncio.Event, wait: Coroutine[Any, Any, None]) -> None:

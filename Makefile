@@ -5,7 +5,7 @@ RUN := .venv/bin/python
 # Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-vllm compose-demo test test-fast test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench venv venv-vllm venv-sglang clean
+.PHONY: demo demo-vllm compose-demo test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench venv venv-vllm venv-sglang clean
 
 # A small pretrained model answers, which is fetched the first time; ARGS='--model reference' is the one of random weights.
 SPEAKS := $(if $(findstring --model,$(ARGS)),,build/smollm2)
@@ -24,6 +24,12 @@ compose-demo: .venv/.stamp
 # it no faster: some tests start processes of their own.
 test: .venv/.stamp
 	@$(RUN) -m pytest -n $$([ "$$(nproc)" -gt 3 ] && echo 4 || echo 3) --dist worksteal $(ARGS)
+
+# What meets peers, and whole processes among hostile ones, under python -O: no peer may be held off by an assertion.
+test-optimized: .venv/.stamp
+	@PYTHONOPTIMIZE=1 $(RUN) -m pytest -n $$([ "$$(nproc)" -gt 3 ] && echo 4 || echo 3) --dist worksteal \
+	    tests/wire tests/bus tests/node tests/worker tests/handoff/test_hostile.py tests/handoff/decode tests/handoff/prefill \
+	    tests/integration/test_hostile.py tests/integration/test_keys.py $(ARGS)
 
 # A glance while you work: few cases of each test, no slow ones, no whole processes.
 test-fast: .venv/.stamp

@@ -13,7 +13,20 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.support.effort import CASES_MAX, ENGINES_FOLDER, SLOW_FOLDERS, VARIABLE, Effort, chosen, is_picked
+if not __debug__:
+    # Under -O only asserts that pytest has rewritten are checked: those of test modules, and now of what helps them.
+    pytest.register_assert_rewrite("tests.support", "tests.sim")
+
+from tests.support.effort import (
+    CASES_MAX,
+    ENGINES_FOLDER,
+    SLOW_FOLDERS,
+    VARIABLE,
+    Effort,
+    chosen,
+    expects_assertion,
+    is_picked,
+)
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -50,6 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cases[test] += 1
         if chosen() is Effort.FAST:
             keep = cases[test] <= CASES_MAX and item.get_closest_marker("slow") is None
+        elif not __debug__ and expects_assertion(item):
+            keep = False
         else:
             keep = chosen() is Effort.FULL or item.get_closest_marker("grid") is None or is_picked(item.nodeid)
         if keep:

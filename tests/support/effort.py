@@ -5,9 +5,12 @@ Continuous integration runs everything. --fast is a glance: few cases of each te
 
 from __future__ import annotations
 
+import inspect
 import os
 import zlib
 from enum import StrEnum
+
+import pytest
 
 from tests.support.paths import REPO
 
@@ -41,3 +44,8 @@ def some(count: int) -> int:
 def is_picked(case: str) -> bool:
     """Whether this case of a grid is in the part that runs: the same ones each time, and of every value some."""
     return zlib.crc32(case.encode()) % SHARES[chosen()] == 0
+
+
+def expects_assertion(item: pytest.Item) -> bool:
+    """Whether the test has one of our own bugs found by an assertion, which -O leaves out."""
+    return isinstance(item, pytest.Function) and "raises(AssertionError" in inspect.getsource(item.function)

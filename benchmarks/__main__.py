@@ -280,6 +280,31 @@ def siege(
 
 
 @app.command
+def floods(
+    *attacks: Annotated[str, Parameter(help="Only these, by name.")],
+    seconds: Annotated[float, Parameter(help="In quiet, and as long under each attack.")] = 8.0,
+    rounds: Annotated[int, counted("How often that is done.")] = 3,
+    clients: Annotated[int, counted("Requests under way at once.")] = 8,
+    attackers: Annotated[int, counted("Processes that attack each listener.")] = 1,
+    json: Json = False,
+) -> int:
+    """Requests to a whole fleet while strangers and hostile peers flood its listeners: goodput over that in quiet."""
+    from json import dumps
+
+    from pdtransfer.bench.report import about
+
+    from . import floods as part
+
+    given = part.FloodMeasure(seconds=seconds, rounds=rounds, clients=clients, attackers=attackers)
+    rows = part.measure(given, attacks=attacks, progress=progress)
+    if json:
+        print(dumps({"tables": [[part.HEAD, *rows]]} | about(part.measure)))
+    else:
+        part.show(rows)
+    return 0
+
+
+@app.command
 def faults(
     *,
     rooms: Annotated[int, counted("Rooms in quiet.")] = 1_000,

@@ -1,0 +1,162 @@
+"""Hostile processes for `floods`: each floods one listener with all it can send for as long as its pipe is open."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import zmq
+
+from pdtransfer.bus.keys import KeyPair
+from pdtransfer.wire import VERSION, Goodbye, Hello, Identity, Ping, Pong, Ranks, Reject, Welcome, encode
+
+from .attacks import NICE
+
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+_READY_BODY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+_READY = bytes((4, len(_READY_BODY))) + _READY_BODY
+_LINES = 8  # connections of one attacker that stay
+_BURST = 64  # frames between two looks at the pipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloodTarget:
+    """A listener of this host, its public key, and the key that the attacker may use: both empty without keys."""
+
+    port: int
+    role: str  # of the daemon that listens
+    server_key: str = ""
+    guest: KeyPair | None = None
+
+
+def junk(target: FloodTarget) -> Iterator[int]:
+    """Connections that shake hands, send frames of junk and end at once, one after the other."""
+    frames = b"".join(bytes((0, 9)) + secrets.token_bytes(9) for _ in range(4))
+    for number in itertools.count(1):
+        _strike(target, _GREETING + _READY + frames)
+        yield number
+
+
+def junk_lines(target: FloodTarget) -> Iterator[int]:
+    """Junk on connections that stay, as fast as they take it."""
+    yield from _said(target, [b"\xc1" * 9, b"\x93\x01\x01", secrets.token_bytes(200)])
+
+
+def hellos(target: FloodTarget) -> Iterator[int]:
+    """Hellos of ever new nodes, each on a connection of its own that ends at once."""
+    for number in itertools.count(1):
+        frame = encode(_hello(f"flood-{secrets.token_hex(4)}", "decode" if target.role == "prefill" else "router"))
+        _strike(target, _GREETING + _READY + bytes((2, *struct.pack(">Q", len(frame)))) + frame)
+        yield number
+
+
+def hello_lines(target: FloodTarget) -> Iterator[int]:
+    """Hellos on connections that stay, as fast as they take them."""
+    hello = _hello(f"flood-{secrets.token_hex(4)}", "decode" if target.role == "prefill" else "router")
+    yield from _said(target, [encode(hello)])
+
+
+def connections(target: FloodTarget) -> Iterator[int]:
+    """Connections that are made and left, as fast as they are accepted."""
+    for number in itertools.count(1):
+        _strike(target, b"")
+        yield number
+
+
+def other_role(target: FloodTarget) -> Iterator[int]:
+    """A listed key that says Hello in roles that are not its own, and sends what only they may."""
+    roles = "router", "prefill", "decode"
+    frames = [encode(_hello("guest", role)) for role in roles]
+    more = (Ping(1), Pong(1), Reject(0, "breach", ()), Goodbye(1, "shutdown"))
+    frames += [encode(each) for each in more]
+    frames.append(encode(Welcome(VERSION, _hello("guest", "prefill").identity)))
+    yield from _said(target, frames)
+
+
+def busy(target: FloodTarget) -> Iterator[int]:  # noqa: ARG001
+    """No attack: eight threads of other programs on each processor, at the same priority."""
+    for _ in range(4 * (os.cpu_count() or 1)):
+        if os.fork() == 0:
+            parent = os.getppid()
+            while os.getppid() == parent:
+                sum(range(100_000))
+            os._exit(0)
+    for number in itertools.count(1):
+        time.sleep(0.1)
+        yield number
+
+
+KEYLESS: dict[str, Callable[[FloodTarget], Iterator[int]]] = {
+    each.__name__: each for each in (junk, junk_lines, hellos, hello_lines, connections, busy)
+}
+KEYED = {each.__name__: each for each in (other_role, hello_lines, junk, connections)}
+
+
+def run(pipe: Connection, name: str, target: FloodTarget) -> None:
+    """Attacks until the pipe has a message. Reports first that it is under way, and at last how often it attacked."""
+    if name != busy.__name__:
+        os.nice(NICE)
+    done, attack = 0, (KEYLESS | KEYED)[name](target)
+    with suppress(OSError):  # the benchmark has ended
+        pipe.send(None)
+        while not pipe.poll():
+            done = next(attack)
+        pipe.send(done)
+
+
+def _hello(node: str, role: str) -> Hello:
+    return Hello(VERSION, VERSION, Identity(node, role, 1, Ranks(), "paced", b"paced", 64))  # pyright: ignore[reportArgumentType]
+
+
+def _strike(target: FloodTarget, said: bytes) -> None:
+    """One connection that says this and ends by a reset, however much was read of it."""
+    try:
+        with socket.create_connection(("127.0.0.1", target.port), timeout=1.0) as made:
+            made.sendall(said)
+            if said:
+                made.recv(64)  # its greeting has come: what was said is being read
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    except OSError:
+        time.sleep(0.001)
+
+
+def _said(target: FloodTarget, frames: list[bytes]) -> Iterator[int]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+
+    def opened() -> zmq.Socket[bytes]:
+        line = context.socket(zmq.DEALER)
+        line.set(zmq.LINGER, 0)
+        line.set(zmq.SNDHWM, _BURST)
+        if target.guest is not None:
+            line.set(zmq.CURVE_SERVERKEY, target.server_key.encode())
+            line.set(zmq.CURVE_PUBLICKEY, target.guest.public.encode())
+            line.set(zmq.CURVE_SECRETKEY, target.guest.secret.encode())
+        line.connect(f"tcp://127.0.0.1:{target.port}")
+        return line
+
+    lines, sent = [opened() for _ in range(_LINES)], 0
+    while True:
+        before = sent
+        for at, line in enumerate(lines):
+            with suppress(zmq.Again):
+                while True:
+                    line.recv(zmq.NOBLOCK)
+            try:
+                for _ in range(_BURST):
+                    line.send(frames[sent % len(frames)], zmq.NOBLOCK)
+                    sent += 1
+            except zmq.Again:
+                if not line.poll(20, zmq.POLLOUT):  # refused, perhaps: ZMQ itself gives up then
+                    line.close()
+                    lines[at] = opened()
+        if sent == before:
+            time.sleep(0.001)
+        yield sent

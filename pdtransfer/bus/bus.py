@@ -55,10 +55,10 @@ class Bus:
         self.node, self._keys, self._allowed, self._insecure = node, keys, allowed, insecure
         self._receive, self._on_refused = receive, refused
         self._limits = limits or BusLimits()
-        self._dials_max = min(self._limits.dials_max, affordable_dials())
+        self._affordable_dials = affordable_dials()
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 2 * SOCKETS * self._dials_max + 8)
+        self._context.set(zmq.MAX_SOCKETS, 2 * SOCKETS * self._limits.dials_max + 8)
         self._zap = None if allowed is None else Authenticator(self._context, self._loop, allowed, self._limits)
         self._router: zmq.Socket[bytes] | None = None
         self._router_drain: Drain | None = None
@@ -120,7 +120,8 @@ class Bus:
             raise ConfigError(f"endpoint {endpoint!r}: key: missing; with keys on, an endpoint is KEY@tcp://host:port")
         if self._allowed is not None and key is not None and self._allowed.name_of(key) is None:
             raise ConfigError(f"endpoint {endpoint!r}: key: not on the allow-list")
-        if len(self._dialled) >= self._dials_max and not self._evict_unreachable():
+        dials_max = min(self._limits.dials_max, self._affordable_dials)
+        if len(self._dialled) >= dials_max and not self._evict_unreachable():
             raise WorldError(f"endpoint {endpoint!r}: {len(self._dialled)} are dialled already, which is the limit")
         self._dialled[endpoint] = Dialled(
             endpoint,
@@ -241,6 +242,7 @@ class Bus:
         try:
             message = _decode(frame)
             if type(message) is Hello:
+                connection.charge(self._limits.hello_cost, now, self._limits)
                 self._connections.introduce(connection, self._name(user, message), now)
                 if self._allowed is not None:
                     self._known_names.add(connection.name)
@@ -327,7 +329,8 @@ class Bus:
         self.refused += 1
         until = now + self._limits.mute_ms / 1e3
         if isinstance(error, TurnedAwayError):
-            # A Hello would fix it, so later messages are read. At most one Reject a period is sent.
+            # A Hello would fix it, so later messages are read, up to a number. At most one Reject a period is sent.
+            connection.charge(1, now, self._limits)
             if now < connection.next_reject_at:
                 return
             reason, connection.next_reject_at = error.reason, until

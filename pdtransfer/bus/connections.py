@@ -45,14 +45,24 @@ class Connection:
     departed: bool = False  # closed; its late messages belong to no peer
     muted_until: float = float("-inf")  # messages before this time are dropped
     next_reject_at: float = float("-inf")  # no second Reject is sent before this time
-    rejects: int = 0  # Rejects sent to it since rejects_since
-    rejects_since: float = float("-inf")
+    costs: int = 0  # of what it has caused since costs_since, beyond messages that only peers with a name may send
+    costs_since: float = float("-inf")
     ignored: int = 0  # messages since it was muted
     tcp: TcpConnection | None = None
 
     def mute(self, until: float) -> None:
         """Drops its messages until then."""
         self.muted_until, self.ignored = until, 0
+
+    def charge(self, cost: int, now: float, limits: BusLimits) -> None:
+        """Counts what it causes; mutes it where it causes too much. A Reject costs one, and so does a message that is
+        turned away."""
+        period_s = limits.mute_ms / 1e3
+        if now - self.costs_since >= period_s:
+            self.costs, self.costs_since = 0, now
+        self.costs += cost
+        if self.costs > limits.costs_max:
+            self.mute(now + period_s)
 
 
 class Connections:
@@ -123,15 +133,10 @@ class Connections:
         return self._routes.get(name)
 
     def rejected(self, route: bytes, now: float) -> None:
-        """Counts a Reject sent to this connection; mutes one that causes too many, since each Reject costs time."""
-        connection, period_s = self._named.get(route), self._limits.mute_ms / 1e3
-        if connection is None:
-            return
-        if now - connection.rejects_since >= period_s:
-            connection.rejects, connection.rejects_since = 0, now
-        connection.rejects += 1
-        if connection.rejects > self._limits.rejects_max:
-            connection.mute(now + period_s)
+        """Counts a Reject sent to this connection, since each costs time."""
+        connection = self._named.get(route)
+        if connection is not None:
+            connection.charge(1, now, self._limits)
 
     def forget(self, route: bytes) -> None:
         """Removes the connection, which is closed or must send Hello again. Ignores unknown routes."""

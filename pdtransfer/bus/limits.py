@@ -20,7 +20,8 @@ class BusLimits:
     unread_frames_max: int = 65_536  # the same, estimated from its mean frame: what a loop drops in a tenth of a second
     audit_ms: int = 500  # period of the check for unread bytes
     mute_ms: int = 1_000  # messages after a breach are dropped for this long
-    rejects_max: int = 128  # Rejects for one connection within mute_ms before it is muted: one for each grant
+    costs_max: int = 128  # of one connection within mute_ms before it is muted: a Reject for each grant is 1
+    hello_cost: int = 4  # of each Hello, which is answered: a peer repeats one a few times a second at most
     ignored_max: int = 4_096  # messages from a muted connection before it is closed
     banned_ms: int = 10_000  # a key whose connection was closed for flooding is refused for this long
     log_ms: int = 1_000  # least time between two log lines about refused handshakes, or about breaches

@@ -476,7 +476,7 @@ async def test_a_renamed_key_must_send_hello_again(
 
 @on_loop
 async def test_a_peer_that_causes_many_rejects_is_muted(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p", limits=replace(LIMITS, mute_ms=60_000, rejects_max=8)) as prefill:
+    async with Node("p", limits=replace(LIMITS, mute_ms=60_000, costs_max=12)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         bad, good = Raw(context, bound), Raw(context, bound)
         bad.say(hello("bad"))
@@ -496,6 +496,23 @@ async def test_a_peer_that_causes_many_rejects_is_muted(context: zmq.Context[zmq
         bad.say(Ping(4))
         await until(lambda: ("node:bad", Ping(4)) in prefill.heard)
         assert ("node:bad", Ping(2)) not in prefill.heard
+
+
+@on_loop
+async def test_a_peer_that_repeats_hello_or_what_is_turned_away_is_muted(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    async with Node("p", limits=replace(LIMITS, mute_ms=60_000, costs_max=20)) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        greets, nameless, good = Raw(context, bound), Raw(context, bound), Raw(context, bound)
+        greets.say(*[hello("bad")] * 9)
+        await until(lambda: prefill.bus.dropped == 3)
+        assert prefill.heard == [("node:bad", hello("bad"))] * 6, "the sixth mutes it"
+        nameless.say(*[Ping(1)] * 21, hello("late"))
+        await until(lambda: prefill.bus.dropped == 4)
+        assert prefill.bus.refused == 21
+        good.say(hello("good"), Ping(3))
+        assert await good.hear() == Pong(3)
 
 
 @on_loop

@@ -33,7 +33,8 @@ class Bus:
     `refused` gets the peer's name where the connection owns one, else "unknown:address". A peer's name is the dialled
     endpoint, "key:NAME" with NAME from the allow-list, or without keys "node:NAME" with NAME from its Hello. Without
     keys, only loopback may be bound, unless `insecure` is set. A later connection takes over a name; without
-    `supersede`, only once the earlier one is gone.
+    `supersede`, only once the earlier one is gone. `reached` gets a peer's name whenever it has connected: its address
+    may be another one.
 
     Counters for metrics: `sent`, `received` (passed to `receive`), `refused` (breaches and messages out of turn),
     `dropped` (failed sends, and messages of muted or closed connections), `strangers` (refused handshakes).
@@ -50,10 +51,11 @@ class Bus:
         insecure: bool = False,
         limits: BusLimits | None = None,
         supersede: bool = True,
+        reached: Callable[[str], None] = lambda _: None,
     ) -> None:
         assert (keys is None) == (allowed is None), "keys and an allow-list come together"
         self.node, self._keys, self._allowed, self._insecure = node, keys, allowed, insecure
-        self._receive, self._on_refused = receive, refused
+        self._receive, self._on_refused, self._reached = receive, refused, reached
         self._limits = limits or BusLimits()
         self._affordable_dials = affordable_dials()
         self._loop = asyncio.get_running_loop()
@@ -131,6 +133,7 @@ class Bus:
             loop=self._loop,
             keys=self._keys,
             limits=self._limits,
+            reached=self._reached,
         )
         return endpoint
 
@@ -138,6 +141,13 @@ class Bus:
         """Why a dialled endpoint is not connected; empty where it is connected, or not dialled."""
         dialled = self._dialled.get(endpoint)
         return "" if dialled is None or dialled.connected else dialled.last_error
+
+    def address_of(self, peer: str) -> str:
+        """The address at the other end of the connection that a peer has now; empty for none."""
+        if (dialled := self._dialled.get(peer)) is not None:
+            return dialled.address
+        connection = self._connections.named(peer)
+        return "" if connection is None or connection.tcp is None else connection.tcp.address
 
     def _evict_unreachable(self) -> bool:
         """Frees the place of an endpoint that was never reached: peers may name endpoints where nothing listens."""
@@ -246,6 +256,7 @@ class Bus:
                 self._connections.introduce(connection, self._name(user, message), now)
                 if self._allowed is not None:
                     self._known_names.add(connection.name)
+                self._reached(connection.name)
             else:
                 self._connections.check(connection)
         except RemoteProtocolError as error:

@@ -132,6 +132,10 @@ class Connections:
         """Returns the route of a name."""
         return self._routes.get(name)
 
+    def named(self, name: str) -> Connection | None:
+        """Returns the connection that owns a name."""
+        return None if (route := self._routes.get(name)) is None else self._named[route]
+
     def rejected(self, route: bytes, now: float) -> None:
         """Counts a Reject sent to this connection, since each costs time."""
         connection = self._named.get(route)

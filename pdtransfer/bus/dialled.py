@@ -55,7 +55,7 @@ class Dialled:
 
     `make_place` is called where no descriptor is left for its sockets, and returns whether some are being freed.
     Nothing is sent without a connection, so no stale message is delivered later. `hello`, once set, opens each
-    connection.
+    connection. `reached` gets the name after each handshake.
     """
 
     def __init__(
@@ -68,10 +68,12 @@ class Dialled:
         loop: asyncio.AbstractEventLoop,
         keys: KeyPair | None,
         limits: BusLimits,
+        reached: Callable[[str], None] = lambda _: None,
     ) -> None:
         endpoint = Endpoint.parse(name)
         self._make_place = make_place
         self.name, self._address, self.server_key = name, Address.parse(endpoint.address), endpoint.server_key
+        self._reached_again = reached
         self._take, self._context, self._loop, self._keys, self._limits = take, context, loop, keys, limits
         self.hello: bytes | None = None
         self.connected = False
@@ -89,6 +91,11 @@ class Dialled:
     def unreachable(self) -> bool:
         """Whether it was dialled, and not reached by an attempt that is over."""
         return not self._reached and (self._attempt > 0 or self._failed) and self._link is not None
+
+    @property
+    def address(self) -> str:
+        """The address that it is connected to; empty where it is not."""
+        return self._tcp.address if self.connected and self._tcp is not None else ""
 
     @property
     def backlogged(self) -> bool:
@@ -176,6 +183,7 @@ class Dialled:
             self.connected = self._reached = True
             self._redial_ms, self.last_error = self._limits.redial_ms, "the connection was lost"
             self._set_timer(None)
+            self._reached_again(self.name)
             if self.hello is not None:
                 self.send(self.hello)
         elif event == _DOWN and self.connected:

@@ -242,6 +242,16 @@ class TcpConnection:
         return _getsockopt(self.fd, tcp.SOL_SOCKET, _SO_COOKIE, 8) == self.cookie
 
     @property
+    def address(self) -> str:
+        """The address of the other end; empty once closed."""
+        try:
+            with tcp.socket(fileno=os.dup(self.fd)) as same:
+                found = str(same.getpeername()[0])
+        except OSError:
+            return ""
+        return found if self.is_open else ""
+
+    @property
     def unread_bytes(self) -> int:
         """Bytes received and not yet read, in the kernel, in ZMQ, and of incomplete messages; 0 once closed.
 

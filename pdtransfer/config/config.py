@@ -20,6 +20,7 @@ from ..engine_api import EngineConfig, HiSparse, Push
 from ..environment import socket_directory
 from ..errors import ConfigError
 from ..limits import NAME_LENGTH_MAX, TOKENS_MAX, Limits
+from ..transports.firewall import FirewallMode, admit_networks
 from ..transports.options import Network, Protocol
 from ..transports.registry import TRANSPORTS, check_name
 from ..wire import Ranks
@@ -111,6 +112,13 @@ class WorkerConfig(NodeConfig):
     transport_protocol: Annotated[
         Protocol, _help("Protocol of transports between hosts; rdma is untested on hardware.")
     ] = "tcp"
+    firewall: Annotated[
+        FirewallMode,
+        _help("nftables rules that admit only peers with a session to those ports: auto sets them where it may."),
+    ] = "auto"
+    firewall_admit: Annotated[
+        tuple[str, ...], _help("Address or network that is admitted to them besides; may be repeated.")
+    ] = ()
     http: Annotated[str, _help("Where /health, /live and /metrics are served; empty for none.")] = ""
     model: Annotated[str, _help("What is served: the directory of a Hugging Face checkpoint, or reference.")] = (
         REFERENCE
@@ -147,6 +155,7 @@ class WorkerConfig(NodeConfig):
             match("engine_option", option, r"[\w.-]+=.*", "name=value")
         check_name(self.transport)
         port_range("transport_ports", self.transport_ports)
+        admit_networks("firewall_admit", self.firewall_admit)
         power_of_two("page_size", self.page_size, PAGE_SIZE_MAX)
         bound("slots", self.slots, 1, SLOTS_MAX)
         if self.slots % self.page_size:

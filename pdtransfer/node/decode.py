@@ -40,7 +40,7 @@ from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
 from ..transports.device_events import Event, EventQueue
 from ..transports.hbm_copier import HbmCopier
-from ..transports.options import ArenaOptions
+from ..transports.options import ArenaOptions, behind
 from ..transports.select import DecodeTransports, on_loopback
 from ..transports.verifier import Verifier
 from ..wire import Goodbye, Message
@@ -79,7 +79,9 @@ class DecodeNode:
         self._tell, self._others, self._leased = tell, others, leased
         self._clock = LoopClock(settings.limits.ping_ms / 2e3)
         # To be verified, rows have to land where this process can read them: in the arena.
-        self.transport = DecodeTransports(arena, options or ArenaOptions(), hbm_direct=not verify, lost=self._unoffered)
+        self.transport = DecodeTransports(
+            arena, behind(settings.firewall, options or ArenaOptions()), hbm_direct=not verify, lost=self._unoffered
+        )
         core = self.core = DecodeSessions(
             settings.identity("decode", transports=self.transport.taken),
             components,

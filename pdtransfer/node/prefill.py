@@ -33,7 +33,7 @@ from ..handoff.ready_gate import ReadyGate
 from ..handoff.sharing import Replicas, holds_of
 from ..layout.layout import Component
 from ..transports.device_events import Event, EventQueue
-from ..transports.options import WriterOptions
+from ..transports.options import WriterOptions, behind
 from ..transports.select import PrefillTransports
 from ..wire import Goodbye, Landed, Member, Message, Released
 from .core_driver import EffectRunner, LoopClock, Ticker
@@ -68,7 +68,7 @@ class PrefillNode:
         self._loop, self._clock = asyncio.get_running_loop(), LoopClock(settings.limits.ping_ms / 2e3)
         self.transport = PrefillTransports(
             tuple(components),
-            writer or WriterOptions(),
+            behind(settings.firewall, writer or WriterOptions()),
             spans=spans,
             lost=self._end_writer,
             broken=self._broken,
@@ -286,7 +286,9 @@ class PrefillNode:
         try:
             if effect.session in self._fencing:  # its end would be taken for this one's
                 raise TransportError("an earlier session of the same id has not ended yet")
-            bytes_ready = await self.transport.map(effect.session, effect.reach, effect.components, mapped)
+            known = self.core.sessions.get(effect.session)
+            peer = known.peer if known is not None else ""
+            bytes_ready = await self.transport.map(effect.session, effect.reach, effect.components, mapped, peer=peer)
         except PDTransferError as error:
             log.warning("session %#x: %s", effect.session, error)
             self._run(self.core.unmappable(effect.session, str(error), self._clock.now()))

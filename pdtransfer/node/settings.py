@@ -15,6 +15,7 @@ from ..bus.limits import BusLimits
 from ..bus.sockets import LogThrottle
 from ..errors import Cause, RemoteProtocolError
 from ..limits import TOKENS_MAX, Limits
+from ..transports.firewall import Firewall
 from ..transports.select import place
 from ..wire import Holds, Identity, Member, Message, Ranks, Reject
 
@@ -46,6 +47,7 @@ class NodeSettings:
     group: tuple[Member, ...] | None = ()
     limits: Limits = field(default_factory=Limits)
     bus_limits: BusLimits = field(default_factory=BusLimits)
+    firewall: Firewall | None = None  # opens the ports of transports to peers with a session alone
 
     def identity(
         self, role: Literal["prefill", "decode"], holds: tuple[Holds, ...] = (), transports: tuple[str, ...] = ("shm",)
@@ -65,10 +67,14 @@ class NodeSettings:
             if (suppressed := throttle.due(loop.time())) is not None:
                 log.warning("%s: %s%s", peer, error, f" ({suppressed} other breaches not logged)" if suppressed else "")
 
-        return Bus(
+        bus = Bus(
             node=self.node, keys=self.keys, allowed=self.allowed, insecure=self.insecure, receive=receive,
             limits=self.bus_limits, refused=refused,
+            reached=self.firewall.moved if self.firewall is not None else lambda _: None,
         )  # fmt: skip
+        if self.firewall is not None:
+            self.firewall.address_of = bus.address_of
+        return bus
 
 
 def revoked() -> Message:

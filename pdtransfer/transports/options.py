@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from .firewall import Firewall
 
 Protocol = Literal["tcp", "rdma"]
 
@@ -18,6 +21,7 @@ class Network:
     protocol: Protocol = "tcp"
     # Whether peers of this node are on its own host alone: auto then takes nothing that listens beyond it.
     loopback: bool = False
+    firewall: Firewall | None = None  # opens their ports to peers with a session alone; NodeSettings bring it
     streams: int = 0  # parallel connections of a session, at most; 0: as this host's cores allow
 
 
@@ -40,3 +44,11 @@ class ArenaOptions:
     transport: str = "auto"  # a name in the registry; auto: for each writer the first that reaches it
     network: Network = field(default_factory=Network)
     socket_directory: Path | None = None  # for the socket that hands the arena over; None: an abstract socket
+
+
+_Options = TypeVar("_Options", WriterOptions, ArenaOptions)
+
+
+def behind(firewall: Firewall | None, options: _Options) -> _Options:
+    """The same options, with this firewall before the ports of transports."""
+    return options if firewall is None else replace(options, network=replace(options.network, firewall=firewall))

@@ -56,6 +56,15 @@ def taken(transport: str, *, loopback: bool = False) -> tuple[str, ...]:
     return (transport,)
 
 
+def needs_no_firewall(transport: str, *, loopback: bool) -> str:
+    """Why a node of this setting opens no port that is to be closed to strangers; empty where it may open one."""
+    wide = [name for name in TRANSPORTS if transport in ("auto", name) and _listens_everywhere(name)]
+    usable = [name for name in wide if not TRANSPORTS[name].why_not()]
+    if not usable:
+        return f"transport {transport} opens no port here"
+    return "this node is bound to loopback" if loopback and transport == "auto" else ""
+
+
 def _listens_everywhere(name: str) -> bool:
     """Whether the transport opens ports on every interface, whatever it is told. One from outside says so itself."""
     return getattr(TRANSPORTS[name], "listens_everywhere", False)
@@ -126,6 +135,7 @@ class DecodeTransports:
         }
         self._sessions: dict[int, ArenaTransport] = {}
         self._here, self._host, self._auto = place(), options.network.host, options.transport == "auto"
+        self._firewall = options.network.firewall
 
     @property
     def counts(self) -> dict[str, int]:
@@ -142,11 +152,16 @@ class DecodeTransports:
         name, reason = (choose_near if loopback and self._auto else choose)(self.taken, self._here, theirs)
         transport = self._sessions[session] = self._made[name]
         log.info("session %#x with %s: over %s: %s", session, theirs.node, name, reason)
-        own = ""
-        if TRANSPORTS[name].any_host and not (own := self._host):
-            own = await asyncio.get_running_loop().run_in_executor(None, own_address, endpoint)
+        own, spared = "", ""
+        if TRANSPORTS[name].any_host:
+            if not (own := self._host):
+                own = await asyncio.get_running_loop().run_in_executor(None, own_address, endpoint)
+            elif self._firewall is not None and self._firewall.mode == "auto" and not self._firewall.networks:
+                spared = await asyncio.get_running_loop().run_in_executor(None, _elsewhere, endpoint, own)
             if session not in self._sessions:  # nothing would ever end what is begun for it
                 raise TransportError("the session has ended meanwhile")
+        if self._firewall is not None and _listens_everywhere(name):
+            self._firewall.expect(session, endpoint, spared=spared)
         reach = await transport.offer(session, own)
         return reach if reach.transport == name else replace(reach, host=f"{name}{_NAME_END}{reach.host}")
 
@@ -161,6 +176,8 @@ class DecodeTransports:
         """Drops what is kept of a session that was proven quiet."""
         if (transport := self._sessions.pop(session, None)) is not None:
             transport.forget(session)
+            if self._firewall is not None:
+                self._firewall.forget(session)
 
     async def close(self) -> None:
         """Stops handing over."""
@@ -189,6 +206,7 @@ class PrefillTransports:
         fenced; `broken` for a room whose event cannot be queried any more: its writes are held back until they are
         cancelled; `near` as Near says."""
         self.taken = taken(options.transport, loopback=options.network.loopback)
+        self._firewall = options.network.firewall
         card = None if options.card is None else PoolCard(options.card, spans)
         self._make = {
             name: partial(TRANSPORTS[name].writer, components, options, card=card, lost=lost, near=near)
@@ -213,9 +231,15 @@ class PrefillTransports:
         return next((name for name, made in self._made.items() if made is transport), "")
 
     async def map(
-        self, session: int, reach: Reach, components: tuple[Component, ...], more: Ready = lambda _: None
+        self,
+        session: int,
+        reach: Reach,
+        components: tuple[Component, ...],
+        more: Ready = lambda _: None,
+        *,
+        peer: str = "",
     ) -> int:
-        """As WriterTransport.map, with the transport that `reach` names."""
+        """As WriterTransport.map, with the transport that `reach` names; `peer` has offered it."""
         name, end, address = reach.host.partition(_NAME_END)
         name, reach = (name, replace(reach, host=address)) if end else (reach.transport, reach)
         if name not in self.taken:
@@ -225,10 +249,13 @@ class PrefillTransports:
         if name not in self._made:
             self._made[name] = self._make[name]()
         transport = self._sessions[session] = self._made[name]
+        if self._firewall is not None and _listens_everywhere(name):
+            self._firewall.expect(session, peer)
         try:
             bytes_ready = await transport.map(session, reach, components, more)
         except BaseException:
             self._sessions.pop(session, None)
+            self._forget(session)
             raise
         log.info("session %#x: over %s", session, name)
         return bytes_ready
@@ -241,7 +268,12 @@ class PrefillTransports:
         """As WriterTransport.unmap."""
         if (transport := self._sessions.pop(session, None)) is not None:
             log.info("session %#x: over", session)
+            self._forget(session)
             transport.unmap(session)
+
+    def _forget(self, session: int) -> None:
+        if self._firewall is not None:
+            self._firewall.forget(session)
 
     def write(self, order: Write, done: WriteDone) -> None:
         """As WriterTransport.write, of a session that may be mapped no more, with a gate that may be closed."""
@@ -298,6 +330,21 @@ class _GateEvent:
 
     def query(self) -> bool:
         return self._gate.poll(time.monotonic_ns())
+
+
+def _elsewhere(endpoint: str, host: str) -> str:
+    """Why a writer that dials `host` may come from another address than that of `endpoint`; empty where it may not."""
+    try:
+        here = own_address(endpoint)
+        there = {str(answer[4][0]) for answer in socket.getaddrinfo(host, None, socket.AF_INET)}
+    except (OSError, TransportError) as error:
+        return f"{host} cannot be held against the way to {split_key(endpoint)[1]}: {error}"
+    if here in there:
+        return ""
+    return (
+        f"prefill dials {host}, and its connections on the bus come to {here}: over another network it has another "
+        "address; name its network with --firewall-admit, or set --firewall on"
+    )
 
 
 def own_address(endpoint: str) -> str:

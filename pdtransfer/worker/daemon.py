@@ -40,6 +40,8 @@ from ..process.signals import StopSignal, reload, reload_on_hangup
 from ..tracing.ended_request import EndedRequests
 from ..tracing.timeline import Journeys
 from ..tracing.trace import recorded
+from ..transports.firewall import Firewall, admit_networks, firewall_for
+from ..transports.select import needs_no_firewall
 from . import engine_thread
 from .decode_daemon import DecodeDaemon
 from .decode_rank import DecodeRank
@@ -64,7 +66,7 @@ Config = PrefillConfig | DecodeConfig
 Daemon = PrefillDaemon | DecodeDaemon
 
 
-def _settings(config: Config, card: EngineDescription) -> NodeSettings:
+def _settings(config: Config, card: EngineDescription, firewall: Firewall | None = None) -> NodeSettings:
     """The node's settings from a daemon's config. Raises as `_keys`."""
     keys, allowed = _keys(config)
     return NodeSettings(
@@ -77,6 +79,7 @@ def _settings(config: Config, card: EngineDescription) -> NodeSettings:
         insecure=config.insecure,
         ranks=config.ranks,
         limits=config.limits,
+        firewall=firewall,
     )
 
 
@@ -195,6 +198,8 @@ class Shared:
     journeys: Journeys = field(default_factory=Journeys)
     ended: EndedRequests = field(default_factory=EndedRequests)
     slow: list[str] = field(default_factory=list[str])  # what works, and is slower than it need be
+    firewall: Firewall | None = None
+    no_firewall: str = ""  # why there is none, where it would be of use
 
 
 async def _serve(config: Config) -> int:
@@ -212,6 +217,7 @@ async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> i
     listener = HttpListener(application(lambda: _health(config, shared), shared.registry))
     try:
         shared.http = await listener.open(config.http) if config.http else ""
+        await _open_firewall(config, shared)
         if not (copy := await asyncio.to_thread(native)).used:
             shared.slow.append(copy.text)
             log.warning("slow: %s", copy.text)
@@ -220,7 +226,7 @@ async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> i
         given = given if gloo is None else replace(given, group=gloo)
         engine = create_engine(config.factory, given)
         arena = await _arena(config, engine, shared.stop) if isinstance(config, DecodeConfig) else None
-        settings = _settings(config, engine.card)
+        settings = _settings(config, engine.card, shared.firewall)
         if config.leads:
             async with meeting.leading(config, engine.card, settings, gloo, shared.stop.asked) as group:
                 await _lead(config, shared, settings, engine, arena, group)
@@ -233,8 +239,27 @@ async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> i
     finally:
         reserved.close()
         await listener.close()
+        if shared.firewall is not None:
+            await shared.firewall.close()
         shared.stop.close()
     return 1 if shared.died.is_set() else 0
+
+
+async def _open_firewall(config: Config, shared: Shared) -> None:
+    """Closes the ports of transports to all but peers, as the config says. Raises ConfigError where that has to be
+    and cannot."""
+    network = config.network
+    needless = needs_no_firewall(config.transport, loopback=network.loopback)
+    networks = admit_networks("firewall_admit", config.firewall_admit)
+    firewall, why = await firewall_for(config.firewall, node=config.node, needless=needless, networks=networks)
+    shared.firewall = firewall
+    if firewall is not None:
+        log.info("firewall: table inet %s admits only peers with a session to transport ports", firewall.table)
+    elif not needless:
+        shared.no_firewall = why
+    if shared.no_firewall and config.firewall == "auto":
+        text = "firewall: none, and a host that reaches ports %d to %d may read and write this node's memory: %s"
+        log.warning(text, *network.ports, why)
 
 
 def _collectives(config: Config) -> Gloo | None:
@@ -415,4 +440,8 @@ def _health(config: Config, shared: Shared) -> Health:
         detail |= {name: trouble for name, trouble in troubles.items() if trouble}
     if shared.slow:
         detail["slow"] = shared.slow
+    if shared.firewall is not None:
+        detail["firewall"] = shared.firewall.report
+    elif shared.no_firewall:
+        detail["firewall"] = {"state": "off", "why": shared.no_firewall}
     return Health(not shared.stop.asked.is_set(), detail)

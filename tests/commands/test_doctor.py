@@ -371,6 +371,28 @@ def test_ports_of_recently_ended_engines_count_as_used(tmp_path: Path) -> None:
     assert "21000 to 21999, 2 of them taken: room for 499 engines, 500 in any minute" in seen.found
 
 
+@pytest.mark.parametrize(
+    ("reason", "mend"),
+    [
+        ("libnftables.so.1 is not installed: apt-get install -y libnftables1", "apt-get install -y libnftables1"),
+        ("this process may not: run it with CAP_NET_ADMIN", "run it with CAP_NET_ADMIN"),
+        ("nftables refuses the rules: Not supported", "nft -f deploy/firewall.nft"),
+    ],
+)
+def test_where_daemons_cannot_close_their_engines_ports_the_reason_and_the_mend_are_printed(
+    reason: str, mend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake, "why_not", lambda: "")
+    monkeypatch.setattr(mooncake, "why_no_table", lambda: reason)
+    seen = mooncake.engine_firewall(Path("/"))
+    assert (seen.state, seen.mend) == ("warn", mend)
+    assert reason.partition(":")[0] in seen.found
+    monkeypatch.setattr(mooncake, "why_no_table", lambda: "")
+    assert mooncake.engine_firewall(Path("/")).state == "ok"
+    monkeypatch.setattr(mooncake, "why_not", lambda: "mooncake is not installed, or not whole: pip install x")
+    assert "no engine runs here" in mooncake.engine_firewall(Path("/")).found
+
+
 def test_the_fix_reserves_engine_ports_beside_reserved_ones(tmp_path: Path) -> None:
     files = {EPHEMERAL: "1024\t60999\n"}
     shared = mooncake.engine_ports(put(tmp_path / "shared", **files), DEFAULT)

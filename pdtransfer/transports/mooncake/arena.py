@@ -58,14 +58,14 @@ class MooncakeArena:
             check_host(host)
         except ConfigError as error:
             raise TransportError(str(error)) from None
-        if not self._warned:
+        if not self._warned and self._network.firewall is None:
             text = "hosts that reach ports %d to %d of this host can read and write the arena: firewall them"
             log.warning(text, *self._network.ports)
             self._warned = True
         base, byte_count = self._place(), self._arena.byte_count
         process = EngineProcess(
             self._network, host=host, memory=self._arena.fd, byte_count=byte_count, base=base,
-            engines=engines, died=lambda: self._died(session),
+            engines=engines, session=session, died=lambda: self._died(session),
         )  # fmt: skip
         offered = self._sessions[session] = _Offered(process)
         port, *others = await process.ready()

@@ -29,14 +29,15 @@ else:
     _spec.loader.exec_module(_module)
     Turns = _module.Turns
 
-HELLO = struct.Struct("<BB")  # READY and the number of engines, whose ports follow; or NOT_READY, and a text follows
+HELLO = struct.Struct("<BB")  # READY or LISTENS and a number of ports, which follow; or NOT_READY, and a text follows
 PORT = struct.Struct("<H")
 ORDER = struct.Struct("<BxxxIIQQ")  # kind, slot, number of operations, offset of their table in the ring, turn
 REPLY = struct.Struct("<BxxxI")  # kind, slot; a packet has several
 OPERATION = struct.Struct("<QQQ")  # offset in the ring, or behind its end in the pool; target address; bytes
 
-READY, NOT_READY = 1, 2
+READY, NOT_READY, LISTENS = 1, 2, 3  # LISTENS: every port that is open, before anything is served there
 PUT, CANCEL = 1, 2  # orders
+GO = b"g"  # after LISTENS
 DONE, CANCELLED, UNKNOWN = 1, 2, 3  # replies; UNKNOWN is the last one
 
 CHUNK_BYTES = 512 << 10  # of one operation: the time of larger ones varies much, smaller ones cost 12 us each
@@ -50,17 +51,19 @@ _ENTER_BYTES = 64 << 20  # at a time
 _ENTER_S, _ENTER_S_MAX = 0.05, 1.0  # before it looks again whether more is backed
 
 _PR_SET_PDEATHSIG, _MADV_POPULATE_WRITE = 1, 23
+_LISTEN = "0A"  # the state, in /proc/net/tcp
 _PROT_READ, _PROT_WRITE, _MAP_SHARED, _MAP_FIXED_NOREPLACE = 1, 2, 1, 0x100000
 
 
 def main() -> None:
-    """child.py arena|sender PARENT SOCKET PROTOCOL HOST ENGINES MEMORY BYTES BASE [SENDING...]
+    """child.py arena|sender PARENT SOCKET PROTOCOL HOST HELD ENGINES MEMORY BYTES BASE [SENDING...]
 
+    Where HELD is 1, it reports all ports that its engines listen on, and waits for a packet before it goes on.
     SENDING is POOL POOL_BYTES TARGET_BASE TARGET...
     A sender has one engine for each target; the targets are engines of one process that have the same memory. POOL is
     -1 for none. Where not all ENGINES can be started, it works with those that can.
     """
-    role, parent, number, protocol, host, engine_count, memory, byte_count, base, *more = sys.argv[1:]
+    role, parent, number, protocol, host, held, engine_count, memory, byte_count, base, *more = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
@@ -70,6 +73,8 @@ def main() -> None:
     try:
         address = _mapped(libc, int(memory), int(byte_count), int(base))
         engines = _engines(int(engine_count), host, protocol)
+        if held == "1" and not _let_go(pipe):
+            return
         if role == "sender":
             pool, pool_bytes, target_base, *targets = more
             lines = _lines(engines, targets, int(target_base))
@@ -88,6 +93,33 @@ def main() -> None:
     pipe.send(HELLO.pack(READY, len(engines)) + ports)
     serve()
     os._exit(0)  # destroying an engine takes a second, for nothing
+
+
+def _let_go(pipe: socket.socket) -> bool:
+    """Reports the ports, and waits; False where the parent is gone."""
+    found = _listening()
+    pipe.send(HELLO.pack(LISTENS, len(found)) + b"".join(map(PORT.pack, found)))
+    return bool(pipe.recv(1))
+
+
+def _listening() -> list[int]:
+    """Every TCP port that this process listens on."""
+    own: set[str] = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            own.add(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:  # it was the listing's own
+            continue
+    ports: set[int] = set()
+    for name in ("tcp", "tcp6"):
+        try:
+            with open(f"/proc/self/net/{name}") as table:
+                lines = [line.split() for line in table][1:]
+        except OSError:  # a kernel without IPv6
+            continue
+        listening = (words for words in lines if words[3] == _LISTEN and f"socket:[{words[9]}]" in own)
+        ports.update(int(words[1].rpartition(":")[2], 16) for words in listening)
+    return sorted(ports)
 
 
 class _NotReadyError(Exception):

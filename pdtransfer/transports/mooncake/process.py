@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ...errors import TransportError
+from ..firewall import Firewall, Guarded
 from ..options import Network
 from . import child
 from .settings import environment, why_not
@@ -39,6 +40,7 @@ class Sending:
 class EngineProcess:
     """A process of engines over `memory`, a memfd that it maps: one engine for each target of `sending`, or `engines`
     that receive, or as many of them as can be started. Made and used on the loop's thread; the process dies with it.
+    The network's firewall closes the ports to all but the session's peer before anything is served.
 
     `received` gets packets of replies. `died` is called once, when the kernel reports that the process is gone: no
     thread of it runs any more, and it writes nothing that it had mapped.
@@ -54,6 +56,7 @@ class EngineProcess:
         base: int = 0,
         engines: int = 1,
         sending: Sending | None = None,
+        session: int = 0,
         received: Callable[[bytes], None] = lambda _: None,
         died: Callable[[], None] = lambda: None,
     ) -> None:
@@ -62,7 +65,11 @@ class EngineProcess:
         self._received, self._died = received, died
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[tuple[int, ...]] = self._loop.create_future()
-        self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps no caller waits
+        self._listens: asyncio.Future[tuple[int, ...]] = self._loop.create_future()
+        for each in (self._ready, self._listens):
+            each.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps no caller waits
+        self._firewall, self._session = network.firewall, session
+        self._guarded: Guarded | None = None
         self.dead = False
         self.engines = engines if sending is None else len(sending.targets)  # perhaps fewer once it is ready
         with ExitStack() as undo:
@@ -78,11 +85,12 @@ class EngineProcess:
                         role = "sender"
                         more = sending.pool, sending.pool_bytes, sending.base, *sending.targets
                         passed += [sending.pool] if sending.pool >= 0 else []
+                    held = int(network.firewall is not None)
                     numbers = self.engines, memory, byte_count, base
                     # By its path: as a module it would import the package first.
                     command = [sys.executable, "-P", child.__file__, role, os.getpid(), theirs.fileno()]
                     self._process = subprocess.Popen(  # noqa: S603 (our own file)
-                        list(map(str, (*command, network.protocol, host, *numbers, *more))),
+                        list(map(str, (*command, network.protocol, host, held, *numbers, *more))),
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=self._log if self._log >= 0 else subprocess.DEVNULL,
@@ -103,12 +111,22 @@ class EngineProcess:
         """Waits until its engines listen, and returns their ports. Raises TransportError, and kills it, where none
         does."""
         try:
+            if self._firewall is not None:
+                await self._close_ports(self._firewall)
             return await asyncio.wait_for(asyncio.shield(self._ready), _READY_SECONDS)
         except TimeoutError:
             raise TransportError(f"the engine was not ready within {_READY_SECONDS:g} s{self.last_log()}") from None
         finally:
             if not self._ready.done() or self._ready.exception() is not None:
                 self.kill()
+
+    async def _close_ports(self, firewall: Firewall) -> None:
+        ports = await asyncio.wait_for(asyncio.shield(self._listens), _READY_SECONDS)
+        self._guarded = await firewall.guard(self._session, ports, self.kill)
+        if self.dead:
+            self._guarded.release()
+        else:
+            self.send(child.GO)
 
     def send(self, packet: bytes) -> None:
         """Sends an order, which is lost if the process is dead. Never waits: each slot of a ring has one order."""
@@ -157,7 +175,9 @@ class EngineProcess:
     def _on_hello(self, packet: bytes) -> None:
         kind, _ = child.HELLO.unpack_from(packet)
         after = packet[child.HELLO.size :]
-        if kind == child.READY:
+        if kind == child.LISTENS:
+            self._listens.set_result(tuple(port for (port,) in child.PORT.iter_unpack(after)))
+        elif kind == child.READY:
             ports = tuple(port for (port,) in child.PORT.iter_unpack(after))
             if len(ports) < self.engines:
                 text = (
@@ -167,8 +187,7 @@ class EngineProcess:
             self.engines = len(ports)
             self._ready.set_result(ports)
         else:
-            text = after.decode(errors="replace")
-            self._ready.set_exception(TransportError(f"{text}{self.last_log()}"))
+            self._fail(f"{after.decode(errors='replace')}{self.last_log()}")
 
     def _gone(self) -> None:
         if self._process.poll() is None:
@@ -177,11 +196,16 @@ class EngineProcess:
         self.dead = True
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        if not self._ready.done():
-            text = f"the engine's process has ended with status {self._process.returncode}{self.last_log()}"
-            self._ready.set_exception(TransportError(text))
+        self._fail(f"the engine's process has ended with status {self._process.returncode}{self.last_log()}")
+        if self._guarded is not None:
+            self._guarded.release()
         self._close()
         self._died()
+
+    def _fail(self, text: str) -> None:
+        for each in (self._listens, self._ready):
+            if not each.done():
+                each.set_exception(TransportError(text))
 
     def _close(self) -> None:
         if self._pipe.fileno() >= 0:

@@ -161,7 +161,8 @@ class MooncakeWriter:
                 sending=Sending(
                     targets=targets[:engines], base=reach.base, pool=self._pool_fd, pool_bytes=pool_bytes
                 ),
-                received=lambda packet: self._on_replies(mapped, packet), died=lambda: self._died(mapped),
+                session=session, received=lambda packet: self._on_replies(mapped, packet),
+                died=lambda: self._died(mapped),
             )  # fmt: skip
             await process.ready()  # it has met the peer's engines: a ring takes memory only from now on
             _check_wanted(mapped)

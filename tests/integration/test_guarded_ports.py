@@ -1,0 +1,40 @@
+"""Decode's own firewall before Mooncake's ports, between two hosts: a peer with a session gets in, nobody else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from pdtransfer.transports.mooncake.settings import why_not
+from tests.support.networks import APART, VETH, why_not_apart
+from tests.support.paths import REPO
+
+OWNED = "table inet trial { flags owner\n chain input { type filter hook input priority filter; }\n }\n"
+
+
+@pytest.mark.timeout(150)
+def test_only_the_host_of_a_session_reaches_its_engines_and_only_while_the_session_lives() -> None:
+    if why := why_not() or why_not_apart(f"{VETH} && nft -f -", "nft", "nsenter", text=OWNED):
+        pytest.skip(why)
+    with tempfile.TemporaryDirectory(prefix="pdt-") as files:  # short, for the sockets in it
+        command = [*APART, sys.executable, "-m", "tests.support.guarded_decode", files]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False, cwd=REPO)
+        logs = "".join(f"{log.name}:\n{log.read_text()[-2_000:]}" for log in sorted(Path(files).glob("*.log")))
+    assert ran.returncode == 0, ran.stderr + logs
+    seen = json.loads(ran.stdout)
+    assert seen["alike"], "the answer is a single process's: KV went through the rules"
+    assert seen["ports"] >= 2
+    assert all(seen["peer"]), "prefill's host is let in"
+    assert not any(seen["stranger"]), "another address of the same network is not"
+    assert not any(seen["stranger of IPv6"])
+    assert not seen["local user"]
+    assert seen["bus"], "the bus has keys, and is not the rules' business"
+    assert seen["health"]["state"] == "on"
+    assert seen["health"]["admits"] == ["10.213.84.1"]
+    assert seen["names"], "the rules name prefill's address with each port"
+    assert not any(seen["peer after its session"])

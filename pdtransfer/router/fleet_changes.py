@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
+import time
 from pathlib import Path
 
 from ..config.config import RouterConfig
@@ -15,6 +17,7 @@ from .membership import Membership, WorkerSite
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # how often the file is looked at
+RETRY_S = 10.0  # until what could not be followed is tried again
 
 _Signature = tuple[int, int, int, int] | None
 
@@ -36,9 +39,10 @@ class FleetChanges:
         """Takes in the workers of the file, and watches it; returns where the admin API listens, empty without one.
         Raises WorldError."""
         if self._config.workers_file is not None:
-            seen = _signature(self._config.workers_file)
-            self._membership.listed(self._membership.read(self._config.workers_file))
-            self._watching = asyncio.create_task(self._watch(self._config.workers_file, seen))
+            path = self._config.workers_file
+            seen = _signature(path)
+            followed = self._membership.listed(str(path), await asyncio.to_thread(self._membership.read, path))
+            self._watching = asyncio.create_task(self._watch(path, seen, followed))
         if self._admin is None:
             return ""
         address = await self._admin.open(self._config.admin)
@@ -52,21 +56,34 @@ class FleetChanges:
         if self._admin is not None:
             await self._admin.close()
 
-    async def _watch(self, path: Path, seen: _Signature) -> None:
-        """Follows the file. One that cannot be read changes nothing: the reason is logged once."""
+    async def _watch(self, path: Path, seen: _Signature, followed: bool) -> None:
+        """Follows the file. One that cannot be read changes nothing: the reason is logged once. What could not be
+        followed is tried again, since names begin to resolve and places become free."""
+        said, retry_at = "", _later(followed)
         while True:
             await asyncio.sleep(LOOK_S)
             now = _signature(path)
-            if now == seen:
+            if now == seen and time.monotonic() < retry_at:
                 continue
-            seen = now
+            why, changed, seen = "", now != seen, now
             try:
-                workers = self._membership.read(path)
+                workers = await asyncio.to_thread(self._membership.read, path)
+                followed = self._membership.listed(str(path), workers)
+                if changed:
+                    log.info("%s: %d workers", path, len(workers))
             except ConfigError as error:
-                log.error("the workers are unchanged: %s", error)
-                continue
-            self._membership.listed(workers)
-            log.info("%s: %d workers", path, len(workers))
+                why, followed = str(error), False
+            except Exception as error:  # the file must be followed for as long as the router runs
+                why, followed = f"{type(error).__name__}: {error}", False
+                if why != said:
+                    log.exception("%s: not followed", path)
+            if why and why != said:
+                log.error("the workers are unchanged: %s", why)
+            said, retry_at = why, _later(followed)
+
+
+def _later(followed: bool) -> float:
+    return math.inf if followed else time.monotonic() + RETRY_S
 
 
 def _signature(path: Path) -> _Signature:

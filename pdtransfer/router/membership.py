@@ -49,21 +49,26 @@ class Membership:
 
     def __init__(self, config: RouterConfig, site: WorkerSite) -> None:
         self._config, self.site = config, site
-        self._listed: dict[str, Role] = {}  # by the file that was read last
+        # By source, a file or a name in DNS: what it lists and was taken in, and why the rest was not.
+        self._followed: dict[str, dict[str, Role]] = {}
+        self._refused: dict[str, dict[str, str]] = {}
 
     def add(self, role: str, address: str) -> None:
         """Takes a worker in. Raises ConfigError for an invalid one, WorldError for one too many."""
         self.check(role, address)
+        self._take(cast("Role", role), address)
+
+    def _take(self, role: Role, address: str) -> None:
         here = self.site.roles()
         if here.get(address, role) != role:
             raise ConfigError(f"worker = {split_key(address)[1]!r}: it is a {here[address]} worker here")
         if address not in here and len(here) >= WORKERS_MAX:
             raise WorldError(f"worker = {split_key(address)[1]!r}: {len(here)} workers are the limit")
-        self.site.add_worker(cast("Role", role), address)
+        self.site.add_worker(role, address)
         log.info("%s %s was added", role, split_key(address)[1])
 
     def check(self, role: str, address: str) -> None:
-        """Raises ConfigError for a worker that may not be added."""
+        """Raises ConfigError for a worker that may not be added. It may wait for the resolver of names."""
         if role not in ROLES:
             raise ConfigError(f"role = {role!r}: must be prefill or decode")
         self._config.check_worker(role, address)
@@ -87,27 +92,40 @@ class Membership:
         """Drains a worker, which is forgotten once its rooms have ended. Raises as `find`."""
         self._remove(self.find(name))
 
-    def listed(self, workers: Mapping[str, Role]) -> None:
-        """Follows the file: takes in what it lists now and did not before, and removes what it lists no more, unless a
-        flag names it."""
-        before, self._listed = self._listed, dict(workers)
+    def listed(self, source: str, workers: Mapping[str, Role]) -> bool:
+        """Follows a source: takes in what it lists now and did not before, and removes what it lists no more, unless a
+        flag or another source names it. Returns whether all of it is followed: else call it again later.
+
+        What was refused is tried again each time. What an operator drained or removed stays so until the source has
+        listed it no more. The reason of a refusal is logged once.
+        """
+        followed, refused = self._followed.get(source, {}), self._refused.get(source, {})
         here, named = self.site.roles(), {*self._config.prefill, *self._config.decode}
-        for address in before.keys() - workers.keys() - named:
-            if address in here:
+        others = {address for other, it in self._followed.items() if other != source for address in it}
+        for address, role in followed.items():
+            if workers.get(address) != role and address in here and address not in named | others:
                 self._remove(address)
+        now, why = dict[str, Role](), dict[str, str]()
         for address, role in workers.items():
-            if before.get(address) != role:
+            if followed.get(address) != role:
                 try:
-                    self.add(role, address)
+                    self._take(role, address)
                 except (ConfigError, WorldError) as error:
-                    log.error("the file of workers: %s", error)
+                    why[address] = str(error)
+                    if refused.get(address) != why[address]:
+                        log.error("%s: %s", source, error)
+                    continue
+            now[address] = role
+        self._followed[source], self._refused[source] = now, why
+        return not why
 
     def _remove(self, address: str) -> None:
         log.info("worker %s is removed once its rooms have ended", split_key(address)[1])
         self.site.remove_worker(address)
 
     def read(self, path: Path) -> dict[str, Role]:
-        """Reads a file of workers: a line each, of a role and an address. Raises ConfigError, with the line."""
+        """Reads a file of workers: a line each, of a role and an address. Raises ConfigError, with the line. It may
+        wait for the resolver of names."""
         try:
             with path.open("rb") as file:
                 text = file.read(FILE_BYTES_MAX + 1).decode()

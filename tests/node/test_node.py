@@ -591,7 +591,7 @@ async def test_no_session_takes_the_id_of_one_whose_writer_is_still_being_fenced
     async def fence(_: int) -> bool:
         return await fenced.wait()
 
-    async def map_(*_: object) -> int:
+    async def map_(*_: object, **__: object) -> int:
         return TARGET.layout.end
 
     reach = Reach("shm", "another boot", "@nowhere", bytes(32), 0, TARGET.layout.end)

@@ -15,12 +15,13 @@ from pdtransfer.config.config import RouterConfig
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.handoff.effects import Send
 from pdtransfer.limits import Limits
-from pdtransfer.router import membership
+from pdtransfer.router import fleet_changes, membership
 from pdtransfer.router.admin import read_token
 from pdtransfer.router.fleet_changes import LOOK_S, FleetChanges
 from pdtransfer.router.fleet_status import worker_status
 from pdtransfer.router.membership import Membership
 from pdtransfer.router.pool_worker import Departure, Role
+from pdtransfer.router.router import Router
 from pdtransfer.router.router_effects import Accepted, Emit, Finish, Refusal, WorkerChanged, WorkerLeft
 from pdtransfer.router.routing import Routing
 from pdtransfer.router.servers.server_pool import ServerPool
@@ -208,24 +209,57 @@ def members(*prefill: str) -> tuple[Membership, Record]:
 
 def test_a_file_adds_and_removes_what_has_changed_in_it_and_no_worker_of_a_flag() -> None:
     it, record = members(P)
-    it.listed({P: "prefill", D: "decode"})
-    it.listed({P: "prefill", D2: "decode"})
+    it.listed("file", {P: "prefill", D: "decode"})
+    it.listed("file", {P: "prefill", D2: "decode"})
     assert record.calls == [f"add prefill {P}", f"add decode {D}", f"remove {D}", f"add decode {D2}"]
     record.calls.clear()
     it.remove(D2)  # an operator's decision stands until the file changes
-    it.listed({P: "prefill", D2: "decode"})
-    it.listed({})
+    it.listed("file", {P: "prefill", D2: "decode"})
+    it.listed("file", {})
     assert record.calls == [f"remove {D2}"]
     assert set(record.here) == {P}
 
 
 def test_a_line_that_cannot_be_followed_costs_no_other_line(monkeypatch: pytest.MonkeyPatch) -> None:
     it, record = members(P)
-    it.listed({P: "decode", D: "decode"})
+    it.listed("file", {P: "decode", D: "decode"})
     assert record.here == {P: "prefill", D: "decode"}
     monkeypatch.setattr(membership, "WORKERS_MAX", 2)
     with pytest.raises(WorldError, match="2 workers are the limit"):
         it.add("decode", D2)
+
+
+def test_a_refused_line_is_tried_again_and_its_reason_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    it, record = members(P)
+    monkeypatch.setattr(membership, "WORKERS_MAX", 2)
+    lines: dict[str, Role] = {D: "decode", D2: "decode"}
+    assert [it.listed("file", lines) for _ in range(3)] == [False] * 3
+    assert caplog.text.count("2 workers are the limit") == 1
+    it.remove(D)
+    assert it.listed("file", lines), "there is room for it now"
+    assert set(record.here) == {P, D2}, "and an operator's decision stands"
+
+
+def test_a_worker_changes_its_role_once_it_has_left() -> None:
+    it, record = members(P)
+    assert it.listed("file", {D: "decode"})
+    leaving, record.remove_worker = record.remove_worker, lambda address: record.calls.append(f"remove {address}")
+    assert not it.listed("file", {D: "prefill"}), "its rooms have not ended"
+    leaving(D)
+    assert it.listed("file", {D: "prefill"})
+    assert record.here == {P: "prefill", D: "prefill"}
+
+
+def test_what_two_sources_list_is_removed_when_neither_does() -> None:
+    it, record = members(P)
+    it.listed("file", {D: "decode"})
+    it.listed("dns", {D: "decode", D2: "decode"})
+    it.listed("file", {})
+    assert set(record.here) == {P, D, D2}
+    it.listed("dns", {D2: "decode"})
+    assert set(record.here) == {P, D2}
 
 
 @pytest.mark.parametrize(
@@ -387,6 +421,32 @@ async def test_the_commands_list_add_drain_and_remove(token: Path, capsys: pytes
         assert [each.node for each in (await command("remove", "d1", "--wait"))[1]] == ["p0"]
         assert (await command("drain", "d1"))[0] == 2
         await new.close()
+
+
+@on_loop
+async def test_a_file_is_followed_after_an_error_of_ours_and_a_wrong_line_is_tried_again(
+    tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, new = tmp_path / "workers", Worker("d1", "decode")
+    endpoint = await new.open()
+    file.write_text("")
+    monkeypatch.setattr(fleet_changes, "LOOK_S", 0.01)
+    monkeypatch.setattr(fleet_changes, "RETRY_S", 0.01)
+    failing, taken = True, Router.add_worker
+
+    def add(router: Router, role: Role, address: str) -> None:
+        if failing:
+            raise RuntimeError("a bug")
+        taken(router, role, address)
+
+    monkeypatch.setattr(Router, "add_worker", add)
+    async with administered(token, workers_file=file) as (it, _):
+        file.write_text(f"decode {endpoint}\n")
+        await until(lambda: "RuntimeError: a bug" in caplog.text)
+        failing = False
+        await until(lambda: endpoint in it.router.roles())
+        assert caplog.text.count("the workers are unchanged") == 1
+    await new.close()
 
 
 @on_loop

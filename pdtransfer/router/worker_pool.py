@@ -6,7 +6,7 @@ directions. A lost worker is sent Hello again without end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 
 from ..errors import Cause
@@ -17,6 +17,7 @@ from ..handoff.states import step
 from ..handoff.timers import Timers
 from ..limits import AHEAD_PING, PREFIX_PLACED_BLOCKS_MAX, TEXT_LENGTH_MAX, Limits
 from ..wire import VERSION, Goodbye, Hello, Identity, Load, Message, Ping, Pong, Reject, Welcome
+from .candidates import CandidatesByModel
 from .placement import EVERYONE, PrefixHolders, Ranking
 from .pool_worker import (
     WORKER_STATE,
@@ -50,36 +51,6 @@ def _no_pair_reason(prefills: Collection[Model], decodes: Collection[Model], mod
     return f"no prefill and decode workers {what} are ready: prefill has {prefill_models}, decode has {decode_models}"
 
 
-class _Candidates:
-    """The usable workers of one model, best first: prefill by pending prompt tokens, decode by free slots and rooms."""
-
-    def __init__(self) -> None:
-        self.prefill, self.decode, self.sparse = Ranking[Worker](), Ranking[Worker](), Ranking[Worker]()
-
-    def put(self, worker: Worker) -> None:
-        """Ranks a worker by its load now."""
-        load = worker.load
-        assert load is not None
-        rooms = len(worker.rooms), worker.peer
-        if worker.role == "prefill":
-            self.prefill.put(worker, worker.number, (worker.prompt_tokens, load.rooms_queued, *rooms))
-            return
-        self.decode.put(worker, worker.number, (-worker.slots_left(enable_hisparse=False), *rooms))
-        if load.enable_hisparse:
-            self.sparse.put(worker, worker.number, (-worker.slots_left(enable_hisparse=True), *rooms))
-        else:
-            self.sparse.remove(worker.number)
-
-    def remove(self, worker: Worker) -> None:
-        """Takes a worker out, ranked or not."""
-        for ranking in (self.prefill, self.decode, self.sparse):
-            ranking.remove(worker.number)
-
-    def empty(self) -> bool:
-        """Whether no worker is ranked."""
-        return not self.prefill and not self.decode
-
-
 class WorkerPool:
     """All of a router's workers. Effects go to `out`; `lost` is called for each worker that is lost."""
 
@@ -95,10 +66,8 @@ class WorkerPool:
         self._identity, self._limits, self._out, self._lost = identity, limits, out, lost
 
         self._holders = PrefixHolders()
-        self._candidates: dict[Model, _Candidates] = {}
-        self._model_of: dict[Worker, Model] = {}  # of the workers among the candidates
-        self._changed: set[Worker] = set()  # workers whose rank may be another than their candidate's
-
+        self._candidates = CandidatesByModel()
+        self._by_node: dict[str, Worker] = {}  # connected ones, by their names
         self._numbers = count()
         self._free_numbers: list[int] = []  # of workers that have left: masks stay as short as the fleet was large
         self._decode_count = 0
@@ -135,7 +104,7 @@ class WorkerPool:
 
     def _depart(self, worker: Worker, departure: Departure) -> None:
         worker.departure = departure
-        self._changed.add(worker)
+        self._candidates.changed(worker)
 
     def left(self, worker: Worker) -> None:
         """Forgets a worker that is to leave and has no room any more."""
@@ -145,8 +114,8 @@ class WorkerPool:
                 self._out(Send(worker.peer, Goodbye(self._identity.incarnation, Cause.SHUTDOWN.value)))
             self.timers.clear(worker.peer)
             del self.by_peer[worker.peer]
-            self._unrank(worker)
-            self._changed.discard(worker)
+            self._candidates.forget(worker)
+            self._rename(worker, "")
             worker.known.clear()  # before another worker gets its number
             self._free_numbers.append(worker.number)
             self._decode_count -= worker.role == "decode"
@@ -169,7 +138,7 @@ class WorkerPool:
 
     def receive(self, worker: Worker, message: Message, now: float) -> bool:
         """Handles a message about the worker itself; returns False for any other message."""
-        self._changed.add(worker)
+        self._candidates.changed(worker)
         match message:
             case Welcome():
                 self._welcome(worker, message, now)
@@ -202,7 +171,7 @@ class WorkerPool:
         """A room begins on this pair. Returns the tokens of the prompt that are known to be cached at decode."""
         for worker in (pair.prefill, pair.decode):
             worker.rooms.add(room)
-            self._changed.add(worker)
+            self._candidates.changed(worker)
         pair.prefill.prompt_tokens += len(prompt.ids) // 4
         cached = pair.decode.known.count(pair.keys) * self._limits.prefix_block_tokens
         pair.decode.known.learn(pair.keys)
@@ -214,7 +183,7 @@ class WorkerPool:
         worker.rooms.discard(room)
         if worker.role == "prefill":
             worker.prompt_tokens -= prompt_tokens
-        self._changed.add(worker)
+        self._candidates.changed(worker)
 
     def choose(
         self, prompt: RoutedPrompt, *, model: str | None, enable_hisparse: bool, avoid: Iterable[Worker], now: float
@@ -225,7 +194,6 @@ class WorkerPool:
         there. Workers in `avoid` come last. Both workers serve one model; HiSparse needs a decode worker that supports
         it.
         """
-        self._rank()
         avoided = frozenset(avoid)
         best: WorkerPair | None = None
         waits_ms: list[float] = []
@@ -233,7 +201,7 @@ class WorkerPool:
         def accepts(worker: Worker) -> bool:
             return worker.full_ms(now, self._limits, enable_hisparse=enable_hisparse) == 0
 
-        for key, among in self._candidates.items():
+        for key, among in self._candidates.all().items():
             decodes = among.sparse if enable_hisparse else among.decode
             if (model is not None and key[0] != model) or not among.prefill or not decodes:
                 continue
@@ -251,24 +219,19 @@ class WorkerPool:
             return best
         if waits_ms:
             return NoPair("every worker is full", int(min(waits_ms)) + 1)
-        return NoPair(_no_pair_reason(self._groups("prefill").keys(), self._groups("decode").keys(), model), None)
+        return NoPair(
+            _no_pair_reason(self._candidates.groups("prefill"), self._candidates.groups("decode"), model), None
+        )
 
-    def models(self) -> dict[str, int]:
+    def models(self) -> Mapping[str, int]:
         """Returns the models that a ready pair serves, in order. Of each, the tokens of a prompt and its answer that
         some pair takes; TOKENS_MAX where its workers do not say."""
-        prefills, decodes = self._groups("prefill"), self._groups("decode")
-        served: dict[str, int] = {}
-        for key in sorted(prefills.keys() & decodes.keys()):
-            if not any(not obstacle(prefill, decode) for prefill in prefills[key] for decode in decodes[key]):
-                continue
-            longest = min(max(each.context_tokens for each in side[key]) for side in (prefills, decodes))
-            served[key[0]] = max(served.get(key[0], 0), longest)
-        return served
+        return self._candidates.served()
 
     def why_not(self, trouble: Callable[[str], str]) -> dict[str, str]:
         """Why no room can land with each worker, by peer; empty where one can. `trouble` returns what keeps a peer from
         being reached."""
-        others = {"prefill": self._groups("decode"), "decode": self._groups("prefill")}
+        others = {"prefill": self._candidates.groups("decode"), "decode": self._candidates.groups("prefill")}
         return {peer: self._why_not(each, others[each.role], trouble(peer)) for peer, each in self.by_peer.items()}
 
     def _why_not(self, worker: Worker, others: dict[Model, list[Worker]], trouble: str) -> str:
@@ -298,13 +261,6 @@ class WorkerPool:
         for worker in self.by_peer.values():
             if worker.state is WorkerState.CONNECTED:
                 self._out(Send(worker.peer, Goodbye(self._identity.incarnation, reason)))
-
-    def _groups(self, role: str) -> dict[Model, list[Worker]]:
-        groups: dict[Model, list[Worker]] = {}
-        for worker in self.by_peer.values():
-            if worker.role == role and worker.usable:
-                groups.setdefault(worker.model, []).append(worker)
-        return groups
 
     def _keys(self, model: Model, prompt: RoutedPrompt) -> tuple[bytes, ...]:
         if self._decode_count == 1 or not self._limits.prefix_weight:
@@ -382,26 +338,6 @@ class WorkerPool:
         )
         return Worker(peer, role, Liveness(self._limits, 0.0), number, known)
 
-    def _rank(self) -> None:
-        """Brings the candidates up to date with all that has changed."""
-        for worker in self._changed:
-            model = worker.model if worker.usable else None
-            if self._model_of.get(worker) != model:
-                self._unrank(worker)
-            if model is not None:
-                self._candidates.setdefault(model, _Candidates()).put(worker)
-                self._model_of[worker] = model
-        self._changed.clear()
-
-    def _unrank(self, worker: Worker) -> None:
-        """Takes a worker out of the candidates, if it is among them."""
-        model = self._model_of.pop(worker, None)
-        if model is not None:
-            among = self._candidates[model]
-            among.remove(worker)
-            if among.empty():
-                del self._candidates[model]
-
     def _welcome(self, worker: Worker, message: Welcome, now: float) -> None:
         identity = message.identity
         if worker.liveness.late(identity.incarnation, now):
@@ -428,18 +364,22 @@ class WorkerPool:
         if worker.state is WorkerState.CONNECTING:
             self._out(WorkerChanged(worker.peer, ""))
         worker.state = step(WORKER_STATE, worker.state, WorkerEvent.WELCOME)
+        self._rename(worker, identity.node)
         worker.identity, worker.why = identity, ""
         worker.liveness.last_seen, worker.liveness.hello_ms = now, 0
         self._ping(worker, now)
 
     def _twin(self, worker: Worker, identity: Identity) -> Worker | None:
         """The other connected worker of this name. It stays: the one that came later is refused."""
-        for each in self.by_peer.values():
-            if each is not worker and each.state is WorkerState.CONNECTED:
-                assert each.identity is not None
-                if each.identity.node == identity.node:
-                    return each
-        return None
+        known = self._by_node.get(identity.node)
+        return None if known is worker else known
+
+    def _rename(self, worker: Worker, node: str) -> None:
+        """The worker is connected by this name; an empty one: it is not connected."""
+        if worker.identity is not None and self._by_node.get(worker.identity.node) is worker:
+            del self._by_node[worker.identity.node]
+        if node:
+            self._by_node[node] = worker
 
     def _pong(self, worker: Worker, message: Pong, now: float) -> None:
         if worker.state is not WorkerState.CONNECTED or worker.liveness.late(message.incarnation, now):
@@ -459,6 +399,7 @@ class WorkerPool:
                 now - (self._limits.silence_ms + 2 * self._limits.resend_ms_max) / 1e3
             )  # decode greets it anew by then
             decode.unusable = reasons(decode.load, self.by_peer.values(), since)
+            self._candidates.changed(decode)
 
     def refuse(self, worker: Worker, cause: Cause, text: str, now: float) -> None:
         """Disconnects a worker, and sends Hello again at the slowest rate: it may be replaced by a matching one."""
@@ -472,7 +413,8 @@ class WorkerPool:
 
     def _lose(self, worker: Worker, cause: Cause, text: str, now: float, *, orderly: bool = False) -> None:
         worker.state = step(WORKER_STATE, worker.state, WorkerEvent.LOSE)
-        self._changed.add(worker)
+        self._candidates.changed(worker)
+        self._rename(worker, "")
         worker.why, worker.lost, worker.load, worker.liveness.hello_ms = text, True, None, 0
         worker.unusable = {}
         self._out(WorkerChanged(worker.peer, text, orderly))
@@ -493,10 +435,9 @@ class WorkerPool:
 
     def _prefills_to_name(self, worker: Worker) -> tuple[str, ...]:
         """Returns some prefill endpoints that a decode worker's rooms may name, the next ones at each call."""
-        prefills = self._groups("prefill").get(worker.model, ()) if worker.role == "decode" else ()
-        ranks = [endpoint for prefill in prefills for endpoint in prefill.endpoints]
+        ranks = self._candidates.prefill_endpoints(worker.model) if worker.role == "decode" else ()
         if len(ranks) <= AHEAD_PING:
             return tuple(ranks)
         first = worker.next_introduced % len(ranks)
         worker.next_introduced = first + AHEAD_PING
-        return tuple((ranks + ranks)[first : first + AHEAD_PING])
+        return tuple(ranks[each % len(ranks)] for each in range(first, first + AHEAD_PING))

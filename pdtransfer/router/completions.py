@@ -5,6 +5,7 @@ What would constrain an answer and is not supported is refused, never ignored. O
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ MAX_TOKENS_DEFAULT = 16  # OpenAI's default of completions
 CHAT_TOKENS_DEFAULT = 1_024  # of a chat, where the context has as many left: slots are leased for all of them at once
 SALT_LENGTH_MAX = 4_096  # characters of a cache_salt, which is sent as a digest
 SALT_BYTES = 32
+_NAMED_BYTES_MAX = 1 << 20  # of a body in which the field with half a character is looked for
 _NEUTRAL_BYTES_MAX = 256  # a longer value of an unsupported field is none that changes nothing
 
 
@@ -245,9 +247,28 @@ def decoded(decoder: msgspec.json.Decoder[Parsed], body: bytes) -> Parsed:
     except msgspec.ValidationError as error:
         raise _bad_request(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if (halved := _with_half_a_character(body)) is not None:
+            raise BadRequestError(halved, "half of a surrogate pair is no character") from None
         raise BadRequestError(None, f"the body is not JSON: {error}") from None
     except RecursionError:
         raise BadRequestError(None, "the body is nested too deeply") from None
+
+
+def _with_half_a_character(body: bytes) -> str | None:
+    """The field whose text has an unpaired surrogate: JSON allows its escape, and no text can have it. None for another
+    fault, and for a large body, which Python's parser would make many objects of."""
+    if b"\\u" not in body or len(body) > _NAMED_BYTES_MAX:
+        return None
+    try:
+        fields = json.loads(body)
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                return name.encode(errors="replace").decode()
+    except (ValueError, RecursionError):
+        pass
+    return None
 
 
 def _bad_request(text: str) -> BadRequestError:

@@ -309,3 +309,33 @@ def test_prompts_of_unfinished_requests_are_bounded_in_bytes(monkeypatch: pytest
             assert it.router.open_requests.prompts_bytes == it.router._config.limits.prompts_bytes_max - 8
 
     run_on_loop(case)
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+HALVES = [
+    ("/v1/completions", {}, "prompt", "a\ud800"),
+    ("/v1/completions", {"prompt": "a"}, "prompt", ["a", "\udfff"]),
+    ("/v1/completions", {"prompt": "a"}, "stop", ["\ud800\ud800"]),
+    ("/v1/completions", {"prompt": "a"}, "user", "\ud800"),
+    ("/v1/completions", {"prompt": "a"}, "model", "\udc00m"),
+    ("/v1/completions", {"prompt": "a"}, "cache_salt", "\ud800"),
+    ("/v1/completions", {"prompt": "a"}, "logit_bias", {"\ud800": 1}),
+    ("/v1/chat/completions", {}, "messages", [{"role": "user", "content": "\ud800"}]),
+    ("/v1/chat/completions", {}, "messages", [{"role": "user", "content": "a", "name": "\ud800"}]),
+    ("/v1/chat/completions", CHAT, "model", "\ud800"),
+    ("/tokenize", {}, "prompt", "\ud800"),
+    ("/tokenize", CHAT, "model", "\ud800"),
+    ("/detokenize", {"tokens": [1]}, "model", "\ud800"),
+]
+
+
+def test_half_a_surrogate_pair_is_a_400_that_names_its_field() -> None:
+    async def case() -> None:
+        async with site() as it:
+            for path, body, field, value in HALVES:
+                status, answer, _ = await it.post(path, **body | {field: value})
+                assert (status, answer["error"]["param"]) == (400, field), (path, field, answer)
+                assert "half of a surrogate pair" in answer["error"]["message"]
+            assert not it.decode[0].begun
+
+    run_on_loop(case)

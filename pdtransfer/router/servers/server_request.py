@@ -13,7 +13,7 @@ from msgspec import Raw
 
 from ...handoff.prefix import block_keys, root_key
 from ...limits import NAME_LENGTH_MAX, PREFIX_PLACED_BLOCKS_MAX
-from ..completions import BadRequestError
+from ..completions import BadRequestError, decoded
 
 # In the order in which a server renders them; the last two are of SGLang's /generate.
 _PREFIX_FIELDS = ("tools", "messages", "prompt", "text", "input_ids")
@@ -44,15 +44,7 @@ def parse_request(
 
     The servers check the fields. A client's own fields in `reserved` are dropped: they could name another's KV.
     """
-    try:
-        body.decode()  # the decoder below leaves the text of values unchecked
-        fields = _FIELDS.decode(body)
-    except msgspec.ValidationError as error:
-        raise BadRequestError(None, str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequestError(None, f"the body is not JSON: {error}") from None
-    except RecursionError:
-        raise BadRequestError(None, "the body is nested too deeply") from None
+    fields = decoded(_FIELDS, body)
     for name in reserved:
         fields.pop(name, None)
     return ServerRequest(path, request_id, fields, _keys(fields, block_tokens) if block_tokens else ())

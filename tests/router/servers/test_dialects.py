@@ -124,4 +124,4 @@ def test_one_choice_is_accepted_and_other_types_are_left_to_the_servers(body: di
 
 def test_a_field_that_is_no_json_is_refused() -> None:
     with pytest.raises(BadRequestError, match="not JSON"):
-        SGLANG.check(request(SGLANG, b'{"sampling_params": {"a": "\\ud800"}}', "/generate"))
+        SGLANG.check(request(SGLANG, b'{"sampling_params": {"a": 1e999}}', "/generate"))

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from pdtransfer.router.completions import BadRequestError
 from pdtransfer.router.servers.server_request import ServerRequest, parse_request
 
 
@@ -51,6 +52,12 @@ def test_no_keys_are_made_where_none_are_wanted() -> None:
 def test_prompts_of_sglangs_own_path_share_blocks_as_well(field: str) -> None:
     one, other = parsed(**{field: [7] * 400 + [8] * 400}), parsed(**{field: [7] * 400 + [9] * 400})
     assert 0 < shared(one, other) < len(one.keys)
+
+
+@pytest.mark.parametrize("field", ["model", "prompt", "stop", "user"])
+def test_half_a_surrogate_pair_is_refused_by_its_field(field: str) -> None:
+    with pytest.raises(BadRequestError, match=f"{field}: half of a surrogate pair"):
+        parsed(**{"prompt": "a", field: ["b", "\udc00"]})
 
 
 def test_reserved_fields_are_dropped() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..engine_api import Broken, CardMemory, EngineConfig, EngineDescription, Finished, HotFigures, Request, Token
 from ..errors import CapacityError, ConfigError
+from ..kernels.hot_requests import HotRequests
 from ..kernels.plane_views import device_tensor
 from ..kernels.pools import Pool
 from ..kernels.stream import DeviceSpans, Download, span_of
@@ -22,7 +23,7 @@ from .architecture import EngineOptions
 from .attention import KEY_BLOCK
 from .cache import Cache
 from .description import COMPONENT, INDEX, check_request, describe
-from .hot import Hot, capacity_of
+from .hot import HotResidency, reference_capacity
 from .indexer import IndexCache
 from .model import Transformer
 from .numerics import first_product
@@ -63,14 +64,15 @@ class ReferenceDecode:
             raise ConfigError(f"pp_size = {config.group.ranks.pp_size}: only prefill is split into stages")
         self._config, self._options, self._model = config, options, model
         hisparse = config.hisparse
-        self._capacity = capacity_of(config, hisparse, options.top_k) if hisparse is not None else None
+        self._capacity = reference_capacity(config, hisparse, options.top_k) if hisparse is not None else None
         self._description = describe(config, model, options)
         # If a component has two variants, the second, in HBM, is for requests without HiSparse.
         self._layouts = {component.name: component.layout for component in self._description.components}
         self._sparse = self._layouts | {COMPONENT: self._description.components[0].layout}
         self._index: IndexCache | None = None
         self._resident: AllResident | None = None
-        self._hot: Hot | None = None
+        self._hot_rows: HotResidency | None = None
+        self._hot: HotRequests | None = None
         self._rooms: dict[int, _DecodingRoom] = {}
         self._spans = DeviceSpans(config.spans, model.device)
 
@@ -108,7 +110,10 @@ class ReferenceDecode:
             host = Pool(layout=self._sparse[COMPONENT], address=flat.data_ptr(), card=number, host=on_card)
             hot_cache = Cache(flat, host.layout, self._model.architecture, self._model.shard.kv_heads)
             hisparse, capacity = self._config.hisparse, self._capacity
-            self._hot = Hot(self._config, hisparse, capacity, self._model, host, hot_cache, self._spans)
+            self._hot_rows = HotResidency(
+                self._config, hisparse, capacity, self._model, host, hot_cache, self._spans
+            )  # fmt: skip
+            self._hot = self._hot_rows.requests
 
     def take(self, flat: Tensor, hbm: Tensor | None = None) -> None:
         """Decodes from this memory, which the model's device reads and writes."""
@@ -138,10 +143,11 @@ class ReferenceDecode:
             raise ValueError(f"room {request.room:016x} exists already")
         handoff = Handoff.unpack(aux, len(request.prompt))
         self._check_slots(request, slots)
-        hot = self._hot if request.enable_hisparse else None
+        hot = self._hot_rows if request.enable_hisparse else None
         landed = self._resident.cache if hot is None else hot.arena
         if hot is not None:
-            hot.offer(request.room, slots[COMPONENT], tokens=len(request.prompt), growth=request.sampling.max_tokens)
+            tokens, growth = len(request.prompt), request.sampling.max_tokens
+            hot.requests.offer(request.room, slots[COMPONENT], tokens=tokens, growth=growth)
         self._rooms[request.room] = _DecodingRoom(
             request=request,
             landed=landed,
@@ -219,12 +225,13 @@ class ReferenceDecode:
                 rows=[room.rows for room in own],
                 index=[room.indexed for room in own if room.indexed is not None],
             )
-            for residency in (self._resident, self._hot)
-            if residency is not None and (own := [room for room in rooms if room.hot == (residency is self._hot)])
+            for residency in (self._resident, self._hot_rows)
+            if residency is not None and (own := [room for room in rooms if room.hot == (residency is self._hot_rows)])
         ]
         ids = [room.ids[-1] for room in rooms]
         logits = self._model.step(Step(ids=ids, parts=parts, index=self._index, spans=self._spans))
-        if self._hot is not None:
+        if self._hot is not None and any(room.hot for room in rooms):
+            self._hot.back_up()
             self._hot.stepped()
         return Download(logits).get().numpy()
 

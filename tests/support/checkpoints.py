@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from pdtransfer.adapters.transformers import create
 from pdtransfer.engine_api import Broken, Computed, EngineConfig, Finished, Prefilled, Request, Token
-from pdtransfer.layout.layout import Layout, slots_of_rows
+from pdtransfer.layout.layout import Component, Layout, slots_of_rows
 from pdtransfer.wire import Sampling
 
 WINDOW = 24
@@ -49,6 +49,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2Config", _LATENT),
     "deepseek_v3": ("DeepseekV3Config", _LATENT),
     "deepseek_v32": ("DeepseekV32Config", _LATENT | _INDEX),
+    # The second layer attends to what the first one's index has picked.
+    "glm_moe_dsa": ("GlmMoeDsaConfig", _LATENT | _INDEX | {"indexer_types": ["full", "shared", "full"]}),
 }  # fmt: skip
 LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 5, 70)  # of prompts, as different as they may be
 
@@ -73,11 +75,12 @@ def model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
 
 
-def generated(directory: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
+def generated(directory: Path, prompt: NDArray[np.int64], count: int, *, ignore_eos: bool = False) -> list[int]:
     """The likeliest tokens in turn, up to an end of the sequence, by transformers' own `generate`."""
+    more: dict[str, Any] = {"eos_token_id": None} if ignore_eos else {}
     with torch.inference_mode():
         ids = model(directory).generate(
-            torch.as_tensor(prompt[None]), max_new_tokens=count, do_sample=False, pad_token_id=0
+            torch.as_tensor(prompt[None]), max_new_tokens=count, do_sample=False, pad_token_id=0, **more
         )
     return ids[0, len(prompt) :].tolist()
 
@@ -88,8 +91,12 @@ def config(directory: Path, role: Any = "prefill", **more: Any) -> EngineConfig:
     return EngineConfig(role=role, options=options, **sizes | more)
 
 
-def request(room: int, prompt: NDArray[np.int64], max_tokens: int = 8, **sampling: Any) -> Request:
-    return Request(room=room, prompt=prompt, sampling=Sampling(max_tokens=max_tokens, **sampling))
+def request(
+    room: int, prompt: NDArray[np.int64], max_tokens: int = 8, *, sparse: bool = False, **sampling: Any
+) -> Request:
+    return Request(
+        room=room, prompt=prompt, sampling=Sampling(max_tokens=max_tokens, **sampling), enable_hisparse=sparse
+    )
 
 
 @dataclass
@@ -100,11 +107,12 @@ class Handoff:
     decode: Any
     arena: NDArray[np.uint8]
     hbm: NDArray[np.uint8]
-    free: dict[str, list[int]]
+    free: dict[tuple[str, str], list[int]]  # by component and memory
     cells: dict[int, list[Computed]] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ends: dict[int, Finished | Broken] = field(default_factory=dict)
     slots: dict[int, dict[str, NDArray[np.int64]]] = field(default_factory=dict)
+    targets: dict[int, dict[str, Component]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, directory: Path, *, prefill: dict[str, Any], decode: dict[str, Any], **options: str) -> Handoff:
@@ -112,8 +120,15 @@ class Handoff:
         theirs: Any = create(config(directory, "decode", options=options, **decode))
         arena, hbm = (np.full(size, 0xFF, np.uint8) for size in (theirs.card.memory_bytes, theirs.card.hbm_bytes))
         theirs.attach(memoryview(arena), **({"hbm": memoryview(hbm)} if len(hbm) else {}))
+        return cls.between(ours, theirs, arena, hbm)
+
+    @classmethod
+    def between(cls, ours: Any, theirs: Any, arena: NDArray[np.uint8], hbm: NDArray[np.uint8]) -> Handoff:
+        """Of engines whose memory is there."""
         random = np.random.default_rng(3)
-        free = {each.name: random.permutation(each.layout.slots).tolist() for each in theirs.card.components}
+        free = {
+            (each.name, each.memory): random.permutation(each.layout.slots).tolist() for each in theirs.card.components
+        }
         return cls(ours, theirs, arena, hbm, free)
 
     def computed(self, one: Request) -> bytes:
@@ -130,36 +145,55 @@ class Handoff:
                         raise AssertionError(event)
         raise AssertionError("no end")
 
+    def components_of(self, one: Request) -> dict[str, Component]:
+        """Where decode keeps the request's rows: of two components of a name, HiSparse has the one in host memory."""
+        each = self.decode.card.components
+        return {component.name: component for component in (reversed(each) if one.enable_hisparse else each)}
+
     def land(self, one: Request, aux: bytes, shared: dict[str, NDArray[np.int64]] | None = None) -> None:
         """Copies every row to slots of decode, which admits the room. The first rows may be in `shared` slots."""
+        self.copy(one, shared)
+        self.decode.admit(one, self.slots[one.room], aux)
+
+    def copy(self, one: Request, shared: dict[str, NDArray[np.int64]] | None = None) -> None:
+        """The first half of `land`."""
         tokens = len(one.prompt) + one.sampling.max_tokens
         slots = self.slots[one.room] = {}
-        for component in self.decode.card.components:
+        targets = self.targets[one.room] = self.components_of(one)
+        for component in targets.values():
             had = (shared or {}).get(component.name, np.zeros(0, np.int64))
-            new = [self.free[component.name].pop() for _ in range(component.rows(tokens) - len(had))]
+            new = [self.free[component.name, component.memory].pop() for _ in range(component.rows(tokens) - len(had))]
             slots[component.name] = np.concatenate((had, np.array(new, np.int64)))
         for cell in self.cells.pop(one.room):
-            source, target = (
-                next(each for each in engine.card.components if each.name == cell.component).layout
-                for engine in (self.prefill, self.decode)
-            )
+            source = next(each for each in self.prefill.card.components if each.name == cell.component).layout
+            target = targets[cell.component]
             held = slots_of_rows(cell.pages, source.page_size, cell.rows, skip=cell.skip)
             place = slots[cell.component][cell.rows[0] : cell.rows[1]]
-            memory = self.hbm if len(self.hbm) else self.arena
-            move((np.frombuffer(self.prefill.pool.view, np.uint8), source), held, (memory, target), place, cell.layers)
+            memory = self.hbm if target.memory == "hbm" else self.arena
+            pool = np.frombuffer(self.prefill.pool.view, np.uint8)
+            move((pool, source), held, (memory, target.layout), place, cell.layers)
         self.prefill.free(one.room)
-        self.decode.admit(one, slots, aux)
 
     def run(self) -> None:
         """Decodes until nothing is left."""
         while not self.decode.idle:
             for event in self.decode.step():
-                if isinstance(event, Token):
-                    self.tokens.setdefault(event.room, []).append(event.id)
-                else:
-                    self.ends[event.room] = event
-                    for name, own in self.slots[event.room].items():
-                        self.free[name].extend(own.tolist())
+                self.note(event)
+
+    def note(self, event: Token | Finished | Broken) -> None:
+        """What a step of decode has returned."""
+        if isinstance(event, Token):
+            self.tokens.setdefault(event.room, []).append(event.id)
+            return
+        self.ends[event.room] = event
+        for name, own in self.slots[event.room].items():
+            self.free[name, self.targets[event.room][name].memory].extend(own.tolist())
+
+    def addresses(self, room: int, tokens: int | None = None) -> list[NDArray[np.int64]]:
+        """Where in its memory each byte of the room's keys is, by plane: of its first `tokens`, or of all."""
+        layout, slots = self.targets[room]["kv"].layout, self.slots[room]["kv"][:tokens]
+        rows = [(layout.address(number, slots), plane.row_bytes) for number, plane in enumerate(layout.planes)]
+        return [(at[:, None] + np.arange(byte_count)).reshape(-1) for at, byte_count in rows]
 
 
 def move(

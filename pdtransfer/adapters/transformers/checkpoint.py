@@ -26,9 +26,10 @@ from transformers.utils import logging as transformers_logging
 from ...client.labels import weights_digest
 from ...engine_api import EngineConfig
 from ...errors import ConfigError
+from ...kernels.hot_requests import capacity_of
 from ..model_facts import dtype_name, model_facts
 from .latent import ATTENTION, absorb, has_latents
-from .layers import LayerShape, shapes_of
+from .layers import LayerShape, pick_groups, shapes_of
 from .ranks import keep
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Checkpoint:
     eos: frozenset[int]
     vocabulary: int
     context_tokens: int
+    top: int  # tokens that a sparse index picks; 0: the model has none
     by_layer_type: bool  # whether the model takes a mask for each type of layer, and not one
     device: torch.device
     threads: int  # on the CPU; 0: torch's own number
@@ -109,6 +111,11 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
     made = _configuration(directory)
     text = made.get_text_config(decoder=True)
     _check(made, text)
+    top = _top(text)
+    if config.hisparse is not None:
+        if not top:
+            raise ConfigError("enable_hisparse: the model has no sparse index, so each step reads every token")
+        capacity_of(config, config.hisparse, top)
     dtype = _dtype(options.dtype, made)
     if options.weights == "random":
         torch.manual_seed(options.seed)
@@ -124,6 +131,8 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
         model = model.to(device)
     model.eval()
     shapes = kept_by(model, device)
+    if config.hisparse is not None and not pick_groups(shapes):
+        raise ConfigError("enable_hisparse: some layers attend to more than the picks of an index over latents")
     if has_latents(model):
         absorb(model)
         model.set_attn_implementation(ATTENTION)
@@ -136,6 +145,7 @@ def _load(config: EngineConfig, options: ModelOptions, directory: Path) -> Check
         eos=_eos(directory, text),
         vocabulary=text.vocab_size,
         context_tokens=_context(text) or config.slots,
+        top=top,
         by_layer_type=len(set(types)) > 1,
         device=device,
         threads=options.threads,
@@ -153,8 +163,6 @@ def _device(config: EngineConfig) -> torch.device:
     ranks = config.group.ranks
     if ranks.pp_size > 1:
         raise ConfigError(f"pp_size = {ranks.pp_size}: a checkpoint is split by heads alone")
-    if config.hisparse is not None:
-        raise ConfigError("enable_hisparse: only the reference model decodes with it")
     try:
         device = torch.device(config.device)
     except RuntimeError:
@@ -246,6 +254,12 @@ def _context(text: Any) -> int:
     """Tokens that the model has positions for; 0 where its configuration has no such number."""
     found = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
     return min([each for each in found if each], default=0)
+
+
+def _top(text: Any) -> int:
+    """Tokens that a sparse index picks for a step; 0 where the configuration has no such number."""
+    found = getattr(text, "index_topk", None)
+    return found if isinstance(found, int) and found > 0 else 0
 
 
 def _eos(directory: Path, text: Any) -> frozenset[int]:

@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import Any, Literal
 
 import torch
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
@@ -36,6 +36,7 @@ class LayerShape:
     first_head: int = 0  # of a rank, among those of the whole layer
     shared: bool = True  # whether all tensor-parallel ranks keep the same
     index: int = 0  # numbers of an index row; 0: it has none
+    picks: bool = False  # whether it attends to the picks of an index: its own, or that of a layer before
     split: int = 0
 
     @property
@@ -62,12 +63,28 @@ def shapes_of(cache: Any, *, latent: bool) -> tuple[LayerShape, ...]:
             LayerShape(
                 layer=number, dtype=layer.keys.dtype, kinds=kinds, window=getattr(layer, "sliding_window", 0),
                 index=0 if index is None else index.shape[-1], split=key if len(kinds) == 1 else 0,
+                picks=isinstance(layer, DynamicIndexedLayer),
             )
         )  # fmt: skip
     windows = {shape.window for shape in found} - {0}
     if len(windows) > 1:
         raise ConfigError(f"sliding_window: windows of {sorted(windows)} tokens; all must be equal")
     return tuple(found)
+
+
+def pick_groups(shapes: Sequence[LayerShape]) -> list[range]:
+    """The layers that share an index's picks, where every layer attends over latents to such picks; else none."""
+    if not shapes[0].index or not all(shape.picks and shape.split for shape in shapes):
+        return []
+    first = [shape.layer for shape in shapes if shape.index]
+    return [range(*pair) for pair in pairwise([*first, shapes[-1].layer + 1])]
+
+
+def hot_component(config: EngineConfig, shapes: Sequence[LayerShape], *, slots: int) -> Component:
+    """KV of so many tokens in the memory of a device, where any token may be hot."""
+    rows = [(shape.layer, _parts(shape), shape.dtype) for shape in shapes]
+    near = replace(config, host_layout="layer_first", page_size=1)
+    return Component(KV, "hbm", 1, Span(), Layout(tuple(_planes(near, rows, slots=slots, base=0)), 1, slots))
 
 
 def describe(
@@ -80,9 +97,12 @@ def describe(
     hbm: bool,
     context_tokens: int = 0,
 ) -> EngineDescription:
-    """Components one behind the other. Raises ConfigError if slots, page size and layout do not make a pool."""
+    """Components one behind the other; with HiSparse, the index and the KV of dense requests in the device's memory.
+    Raises ConfigError if slots, page size and layout do not make a pool."""
     components: list[Component] = []
-    base, ranks = 0, config.group.ranks
+    ends = {"dram": 0, "hbm": 0}
+    hisparse, ranks = config.hisparse if config.role == "decode" else None, config.group.ranks
+    near = replace(config, host_layout="layer_first", page_size=1)
     for component in (KV, WINDOW, INDEX):
         if component == INDEX:
             rows = [(shape.layer, ((INDEX, range(1), shape.index),), shape.dtype) for shape in shapes if shape.index]
@@ -95,21 +115,28 @@ def describe(
             window = max(shape.window for shape in shapes)
             span = Span("last", window)
             if config.role == "decode":
-                wanted = window_slots or 2 * config.batch_max * window
-                slots = min(slots, -(-wanted // config.page_size) * config.page_size)
-        try:
-            planes = _planes(config, rows, slots=slots, base=base)
-            layout = Layout(tuple(planes), config.page_size, slots)
-        except (LocalProtocolError, ValueError) as error:
-            raise ConfigError(f"no pool of {slots} slots, page_size {config.page_size}: {error}") from None
+                most = window_slots or 2 * config.batch_max * window
+                slots = min(slots, -(-most // config.page_size) * config.page_size)
         if len({heads for _, kinds, _ in rows for _, heads, _ in kinds}) > 1 and not _shared(shapes, component):
             raise ConfigError(f"tp_size = {ranks.tp_size}: layers of {component} with unequal heads are not split")
-        components.append(Component(component, "hbm" if hbm else "dram", 1, span, layout))
-        base = -(-layout.end // _ALIGNMENT) * _ALIGNMENT
-    end = components[-1].layout.end
+        wanted: list[tuple[EngineConfig, Literal["dram", "hbm"], int]] = [(config, "hbm" if hbm else "dram", slots)]
+        if hisparse is not None and component == INDEX:
+            wanted = [(near, "hbm", slots + hisparse.dense_slots)]
+        elif hisparse is not None:
+            wanted.append((near, "hbm", hisparse.dense_slots))
+        for how, memory, count in wanted:
+            try:
+                layout = Layout(tuple(_planes(how, rows, slots=count, base=ends[memory])), how.page_size, count)
+            except (LocalProtocolError, ValueError) as error:
+                raise ConfigError(f"no pool of {count} slots, page_size {how.page_size}: {error}") from None
+            components.append(Component(component, memory, 1, span, layout))
+            ends[memory] = -(-layout.end // _ALIGNMENT) * _ALIGNMENT
+    sizes = {
+        memory: max((each.layout.end for each in components if each.memory == memory), default=0) for memory in ends
+    }
     return EngineDescription(
-        model=name, weights=digest, components=tuple(components), memory_bytes=0 if hbm else end,
-        hbm_bytes=end if hbm else 0, full_sampling=True, context_tokens=config.context_tokens(context_tokens),
+        model=name, weights=digest, components=tuple(components), memory_bytes=sizes["dram"], hbm_bytes=sizes["hbm"],
+        full_sampling=True, context_tokens=config.context_tokens(context_tokens),
         replicas={
             each.name: (ranks.tp_rank, ranks.tp_size) for each in components if _shared(shapes, each.name)
         },

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...kernels.plane_views import steps_of, view_of
 from ...layout.layout import Component, Layout, Plane
 from .checkpoint import Checkpoint
-from .layers import INDEX, KV, LATENT, WINDOW, LayerShape
+from .layers import INDEX, KV, LATENT, WINDOW, LayerShape, pick_groups
 
 Steps: TypeAlias = tuple[int, int]  # rows of a view between two pages, and between two slots of a page
 
@@ -29,12 +29,14 @@ class Pass:
     """One forward pass of B requests with Q new tokens each, as the cache's layers see it.
 
     `writes` has the slots of the new tokens, (B * Q,), and `reads` those of the T tokens that they attend to, (B, T),
-    by component. With `fresh`, the new tokens attend to one another alone, and nothing is read.
+    by component. With `fresh`, the new tokens attend to one another alone, and nothing is read. With `picked`,
+    attention itself reads what a sparse index has picked.
     """
 
     writes: Mapping[str, Tensor]
     reads: Mapping[str, Tensor]
     fresh: bool = False
+    picked: bool = False
     on_layer: Callable[[int], None] = _ignored  # called before a layer's rows are written
 
 
@@ -73,7 +75,7 @@ class PagedRows:
         self._kinds: dict[tuple[int, str], KindRows] = {}
         for shape in shapes:
             kinds = [(*kind, shape.component) for kind in shape.kinds]
-            kinds += [(INDEX, 1, shape.index, INDEX)] if shape.index else []
+            kinds += [(INDEX, 1, shape.index, INDEX)] if shape.index and INDEX in self._layouts else []
             held = memory.view(shape.dtype)
             for kind, heads, _, component in kinds:
                 planes = self._layouts[component].planes
@@ -96,13 +98,19 @@ class PagedRows:
     def exchange(self, layer: int, kind: str, component: str, given: Tensor) -> Tensor:
         """Writes the new tokens' rows (B, heads, Q, size); returns those of all that they attend to, (B, heads, T,
         size)."""
+        self.write(layer, kind, component, given)
         rows = self._kinds[layer, kind]
         batch, heads, _, size = given.shape
-        rows.write(self._place(component, rows.steps, written=True), given.transpose(1, 2).reshape(-1, heads, size))
         if self._pass.fresh:
             return given
         read = rows.read(self._place(component, rows.steps, written=False))
         return read.view(batch, -1, heads, size).transpose(1, 2)
+
+    def write(self, layer: int, kind: str, component: str, given: Tensor) -> None:
+        """Writes the new tokens' rows (B, heads, Q, size)."""
+        rows = self._kinds[layer, kind]
+        _, heads, _, size = given.shape
+        rows.write(self._place(component, rows.steps, written=True), given.transpose(1, 2).reshape(-1, heads, size))
 
     def read(self, layer: int, kind: str, component: str, slots: Tensor) -> Tensor:
         """PagedRows of slots (n,) -> (n, heads, size)."""
@@ -121,12 +129,50 @@ class PagedRows:
         return slots // page_size * steps[0] + slots % page_size * steps[1] if page_size > 1 else slots * steps[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a step finds the rows of its B requests: `newest` has the slots of their new tokens, (B,). `place` returns
+    those of the positions that the index of a group of layers has picked, (B, k) with -1 for none."""
+
+    newest: Tensor
+    place: Callable[[int, Tensor], Tensor]
+
+
+class PickedRows:
+    """The rows that a step reads of each layer: those that its index has picked, and the new tokens'."""
+
+    def __init__(self, rows: PagedRows, shapes: Sequence[LayerShape], places: Places, positions: Tensor) -> None:
+        """`positions` (B,) are the new tokens'."""
+        self._rows, self._places, self._at = rows, places, positions[:, None]
+        self._splits = {shape.layer: shape.split for shape in shapes}
+        self._groups = {group.start: at for at, group in enumerate(pick_groups(shapes))}
+        self._slots = self._seen = torch.empty(0)
+
+    def read(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As latent.Picked."""
+        if layer in self._groups:
+            self._find(self._groups[layer], indices[:, 0].to(torch.int64))
+        held = self._rows.read(layer, LATENT, KV, self._slots.view(-1)).transpose(0, 1)
+        held = held.view(len(self._at), 1, self._slots.shape[1], -1)
+        split = self._splits[layer]
+        return held[..., :split], held[..., split:], self._seen
+
+    def _find(self, group: int, picks: Tensor) -> None:
+        # The index ranks the new token among the others. The place of its row is known, and a request shorter than the
+        # picks has some of tokens that are not there.
+        earlier = picks < self._at
+        newest = self._places.newest.to(torch.int64)[:, None]
+        slots = self._places.place(group, torch.where(earlier, picks, -1)).clamp(min=0)
+        self._slots = torch.cat((torch.where(earlier, slots, newest), newest), 1)
+        self._seen = torch.cat((earlier, (picks == self._at).any(1, keepdim=True)), 1)[:, None, None]
+
+
 class PagedLayer(CacheLayerMixin):
     """One layer of the cache. It holds nothing itself."""
 
-    def __init__(self, rows: PagedRows, shape: LayerShape) -> None:
+    def __init__(self, rows: PagedRows, index: PagedRows, shape: LayerShape) -> None:
         super().__init__()
-        self._rows, self._shape = rows, shape
+        self._rows, self._index, self._shape = rows, index, shape
         self.is_sliding = bool(shape.window)
         self.is_initialized = True
 
@@ -139,6 +185,9 @@ class PagedLayer(CacheLayerMixin):
         rows.now.on_layer(shape.layer)
         if shape.split:
             both = torch.cat((key_states, value_states), -1)
+            if rows.now.picked:  # attention reads the others when it knows which
+                rows.write(shape.layer, LATENT, shape.component, both)
+                return key_states, value_states
             held = rows.exchange(shape.layer, LATENT, shape.component, both)
             return held[..., : shape.split], held[..., shape.split :]
         return (
@@ -148,7 +197,7 @@ class PagedLayer(CacheLayerMixin):
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """The same of the index's keys, (B, Q, size) -> (B, T, size)."""
-        return self._rows.exchange(self._shape.layer, INDEX, INDEX, indexer_key_states.unsqueeze(1)).squeeze(1)
+        return self._index.exchange(self._shape.layer, INDEX, INDEX, indexer_key_states.unsqueeze(1)).squeeze(1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Of a fresh pass, for which transformers makes the mask."""
@@ -166,13 +215,24 @@ class PagedLayer(CacheLayerMixin):
 class PagedModel:
     """A model over one pool or arena."""
 
-    def __init__(self, checkpoint: Checkpoint, memory: Tensor, components: Sequence[Component]) -> None:
-        self.rows = PagedRows(memory, components, checkpoint.shapes)
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        memory: Tensor,
+        components: Sequence[Component],
+        *,
+        index: PagedRows | None = None,
+    ) -> None:
+        """`index` has the rows of the index, where they are in other memory."""
+        shapes = self._shapes = checkpoint.shapes
+        self.rows = PagedRows(memory, components, shapes)
+        self._index = self.rows if index is None else index
         self._checkpoint = checkpoint
-        self._dtype = checkpoint.shapes[0].dtype
-        self._cache = Cache(layers=[PagedLayer(self.rows, shape) for shape in checkpoint.shapes])
-        self.window = max(shape.window for shape in checkpoint.shapes)
-        self._whole = any(not shape.window for shape in checkpoint.shapes)
+        self._dtype = shapes[0].dtype
+        self._cache = Cache(layers=[PagedLayer(self.rows, self._index, shape) for shape in shapes])
+        self.window = max(shape.window for shape in shapes)
+        self._whole = any(not shape.window for shape in shapes)
+        self._picks = bool(pick_groups(shapes))
 
     def chunk(
         self, ids: Tensor, slots: Mapping[str, Tensor], *, done: int, on_layer: Callable[[int], None] = _ignored
@@ -200,32 +260,47 @@ class PagedModel:
         return self._forward(now, ids[None], positions[None], masks)[0]
 
     def step(
-        self, ids: Tensor, slots: Mapping[str, Tensor], positions: Tensor, *, last: int, begins: Tensor, ring: Tensor
-    ) -> Tensor:
+        self, ids: Tensor, slots: Mapping[str, Tensor], positions: Tensor, *, last: int, begins: Tensor, ring: Tensor,
+        places: Places | None = None,
+    ) -> Tensor:  # fmt: skip
         """Computes one token of each request, `ids` (B,) at `positions` (B,), all below `last`. `slots` has each one's,
         (B, n), by component; those of a window are a ring of `ring` (B,) slots, in which the token at `begins` (B,) is
-        the first. Returns logits (B, vocabulary) in float32."""
+        the first. With `places`, the slots of `kv` are found there. Returns logits (B, vocabulary) in float32."""
         at = positions[:, None]
-        writes: dict[str, Tensor] = {}
+        writes: dict[str, Tensor] = {} if places is None else {KV: places.newest.to(torch.int64)}
         reads: dict[str, Tensor] = {}
         masks: dict[str, Tensor] = {}
+        if self._whole:
+            seen = torch.arange(last, device=ids.device) <= at
+            masks[KV] = self._additive(seen)[:, None, None]
         for name, own in slots.items():
             if name == WINDOW:
                 keys = at + torch.arange(1 - min(last, self.window), 1, device=ids.device)
-                places = (keys - begins[:, None]).clamp_(min=0) % ring[:, None]
-                reads[name] = own.gather(1, places)
+                clamped = (keys - begins[:, None]).clamp_(min=0) % ring[:, None]
+                reads[name] = own.gather(1, clamped)
                 writes[name] = own.gather(1, (at - begins[:, None]) % ring[:, None]).view(-1)
                 masks[name] = self._additive(keys >= 0)[:, None, None]
+                continue
+            writes[name] = own.gather(1, at).view(-1)
+            if name == KV and self._picks:
+                places = Places(writes[name], lambda _, picks, table=own: table.gather(1, picks.clamp(min=0)))
             else:
-                seen = torch.arange(last, device=ids.device) <= at
                 # PagedRows that are not written yet may hold anything, and a mask would not make it finite.
                 reads[name] = torch.where(seen, own[:, :last], own[:, :1])
-                writes[name] = own.gather(1, at).view(-1)
-                masks[name] = self._additive(seen)[:, None, None]
-        return self._forward(Pass(writes=writes, reads=reads), ids[:, None], at, masks)
+        picked = None if places is None else PickedRows(self.rows, self._shapes, places, positions)
+        now = Pass(writes=writes, reads=reads, picked=picked is not None)
+        return self._forward(now, ids[:, None], at, masks, picked)
 
-    def _forward(self, now: Pass, ids: Tensor, positions: Tensor, masks: Mapping[str, Tensor]) -> Tensor:
+    def _forward(
+        self,
+        now: Pass,
+        ids: Tensor,
+        positions: Tensor,
+        masks: Mapping[str, Tensor],
+        picked: PickedRows | None = None,
+    ) -> Tensor:
         self.rows.enter(now)
+        self._index.enter(now)
         mask: Any = masks.get(KV if self._whole else WINDOW)
         if masks and self._checkpoint.by_layer_type:
             mask = {
@@ -234,7 +309,7 @@ class PagedModel:
             }  # fmt: skip
         made = self._checkpoint.model(
             input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self._cache, use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=1, **({} if picked is None else {"picked": picked}),
         )  # fmt: skip
         return made.logits[:, -1].float()
 

@@ -16,8 +16,6 @@ from .checkpoint import Checkpoint
 
 def check_request(request: Request, checkpoint: Checkpoint) -> None:
     """Raises ValueError, with both values, for a request that this model cannot serve."""
-    if request.enable_hisparse:
-        raise ValueError("enable_hisparse: only the reference model decodes with it")
     check_asked(
         request.prompt, request.sampling, vocabulary=checkpoint.vocabulary, context_tokens=checkpoint.context_tokens
     )

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.capture import Captures, captured
-from ...kernels.stream import upload
+from ...kernels.hot_requests import HotRequests
+from ...kernels.stream import CapturedSpan, DeviceSpans, upload
 from .layers import WINDOW
-from .paged import PagedModel, PagedRows
+from .paged import PagedModel, PagedRows, Places
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class _Batch:
     slots: dict[str, Tensor]
     begins: Tensor
     ring: Tensor
+    places: Places | None = None  # of HiSparse requests
 
     def take(self, other: _Batch) -> None:
         """Takes the requests of a batch of the same shape."""
@@ -75,13 +77,18 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     batch: _Batch
     made: StepMade
+    spans: list[CapturedSpan]
 
 
 class DecodeSteps:
-    """The steps of one decode engine."""
+    """The steps of one decode engine. With `hot`, of its HiSparse requests."""
 
-    def __init__(self, model: PagedModel, device: torch.device, *, graphs: bool) -> None:
-        self._model, self._device = model, device
+    def __init__(
+        self, model: PagedModel, device: torch.device, *, graphs: bool, hot: HotRequests | None = None,
+        batch_max: int = 1 << 30, spans: DeviceSpans | None = None,
+    ) -> None:  # fmt: skip
+        self._model, self._device, self._hot, self._batch_max = model, device, hot, batch_max
+        self._spans = spans or DeviceSpans(None, device)
         self._batch: _Batch | None = None
         self._graphs: Captures[_Graph] | None = Captures(GRAPHS_MAX, GRAPH_WORTH) if graphs else None
         self._pool: Any = None  # memory of all graphs: only one runs at once
@@ -95,28 +102,43 @@ class DecodeSteps:
         """Computes each request's last id at its position. What it returns is valid until the next step."""
         size, keys = len(requests), max(positions) + 1
         if self._graphs is not None:
-            size, keys = rounded_batch(size), rounded_keys(keys)
-        more = size - len(requests)
+            size, keys = min(rounded_batch(size), self._batch_max), rounded_keys(keys)
         rooms = tuple(room for room, *_ in requests)
+        places = None
+        if self._hot is not None:
+            places = Places(self._hot.begin(rooms, positions, size), self._hot.place)
+        made = self._computed(requests, ids, positions, places, size, keys)
+        if self._hot is not None:
+            self._hot.back_up()
+        return made.first(len(requests))
+
+    def _computed(
+        self, requests: Sequence[Stepped], ids: Sequence[int], positions: Sequence[int], places: Places | None,
+        size: int, keys: int,
+    ) -> StepMade:  # fmt: skip
+        """Of a batch of `size`, each request with `keys` tokens at most."""
+        more, rooms = size - len(requests), tuple(room for room, *_ in requests)
         inputs = torch.tensor([[*each, *[each[0]] * more] for each in (ids, positions)])
         batch = self._batch
         if batch is None or batch.rooms != rooms or (self._graphs is not None and batch.keys != keys):
             batch = self._batch = self._batched(rooms, [*requests, *[requests[0]] * more], keys)
+        batch.places = places
         if self._graphs is None:
             batch.inputs = upload(inputs, self._device)
-            return computed(self._model, batch, max(positions) + 1)
+            return computed(self._model, batch, keys)
         shape = (keys, *(own.shape for own in batch.slots.values()))
         kept = self._graphs.get(shape)
         if kept is None and self._graphs.due(shape):
             kept = self._capture(shape, batch)
         if kept is None:
             batch.inputs = upload(inputs, self._device)
-            return computed(self._model, batch, keys).first(len(requests))
+            return computed(self._model, batch, keys)
         if kept.batch.rooms != rooms:
             kept.batch.take(batch)
         kept.batch.inputs.copy_(upload(inputs, self._device))
         kept.graph.replay()
-        return kept.made.first(len(requests))
+        self._spans.replayed(kept.spans, rooms)
+        return kept.made
 
     def _batched(self, rooms: tuple[int, ...], requests: Sequence[Stepped], keys: int) -> _Batch:
         tables: dict[str, Tensor] = {}
@@ -142,8 +164,9 @@ class DecodeSteps:
         assert self._graphs is not None
         batch = _Batch((), like.keys, like.inputs.clone(), {}, like.begins.clone(), like.ring.clone())
         batch.slots = {name: own.clone() for name, own in like.slots.items()}
+        batch.places = like.places  # tensors that are the same in each step
         try:
-            with self._graphs.side_stream(), captured(self._pool) as graph:
+            with self._graphs.side_stream(), captured(self._pool) as graph, self._spans.captured() as spans:
                 made = computed(self._model, batch, batch.keys)
         except RuntimeError as error:
             log.warning("decode steps are launched kernel by kernel: %s", str(error).splitlines()[0])
@@ -151,7 +174,7 @@ class DecodeSteps:
             self._batch = None
             return None
         self._pool = graph.pool()
-        kept = _Graph(graph, batch, made)
+        kept = _Graph(graph, batch, made, spans)
         self._graphs.keep(shape, kept)
         return kept
 
@@ -159,7 +182,9 @@ class DecodeSteps:
 def computed(model: PagedModel, batch: _Batch, keys: int) -> StepMade:
     """One forward pass over `batch.inputs`, of which no request has more than `keys` tokens."""
     ids, positions = batch.inputs
-    logits = model.step(ids, batch.slots, positions, last=keys, begins=batch.begins, ring=batch.ring)
+    logits = model.step(
+        ids, batch.slots, positions, last=keys, begins=batch.begins, ring=batch.ring, places=batch.places
+    )
     return StepMade(logits, torch.isfinite(logits).all(-1), first_highest(logits))
 
 

@@ -13,9 +13,9 @@ from tests.support.effort import VARIABLE, Effort, is_picked, some
 from tests.support.paths import REPO
 
 TESTS = REPO / "tests"
-# Not packages of pdtransfer: real engines, helpers, checks of the repository, whole processes, the simulator, two
-# cards, tools.
-OTHERS = {"benchmarks", "engines", "house", "integration", "sim", "support", "tools", "two_gpu"}
+# Not packages of pdtransfer: real engines, helpers, checks of the repository, whole processes, the simulator, peers
+# written from the protocol's text, two cards, tools.
+OTHERS = {"benchmarks", "engines", "house", "integration", "sim", "stranger", "support", "tools", "two_gpu"}
 # Names that only these modules define: anything that waits, asks the kernel of a process, or sets up a namespace.
 GENERAL = ("networks", "paths", "processes", "waiting")
 # Characters of a syntax tree: below it, two functions alike say nothing.

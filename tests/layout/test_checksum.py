@@ -17,11 +17,12 @@ from pdtransfer import kernels
 from pdtransfer.kernels import checksum_copy
 from pdtransfer.kernels.cancel import CancelWord
 from pdtransfer.kernels.checksum_copy import NativeChecksum, checksum
-from pdtransfer.layout.checksum import MASK, Lines, hash_of, hashes, lines_of, runs_of
+from pdtransfer.layout.checksum import Lines, hash_of, hashes, lines_of, runs_of
 from pdtransfer.layout.layout import Layout, Plane
 from pdtransfer.layout.pairing import pair
 from pdtransfer.layout.plan import pieces_of, plan
-from tests.support import stranger
+from tests.stranger import messages
+from tests.stranger.checksum import MASK, head_hash
 from tests.support.effort import some
 from tests.support.layout_tensors import CANARY, Pool, mha, mla, models, pools
 
@@ -321,51 +322,14 @@ def test_the_compiled_sum_has_no_undefined_behaviour(tmp_path: Path, capfd: pyte
     assert "runtime error" not in capfd.readouterr().err
 
 
-def xxh64(text: bytes, seed: int) -> int:
-    """As its specification has it, in whole numbers and without pdtransfer: what a stranger writes, or installs."""
-    primes = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
-    p1, p2, p3, p4, p5 = primes
-
-    def rotl(value: int, by: int) -> int:
-        value &= MASK
-        return (value << by | value >> 64 - by) & MASK
-
-    def step(lane: int, word: int) -> int:
-        return rotl(lane + word * p2, 31) * p1 & MASK
-
-    words = [int.from_bytes(text[at : at + 8], "little") for at in range(0, len(text) - 7, 8)]
-    whole = len(text) // 32 * 4
-    found = seed + p5
-    if whole:
-        lanes = [seed + p1 + p2, seed + p2, seed, seed - p1]
-        for at in range(whole):
-            lanes[at % 4] = step(lanes[at % 4], words[at])
-        found = sum(rotl(lane, by) for lane, by in zip(lanes, (1, 7, 12, 18), strict=True))
-        for lane in lanes:
-            found = (found ^ step(0, lane)) * p1 + p4 & MASK
-    found = found + len(text) & MASK
-    for word in words[whole:]:
-        found = rotl(found ^ step(0, word), 27) * p1 + p4 & MASK
-    at = 8 * len(words)
-    if len(text) - at >= 4:
-        found = rotl(found ^ int.from_bytes(text[at : at + 4], "little") * p1 & MASK, 23) * p2 + p3 & MASK
-        at += 4
-    for byte in text[at:]:
-        found = rotl(found ^ byte * p5 & MASK, 11) * p1 & MASK
-    for by, prime in ((33, p2), (29, p3)):
-        found = (found ^ found >> by) * prime & MASK
-    return found ^ found >> 32
-
-
 def test_a_stranger_computes_the_golden_vectors_from_the_text_of_the_protocol() -> None:
-    vectors = stranger.vectors("checksums")
+    vectors = messages.vectors("checksums")
     assert len(vectors) >= 6
     for vector in vectors:
         total = 0
         for head in vector["heads"]:
-            seed = xxh64(head["kind"].encode(), xxh64(vector["component"].encode(), 0))
-            seed = xxh64(head["layer"].to_bytes(4, "little") + head["head"].to_bytes(4, "little"), seed)
-            found = xxh64(bytes.fromhex(head["bytes"]), xxh64(head["row"].to_bytes(8, "little"), seed))
+            place = head["kind"], head["layer"], head["head"], head["row"]
+            found = head_hash(vector["component"], *place, bytes.fromhex(head["bytes"]))
             assert found == int(head["hash"], 16), (vector["name"], head)
             total += found
         assert bytes.fromhex(vector["checksum"]) == (total & MASK).to_bytes(8, "little"), vector["name"]

@@ -8,8 +8,8 @@ import pytest
 
 from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.wire import MESSAGES, Begin, Grant, Tokens, decode, unpack_extents, unpack_ids
-from tests.support import stranger
-from tests.support.stranger import ROOT, SCHEMA, STRUCTS, unhex
+from tests.stranger import messages
+from tests.stranger.messages import ROOT, SCHEMA, STRUCTS, unhex
 from tools.proto_generator import vectors
 from tools.proto_generator.__main__ import main
 from tools.proto_generator.schema import type_of
@@ -62,21 +62,21 @@ def _receive(frame, *, fields_are_right):
 
 
 def test_valid_vectors_decode_to_their_fields():
-    for vector in stranger.vectors("valid"):
+    for vector in messages.vectors("valid"):
         message = decode(unhex(vector["frame"]))
         assert type(message).__name__ == vector["message"], vector["name"]
         assert _agrees(_expected(vector["fields"]), _by_name(message)), (vector["name"], message)
 
 
 def test_valid_vectors_are_read_alike_by_a_stranger_with_plain_msgpack():
-    for vector in stranger.vectors("valid"):
-        name, fields = stranger.read(unhex(vector["frame"]))
+    for vector in messages.vectors("valid"):
+        name, fields = messages.read(unhex(vector["frame"]))
         assert name == vector["message"], vector["name"]
         assert _agrees(_expected(vector["fields"]), fields), (vector["name"], fields)
 
 
 def test_invalid_vectors_are_refused_under_the_name_of_their_field():
-    for vector in stranger.vectors("invalid"):
+    for vector in messages.vectors("invalid"):
         with pytest.raises(RemoteProtocolError) as caught:
             _receive(unhex(vector["frame"]), fields_are_right=vector["stage"] == "content")
         within = caught.value.field.startswith(vector["field"]) and vector["stage"] == "rules"
@@ -84,15 +84,15 @@ def test_invalid_vectors_are_refused_under_the_name_of_their_field():
 
 
 def test_a_stranger_with_only_the_schema_refuses_what_breaks_frame_or_fields():
-    for vector in stranger.vectors("invalid"):
+    for vector in messages.vectors("invalid"):
         if vector["stage"] in ("frame", "fields"):
-            with pytest.raises(stranger.Refused) as caught:
-                raise AssertionError((vector["name"], stranger.read(unhex(vector["frame"]))))
+            with pytest.raises(messages.Refused) as caught:
+                raise AssertionError((vector["name"], messages.read(unhex(vector["frame"]))))
             assert caught.value.field == vector["field"], vector["name"]
 
 
 def test_a_meaning_of_several_lines_stands_in_the_tables_whole():
-    begin, reach = stranger.MESSAGES[13], STRUCTS["Reach"]
+    begin, reach = messages.MESSAGES[13], STRUCTS["Reach"]
     meanings = {field["name"]: field["meaning"] for field in [*begin["fields"], *reach["fields"]]}
     assert meanings["peers"].startswith("To decode: endpoints")
     assert meanings["peers"].endswith("by their nodes' names.")
@@ -119,11 +119,11 @@ def test_a_default_that_is_empty_is_no_blank_in_the_tables():
 
 
 def test_every_message_has_a_vector_and_every_default_one_absent_and_one_present():
-    found = stranger.vectors("valid")
+    found = messages.vectors("valid")
     lengths = {}  # message, or struct within it -> how many fields were present
     for vector in found:
-        array = stranger.msgpack.unpackb(unhex(vector["frame"]))
-        for name, count in _lengths(stranger.MESSAGES[array[1]], array[2:]):
+        array = messages.msgpack.unpackb(unhex(vector["frame"]))
+        for name, count in _lengths(messages.MESSAGES[array[1]], array[2:]):
             lengths.setdefault(name, set()).add(count)
     for table in [*SCHEMA["messages"], *SCHEMA["structs"]]:
         required = sum("default" not in field for field in table["fields"])
@@ -142,7 +142,7 @@ def _lengths(table, values):
 
 def test_every_field_has_vectors_just_outside_its_bounds_and_of_another_type():
     refused = {}
-    for vector in stranger.vectors("invalid"):
+    for vector in messages.vectors("invalid"):
         if vector["stage"] == "fields":
             refused.setdefault(vector["field"], []).append(vector["name"])
     for message in SCHEMA["messages"]:
@@ -248,7 +248,7 @@ def test_vector_names_are_unique():
         names = [case["name"] for case in made]
         assert len(set(names)) == len(names), {name for name in names if names.count(name) > 1}
     for name in ("valid", "invalid"):
-        published = [vector["name"] for vector in stranger.vectors(name)]
+        published = [vector["name"] for vector in messages.vectors(name)]
         assert len(set(published)) == len(published)
 
 
@@ -261,9 +261,9 @@ def test_runs_of_hex_say_the_same_bytes(content):
 
 
 def test_a_case_of_a_newer_peer_is_for_older_decoders_once_its_field_is_one_of_ours():
-    fields = {field["name"]: None for field in stranger.MESSAGES[5]["fields"]}
+    fields = {field["name"]: None for field in messages.MESSAGES[5]["fields"]}
     case = {"name": "Registered, one step newer: one more field, nil", "message": "Registered", "fields": fields}
-    assert not stranger.overtaken(case)
+    assert not messages.overtaken(case)
     case["fields"] = dict(list(fields.items())[:-1])
-    assert stranger.overtaken(case)
-    assert not stranger.overtaken(case | {"name": "Registered"})
+    assert messages.overtaken(case)
+    assert not messages.overtaken(case | {"name": "Registered"})

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pdtransfer.wire import decode, encode
-from tests.support import stranger
+from tests.stranger import messages
+from tests.stranger.messages import ROOT, unhex
 from tests.support.paths import REPO
-from tests.support.stranger import ROOT, unhex
 from tools.proto_generator.__main__ import main
 
 GO = shutil.which("go")
@@ -72,7 +72,7 @@ def test_the_package_is_formatted_as_go_code_is(peer: GoPeer) -> None:
 
 
 def test_a_go_peer_reads_every_valid_vector_and_writes_the_bytes_that_this_side_writes(peer: GoPeer) -> None:
-    cases = stranger.vectors("valid")
+    cases = messages.vectors("valid")
     frames = [unhex(case["frame"]) for case in cases]
     answers = peer.read(frames)
     same: set[str] = set()
@@ -82,13 +82,13 @@ def test_a_go_peer_reads_every_valid_vector_and_writes_the_bytes_that_this_side_
         if written == frame.hex():
             same.add(name)
     # Other frames lack fields with a default, have some that nobody knows, or take more bytes than they need.
-    assert same == {entry["name"] for entry in stranger.MESSAGES.values()}, (
+    assert same == {entry["name"] for entry in messages.MESSAGES.values()}, (
         "each has frames that come back as they were"
     )
 
 
 def test_a_go_peer_refuses_every_invalid_frame_and_field_under_its_name(peer: GoPeer) -> None:
-    cases = [case for case in stranger.vectors("invalid") if case["stage"] in ("frame", "fields")]
+    cases = [case for case in messages.vectors("invalid") if case["stage"] in ("frame", "fields")]
     answers = peer.read([unhex(case["frame"]) for case in cases])
     for case, answer in zip(cases, answers, strict=True):
         assert answer == ("refused", case["field"]), case["name"]
@@ -96,7 +96,7 @@ def test_a_go_peer_refuses_every_invalid_frame_and_field_under_its_name(peer: Go
 
 def test_a_go_peer_takes_what_only_the_rules_of_the_text_forbid(peer: GoPeer) -> None:
     """A schema does not say them: the peer's own code must."""
-    cases = [case for case in stranger.vectors("invalid") if case["stage"] in ("rules", "content")]
+    cases = [case for case in messages.vectors("invalid") if case["stage"] in ("rules", "content")]
     answers = peer.read([unhex(case["frame"]) for case in cases])
     assert cases
     assert {name for name, _ in answers} <= {"Begin", "Grant", "Register", "Tokens", "RankRoom"}

@@ -379,7 +379,6 @@ def test_a_room_given_up_before_the_other_side_knows_it_leaves_nothing_behind(pa
     pair.prefill.open(1, tokens=40)
     getattr(pair, side).abort(1)
     pair.failed(1)
-    pair.prefill.abort(1)  # Was decode too early to grant it, prefill waits for its deadline, or for the router's word.
     pair.drained(1)
     pair.whole_arena_is_free(2)
 

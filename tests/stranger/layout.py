@@ -48,6 +48,22 @@ def places(component: Fields, part: Fields) -> Iterator[tuple[Fields, int, int]]
             yield plane, part["first_row"] + at, offset(layout, plane, slot)
 
 
+def fault(components: list[Fields], grant: Fields) -> str:
+    """What is wrong with a grant's parts (section 4, Grants), as one line that names the field; empty: nothing."""
+    for at, part in enumerate(grant["parts"]):
+        name = f"Grant.parts[{at}]"
+        if part["component"] >= len(components):
+            return f"{name}.component = {part['component']}: {len(components)} are registered"
+        component, slots = components[part["component"]], slots_of(part["extents"])
+        if len(slots) != part["rows"] or len({*slots}) != len(slots):
+            return f"{name}.extents: {len({*slots})} slots, and rows = {part['rows']}"
+        if slots and max(slots) >= component["layout"]["slots"]:
+            return f"{name}.extents: slot {max(slots)} of {component['layout']['slots']}"
+        if part["first_row"] + part["rows"] > row_count(component, grant["tokens"]):
+            return f"{name}.rows: beyond those of {grant['tokens']} tokens"
+    return ""
+
+
 def row_sum(component: Fields, plane: Fields, row: int, content: bytes) -> int:
     """What a row adds to its grant's checksum: one hash for each of its heads."""
     size = plane["row_bytes"] // plane["head_count"]

@@ -35,7 +35,7 @@ class Arena:
         self.memory = mmap.mmap(-1, size)
         self.engine = engine("127.0.0.1")
         self.base = address_of(self.memory)
-        assert self.engine.register_memory(self.base, size) == 0
+        require(self.engine.register_memory(self.base, size) == 0, "the arena cannot be registered")
 
     def reach(self, session: int) -> Fields:
         return {
@@ -72,11 +72,10 @@ class Target:
         require(found == reach["base"], f"reach.base = {reach['base']:#x}: its engine has {found:#x}")
         self.stage = mmap.mmap(-1, STAGE_BYTES)
         self.address, self.staged = address_of(self.stage), 0
-        assert self.engine.register_memory(self.address, STAGE_BYTES) == 0
+        require(self.engine.register_memory(self.address, STAGE_BYTES) == 0, "the stage cannot be registered")
         self.pieces: list[tuple[int, int, int]] = []  # address here, address there, bytes
 
     def write(self, at: int, content: bytes) -> None:
-        assert at + len(content) <= self.reach["arena_bytes"]
         if self.staged + len(content) > STAGE_BYTES:
             self.flush()
         self.stage[self.staged : self.staged + len(content)] = content
@@ -89,7 +88,7 @@ class Target:
             status = self.engine.batch_transfer_sync_write(
                 self.reach["host"], *map(list, zip(*self.pieces, strict=True))
             )
-            assert status == 0, f"a write answers {status}"
+            require(status == 0, f"a write answers {status}")
         self.pieces, self.staged = [], 0
 
     def close(self) -> None:

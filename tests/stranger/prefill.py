@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.stranger.layout import checksum, places, row_sum, slots_of
+from tests.stranger.layout import checksum, fault, places, row_sum
 from tests.stranger.peer import Fields, Link, Unusable
 from tests.stranger.worker import Room, Worker
 
@@ -65,11 +65,14 @@ class Prefill(Worker):
 
     def on_reject(self, link: Link, reject: Fields) -> None:
         super().on_reject(link, reject)
-        session = self.sessions.pop(reject["session"], None)
-        if session is not None:
-            session.target.close()
-            for key in [key for key in self.repeated if key[:2] == ("end of grant", reject["session"])]:
-                self.answered(key)
+        if reject["session"] in self.sessions:
+            self._leave(reject["session"])
+
+    def _leave(self, number: int) -> None:
+        """No write is started any more, and no mapping kept: decode's fence waits for that."""
+        self.sessions.pop(number).target.close()
+        for key in [key for key in self.repeated if key[:2] == ("end of grant", number)]:
+            self.answered(key)
 
     # Grants
 
@@ -79,6 +82,10 @@ class Prefill(Worker):
             return  # a number that is over is over for ever
         if number in session.ends:
             self._send_grant_end(session, number)
+            return
+        if wrong := fault(session.register["components"], grant):
+            link.send("Reject", session=grant["session"], reason="breach", fields=[wrong])
+            self._leave(grant["session"])
             return
         link.send("Granted", session=grant["session"], grant=number)
         if grant["room"] in self.rooms:
@@ -95,7 +102,6 @@ class Prefill(Worker):
         total = size = 0
         for part in grant["parts"]:
             component = session.register["components"][part["component"]]
-            assert len(slots_of(part["extents"])) == part["rows"]
             for plane, row, at in places(component, part):
                 content = self.row(room.ids, component["name"], plane, row)
                 session.target.write(at, content)
@@ -120,7 +126,7 @@ class Prefill(Worker):
             return
         room = self.rooms.get(abort["room"])
         if room is None:
-            self.refused.add(abort["room"])
+            self.refused.add(abort["room"])  # 0 where none is named: no room's number
         elif room.end is None:
             self.end(room, "aborted", "decode has given it up")
         session.waiting.pop(number, None)

@@ -112,6 +112,27 @@ def test_a_decode_that_breaks_a_rule_is_rejected_and_another_is_served(
         assert right.rejects == []
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (part(extents=extents((3, COUNT - 1), (3, 1))), "extents"),
+        (part(extents=extents((cast.SLOTS - 1, COUNT))), "extents"),
+        (part(rows=COUNT - 1), "extents"),
+        (part(component=1), "component"),
+        (part(first_row=1), "rows"),
+    ],
+)
+def test_a_stranger_prefill_rejects_what_a_real_one_does(change: Change, field: str) -> None:
+    with cast.prefill("shm") as prefill, cast.decode("shm") as decode:
+        decode.call(lambda: breaks(decode, "Grant", change))
+        with Router(node=named("r"), prefill=prefill.endpoint, decode=decode.endpoint) as router:
+            router.begin(PROMPT.encode(), 5, roles=("decode",))
+            rejected = wait_for(lambda: decode.rejects)
+            assert (rejected[0]["reason"], prefill.sessions) == ("breach", {})
+            assert rejected[0]["fields"][0].startswith(f"Grant.parts[0].{field}")
+            wait_for(lambda: whole(decode), "the fence")
+
+
 @slow
 def test_a_grant_of_other_tokens_than_its_room_fails_with_breach(prefill: str) -> None:
     with cast.decode("shm", node=named("wrong")) as wrong:

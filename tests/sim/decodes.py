@@ -62,7 +62,9 @@ class DecodeNode(Process):
         )  # fmt: skip
         self.slots = [[*range(each.layout.slots)] for each in self.components]  # that the engine may choose
         self.line, self.repeats, self.promises = WaitingLine(self), Repeats(self), OwnerPromises(self)
-        self.alarm = Alarm(self, self.core.next_tick, self._tick)
+        self.alarm = Alarm(
+            self, self.core.next_tick, lambda: self.perform(self.repeats.ticked(self.core.tick(self.clock)))
+        )
         self.desk = DecodeDesk(self) if p.routers and self.group.leader is self else None
         self.engine = SparseEngine(self) if p.sparse else None
         self.rooms = {}
@@ -162,11 +164,6 @@ class DecodeNode(Process):
             seen["repeated ends"] += 1
         elif lease.state is not Lease.GRANTED and isinstance(message, Landed):
             seen["Landed that met an Abort"] += 1
-
-    def _tick(self) -> None:
-        effects = self.core.tick(self.clock)
-        self.repeats.ticked(effects)
-        self.perform(effects)
 
     def perform(self, effects: list[fx.DecodeEffect]) -> None:
         self.line.check(effects)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pdtransfer.handoff.effects import DecodeEffect, HangUp, PrefillEffect, RoomLeased, Send
 from pdtransfer.handoff.states import DecodeRoom
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SLACK = 1e-6  # seconds, of rounding
 
+Effect = TypeVar("Effect", DecodeEffect, PrefillEffect)
 Key = tuple[str, str, int, int]  # peer, kind of message, session, grant
 
 
@@ -73,9 +74,8 @@ class WaitingLine:
 
     def _check_windows(self) -> None:
         """No room waits for a window that has a place, nor for a peer that is there."""
-        for name in self._core.window_slots._waiting:
-            peer = self._core.prefill_peers.peers.get(name)
-            if peer is not None and peer.up is not None and peer.up.has_window_slot:
+        for name, peer in self._core.prefill_peers.peers.items():
+            if peer.up is not None and peer.up.has_window_slot and name in self._core.window_slots:
                 self._node.world.fail(f"{self._node.name}: rooms wait for {name}, which has a place in its window")
 
     def _check_head(self) -> None:
@@ -120,8 +120,8 @@ class Repeats:
         """A peer that is dialled again is a new one."""
         self._sent.pop((peer, "Hello", 0, 0), None)
 
-    def ticked(self, effects: Sequence[DecodeEffect | PrefillEffect]) -> None:
-        """What is sent because it was time to: each pause is twice the one before, up to the longest."""
+    def ticked(self, effects: list[Effect]) -> list[Effect]:
+        """What is sent because it was time to: each pause is twice the one before, up to the longest. Returns it."""
         for effect in effects:
             if isinstance(effect, HangUp):
                 self.forgotten(effect.peer)
@@ -130,6 +130,7 @@ class Repeats:
                 self._check_pause(key)
             if key is not None and key[1] == "Reject":
                 self._note(key)
+        return effects
 
     def _note(self, key: Key) -> None:
         self._sent[key] = self._process.clock

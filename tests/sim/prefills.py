@@ -57,7 +57,9 @@ class PrefillNode(Process):
             self.later(world.rng.uniform(0.0, 0.3), lambda core=self.core: core.set_group(members(self)))
         self.repeats, self.promises = Repeats(self), WriterPromises(self)
         self.grant_deadlines: dict[tuple[int, int], float] = {}  # by session and number, as its Grants say
-        self.alarm = Alarm(self, self.core.next_tick, self._tick)
+        self.alarm = Alarm(
+            self, self.core.next_tick, lambda: self.perform(self.repeats.ticked(self.core.tick(self.clock)))
+        )
         self.desk = PrefillDesk(self) if p.routers and self.group.leader is self else None
         self.rooms = {}
         self.mappings: dict[int, Mapping] = {}
@@ -134,11 +136,6 @@ class PrefillNode(Process):
         self.perform(effects)
         if session is not None and session.grants and max(session.grants) >= session.floor + session.window:
             self.world.fail(f"{self.name} keeps grants beyond the window of {session.window}")
-
-    def _tick(self) -> None:
-        effects = self.core.tick(self.clock)
-        self.repeats.ticked(effects)
-        self.perform(effects)
 
     def send(self, peer: str, message: Message) -> None:
         self.repeats.sent(peer, message)

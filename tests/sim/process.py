@@ -50,6 +50,10 @@ class Process:
             self.world.fail(f"{self.name} accuses {peer}: {message.fields}")
         self.world.network.send(self, peer, message)
 
+    def fail(self, text: str) -> None:
+        """The world has failed: this process does what it must not."""
+        self.world.fail(f"{self.name} {text}")
+
     @property
     def clock(self) -> float:
         """Its own time: nobody else's, and not quite as fast."""

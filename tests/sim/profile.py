@@ -160,38 +160,7 @@ def draw(seed: int, kind: str | None = None) -> Profile:
                 opens_late=0.1, deadline=(2.0, 8.0),
             )  # fmt: skip
         case _:
-            return _with(kind, base, rng)
-
-
-def _with(kind: str, base: Profile, rng: random.Random) -> Profile:
-    """Worlds with something that may be switched on."""
-    match kind:
-        case "shared":
-            return _shared(base, rng)
-        case "growing":
-            return _growing(base, rng)
-        case "apart":
-            return _apart(base, rng)
-        case "placed":
-            return _placed(base, rng)
-        case "led":
-            return _led(base, rng)
-        case "hasty":
-            return _hasty(base, rng)
-        case "waiting":
-            return _waiting(base, rng)
-        case "strangers":
-            return _strangers(base, rng)
-        case "checked":
-            return _checked(base, rng)
-        case "groups":
-            return _groups(base, rng)
-        case "leaving":
-            return _leaving(base, rng)
-        case "sparse":
-            return _sparse(base, rng)
-        case _:
-            raise ValueError(f"{kind} is none of {KINDS}")
+            return _FURTHER[kind](base, rng)
 
 
 def _shared(base: Profile, rng: random.Random) -> Profile:
@@ -343,3 +312,19 @@ def _sparse(base: Profile, rng: random.Random) -> Profile:
         sparse, loss=rng.choice([0.0, 0.1]), kills=rng.choice([0, 1]), freezes=rng.choice([0, 1]),
         write_tail=rng.choice([0.0, 1.5]), opens_late=rng.choice([0.0, 0.2]), deadline=(0.5, 8.0),
     )  # fmt: skip
+
+
+_FURTHER = {
+    "shared": _shared,
+    "growing": _growing,
+    "apart": _apart,
+    "placed": _placed,
+    "led": _led,
+    "hasty": _hasty,
+    "waiting": _waiting,
+    "strangers": _strangers,
+    "checked": _checked,
+    "groups": _groups,
+    "leaving": _leaving,
+    "sparse": _sparse,
+}  # worlds with something that may be switched on

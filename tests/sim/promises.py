@@ -87,7 +87,7 @@ class WriterPromises:
                 self._registered = peer
             case Goodbye(incarnation=incarnation):
                 if effects and incarnation != self._lives.get(peer):
-                    self._fail(f"heeds a Goodbye of {peer} from another life")
+                    self._node.fail(f"heeds a Goodbye of {peer} from another life")
             case Grant():
                 self._granted(peer, message, answers)
             case Released(session=session, grant=number) if session in self._sessions:
@@ -107,7 +107,7 @@ class WriterPromises:
         self._sessions[session] = _Mapped(peer, self._windows[peer])
         count, most = sum(each.peer == peer for each in self._sessions.values()), self._node.limits.peer_sessions_max
         if count > most:
-            self._fail(f"keeps {count} sessions of {peer}, {most} at most")
+            self._node.fail(f"keeps {count} sessions of {peer}, {most} at most")
 
     def unmapped(self, session: int) -> None:
         self._sessions.pop(session, None)
@@ -118,14 +118,14 @@ class WriterPromises:
         grant, allowed = session.grants.get(order.grant), self._node.rooms[order.room].peers
         what = f"writes room {order.room} for grant {order.grant} of {session.peer}"
         if grant is None or grant.room != order.room:
-            self._fail(f"{what}, which is not of this room")
+            self._node.fail(f"{what}, which is not of this room")
             return
         if not session.slots[order.grant][order.component].issuperset(order.target_slots.tolist()):
-            self._fail(f"{what} beside its slots")
+            self._node.fail(f"{what} beside its slots")
         if allowed is not None and session.peer not in allowed:
-            self._fail(f"{what}, the room is for {allowed}")
+            self._node.fail(f"{what}, the room is for {allowed}")
         if session.rooms.setdefault(order.room, order.grant) != order.grant:
-            self._fail(f"{what}, and for grant {session.rooms[order.room]} of the same session")
+            self._node.fail(f"{what}, and for grant {session.rooms[order.room]} of the same session")
 
     def _granted(self, peer: str, message: Grant, answers: list[Message]) -> None:
         session, number = self._sessions.get(message.session), message.grant
@@ -134,21 +134,18 @@ class WriterPromises:
         ended = any(isinstance(answer, Reject) and answer.session == message.session for answer in answers)
         if (first := session.grants.get(number)) is not None:
             if replace(message, time_left_ms=first.time_left_ms) != first and not ended:
-                self._fail(f"goes on with {peer}, which repeats grant {number} as another")
+                self._node.fail(f"goes on with {peer}, which repeats grant {number} as another")
             return
         if not any(isinstance(answer, Granted) and answer.grant == number for answer in answers):
             return
         if number >= session.floor + session.window:
-            self._fail(f"takes grant {number} of {peer}, outside the window of {session.window} from {session.floor}")
+            self._node.fail(f"takes grant {number} of {peer}, outside the window of {session.window} from {session.floor}")
         slots = slots_in(message)
         for other in session.slots.keys() - session.ended:
             taken = session.slots[other]
             if any(slots.get(component, set()) & theirs for component, theirs in taken.items()):
-                self._fail(f"takes grant {number} of {peer}, which overlaps grant {other}")
+                self._node.fail(f"takes grant {number} of {peer}, which overlaps grant {other}")
         session.grants[number], session.slots[number] = message, slots
-
-    def _fail(self, text: str) -> None:
-        self._node.world.fail(f"{self._node.name} {text}")
 
 
 class OwnerPromises:
@@ -171,7 +168,7 @@ class OwnerPromises:
                 self._welcomes[peer] = message, self._node.clock
             case Goodbye(incarnation=incarnation) if peer in self._current and incarnation != self._lives[peer]:
                 if any(isinstance(effect, fx.SessionLost) for effect in effects):
-                    self._fail(f"heeds a Goodbye of {peer} from another life")
+                    self._node.fail(f"heeds a Goodbye of {peer} from another life")
             case Reject(session=0, reason=reason) if reason in HELLO_WANTED:
                 since = self._node.clock - self._opened.get(peer, -math.inf)
                 if peer not in self._current or since >= self._node.limits.resend_ms / 1e3:
@@ -188,7 +185,7 @@ class OwnerPromises:
         self._asked.discard(peer)
         count = sum(each == peer for each in self._held.values())
         if count > limits.peer_sessions_max:
-            self._fail(f"keeps {count} sessions of {peer}, {limits.peer_sessions_max} at most")
+            self._node.fail(f"keeps {count} sessions of {peer}, {limits.peer_sessions_max} at most")
 
     def forgotten(self, session: int) -> None:
         self._held.pop(session)
@@ -200,16 +197,13 @@ class OwnerPromises:
             case Reject(session=session):
                 self._leave(session)
             case Hello() if peer in self._current and peer not in self._asked:
-                self._fail(f"greets {peer}, with which it has a session")
+                self._node.fail(f"greets {peer}, with which it has a session")
             case Grant(session=session):
                 leases = self._node.core.prefill_peers.sessions[session].leases
                 if message.grant - next(iter(leases), message.grant) >= self._windows[session]:
-                    self._fail(f"grants {peer} {message.grant}, outside the window of {self._windows[session]}")
+                    self._node.fail(f"grants {peer} {message.grant}, outside the window of {self._windows[session]}")
             case _:
                 pass
 
     def _leave(self, session: int) -> None:
         self._current = {peer: current for peer, current in self._current.items() if current != session}
-
-    def _fail(self, text: str) -> None:
-        self._node.world.fail(f"{self._node.name} {text}")

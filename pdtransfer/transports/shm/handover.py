@@ -296,7 +296,7 @@ def _found(address: str) -> Generator[str]:
 
 async def _answer(peer: socket.socket, reach: Reach) -> int:
     """The one descriptor that comes with a complete and correct reply; any others are closed."""
-    await _readable(peer)
+    await readable(peer)
     # One message on an empty stream arrives in one piece. socket.recv_fds cannot set the flag: without it a child that
     # is started just now would keep the arena and its lock.
     reply, ancillary, flags, _ = peer.recvmsg(_REPLY.size, socket.CMSG_SPACE(4 * _INT.size), socket.MSG_CMSG_CLOEXEC)
@@ -316,7 +316,7 @@ async def _answer(peer: socket.socket, reach: Reach) -> int:
     raise TransportError(f"{reach.address}: an answer of {held}, for an arena of {reach.arena_bytes} bytes")
 
 
-async def _readable(peer: socket.socket) -> None:
+async def readable(peer: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
 

@@ -160,6 +160,7 @@ MUTANTS: dict[str, Mutant] = {
     "a decode's window taken as it is": Mutant(strangers.window_of_decode_taken_as_it_is, "strangers", 6),
     "a decode's sessions unbounded": Mutant(strangers.sessions_of_a_decode_unbounded, "strangers", 3),
     "a prefill's sessions unbounded": Mutant(strangers.sessions_of_a_prefill_unbounded, "strangers", 3),
+    "more ready than the arena taken": Mutant(strangers.more_ready_than_the_arena_taken, "strangers", 9),
     "another life's Goodbye heeded by decode": Mutant(strangers.any_goodbye_heeded_by_decode, "strangers", 3),
     "another life's Goodbye heeded by prefill": Mutant(strangers.any_goodbye_heeded_by_prefill, "strangers", 3),
     "an older word asks for a Hello": Mutant(strangers.older_word_asks_for_a_hello, "strangers", 12),

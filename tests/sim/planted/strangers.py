@@ -8,12 +8,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from pdtransfer.handoff.decode.prefill_peers import PrefillPeers
+from pdtransfer.handoff.decode.records import SessionRecord
 from pdtransfer.handoff.prefill import writer_grants
 from pdtransfer.handoff.prefill.cells import OpenRoom
 from pdtransfer.handoff.prefill.decode_peers import DecodePeers
 from pdtransfer.handoff.prefill.sessions import PrefillSessions
 from pdtransfer.handoff.prefill.writer_grants import WriterGrant, WriterSession
-from pdtransfer.wire import Goodbye, Message, Reject, Welcome
+from pdtransfer.wire import Goodbye, Message, Registered, Reject, Welcome
 
 from . import Patch
 
@@ -105,6 +106,17 @@ def sessions_of_a_decode_unbounded(patch: Patch) -> None:
 def sessions_of_a_prefill_unbounded(patch: Patch) -> None:
     """Decode opens a session with each life of a peer, however many wait for their fence."""
     patch(PrefillPeers, "_may_open", lambda self, peer: True)
+
+
+def more_ready_than_the_arena_taken(patch: Patch) -> None:
+    """Decode takes a writer's word for more bytes than its arena has."""
+    registered = PrefillPeers.registered
+
+    def cut(self: PrefillPeers, session: SessionRecord, message: Registered) -> None:
+        most = message.bytes_ready if session.reach is None else session.reach.arena_bytes
+        registered(self, session, replace(message, bytes_ready=min(message.bytes_ready, most)))
+
+    patch(PrefillPeers, "registered", cut)
 
 
 def any_goodbye_heeded_by_decode(patch: Patch) -> None:

@@ -246,13 +246,15 @@ class Bus:
         if now < connection.muted_until:
             self.dropped += 1
             connection.ignored += 1
-            if connection.ignored > self._limits.ignored_max:
-                self._end(connection, "muted", f"{connection.ignored} messages came all the same", now)
+            ignored_max = self._limits.hostile_max if connection.hostile else self._limits.ignored_max
+            if connection.ignored > ignored_max:
+                text = f"{connection.ignored} messages came all the same"
+                self._end(connection, "muted", text, now, ban=connection.hostile)
             return
         try:
             message = _decode(frame)
             if type(message) is Hello:
-                connection.charge(self._limits.hello_cost, now, self._limits)
+                connection.charge(self._limits.hello_cost, now, self._limits, hostile=True)
                 self._connections.introduce(connection, self._name(user, message), now)
                 if self._allowed is not None:
                     self._known_names.add(connection.name)
@@ -287,14 +289,15 @@ class Bus:
                 self._on_refused(dialled.name, RemoteProtocolError("unread", "too much waits to be read"))
                 dialled.redial()
 
-    def _end(self, connection: Connection, field: str, text: str, now: float) -> None:
-        """Closes a connection that floods this node, and bans its key for a while."""
+    def _end(self, connection: Connection, field: str, text: str, now: float, *, ban: bool = True) -> None:
+        """Closes a connection that floods this node, and bans its key for a while. One that a killed process has left
+        full is no reason to ban its successor."""
         self.refused += 1
         name = connection.name or "unknown:"
         if connection.tcp is not None:
             connection.tcp.end()
         self._connections.depart(connection.route)
-        if self._zap is not None:
+        if self._zap is not None and ban:
             self._zap.ban(connection.user, now + self._limits.banned_ms / 1e3)
         self._on_refused(name, RemoteProtocolError(field, text))
 
@@ -347,7 +350,7 @@ class Bus:
             reason, connection.next_reject_at = error.reason, until
         else:
             reason = BREACH
-            connection.mute(until)
+            connection.mute(until, hostile=True)
         self._route(connection.route, _reject(reason, error))
         owner = connection.name and not connection.superseded
         self._on_refused(connection.name if owner else f"unknown:{address_of_frame(frame)}", error)

@@ -48,13 +48,14 @@ class Connection:
     costs: int = 0  # of what it has caused since costs_since, beyond messages that only peers with a name may send
     costs_since: float = float("-inf")
     ignored: int = 0  # messages since it was muted
+    hostile: bool = False  # muted for what no peer does that only restarts or lags behind
     tcp: TcpConnection | None = None
 
-    def mute(self, until: float) -> None:
+    def mute(self, until: float, *, hostile: bool) -> None:
         """Drops its messages until then."""
-        self.muted_until, self.ignored = until, 0
+        self.muted_until, self.ignored, self.hostile = until, 0, hostile
 
-    def charge(self, cost: int, now: float, limits: BusLimits) -> None:
+    def charge(self, cost: int, now: float, limits: BusLimits, *, hostile: bool = False) -> None:
         """Counts what it causes; mutes it where it causes too much. A Reject costs one, and so does a message that is
         turned away."""
         period_s = limits.mute_ms / 1e3
@@ -62,7 +63,7 @@ class Connection:
             self.costs, self.costs_since = 0, now
         self.costs += cost
         if self.costs > limits.costs_max:
-            self.mute(now + period_s)
+            self.mute(now + period_s, hostile=hostile)
 
 
 class Connections:

@@ -23,6 +23,7 @@ class BusLimits:
     costs_max: int = 128  # of one connection within mute_ms before it is muted: a Reject for each grant is 1
     hello_cost: int = 4  # of each Hello, which is answered: a peer repeats one a few times a second at most
     ignored_max: int = 4_096  # messages from a muted connection before it is closed
+    hostile_max: int = 256  # the same where it broke the protocol or repeated Hello: even dropping costs time
     banned_ms: int = 10_000  # a key whose connection was closed for flooding is refused for this long
     log_ms: int = 1_000  # least time between two log lines about refused handshakes, or about breaches
     handshake_ms: int = 5_000  # a connection that has not authenticated by then is closed

@@ -385,7 +385,7 @@ async def test_unread_bytes_are_exact(context: zmq.Context[zmq.Socket[bytes]]) -
 
 @on_loop
 async def test_a_muted_connection_that_keeps_sending_is_closed(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    async with Node("p", limits=replace(LIMITS, mute_ms=60_000, ignored_max=100)) as prefill:
+    async with Node("p", limits=replace(LIMITS, mute_ms=60_000, hostile_max=100)) as prefill:
         bound = await prefill.bus.bind(ANY_PORT)
         bad, good = Raw(context, bound), Raw(context, bound)
         good.say(hello("good"))
@@ -397,6 +397,31 @@ async def test_a_muted_connection_that_keeps_sending_is_closed(context: zmq.Cont
         assert [(name, error.field) for name, error in prefill.refusals][-1] == ("node:bad", "muted")
         good.say(Ping(1))
         assert await good.hear() == Pong(1)
+
+
+@pytest.mark.parametrize("hostile", [True, False], ids=["junk", "late messages"])
+@on_loop
+async def test_a_key_is_banned_for_what_is_hostile_and_not_for_what_a_dead_process_has_left(
+    context: zmq.Context[zmq.Socket[bytes]], hostile: bool
+) -> None:
+    p, d = pair(), pair()
+    limits = replace(LIMITS, mute_ms=60_000, costs_max=8, ignored_max=10, hostile_max=10)
+    async with Node("p", p, {"d": d}, limits) as prefill:
+        bound = await prefill.bus.bind(ANY_PORT)
+        old, new = (Raw(context, bound, keys=d, server=p.public) for _ in range(2))
+        old.say(hello("d"), Ping(1))
+        assert await old.hear() == Pong(1)
+        new.say(hello("d"), Ping(2))
+        assert await new.hear() == Pong(2)
+        old.say(*([b"junk"] if hostile else [Ping(3)] * 9), *[Ping(4)] * 11)
+        await until(lambda: [name for name, error in prefill.refusals if error.field == "muted"])
+        strangers = prefill.bus.strangers
+        later = Raw(context, bound, keys=d, server=p.public)
+        later.say(hello("d"), Ping(5))
+        if hostile:
+            await until(lambda: prefill.bus.strangers > strangers)
+        else:
+            assert await later.hear() == Pong(5)
 
 
 @on_loop

@@ -84,7 +84,7 @@ class Router:
             limits=config.limits,
             mint=lambda: secrets.randbits(64),
         )
-        self._clock = LoopClock(config.limits.ping_ms / 2e3)
+        self._clock = LoopClock(config.limits.ping_ms / 8e3)
         self._perform = EffectRunner(self._perform_one, Ticker(self.routing.next_tick, self._tick, self._clock))
         self._replies: dict[int, Reply] = {}
         self._clients: dict[int, ClientRequest] = {}  # of these

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Literal
 
 import zmq
 
@@ -19,6 +20,8 @@ from pdtransfer.bus.keys import KeyPair
 from pdtransfer.wire import VERSION, Goodbye, Hello, Identity, Ping, Pong, Ranks, Reject, Welcome, encode
 
 from .attacks import NICE
+
+Role = Literal["prefill", "decode", "router"]
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 _READY_BODY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
@@ -73,7 +76,7 @@ def connections(target: FloodTarget) -> Iterator[int]:
 
 def other_role(target: FloodTarget) -> Iterator[int]:
     """A listed key that says Hello in roles that are not its own, and sends what only they may."""
-    roles = "router", "prefill", "decode"
+    roles: tuple[Role, ...] = ("router", "prefill", "decode")
     frames = [encode(_hello("guest", role)) for role in roles]
     more = (Ping(1), Pong(1), Reject(0, "breach", ()), Goodbye(1, "shutdown"))
     frames += [encode(each) for each in more]
@@ -112,8 +115,8 @@ def run(pipe: Connection, name: str, target: FloodTarget) -> None:
         pipe.send(done)
 
 
-def _hello(node: str, role: str) -> Hello:
-    return Hello(VERSION, VERSION, Identity(node, role, 1, Ranks(), "paced", b"paced", 64))  # pyright: ignore[reportArgumentType]
+def _hello(node: str, role: Role) -> Hello:
+    return Hello(VERSION, VERSION, Identity(node, role, 1, Ranks(), "paced", b"paced", 64))
 
 
 def _strike(target: FloodTarget, said: bytes) -> None:
@@ -129,7 +132,7 @@ def _strike(target: FloodTarget, said: bytes) -> None:
 
 
 def _said(target: FloodTarget, frames: list[bytes]) -> Iterator[int]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
     def opened() -> zmq.Socket[bytes]:
         line = context.socket(zmq.DEALER)

@@ -8,9 +8,9 @@ import resource
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,15 @@ import aiohttp
 from pdtransfer.bench.processes import begun
 from pdtransfer.bench.report import load, print_tables
 from pdtransfer.bus.keys import Endpoint, KeyPair, generate
+from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.errors import WorldError
-from pdtransfer.limits import Limits
 from pdtransfer.process.fleet import Fleet
 
 from .flood_attacks import KEYED, KEYLESS, FloodTarget, run
 
 ENGINE = "benchmarks.paced_engine:create"
 NODES = "router", "prefill-0", "decode-0"
+GUEST = "guest"  # the key that the attackers have
 HEAD = ["attack", "goodput over quiet", "quiet/s", "not served", "attacks", "log kB/s"]
 _START_SECONDS = 60.0
 _WARM_SECONDS = 2.0
@@ -57,21 +58,25 @@ class FloodMeasure:
 
 
 def _fleet(here: Path, *, keyed: bool) -> Fleet:
-    from .fleet_check import CheckedFleet
-
-    shape = CheckedFleet(prefill=1, decode=1, engine=ENGINE, options=("token_us=50", "step_ms=2"), slots=4_096)
-    fleet = shape.fleet(here, Limits())
+    lines = [generate(here / node) for node in NODES] if keyed else []
     if keyed:
-        lines = [generate(here / node) for node in NODES]
-        lines.append(f"{generate(here / 'guest')} decode,prefill")
+        lines.append(f"{generate(here / GUEST)} decode,prefill")
         (here / "all").write_text("\n".join(lines) + "\n")
 
-        def with_key(config: Any) -> Any:
-            return replace(config, key=here / f"{config.node}.key", allow=here / "all")
+    def own(node: str) -> dict[str, Any]:
+        return {"node": node, **({"key": here / f"{node}.key", "allow": here / "all"} if keyed else {})}
 
-        fleet._configs = tuple(map(with_key, fleet._configs))  # noqa: SLF001
-        fleet._router = with_key(fleet._router)  # noqa: SLF001
-    return fleet
+    same: dict[str, Any] = {
+        "bind": "tcp://127.0.0.1:0", "http": "127.0.0.1:0", "slots": 4_096, "page_size": 16, "transport": "shm",
+        "engine": ENGINE, "engine_option": ("token_us=50", "step_ms=2"),
+    }  # fmt: skip
+    router, prefill, decode = NODES
+    return Fleet(
+        [PrefillConfig(chunk_tokens=256, **own(prefill), **same)],
+        [DecodeConfig(socket_directory=here / "sockets", **own(decode), **same)],
+        RouterConfig(listen="127.0.0.1:0", **own(router)),
+        here,
+    )
 
 
 async def _clients(url: str, clients: int, seconds: float, logs: Path) -> Served:
@@ -104,7 +109,7 @@ def _log_bytes(logs: Path) -> int:
 
 
 @contextmanager
-def _attack(name: str, targets: list[FloodTarget]) -> Iterator[list[int]]:
+def _attack(name: str, targets: list[FloodTarget]) -> Generator[list[int]]:
     """With an attacker on each target; how often each attacked is in the list afterwards."""
     started = [begun(run, name, target) for target in targets]
     done: list[int] = []
@@ -157,13 +162,13 @@ def _target(fleet: Fleet, role: str, here: Path, *, keyed: bool) -> FloodTarget:
     if not keyed:
         return FloodTarget(port=port, role=role)
     return FloodTarget(
-        port=port, role=role, server_key=endpoint.server_key or "", guest=KeyPair.read(here / "guest.key")
+        port=port, role=role, server_key=endpoint.server_key or "", guest=KeyPair.read(here / f"{GUEST}.key")
     )
 
 
 def _row(name: str, quiet: list[Served], flooded: list[Served], count: int, *, keyed: bool) -> list[str]:
     ratios = sorted(after.goodput / max(before.goodput, 1e-9) for before, after in zip(quiet, flooded, strict=True))
-    failed = Counter[str]()
+    failed: Counter[str] = Counter()
     for each in flooded:
         failed.update({said: times for said, times in each.answers.items() if said != "200"})
     asked = sum(sum(each.answers.values()) for each in flooded)

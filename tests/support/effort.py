@@ -48,4 +48,4 @@ def is_picked(case: str) -> bool:
 
 def expects_assertion(item: pytest.Item) -> bool:
     """Whether the test has one of our own bugs found by an assertion, which -O leaves out."""
-    return isinstance(item, pytest.Function) and "raises(AssertionError" in inspect.getsource(item.function)
+    return isinstance(item, pytest.Function) and "raises(AssertionError" in inspect.getsource(item.obj)

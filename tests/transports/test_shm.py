@@ -226,7 +226,7 @@ async def test_a_token_that_is_shown_too_late_is_refused(
     arena: ArenaMemory, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = ShmArena(arena, directory=directory)
-    owner._listener._seconds = 0.05
+    owner._listener.seconds = 0.05
     reach = await owner.offer(WRITER)
     peer = connected(reach)
     request = handover._REQUEST.pack(handover._MAGIC, WRITER, reach.token)
@@ -235,7 +235,7 @@ async def test_a_token_that_is_shown_too_late_is_refused(
     with pytest.raises(BrokenPipeError):
         peer.send(request[20:])
     peer.close()
-    owner._listener._seconds = 5
+    owner._listener.seconds = 5
     os.close(await receive(reach, WRITER, seconds=60))
     await owner.close()
 
@@ -404,7 +404,7 @@ async def test_a_listener_that_cannot_accept_says_so_once_and_accepts_later(
     peer = connected(reach)  # nothing has run since that could accept it
     with no_descriptors():
         await until(lambda: caplog.records)
-        await asyncio.sleep(0.25)  # it tries again meanwhile
+        await asyncio.sleep(0.25)  # it has tried again
     assert [each.getMessage() for each in caplog.records] == ["writers wait for the arena: Too many open files"]
     peer.close()
     os.close(await receive(reach, WRITER, seconds=60))

@@ -75,7 +75,7 @@ class HandoverListener:
         connections_max: int = 64,
         seconds: float = 2.0,
     ) -> None:
-        self._give, self._byte_count, self._seconds = give, byte_count, seconds
+        self._give, self._byte_count, self.seconds = give, byte_count, seconds
         self._uids = uids if uids is not None else frozenset((0, os.geteuid()))
         self._connections_max = connections_max
         self._loop = asyncio.get_running_loop()
@@ -106,7 +106,7 @@ class HandoverListener:
             if len(self._connections) >= self._connections_max:
                 self._drop(next(iter(self._connections)))
             number = accepted.fileno()
-            timer = self._loop.call_later(self._seconds, self._drop, number)
+            timer = self._loop.call_later(self.seconds, self._drop, number)
             self._connections[number] = _Connection(accepted, timer)
             self._loop.add_reader(number, self._read, number)
 
@@ -317,6 +317,7 @@ async def _answer(peer: socket.socket, reach: Reach) -> int:
 
 
 async def readable(peer: socket.socket) -> None:
+    """Waits until the socket has something to read, or has ended."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
 

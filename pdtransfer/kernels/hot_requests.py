@@ -125,8 +125,9 @@ class HotRequests:
             self._follow(running)
 
     def begin(self, rooms: Sequence[int], positions: Sequence[int], count: int = 0) -> Tensor:
-        """Begins a pass over these rooms, which computes one token of each, and over padding up to `count` rooms.
-        Returns the device slots for these tokens' rows in all layers, int32 (rooms,); padding has one that no room has.
+        """Begins a pass over these rooms, which computes one token of each. With `count`, it is filled up to as many
+        with the first room once more. Returns the device slots for these tokens' rows in all layers, int32 (rooms,); if
+        filled up, in memory that is the same in each pass.
         """
         self._running = list(rooms)
         return self._step.begin([self._placed[room].row for room in rooms], positions, count)
@@ -238,10 +239,12 @@ class HotStep:
 
     def __init__(self, pool: HotPool, device: torch.device, *, rows: int, groups: int, top: int) -> None:
         self._pool, self._row_count = pool, rows
-        self._host = torch.zeros(2 * rows + 1, dtype=torch.int32)
+        self._host = torch.zeros(3 * rows + 1, dtype=torch.int32)
         self._host[:rows] = -1
         inputs = self._inputs = self._host.to(device)
-        own, lengths, real = inputs[:rows], inputs[rows:-1], inputs[-1:]  # replayed graphs read these
+        # Replayed graphs read these. `like` has the request that each one of a filled up pass repeats.
+        own, lengths, self._like, real = inputs.split((rows, rows, rows, 1))
+        self._newest_filled = torch.zeros(rows, dtype=torch.int32, device=device)
         self._picks = torch.full((rows, top), -1, dtype=torch.int32, device=device)
         self._newest = Replayed(lambda: pool.newest(own, lengths, real=real), device)
         self._store = Replayed(lambda: pool.store(own, lengths, real=real), device)
@@ -249,25 +252,31 @@ class HotStep:
             Replayed(lambda group=group: pool.swap_in(group, self._picks, lengths, own, real=real), device)
             for group in range(groups)
         ]
-        self._requests = 0
+        self._requests, self._filled = 0, False
 
     def begin(self, rows: Sequence[int], lengths: Sequence[int], count: int = 0) -> Tensor:
-        """Device slots int32 (requests,) of the newest tokens, for requests in `rows` with `lengths` tokens, and for
-        padding up to `count` requests."""
-        self._requests = max(count, len(rows))
-        table = self._host.numpy()
-        table[: self._row_count], table[-1] = -1, len(rows)
-        table[: len(rows)] = rows
-        table[self._row_count : self._row_count + len(rows)] = lengths
+        """Device slots int32 (requests,) of the newest tokens, for requests in `rows` with `lengths` tokens, filled up
+        to `count` requests with the first one."""
+        self._requests, self._filled = max(count, len(rows)), bool(count)
+        self._host[:] = 0
+        own, lengths_before, like, real = (part.numpy() for part in self._host.split((*[self._row_count] * 3, 1)))
+        own[:], real[:] = -1, len(rows)
+        own[: len(rows)], lengths_before[: len(rows)], like[: len(rows)] = rows, lengths, range(len(rows))
         self._inputs.copy_(upload(self._host, self._inputs.device))
-        return _tensor(self._newest())[: self._requests]
+        newest = _tensor(self._newest())
+        if self._filled:
+            newest = torch.index_select(newest, 0, self._like, out=self._newest_filled)
+        return newest[: self._requests]
 
     def place(self, group: int, picks: Tensor) -> Tensor:
         """Device slots int32 of the picks (requests, at most top), with -1 for -1. Valid until the next call."""
         width = picks.shape[1]
         self._picks[: self._requests, :width] = picks
         self._picks[: self._requests, width:] = -1
-        return _tensor(self._swap_in[group]())[: self._requests, :width]
+        slots = _tensor(self._swap_in[group]())
+        if self._filled:
+            slots = torch.index_select(slots, 0, self._like)
+        return slots[: self._requests, :width]
 
     def back_up(self) -> Event:
         """Copies the newest rows to the host pool. Returns the event of its end."""

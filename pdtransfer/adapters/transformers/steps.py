@@ -106,7 +106,8 @@ class DecodeSteps:
         rooms = tuple(room for room, *_ in requests)
         places = None
         if self._hot is not None:
-            places = Places(self._hot.begin(rooms, positions, size), self._hot.place)
+            count = 0 if self._graphs is None else size
+            places = Places(self._hot.begin(rooms, positions, count), self._hot.place)
         made = self._computed(requests, ids, positions, places, size, keys)
         if self._hot is not None:
             self._hot.back_up()

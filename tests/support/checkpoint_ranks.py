@@ -10,7 +10,7 @@ import numpy as np
 from pdtransfer.adapters.transformers import create
 from pdtransfer.engine_api import Computed, Prefilled, Request, Token
 from pdtransfer.layout.layout import slots_of_rows
-from tests.support.checkpoints import config, move
+from tests.support.checkpoints import components_of, config, move
 from tests.support.engine_group import Threads, together
 
 
@@ -50,17 +50,20 @@ def generated_by_ranks(sources: list[Any], targets: list[Any], requests: list[Re
     assert all(aux == made[0][0] for aux, _ in made), "every rank picks the same first token"
     kept = []
     for target in targets:
-        arena = np.full(target.card.memory_bytes, 0xFF, np.uint8)
-        target.attach(memoryview(arena))
+        sizes = {"dram": target.card.memory_bytes, "hbm": target.card.hbm_bytes}
+        arena = {name: np.full(size, 0xFF, np.uint8) for name, size in sizes.items()}
+        target.attach(memoryview(arena["dram"]), hbm=memoryview(arena["hbm"]) if sizes["hbm"] else None)
         kept.append(arena)  # it outlives its engine's steps
         random = np.random.default_rng(3)
-        free = {each.name: random.permutation(each.layout.slots).tolist() for each in target.card.components}
-        layouts = {each.name: each.layout for each in target.card.components}
+        free = {
+            (each.name, each.memory): random.permutation(each.layout.slots).tolist() for each in target.card.components
+        }
         for one in requests:
             tokens = len(one.prompt) + one.sampling.max_tokens
+            own = components_of(target.card, one)
             slots = {
-                each.name: np.array([free[each.name].pop() for _ in range(each.rows(tokens))], np.int64)
-                for each in target.card.components
+                name: np.array([free[name, each.memory].pop() for _ in range(each.rows(tokens))], np.int64)
+                for name, each in own.items()
             }
             for engine, (_, cells) in zip(sources, made, strict=True):
                 ours = {each.name: each.layout for each in engine.card.components}
@@ -70,7 +73,8 @@ def generated_by_ranks(sources: list[Any], targets: list[Any], requests: list[Re
                         source = ours[cell.component]
                         held = slots_of_rows(cell.pages, source.page_size, cell.rows, skip=cell.skip)
                         place = slots[cell.component][cell.rows[0] : cell.rows[1]]
-                        move((memory, source), held, (arena, layouts[cell.component]), place, cell.layers)
+                        there = own[cell.component]
+                        move((memory, source), held, (arena[there.memory], there.layout), place, cell.layers)
             target.admit(one, slots, made[0][0][one.room])
     for engine in sources:
         for one in requests:

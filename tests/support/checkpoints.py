@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from pdtransfer.adapters.transformers import create
-from pdtransfer.engine_api import Broken, Computed, EngineConfig, Finished, Prefilled, Request, Token
+from pdtransfer.engine_api import Broken, Computed, EngineConfig, EngineDescription, Finished, Prefilled, Request, Token
 from pdtransfer.layout.layout import Component, Layout, slots_of_rows
 from pdtransfer.wire import Sampling
 
@@ -99,6 +99,12 @@ def request(
     )
 
 
+def components_of(card: EngineDescription, one: Request) -> dict[str, Component]:
+    """Where decode keeps the request's rows: of two components of a name, HiSparse has the one in host memory."""
+    each = card.components
+    return {component.name: component for component in (reversed(each) if one.enable_hisparse else each)}
+
+
 @dataclass
 class Handoff:
     """A prefill and a decode engine of one checkpoint, each with memory of its own, that of decode full of NaN."""
@@ -145,11 +151,6 @@ class Handoff:
                         raise AssertionError(event)
         raise AssertionError("no end")
 
-    def components_of(self, one: Request) -> dict[str, Component]:
-        """Where decode keeps the request's rows: of two components of a name, HiSparse has the one in host memory."""
-        each = self.decode.card.components
-        return {component.name: component for component in (reversed(each) if one.enable_hisparse else each)}
-
     def land(self, one: Request, aux: bytes, shared: dict[str, NDArray[np.int64]] | None = None) -> None:
         """Copies every row to slots of decode, which admits the room. The first rows may be in `shared` slots."""
         self.copy(one, shared)
@@ -159,7 +160,7 @@ class Handoff:
         """The first half of `land`."""
         tokens = len(one.prompt) + one.sampling.max_tokens
         slots = self.slots[one.room] = {}
-        targets = self.targets[one.room] = self.components_of(one)
+        targets = self.targets[one.room] = components_of(self.decode.card, one)
         for component in targets.values():
             had = (shared or {}).get(component.name, np.zeros(0, np.int64))
             new = [self.free[component.name, component.memory].pop() for _ in range(component.rows(tokens) - len(had))]

@@ -23,6 +23,7 @@ from pdtransfer.limits import Limits
 from pdtransfer.sampling import tokens_digest
 from pdtransfer.wire import Sampling
 from tests.support import checkpoints
+from tests.support.checkpoint_ranks import generated_by_ranks, workers
 from tests.support.checkpoints import TOP_K, Handoff, generated, prompts, request
 from tests.support.fleets import LIMITS, Answer, Running, Site, running
 from tests.support.replays import Replays
@@ -110,6 +111,16 @@ def test_replayed_steps_that_are_filled_up_have_the_same_tokens(
     assert replays.captured >= 2  # of HiSparse requests, and of dense ones
     assert replays.replayed > 2 * TOKENS
     assert made.decode.figures.retracts > 0
+
+
+@pytest.mark.slow
+def test_ranks_run_the_same_requests_and_generate_the_tokens_of_transformers(directory: Path) -> None:
+    sources = workers(directory, "prefill", 1)
+    targets = workers(directory, "decode", 2, hisparse=hisparse(), page_size=1)
+    rooms = [request(at, prompt, 8, sparse=at != 1) for at, prompt in enumerate(prompts(8, (9, 40, 70, 100, 120)))]
+    for tokens in generated_by_ranks(sources, targets, rooms):
+        assert tokens == {one.room: generated(directory, one.prompt, 8) for one in rooms}
+    assert {each.figures.retracts > 0 for each in targets} == {True, False}  # they count on the leader
 
 
 def test_with_digests_every_bit_is_that_of_requests_with_all_tokens_on_the_device(directory: Path) -> None:

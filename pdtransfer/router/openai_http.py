@@ -13,10 +13,12 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from ..bus.sockets import LogThrottle
+from ..config.config import RouterConfig
 from ..errors import ArenaFullError, Cause
 from ..limits import HTTP_BODIES_BYTES_MAX, HTTP_BODY_BYTES_MAX, Limits
 from .answers import error
 from .api_keys import ApiKeys, KeyLimitError
+from .client_request import REQUEST_ID, ClientRequest
 from .completions import BadRequestError
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ JSON = "application/json"
 # What probes and Prometheus ask for, without a key; and the status page, which has no data of its own.
 PUBLIC = frozenset({"/", "/health", "/live", "/metrics"})
 API_KEY_NAME = web.RequestKey("api_key_name", str)  # whose request it is, where API keys are on
+CLIENT = web.RequestKey("client_request", ClientRequest)  # of a request to generate
 REFUSED_LOG_MS = 1_000  # between two log lines about unknown API keys
 BODY_S = 20.0  # time limit for a body
 INLINE_BYTES_MAX = 4 << 10  # of a body that is parsed and tokenised on the loop: some milliseconds
@@ -106,6 +109,21 @@ class OpenRequests:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:
             each.cancel()
+
+
+def accept(http: web.Request, config: RouterConfig) -> ClientRequest:
+    """Takes a request to generate in: from now on it has its ids, which its answer gets by `stamp`. Raises
+    BadRequestError."""
+    key_name = http.get(API_KEY_NAME, "")
+    client = ClientRequest.accept(config.node, http.path, http.headers, traced=bool(config.otlp), key_name=key_name)
+    http[CLIENT] = client
+    return client
+
+
+async def stamp(http: web.Request, response: web.StreamResponse) -> None:
+    """Names the request in the head of its answer."""
+    if (client := http.get(CLIENT)) is not None:
+        response.headers[REQUEST_ID] = client.request_id
 
 
 def error_response(

@@ -37,12 +37,12 @@ from .answer_text import TextPiece
 from .answering import GrowingAnswer, Reply
 from .answers import AnswerForm, error, model_object, models, usage_of
 from .client_guard import ClientGuard
-from .client_request import REQUEST_ID, ClientRequest
+from .client_request import ClientRequest
 from .completions import BadRequestError, Completion, detokenized, parse, tokenized
 from .fleet_changes import FleetChanges
 from .fleet_status import fleet_status, rooms_by_progress, worker_status
 from .model_text import load_text
-from .openai_http import API_KEY_NAME, JSON, OpenRequests, error_response, openai_errors, refusal
+from .openai_http import JSON, OpenRequests, accept, error_response, openai_errors, refusal, stamp
 from .pool_worker import Role, model_text
 from .recent_requests import RecentRequests
 from .router_effects import Emit, Fail, Finish, Refusal, Retry, RoutingEffect, WorkerChanged, WorkerLeft
@@ -55,7 +55,6 @@ from .status_http import StatusPages
 log = logging.getLogger(__name__)
 
 LOGPROBS_INLINE_MAX = 256  # tokens whose logprobs are written as JSON on the loop: some milliseconds
-_CLIENT = web.RequestKey("client_request", ClientRequest)
 TEXT_PATHS = ("/tokenize", "/detokenize")
 
 
@@ -101,7 +100,7 @@ class Router:
         app.add_routes([web.post(path, self._translate) for path in TEXT_PATHS])
         app.add_routes([web.get("/v1/models", self._models), web.get("/v1/models/{name:.+}", self._model)])
         app.add_routes([web.get("/version", self._version), *StatusPages(self._fleet_status).routes])
-        app.on_response_prepare.append(_stamp)
+        app.on_response_prepare.append(stamp)
         self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
 
     async def open(self) -> str:
@@ -271,13 +270,7 @@ class Router:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         """Answers /v1/completions and /v1/chat/completions."""
         try:
-            client = http[_CLIENT] = ClientRequest.accept(
-                self._config.node,
-                http.path,
-                http.headers,
-                traced=bool(self._config.otlp),
-                key_name=http.get(API_KEY_NAME, ""),
-            )
+            client = accept(http, self._config)
         except BadRequestError as why:
             response = refusal(why)
             self.metrics.answers.count(response.status)  # it has no record, for want of an id
@@ -429,11 +422,6 @@ class Router:
             if self._spans is not None and isinstance(reply.end, Finish):
                 self._spans("request", "to the first token", reply.began_s, reply.first_s, room=reply.end.room)
                 self._spans("request", "from the first token on", reply.first_s, now, room=reply.end.room)
-
-
-async def _stamp(http: web.Request, response: web.StreamResponse) -> None:
-    if (client := http.get(_CLIENT)) is not None:
-        response.headers[REQUEST_ID] = client.request_id
 
 
 def _failed(end: Fail | Refusal) -> web.Response:

@@ -19,7 +19,7 @@ from ..client_guard import ClientGuard
 from ..client_request import REQUEST_ID, TRACEPARENT, ClientRequest
 from ..completions import BadRequestError
 from ..fleet_status import fleet_status, server_status
-from ..openai_http import API_KEY_NAME, OpenRequests, error_response, openai_errors, refusal
+from ..openai_http import OpenRequests, accept, error_response, openai_errors, refusal, stamp
 from ..pool_worker import Departure, NoPair, Role
 from ..recent_requests import RecentRequests
 from ..router_metrics import NO_MODEL
@@ -33,7 +33,6 @@ from .server_request import ServerRequest, parse_request
 
 log = logging.getLogger(__name__)
 
-_CLIENT = web.RequestKey("client_request", ClientRequest)
 EVENT_END = b"\n\n"
 FORWARDED = ("Authorization", "traceparent", "tracestate")  # headers of a client that servers get
 
@@ -57,7 +56,7 @@ class ServerRouter:
         app.middlewares.append(openai_errors(f"{posts} and GET /v1/models"))
         app.add_routes([web.post(path, self._generate) for path in self._dialect.paths])
         app.add_routes([web.get("/v1/models", self._models), *StatusPages(self._fleet_status).routes])
-        app.on_response_prepare.append(self._stamp)
+        app.on_response_prepare.append(stamp)
         self._listener = HttpListener(app, connections_max=config.limits.rooms_max + HTTP_CONNECTIONS_MAX)
         self._polls: dict[str, asyncio.Task[None]] = {}  # by the server's URL
 
@@ -169,13 +168,7 @@ class ServerRouter:
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         try:
-            client = http[_CLIENT] = ClientRequest.accept(
-                self._config.node,
-                http.path,
-                http.headers,
-                traced=bool(self._config.otlp),
-                key_name=http.get(API_KEY_NAME, ""),
-            )
+            client = accept(http, self._config)
         except BadRequestError as why:
             response = refusal(why)
             self.metrics.answers.count(response.status)
@@ -283,10 +276,6 @@ class ServerRouter:
         """A client that does not read delays only its own request, for a bounded time."""
         async with asyncio.timeout(self._limits.room_deadline_ms / 1e3):
             await response.write(piece)
-
-    async def _stamp(self, http: web.Request, response: web.StreamResponse) -> None:
-        if (client := http.get(_CLIENT)) is not None:
-            response.headers[REQUEST_ID] = client.request_id
 
     @property
     def _retry_ms(self) -> int:

@@ -42,6 +42,7 @@ AHEAD_PING = 4  # prefill ranks that one Ping names to decode: each maps the are
 EARLIER_INCARNATIONS_MAX = 4  # of a peer, kept to drop late messages of dead processes
 LOAD_MS = 20  # a Load that changes is told this often at most
 PREFIX_PLACED_BLOCKS_MAX = 1_024  # of one prompt that a router looks at: 64 Ki tokens take it 1 ms
+RESUMPTIONS_MAX = 3  # of one answer: a prompt that breaks its workers meets no more of them
 SERVER_ATTEMPTS_MAX = 3  # of one request that HTTP servers fail: a body that breaks them meets no more of them
 CHOICES_MAX = 256  # rooms of one HTTP request, its prompts times n: each may carry a whole prompt
 STOPS_MAX = 4  # stop strings of one HTTP request, as OpenAI's API has it

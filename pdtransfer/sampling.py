@@ -2,7 +2,8 @@
 
 Logits are float32 (vocabulary,). Nothing is kept between two tokens: a pick depends on the logits, the request, the ids
 generated so far, and on a hash of the seed and the index. So no state goes from prefill to decode, and every rank of a
-worker picks the same.
+worker picks the same. A request that goes on in another room has its earlier ids at the end of that room's prompt, and
+`Sampling.generated` counts them: each pick is the one that the first room would have made.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
         raise ValueError(f"repetition_penalty: {sampling.repetition_penalty} is not finite and above 0")
     if not 0 <= sampling.seed < 1 << 64:
         raise ValueError(f"seed: {sampling.seed} is not within [0, 2**64)")
+    if sampling.generated < 0:
+        raise ValueError(f"generated: {sampling.generated} is below 0")
     if not 0 <= sampling.min_tokens <= sampling.max_tokens:
         raise ValueError(f"min_tokens: {sampling.min_tokens}, max_tokens is {sampling.max_tokens}")
     if sampling.top_logprobs > vocabulary:
@@ -104,6 +107,8 @@ def check_asked(prompt: NDArray[np.int64], sampling: Sampling, *, vocabulary: in
     if low < 0 or high >= vocabulary:
         raise ValueError(f"prompt: id {low if low < 0 else high} is not within [0, {vocabulary})")
     check_sampling(sampling, vocabulary)
+    if sampling.generated >= len(prompt):
+        raise ValueError(f"generated: {sampling.generated}, the prompt with them has {len(prompt)} tokens")
     total = len(prompt) + sampling.max_tokens
     if total > context_tokens:
         raise ValueError(
@@ -120,7 +125,7 @@ def pick(
     ids: Sequence[int],
     eos: Sequence[int] = (),
 ) -> Picked:
-    """Picks the token after `ids`, which were generated from `prompt`; `eos` are the ids that end a sequence."""
+    """Picks the token after `ids`, which this room generated from `prompt`; `eos` are the ids that end a sequence."""
     chosen = draw(adjusted(logits, sampling, prompt=prompt, ids=ids, eos=eos), sampling, len(ids))
     return Picked(chosen, logprobs_of(logits, chosen, sampling.top_logprobs) if sampling.logprobs else None)
 
@@ -134,13 +139,13 @@ def adjusted(
     eos: Sequence[int] = (),
 ) -> NDArray[np.float32]:
     """The logits after bias, minimum length and penalties; the same array where the request has none of them."""
-    if is_argmax(sampling) or beyond_basic(sampling) is None:
+    if is_argmax(sampling) or beyond_basic(sampling) in (None, "generated"):
         return logits
     logits = logits.copy()
     if sampling.logit_bias:
         biased, values = unpack_biases("logit_bias", sampling.logit_bias)
         logits[biased] += values
-    generated = np.asarray(ids, np.int64)
+    generated = np.concatenate((prompt[len(prompt) - sampling.generated :], np.asarray(ids, np.int64)))
     if sampling.repetition_penalty != 1.0:
         seen = np.concatenate((prompt, generated))  # twice or once is the same
         penalty = np.float32(max(sampling.repetition_penalty, np.finfo(np.float32).tiny))
@@ -156,8 +161,9 @@ def adjusted(
 
 
 def draw(logits: NDArray[np.float32], sampling: Sampling, index: int) -> int:
-    """The generated id at `index`: the first highest logit at temperature 0, else a draw by (seed, index) from the
-    tokens that min_p, then top_k, then top_p leave. Of equally likely tokens the lower id comes first."""
+    """The id that a room generates at `index`: the first highest logit at temperature 0, else a draw by (seed, index in
+    the request) from the tokens that min_p, then top_k, then top_p leave. Of equally likely tokens the lower id comes
+    first."""
     highest = float(logits.max())
     if sampling.temperature == 0.0 or not isfinite(highest):  # of NaN and infinities there are no shares
         return int(logits.argmax())
@@ -175,7 +181,7 @@ def draw(logits: NDArray[np.float32], sampling: Sampling, index: int) -> int:
         if edge == len(order) and sampling.top_p < 1.0:
             continue  # the nucleus is longer
         mass = total if edge == len(order) else running[edge]
-        place = np.count_nonzero(running[: edge + 1] <= _uniform(sampling.seed, index) * mass)
+        place = np.count_nonzero(running[: edge + 1] <= _uniform(sampling.seed, sampling.generated + index) * mass)
         if place <= edge and place < len(order):
             return int(order[place])
         if count == most:

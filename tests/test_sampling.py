@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from pdtransfer import sampling as module
 from pdtransfer.errors import RemoteProtocolError
-from pdtransfer.sampling import adjusted, beyond_basic, check_sampling, draw, is_argmax, logprobs_of, pick
+from pdtransfer.sampling import adjusted, beyond_basic, check_asked, check_sampling, draw, is_argmax, logprobs_of, pick
 from pdtransfer.wire import Logprobs, Sampling, pack_biases, unpack_biases, unpack_logprobs
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.25, 0.3], np.float32))
@@ -120,12 +121,43 @@ def test_a_tiny_repetition_penalty_takes_a_seen_token(fields: Any) -> None:
     assert pick(np.arange(8, dtype=np.float32), sampling, prompt=np.array([2, 3]), ids=[4]).id in (2, 3, 4)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {}, {"temperature": 0.9, "seed": 7}, {"temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.8},
+        {"frequency_penalty": 0.3}, {"repetition_penalty": 1.3, "temperature": 2.0}, {"min_tokens": 9},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("before", [0, 1, 5])
+def test_ids_that_were_generated_in_another_room_count_as_this_ones(fields: Any, before: int) -> None:
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(12, 16)).astype(np.float32)
+    prompt, whole = np.array([3, 5], np.int64), asked(**fields)
+    ids: list[int] = []
+    for row in logits:
+        ids.append(pick(row, whole, prompt=prompt, ids=ids, eos=(1,)).id)
+    rest = replace(whole, generated=before, min_tokens=max(0, whole.min_tokens - before))
+    longer, again = np.concatenate((prompt, np.array(ids[:before], np.int64))), list[int]()
+    for row in logits[before:]:
+        again.append(pick(row, rest, prompt=longer, ids=again, eos=(1,)).id)
+    assert ids[:before] + again == ids
+    assert len(set(ids)) > 3
+
+
+def test_a_prompt_has_more_than_the_ids_that_were_generated_before() -> None:
+    prompt = np.arange(3)
+    check_asked(prompt, asked(generated=2), vocabulary=4, context_tokens=200)
+    with pytest.raises(ValueError, match="generated: 3, the prompt with them has 3 tokens"):
+        check_asked(prompt, asked(generated=3), vocabulary=4, context_tokens=200)
+
+
 def test_what_needs_more_than_an_argmax_is_told_from_what_does_not() -> None:
     assert is_argmax(asked(ignore_eos=True, top_k=3, top_p=0.5))
     for fields in ({"temperature": 1.0}, {"min_tokens": 1}, {"logprobs": True}, {"repetition_penalty": 1.1}):
         assert not is_argmax(asked(**fields)), fields
     assert beyond_basic(asked(temperature=1.0, top_p=0.5, seed=3, ignore_eos=True)) is None
     assert beyond_basic(asked(min_p=0.5)) == "min_p"
+    assert beyond_basic(asked(temperature=1.0, generated=3)) == "generated"
 
 
 @pytest.mark.parametrize(
@@ -133,8 +165,9 @@ def test_what_needs_more_than_an_argmax_is_told_from_what_does_not() -> None:
     [
         ("max_tokens", 0), ("temperature", -1.0), ("temperature", math.nan), ("top_p", 0.0), ("min_p", 1.5),
         ("presence_penalty", 2.5), ("frequency_penalty", math.nan), ("repetition_penalty", 0.0), ("seed", 1 << 64),
-        ("min_tokens", 100), ("top_logprobs", 5), ("logit_bias", b"123"), ("logit_bias", pack_biases({4: 1.0})),
-        ("logit_bias", pack_biases({0: math.inf})), ("logit_bias", pack_biases({1: 1.0}) * 2),
+        ("min_tokens", 100), ("generated", -1), ("top_logprobs", 5), ("logit_bias", b"123"),
+        ("logit_bias", pack_biases({4: 1.0})), ("logit_bias", pack_biases({0: math.inf})),
+        ("logit_bias", pack_biases({1: 1.0}) * 2),
     ],
 )  # fmt: skip
 def test_what_no_pick_could_follow_is_refused_by_its_name(field: str, value: Any) -> None:

@@ -262,7 +262,7 @@ class PrefillConfig(WorkerConfig):
 
 HTTP_ENGINES = ("vllm", "sglang")
 # Settings of a router that HTTP servers make useless.
-_OF_DAEMONS = ("model", "key", "allow", "timeline", "enable_hisparse")
+_OF_DAEMONS = ("model", "key", "allow", "timeline", "enable_hisparse", "enable_resume")
 _OF_HISPARSE = ("device_slots", "hot_tokens", "dense_slots", "retract_policy")
 
 
@@ -369,6 +369,9 @@ class RouterConfig(NodeConfig):
     enable_hisparse: Annotated[bool, _help("Default of requests without this field: keep their KV in host memory.")] = (
         False
     )
+    enable_resume: Annotated[
+        bool, _help("Default of requests without this field: go on with their answer elsewhere if its decode is lost.")
+    ] = False
     api_keys: Annotated[
         Path | None, _help("Clients need a key of this file: one a line, with an optional name, open=N and rate=N.")
     ] = None

@@ -38,6 +38,7 @@ def fields_of(record: EndedRequest) -> dict[str, Any]:
         "cause": record.cause.value if record.cause is not None else "",
         "reason": record.reason,
         "retried": record.retried or None,
+        "resumptions": record.resumptions or None,
         "path": record.path if record.scope == "request" else "",
         "model": record.model,
         "prefill": record.prefill,

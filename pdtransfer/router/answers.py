@@ -120,9 +120,9 @@ def _message(text: str) -> dict[str, object]:
 
 def usage_of(prompt_tokens: int, choices: Sequence[EndedChoice], n: int) -> dict[str, object]:
     """OpenAI's usage. Cached tokens are those of the first choice of each prompt, and missing where a stop string ended
-    one of these: decode reports them at its own end."""
+    one of these, since decode reports them at its own end, or where one was resumed."""
     completion_tokens = sum(each.tokens for each in choices)
-    ends = [each.finish.decode for each in choices[::n]]
+    ends = [None if each.finish.resumptions else each.finish.decode for each in choices[::n]]
     known = [each.prefix for each in ends if each is not None]
     details = {"cached_tokens": sum(known)} if len(known) == len(ends) else None
     return {
@@ -135,19 +135,22 @@ def usage_of(prompt_tokens: int, choices: Sequence[EndedChoice], n: int) -> dict
 
 def extension(finish: Finish) -> dict[str, object]:
     """Returns this project's fields. `handoff_us` is from the last byte written to READY, null where the two are not
-    read from one clock. What decode reports at its end is null where a stop string ended the choice."""
+    read from one clock. What decode reports at its end is null where a stop string ended the choice. Of a resumed
+    choice it is the last room's, and null where it covers that room's tokens alone."""
     decode, prefill = finish.decode, finish.prefill
+    whole = decode if not finish.resumptions else None
     return {
         "room": f"{finish.room:016x}",
         "kv_bytes": decode.kv_bytes if decode is not None else None,
         "copy_us": prefill.copy_us if prefill is not None else 0,
         "handoff_us": _handoff_us(prefill, decode),
-        "tokens_digest": decode.tokens_digest.hex() if decode is not None else None,
-        "logits_digest": decode.logits_digest.hex() if decode is not None else None,
+        "tokens_digest": whole.tokens_digest.hex() if whole is not None else None,
+        "logits_digest": whole.logits_digest.hex() if whole is not None else None,
         "kv_digest": decode.kv_digest.hex() if decode is not None else None,
         "prefill": finish.prefill_node,
         "decode": finish.decode_node,
         "enable_hisparse": finish.enable_hisparse,
+        "resumptions": finish.resumptions,
     }
 
 

@@ -41,6 +41,7 @@ class RoomAttempt:
     began_s: float
     first_s: float | None = None
     tokens: int = 0
+    resumptions: int = 0  # of the choice, up to this room
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -63,6 +64,7 @@ class ClientRequest:
     stream: bool = False
     enable_hisparse: bool = False
     retried: bool = False
+    resumptions: int = 0
     prefill: str = ""
     decode: str = ""
     rooms: list[int] = field(default_factory=list[int])
@@ -129,6 +131,7 @@ class ClientRequest:
             cause=None if isinstance(end, Finish) else end.cause,
             detail="" if isinstance(end, Finish) else end.detail,
             retried=isinstance(end, Retry),
+            resumptions=attempt.resumptions,
             stream=self.stream,
             enable_hisparse=end.enable_hisparse,
             ended_unix_s=time.time(),
@@ -141,7 +144,11 @@ class ClientRequest:
         if isinstance(end, Retry):
             self.retried = True
             self.rooms.append(end.next_room)
-            self._attempts[end.request] = RoomAttempt(end.next_room, attempt.prompt_tokens, now)
+            resumptions = attempt.resumptions + end.resumed
+            self.resumptions += end.resumed
+            self._attempts[end.request] = RoomAttempt(
+                end.next_room, end.next_prompt_tokens, now, resumptions=resumptions
+            )
         return record
 
     # Its answer
@@ -157,7 +164,8 @@ class ClientRequest:
         total_s = time.monotonic() - self.began_s
         first_s = None if self.first_s is None else self.first_s - self.began_s
         last = self._ended[-1] if self._ended else None
-        cached = [each.cached_tokens for each in self._ended if not each.retried]
+        # A room that went on with an answer may have found tokens of it cached.
+        cached = [None if each.resumptions else each.cached_tokens for each in self._ended if not each.retried]
         return EndedRequest(
             scope="request",
             role="router",
@@ -180,6 +188,7 @@ class ClientRequest:
             status=self.status,
             detail=self.detail,
             retried=self.retried,
+            resumptions=self.resumptions,
             stream=self.stream,
             enable_hisparse=self.enable_hisparse,
             ended_unix_s=time.time(),

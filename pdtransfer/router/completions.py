@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -87,6 +87,7 @@ class GenerationBody(Struct):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     enable_hisparse: bool | None = None
+    enable_resume: bool | None = None
     # Requests with different salts share no cached prefix, so response times reveal nothing about others' prompts.
     cache_salt: Annotated[str, Meta(min_length=1, max_length=SALT_LENGTH_MAX)] | None = None
 
@@ -158,6 +159,17 @@ _OF_COMPLETIONS = {"echo": _OFF, "best_of": (None, 1)}  # likewise, in a chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDefaults:
+    """What holds for requests without these fields."""
+
+    enable_hisparse: bool = False
+    enable_resume: bool = False
+
+
+_DEFAULTS = RequestDefaults()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """A parsed body. Choice i is answered by `rooms[i]`; each prompt has `n` of them, one after the other."""
 
@@ -181,8 +193,9 @@ class Completion:
 
     @property
     def prompt_bytes(self) -> int:
-        """Of all rooms: each has its prompt in messages of its own, and with `echo` in the answer."""
-        return sum(len(room.prompt) for room in self.rooms) + self.n * sum(len(each) for each in self.echoes)
+        """Of all rooms: each has its prompt in messages of its own, and with `echo` in the answer. An answer that may
+        go on in another room becomes a part of that one's prompt."""
+        return sum(room.kept_bytes for room in self.rooms) + self.n * sum(len(each) for each in self.echoes)
 
     @property
     def prompt_tokens(self) -> int:
@@ -209,9 +222,9 @@ def parse(
     chat: bool = False,
     text: TextCodec | None = None,
     served: Served | None = None,
-    enable_hisparse: bool = False,
+    defaults: RequestDefaults = _DEFAULTS,
 ) -> Completion:
-    """Parses a body; `seed` and `enable_hisparse` are defaults. Raises BadRequestError that names the field."""
+    """Parses a body; `seed` is a default as well. Raises BadRequestError that names the field."""
     text, served = text or BytesText(), served or {}
     unsupported = UNSUPPORTED | (_OF_COMPLETIONS if chat else {})
     for name, value in decoded(_FIELDS, body).items():
@@ -225,7 +238,7 @@ def parse(
         echoes = tuple(texts) if fields.echo else ()
         return _completion(
             fields, text, served, prompts, echoes, seed, longest=("max_tokens", fields.max_tokens), chat=False,
-            logprobs=logprobs, top_logprobs=top_logprobs, enable_hisparse=enable_hisparse,
+            logprobs=logprobs, top_logprobs=top_logprobs, defaults=defaults,
         )  # fmt: skip
     fields = decoded(_CHAT, body)
     if fields.top_logprobs and not fields.logprobs:
@@ -235,7 +248,7 @@ def parse(
     return _completion(
         fields, text, served, [_packed("messages", prompt, text)], (), seed, chat=True,
         longest=("max_tokens", fields.max_tokens) if longest[1] is None else longest,
-        logprobs=bool(fields.logprobs), top_logprobs=fields.top_logprobs or 0, enable_hisparse=enable_hisparse,
+        logprobs=bool(fields.logprobs), top_logprobs=fields.top_logprobs or 0, defaults=defaults,
     )  # fmt: skip
 
 
@@ -260,8 +273,9 @@ def _with_half_a_character(body: bytes) -> str | None:
     if b"\\u" not in body or len(body) > _NAMED_BYTES_MAX:
         return None
     try:
-        fields = json.loads(body)
-        for name, value in fields.items() if isinstance(fields, dict) else ():
+        content: object = json.loads(body)
+        fields = cast("dict[str, object]", content if isinstance(content, dict) else {})
+        for name, value in fields.items():
             try:
                 json.dumps(value, ensure_ascii=False).encode()
             except UnicodeEncodeError:
@@ -352,7 +366,7 @@ def _completion(
     longest: tuple[str, int | None],
     logprobs: bool,
     top_logprobs: int,
-    enable_hisparse: bool,
+    defaults: RequestDefaults,
 ) -> Completion:
     """`longest`: the field that bounds an answer's tokens, and its value."""
     n, stream = fields.n or 1, bool(fields.stream)
@@ -372,7 +386,8 @@ def _completion(
                 fields, _answer_tokens(prompt, longest, context, chat=chat), seed + at, biases, logprobs, top_logprobs
             ),
             model=fields.model or None,
-            enable_hisparse=enable_hisparse if fields.enable_hisparse is None else fields.enable_hisparse,
+            enable_hisparse=defaults.enable_hisparse if fields.enable_hisparse is None else fields.enable_hisparse,
+            enable_resume=defaults.enable_resume if fields.enable_resume is None else fields.enable_resume,
             salt=salt,
         )
         for prompt in prompts

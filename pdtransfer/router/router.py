@@ -38,7 +38,7 @@ from .answering import GrowingAnswer, Reply
 from .answers import AnswerForm, error, model_object, models, usage_of
 from .client_guard import ClientGuard
 from .client_request import ClientRequest
-from .completions import BadRequestError, Completion, detokenized, parse, tokenized
+from .completions import BadRequestError, Completion, RequestDefaults, detokenized, parse, tokenized
 from .fleet_changes import FleetChanges
 from .fleet_status import fleet_status, rooms_by_progress, worker_status
 from .model_text import load_text
@@ -64,6 +64,7 @@ class Router:
     def __init__(self, config: RouterConfig, spans: Spans | None = None, ended: EndedRequests | None = None) -> None:
         """`ended` gets a record of each room, and of each request to generate, at its end."""
         self._config, self._spans, self._ended = config, spans, ended or EndedRequests()
+        self._defaults = RequestDefaults(enable_hisparse=config.enable_hisparse, enable_resume=config.enable_resume)
         self._text = load_text(config.model)
         self._loop = asyncio.get_running_loop()
         self.incarnation = secrets.randbits(64)
@@ -286,12 +287,10 @@ class Router:
     async def _answer(self, http: web.Request, client: ClientRequest) -> web.StreamResponse:
         try:
             chat, seed = http.path == "/v1/chat/completions", secrets.randbits(63)
-            hisparse, served = self._config.enable_hisparse, self._served()
+            served = self._served()
             parsed = await self.open_requests.parsed(
                 http,
-                lambda body: parse(
-                    body, seed=seed, chat=chat, text=self._text, served=served, enable_hisparse=hisparse
-                ),
+                lambda body: parse(body, seed=seed, chat=chat, text=self._text, served=served, defaults=self._defaults),
             )
             completion = self._of_one_model(parsed).of_request(client.request_id, client.traceparent)
             client.model, client.stream = completion.model or "", completion.stream

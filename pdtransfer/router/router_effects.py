@@ -47,6 +47,7 @@ class Finish:
     decode_node: str
     prefill_node: str
     enable_hisparse: bool = False  # how it was decoded
+    resumptions: int = 0  # rooms that went on with the answer after its first
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,15 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """The request's room failed, and it has another one from now on; fields as in Fail."""
+    """The request's room failed, and it has another one from now on; fields as in Fail. `resumed`: tokens had been
+    delivered, and that room goes on after them."""
 
     request: int
     cause: Cause
     detail: str
     next_room: int
+    next_prompt_tokens: int
+    resumed: bool
     prefill_node: str
     decode_node: str
     prefill: End | None

@@ -97,6 +97,9 @@ class RouterMetrics(Collector):
             "pdtransfer_rooms", "Rooms that have not ended on both workers", self._routing.room_count
         )
         yield CounterMetricFamily("pdtransfer_retries", "Rooms prefilled again after a failure", self._routing.retries)
+        yield CounterMetricFamily(
+            "pdtransfer_resumptions", "Answers that went on in another room after a failure", self._routing.resumptions
+        )
         placed = self._routing.prefix_tokens
         yield CounterMetricFamily(
             "pdtransfer_prefix_placed_tokens", "Prompt tokens placed where they were cached", placed

@@ -1,7 +1,8 @@
 """The router's core, sans I/O: each request gets a room on two workers, is streamed in order, and ends once.
 
 A request is identified by the id of its first room. A room that fails before its first token is prefilled again once,
-under a new id. Messages about unknown rooms are answered with Cancel or Ended and otherwise ignored.
+under a new id. One that fails later is resumed, if the request allows it: another room goes on after the tokens that
+were delivered. Messages about unknown rooms are answered with Cancel or Ended and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ..errors import SUCCESSES, Cause, RemoteProtocolError
 from ..handoff.effects import Send
 from ..handoff.states import step
 from ..handoff.timers import Timers, backoff_ms
-from ..limits import TEXT_LENGTH_MAX, Limits
+from ..limits import RESUMPTIONS_MAX, TEXT_LENGTH_MAX, Limits
 from ..wire import (
     Begin,
     Begun,
@@ -48,6 +49,7 @@ from .router_effects import (
 from .router_rooms import (
     LEG,
     ROUTER_ROOM,
+    AnswerSoFar,
     CompletionRequest,
     Leg,
     LegEvent,
@@ -79,7 +81,7 @@ class Routing:
         self._requests: dict[int, RoutedRoom] = {}  # by request id: the room that may still answer
         self._timers: Timers[tuple[str, int]] = Timers()
         self._draining = False
-        self.retries = 0
+        self.retries = self.resumptions = 0
         self.prefix_tokens = 0  # prompt tokens placed where they were cached
 
     @property
@@ -120,7 +122,8 @@ class Routing:
             if pair.retry_ms is None:
                 return Refusal(Cause.PEER_LOST, pair.detail, 503, self._limits.resend_ms_max)
             return Refusal(Cause.FULL, pair.detail, 429, pair.retry_ms)
-        room = self._open(request, pair, None, now + self._limits.room_deadline_ms / 1e3, now)
+        so_far = AnswerSoFar(request) if request.enable_resume else None
+        room = self._open(request, pair, None, so_far, now + self._limits.room_deadline_ms / 1e3, now)
         return Accepted(room.request_id, self._take())
 
     def cancel(self, request: int, now: float) -> list[RoutingEffect]:
@@ -208,7 +211,13 @@ class Routing:
         return self._take()
 
     def _open(
-        self, request: CompletionRequest, pair: WorkerPair, request_id: int | None, deadline: float, now: float
+        self,
+        request: CompletionRequest,
+        pair: WorkerPair,
+        request_id: int | None,
+        so_far: AnswerSoFar | None,
+        deadline: float,
+        now: float,
     ) -> RoutedRoom:
         room_id = self._mint()
         while room_id in self._rooms or room_id in self._requests:
@@ -227,7 +236,9 @@ class Routing:
             )  # fmt: skip
             legs.append(RoomLeg(worker, begin, node))
         first = room_id if request_id is None else request_id
-        room = RoutedRoom(room_id, first, request, legs[0], legs[1], deadline, retried=request_id is not None)
+        repeats = None if so_far is None else so_far.repeated
+        retried = request_id is not None
+        room = RoutedRoom(room_id, first, request, legs[0], legs[1], deadline, retried, so_far, repeats)
         self._rooms[room_id] = self._requests[first] = room
         self.prefix_tokens += self.workers.begin(pair, room_id, _routed(request))
         self._timers.set(("deadline", room_id), deadline)
@@ -258,11 +269,20 @@ class Routing:
             return
         if message.first <= room.received < upto:
             known = room.received - message.first
+            if room.received == 0 and room.repeats is not None:
+                if (first := int(ids[0])) != room.repeats:
+                    text = f"{leg.node}: cannot resume: it picks {first} where {room.repeats} was delivered"
+                    self._fail(room, (leg.worker,), Cause.ENGINE, text, 0, now)
+                    return
+                known = 1
             new_ids: list[int] = ids[known:].tolist()
             logprobs = message.logprobs[known * logprob_bytes(sampling) :]
             room.received = upto
             room.deadline = now + self._limits.room_deadline_ms / 1e3
-            self._effects.append(Emit(room.request_id, new_ids, logprobs))
+            if new_ids:
+                self._effects.append(Emit(room.request_id, new_ids, logprobs))
+                if room.so_far is not None:
+                    room.so_far.add(new_ids)
         # After a gap nothing is kept: the missing tokens are repeated, and these with them.
         self._effects.append(Send(leg.worker.peer, TokensAcked(room.id, room.received)))
         if leg.pending_end is not None and room.received >= leg.pending_end.tokens:
@@ -333,7 +353,9 @@ class Routing:
     def _finish(self, room: RoutedRoom, decode: End | None, prefill: End | None) -> None:
         del self._requests[room.request_id]
         nodes = room.decode.node, room.prefill.node
-        self._effects.append(Finish(room.request_id, room.id, decode, prefill, *nodes, room.request.enable_hisparse))
+        resumptions = 0 if room.so_far is None else room.so_far.resumptions
+        sparse = room.request.enable_hisparse
+        self._effects.append(Finish(room.request_id, room.id, decode, prefill, *nodes, sparse, resumptions))
 
     def _end_on_workers(self, room: RoutedRoom, event: RouterEvent, cause: Cause, now: float) -> None:
         """Ends the room for its client, and cancels it on the workers that have not ended it."""
@@ -354,10 +376,20 @@ class Routing:
         retry = self._retry(room, blamed, cause, now)
         self._end_on_workers(room, RouterEvent.FAIL, cause, now)
         if retry is not None:
-            self.retries += 1
-            again = self._open(*retry, room.request_id, room.deadline, now)
-            self._effects.append(Retry(room.request_id, cause, detail, again.id, *_of_legs(room)))
+            resumed = room.so_far is not None and room.so_far.repeated is not None
+            if room.so_far is not None and resumed:
+                self.resumptions += 1
+                room.so_far.resumptions += 1
+                if cause is not Cause.REFUSED:
+                    room.so_far.lost = cause, detail
+            else:
+                self.retries += 1
+            again = self._open(*retry, room.request_id, room.so_far, room.deadline, now)
+            tokens = len(again.request.prompt) // 4
+            self._effects.append(Retry(room.request_id, cause, detail, again.id, tokens, resumed, *_of_legs(room)))
         else:
+            if cause is Cause.REFUSED and room.so_far is not None and room.so_far.lost is not None:
+                cause, detail = room.so_far.lost[0], f"{room.so_far.lost[1]}; it was not resumed: {detail}"
             del self._requests[room.request_id]
             self._effects.append(Fail(room.request_id, cause, detail, STATUSES[cause], retry_ms, *_of_legs(room)))
 
@@ -366,15 +398,22 @@ class Routing:
     ) -> tuple[CompletionRequest, WorkerPair] | None:
         """Returns the request and pair for a retry, or None. Never retries a refusing pair or a full worker; retries
         densely what every worker capable of HiSparse refused."""
-        if room.retried or room.received or cause in FINAL_CAUSES or self._draining:
+        if cause in FINAL_CAUSES or self._draining:
             return None
-        request, pair = self._choose(room.request, blamed, now)
+        asked, so_far = room.request, room.so_far
+        if so_far is not None and so_far.repeated is not None:
+            if so_far.resumptions == RESUMPTIONS_MAX:
+                return None
+            asked = so_far.rest(enable_hisparse=asked.enable_hisparse)
+        elif room.retried or room.received:
+            return None
+        request, pair = self._choose(asked, blamed, now)
         if isinstance(pair, NoPair):
             return None
         again = pair.prefill in blamed, pair.decode in blamed
         if cause is Cause.REFUSED and all(again):
             if not request.enable_hisparse:
-                return None if room.request == request else (request, pair)
+                return None if asked == request else (request, pair)
             request = dense(request)
             pair = self._pair(request, blamed, now)
             return None if isinstance(pair, NoPair) else (request, pair)

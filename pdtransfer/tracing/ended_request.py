@@ -88,6 +88,7 @@ class EndedRequest:
     status: int | None = None  # scope "request": of the answer; 499 for a client that left
     detail: str = ""  # for people
     retried: bool = False  # scope "room": another attempt follows; "request": there was one
+    resumptions: int = 0  # attempts that went on after tokens had been delivered, this one included
     stream: bool = False
     enable_hisparse: bool = False
     ended_unix_s: float = 0.0  # wall clock: to place it, not to compute with

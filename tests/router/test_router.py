@@ -54,6 +54,7 @@ def test_a_completion_carries_its_usage_and_the_extension() -> None:
                 "prefill": "p0",
                 "decode": "d0",
                 "enable_hisparse": False,
+                "resumptions": 0,
             }
             begin = it.decode[0].begun[0]
             assert (begin.sampling.temperature, begin.sampling.seed, begin.sampling.top_p) == (0.0, 5, 1.0)

@@ -53,14 +53,15 @@ def test_every_request_finishes_on_a_network_that_only_loses_repeats_and_reorder
         world.check_quiet()
 
 
-def storm(seed: int) -> World:
+def storm(seed: int, *, resume: bool = False) -> World:
     """All faults at once, then a repaired network."""
     net = Net(drop=0.15, duplicate=0.15, delay_s=(0.001, 0.25))
     world = World(seed, net=net, faults=Faults(fail=0.1, full=0.05))
     world.run(2)
     for step in range(12):
         for i in range(2):
-            label = world.submit(request(step * 10 + i, max_tokens=world.random.choice((1, 3, 20))))
+            sampling = Sampling(world.random.choice((1, 3, 20)), temperature=1.0)
+            label = world.submit(request(step * 10 + i, sampling=sampling, enable_resume=resume))
             if isinstance(label, int) and world.random.random() < 0.15:
                 wait = world.random.uniform(0, 1.5)
                 world.at(world.now + wait, lambda each=label: world.perform(world.routing.cancel(each, world.now)))
@@ -94,6 +95,21 @@ def test_every_request_ends_once_and_nothing_is_left_after_a_storm(first: int) -
         finished += sum(isinstance(end, Finish) for end in world.ends.values())
         failed += sum(isinstance(end, Fail) for end in world.ends.values())
     assert finished > failed, "most requests survive"
+
+
+@pytest.mark.slow
+def test_answers_are_resumed_in_a_storm_and_none_has_a_token_twice_or_lacks_one() -> None:
+    ends, resumptions = list[Finish | Fail](), 0
+    for seed in range(20):
+        try:
+            world = storm(seed, resume=True)
+            world.check_quiet()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        ends += world.ends.values()
+        resumptions += world.routing.resumptions
+    assert resumptions
+    assert any(isinstance(end, Finish) and end.resumptions for end in ends)
 
 
 # Placement

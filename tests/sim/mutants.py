@@ -69,6 +69,7 @@ MUTANTS: dict[str, Mutant] = {
     "a gap in Tokens unheeded": Mutant(requests.gap_in_tokens_unheeded, "fleet", 6),
     "End before its Tokens": Mutant(requests.end_before_its_tokens, "fleet", 6),
     "retried after a token": Mutant(requests.retried_after_a_token, "fleet", 15),
+    "resumed with a token twice": Mutant(requests.resumed_with_a_token_twice, "fleet", 36),
     "the other side not cancelled": Mutant(requests.other_side_not_cancelled, "fleet", 6),
     "a worker's restart unnoticed": Mutant(requests.restart_of_a_worker_unnoticed, "fleet", 9),
     "granted before it is ready": Mutant(rows.granted_before_it_is_ready, "growing", 3),

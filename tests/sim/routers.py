@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def answer(begin: Begin) -> list[int]:
     """What every decode generates from this prompt."""
-    first = int(unpack_ids("prompt", begin.prompt)[0])
-    return [first * 31 + place * 7 for place in range(begin.sampling.max_tokens)]
+    first, before = int(unpack_ids("prompt", begin.prompt)[0]), begin.sampling.generated
+    return [first * 31 + place * 7 for place in range(before, before + begin.sampling.max_tokens)]
 
 
 class Client:
@@ -86,7 +86,9 @@ class RouterNode(Process):
         self.later(0.0, lambda: self.perform(self.core.start(self.clock)))
 
     def submit(self, client: Client) -> None:
-        request = CompletionRequest(prompt=client.prompt, sampling=Sampling(client.max_tokens))
+        resumed = client.number % 3 == 0
+        sampling = Sampling(client.max_tokens, temperature=1.0)  # each room has to know what was generated before it
+        request = CompletionRequest(prompt=client.prompt, sampling=sampling, enable_resume=resumed)
         taken = self.core.submit(request, self.clock)
         if isinstance(taken, Refusal):
             client.over(f"refused {taken.status}")
@@ -118,7 +120,8 @@ class RouterNode(Process):
                         world.fail(f"request {self.clients[label].number} is lost: {cause} {detail}")
                     self.clients[label].over(f"failed {cause}")
         world.seen["retries"] += self.core.retries - getattr(self, "_retries", 0)
-        self._retries = self.core.retries
+        world.seen["resumptions"] += self.core.resumptions - getattr(self, "_resumptions", 0)
+        self._retries, self._resumptions = self.core.retries, self.core.resumptions
         self.alarm.arm()
 
     def receive(self, source: str, message: Message) -> None:
@@ -132,7 +135,7 @@ class RouterNode(Process):
         world.log(f"{self.name} is killed")
         world.seen["router kills"] += 1
         self.die()
-        self._retries = 0
+        self._retries = self._resumptions = 0
         for client in self.asked:
             if not client.end:
                 client.over("its router died")

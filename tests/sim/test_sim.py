@@ -104,7 +104,7 @@ def test_worlds_show_what_they_are_for() -> None:
         "pieces by orphans", "pieces after the room failed", "repeated ends", "Landed that met an Abort",
         "Abort before its Grant", "Abort after the end", "Grant after the end", "Grant after the end was acknowledged",
         "partitions", "one-way partitions", "messages held at a cut", "cells that the engine forgets",
-        "Failed before its writing has ended", "router kills", "rooms of dead routers", "retries",
+        "Failed before its writing has ended", "router kills", "rooms of dead routers", "retries", "resumptions",
         "tokens shared", "blocks evicted", "rooms with a rank left out", "decode nodes that stay away",
         "fences of who stays away", "grants that waited for memory", "grants read back",
         "grants read back after the room failed", "rooms with a corrupted row",

@@ -28,8 +28,9 @@ LOAD = Load(True, False, 0, 0, 10_000, 10_000)
 
 def generated(begin: Begin) -> list[int]:
     """The prompt backwards, again and again."""
-    prompt = unpack_ids("prompt", begin.prompt).tolist()[::-1]
-    return [prompt[place % len(prompt)] for place in range(begin.sampling.max_tokens)]
+    ids, before = unpack_ids("prompt", begin.prompt).tolist(), begin.sampling.generated
+    prompt = ids[: len(ids) - before][::-1]
+    return [prompt[place % len(prompt)] for place in range(before, before + begin.sampling.max_tokens)]
 
 
 def scored(begin: Begin, ids: list[int]) -> bytes:

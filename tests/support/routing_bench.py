@@ -43,14 +43,14 @@ class Bench:
         self.effects = taken.effects if isinstance(taken, Accepted) else []
         return taken
 
-    def wait(self, seconds: float) -> list:
-        """Advances time, while every connected worker answers its Pings."""
+    def wait(self, seconds: float, *, silent: str = "") -> list:
+        """Advances time, while every connected worker but the silent one answers its Pings."""
         end, self.effects = self.now + seconds, []
         while (when := self.routing.next_tick()) is not None and when <= end:
             self.now = when
             for effect in self.routing.tick(self.now):
                 self.effects.append(effect)
-                if isinstance(effect, Send) and isinstance(effect.message, Ping):
+                if isinstance(effect, Send) and isinstance(effect.message, Ping) and effect.peer != silent:
                     self.effects += self.routing.receive(effect.peer, Pong(1), self.now)
         self.now = end
         return self.effects

@@ -30,15 +30,18 @@ def identity(
     return Identity(node, role, incarnation, Ranks(), model, weights, 256, context_tokens=context_tokens)
 
 
-def request(first: int = 7, *, length: int = 5, max_tokens: int = 12, **more) -> CompletionRequest:
+def request(
+    first: int = 7, *, length: int = 5, max_tokens: int = 12, sampling: Sampling | None = None, **more
+) -> CompletionRequest:
     ids = np.arange(first, first + length)
-    return CompletionRequest(prompt=pack_ids(ids), sampling=Sampling(max_tokens), **more)
+    return CompletionRequest(prompt=pack_ids(ids), sampling=sampling or Sampling(max_tokens), **more)
 
 
-def answer(prompt: bytes, count: int) -> list[int]:
-    """What every fake decode generates from a prompt."""
-    seed = int(unpack_ids("prompt", prompt).sum())
-    return [(seed * 31 + place * 7) % 300 for place in range(count)]
+def answer(asked: Begin | CompletionRequest) -> list[int]:
+    """What every fake decode generates for this prompt."""
+    ids, before = unpack_ids("prompt", asked.prompt), asked.sampling.generated
+    seed = int(ids[: len(ids) - before].sum())
+    return [(seed * 31 + place * 7) % 300 for place in range(before, before + asked.sampling.max_tokens)]
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class Daemon:
         if begin.room not in self.world.landed:
             self.later(lambda: self.generate(begin, done))
             return
-        ids = answer(begin.prompt, begin.sampling.max_tokens)
+        ids = answer(begin)
         upto = min(len(ids), done + self.world.random.randint(1, 4))
         self.perform(self.service.tokens(begin.room, ids[done:upto], self.world.now))
         if upto == len(ids):
@@ -202,15 +205,14 @@ class World:
                     assert label in self.requests
                     assert label not in self.ends, "tokens after the end"
                     self.tokens[label] += ids
-                    wanted = self.requests[label]
-                    whole = answer(wanted.prompt, wanted.sampling.max_tokens)
+                    whole = answer(self.requests[label])
                     assert self.tokens[label] == whole[: len(self.tokens[label])]
                 case Finish(label) | Fail(label):
                     assert label in self.requests
                     assert label not in self.ends, "answered twice"
                     self.ends[label] = effect
                     if isinstance(effect, Finish):
-                        assert len(self.tokens[label]) == effect.decode.tokens
+                        assert effect.resumptions or len(self.tokens[label]) == effect.decode.tokens
                         assert len(self.tokens[label]) == self.requests[label].sampling.max_tokens
 
     def carry(self, daemon: Daemon, message: Message, *, to_router: bool) -> None:

@@ -20,7 +20,7 @@ _KEY = "bB<^>b]T&ncT)k#p?RRdw@gKR9<g&@=K7ynK0gc5"  # a Z85 key may hold an @ its
 _TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 _DIGEST = bytes(range(64, 96))
 _SAMPLING = [
-    128, 0.7, 0.95, 42, True, 40, 0.05, 1.0, -0.5, 1.25, 4, bytes.fromhex("410000000000c8c2"), True, 1,
+    128, 0.7, 0.95, 42, True, 40, 0.05, 1.0, -0.5, 1.25, 4, bytes.fromhex("410000000000c8c2"), True, 1, 1,
 ]  # fmt: skip
 # Two tokens, with one alternative each: -0.5 and id 65 with -0.5, -2.0 and id 67 with -0.25.
 _LOGPROBS = bytes.fromhex("000000bf 41000000 000000bf 000000c0 43000000 000080be")

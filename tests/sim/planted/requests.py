@@ -65,6 +65,18 @@ def retried_after_a_token(patch: Patch) -> None:
     patch(Routing, "_retry", again)
 
 
+def resumed_with_a_token_twice(patch: Patch) -> None:
+    """A room that goes on with an answer passes on the token that it picks again."""
+    begin = Routing._open
+
+    def careless(self: Routing, *args: Any) -> Any:
+        room = begin(self, *args)
+        room.repeats = None
+        return room
+
+    patch(Routing, "_open", careless)
+
+
 def other_side_not_cancelled(patch: Patch) -> None:
     """When a room fails on one worker, the other is left to find out."""
     repeat = Routing._repeat

@@ -13,7 +13,7 @@ from pdtransfer.errors import Cause
 from pdtransfer.limits import PROMPT_BYTES_MAX, RESUMPTIONS_MAX
 from pdtransfer.router.router_effects import Emit, Fail, Finish, Retry
 from pdtransfer.wire import Begin, Cancel, End, Logprobs, Sampling, Tokens, pack_ids, unpack_ids
-from tests.support.router_site import site
+from tests.support.router_site import Site, site
 from tests.support.routing_bench import D2, LOAD, P2, Bench, D, P
 from tests.support.routing_world import LIMITS
 from tests.support.waiting import run_on_loop, until
@@ -34,7 +34,7 @@ def delivered(bench: Bench, *ids: int, room: int = 1, peer: str = D) -> None:
 
 
 def prefill_of(bench: Bench, room: int) -> str:
-    return bench.routing._rooms[room].prefill.worker.peer
+    return next(each.prefill.worker.peer for each in bench.routing.rooms if each.id == room)
 
 
 @pytest.mark.parametrize("how", ["silent", "new process", "shutdown", "engine", "transfer"])
@@ -171,7 +171,7 @@ def test_without_another_decode_the_answer_fails_and_the_dead_one_is_not_asked()
 def test_an_answer_that_no_prompt_could_hold_is_not_kept() -> None:
     bench = resumable(Sampling(12), length=PROMPT_BYTES_MAX // 4 - 2)
     delivered(bench, 21, 22)
-    room = bench.routing._rooms[1]
+    (room,) = bench.routing.rooms
     assert len(room.so_far.ids) == 8
     bench.hear(D, Tokens(1, 2, pack_ids([23])), End(1, "engine", "", 3))
     assert not room.so_far.ids
@@ -199,6 +199,10 @@ def test_a_resumption_that_is_refused_fails_for_the_reason_of_the_loss() -> None
 ASKED = {"prompt": "abcde", "max_tokens": 16, "seed": 3, "logprobs": 1, "enable_resume": True}
 
 
+def tokens_of(it: Site) -> float | None:
+    return it.router.metrics.registry.get_sample_value("pdtransfer_generated_tokens_total", {"model": "m"})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_gets_one_answer_whose_usage_counts_it_once(stream: bool) -> None:
     async def case() -> None:
@@ -210,7 +214,7 @@ def test_a_client_gets_one_answer_whose_usage_counts_it_once(stream: bool) -> No
                 decode.begun.clear()
             more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
             asked = asyncio.create_task(it.http.post(it.url + "/v1/completions", json=ASKED | more))
-            await until(lambda: it.router.metrics.of("m").generated_tokens._value.get() == 16 + 3)
+            await until(lambda: tokens_of(it) == 16 + 3)
             first, second = it.decode if it.decode[0].begun else it.decode[::-1]
             first.failure = "peer_lost"
             for decode in it.decode:
@@ -268,7 +272,7 @@ def test_a_stop_string_may_lie_across_the_loss() -> None:
                 decode.piece = 2
             body = {"prompt": "abcde", "max_tokens": 16, "stop": "cba", "enable_resume": True}
             asked = asyncio.create_task(it.post(**body))
-            await until(lambda: it.router.metrics.of("m").generated_tokens._value.get() == 2)
+            await until(lambda: tokens_of(it) == 2)
             first = it.decode[0] if it.decode[0].begun else it.decode[1]
             first.failure = "peer_lost"
             for decode in it.decode:

@@ -33,7 +33,7 @@ RUN python3 -m venv /opt/pdtransfer \
             && ./pip uninstall --yes uv)) \
     && ./python -c "import tomllib; project = tomllib.load(open('/wheels/pyproject.toml', 'rb'))['project']; \
         extras = project['optional-dependencies']; \
-        print(*project['dependencies'], *extras['daemons'], *extras['mooncake'], *(each for each in extras['otel'] if 'pdtransfer' not in each), sep='\n')" >/wheels/needed \
+        print(*project['dependencies'], *extras['daemons'], *extras['mooncake'], *(each for each in extras['otel'] + extras['dns'] if 'pdtransfer' not in each), sep='\n')" >/wheels/needed \
     && (./pip install --no-index "$torch" -r /wheels/needed || ./pip install "$torch" -r /wheels/needed) \
     && (./pip install --no-index --target /builder hatchling || ./pip install --target /builder hatchling) \
     # What only builds and tests of others need.

@@ -361,6 +361,17 @@ class RouterConfig(NodeConfig):
     workers_file: Annotated[
         Path | None, _help("More workers, a line each: prefill or decode, and its endpoint. Changes count at once.")
     ] = None
+    prefill_dns: Annotated[
+        tuple[str, ...],
+        _help("Prefill workers by DNS, dns://NAME:PORT or srv://NAME; may be repeated; needs pip install '.[dns]'."),
+    ] = ()
+    decode_dns: Annotated[
+        tuple[str, ...],
+        _help("Decode workers by DNS, dns://NAME:PORT or srv://NAME; may be repeated; needs pip install '.[dns]'."),
+    ] = ()
+    dns_server: Annotated[
+        str, _help("The resolver that is asked, address or address:port; by default those of this host.")
+    ] = ""
     admin: Annotated[str, _help("Where workers are added, drained and removed at run time; empty for nowhere.")] = ""
     admin_token: Annotated[Path | None, _help("The file of the token that the admin API asks for.")] = None
     model: Annotated[
@@ -410,6 +421,11 @@ class RouterConfig(NodeConfig):
     def relays(self) -> bool:
         """Whether the workers are HTTP servers, to which requests are passed on."""
         return self.engine in HTTP_ENGINES
+
+    @property
+    def finds_workers(self) -> bool:
+        """Whether workers may come that no flag names."""
+        return self.workers_file is not None or bool(self.admin or self.prefill_dns or self.decode_dns)
 
     def check_worker(self, name: str, value: str) -> None:
         """Raises ConfigError for a worker that this router may not dial; `name` is where it was given."""

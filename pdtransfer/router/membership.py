@@ -11,6 +11,7 @@ from ..config.config import RouterConfig
 from ..errors import ConfigError, WorldError
 from ..limits import WORKERS_MAX
 from ..wire import split_key
+from .dns_workers import Found
 from .pool_worker import Role
 from .status import WorkerStatus
 
@@ -72,6 +73,19 @@ class Membership:
         if role not in ROLES:
             raise ConfigError(f"role = {role!r}: must be prefill or decode")
         self._config.check_worker(role, address)
+
+    def checked(self, source: str, found: Found) -> Found:
+        """Those that may be added, and why the others may not. It may wait for the resolver of names: a worker that the
+        source has brought already is not checked again."""
+        known, may = self._followed.get(source, {}), Found(refused=list(found.refused))
+        for address, role in found.workers.items():
+            try:
+                if known.get(address) != role:
+                    self.check(role, address)
+                may.workers[address] = role
+            except ConfigError as error:
+                may.refused.append(str(error))
+        return may
 
     def find(self, name: str) -> str:
         """Returns the address of the one worker with this address, with or without its key, or of this node. Raises

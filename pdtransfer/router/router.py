@@ -447,7 +447,7 @@ async def _run_until_stopped(config: RouterConfig, spans: Spans | None, ended: E
         reload_on_hangup(*router.reloads)
         log.info("%s listens on %s", config.node, address)
         for role, endpoints in (("prefill", config.prefill), ("decode", config.decode)):
-            if not endpoints and config.workers_file is None and not config.admin:
+            if not endpoints and not config.finds_workers:
                 form = "http" if config.relays else "tcp"
                 log.warning("no request can be served: name a %s worker with --%s %s://host:port", role, role, form)
         if config.json:

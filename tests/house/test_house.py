@@ -75,6 +75,7 @@ def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path)
         "cuda",
         "daemons",
         "dev",
+        "dns",
         "mooncake",
         "otel",
         "reference",
@@ -112,7 +113,7 @@ def test_the_base_install_has_what_the_clients_need_and_no_other_package() -> No
     extra = PYPROJECT["project"]["optional-dependencies"]["daemons"]
     imported = {re.match(r"[\w-]+", each)[0].replace("-", "_") for each in extra}
     imported = imported - {"python_json_logger"} | {"pythonjsonlogger"}  # as it is imported
-    assert imported | {"opentelemetry"} == set(daemons)
+    assert imported | {"opentelemetry", "dns"} == set(daemons)
 
 
 def test_set_up_and_image_fetch_the_torch_that_the_package_asks_for() -> None:

@@ -46,6 +46,19 @@ async def test_with_keys_a_peer_is_the_allow_lists_name_whatever_its_hello_says(
 
 
 @on_loop
+async def test_the_address_of_a_peer_is_that_of_its_connection_and_none_once_it_has_none() -> None:
+    p, d = pair(), pair()
+    async with Node("p", p, {"decode-7": d}) as prefill:
+        async with Node("d", d, {"prefill-1": p}) as decode_node:
+            peer = await decode_node.meet(f"{p.public}@{await prefill.bus.bind('tcp://127.0.0.2:0')}", "d")
+            await decode_node.ping(peer, 1)
+            assert decode_node.reached == [(peer, "127.0.0.2")]
+            assert prefill.reached == [("key:decode-7", "127.0.0.1")], "the kernel's word, at the peer's Hello"
+            assert prefill.bus.address_of("key:another") == decode_node.bus.address_of("key:another") == ""
+        await until(lambda: prefill.bus.address_of("key:decode-7") == "")
+
+
+@on_loop
 async def test_the_largest_frame_of_the_protocol_passes_encrypted() -> None:
     p, d = pair(), pair()
     part = Part(0, 0, 1, b"\1" * (1 << 20))

@@ -43,7 +43,11 @@ class Node:
         names = None if allowed is None else AllowList({pair.public: name for name, pair in allowed.items()})
         self.heard: list[tuple[str, Message]] = []
         self.refusals: list[tuple[str, RemoteProtocolError]] = []
-        self.bus = Bus(node=name, keys=keys, allowed=names, receive=self.receive, refused=self.refused, limits=limits)
+        self.reached: list[tuple[str, str]] = []  # who connected, and from where
+        self.bus = Bus(
+            node=name, keys=keys, allowed=names, receive=self.receive, refused=self.refused, limits=limits,
+            reached=lambda peer: self.reached.append((peer, self.bus.address_of(peer))),
+        )  # fmt: skip
 
     def receive(self, peer: str, message: Message) -> None:
         self.heard.append((peer, message))

@@ -88,6 +88,7 @@ class Keeper:
         try:
             packet = self._pipe.recv(child.PACKET_BYTES)
         except OSError as error:
+            self.process.kill()  # a late answer would be taken for the next one's
             raise TransportError(f"the firewall's process does not answer: {error}") from None
         if not packet:
             raise TransportError("the firewall's process has ended")

@@ -10,6 +10,7 @@ import pytest
 
 from pdtransfer.errors import TransportError
 from pdtransfer.memory.arena_memory import ArenaMemory
+from pdtransfer.transports import select
 from pdtransfer.transports.firewall import Firewall, Guarded
 from pdtransfer.transports.mooncake.arena import MooncakeArena
 from pdtransfer.transports.mooncake.settings import why_not
@@ -77,3 +78,22 @@ async def test_an_engine_whose_ports_cannot_be_guarded_is_killed() -> None:
         with pytest.raises(TransportError, match="the firewall's process has ended"):
             await owner.offer(SESSION)
         await until(lambda: sessions_of(owner)[SESSION].process.dead)
+
+
+def test_a_writer_that_dials_another_address_than_the_bus_shows_may_come_from_another_network() -> None:
+    endpoint = "tcp://127.0.0.1:7101"
+    assert select._elsewhere(endpoint, "127.0.0.1") == ""
+    assert "--firewall-admit" in select._elsewhere(endpoint, "127.0.0.9")
+    assert "cannot be held against" in select._elsewhere(endpoint, "no-such-host.invalid")
+
+
+@on_loop
+async def test_ports_of_a_spared_session_stay_open_and_are_reported() -> None:
+    firewall = Firewall("t")
+    firewall.expect(1, "key:p", spared="another network")
+    guarded = await firewall.guard(1, [21_000], lambda: None)
+    guarded.release()
+    assert firewall.keeper is None, "no rule was set"
+    assert firewall.report == {"state": "on", "table": "t", "admits": [], "open_to_all": ["another network"]}
+    firewall.forget(1)
+    assert "open_to_all" not in firewall.report

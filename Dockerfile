@@ -1,64 +1,73 @@
-# pdtransfer in a container: CPU by default, no user but its own. deploy/README.md says what to give it, and has the fleet.
-#   docker build -t pdtransfer .
-#   docker build -t pdtransfer --build-arg BASE=<an image with CUDA, of Debian or Ubuntu> --build-arg TORCH=cu130 .
+# pdtransfer in containers, for a user of its own. deploy/README.md says what to give them, and has the fleet.
+#   docker build --target router -t pdtransfer-router .     the router: no torch
+#   docker build --target worker -t pdtransfer .            prefill, decode and every other command, with torch for CPUs
+#   docker build --target cuda -t pdtransfer-cuda .         the same on a base with CUDA
 #   docker run --rm --init pdtransfer demo
-# Wheels in build/wheels (tools/wheels puts them there) are taken before any index is asked.
-ARG BASE=python:3.12-slim
+# deploy/locks has the version and the hashes of each package. Wheels in build/wheels (tools/wheels puts them there) are taken
+# before any index is asked.
+ARG BASE=debian:12-slim
+ARG CUDA_BASE=nvidia/cuda:13.0.2-base-ubuntu24.04
 
-FROM ${BASE} AS runtime
-# Python where the base has none, and what Mooncake's wheel is linked to.
-RUN libraries="libibverbs1 ibverbs-providers librdmacm1 libnuma1 libcurl4" \
-    && python=$(command -v python3 >/dev/null || echo python3) \
-    && if [ -n "$python" ] || ! dpkg -s $libraries >/dev/null 2>&1; then \
-        apt-get update && apt-get install -y --no-install-recommends $python $libraries \
-        && apt-get clean && rm -rf /var/lib/apt/lists/*; \
-    fi
-
-FROM runtime AS build
-# Which build of torch: cpu, auto, or one of CUDA's as uv names them.
-ARG TORCH=cpu
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_FIND_LINKS=/wheels
+FROM ${BASE} AS base
+# Python where the base has none.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && apt-get install -y --no-install-recommends ca-certificates $(command -v python3 >/dev/null || echo python3) \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --create-home pdtransfer
+
+FROM base AS build
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends binutils gcc libc6-dev \
         $(python3 -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv) \
     && rm -rf /var/lib/apt/lists/*
+COPY deploy/image/install /build/
+COPY deploy/locks /locks/
+# Builders have an environment of their own; its pip installs into the image's.
+RUN python3 -m venv /builder && python3 -m venv --without-pip /opt/pdtransfer
 COPY pyproject.toml build/wheel[s] /wheels/
-# As in tools/venv: a wheel at hand where there is one, else the build that TORCH names; then the rest, likewise.
-RUN python3 -m venv /opt/pdtransfer \
-    && cd /opt/pdtransfer/bin \
-    && torch="torch>=2.9,<3" \
-    && (./pip install --no-index --no-deps "$torch" \
-        || (./pip install uv \
-            && ./uv pip install --no-cache --python ./python --torch-backend=${TORCH} "$torch" \
-            && ./pip uninstall --yes uv)) \
-    && ./python -c "import tomllib; project = tomllib.load(open('/wheels/pyproject.toml', 'rb'))['project']; \
-        extras = project['optional-dependencies']; \
-        print(*project['dependencies'], *extras['daemons'], *extras['mooncake'], *(each for each in extras['otel'] + extras['dns'] if 'pdtransfer' not in each), sep='\n')" >/wheels/needed \
-    && (./pip install --no-index "$torch" -r /wheels/needed || ./pip install "$torch" -r /wheels/needed) \
-    && (./pip install --no-index --target /builder hatchling || ./pip install --target /builder hatchling) \
-    # What only builds and tests of others need.
-    && cd /opt/pdtransfer/lib/python3*/site-packages \
-    && rm -rf torch/include torch/test torch/share torch/bin/test_* torch/bin/*Test torch/bin/protoc* \
-        mooncake/transfer_engine_bench \
-    && find sympy networkx numpy -type d -name tests -prune -exec rm -rf {} +
+RUN /build/install /builder build
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY kernels kernels
 COPY proto proto
 COPY pdtransfer pdtransfer
-RUN PYTHONPATH=/builder /opt/pdtransfer/bin/pip install --no-index --no-deps --no-build-isolation . \
-    && /opt/pdtransfer/bin/pip uninstall --yes pip setuptools
-# The native copy is compiled here, for any CPU of this architecture, so that the image needs no compiler.
-RUN cd / && PDTRANSFER_CACHE=/var/cache/pdtransfer /opt/pdtransfer/bin/python -c \
-    "import sys; from pdtransfer.kernels import load; native = load(); print(native.text); sys.exit(not native.used)"
+RUN /builder/bin/hatchling build -t wheel -d /dist
 COPY deploy/healthy deploy/fleet-keys /opt/pdtransfer/bin/
+WORKDIR /opt/pdtransfer
 
-FROM runtime
-RUN useradd --uid 10001 --create-home pdtransfer \
-    && install -d -o pdtransfer -g pdtransfer -m 0700 /run/pdtransfer
-COPY --from=build --chown=pdtransfer:pdtransfer /var/cache/pdtransfer /var/cache/pdtransfer
-COPY --from=build /opt/pdtransfer /opt/pdtransfer
-ENV PATH=/opt/pdtransfer/bin:$PATH \
+FROM build AS router-build
+RUN /build/install /opt/pdtransfer router && /build/install /opt/pdtransfer /dist/*.whl
+COPY deploy/image /build/
+RUN /build/finish pdtransfer.router.router
+
+FROM scratch AS router
+COPY --from=router-build /image /
+ENV PATH=/opt/pdtransfer/bin:/usr/bin:/bin PYTHONUNBUFFERED=1
+EXPOSE 8000
+HEALTHCHECK --interval=5s --timeout=3s --retries=3 --start-period=60s CMD ["healthy"]
+USER pdtransfer
+WORKDIR /home/pdtransfer
+ENTRYPOINT ["pdtransfer"]
+CMD ["--help"]
+
+FROM build AS worker-build
+# What Mooncake's wheel is linked to.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers librdmacm1 libnuma1 libcurl4 \
+    && rm -rf /var/lib/apt/lists/*
+RUN /build/install /opt/pdtransfer torch-cpu --index-url https://download.pytorch.org/whl/cpu \
+    && /build/install /opt/pdtransfer worker && /build/install /opt/pdtransfer /dist/*.whl
+# The native copy is compiled here, for any CPU of this architecture, so that the image needs no compiler.
+RUN PDTRANSFER_CACHE=/var/cache/pdtransfer bin/python -B -c \
+        "import sys; from pdtransfer.kernels import load; native = load(); print(native.text); sys.exit(not native.used)" \
+    && chown -R pdtransfer:pdtransfer /var/cache/pdtransfer
+COPY deploy/image /build/
+RUN /build/finish pdtransfer.worker.daemon,pdtransfer.worker.group.gloo,pdtransfer.reference.factory,mooncake.engine \
+        $(dpkg -L ibverbs-providers | grep -E '[.](so|driver)$') $(find /usr/lib -name 'librdmacm.so.1')
+
+FROM scratch AS worker
+COPY --from=worker-build /image /
+ENV PATH=/opt/pdtransfer/bin:/usr/bin:/bin \
     PYTHONUNBUFFERED=1 \
     PDTRANSFER_CACHE=/var/cache/pdtransfer \
     PDTRANSFER_SOCKET_DIRECTORY=/run/pdtransfer
@@ -69,3 +78,51 @@ USER pdtransfer
 WORKDIR /home/pdtransfer
 ENTRYPOINT ["pdtransfer"]
 CMD ["--help"]
+
+FROM ${CUDA_BASE} AS cuda-base
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates $(command -v python3 >/dev/null || echo python3) \
+        libibverbs1 ibverbs-providers librdmacm1 libnuma1 libcurl4 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --create-home pdtransfer \
+    && install -d -o pdtransfer -g pdtransfer -m 0700 /run/pdtransfer
+
+FROM cuda-base AS cuda-build
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+        $(python3 -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv) \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=build /build /build
+COPY --from=build /locks /locks
+COPY --from=build /wheels /wheels
+COPY --from=build /dist /dist
+RUN python3 -m venv /builder && python3 -m venv --without-pip /opt/pdtransfer && /build/install /builder build
+RUN /build/install /opt/pdtransfer cuda && /build/install /opt/pdtransfer /dist/*.whl
+COPY deploy/healthy deploy/fleet-keys /opt/pdtransfer/bin/
+WORKDIR /opt/pdtransfer
+RUN PDTRANSFER_CACHE=/var/cache/pdtransfer bin/python -c \
+        "import sys; from pdtransfer.kernels import load; native = load(); print(native.text); sys.exit(not native.used)" \
+    && /builder/bin/cyclonedx-py environment --output-reproducible --output-format JSON --output-file /sbom.json bin/python \
+    && { bin/python -m compileall -q lib || true; }
+
+FROM cuda-base AS cuda
+COPY --from=cuda-build --chown=pdtransfer:pdtransfer /var/cache/pdtransfer /var/cache/pdtransfer
+COPY --from=cuda-build /opt/pdtransfer /opt/pdtransfer
+COPY --from=cuda-build /sbom.json /build/
+COPY deploy/image/sbom.py /build/
+RUN python3 /build/sbom.py /build/sbom.json && rm -r /build
+ENV PATH=/opt/pdtransfer/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PDTRANSFER_CACHE=/var/cache/pdtransfer \
+    PDTRANSFER_SOCKET_DIRECTORY=/run/pdtransfer \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+EXPOSE 7101 7102 7201 7202 8000
+HEALTHCHECK --interval=5s --timeout=3s --retries=3 --start-period=60s CMD ["healthy"]
+USER pdtransfer
+WORKDIR /home/pdtransfer
+ENTRYPOINT ["pdtransfer"]
+CMD ["--help"]
+
+# Without a target, the worker.
+FROM worker

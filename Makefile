@@ -5,7 +5,7 @@ RUN := .venv/bin/python
 # Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-vllm compose-demo test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench venv venv-vllm venv-sglang clean
+.PHONY: demo demo-vllm compose-demo test test-fast test-optimized test-gpu test-two-gpu test-engines test-vllm test-sglang sanitize check bench locks venv venv-vllm venv-sglang clean
 
 # A small pretrained model answers, which is fetched the first time; ARGS='--model reference' is the one of random weights.
 SPEAKS := $(if $(findstring --model,$(ARGS)),,build/smollm2)
@@ -74,6 +74,10 @@ check: .venv/.stamp
 bench: .venv/.stamp
 	@for part in copy transfer hisparse; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
 	@for part in plan verify prefix bus handoff poll idle load siege faults; do $(RUN) -m benchmarks $$part $(ARGS) || exit 1; done
+
+# What the images install, written anew where pyproject.toml changed; ARGS=--upgrade takes the newest versions.
+locks: .venv/.stamp
+	@tools/locks $(ARGS)
 
 venv: .venv/.stamp
 

@@ -16,7 +16,8 @@ USED = (  # of the host; whatever could change it is one of `commands`, or is no
     "tail", "tar", "timeout", "wc",
 )  # fmt: skip
 DOCKER = """case $* in
-  info|"image inspect"*|"image rm"*) exit 0 ;;
+  info|"image rm"*) exit 0 ;;
+  "image inspect"*) echo $((${{MIB:-100}} << 20)) ;;
   "run --rm"*) echo 3 9 ;;
   build*) {build} ;;
   *) exit 1 ;;
@@ -30,6 +31,10 @@ def tried(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir()
         shutil.copy(REPO / name, tmp_path / name)
     (tmp_path / "bin").mkdir()
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/usr/bin/env bash\n[ "$1" != -m ] || [ -z "${OTHER_PACKAGES:-}" ]\n')
+    python.chmod(0o755)
     for name in USED:
         (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
     return tmp_path
@@ -86,6 +91,17 @@ def test_an_image_that_cannot_be_built_is_wrong_but_for_want_of_the_network(
     build = f'echo "Step 1/9"; echo "{last}" >&2; exit 1'
     found, said = demo(tried, docker=DOCKER.format(build=build), docker_compose="exit 0")
     assert (found, "could not be built" in said, last in said) == (status, True, True), said
+
+
+@pytest.mark.parametrize(
+    ("variables", "wrong"),
+    [({"MIB": "121"}, "the router image has 121 MiB"), ({"OTHER_PACKAGES": "1"}, "other packages than its locks")],
+)
+def test_an_image_that_is_too_large_or_has_packages_that_are_not_locked_is_wrong(
+    tried: Path, variables: dict[str, str], wrong: str
+) -> None:
+    status, said = demo(tried, variables, docker=DOCKER.format(build="exit 0"), docker_compose="exit 0")
+    assert (status, wrong in said) == (1, True), said
 
 
 def test_a_connection_that_broke_and_was_made_again_is_not_why_a_build_fails(tried: Path) -> None:

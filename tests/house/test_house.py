@@ -116,10 +116,9 @@ def test_the_base_install_has_what_the_clients_need_and_no_other_package() -> No
     assert imported | {"opentelemetry", "dns"} == set(daemons)
 
 
-def test_set_up_and_image_fetch_the_torch_that_the_package_asks_for() -> None:
+def test_set_up_fetches_the_torch_that_the_package_asks_for() -> None:
     (asked,) = (each for each in PYPROJECT["project"]["optional-dependencies"]["reference"] if "pdtransfer" not in each)
-    for name in ("tools/venv", "Dockerfile"):
-        assert re.findall(r"torch[<>][^\"']*", (REPO / name).read_text()) == [asked], name
+    assert re.findall(r"torch[<>][^\"']*", (REPO / "tools/venv").read_text()) == [asked]
 
 
 def test_core_contract_names_every_package_below_the_shells() -> None:
@@ -512,7 +511,9 @@ def test_image_copies_only_what_is_there_and_is_not_ignored() -> None:
         for line in re.findall(r"^COPY (?!--from)(.*)$", (REPO / "Dockerfile").read_text(), re.MULTILINE)
         for name in line.split()[:-1]
     ]
-    assert {name.replace("[s]", "s") for name in copied} == kept
+    assert {
+        name.replace("[s]", "s").replace("image/install", "image").replace("image/sbom.py", "image") for name in copied
+    } == kept
     assert all((REPO / name).exists() for name in copied if "[" not in name)
 
 

@@ -1,0 +1,70 @@
+"""Checks the SBOM of an image against the locks that it was built of: the same packages, each in its version.
+
+    python -m tools.check_sbom SBOM LOCK...
+
+Prints how many packages there are. Status 1 where they differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+_REQUIREMENT = re.compile(r"^([a-zA-Z].*?) \\$", re.MULTILINE)
+
+
+def locked(locks: str, python: str) -> dict[str, str]:
+    """The versions that locks have for this Python, such as 3.11, on Linux."""
+    environment = {**default_environment(), "python_version": python, "python_full_version": f"{python}.0"}
+    found: dict[str, str] = {}
+    for line in _REQUIREMENT.findall(locks):
+        each = Requirement(line)
+        if each.marker is None or each.marker.evaluate(cast("dict[str, str]", environment)):
+            [pin] = each.specifier
+            found[canonicalize_name(each.name)] = pin.version
+    return found
+
+
+def differences(sbom: dict[str, Any], locks: str) -> list[str]:
+    """What is wrong with the SBOM, a line each."""
+    if sbom.get("bomFormat") != "CycloneDX":
+        return ["this is no SBOM of CycloneDX"]
+    if sbom["metadata"]["component"]["name"] != "pdtransfer":
+        return ["it is no SBOM of pdtransfer"]
+    packages: dict[str, str] = {}
+    pythons: set[str] = set()
+    for each in sbom.get("components", ()):
+        kind, _, rest = str(each.get("purl", "")).partition("/")
+        if kind == "pkg:pypi":
+            packages[canonicalize_name(each["name"])] = each["version"]
+        elif kind == "pkg:deb" and (found := re.match(r"debian/python(3\.\d+)", rest)):
+            pythons.add(found[1])
+    if len(pythons) != 1:
+        return [f"Debian's packages of Python are of {', '.join(sorted(pythons)) or 'no version'}"]
+    wanted = locked(locks, *pythons)
+    return [
+        f"{name}: {packages.get(name, 'none')} in the image, {wanted.get(name, 'none')} in the locks"
+        for name in sorted(packages.keys() | wanted.keys())
+        if packages.get(name) != wanted.get(name)
+    ]
+
+
+def main() -> int:
+    sbom = json.loads(Path(sys.argv[1]).read_text())
+    wrong = differences(sbom, "".join(Path(each).read_text() for each in sys.argv[2:]))
+    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
+    if not wrong:
+        kinds = [str(each.get("purl", "")).partition("/")[0] for each in sbom["components"]]
+        print(f"{kinds.count('pkg:pypi')} packages of Python and {kinds.count('pkg:deb')} of Debian")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -157,7 +157,7 @@ class DecodeTransports:
             if not (own := self._host):
                 own = await asyncio.get_running_loop().run_in_executor(None, own_address, endpoint)
             elif self._firewall is not None and self._firewall.mode == "auto" and not self._firewall.networks:
-                spared = await asyncio.get_running_loop().run_in_executor(None, _elsewhere, endpoint, own)
+                spared = await asyncio.get_running_loop().run_in_executor(None, elsewhere, endpoint, own)
             if session not in self._sessions:  # nothing would ever end what is begun for it
                 raise TransportError("the session has ended meanwhile")
         if self._firewall is not None and _listens_everywhere(name):
@@ -332,7 +332,7 @@ class _GateEvent:
         return self._gate.poll(time.monotonic_ns())
 
 
-def _elsewhere(endpoint: str, host: str) -> str:
+def elsewhere(endpoint: str, host: str) -> str:
     """Why a writer that dials `host` may come from another address than that of `endpoint`; empty where it may not."""
     try:
         here = own_address(endpoint)

@@ -117,8 +117,13 @@ class EngineProcess:
         except TimeoutError:
             raise TransportError(f"the engine was not ready within {_READY_SECONDS:g} s{self.last_log()}") from None
         finally:
-            if not self._ready.done() or self._ready.exception() is not None:
+            if not self.serves:
                 self.kill()
+
+    @property
+    def serves(self) -> bool:
+        """Whether its engines have reported that the memory is theirs."""
+        return self._ready.done() and self._ready.exception() is None
 
     async def _close_ports(self, firewall: Firewall) -> None:
         ports = await asyncio.wait_for(asyncio.shield(self._listens), _READY_SECONDS)

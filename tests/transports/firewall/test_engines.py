@@ -57,7 +57,7 @@ async def test_an_engine_serves_nothing_before_its_ports_are_guarded_and_frees_t
         offer = asyncio.create_task(owner.offer(SESSION))
         await until(lambda: rules.ports)
         process = sessions_of(owner)[SESSION].process
-        assert not process._ready.done(), "it has registered the arena already"
+        assert not process.serves, "it has registered the arena already"
         rules.stand.set()
         reach = await offer
         named = {int(reach.host.rpartition(":")[2]), *map(int, reach.address.split(","))}
@@ -82,9 +82,9 @@ async def test_an_engine_whose_ports_cannot_be_guarded_is_killed() -> None:
 
 def test_a_writer_that_dials_another_address_than_the_bus_shows_may_come_from_another_network() -> None:
     endpoint = "tcp://127.0.0.1:7101"
-    assert select._elsewhere(endpoint, "127.0.0.1") == ""
-    assert "--firewall-admit" in select._elsewhere(endpoint, "127.0.0.9")
-    assert "cannot be held against" in select._elsewhere(endpoint, "no-such-host.invalid")
+    assert select.elsewhere(endpoint, "127.0.0.1") == ""
+    assert "--firewall-admit" in select.elsewhere(endpoint, "127.0.0.9")
+    assert "cannot be held against" in select.elsewhere(endpoint, "no-such-host.invalid")
 
 
 @on_loop

@@ -140,7 +140,9 @@ class WriterPromises:
         if not any(isinstance(answer, Granted) and answer.grant == number for answer in answers):
             return
         if number >= session.floor + session.window:
-            self._node.fail(f"takes grant {number} of {peer}, outside the window of {session.window} from {session.floor}")
+            self._node.fail(
+                f"takes grant {number} of {peer}, outside the window of {session.window} from {session.floor}"
+            )
         slots = slots_in(message)
         for other in session.slots.keys() - session.ended:
             taken = session.slots[other]
@@ -173,7 +175,9 @@ class OwnerPromises:
             case Registered(session=session, bytes_ready=count) if count > self._node.arena.byte_count:
                 answers = [effect.message for effect in effects if isinstance(effect, fx.Send) and effect.peer == peer]
                 if not any(isinstance(answer, Reject) and answer.session == session for answer in answers):
-                    self._node.fail(f"goes on with {peer}, which has {count} bytes ready of {self._node.arena.byte_count}")
+                    self._node.fail(
+                        f"goes on with {peer}, which has {count} bytes ready of {self._node.arena.byte_count}"
+                    )
             case Reject(session=0, reason=reason) if reason in HELLO_WANTED:
                 since = self._node.clock - self._opened.get(peer, -math.inf)
                 if peer not in self._current or since >= self._node.limits.resend_ms / 1e3:

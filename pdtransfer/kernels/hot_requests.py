@@ -243,7 +243,8 @@ class HotStep:
         self._host[:rows] = -1
         inputs = self._inputs = self._host.to(device)
         # Replayed graphs read these. `like` has the request that each one of a filled up pass repeats.
-        own, lengths, self._like, real = inputs.split((rows, rows, rows, 1))
+        own, lengths, real = inputs[:rows], inputs[rows : 2 * rows], inputs[-1:]
+        self._like = inputs[2 * rows : -1]
         self._newest_filled = torch.zeros(rows, dtype=torch.int32, device=device)
         self._picks = torch.full((rows, top), -1, dtype=torch.int32, device=device)
         self._newest = Replayed(lambda: pool.newest(own, lengths, real=real), device)
@@ -258,10 +259,10 @@ class HotStep:
         """Device slots int32 (requests,) of the newest tokens, for requests in `rows` with `lengths` tokens, filled up
         to `count` requests with the first one."""
         self._requests, self._filled = max(count, len(rows)), bool(count)
-        self._host[:] = 0
-        own, lengths_before, like, real = (part.numpy() for part in self._host.split((*[self._row_count] * 3, 1)))
-        own[:], real[:] = -1, len(rows)
-        own[: len(rows)], lengths_before[: len(rows)], like[: len(rows)] = rows, lengths, range(len(rows))
+        table, most, real = self._host.numpy(), self._row_count, len(rows)
+        table[:most], table[most:-1], table[-1] = -1, 0, real
+        table[:real], table[most : most + real] = rows, lengths
+        table[2 * most : 2 * most + real] = range(real)
         self._inputs.copy_(upload(self._host, self._inputs.device))
         newest = _tensor(self._newest())
         if self._filled:

@@ -23,7 +23,7 @@ ABSORBED_QUERIES_MAX = 16  # of a request at a time
 _UNSUPPORTED = ("s_aux", "softcap", "position_bias")
 
 
-class Picked(Protocol):
+class PickReader(Protocol):
     """The rows of a pass, of which attention reads those that a sparse index has picked."""
 
     def read(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +50,7 @@ def _unexpanded(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
 
 def latent_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
-    indices: Tensor | None = None, picked: Picked | None = None, **given: Any,
+    indices: Tensor | None = None, picked: PickReader | None = None, **given: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attends from queries (B, H, Q, nope + rope) to the latents `key` (B, 1, T, rank) and the turned parts `value`
     (B, 1, T, rope) that all heads share. `indices` (B, Q, k) are the keys that a sparse index has picked; with

@@ -149,7 +149,7 @@ class PickedRows:
         self._slots = self._seen = torch.empty(0)
 
     def read(self, layer: int, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As latent.Picked."""
+        """As latent.PickReader."""
         if layer in self._groups:
             self._find(self._groups[layer], indices[:, 0].to(torch.int64))
         held = self._rows.read(layer, LATENT, KV, self._slots.view(-1)).transpose(0, 1)

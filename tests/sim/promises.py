@@ -31,6 +31,8 @@ from pdtransfer.wire import (
     unpack_extents,
 )
 
+from .pools import ROW
+
 if TYPE_CHECKING:
     from .decodes import DecodeNode
     from .prefills import PrefillNode
@@ -172,11 +174,11 @@ class OwnerPromises:
             case Goodbye(incarnation=incarnation) if peer in self._current and incarnation != self._lives[peer]:
                 if any(isinstance(effect, fx.SessionLost) for effect in effects):
                     self._node.fail(f"heeds a Goodbye of {peer} from another life")
-            case Registered(session=session, bytes_ready=count) if count > self._node.arena.byte_count:
+            case Registered(session=session, bytes_ready=count) if count > len(self._node.memory) * ROW:
                 answers = [effect.message for effect in effects if isinstance(effect, fx.Send) and effect.peer == peer]
                 if not any(isinstance(answer, Reject) and answer.session == session for answer in answers):
                     self._node.fail(
-                        f"goes on with {peer}, which has {count} bytes ready of {self._node.arena.byte_count}"
+                        f"goes on with {peer}, which has {count} bytes ready of {len(self._node.memory) * ROW}"
                     )
             case Reject(session=0, reason=reason) if reason in HELLO_WANTED:
                 since = self._node.clock - self._opened.get(peer, -math.inf)

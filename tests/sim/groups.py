@@ -43,8 +43,9 @@ class Group:
         world.at(when - world.now, lambda: target.act(lives[1], action) if source.life == lives[0] else None)
 
     def tell(self, action: Callable[[Process], None]) -> None:
-        """Has the leader and its followers do something."""
-        for rank in self.ranks:
+        """Has the followers and the leader do something; the leader last, since it may go on at once with what comes
+        after that."""
+        for rank in (*self.ranks[1:], self.ranks[0]):
             self.say(self.leader, rank, lambda rank=rank: action(rank))
 
 

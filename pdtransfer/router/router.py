@@ -20,11 +20,12 @@ from aiohttp import web
 from .. import __version__
 from ..bus import Bus
 from ..bus.keys import AllowList, KeyPair
+from ..bus.limits import BusLimits
 from ..config.config import RouterConfig
 from ..engine_api import Spans
 from ..errors import ArenaFullError, ConfigError, RemoteProtocolError
 from ..handoff.effects import Send
-from ..limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, TOKENS_MAX
+from ..limits import HTTP_BODY_BYTES_MAX, HTTP_CONNECTIONS_MAX, TOKENS_MAX, WORKERS_MAX
 from ..node.core_driver import EffectRunner, LoopClock, Ticker
 from ..process.ended_requests import recorded_ends
 from ..process.http import Health, HttpListener, application
@@ -76,6 +77,7 @@ class Router:
             receive=self._receive,
             refused=self._refused,
             insecure=config.insecure,
+            limits=BusLimits(dials_max=WORKERS_MAX),
         )
         self.routing = Routing(
             Identity(config.node, "router", self.incarnation, Ranks(), "", b"", config.limits.window),

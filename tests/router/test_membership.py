@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pdtransfer.bus.limits import BusLimits
 from pdtransfer.commands.cli import main
 from pdtransfer.config.config import RouterConfig
 from pdtransfer.errors import ConfigError, WorldError
@@ -470,3 +471,14 @@ async def test_a_file_is_followed_and_a_wrong_one_changes_nothing(
         assert len(roles()) == 2
         assert LOOK_S <= 1.0
     await new.close()
+
+
+@on_loop
+async def test_a_router_dials_more_workers_than_a_worker_has_peers() -> None:
+    missing = tuple(f"tcp://127.0.0.1:{port}" for port in range(1, 301))
+    router = Router(RouterConfig(listen="127.0.0.1:0", prefill=missing[:1], decode=missing[1:]))
+    try:
+        await router.open()
+        assert len(router.routing.workers.by_peer) == len(missing) > BusLimits().dials_max
+    finally:
+        await router.close()

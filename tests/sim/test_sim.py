@@ -67,6 +67,7 @@ def test_no_room_of_prefill_waits_for_a_decode_that_has_given_it_up(chunk: int) 
         assert tally.seen[what] > 0, what
 
 
+@pytest.mark.parametrize("chunk", range(some(8)))
 def test_every_world_whose_rooms_wait_keeps_the_invariants(chunk: int) -> None:
     tally = run(range(chunk * CHUNK, (chunk + 1) * CHUNK), kind="waiting")
     assert not tally.failure, tally.failure

@@ -20,7 +20,7 @@ from pdtransfer.router.servers.server_router import ServerRouter
 from pdtransfer.tracing.ended_request import EndedRequest, EndedRequests
 from tests.support.waiting import until
 
-LIMITS = Limits(ping_ms=20, silence_ms=2_000, room_deadline_ms=60_000)
+LIMITS = Limits(ping_ms=20, silence_ms=20_000, room_deadline_ms=60_000)
 PIECES = ["one ", "two ", "three"]
 
 

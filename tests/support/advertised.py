@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import re
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +26,7 @@ from pdtransfer.commands.probes.network import _listening
 from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
 from pdtransfer.config.config_to_argv import config_to_argv
 from tests.support.fleets import decode_config, generated, prefill_config, prompts
+from tests.support.networks import far_namespace
 from tests.support.paths import REPO
 from tests.support.waiting import until
 
@@ -124,18 +123,13 @@ async def answers(url: str, decodes: dict[int, int]) -> list[bool]:
 
 def main(files: Path) -> None:
     run("ip", "link", "set", "lo", "up")
-    ours = os.readlink("/proc/self/ns/net")
     with ExitStack() as stack:
-        far = subprocess.Popen(["unshare", "--net", "sleep", "600"])
-        stack.callback(far.wait)
-        stack.callback(far.kill)
-        while os.readlink(f"/proc/{far.pid}/ns/net") == ours:
-            time.sleep(0.01)
-        there = ["nsenter", f"--net=/proc/{far.pid}/ns/net"]
+        far = stack.enter_context(far_namespace())
+        there = ["nsenter", f"--net=/proc/{far}/ns/net"]
         run(*there, "ip", "link", "set", "lo", "up")
         for number, network in enumerate((FIRST, SECOND)):
             near, away = f"near{number}", f"far{number}"
-            run("ip", "link", "add", near, "type", "veth", "peer", "name", away, "netns", str(far.pid))
+            run("ip", "link", "add", near, "type", "veth", "peer", "name", away, "netns", str(far))
             for prefix, device, hosts in (([], near, (1, 7)), (there, away, (2,))):
                 for host in hosts:
                     run(*prefix, "ip", "address", "add", f"{network}.{host}/24", "dev", device)
@@ -166,7 +160,7 @@ def main(files: Path) -> None:
         front, _ = start(stack, router, files / "r.log")
         alike = asyncio.run(answers(f"http://{front['http']}", decodes))
         (files / "far" / "proc").mkdir(parents=True)
-        (files / "far" / "proc" / "net").symlink_to(f"/proc/{far.pid}/net")
+        (files / "far" / "proc" / "net").symlink_to(f"/proc/{far}/net")
         open_ports = sorted(_listening(files / "far").keys() & set(MOONCAKE))
         figures = [landed(pid, port) for pid, port in decodes.items()]
         print(

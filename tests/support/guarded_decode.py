@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from pdtransfer.config.config import RouterConfig
 from pdtransfer.probe import sockets
 from tests.support.advertised import MOONCAKE, reaches, run, start
 from tests.support.fleets import decode_config, generated, prefill_config
+from tests.support.networks import far_namespace
 from tests.support.waiting import until, wait_for
 
 HERE, THERE, STRANGER = "10.213.84.1", "10.213.84.2", "10.213.84.7"
@@ -69,17 +69,12 @@ async def alike(url: str) -> bool:
 
 def main(files: Path) -> dict[str, Any]:
     run("ip", "link", "set", "lo", "up")
-    ours = os.readlink("/proc/self/ns/net")
     seen: dict[str, Any] = {}
     with ExitStack() as stack:
-        far = subprocess.Popen(["unshare", "--net", "sleep", "600"])
-        stack.callback(far.wait)
-        stack.callback(far.kill)
-        while os.readlink(f"/proc/{far.pid}/ns/net") == ours:
-            time.sleep(0.01)
-        there = ["nsenter", f"--net=/proc/{far.pid}/ns/net"]
+        far = stack.enter_context(far_namespace())
+        there = ["nsenter", f"--net=/proc/{far}/ns/net"]
         run(*there, "ip", "link", "set", "lo", "up")
-        run("ip", "link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(far.pid))
+        run("ip", "link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(far))
         for prefix, device, hosts in (([], "near", (HERE, STRANGER)), (there, "far", (THERE,))):
             for host in hosts:
                 run(*prefix, "ip", "address", "add", f"{host}/24", "dev", device)
@@ -92,7 +87,7 @@ def main(files: Path) -> dict[str, Any]:
             name: {"key": files / f"{name}.key", "allow": allow, "json": True} for name in ("r", "p", "d")
         }
         (files / "far" / "proc").mkdir(parents=True)
-        (files / "far" / "proc" / "net").symlink_to(f"/proc/{far.pid}/net")
+        (files / "far" / "proc" / "net").symlink_to(f"/proc/{far}/net")
 
         def engines() -> list[int]:
             return sorted({port for state, _, port in sockets(files / "far") if state == LISTENS and port in MOONCAKE})

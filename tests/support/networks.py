@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Self
 
 DATA_PORTS = (21_000, 21_255)  # of engines, two each, which nobody can take again for a minute
@@ -34,6 +35,20 @@ def why_not() -> str:
         return "network namespaces with a firewall need root"
     trial = "ip link add s0 type bridge && ip link add v0 type veth peer name v1 && nft -f - && tc qdisc show"
     return why_not_apart(trial, "tc", "nft", "nsenter", text=_CHAIN)
+
+
+@contextmanager
+def far_namespace() -> Iterator[int]:
+    """Another network namespace, until this context is left; the pid of a process in it."""
+    ours = os.readlink("/proc/self/ns/net")
+    with ExitStack() as stack:
+        far = subprocess.Popen(["unshare", "--net", "sleep", "600"])
+        stack.callback(far.wait)
+        stack.callback(far.kill)
+        while os.readlink(f"/proc/{far.pid}/ns/net") == ours:
+            assert far.poll() is None
+            time.sleep(0.01)
+        yield far.pid
 
 
 class Network:

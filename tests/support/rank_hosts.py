@@ -7,11 +7,9 @@ makes the other; every node has a key.
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from pdtransfer.bus.keys import KeyPair, generate
 from pdtransfer.config.config import DecodeConfig, PrefillConfig
 from pdtransfer.config.config_to_argv import config_to_argv
 from tests.support.fleets import decode_config, equal, fleet, free_address, generated, prefill_config, prompts
+from tests.support.networks import far_namespace
 from tests.support.paths import REPO
 
 HERE, THERE = "10.213.78.1", "10.213.78.2"
@@ -94,22 +93,14 @@ def _ip(*words: str) -> None:
 
 def main(logs: Path) -> None:
     _ip("link", "set", "lo", "up")
-    ours = os.readlink("/proc/self/ns/net")
-    far = subprocess.Popen(["unshare", "--net", "sleep", "600"])
-    try:
-        while os.readlink(f"/proc/{far.pid}/ns/net") == ours:
-            assert far.poll() is None
-            time.sleep(0.01)
-        there = ["nsenter", f"--net=/proc/{far.pid}/ns/net"]
-        _ip("link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(far.pid))
+    with far_namespace() as far:
+        there = ["nsenter", f"--net=/proc/{far}/ns/net"]
+        _ip("link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(far))
         for prefix, device, address in (([], "near", HERE), (there, "far", THERE)):
             for words in (["address", "add", f"{address}/24", "dev", device], ["link", "set", device, "up"]):
                 subprocess.run([*prefix, "ip", *words], check=True)
         subprocess.run([*there, "ip", "link", "set", "lo", "up"], check=True)
         mapped = asyncio.run(served(logs, HERE, THERE, there, _keys(logs)))
-    finally:
-        far.kill()
-        far.wait()
     print(mapped == [{"decode-0"}, {"decode-0-tp1"}])
 
 

@@ -77,7 +77,7 @@ class DecodeNode:
         if not engine_slots:
             check_apart(components)
         self._tell, self._others, self._leased = tell, others, leased
-        self._clock = LoopClock(settings.limits.ping_ms / 8e3)
+        self._clock = LoopClock.among_peers(settings.limits.ping_ms)
         # To be verified, rows have to land where this process can read them: in the arena.
         self.transport = DecodeTransports(
             arena, behind(settings.firewall, options or ArenaOptions()), hbm_direct=not verify, lost=self._unoffered

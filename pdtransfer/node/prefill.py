@@ -65,7 +65,7 @@ class PrefillNode:
         """`handed_off` gets the time from each grant's last byte written, or its room's finish if that is later, to
         decode's acknowledgement: a round trip, which is measurable between any two hosts."""
         self._tell, self._others, self._spans, self._handed_off = tell, others, spans, handed_off
-        self._loop, self._clock = asyncio.get_running_loop(), LoopClock(settings.limits.ping_ms / 8e3)
+        self._loop, self._clock = asyncio.get_running_loop(), LoopClock.among_peers(settings.limits.ping_ms)
         self.transport = PrefillTransports(
             tuple(components),
             behind(settings.firewall, writer or WriterOptions()),

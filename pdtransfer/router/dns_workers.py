@@ -150,14 +150,8 @@ class DnsResolver:
 
 def dns_server(text: str) -> tuple[str, int]:
     """The address and the port of a resolver: 10.0.0.2, 10.0.0.2:53, [fd00::2]:53. Raises ConfigError."""
-    from ipaddress import ip_address
-
     found = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::([1-9][0-9]{0,4}))?|([0-9.]+)(?::([1-9][0-9]{0,4}))?", text)
-    try:
-        if found is None:
-            raise ValueError
-        host, port = found[1] or found[3], int(found[2] or found[4] or _PORT)
-        ip_address(host)
-    except ValueError:
-        raise ConfigError(f"dns_server = {text[:100]!r}: must be an address with or without a port") from None
-    return host, port
+    host = "" if found is None else found[1] or found[3]
+    if found is None or not is_literal(host):
+        raise ConfigError(f"dns_server = {text[:100]!r}: must be an address with or without a port")
+    return host, int(found[2] or found[4] or _PORT)

@@ -86,7 +86,7 @@ class Router:
             limits=config.limits,
             mint=lambda: secrets.randbits(64),
         )
-        self._clock = LoopClock(config.limits.ping_ms / 8e3)
+        self._clock = LoopClock.among_peers(config.limits.ping_ms)
         self._perform = EffectRunner(self._perform_one, Ticker(self.routing.next_tick, self._tick, self._clock))
         self._replies: dict[int, Reply] = {}
         self._clients: dict[int, ClientRequest] = {}  # of these

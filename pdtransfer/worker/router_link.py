@@ -67,7 +67,7 @@ class RouterLink:
         self.service, self._send, self._load, self._figures = service, send, load, figures
         self._start, self._stop, self._introduce, self._refused = start, stop, introduce, refused
         self._refusals: dict[str, str] = {}
-        self._clock = LoopClock(service.limits.ping_ms / 8e3)
+        self._clock = LoopClock.among_peers(service.limits.ping_ms)
         self.ticker = Ticker(service.next_tick, lambda: self.run(service.tick(self._clock.now())), self._clock)
 
     @property

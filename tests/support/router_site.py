@@ -51,7 +51,7 @@ class Worker:
         self.begun: list[Begin] = []
         self.stopped: list[StopRoom] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._loop, self._clock = asyncio.get_running_loop(), LoopClock(LIMITS.ping_ms / 2e3)
+        self._loop, self._clock = asyncio.get_running_loop(), LoopClock.among_peers(LIMITS.ping_ms)
         who = identity(node, role, 7, model=model, context_tokens=context_tokens)
         self.service = Service(who, LIMITS)
         self.bus = Bus(node=node, keys=None, allowed=None, receive=self._receive, refused=lambda *_: None)

@@ -68,7 +68,7 @@ class RankBus:
         self._watched = False
         self._ping_s = settings.limits.ping_ms / 1e3
         self._silence_s = SILENCES * settings.limits.silence_ms / 1e3
-        self._clock = LoopClock(self._ping_s / 8)
+        self._clock = LoopClock.among_peers(settings.limits.ping_ms)
         self._due = self._clock.now() + self._ping_s
         self._ticker = Ticker(lambda: self._due, self._tick, self._clock)
         self._ticker.arm()

@@ -55,10 +55,13 @@ def landed(directory: Path, hot: HiSparse, rooms: list[Any], **options: str) -> 
     on_card = CardMemory(card=0, address=there.data_ptr(), byte_count=hbm.nbytes)
     view = arena.mapping.view[: decode.card.memory_bytes]
     decode.attach(view, device_address=registered.device_address, hbm=on_card)
-    for one, aux in zip(rooms, auxes, strict=True):
-        decode.admit(one, made.slots[one.room], aux)
-    yield made
-    torch.cuda.synchronize()
+    try:
+        for one, aux in zip(rooms, auxes, strict=True):
+            decode.admit(one, made.slots[one.room], aux)
+        yield made
+    finally:
+        torch.cuda.synchronize()
+        registered.close()  # unmapped when its last view is gone; the next one may lie at the same address
 
 
 def both_kinds(tokens: int) -> list[Any]:

@@ -31,7 +31,8 @@ struct Bytes32 {
     uint64_t word[4];
 };
 
-/* Plain loads: read-only loads (ld.global.nc) are slower. */
+/* Loads of rows, which are read once and stay out of the L1, where the tables lie. Read-only loads (ld.global.nc) are
+ * slower. */
 template <class Unit> CODE Unit load(const char *at) {
 #if ON_DEVICE
     return *(const Unit *)at;
@@ -47,7 +48,7 @@ template <class Unit> CODE void store(char *at, Unit value) {
 #if ON_DEVICE
 template <> CODE Bytes16 load<Bytes16>(const char *at) {
     Bytes16 value;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3])
                  : "l"(at));
     return value;
@@ -88,6 +89,15 @@ CODE void follow() {
 CODE void lead() {
 #if ON_DEVICE && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* Has a value computed before `follow`: a launch's first look at its argument takes as long as a look at memory. */
+template <class Value> CODE void settle(Value &value) {
+#if ON_DEVICE
+    asm volatile("" : "+l"(value));
+#else
+    (void)value;
 #endif
 }
 

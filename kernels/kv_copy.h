@@ -58,9 +58,9 @@ struct Block {
     uint32_t stop, refused;
 };
 
-/* Items between two reads of the cancel word. Thread 0 reads it across the bus, the others read thread 0's copy. More
- * frequent reads slow a push. */
-enum { GLANCE_ITEMS = 32 };
+/* Items between two reads of the cancel word. Thread 0 reads it across the bus, the others read thread 0's copy. A read
+ * waits for all writes ahead of it. So it is not the first thing that a launch does, and a short launch does it never. */
+enum { GLANCE_ITEMS = 64 };
 
 CODE int64_t entry_of(const Slots &slots, int64_t row) {
     int64_t at = row >> slots.granule_shift;
@@ -119,7 +119,7 @@ CODE void copy_items(const Copy &copy, Block *block, uint32_t block_index, uint3
         target_entry = entry_of(copy.target, copy.pair_major ? inner : outer);
     }
     for (uint32_t turn = 0; outer < outer_count; turn++) {
-        if (copy.cancel && turn % GLANCE_ITEMS == 0) {
+        if (copy.cancel && turn % GLANCE_ITEMS == GLANCE_ITEMS / 2) {
             if (thread == 0 && glance(copy.cancel)) add(&block->stop, 1);
             if (add(&block->stop, 0)) return;
         }

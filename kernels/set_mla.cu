@@ -7,12 +7,15 @@
         lead();                                                                                                        \
         set_rows<UNIT, HELD>(set, blockIdx.x, threadIdx.x, threadIdx.y, blockDim.x, blockDim.y);                       \
     }
-SET(set_mla_16x1, Bytes16, 1)
 SET(set_mla_16x2, Bytes16, 2)
 SET(set_mla_16x4, Bytes16, 4)
 SET(set_mla_8x4, uint64_t, 4)
 SET(set_mla_4x4, uint32_t, 4)
 SET(set_mla_1x4, unsigned char, 4)
+
+extern "C" __global__ void __launch_bounds__(1024, 1) set_mla_16x1(const __grid_constant__ SetMla set) {
+    set_row<Bytes16>(set, blockIdx.x, threadIdx.x, threadIdx.y, blockDim.y);
+}
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ uint32_t shared_address(const void *at) { return (uint32_t)__cvta_generic_to_shared(at); }

@@ -18,6 +18,26 @@ CODE int64_t slot_of(const SetMla &set, int32_t row) {
     return set.wide ? ((const int64_t *)set.loc)[row] : (int64_t)((const int32_t *)set.loc)[row];
 }
 
+/* Thread `column` of a row's threads copies one unit of row block * together + down. All that the argument says is
+ * settled before the previous launch ends, and the next one may start when this one's loads have ended. */
+template <class Unit> CODE void set_row(const SetMla &set, uint32_t block, uint32_t column, uint32_t down, uint32_t together) {
+    int32_t row = (int32_t)(block * together + down);
+    int64_t unit = (int32_t)column, size = (int64_t)sizeof(Unit);
+    const char *source = unit < set.nope_units ? set.nope + row * set.nope_stride + unit * size
+                                               : set.rope + row * set.rope_stride + (unit - set.nope_units) * size;
+    const char *slot_from = (const char *)set.loc + (int64_t)row * (set.wide ? 8 : 4);
+    char *target = set.buffer + unit * size;
+    int64_t stride = set.buffer_stride, slots = set.slots, skip = set.skip;
+    bool wide = set.wide;
+    settle(source), settle(slot_from), settle(target), settle(stride), settle(slots), settle(skip);
+    if (row >= set.rows) return;
+    follow();
+    int64_t slot = wide ? *(const int64_t *)slot_from : (int64_t) * (const int32_t *)slot_from;
+    Unit held = load<Unit>(source);
+    lead();
+    if (slot >= 0 && slot < slots && slot != skip) store<Unit>(target + slot * stride, held);
+}
+
 /* Thread (across, down) of a block of (columns, together) copies ROWS_HELD rows. A row's slot is loaded while the row
  * itself is loaded. */
 template <class Unit, int32_t ROWS_HELD>

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from ..errors import LocalProtocolError
 from .card import Card, card
 
-_HELD = (1_024, 1), (4_096, 2), (1 << 31, 4)  # rows up to, loads in flight for each thread
-_THREADS = 144  # about the size of a block: two rows of 72 units
-_BULK_ROWS = (64, 1, "bulk"), (1_024, 2, "bulk"), (4_096, 3, "early"), (1 << 31, 4, "bulk")  # rows up to, per block
+_ONE_HELD_ROWS, _FEW_ROWS = 1_024, 128  # rows up to which a thread takes one unit; and two rows a block, not four
+_HELD = (4_096, 2), (1 << 31, 4)  # more rows: up to, loads in flight for each thread
+_THREADS, _THREADS_MAX = 144, 1_024  # about the size of a block: two rows of 72 units
+_BULK_ROWS = (1_024, 1, "bulk"), (4_096, 3, "early"), (1 << 31, 4, "bulk")  # rows up to, per block
 _BULK_CAPABILITY = 9, 0
 _KERNEL = "set_mla"
 
@@ -113,6 +114,11 @@ def shape_of(argument: SetMlaArgument, *, bulk: bool, capability: tuple[int, int
     """Chooses the access width by the alignment of all addresses, and converts the argument from bytes to units."""
     parts = argument.nope_units, argument.units, argument.nope_stride, argument.rope_stride, argument.buffer_stride
     unit = gcd(16, *parts, argument.buffer, argument.nope, argument.rope)
+    columns = argument.units // unit
+    if unit == 16 and argument.rows <= _ONE_HELD_ROWS and columns <= _THREADS_MAX:
+        argument.nope_units, argument.units = argument.nope_units // unit, columns
+        together = min(2 if argument.rows <= _FEW_ROWS else 4, _THREADS_MAX // columns)
+        return SetMlaLaunch(f"{_KERNEL}_16x1", -(-argument.rows // together), columns, together, 0)
     if bulk and unit == 16 and capability >= _BULK_CAPABILITY:
         # Each thread of a block copies one row.
         threads, kind = next((each, kind) for rows_max, each, kind in _BULK_ROWS if argument.rows <= rows_max)
@@ -121,7 +127,7 @@ def shape_of(argument: SetMlaArgument, *, bulk: bool, capability: tuple[int, int
     argument.nope_units //= unit
     argument.units //= unit
     held = next(each for rows_max, each in _HELD if argument.rows <= rows_max) if unit == 16 else 4
-    columns = min(argument.units, 1_024)
+    columns = min(argument.units, _THREADS_MAX)
     together = max(1, min(_THREADS // columns, -(-argument.rows // held)))
     return SetMlaLaunch(f"{_KERNEL}_{unit}x{held}", -(-argument.rows // (together * held)), columns, together, 0)
 

@@ -35,6 +35,8 @@ PROPERTY = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
+GLANCE_ITEMS = 64  # as in kernels/kv_copy.h
+
 
 @PROPERTY
 @given(copies(), st.sampled_from([(1, 32), (2, 64), (3, 1024)]), st.booleans())
@@ -132,14 +134,30 @@ def test_a_count_that_only_the_card_knows_ends_at_the_slots(lib: ctypes.CDLL, kn
     assert np.array_equal(target.memory, right)
 
 
-def test_a_cancelled_launch_writes_nothing_and_says_so(lib: ctypes.CDLL) -> None:
+def test_a_cancelled_launch_stops_where_it_looks_and_says_so(lib: ctypes.CDLL) -> None:
+    model = mla()
+    source, target = (filled("layer_first", model, 4, 32, content=content) for content in (True, False))
+    words = kernels_host.Words()
+    words.cancel[0] = 1
+    launch = kernels_host.run(
+        lib, pool_of(target), pool_of(source), range(128), range(128), 128, words=words, blocks=1, threads=32
+    )
+    groups = 32 >> launch.argument.group_shift
+    written = int((target.memory != CANARY).sum())
+    assert 0 < written <= GLANCE_ITEMS // 2 * groups * int(launch.pairs[:, 6].max())
+    assert 128 * len(launch.pairs) > GLANCE_ITEMS * groups, "there was more to do"
+    assert words.progress[0] == 5 << 2 | State.CANCELLED
+    assert not words.tally.any()
+
+
+def test_a_launch_that_is_short_does_not_look(lib: ctypes.CDLL) -> None:
     source, target = (filled("layer_first", mla(), 4, 8, content=content) for content in (True, False))
     words = kernels_host.Words()
     words.cancel[0] = 1
+    right = wanted(source, target, range(32), range(32))
     kernels_host.run(lib, pool_of(target), pool_of(source), range(32), range(32), 32, words=words)
-    assert (target.memory == CANARY).all()
-    assert words.progress[0] == 5 << 2 | State.CANCELLED
-    assert not words.tally.any()
+    assert np.array_equal(target.memory, right)
+    assert words.progress[0] == 5 << 2 | State.COMPLETE
 
 
 def test_whole_pages_move_as_wide_rows(lib: ctypes.CDLL) -> None:

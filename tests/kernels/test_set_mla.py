@@ -110,12 +110,12 @@ def test_the_width_of_access_is_what_all_addresses_share(
 
 
 def test_bulk_copies_need_sixteen_bytes_and_a_card_that_has_them() -> None:
-    even, odd = case(9, (512, 64), torch.bfloat16, torch.int64), case(9, (512, 64), torch.bfloat16, torch.int64, gap=4)
+    even, odd = (case(1_025, (512, 64), torch.bfloat16, torch.int64, gap) for gap in (0, 4))
     functions = [
         shape_of(argument_of(*given, None), bulk=True, capability=capability).function
         for given, capability in ((even, (9, 0)), (even, (8, 0)), (odd, (9, 0)))
     ]
-    assert functions == ["set_mla_bulk", "set_mla_16x1", "set_mla_8x4"]
+    assert functions == ["set_mla_early", "set_mla_16x2", "set_mla_8x4"]
 
 
 def test_arguments_are_as_long_as_the_kernels_own(lib: ctypes.CDLL) -> None:

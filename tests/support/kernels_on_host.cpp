@@ -11,12 +11,17 @@
 #include "set_mla.h"
 #include "swap_plan.h"
 
-template <class Unit, int32_t HELD>
-static void set_all(const SetMla &set, uint32_t blocks, uint32_t columns, uint32_t together) {
+template <class Each> static void each_thread(uint32_t blocks, uint32_t columns, uint32_t together, Each each) {
     for (uint32_t block = 0; block < blocks; block++)
         for (uint32_t down = 0; down < together; down++)
-            for (uint32_t across = 0; across < columns; across++)
-                set_rows<Unit, HELD>(set, block, across, down, columns, together);
+            for (uint32_t across = 0; across < columns; across++) each(block, across, down);
+}
+
+template <class Unit, int32_t HELD>
+static void set_all(const SetMla &set, uint32_t blocks, uint32_t columns, uint32_t together) {
+    each_thread(blocks, columns, together, [&](uint32_t block, uint32_t across, uint32_t down) {
+        set_rows<Unit, HELD>(set, block, across, down, columns, together);
+    });
 }
 
 extern "C" {
@@ -36,7 +41,10 @@ void kv_copy_on_host(const Copy *copy, uint32_t blocks, uint32_t threads) {
 }
 
 void set_mla_on_host(const SetMla *set, uint32_t unit, uint32_t held, uint32_t blocks, uint32_t columns, uint32_t together) {
-    if (unit == 16 && held == 1) set_all<Bytes16, 1>(*set, blocks, columns, together);
+    if (unit == 16 && held == 1)
+        each_thread(blocks, columns, together, [&](uint32_t block, uint32_t across, uint32_t down) {
+            set_row<Bytes16>(*set, block, across, down, together);
+        });
     else if (unit == 16 && held == 2) set_all<Bytes16, 2>(*set, blocks, columns, together);
     else if (unit == 16) set_all<Bytes16, 4>(*set, blocks, columns, together);
     else if (unit == 8) set_all<uint64_t, 4>(*set, blocks, columns, together);

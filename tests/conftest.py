@@ -41,10 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test is imported: their counts are read then."""
+    """Before any test is imported: their counts are read then, and torch reads how many threads it may have."""
     for effort in Effort:
         if config.getoption(effort):
             os.environ[VARIABLE] = effort
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Else every process has a thread a core, and each small step of torch waits until all of them had their turn.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -129,27 +129,30 @@ class Pool:
         dtype = torch.uint8 if self.model.page_align is not None else TORCH_DTYPES[self.model.parts[0][1]]
         return torch.from_numpy(self.memory[self.base : -64]).view(dtype).view(self.shape)
 
-    def view(self, kind: str, layer: int, head: int) -> torch.Tensor:
-        """All rows of one (kind, layer, head) by slot, as a view (pages, page_size, elements) of the tensor."""
+    def rows_of(self, kind: str) -> torch.Tensor:
+        """All rows of a kind, as a view (layers, heads, pages, page_size, elements) of the tensor."""
         m, t = self.model, self.tensor
-        at, h = m.layers.index(layer), m.heads.index(head)
         if m.page_align is not None:
             items = {
-                "layer_first": lambda: t[at],
-                "page_first": lambda: t[:, at],
-                "page_first_direct": lambda: t[:, at, 0],
+                "layer_first": lambda: t,
+                "page_first": lambda: t.transpose(0, 1),
+                "page_first_direct": lambda: t[:, :, 0].transpose(0, 1),
             }[self.name]()
             names, sizes = [part[0] for part in m.parts], [self.page_size * part[2] for part in m.parts]
             part = names.index(kind)
-            return items[:, sum(sizes[:part]) : sum(sizes[: part + 1])].unflatten(1, (self.page_size, -1))
+            return items[:, None, :, sum(sizes[:part]) : sum(sizes[: part + 1])].unflatten(3, (self.page_size, -1))
         if len(m.parts) > 1:
             t = t[[part[0] for part in m.parts].index(kind)]
         return {
-            "layer_first": lambda: t[at, :, h].unflatten(0, (-1, self.page_size)),
-            "page_first": lambda: t[:, at, h].unflatten(0, (-1, self.page_size)),
-            "page_first_direct": lambda: t[:, at, :, h],
-            "page_head": lambda: t[:, h, :, at],
+            "layer_first": lambda: t.unflatten(1, (-1, self.page_size)).permute(0, 3, 1, 2, 4),
+            "page_first": lambda: t.unflatten(0, (-1, self.page_size)).permute(2, 3, 0, 1, 4),
+            "page_first_direct": lambda: t.permute(1, 3, 0, 2, 4),
+            "page_head": lambda: t.permute(3, 1, 0, 2, 4),
         }[self.name]()
+
+    def view(self, kind: str, layer: int, head: int) -> torch.Tensor:
+        """All rows of one (kind, layer, head) by slot, as a view (pages, page_size, elements) of the tensor."""
+        return self.rows_of(kind)[self.model.layers.index(layer), self.model.heads.index(head)]
 
     def read(self, kind: str, layer: int, head: int, slots: Slots) -> Bytes:
         """uint8 (n, head_bytes) by the tensor's indexing."""

@@ -60,11 +60,10 @@ def by_tensors(source: Tensors, target: Tensors, source_slots: Any, target_slots
     """The same by indexing."""
     after = Tensors(**{name: getattr(target, name) for name in ("name", "model", "page_size", "slots", "base")})
     after.memory[:] = target.memory
-    at = torch.from_numpy(np.asarray(target_slots, np.int64))
-    for kind, layer, head in target.model.rows():
-        rows = torch.from_numpy(source.read(kind, layer, head, np.asarray(source_slots, np.int64)))
-        view = after.view(kind, layer, head)
-        view[at // target.page_size, at % target.page_size] = rows.view(view.dtype)
+    of, at = (torch.from_numpy(np.asarray(slots, np.int64)) for slots in (source_slots, target_slots))
+    for kind, _, _ in target.model.parts:
+        rows = source.rows_of(kind)[:, :, of // source.page_size, of % source.page_size]
+        after.rows_of(kind)[:, :, at // target.page_size, at % target.page_size] = rows
     return after.memory
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ PARTS = ((512, 64), (512, 32), (256, 64), (128, 64), (528, 64), (528, 128), (7, 
 SLOTS = 1_100  # more than any case has rows
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+def drawn(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Random bytes as rows of a dtype."""
-    width = shape[-1] * dtype.itemsize
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 255, (*shape[:-1], width), dtype=torch.uint8, generator=generator).view(dtype)
+    return _drawn(shape[0], shape[1] * dtype.itemsize, seed).view(dtype).clone()
+
+
+@lru_cache(maxsize=64)
+def _drawn(rows: int, width: int, seed: int) -> torch.Tensor:
+    """Kept, since the cases of a grid have many in common."""
+    return torch.randint(0, 255, (rows, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
 def case(rows: int, parts: tuple[int, int], dtype: torch.dtype, loc_dtype: torch.dtype, gap: int = 0) -> list[Any]:

@@ -104,6 +104,7 @@ _LAYOUTS = "page_first", "layer_first"
 PUSHES = (
     *(CopyCase(True, layout, True, tokens, False) for layout in _LAYOUTS for tokens in (16, 64, 256, 1_024, 8_192)),
     *(CopyCase(True, layout, True, tokens, True) for layout in _LAYOUTS for tokens in (64, 1_024, 8_192)),
+    *(CopyCase(True, layout, False, tokens, False) for layout in _LAYOUTS for tokens in (64, 256, 1_024)),
 )
 LOADS = (
     *(CopyCase(False, layout, True, tokens, False) for layout in _LAYOUTS for tokens in (64, 1_024, 8_192)),

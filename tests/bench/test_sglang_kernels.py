@@ -281,7 +281,7 @@ def test_without_sglang_one_line_says_what_to_install(
 
 def test_the_table_has_a_row_for_each_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     names = [line_of.what for line_of in sglang_kernels.lines({"card": "sm_90", "sglang": "0.5.23"})]
-    assert len(set(names)) == len(names) == 1 + 16 + 14 + 12 + 6
+    assert len(set(names)) == len(names) == 1 + 22 + 14 + 12 + 6
     figures: dict[str, Any] = {"card": "sm_90", "sglang": "0.5.23"}
     for case in (*sglang_kernels.PUSHES, *sglang_kernels.LOADS, *sglang_kernels.SWAPS):
         figures[f"{case.name}_note"] = "ours: other bytes"

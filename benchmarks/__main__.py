@@ -319,6 +319,28 @@ def faults(
 
 
 @app.command
+def storms(
+    *kinds: Annotated[str, Parameter(help="Only these fleets, by name.")],
+    storms: Annotated[int, counted("Storms over each fleet.")] = 4,
+    seed: Annotated[int, counted("Of the first storm; each next one has the next.")] = 1,
+    json: Json = False,
+) -> int:
+    """Whole fleets in storms of SIGKILL and SIGSTOP: no answer wrong, no request hung, and how soon all is right."""
+    from json import dumps
+
+    from pdtransfer.bench.report import about
+
+    from . import storms as part
+
+    outcomes = part.measure(storms=storms, seed=seed, kinds=kinds, progress=progress)
+    if json:
+        print(dumps({"tables": [[part.HEAD, *part.rows(outcomes)]]} | about(part.measure)))
+    else:
+        part.show(outcomes)
+    return int(part.failed(outcomes))
+
+
+@app.command
 def fleet_check(
     trace: Annotated[Path, Parameter(help="Mooncake's JSON lines or BurstGPT's CSV.")],
     /,

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 PREFIX = "PDTRANSFER_"
 SWITCH_INTERVAL_S = 0.0005
+_LED = PREFIX + "LED"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun itself listens on MASTER_PORT
 LAUNCHER_VARIABLES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", AGENT_STORE
 
@@ -40,6 +41,16 @@ def child_environment() -> dict[str, str]:
     variables, and without PDTRANSFER_* except the cache directory."""
     left_out = {name for name in os.environ if name.startswith(PREFIX) and name != PREFIX + "CACHE"}
     return {name: value for name, value in os.environ.items() if name not in left_out.union(LAUNCHER_VARIABLES)}
+
+
+def rank_environment() -> dict[str, str]:
+    """The same for a rank that its leader starts: `led` is true there."""
+    return child_environment() | {_LED: "1"}
+
+
+def led() -> bool:
+    """Whether this process is a rank that its leader has started, and reads the leader's word from standard input."""
+    return os.environ.get(_LED) == "1"
 
 
 def share_the_interpreter() -> None:

@@ -221,19 +221,21 @@ async def _served(config: Config, journeys: Journeys, ended: EndedRequests) -> i
         if not (copy := await asyncio.to_thread(native)).used:
             shared.slow.append(copy.text)
             log.warning("slow: %s", copy.text)
-        gloo = _collectives(config)
         given = replace(config.engine_config, spans=journeys.engine)
-        given = given if gloo is None else replace(given, group=gloo)
-        engine = create_engine(config.factory, given)
-        arena = await _arena(config, engine, shared.stop) if isinstance(config, DecodeConfig) else None
-        settings = _settings(config, engine.card, shared.firewall)
-        if config.leads:
-            async with meeting.leading(config, engine.card, settings, gloo, shared.stop.asked) as group:
-                await _lead(config, shared, settings, engine, arena, group)
-        else:
-            assert gloo is not None
-            async with meeting.following(config, engine.card, settings, gloo, shared.stop.asked) as leader:
-                await _follow(config, shared, settings, engine, arena, leader)
+        async with meeting.started(config) as others:
+            async with meeting.after_leader():
+                gloo = _collectives(config)
+                given = given if gloo is None else replace(given, group=gloo)
+                engine = create_engine(config.factory, given)
+                arena = await _arena(config, engine, shared.stop) if isinstance(config, DecodeConfig) else None
+                settings = _settings(config, engine.card, shared.firewall)
+            if config.leads:
+                async with meeting.leading(config, engine.card, settings, gloo, shared.stop.asked, others) as group:
+                    await _lead(config, shared, settings, engine, arena, group)
+            else:
+                assert gloo is not None
+                async with meeting.following(config, engine.card, settings, gloo, shared.stop.asked) as leader:
+                    await _follow(config, shared, settings, engine, arena, leader)
     except meeting.StoppedError:
         pass
     finally:

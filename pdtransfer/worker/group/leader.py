@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -88,17 +89,17 @@ class GroupLeader:
 
     # Meeting
 
-    async def open(
+    def open(
         self,
         settings: NodeSettings,
         role: Literal["prefill", "decode"],
         must_equal: tuple[Setting, ...],
-        endpoint: str,
+        listener: socket.socket,
     ) -> str:
-        """Listens for followers; returns the endpoint as bound. Raises as Bus.bind."""
+        """Takes in followers at a socket that `reserve` returned; returns its endpoint."""
         self._settings = must_equal
         self._bus = RankBus(settings, role, self._take, self._lose)
-        return await self._bus.bus.bind(endpoint)
+        return self._bus.bus.listen(listener)
 
     async def joined(self) -> None:
         """Waits until every rank has joined. Raises WorldError for one that has left again."""

@@ -1,6 +1,7 @@
 """How the ranks of a worker meet: a leader waits for the others or starts them; a follower joins.
 
-A rank builds its engine first, so that invalid settings are reported once, before any rank is started or waits.
+A leader starts the other ranks before it makes its engine: on one host all ranks load their parts of a model at the
+same time. A rank joins once its engine is made. What is wrong with the settings of all is reported by the leader alone.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ... import __version__
 from ...bus.keys import Address, AllowList, KeyPair
+from ...bus.listening import address_bound, reserve
 from ...config.config import DecodeConfig, PrefillConfig
 from ...config.config_to_argv import config_to_argv
 from ...config.ranks import group_endpoint, key_of, label, ranks_of
 from ...engine_api import EngineDescription
-from ...environment import child_environment
+from ...environment import led, rank_environment
 from ...errors import ConfigError, WorldError
 from ...limits import TEXT_LENGTH_MAX
 from ...node import NodeSettings
@@ -70,9 +72,82 @@ def _settings(config: Config, card: EngineDescription) -> tuple[Setting, ...]:
     )
 
 
+class StartedRanks:
+    """The other ranks of a worker, where their leader starts them itself. They join at `listener`."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        self.configs: list[Config] = []
+        self.children: list[asyncio.subprocess.Process] = []
+
+    async def start(self, configs: list[Config]) -> None:
+        """Starts each as a child process."""
+        for config in configs:
+            self.configs.append(config)
+            self.children.append(
+                await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "pdtransfer", config.role, *config_to_argv(config),
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
+                    env=rank_environment(), start_new_session=True, preexec_fn=end_with_parent,
+                )
+            )  # fmt: skip
+
+    def release(self) -> None:
+        """Lets each report what it finds wrong: the leader has found nothing."""
+        for child in self.children:
+            assert child.stdin is not None
+            child.stdin.write(b"\n")
+
+    async def end(self, patience_s: float) -> None:
+        """Waits so long for their end, then kills them. Idempotent."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*(child.wait() for child in self.children)), patience_s)
+        for child in self.children:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()
+
+
+@asynccontextmanager
+async def started(config: Config) -> AsyncGenerator[StartedRanks | None]:
+    """The other ranks of this worker, under way; None where this process leads none, or others start them. They have
+    ended when the context is left. Raises ConfigError for their keys."""
+    if not (config.grouped and config.leads) or config.group:
+        yield None
+        return
+    key = "" if config.key is None else f"{KeyPair.read(config.key).public}@"
+    listener = await reserve("tcp://127.0.0.1:0", keyed=config.key is not None, insecure=config.insecure)
+    ranks = StartedRanks(listener)
+    try:
+        await ranks.start(rank_configs(config, key + address_bound(listener).removeprefix("tcp://")))
+        yield ranks
+    finally:
+        listener.close()
+        await ranks.end(0.0)
+
+
+@asynccontextmanager
+async def after_leader() -> AsyncGenerator[None]:
+    """Holds an error of a rank that its leader has started until the leader's own engine is made: what is wrong with
+    both is reported once. Raises StoppedError where the leader ends before."""
+    try:
+        yield
+    except StoppedError:
+        raise
+    except Exception:
+        if led() and not await asyncio.to_thread(sys.stdin.buffer.read, 1):
+            raise StoppedError from None
+        raise
+
+
 @asynccontextmanager
 async def leading(
-    config: Config, card: EngineDescription, settings: NodeSettings, gloo: Gloo | None, stop: asyncio.Event
+    config: Config,
+    card: EngineDescription,
+    settings: NodeSettings,
+    gloo: Gloo | None,
+    stop: asyncio.Event,
+    others: StartedRanks | None,
 ) -> AsyncGenerator[GroupLeader]:
     """This worker's group, complete and connected. Its followers have ended when the context is left.
 
@@ -82,17 +157,16 @@ async def leading(
     if gloo is None:
         yield group
         return
-    children: list[asyncio.subprocess.Process] = []
     watches: list[asyncio.Task[None]] = []
     try:
-        bound = await group.open(settings, _role(config), _settings(config, card), _listen_at(config, settings))
-        if not config.group:
-            key = "" if settings.keys is None else f"{settings.keys.public}@"
-            configs = rank_configs(config, key + bound.removeprefix("tcp://"))
-            await _start(configs, children)
-            watches += [asyncio.create_task(_watch(group, *each)) for each in zip(configs, children, strict=True)]
-        else:
+        listener = await _listener(config, settings) if others is None else others.listener
+        bound = group.open(settings, _role(config), _settings(config, card), listener)
+        if others is None:
             log.info("waiting for %d more ranks at %s", group.size - 1, bound)
+        else:
+            others.release()
+            each = zip(others.configs, others.children, strict=True)
+            watches += [asyncio.create_task(_watch(group, *one)) for one in each]
         await _unless(stop, group.joined())
         host = Address.parse(bound).host
         listening = gloo.store_socket(host)
@@ -103,26 +177,19 @@ async def leading(
         yield group
     finally:
         await group.close()
-        with suppress(TimeoutError):
+        if others is not None:
             # Where a rank is lost, the others may hang on it, and there is nothing left for them to finish.
-            patience_s = LOST_S if group.lost.is_set() else QUIT_S
-            await asyncio.wait_for(asyncio.gather(*(child.wait() for child in children)), patience_s)
-        for child in children:
-            if child.returncode is None:
-                child.kill()
-            await child.wait()
+            await others.end(LOST_S if group.lost.is_set() else QUIT_S)
     for watch in watches:
         watch.cancel()
 
 
-def _listen_at(config: Config, settings: NodeSettings) -> str:
-    """Where the leader listens; by default any free port of this host. Raises ConfigError."""
-    if not config.group:
-        return "tcp://127.0.0.1:0"
+async def _listener(config: Config, settings: NodeSettings) -> socket.socket:
+    """Where the leader waits for ranks that others start. Raises as `reserve`, and ConfigError for another's key."""
     endpoint = group_endpoint(config.group)
     if endpoint.server_key is not None and (settings.keys is None or endpoint.server_key != settings.keys.public):
         raise ConfigError(f"group = {config.group!r}: key: rank 0 leads, and its public key is another")
-    return endpoint.address
+    return await reserve(endpoint.address, keyed=settings.keys is not None, insecure=config.insecure)
 
 
 @asynccontextmanager
@@ -235,18 +302,6 @@ def _check_listed(config: Config, key: Path, who: str) -> None:
     if allowed.name_of(public) is None or not allowed.allows_role(public, config.role):
         text = f"the ranks of a worker list each other: add the line of {key.with_suffix('.pub')}"
         raise ConfigError(f"allow = '{config.allowed}': {who} is not on it as {config.role}; {text}")
-
-
-async def _start(configs: list[Config], children: list[asyncio.subprocess.Process]) -> None:
-    """Starts every other rank as a child process."""
-    for child in configs:
-        children.append(  # noqa: PERF401 -- whoever gives up in the middle has to find the first ones
-            await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "pdtransfer", child.role, *config_to_argv(child),
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
-                env=child_environment(), start_new_session=True, preexec_fn=end_with_parent,
-            )
-        )  # fmt: skip
 
 
 async def _watch(group: GroupLeader, config: Config, child: asyncio.subprocess.Process) -> None:

@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from pdtransfer.bus.keys import AllowList, KeyPair, generate
+from pdtransfer.bus.listening import reserve
 from pdtransfer.errors import ConfigError, RemoteProtocolError
 from pdtransfer.limits import Limits
 from pdtransfer.node import NodeSettings
@@ -56,7 +57,8 @@ class Leader(GroupLeader):
         self.reported = lambda rank, report: self.reports.append(report)
 
     async def listen(self, settings: NodeSettings | None = None) -> str:
-        return await self.open(settings or node("l"), "decode", SETTINGS, "tcp://127.0.0.1:0")
+        listener = await reserve("tcp://127.0.0.1:0", keyed=False, insecure=False)
+        return self.open(settings or node("l"), "decode", SETTINGS, listener)
 
 
 def node(name: str, limits: Limits = LIMITS, **more: Any) -> NodeSettings:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from pdtransfer.errors import WorldError
 from pdtransfer.threads import apart
-from pdtransfer.worker.group.meeting import StoppedError, wait_met
-from tests.support.waiting import on_loop
+from pdtransfer.worker.group import meeting
+from pdtransfer.worker.group.meeting import StoppedError, after_leader, wait_met
+from tests.support.paths import REPO
+from tests.support.waiting import PATIENCE_S, on_loop
 
 
 class Meeting:
@@ -59,3 +65,45 @@ async def test_ranks_that_have_met_go_on_and_a_failed_meeting_has_its_reason() -
     failed.released.set()
     with pytest.raises(WorldError, match=r"do not find each other: timed out after 60 s$"):
         await failed.ends()
+
+
+@pytest.mark.parametrize(("word", "found"), [(b"\n", ValueError), (b"", StoppedError)])
+@on_loop
+async def test_a_rank_reports_its_error_once_its_leader_has_found_none(
+    word: bytes, found: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    monkeypatch.setattr("sys.stdin", os.fdopen(reading))
+    monkeypatch.setattr(meeting, "led", lambda: True)
+
+    async def fails() -> None:
+        async with after_leader():
+            raise ValueError("slots: too few")
+
+    failing = asyncio.ensure_future(fails())
+    await asyncio.sleep(0.05)
+    assert not failing.done(), "the leader has said nothing"
+    os.write(writing, word)
+    os.close(writing)
+    with pytest.raises(found):
+        await failing
+
+
+@on_loop
+async def test_a_rank_that_others_have_started_reports_its_error_at_once() -> None:
+    with pytest.raises(ValueError, match="too few"):
+        async with after_leader():
+            raise ValueError("slots: too few")
+
+
+def test_ranks_of_one_host_make_their_engines_at_the_same_time_and_report_what_all_find_once(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [
+            sys.executable, "-m", "pdtransfer", "decode", "--tp-size=2", "--bind=tcp://127.0.0.1:0", "--http=",
+            "--engine=tests.support.engines.met:create", f"--engine-option=at={tmp_path}",
+        ],
+        cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)}, capture_output=True, text=True, timeout=2 * PATIENCE_S,
+        check=False,
+    )  # fmt: skip
+    assert ran.returncode == 2
+    assert ran.stderr.count("both ranks were here") == 1, ran.stderr

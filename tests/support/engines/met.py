@@ -1,0 +1,18 @@
+"""No engine: a factory that fails once both ranks of a worker are in it, `--engine tests.support.engines.met:create`.
+
+Option `at`: a directory that they share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdtransfer.engine_api import EngineConfig
+from tests.support.waiting import wait_for
+
+
+def create(config: EngineConfig) -> None:
+    """Raises what an invalid setting raises, on either rank."""
+    here = Path(config.options["at"])
+    (here / f"rank{config.group.ranks.tp_rank}").touch()
+    wait_for(lambda: len(list(here.glob("rank*"))) == 2, "the other rank makes its engine meanwhile")
+    raise ValueError("both ranks were here")

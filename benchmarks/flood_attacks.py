@@ -26,6 +26,7 @@ Role = Literal["prefill", "decode", "router"]
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 _READY_BODY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 _READY = bytes((4, len(_READY_BODY))) + _READY_BODY
+_ANSWER_S = 0.005  # for an answer to what was said on a connection
 _LINES = 8  # connections of one attacker that stay
 _BURST = 64  # frames between two looks at the pipe
 
@@ -44,7 +45,7 @@ def junk(target: FloodTarget) -> Iterator[int]:
     """Connections that shake hands, send frames of junk and end at once, one after the other."""
     frames = b"".join(bytes((0, 9)) + secrets.token_bytes(9) for _ in range(4))
     for number in itertools.count(1):
-        _strike(target, _GREETING + _READY + frames)
+        _strike(target, frames)
         yield number
 
 
@@ -57,7 +58,7 @@ def hellos(target: FloodTarget) -> Iterator[int]:
     """Hellos of ever new nodes, each on a connection of its own that ends at once."""
     for number in itertools.count(1):
         frame = encode(_hello(f"flood-{secrets.token_hex(4)}", "decode" if target.role == "prefill" else "router"))
-        _strike(target, _GREETING + _READY + bytes((2, *struct.pack(">Q", len(frame)))) + frame)
+        _strike(target, bytes((2, *struct.pack(">Q", len(frame)))) + frame)
         yield number
 
 
@@ -120,13 +121,22 @@ def _hello(node: str, role: Role) -> Hello:
 
 
 def _strike(target: FloodTarget, said: bytes) -> None:
-    """One connection that says this and ends by a reset, however much was read of it."""
+    """One connection that says this and ends by a reset. Without anything to say it does not even greet."""
     try:
         with socket.create_connection(("127.0.0.1", target.port), timeout=1.0) as made:
-            made.sendall(said)
-            if said:
-                made.recv(64)  # its greeting has come: what was said is being read
             made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if said:
+                made.sendall(_GREETING + _READY)
+                heard = 0
+                # What comes with or before its READY is an error of ZMQ's, and none of the frames would be read.
+                while heard <= len(_GREETING):
+                    if not (some := made.recv(1_024)):
+                        return
+                    heard += len(some)
+                made.sendall(said)
+                made.settimeout(_ANSWER_S)  # a reset takes back what has not been read
+                with suppress(TimeoutError):
+                    made.recv(1_024)
     except OSError:
         time.sleep(0.001)
 

@@ -1,6 +1,7 @@
 """No engine: a factory that fails once both ranks of a worker are in it, `--engine tests.support.engines.met:create`.
 
-Option `at`: a directory that they share."""
+Option `at`: a directory that they share.
+"""
 
 from __future__ import annotations
 

@@ -166,10 +166,10 @@ class StormFleet:
                 raise
             with suppress(WorldError):  # it has ended, which is seen below
                 await node.daemon.wait_ready()
-                node.starts.append((node.starting_since, time.monotonic()))
                 node.ready_once.set()
-            status = await node.daemon.process.wait()
+            node.starts.append((node.starting_since, time.monotonic()))
             node.starting_since = None
+            status = await node.daemon.process.wait()
             if status != -signal.SIGKILL:
                 lines = node.log.read_text(errors="replace").splitlines()[-1:]
                 node.ends.append(f"{node.name} ended with status {status}: {' '.join(lines)}")

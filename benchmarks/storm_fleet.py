@@ -39,19 +39,16 @@ class StormKind:
     keys: bool = False
 
 
-KINDS = tuple(
-    StormKind(name=name, **more)
-    for name, more in {
-        "shm": {},
-        "shm, keys": {"keys": True},
-        "shm, decode of two ranks": {"decode_tp": 2},
-        "shm, both of two ranks": {"prefill_tp": 2, "decode_tp": 2},
-        "Mooncake": {"transport": "mooncake"},
-        "Mooncake, keys, decode of two ranks": {"transport": "mooncake", "keys": True, "decode_tp": 2},
-        "HiSparse": {"hisparse": True},
-        "HiSparse, keys, decode of two ranks": {"hisparse": True, "keys": True, "decode_tp": 2},
-        "HiSparse, Mooncake": {"hisparse": True, "transport": "mooncake"},
-    }.items()
+KINDS = (
+    StormKind(name="shm"),
+    StormKind(name="shm, keys", keys=True),
+    StormKind(name="shm, decode of two ranks", decode_tp=2),
+    StormKind(name="shm, both of two ranks", prefill_tp=2, decode_tp=2),
+    StormKind(name="Mooncake", transport="mooncake"),
+    StormKind(name="Mooncake, keys, decode of two ranks", transport="mooncake", keys=True, decode_tp=2),
+    StormKind(name="HiSparse", hisparse=True),
+    StormKind(name="HiSparse, keys, decode of two ranks", hisparse=True, keys=True, decode_tp=2),
+    StormKind(name="HiSparse, Mooncake", hisparse=True, transport="mooncake"),
 )
 
 
@@ -160,16 +157,16 @@ class StormFleet:
             node.starting_since = time.monotonic()
             starting = asyncio.ensure_future(Daemon.start(node.config, node.log))
             try:
-                node.daemon = await asyncio.shield(starting)
+                node.daemon = daemon = await asyncio.shield(starting)
             except asyncio.CancelledError:
                 node.daemon = await starting
                 raise
             with suppress(WorldError):  # it has ended, which is seen below
-                await node.daemon.wait_ready()
+                await daemon.wait_ready()
                 node.ready_once.set()
             node.starts.append((node.starting_since, time.monotonic()))
             node.starting_since = None
-            status = await node.daemon.process.wait()
+            status = await daemon.process.wait()
             if status != -signal.SIGKILL:
                 lines = node.log.read_text(errors="replace").splitlines()[-1:]
                 node.ends.append(f"{node.name} ended with status {status}: {' '.join(lines)}")

@@ -26,17 +26,9 @@ from pdtransfer.wire import Sampling
 from .storm_fleet import DEADLINE_MS, KINDS, OPTIONS, SLOTS, StormFleet, StormKind, StormNode, strikes
 
 HEAD = [
-    "fleet",
-    "storms",
-    "faults",
-    "right",
-    "with an error",
-    "wrong",
-    "hung",
-    "recovery s",
-    "of it starting s",
-    "else s",
-]
+    "fleet", "storms", "faults", "right", "with an error", "wrong", "hung", "recovery s", "of it starting", "else",
+    "last error",
+]  # fmt: skip
 CLIENTS = 4
 ROW = 20  # right answers in a row, after which all is right
 SLACK_S = 3.0  # beyond its deadline, for a request to come to its end
@@ -79,6 +71,7 @@ class StormOutcome:
     failures: list[str] = field(default_factory=list[str])
     recovery_s: float = 0.0
     starting_s: float = 0.0  # of it, some process was being started
+    failing_s: float = 0.0  # until the last request failed
     slowest_s: float = 0.0  # the slowest right answer to a request after healing
 
     @property
@@ -90,7 +83,8 @@ class StormOutcome:
     def line(self) -> str:
         """For people."""
         text = f"{self.kind}, seed {self.seed}: {dict(self.faults)}, {dict(self.answers)}, right after "
-        text += f"{self.recovery_s:.1f} s, {self.starting_s:.1f} s of it starting, slowest {self.slowest_s:.1f} s"
+        text += f"{self.recovery_s:.1f} s, {self.starting_s:.1f} s of it starting, last error after "
+        text += f"{self.failing_s:.1f} s, slowest answer {self.slowest_s:.1f} s"
         return "; ".join((text, *self.failures))
 
 
@@ -154,6 +148,8 @@ class Storm:
         outcome.starting_s = self._fleet.starting(healed, healed + outcome.recovery_s)
         after = [each.ended - each.asked for each in self._answers if each.asked >= healed and each.verdict == "right"]
         outcome.slowest_s = max(after, default=0.0)
+        failed_at = [each.ended for each in self._answers if each.verdict != "right"]
+        outcome.failing_s = max(0.0, max(failed_at, default=healed) - healed)
         return outcome
 
     async def _strike(self) -> None:
@@ -262,7 +258,7 @@ def judged(one: Known, status: int, answer: dict[str, Any]) -> tuple[str, str]:
         if found == one.digests and answer["usage"]["completion_tokens"] == one.tokens:
             return "right", ""
         return "wrong", f"{len(one.prompt)} tokens: {answer}, expected {one.digests}"
-    error = answer.get("error") or {}
+    error: dict[str, Any] = answer.get("error") or {}
     if status < 500 or not error.get("message") or not error.get("code"):
         return "wrong", f"status {status} without a cause of the fault: {answer}"
     return "error", f"{status} {error['code']}: {error['message']}"
@@ -271,13 +267,14 @@ def judged(one: Known, status: int, answer: dict[str, Any]) -> tuple[str, str]:
 def measure(
     *, storms: int = 4, seed: int = 1, kinds: Sequence[str] = (), progress: Callable[[str], None] = lambda _: None
 ) -> list[StormOutcome]:
-    """One router, two prefills and two decodes of the reference model, with the limits of an operator who sets none but
-    a deadline of 10 s. Four clients ask without a pause. In each storm of 4 to 10 s 3 to 9 faults strike at random: a
-    worker, one rank of it or the router is killed, and started again 0 to 2 s later, or is stopped for 0.3 to 4 s or
-    until the storm is over. Then all is continued and started at once. Recovery is from then on until no request fails
-    any more and every worker has served one, seen by 20 right answers in a row. Of it the time is told in which any
-    process was being started, until it said that it is ready. Digests of tokens, logits and KV are held against a
-    single process's; a request hangs that has no end 3 s after its deadline, not counting a frozen router's time."""
+    """One router, two prefills and two decodes of the reference model, with the limits of an operator who sets none
+    but a deadline of 10 s. Four clients ask without a pause. In each storm of 4 to 10 s 3 to 9 faults strike at
+    random: a worker, one rank of it or the router is killed, and started again 0 to 2 s later, or is stopped for
+    0.3 to 4 s or until the storm is over. Then all is continued and started at once. Recovery is from then on until
+    no request fails any more and every worker has served one, seen by 20 right answers in a row. Of it the time is
+    told in which any process was being started, until it said that it is ready, and apart from that when the last
+    request failed. Digests of tokens, logits and KV are held against a single process's; a request hangs that has
+    no end 3 s after its deadline, not counting a frozen router's time."""
     names = {kind.name: kind for kind in KINDS}
     if unknown := [each for each in kinds if each not in names]:
         raise WorldError(f"kind = {unknown[0]!r}: must be one of {', '.join(names)}")
@@ -312,7 +309,12 @@ def rows(outcomes: Sequence[StormOutcome]) -> list[list[str]]:
 
 def _row(name: str, some: Sequence[StormOutcome]) -> list[str]:
     answers = sum((each.answers for each in some), Counter[str]())
-    times = [[each.recovery_s for each in some], [each.starting_s for each in some], [each.waiting_s for each in some]]
+    times = [
+        [each.recovery_s for each in some],
+        [each.starting_s for each in some],
+        [each.waiting_s for each in some],
+        [each.failing_s for each in some],
+    ]
     return [
         name,
         str(len(some)),

@@ -134,7 +134,13 @@ async def test_a_supervisor_starts_a_killed_worker_once_it_is_released_and_tells
 
 def outcome(kind: StormKind, recovery_s: float, **answers: int) -> StormOutcome:
     return StormOutcome(
-        kind.name, 7, Counter({"kill decode": 2}), Counter(answers), recovery_s=recovery_s, starting_s=1.0
+        kind.name,
+        7,
+        Counter({"kill decode": 2}),
+        Counter(answers),
+        recovery_s=recovery_s,
+        starting_s=1.0,
+        failing_s=0.5,
     )
 
 
@@ -148,7 +154,19 @@ def test_the_command_prints_a_row_for_each_fleet_and_fails_for_a_wrong_or_hung_a
     assert {name: seen[0][name] for name in ("kinds", "storms", "seed")} == {"kinds": ("shm",), "storms": 2, "seed": 5}
     head, *table = json.loads(capsys.readouterr().out)["tables"][0]
     assert head == storms.HEAD
-    assert table[0] == ["shm", "2", "4", "1,508", "3", "0", "0", "3.0 (max 4.0)", "1.0 (max 1.0)", "2.0 (max 3.0)"]
+    assert table[0] == [
+        "shm",
+        "2",
+        "4",
+        "1,508",
+        "3",
+        "0",
+        "0",
+        "3.0 (max 4.0)",
+        "1.0 (max 1.0)",
+        "2.0 (max 3.0)",
+        "0.5 (max 0.5)",
+    ]
     assert [row[0] for row in table] == ["shm", "shm, keys", "all"]
     for verdict in ("wrong", "hung"):
         some[0].answers[verdict] = 1

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from pdtransfer.engine_api import EngineConfig
-from tests.support.waiting import wait_for
+from tests.support.waiting import PATIENCE_S, wait_for
 
 
 def create(config: EngineConfig) -> None:
     """Raises what an invalid setting raises, on either rank."""
     here = Path(config.options["at"])
     (here / f"rank{config.group.ranks.tp_rank}").touch()
-    wait_for(lambda: len(list(here.glob("rank*"))) == 2, "the other rank makes its engine meanwhile")
+    wait_for(lambda: len(list(here.glob("rank*"))) == 2, "the other rank makes its engine too", 2 * PATIENCE_S)
     raise ValueError("both ranks were here")

@@ -102,7 +102,7 @@ def test_ranks_of_one_host_make_their_engines_at_the_same_time_and_report_what_a
             sys.executable, "-m", "pdtransfer", "decode", "--tp-size=2", "--bind=tcp://127.0.0.1:0", "--http=",
             "--engine=tests.support.engines.met:create", f"--engine-option=at={tmp_path}",
         ],
-        cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)}, capture_output=True, text=True, timeout=2 * PATIENCE_S,
+        cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)}, capture_output=True, text=True, timeout=6 * PATIENCE_S,
         check=False,
     )  # fmt: skip
     assert ran.returncode == 2

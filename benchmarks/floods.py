@@ -79,7 +79,7 @@ def _fleet(here: Path, *, keyed: bool) -> Fleet:
     )
 
 
-async def _clients(url: str, clients: int, seconds: float, logs: Path) -> Served:
+async def served_by(url: str, clients: int, seconds: float, logs: Path) -> Served:
     """Clients that ask one after the other; what is under way at the end is not counted."""
     answers: Counter[str] = Counter()
     body = {"prompt": "a short prompt", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -109,7 +109,7 @@ def _log_bytes(logs: Path) -> int:
 
 
 @contextmanager
-def _attack(name: str, targets: list[FloodTarget]) -> Generator[list[int]]:
+def attacking(name: str, targets: list[FloodTarget]) -> Generator[list[int]]:
     """With an attacker on each target; how often each attacked is in the list afterwards."""
     started = [begun(run, name, target) for target in targets]
     done: list[int] = []
@@ -139,20 +139,20 @@ async def _measured(
         here = Path(directory)
         async with _fleet(here, keyed=keyed) as fleet:
             targets = [_target(fleet, role, here, keyed=keyed) for role in ("prefill", "decode")] * given.attackers
-            await _clients(fleet.url, given.clients, _WARM_SECONDS, here)
+            await served_by(fleet.url, given.clients, _WARM_SECONDS, here)
             for name in names:
                 quiet, flooded, count = list[Served](), list[Served](), 0
                 for _ in range(given.rounds):
-                    quiet.append(await _clients(fleet.url, given.clients, given.seconds, here))
+                    quiet.append(await served_by(fleet.url, given.clients, given.seconds, here))
                     progress(f"{name}: quiet {quiet[-1].goodput:.0f} a second")
-                    context = _attack(name, targets)
+                    context = attacking(name, targets)
                     done = await asyncio.to_thread(context.__enter__)
-                    flooded.append(await _clients(fleet.url, given.clients, given.seconds, here))
+                    flooded.append(await served_by(fleet.url, given.clients, given.seconds, here))
                     await asyncio.to_thread(context.__exit__, None, None, None)
                     progress(f"{name}: {flooded[-1].goodput:.0f} a second, {dict(flooded[-1].answers)}")
                     count += sum(done)
                     await asyncio.sleep(1.0)
-                rows.append(_row(name, quiet, flooded, count, keyed=keyed))
+                rows.append(row_of(name, quiet, flooded, count, keyed=keyed))
     return rows
 
 
@@ -166,7 +166,7 @@ def _target(fleet: Fleet, role: str, here: Path, *, keyed: bool) -> FloodTarget:
     )
 
 
-def _row(name: str, quiet: list[Served], flooded: list[Served], count: int, *, keyed: bool) -> list[str]:
+def row_of(name: str, quiet: list[Served], flooded: list[Served], count: int, *, keyed: bool) -> list[str]:
     ratios = sorted(after.goodput / max(before.goodput, 1e-9) for before, after in zip(quiet, flooded, strict=True))
     failed: Counter[str] = Counter()
     for each in flooded:

@@ -94,7 +94,7 @@ class StormFleet:
     """Its daemons, each with a supervisor: `async with StormFleet(kind, here) as fleet`."""
 
     def __init__(self, kind: StormKind, here: Path, progress: Callable[[str], None]) -> None:
-        self.nodes = [StormNode(config, here / f"{config.node}.log") for config in _configs(kind, here)]
+        self.nodes = [StormNode(config, here / f"{config.node}.log") for config in configs_of(kind, here)]
         self._supervisors: list[asyncio.Task[None]] = []
         self._released, self._progress = asyncio.Event(), progress
         self._struck: set[StormNode] = set()
@@ -200,7 +200,7 @@ def _signal(pids: list[int] | set[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _configs(kind: StormKind, here: Path) -> list[PrefillConfig | DecodeConfig | RouterConfig]:
+def configs_of(kind: StormKind, here: Path) -> list[PrefillConfig | DecodeConfig | RouterConfig]:
     """One router, two prefills and two decodes, at addresses that stay theirs."""
     names = {"prefill": ("prefill-0", "prefill-1"), "decode": ("decode-0", "decode-1")}
     publics = _made_keys(kind, here, [name for each in names.values() for name in each]) if kind.keys else {}

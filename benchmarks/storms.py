@@ -118,8 +118,8 @@ class Storm:
         self._fleet, self._kind, self._prompts = fleet, kind, prompts
         self.outcome = StormOutcome(kind.name, seed)
         self._chance, self._asking = random.Random(seed), random.Random(seed)  # noqa: S311 -- faults, and requests
-        self._router_frozen = deque[tuple[float, float]]()
-        self._answers: list[StormAnswer] = []
+        self.router_frozen = deque[tuple[float, float]]()
+        self.answers: list[StormAnswer] = []
         self._over = False
 
     async def run(self) -> StormOutcome:
@@ -134,21 +134,21 @@ class Storm:
             healed = time.monotonic()
             for node in self._fleet.nodes:
                 self._thawed(node)
-            while not (recovered := self._recovered(healed)) and time.monotonic() < healed + RECOVERY_S_MAX:  # noqa: ASYNC110
+            while not (recovered := self.recovered_at(healed)) and time.monotonic() < healed + RECOVERY_S_MAX:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             self._over = True
             await asyncio.gather(*clients)
         outcome = self.outcome
-        outcome.answers.update(each.verdict for each in self._answers)
-        outcome.failures += [each.text for each in self._answers if each.verdict in ("wrong", "hung")][:5]
+        outcome.answers.update(each.verdict for each in self.answers)
+        outcome.failures += [each.text for each in self.answers if each.verdict in ("wrong", "hung")][:5]
         if not recovered:
             outcome.answers["hung"] += 1
             outcome.failures.append(f"not all right within {RECOVERY_S_MAX:.0f} s: {self._lacking(healed)}")
         outcome.recovery_s = (recovered or time.monotonic()) - healed
         outcome.starting_s = self._fleet.starting(healed, healed + outcome.recovery_s)
-        after = [each.ended - each.asked for each in self._answers if each.asked >= healed and each.verdict == "right"]
+        after = [each.ended - each.asked for each in self.answers if each.asked >= healed and each.verdict == "right"]
         outcome.slowest_s = max(after, default=0.0)
-        failed_at = [each.ended for each in self._answers if each.verdict != "right"]
+        failed_at = [each.ended for each in self.answers if each.verdict != "right"]
         outcome.failing_s = max(0.0, max(failed_at, default=healed) - healed)
         return outcome
 
@@ -184,20 +184,20 @@ class Storm:
 
     def _froze(self, node: StormNode) -> None:
         if node.config.role == "router":
-            self._router_frozen.append((time.monotonic(), float("inf")))
+            self.router_frozen.append((time.monotonic(), float("inf")))
 
     def _thawed(self, node: StormNode) -> None:
-        if node.config.role == "router" and self._router_frozen and self._router_frozen[-1][1] == float("inf"):
-            self._router_frozen.append((self._router_frozen.pop()[0], time.monotonic()))
+        if node.config.role == "router" and self.router_frozen and self.router_frozen[-1][1] == float("inf"):
+            self.router_frozen.append((self.router_frozen.pop()[0], time.monotonic()))
 
     async def _client(self, http: aiohttp.ClientSession) -> None:
         while not self._over:
-            answer = await self._asked(http, self._asking.choice(self._prompts))
-            self._answers.append(answer)
+            answer = await self.asked(http, self._asking.choice(self._prompts))
+            self.answers.append(answer)
             if answer.verdict != "right":
                 await asyncio.sleep(PAUSE_S)
 
-    async def _asked(self, http: aiohttp.ClientSession, one: Known) -> StormAnswer:
+    async def asked(self, http: aiohttp.ClientSession, one: Known) -> StormAnswer:
         body: dict[str, Any] = {
             "prompt": one.prompt, "max_tokens": one.tokens, "temperature": 0, "ignore_eos": True,
             "enable_hisparse": self._kind.hisparse and self._asking.random() < 0.5,
@@ -214,17 +214,17 @@ class Storm:
         except (aiohttp.ClientError, ConnectionError) as error:  # the router is dead
             verdict, text = "error", type(error).__name__
         ended = time.monotonic()
-        took_s = ended - asked - sum(max(0.0, min(end, ended) - max(at, asked)) for at, end in self._router_frozen)
+        took_s = ended - asked - sum(max(0.0, min(end, ended) - max(at, asked)) for at, end in self.router_frozen)
         if took_s > DEADLINE_MS / 1e3 + SLACK_S:
             verdict, text = "hung", f"a request ended after {took_s:.1f} s: {verdict} {text}"
         return StormAnswer(asked, ended, verdict, text, served)
 
-    def _recovered(self, healed: float) -> float | None:
+    def recovered_at(self, healed: float) -> float | None:
         """The moment from which every request is right: the end of the last one that failed, or of the first that each
         worker served, once there are enough in a row."""
         row: list[StormAnswer] = []
         since = healed
-        for each in reversed(self._answers):
+        for each in reversed(self.answers):
             if each.ended < healed:
                 break
             if each.verdict != "right":
@@ -246,8 +246,8 @@ class Storm:
         return self._fleet.workers("prefill") | self._fleet.workers("decode")
 
     def _lacking(self, healed: float) -> str:
-        served = {name for each in self._answers if each.asked >= healed for name in each.served}
-        latest = next((each.text for each in reversed(self._answers) if each.verdict != "right"), "no error")
+        served = {name for each in self.answers if each.asked >= healed for name in each.served}
+        latest = next((each.text for each in reversed(self.answers) if each.verdict != "right"), "no error")
         return f"{', '.join(sorted(self._workers - served)) or 'nobody'} serves nothing; latest error: {latest}"
 
 

@@ -106,7 +106,7 @@ def test_connections_are_made_and_left(keyed: bool) -> None:
 
 def test_an_attacker_is_a_process_that_counts_until_it_is_told_to_end() -> None:
     with listening(keyed=False) as listener:
-        with floods._attack("junk", [listener.target]) as done:
+        with floods.attacking("junk", [listener.target]) as done:
             wait_for(lambda: "junk" in listener.kinds())
         assert len(done) == 1
         assert done[0] > 0
@@ -132,7 +132,7 @@ async def test_clients_count_what_is_answered_refused_and_lost(tmp_path: Path) -
     application = web.Application()
     application.router.add_post("/v1/completions", answer)
     async with TestServer(application) as server:
-        served = await floods._clients(str(server.make_url("")), 1, 0.5, tmp_path)
+        served = await floods.served_by(str(server.make_url("")), 1, 0.5, tmp_path)
     assert served.answers.keys() == {"200", "503 no worker", "ServerDisconnectedError"}
     assert served.goodput == served.answers["200"] / 0.5
     assert served.log_bytes == len("a line\n")
@@ -141,7 +141,7 @@ async def test_clients_count_what_is_answered_refused_and_lost(tmp_path: Path) -
 def test_the_table_sets_each_flood_beside_the_quiet_before_it() -> None:
     quiet = [Served(2.0, Counter({"200": count}), 0) for count in (100, 200, 100)]
     flooded = [Served(2.0, Counter({"200": count, "503 full": 1}), 6_000) for count in (50, 50, 80)]
-    row = floods._row("junk", quiet, flooded, 1_234, keyed=True)
+    row = floods.row_of("junk", quiet, flooded, 1_234, keyed=True)
     assert row == ["junk, keys", "0.50 (0.25-0.80)", "100", "3 of 183", "1,234", "3.0"]
 
 

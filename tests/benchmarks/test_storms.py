@@ -72,8 +72,8 @@ def test_all_is_right_again_once_no_request_fails_and_every_worker_has_served(
     seen: list[StormAnswer], since: float | None, tmp_path: Path
 ) -> None:
     made = storm(tmp_path)
-    made._answers = seen
-    assert made._recovered(100.0) == since
+    made.answers = seen
+    assert made.recovered_at(100.0) == since
 
 
 def test_faults_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_a_request_that_outlasts_its_deadline_hangs_but_for_a_frozen_routers_tim
         application = web.Application()
         application.router.add_post("/v1/completions", late)
         made = storm(tmp_path)
-        made._router_frozen.extend(frozen)
+        made.router_frozen.extend(frozen)
         async with TestServer(application) as server, aiohttp.ClientSession(str(server.make_url(""))) as http:
-            return await made._asked(http, ONE)
+            return await made.asked(http, ONE)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storms, "SLACK_S", 0.1)
@@ -111,9 +111,9 @@ async def test_a_supervisor_starts_a_killed_worker_once_it_is_released_and_tells
     monkeypatch.setattr(storm_fleet, "OPTIONS", {})
     configs = [
         type(each)(**{name: getattr(each, name) for name in each.__slots__ if hasattr(each, name)} | plain)
-        for each in storm_fleet._configs(KINDS[0], tmp_path)[:1]
+        for each in storm_fleet.configs_of(KINDS[0], tmp_path)[:1]
     ]
-    monkeypatch.setattr(storm_fleet, "_configs", lambda *_: configs)
+    monkeypatch.setattr(storm_fleet, "configs_of", lambda *_: configs)
     before = time.monotonic()
     async with StormFleet(KINDS[0], tmp_path, lambda _: None) as fleet:
         (node,) = fleet.nodes
@@ -194,6 +194,6 @@ def test_a_storm_ends_with_every_answer_right(kind: str, monkeypatch: pytest.Mon
 
 
 def test_ranks_are_found_under_their_leader_alone() -> None:
-    node = StormNode(storm_fleet._configs(KINDS[0], Path("/tmp"))[0], Path("log"))
+    node = StormNode(storm_fleet.configs_of(KINDS[0], Path("/tmp"))[0], Path("log"))
     assert node.pids == []
     assert storm_fleet.ranks_under(1 << 30) == []

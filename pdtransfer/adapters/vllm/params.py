@@ -21,6 +21,8 @@ Params = dict[object, object]  # as a client sent them
 
 TEXT_LENGTH_MAX = 256
 _TEXT = re.compile(r"[!-~]+")
+_UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
+_ENGINES_OWN = re.compile(r"-[0-9a-f]{8}$")  # what each vLLM engine adds to the id that a request came with
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ class ReceiveFrom:
         return bootstrap_rooms.room_of(self.bootstrap_room, room_id(request_id))
 
 
-def parse(params: Any, reachable: Reachable) -> SendTo | ReceiveFrom | None:
-    """The hand-off that a request asks for; None for a request without one. Raises RequestError."""
+def parse(params: Any, reachable: Reachable, request_id: str = "") -> SendTo | ReceiveFrom | None:
+    """The hand-off that the request of this engine asks for; None for one without. Raises RequestError."""
     if params is None:
         return None
     if not isinstance(params, dict):
@@ -56,24 +58,33 @@ def parse(params: Any, reachable: Reachable) -> SendTo | ReceiveFrom | None:
     sends, receives = (_flag(params, name) for name in ("do_remote_decode", "do_remote_prefill"))
     if sends and receives:
         raise RequestError("do_remote_prefill: true, and do_remote_decode as well")
-    transfer_id = _text(params, "transfer_id", optional=True)
+    transfer_id = _text(params, "transfer_id")
     if sends:
         return SendTo(transfer_id)
     if not receives:
         return None
-    mode = _text(params, "transfer_mode", optional=True)
+    mode = _text(params, "transfer_mode")
     if mode not in (None, "push"):
         raise RequestError(f"transfer_mode: {mode!r}, not 'push': the prefill engine has another connector")
     if params.get("bootstrap_room") is not None:
         number = _bootstrap_room(params["bootstrap_room"])
         return ReceiveFrom(f"bootstrap_room {number}", _sources(params, reachable), number)
-    label = transfer_id or own_label(_text(params, "remote_engine_id"), _text(params, "remote_request_id"))
-    return ReceiveFrom(label, _sources(params, reachable))
+    if transfer_id is None:
+        engine_id, remote = _required_text(params, "remote_engine_id"), _required_text(params, "remote_request_id")
+        transfer_id = own_label(engine_id, _known_to_both(remote, request_id))
+    return ReceiveFrom(transfer_id, _sources(params, reachable))
 
 
-def own_label(engine_id: str | None, request_id: str | None) -> str:
+def own_label(engine_id: str, request_id: str) -> str:
     """The label of a room that has no transfer_id."""
     return f"{engine_id}/{request_id}"
+
+
+def shared_id(request_id: str) -> str | None:
+    """The id that another engine gives to a request with the same X-Request-Id; None unless that has a UUID, since
+    another id may come again, as after a restart."""
+    found = _ENGINES_OWN.sub("", request_id)
+    return found if _UUID.search(found) else None
 
 
 def answer(
@@ -90,6 +101,16 @@ def answer(
         "remote_endpoints": list(endpoints),
     }  # fmt: skip
     return made if transfer_id is None else made | {"transfer_id": transfer_id}
+
+
+def _known_to_both(remote: str, request_id: str) -> str:
+    """The id by which prefill knows the request that this engine knows by `request_id`.
+
+    That is what prefill has returned. A proxy that asks both at once has nothing from prefill yet: `remote` is the
+    X-Request-Id of both requests, of which each engine makes its own id.
+    """
+    shared = shared_id(request_id)
+    return shared if shared is not None and _UUID.search(remote) and remote in shared else remote
 
 
 def _sources(params: Params, reachable: Reachable) -> tuple[str, ...]:
@@ -109,12 +130,12 @@ def _sources(params: Params, reachable: Reachable) -> tuple[str, ...]:
 
 def _derived(params: Params, reachable: Reachable) -> list[str]:
     """The endpoint of each rank, by vLLM's own fields: rank r listens on the port + r, and its key has its name."""
-    host = str(_text(params, "remote_host"))
+    host = _required_text(params, "remote_host")
     port, tp_size = _count(params, "remote_port", 0xFFFF), _count(params, "tp_size", SIZE_MAX, default=1)
     ranks = ranks_of(tp_size, _count(params, "pp_size", SIZE_MAX, default=1))
     if len(ranks) > PEERS_MAX or port + len(ranks) - 1 > 0xFFFF:
         raise RequestError(f"tp_size: {len(ranks)} ranks, from port {port} on")
-    name = str(_text(params, "remote_engine_id")) if reachable.allowed is not None else ""
+    name = _required_text(params, "remote_engine_id") if reachable.allowed is not None else ""
     return [
         f"{reachable.key_of(name if at == 0 else f'{name}-{label(each)}')}{address_of(host, port + at)}"
         for at, each in enumerate(ranks)
@@ -137,11 +158,13 @@ def _flag(params: Params, name: str) -> bool:
     raise RequestError(f"{name}: a {type(value).__name__}, not true or false")
 
 
-def _text(params: Params, name: str, *, optional: bool = False) -> str | None:
+def _text(params: Params, name: str) -> str | None:
     value = params.get(name)
-    if value is None and optional:
-        return None
-    return _checked_text(name, value)
+    return None if value is None else _checked_text(name, value)
+
+
+def _required_text(params: Params, name: str) -> str:
+    return _checked_text(name, params.get(name))
 
 
 def _checked_text(name: str, value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from ..reachable import Reachable, RequestError
 from .orders import Chunk, KVGroup, Open, Orders, Receive, Refuse, Rows, slots_of
-from .params import ReceiveFrom, SendTo, answer, own_label, parse
+from .params import ReceiveFrom, SendTo, answer, own_label, parse, shared_id
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ class SchedulerSide:
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         self._sent: dict[str, str] = {}  # the first request of each transfer_id, oldest first
+        self._shared: dict[str, str] = {}  # that of each id which decode may know without an answer
         self._received: dict[str, str] = {}  # that of each label
         self._orders = Orders()
 
@@ -123,7 +124,7 @@ class SchedulerSide:
         """A request has come: its parameters are checked. A wrong one of decode fails its load, and no other."""
         name, tokens = request.request_id, request.num_prompt_tokens
         try:
-            wanted = parse(request.kv_transfer_params, self._reachable)
+            wanted = parse(request.kv_transfer_params, self._reachable, name)
             self._check_role(wanted)
         except RequestError as error:
             log.warning("request %s: its hand-off is refused: %s", name, error)
@@ -134,7 +135,7 @@ class SchedulerSide:
             case SendTo(transfer_id):
                 first = name if transfer_id is None else _first(self._sent, transfer_id, name)
                 if first == name:
-                    self._sends[name] = _Send(tokens, transfer_id, name)
+                    self._sends[name] = _Send(tokens, transfer_id, self._id_for_peers(name))
                 else:
                     log.info("request %s: not handed over, %s is, as transfer_id %s", name, first, transfer_id)
             case ReceiveFrom(label):
@@ -225,6 +226,11 @@ class SchedulerSide:
             self.endpoints, tp_size=self._tp_size, engine_id=self._engine_id, request_id=send.request_id,
             transfer_id=send.transfer_id,
         )  # fmt: skip
+
+    def _id_for_peers(self, name: str) -> str:
+        """The id of a request as decode may know it; of several with the same one the first has it."""
+        shared = shared_id(name)
+        return shared if shared is not None and _first(self._shared, shared, name) == name else name
 
     def _received_tokens(self, tokens: int) -> int:
         """How many of a prompt vLLM takes for received: not the last one, unless a block begins with it. vLLM would not

@@ -9,7 +9,7 @@ import pytest
 
 from pdtransfer.adapters.bootstrap_rooms import USE_BITS, tag_of
 from pdtransfer.adapters.reachable import Reachable, RequestError
-from pdtransfer.adapters.vllm.params import ReceiveFrom, SendTo, answer, parse
+from pdtransfer.adapters.vllm.params import ReceiveFrom, SendTo, answer, parse, shared_id
 from pdtransfer.bus.keys import AllowList, generate_pair
 
 HERE = Reachable()
@@ -38,6 +38,42 @@ def test_decode_finds_each_rank_behind_the_first_ones_port() -> None:
     assert six == ReceiveFrom("p0/cmpl-1", ("tcp://[::1]:7801",))
     last = parse(PUSH | {"remote_port": 65_534}, HERE)
     assert last == ReceiveFrom("p0/cmpl-1", ("tcp://127.0.0.1:65534", "tcp://127.0.0.1:65535"))
+
+
+UUID = "0f8fad5b-d9cb-469f-a165-70867728950e"
+
+
+@pytest.mark.parametrize("kind", ["cmpl-{}-0", "chatcmpl-{}", "1_cmpl-{}-0"])
+def test_a_proxy_that_asks_both_at_once_names_the_request_by_its_own_id(kind: str) -> None:
+    """As vLLM's push proxy does: X-Request-Id is the same, and each engine makes another id of it."""
+    prefill, decode = (f"{kind.format(UUID)}-{own}" for own in ("deadbeef", "0badcafe"))
+    known = shared_id(prefill)
+    assert known == shared_id(decode) == kind.format(UUID)
+    label = f"p0/{known}"
+    for remote in (UUID, known):  # before prefill has answered, and after
+        found = parse(PUSH | {"remote_request_id": remote, "tp_size": 1}, HERE, decode)
+        assert found == ReceiveFrom(label, ("tcp://127.0.0.1:7801",))
+
+
+@pytest.mark.parametrize(
+    ("remote", "request_id"),
+    [
+        (f"cmpl-{UUID}-0-deadbeef", f"cmpl-{UUID}-0-0badcafe"),  # a second request with this id
+        (f"cmpl-{UUID}-0-deadbeef#1", f"cmpl-{UUID}-0-0badcafe"),  # begun again
+        (UUID, "cmpl-00000000-d9cb-469f-a165-70867728950e-0-0badcafe"),  # the proxy gave it another id
+        ("0", "cmpl-0-0-0badcafe"),
+        ("cmpl", f"cmpl-{UUID}-0-0badcafe"),
+    ],
+)
+def test_what_prefill_has_returned_is_its_id(remote: str, request_id: str) -> None:
+    found = parse(PUSH | {"remote_request_id": remote}, HERE, request_id)
+    assert isinstance(found, ReceiveFrom)
+    assert found.label == f"p0/{remote}"
+
+
+@pytest.mark.parametrize("name", ["0", "request-1-deadbeef", "cmpl-my-request-0-deadbeef"])
+def test_an_id_that_may_come_again_is_of_one_engine_alone(name: str) -> None:
+    assert shared_id(name) is None
 
 
 @pytest.mark.parametrize("number", [7, "7"])

@@ -178,6 +178,31 @@ def test_of_several_prompts_with_one_transfer_id_the_first_is_handed_over() -> N
     assert made.orders(new("late", [[7, 3, 5]], 40)) == Orders()
 
 
+def test_a_request_has_the_id_that_decode_knows_before_prefill_answers() -> None:
+    """Unless an earlier one had it: a room is used once."""
+    made, uuid = side(), "0f8fad5bd9cb469fa16570867728950e"
+    names = [f"cmpl-{uuid}-0-{own}" for own in ("deadbeef", "0badcafe")]
+    for name, known in zip(names, (f"cmpl-{uuid}-0", names[1]), strict=True):
+        request = begun(made, 40, name=name)
+        [opened] = made.orders(new(name, [[7, 3, 5]], 40)).opens
+        assert opened.label == f"p0/{known}"
+        _, returned = made.on_finished(request, STOPPED)
+        assert returned is not None
+        assert returned["remote_request_id"] == known
+
+
+def test_decode_that_is_asked_again_computes_the_prompt() -> None:
+    """As llm-d's sidecar asks where prefill has another identity than it knew: with the same transfer_id."""
+    made = side()
+    request = begun(made, 40, RECEIVES | {"transfer_id": "xfer-1"})
+    assert made.matched_tokens(request, 0) == 39
+    made.on_blocks(request, [[7, 3, 5]], 39)
+    made.on_finished(request, ABORTED)
+    again = begun(made, 40, RECEIVES | {"transfer_id": "xfer-1", "remote_port": 7802}, "b")
+    assert made.matched_tokens(again, 0) == 0
+    assert [each.request_id for each in made.orders(Step()).receives] == ["a"]
+
+
 def test_a_bounded_number_of_labels_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "LABELS_MAX", 2)
     made, names = side(), [f"{at}" for at in (0, 1, 2, 0, 2)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..versions import check_version
 
-VERSIONS = (0, 26), (0, 32)  # of vLLM: the first and the last minor version whose interface this package speaks
+VERSIONS = (0, 26), (0, 33)  # of vLLM: the first and the last minor version whose interface this package speaks
 
 __all__ = ["PDTransferConnector"]  # pyright: ignore[reportUnsupportedDunderAll]
 

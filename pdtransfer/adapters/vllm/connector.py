@@ -325,6 +325,11 @@ class PDTransferConnector(KVConnectorBase_V1, SupportsHMA):
         return dialect.layout_name()
 
     @classmethod
+    def supports_sleep_mode(cls, _kv_transfer_config: Any) -> bool:
+        """No: peers have the addresses of the memory that vLLM would give back. From 0.33 on vLLM asks, and refuses."""
+        return False
+
+    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats | None:
         """Stats as they travelled."""
         return TransferStats() if data is None else TransferStats(data=data)

@@ -12,20 +12,20 @@ import pdtransfer.adapters.vllm as adapter
 
 def test_outside_vllm_the_connector_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match=r"vLLM cannot be imported here \(.*\): supported are 0\.26 to 0\.32"):
+    with pytest.raises(ImportError, match=r"vLLM cannot be imported here \(.*\): supported are 0\.26 to 0\.33"):
         _ = adapter.PDTransferConnector
 
 
-@pytest.mark.parametrize("found", ["0.25.1", "0.33.0", "1.26.0", "dev"])
+@pytest.mark.parametrize("found", ["0.25.1", "0.34.0", "1.26.0", "dev"])
 def test_another_vllm_is_refused_with_both_versions(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = ModuleType("vllm")
     fake.__version__ = found  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    with pytest.raises(ImportError, match=f"found vLLM {found}, supported are 0.26 to 0.32"):
+    with pytest.raises(ImportError, match=f"found vLLM {found}, supported are 0.26 to 0.33"):
         _ = adapter.PDTransferConnector
 
 
-@pytest.mark.parametrize("found", ["0.26.0", "0.29.3", "0.32.0+cpu", "0.32.1rc1"])
+@pytest.mark.parametrize("found", ["0.26.0", "0.29.3", "0.32.0+cpu", "0.33.1rc1"])
 def test_known_versions_pass(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = ModuleType("vllm")
     fake.__version__ = found  # type: ignore[attr-defined]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from pdtransfer.adapters.vllm import figures
 from pdtransfer.bus.keys import generate
+from tests.support.paths import REPO
 from tests.support.vllm_engine import Checkpoints, Generated, VllmEngine, prompts
 from tests.support.vllm_pair import SENDS, VllmPair, settles, transfer
 
@@ -55,9 +58,23 @@ def rooms(engine: VllmEngine) -> dict[str, float]:
     return {name.split()[1]: value for name, value in found.items()}
 
 
+def received_tokens(engine: VllmEngine) -> float:
+    """By vLLM's own count."""
+    return engine.metrics("vllm:external_prefix_cache_hits")["vllm:external_prefix_cache_hits_total"]
+
+
 def handed_over(pair: VllmPair, prompts: list[list[int]], *, order: str, tokens: int = TOKENS) -> list[Generated]:
     """The prompts, all at once, as a proxy of this kind dispatches them."""
     labels = [pair.label() for _ in prompts]
+    if order == "by X-Request-Id":  # of which vLLM's server makes the requests' ids
+        names = [str(uuid4()) for _ in prompts]
+        for prompt, name in zip(prompts, names, strict=True):
+            pair.prefill.add(prompt, tokens=1, request=f"cmpl-{name}-0", kv_transfer_params=SENDS)
+        added = [
+            pair.decode.add(prompt, tokens=tokens, request=f"cmpl-{name}-0", kv_transfer_params=pair.named(name))
+            for prompt, name in zip(prompts, names, strict=True)
+        ]
+        return [pair.decode.generated(each) for each in added]
     if order == "serial":
         done = [pair.prefill.add(prompt, tokens=1, kv_transfer_params=SENDS) for prompt in prompts]
         params = [pair.prefill.generated(each).kv_transfer_params for each in done]
@@ -78,21 +95,30 @@ def handed_over(pair: VllmPair, prompts: list[list[int]], *, order: str, tokens:
     return [pair.decode.generated(each) for each in added]
 
 
-@pytest.mark.parametrize("order", ["serial", "prefill first", "decode first"])
+@pytest.mark.parametrize("order", ["serial", "prefill first", "decode first", "by X-Request-Id"])
 def test_decode_continues_what_prefill_computed(llama: Family, order: str) -> None:
     pair, single = llama
     asked = prompts(*LENGTHS, seed=len(order))
-    before = rooms(pair.decode)
+    before, of_peers = rooms(pair.decode), received_tokens(pair.decode)
     made = handed_over(pair, asked, order=order)
     assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
     pair.settles()
     assert rooms(pair.decode)["received"] - before["received"] == len(LENGTHS)
+    # All but the last of each prompt, and of 129 that one as well, since a block begins with it.
+    assert received_tokens(pair.decode) - of_peers == sum(LENGTHS) - len(LENGTHS) + 1
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("qwen3", "bfloat16"), ("gemma3", "float32")])
-def test_other_models_continue_as_well(name: str, dtype: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """Two bytes a number; and windows, whose groups of layers have blocks of their own in the same memory."""
-    with family(checkpoints, tmp_path, name, dtype) as (pair, single):
+@pytest.mark.parametrize(
+    ("name", "dtype", "cache"),
+    [("qwen3", "bfloat16", "auto"), ("qwen3", "bfloat16", "fp8"), ("gemma3", "float32", "auto")],
+)
+def test_other_models_continue_as_well(
+    name: str, dtype: str, cache: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Two bytes a number, and one; and windows, whose groups of layers have blocks of their own in the same memory."""
+    if cache == "fp8" and not re.search(r"avx512|amx", Path("/proc/cpuinfo").read_text()):
+        pytest.skip("vLLM keeps a cache of 8 bits on processors with AVX-512 or AMX alone")
+    with family(checkpoints, tmp_path, name, dtype, kv_cache_dtype=cache) as (pair, single):
         for order in ("decode first", "serial"):
             asked = prompts(*LENGTHS, seed=len(order))
             made = handed_over(pair, asked, order=order)
@@ -264,6 +290,20 @@ def test_wrong_parameters_end_their_request_alone(llama: Family, wrong: dict[str
     assert pair.decode.generated(added).finish_reason == "error"
     assert text in pair.decode.log.read_text()
     pair.settles()
+
+
+def test_metrics_are_those_of_the_manual(llama: Family) -> None:
+    pair, _ = llama
+    [prompt] = prompts(150, seed=26)
+    before = pair.decode.metrics("vllm:pdtransfer_").get("vllm:pdtransfer_failures_total refused", 0.0)
+    pair.serial(prompt, tokens=2)
+    wrong = pair.decode.add(prompt, tokens=2, kv_transfer_params=pair.receives(pair.label()) | {"remote_port": 0})
+    assert pair.decode.generated(wrong).finish_reason == "error"
+    pair.settles()
+    found = pair.decode.metrics("vllm:pdtransfer_")
+    assert found["vllm:pdtransfer_failures_total refused"] == before + 1
+    names = {re.sub("(?<=seconds)_(sum|count)$", "", name.split()[0]) for name in found}
+    assert names == set(re.findall(r"^\| `(vllm:\w+)`", (REPO / "docs/vllm.md").read_text(), re.MULTILINE))
 
 
 def test_wrong_parameters_of_prefill_hand_nothing_over(llama: Family) -> None:

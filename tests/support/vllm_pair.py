@@ -72,9 +72,11 @@ class VllmPair:
 
     def receives(self, label: str) -> dict[str, Any]:
         """Parameters of decode, as llm-d's sidecar makes them from what it has kept."""
-        return self.identity | {
-            "do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": label, "transfer_id": label,
-        }  # fmt: skip
+        return self.named(label) | {"transfer_id": label}
+
+    def named(self, request: str) -> dict[str, Any]:
+        """Parameters of decode, as vLLM's push proxy makes them from the request's X-Request-Id."""
+        return self.identity | {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": request}
 
     def begin_prefill(self, prompt: Sequence[int], label: str, **more: Any) -> Future[Any]:
         return self.prefill.add(prompt, tokens=1, kv_transfer_params=self.sends(label), **more)

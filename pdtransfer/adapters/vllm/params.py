@@ -110,7 +110,10 @@ def _known_to_both(remote: str, request_id: str) -> str:
     X-Request-Id of both requests, of which each engine makes its own id.
     """
     shared = shared_id(request_id)
-    return shared if shared is not None and _UUID.search(remote) and remote in shared else remote
+    if shared is None or not _UUID.search(remote):
+        return remote
+    # vLLM's servers write the number of a choice, the kind of the request and the number of its prompt around it.
+    return shared if re.fullmatch(rf"(\d+_)?[a-z]+[-_]{re.escape(remote)}(-\d+)?", shared) else remote
 
 
 def _sources(params: Params, reachable: Reachable) -> tuple[str, ...]:

@@ -60,6 +60,8 @@ def test_a_proxy_that_asks_both_at_once_names_the_request_by_its_own_id(kind: st
     [
         (f"cmpl-{UUID}-0-deadbeef", f"cmpl-{UUID}-0-0badcafe"),  # a second request with this id
         (f"cmpl-{UUID}-0-deadbeef#1", f"cmpl-{UUID}-0-0badcafe"),  # begun again
+        (f"cmpl-{UUID}-0", f"1_cmpl-{UUID}-0-0badcafe"),  # a choice of several, of one prompt
+        (f"0_cmpl-{UUID}-0", f"1_cmpl-{UUID}-0-0badcafe"),
         (UUID, "cmpl-00000000-d9cb-469f-a165-70867728950e-0-0badcafe"),  # the proxy gave it another id
         ("0", "cmpl-0-0-0badcafe"),
         ("cmpl", f"cmpl-{UUID}-0-0badcafe"),

@@ -120,7 +120,8 @@ def facts_of(vllm_config: Any, views: dict[str, Any], groups: list[tuple[KVGroup
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "quantization": str(model.quantization),
         "attention": _backends(vllm_config, views),
-        "groups": [[group.block_size, group.window, group.chunk, len(names)] for group, names in groups],
+        # Not how many layers they have here: of a stage's layers these are a part, and the configuration has them all.
+        "groups": [[group.block_size, group.window, group.chunk] for group, _ in groups],
         # On the CPU the kernels pack keys for what the processor can do.
         "processor": _processor() if all(view.device.type == "cpu" for view in views.values()) else "",
     }

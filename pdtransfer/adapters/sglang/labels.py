@@ -3,11 +3,15 @@ rooms that decode asks for."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from ..bootstrap_rooms import USE_BITS, room_of, tag_of
 
 _KEPT_MAX = 65_536
+
+T = TypeVar("T")
 
 
 class Uses:
@@ -28,18 +32,29 @@ class Meetings:
     """Prefill: requests wait for decode to ask for their room, and rooms that were asked for wait for their request.
 
     `opened` is called with a bootstrap_room and the room that is to be opened for it. It is called again, with another
-    one, if decode asks once more before `met`: it gave the first room up, and prefill never heard of it.
+    one, if decode asks once more before `met`: it gave the first room up, and prefill never heard of it. `refused` is
+    called with a room that decode asks for after its request was given up: it would wait for nothing.
     """
 
-    def __init__(self, opened: Callable[[int, int], None]) -> None:
-        self._opened = opened
+    def __init__(
+        self,
+        opened: Callable[[int, int], None],
+        refused: Callable[[int], None],
+        *,
+        kept_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._opened, self._refused = opened, refused
+        self._kept_s, self._clock = kept_s, clock
         self._waiting: dict[int, int] = {}  # bootstrap_room by tag
         self._asked: dict[int, int] = {}  # room by tag, the oldest first
+        self._given_up: dict[int, float] = {}  # until when it is known, by tag, the oldest first
 
     def wait(self, bootstrap_room: int) -> None:
         """A request is here."""
         tag = tag_of(bootstrap_room)
         self._waiting[tag] = bootstrap_room
+        self._given_up.pop(tag, None)
         if (room := self._asked.pop(tag, None)) is not None:
             self._opened(bootstrap_room, room)
 
@@ -48,6 +63,8 @@ class Meetings:
         tag = room >> USE_BITS
         if (bootstrap_room := self._waiting.get(tag)) is not None:
             self._opened(bootstrap_room, room)
+        elif self._given_up.pop(tag, 0.0) > self._clock():
+            self._refused(room)
         else:
             _keep(self._asked, tag, room)
 
@@ -55,8 +72,14 @@ class Meetings:
         """The request has its room, or has ended. Idempotent."""
         self._waiting.pop(tag_of(bootstrap_room), None)
 
+    def give_up(self, bootstrap_room: int) -> None:
+        """The request has ended, and decode has not asked for it yet: the first room that it asks for is refused, as
+        long as decode waits for one."""
+        self.met(bootstrap_room)
+        _keep(self._given_up, tag_of(bootstrap_room), self._clock() + self._kept_s)
 
-def _keep(kept: dict[int, int], key: int, value: int) -> None:
+
+def _keep(kept: dict[int, T], key: int, value: T) -> None:
     kept.pop(key, None)
     kept[key] = value
     if len(kept) > _KEPT_MAX:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,7 +69,7 @@ class SendingSide:
         self._client, self._parts = client, pools.parts
         self._page_size = pools.parts[0].page_size
         self._time_left_s, self._clock = time_left_s, clock
-        self._meetings = Meetings(self._open)
+        self._meetings = Meetings(self._open, self._refuse, kept_s=time_left_s, clock=clock)
         self._sent: dict[int, Sent] = {}  # by bootstrap_room
         self._rooms: dict[int, int] = {}  # bootstrap_room by room
         self._changes: list[Change] = []
@@ -121,8 +122,11 @@ class SendingSide:
         sent = self._sent.pop(bootstrap_room, None)
         if sent is None:
             return
+        if sent.room is None:
+            self._meetings.give_up(bootstrap_room)
+            return
         self._meetings.met(bootstrap_room)
-        if sent.room is None or self._rooms.pop(sent.room, None) is None:
+        if self._rooms.pop(sent.room, None) is None:
             return
         if not sent.pushed:
             self._client.abort(sent.room)
@@ -152,6 +156,12 @@ class SendingSide:
             self._changes.append(Change(bootstrap_room, KVPoll.FAILED, str(error)))
         else:
             self._rooms[room] = bootstrap_room
+
+    def _refuse(self, room: int) -> None:
+        """Decode asked after the request was given up."""
+        with suppress(LocalProtocolError):
+            self._client.open(room, tokens=None, grants=None, time_left_s=self._time_left_s)
+            self._client.abort(room)
 
     def _push(
         self, sent: Sent, part: CachePart, first: int, slots: NDArray[np.int64], after: Event | None, *, last: bool

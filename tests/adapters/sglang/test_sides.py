@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event
+
 import numpy as np
 import pytest
 
 from pdtransfer.client import KVPoll
-from tests.support.sglang_ranks import AUX, HEADS, LAYERS, WIDTH, World, rows, slots_of, world
+from tests.support.sglang_ranks import AUX, HEADS, LAYERS, WIDTH, Rank, World, rows, slots_of, world
 from tests.support.waiting import wait_for
 
 
@@ -169,6 +174,19 @@ def test_decode_gives_up_before_prefill_has_heard_and_asks_again() -> None:
         assert landed(made, [5], [8], 4)
 
 
+def test_prefill_gives_up_before_decode_asks_and_decode_does_not_wait() -> None:
+    """Decode would hold its pages until its deadline. The number may be used again."""
+    with world() as made:
+        made.begin(7)
+        made.prefill[0].side.give_up(7)
+        made.expect(7, [1, 8])
+        wait_for(lambda: made.prefill[0].turn() or made.decode[0].state(7) is KVPoll.FAILED)
+        assert made.decode[0].states[7][-1].reason == f"aborted: {made.sources[0]}: aborted"
+        wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
+        made.hand_over(7, source=[5, 2], target=[1, 8])
+        assert landed(made, [5, 2], [1, 8], 8)
+
+
 @pytest.mark.parametrize("pushed", [False, True])
 def test_decode_gives_up_and_prefill_fails(pushed: bool) -> None:
     with world() as made:
@@ -197,13 +215,36 @@ def test_prefill_gives_up_and_decode_fails(pushed: bool) -> None:
         assert made.prefill[0].state(7) is KVPoll.WAITING_FOR_INPUT  # nothing more is reported
 
 
-def test_pages_are_held_while_they_may_be_written() -> None:
-    """A writer that does not answer: the request fails at once, and its pages stay."""
-    with world() as made:
-        made.meet(7, [1, 8])
+@contextmanager
+def silent(rank: Rank) -> Iterator[None]:
+    """The rank's own thread answers nobody."""
+    here, go_on = Event(), Event()
+
+    def block() -> None:
+        here.set()
+        go_on.wait()
+
+    rank.client._port.to_loop(block)
+    assert here.wait(60.0)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_pages_are_held_while_they_may_be_written(host: bool) -> None:
+    """A writer that does not answer: the request ends at once, and its pages stay until it has said that it is done."""
+    with world(host=host) as made:
+        made.meet(7, [1, 8], host=host)
+        made.push(7, [5])
         decode = made.decode[0]
-        decode.side.give_up(7)
-        assert not decode.side.is_drained(7)
+        with silent(made.prefill[0]):
+            decode.side.give_up(7)
+            for _ in range(25):
+                decode.turn()
+                assert not decode.side.is_drained(7)
+                time.sleep(0.02)
         wait_for(lambda: decode.turn() or decode.side.is_drained(7))
 
 
@@ -223,15 +264,6 @@ def test_requests_land_in_host_memory_or_in_the_cache_one_by_one() -> None:
         assert not made.decode[0].pool.raw.any()
         made.hand_over(8, source=[5, 2], target=[1, 8])
         assert landed(made, [5, 2], [1, 8], 8)
-
-
-def test_a_host_destination_is_held_until_it_is_drained() -> None:
-    with world(host=True) as made:
-        made.meet(7, [1, 8], host=True)
-        made.push(7, [5])
-        made.decode[0].side.give_up(7)
-        assert not made.decode[0].side.is_drained(7)
-        wait_for(lambda: made.decode[0].turn() or made.decode[0].side.is_drained(7))
 
 
 def send_kvcache_hisparse(

@@ -149,16 +149,19 @@ class CacheMemory:
         return extent.card is None and start <= extent.first and extent.end <= start + arena.byte_count
 
 
-def made_in_one_piece(make: Callable[[], T], device: torch.device) -> tuple[CacheMemory, T]:
+def made_in_one_piece(
+    make: Callable[[], T], device: torch.device, *, has_beside: bool = False
+) -> tuple[CacheMemory, T]:
     """What an engine makes, with its tensors on this device in one allocation, and their memory.
 
     `make` is called twice, for an engine whose sizes are not known before: what it makes first is measured and dropped.
-    On the CPU no memory backs that one yet; on a card it is freed first, so that one cache at a time is there.
+    On the CPU no memory backs that one yet; on a card it is freed first, so that one cache at a time is there. On the
+    CPU they are in the arena, unless host memory will be set `beside` them.
     """
     with MeasuredTensors(device) as measured:
         make()
     memory = CacheMemory(measured.sizes)
-    if device.type == "cpu":
+    if device.type == "cpu" and not has_beside:
         with memory.pooled():
             return memory, make()
     gc.collect()

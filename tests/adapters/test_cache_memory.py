@@ -105,6 +105,17 @@ def test_layers_in_one_piece_on_the_cpu_are_the_arena() -> None:
     assert (target.base, target.memory, target.copied_up) == (made[0].data_ptr(), "dram", False)
 
 
+def test_layers_on_the_cpu_with_host_memory_beside_them_land_there_first() -> None:
+    """As on a card, of which peers cannot write: the engine's layers are in one piece, which is no arena."""
+    memory, made = made_in_one_piece(Caches("cpu"), torch.device("cpu"), has_beside=True)
+    extent = Extent(made[0].data_ptr(), made[2].data_ptr() + SIZE)
+    assert [each.storage_offset() for each in made] == [0, SIZE, 2 * SIZE]
+    host = memory.beside(extent, SIZE)
+    target = memory.target(extent)
+    assert (target.memory, target.copied_up) == ("hbm", True)
+    assert [target.place(each.data_ptr())[1] for each in (made[2], host)] == ["hbm", "dram"]
+
+
 def test_a_card_without_room_for_one_piece_has_the_layers_as_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -73,8 +73,10 @@ def _init_pools(original: Any, configurator: Any, **given: Any) -> Any:
     if configurator.is_draft_worker or not _is_ours():
         return original(configurator, **given)
     on_card = configurator.device == "cuda" and not get_exec().features.enable_memory_saver
-    if on_card or (configurator.device == "cpu" and not _receives_on_host()):
-        memory, made = made_in_one_piece(lambda: original(configurator, **given), torch.device(configurator.device))
+    if on_card or configurator.device == "cpu":
+        memory, made = made_in_one_piece(
+            lambda: original(configurator, **given), torch.device(configurator.device), has_beside=_receives_on_host()
+        )
     else:
         made = original(configurator, **given)
     if _receives_on_host():

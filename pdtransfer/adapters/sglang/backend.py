@@ -40,7 +40,7 @@ from . import hooks
 from .changes import Change
 from .decode import ReceivingSide
 from .labels import Uses
-from .peers import Refusals, check_sizes, sources_of
+from .peers import Refusals, check_room, check_sizes, sources_of
 from .pools import OPAQUE, Buffers, HeadCounts, KVPools, Place, extent_of, kv_buffers, pools, state_buffers
 from .prefill import SendingSide, Sent
 
@@ -207,6 +207,16 @@ class Manager(CommonKVManager):
                 self.record_failure(change.bootstrap_room, change.reason)
             self.update_status(change.bootstrap_room, int(change.state))
 
+    def takes(self, bootstrap_room: int) -> bool:
+        """Whether the room is one that can be. If not, its request has failed, with the reason."""
+        try:
+            check_room(bootstrap_room)
+        except RequestError as error:
+            self.record_failure(bootstrap_room, str(error))
+            self.update_status(bootstrap_room, KVPoll.Failed)
+            return False
+        return True
+
     # Prefill
 
     @property
@@ -283,7 +293,7 @@ class Sender(CommonKVSender):
 
     def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int, *args: Any, **named: Any) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **named)
-        if mgr.request_status.get(bootstrap_room) == KVPoll.Bootstrapping:
+        if mgr.takes(bootstrap_room) and mgr.request_status.get(bootstrap_room) == KVPoll.Bootstrapping:
             self._sent = mgr.sending.begin(bootstrap_room)
 
     def poll(self) -> int:
@@ -317,6 +327,11 @@ class Receiver(CommonKVReceiver):
     """Decode: a request."""
 
     kv_mgr: Manager
+
+    def __init__(self, mgr: Manager, bootstrap_addr: str, bootstrap_room: int) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        if not mgr.takes(bootstrap_room):
+            self.conclude_state = KVPoll.Failed
 
     @property
     def supports_host_destination(self) -> bool:

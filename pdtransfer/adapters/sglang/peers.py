@@ -1,5 +1,5 @@
-"""What a bootstrap server answers about a prefill server. Requests name the server, so each answer is hostile until it
-was checked: a wrong one fails its requests alone."""
+"""What requests name: their room, and a bootstrap server that answers about a prefill server. All of it is hostile
+until it was checked: what is wrong fails its requests alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ SIZES = "attn_tp_size", "attn_cp_size", "dp_size", "pp_size"
 ADDRESSES_MAX = 1_024  # of servers whose faults are remembered
 _HOST_LENGTH_MAX = 512  # with a key in front
 _PORT_MAX = 0xFFFF
+_ROOM_MAX = 2**63 - 1
+
+
+def check_room(bootstrap_room: int) -> None:
+    """Raises RequestError for a number that SGLang cannot keep: it compares rooms in 64 bits, and takes 0 for none. A
+    larger one would end the prefill engine."""
+    if not 1 <= bootstrap_room <= _ROOM_MAX:
+        raise RequestError(f"bootstrap_room: {bootstrap_room}, from 1 to {_ROOM_MAX} can be")
 
 
 def check_sizes(info: Any) -> None:

@@ -8,13 +8,21 @@ from typing import Any
 import pytest
 
 from pdtransfer.adapters.reachable import Reachable, RequestError
-from pdtransfer.adapters.sglang.peers import ADDRESSES_MAX, SIZES, Refusals, check_sizes, sources_of
+from pdtransfer.adapters.sglang.peers import ADDRESSES_MAX, SIZES, Refusals, check_room, check_sizes, sources_of
 
 LOCAL = {"rank_ip": "127.0.0.1", "rank_port": 7801}
 
 
 def sizes(**more: int) -> Any:
     return SimpleNamespace(**(dict.fromkeys(SIZES, 1) | more))
+
+
+@pytest.mark.parametrize("room", [0, -1, 2**63, 2**64 - 1, -(10**30)])
+def test_a_room_that_cannot_be_is_refused_with_its_field(room: int) -> None:
+    check_room(1)
+    check_room(2**63 - 1)
+    with pytest.raises(RequestError, match=f"bootstrap_room: {room}, from 1 to 9223372036854775807 can be"):
+        check_room(room)
 
 
 def test_ranks_are_endpoints_in_their_order() -> None:

@@ -208,6 +208,18 @@ def test_a_prefill_server_that_does_not_fit_costs_its_requests_alone(llama: Fami
     pair.settles()
 
 
+@pytest.mark.parametrize("room", [0, -1, 2**63, 2**64 - 1])
+def test_a_room_that_cannot_be_costs_its_request_alone(room: int, llama: Family) -> None:
+    """SGLang would end the prefill engine, or wait on decode for ever."""
+    pair, single = llama
+    [prompt] = prompts(300, seed=22)
+    for side in (pair.prefill, pair.decode):
+        with pytest.raises(RefusedError, match=f"bootstrap_room: {room}, from 1 to"):
+            side.add(prompt, tokens=4, **pair.room(room)).result(2 * TIME_LEFT_S)
+    assert pair.generate([prompt], tokens=TOKENS) == single.generate([prompt], tokens=TOKENS)
+    pair.settles()
+
+
 # Requests that end early
 
 

@@ -1,12 +1,32 @@
-"""Calls that block, away from a loop's own thread."""
+"""Loops in threads of their own, and calls that block away from a loop's own thread."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
+from typing import Any
+
+import uvloop
+
+
+def run_loop(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs `main` on a new loop until it returns, also while the interpreter exits. From Python 3.12 on no thread can
+    start then, but a loop's close starts one to end the loop's executor. That executor has ended by then."""
+    ended = False
+
+    async def whole() -> None:
+        nonlocal ended
+        await main()
+        ended = True
+
+    try:
+        uvloop.run(whole())
+    except RuntimeError:
+        if not ended:
+            raise
 
 
 async def in_thread(call: Callable[[], None]) -> None:

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import numpy as np
-import uvloop
 from numpy.typing import ArrayLike
 
 from ..bus.keys import AllowList
@@ -40,6 +39,7 @@ from ..limits import PEERS_MAX, TOKENS_MAX
 from ..memory.arena_memory import ArenaMemory
 from ..node import DecodeNode, NodeSettings, PrefillNode
 from ..node.thread_queues import ThreadQueues
+from ..threads import run_loop
 from ..transports.device_events import Event
 from ..transports.options import ArenaOptions, WriterOptions
 from ..wire import Member, pack_ids
@@ -85,7 +85,7 @@ class _Thread(Generic[Node]):
 
     def _run(self) -> None:
         try:
-            uvloop.run(self._main())
+            run_loop(self._main)
         except Exception as error:
             if self._standing.done():
                 raise

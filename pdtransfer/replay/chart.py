@@ -41,9 +41,10 @@ def write_chart(figures: ServingFigures, path: Path, title: str) -> None:
         figure.suptitle(title)
         axes = figure.subplots(2, 2)
         slo = figures.slo
-        at_s, ttft_s = np.asarray(figures.at_s), np.asarray(figures.ttft_s)
+        # Copies: a view would keep the figures from growing for as long as the drawing lives.
+        at_s, ttft_s = np.array(figures.at_s), np.array(figures.ttft_s)
         _shares(axes[0][0], ttft_s, slo.ttft_s, "time to the first token, s", _BLUE)
-        _shares(axes[0][1], 1e3 * np.asarray(figures.itl_s), _ms(slo.itl_s), "mean time between tokens, ms", _GREEN)
+        _shares(axes[0][1], 1e3 * np.array(figures.itl_s), _ms(slo.itl_s), "mean time between tokens, ms", _GREEN)
         _over_time(axes[1][0], at_s, ttft_s, slo.ttft_s)
         _rate(axes[1][1], at_s, figures)
         figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -81,7 +82,7 @@ def _over_time(axes: Any, at_s: Any, ttft_s: Any, limit: float | None) -> None:
 
 def _rate(axes: Any, at_s: Any, figures: ServingFigures) -> None:
     """Arrivals and ends a second."""
-    ends_s = at_s + np.asarray(figures.total_s)
+    ends_s = at_s + np.array(figures.total_s)
     if len(at_s):
         last = max(float(ends_s.max()), 1e-9)
         for values, colour, name in ((at_s, _BLUE, "arrive"), (ends_s, _GREEN, "end")):

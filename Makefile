@@ -1,7 +1,15 @@
-# make demo runs the main job, make test the tests; each first makes .venv with what it needs.
-PYTHON ?= python3
+# make demo runs the main job, make test the tests; each first makes .venv with what it needs. A Python that is named has an
+# environment of its own: make test PYTHON=python3.12 makes .venv-3.12.
+PYTHON ?=
 ARGS ?=
-RUN := .venv/bin/python
+OTHER := $(if $(PYTHON),$(shell '$(PYTHON)' -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null))
+ifneq ($(PYTHON),)
+ifeq ($(OTHER),)
+$(error no $(PYTHON) here)
+endif
+endif
+VENV := .venv$(if $(OTHER),-$(OTHER))
+RUN := $(VENV)/bin/python
 # Kept, whatever the environment says: tests start hundreds of processes, and each would compile the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -9,47 +17,47 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # A small pretrained model answers, which is fetched the first time; ARGS='--model reference' is the one of random weights.
 SPEAKS := $(if $(findstring --model,$(ARGS)),,build/smollm2)
-demo: .venv/.stamp $(SPEAKS)
+demo: $(VENV)/.stamp $(SPEAKS)
 	@$(RUN) -m pdtransfer demo $(addprefix --model ,$(SPEAKS)) $(ARGS)
 
-build/smollm2: | .venv/.stamp
+build/smollm2: | $(VENV)/.stamp
 	@$(RUN) -m tools.smollm2 $@
 
 # The fleet of deploy/compose.yaml, checked; PROFILE=shm for the other one. An engine is started for the time being where none runs.
-compose-demo: .venv/.stamp
+compose-demo: $(VENV)/.stamp
 	@tools/compose-demo
 
 # A part of the grids, seeds and examples; ARGS=--full is all of them, as in continuous integration.
 # Two cores have three workers, since a third of the time a test waits for processes, timers and peers. More than four make
 # it no faster: some tests start processes of their own.
-test: .venv/.stamp
+test: $(VENV)/.stamp
 	@$(RUN) -m pytest -n $$([ "$$(nproc)" -gt 3 ] && echo 4 || echo 3) --dist worksteal $(ARGS)
 
 # What meets peers, and whole processes among hostile ones, under python -O: no peer may be held off by an assertion.
-test-optimized: .venv/.stamp
+test-optimized: $(VENV)/.stamp
 	@PYTHONOPTIMIZE=1 $(RUN) -m pytest -n $$([ "$$(nproc)" -gt 3 ] && echo 4 || echo 3) --dist worksteal \
 	    tests/wire tests/bus tests/node tests/worker tests/handoff/test_hostile.py tests/handoff/decode tests/handoff/prefill \
 	    tests/integration/test_hostile.py tests/integration/test_keys.py $(ARGS)
 
 # A glance while you work: few cases of each test, no slow ones, no whole processes.
-test-fast: .venv/.stamp
+test-fast: $(VENV)/.stamp
 	@$(RUN) -m pytest --fast -n 2 --dist worksteal $(ARGS)
 
 # On a host with a card; elsewhere each test says why it is skipped, and the figures say what is missing.
-test-gpu: .venv/.stamp
+test-gpu: $(VENV)/.stamp
 	@$(RUN) -m pytest -m gpu -rs $(ARGS)
 	@$(RUN) -m benchmarks kernels
 
 # On a host with two cards: KV from one to the other, however it is laid out, and whoever dies on the way.
 # ARGS=--devices=cuda:0,cuda:0 does it with one card, cpu,cpu with none.
-test-two-gpu: .venv/.stamp
+test-two-gpu: $(VENV)/.stamp
 	@$(RUN) -m pytest tests/two_gpu -m two_gpu -rs -n 16 --dist worksteal $(ARGS)
 	@$(RUN) -m benchmarks pd
 
 # Real engines of others on the CPU, in environments of their own, .venv-vllm and .venv-sglang: no other target runs these.
 test-engines: test-vllm test-sglang
 
-test-vllm test-sglang: test-%: .venv/.stamp .venv-%/.stamp
+test-vllm test-sglang: test-%: $(VENV)/.stamp .venv-%/.stamp
 	@$(RUN) -m pytest tests/engines/test_$**.py -rs $(ARGS)
 
 # Two vLLM servers and a small pretrained model behind the router; what it prints are sentences.
@@ -59,30 +67,30 @@ demo-vllm: .venv-vllm/.stamp
 	    --max-num-seqs 4 --kv-cache-memory-bytes 134217728 $(ARGS)
 
 # On a host with a card and compute-sanitizer; ARGS are its tools, by default memcheck and racecheck.
-sanitize: .venv/.stamp
+sanitize: $(VENV)/.stamp
 	@PYTHON=$(RUN) tools/sanitize $(ARGS)
 
-check: .venv/.stamp
+check: $(VENV)/.stamp
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
-	@$(RUN) -m pyright
-	@.venv/bin/lint-imports --no-logo
+	@$(RUN) -m pyright --pythonpath $(RUN)
+	@$(VENV)/bin/lint-imports --no-logo
 	@$(RUN) -m tools.proto_generator --check
 	@$(RUN) -m tools.docs_generator --check
 
 # What a user sizes a host with, then what measures and attacks the parts.
-bench: .venv/.stamp
+bench: $(VENV)/.stamp
 	@for part in copy transfer hisparse; do $(RUN) -m pdtransfer bench $$part $(ARGS) || exit 1; done
 	@for part in plan verify prefix bus handoff poll idle load siege faults; do $(RUN) -m benchmarks $$part $(ARGS) || exit 1; done
 
 # What the images install, written anew where pyproject.toml changed; ARGS=--upgrade takes the newest versions.
-locks: .venv/.stamp
+locks: $(VENV)/.stamp
 	@tools/locks $(ARGS)
 
-venv: .venv/.stamp
+venv: $(VENV)/.stamp
 
-.venv/.stamp: pyproject.toml tools/venv
-	@PYTHON='$(PYTHON)' tools/venv
+$(VENV)/.stamp: pyproject.toml tools/venv
+	@PYTHON='$(PYTHON)' tools/venv $(OTHER)
 
 venv-vllm: .venv-vllm/.stamp
 
@@ -95,5 +103,5 @@ venv-sglang: .venv-sglang/.stamp
 	@PYTHON='$(PYTHON)' tools/venv sglang
 
 clean:
-	rm -rf .venv .venv-vllm .venv-sglang build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-* build dist .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -60,3 +60,9 @@ def test_requirements_that_contradict_each_other_are_wrong(tmp_path: Path) -> No
 def test_another_kind_is_refused(tmp_path: Path) -> None:
     status, said = made(tmp_path, "other", "")
     assert (status, "usage" in said) == (2, True), said
+
+
+def test_an_environment_is_made_with_the_python_that_it_is_named_after(tmp_path: Path) -> None:
+    status, said = made(tmp_path, "3.99", "")
+    assert (status, "not 3.99" in said) == (1, True), said
+    assert not (tmp_path / ".venv-3.99").exists()

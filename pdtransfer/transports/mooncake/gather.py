@@ -57,6 +57,8 @@ class RingJob:
     lines: Lines | None  # of the source, where a checksum is wanted
     straight: bool = False  # sent from the pool itself: its slots have only tables of operations
     pieces: Iterator[Piece] = field(init=False)
+    all_runs: Int64s | None = None  # where all its bytes go, once `planned`: None where each piece is planned
+    planned: bool = False
     text: str = ""
     checksum: int = 0
     exhausted: bool = False  # no piece of it is left to take
@@ -66,6 +68,14 @@ class RingJob:
 
     def __post_init__(self) -> None:
         self.pieces = self.cut.pieces(len(self.order.source_slots), straight=self.straight)
+
+    def runs(self, piece: Piece) -> Int64s:
+        """Where a piece's bytes go, as Cut.runs. In any copy thread: two may both plan all rows, to the same end."""
+        if not self.planned:
+            self.all_runs, self.planned = self.cut.all_runs(self.order.target_slots), True
+        if self.all_runs is None:
+            return self.cut.runs(piece, self.order.target_slots)
+        return self.cut.runs_within(piece, self.all_runs)
 
     def fail(self, text: str) -> None:
         """Takes no more pieces of it."""
@@ -158,7 +168,7 @@ class CopyGatherer:
             checksum = checksum_copy.checksum(job.lines, of, self._pool_address, cancel=cancel)
         if checksum is None:
             raise TransportError(CANCELLED)
-        gather.runs = job.cut.runs(piece, order.target_slots)
+        gather.runs = job.runs(piece)
         return checksum
 
 

@@ -10,6 +10,7 @@ For a card a ring is a pool, whose pages are the ring's slots.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +32,7 @@ FIRST_BYTES = 1 << 20  # of a write's first piece
 PIECE_BYTES = 16 << 20  # of a piece that is sent from the pool
 OPERATIONS_MAX = 4_096  # of one slot
 STRAIGHT_BYTES_MIN = 64 << 10  # of an operation, on average: it costs less than a copy of so many bytes then
+_PLANNED_ALONE = 2  # slots: the pieces of a write of fewer are planned one by one
 _SHAPES_MAX = 64  # of pieces that one cut caches: most writes have pieces of one shape, but for the last
 _TABLE_BYTES = OPERATIONS_MAX * OPERATION.size
 
@@ -187,6 +189,32 @@ class Cut:
     def runs(self, piece: Piece, target_slots: Int64s) -> Int64s:
         """From a slot of the ring into the arena, as Plan.byte_runs."""
         return plan(self._sides_of(piece).outwards, _rows(piece), target_slots[piece.first : piece.end]).byte_runs()
+
+    def all_runs(self, target_slots: Int64s) -> Int64s | None:
+        """As `runs`, for all rows of a write as if one slot held them, ascending by the offset in it. None where the
+        rows are few, or where pieces do not hold whole rows that are each one run of bytes in the arena."""
+        rows, planes = len(target_slots), len(self.pairing.table)
+        if not self.woven or self.paged or rows * self.pairing.row_bytes <= _PLANNED_ALONE * SLOT_BYTES:
+            return None
+        if not self.whole(next(self.pieces(rows))):
+            return None
+        outwards = self._made(Piece(first=0, end=rows, low=0, high=planes, room=rows)).outwards
+        if len(outwards.table) > 1:
+            return None
+        runs = plan(outwards, np.arange(rows), target_slots).byte_runs()
+        return runs[np.argsort(runs[:, 0])]
+
+    def runs_within(self, piece: Piece, all_runs: Int64s) -> Int64s:
+        """A piece's part of `all_runs`. It takes much less of a copy thread's time than to plan the piece, whose code
+        and tables a copy has pushed out of the cache."""
+        row_bytes, offsets = self.pairing.row_bytes, all_runs[:, 0]
+        first, end = piece.first * row_bytes, piece.end * row_bytes
+        runs = all_runs[bisect_right(offsets, first) - 1 : bisect_left(offsets, end)].copy()
+        runs[-1, 2] = end - runs[-1, 0]
+        skipped = first - runs[0, 0]
+        runs[0] += (skipped, skipped, -skipped)
+        runs[:, 0] -= first
+        return runs
 
     def _sides_of(self, piece: Piece) -> _Sides:
         """Cached for each shape, since making it takes longer than planning a slot."""

@@ -31,12 +31,13 @@ def through(
     cut: ring.Cut, fill: Fill, source_slots: Int64s, target_slots: Int64s, source: Pool, target: Pool
 ) -> None:  # fmt: skip
     """Every piece into a slot's worth of bytes, and from there as its runs say."""
+    all_runs = cut.all_runs(target_slots)
     for number, piece in enumerate(cut.pieces(len(source_slots))):
         slots = np.full((ring.SLOTS, ring.SLOT_BYTES), CANARY, np.uint8)
         at = number % ring.SLOTS
         fill(cut, piece, source_slots, source, slots, at)
         assert (slots[(at + 1) % ring.SLOTS] == CANARY).all()
-        runs = cut.runs(piece, target_slots)
+        runs = cut.runs(piece, target_slots) if all_runs is None else cut.runs_within(piece, all_runs)
         assert len(runs) <= ring.OPERATIONS_MAX
         assert runs[:, 2].sum() == piece.rows * cut.pairing.table[piece.low : piece.high, 6].sum()
         for here, there, byte_count in runs.tolist():

@@ -53,6 +53,28 @@ def test_a_piece_says_the_same_bytes_by_the_ring_and_straight(names: tuple[str, 
         assert by_the_ring == bytes_of(by.straight(piece, source_slots, target_slots))
 
 
+@pytest.mark.parametrize("run", [1, 64, 4_000])
+@pytest.mark.parametrize("source", ["layer_first", "page_first"])
+def test_a_piece_of_a_write_that_was_planned_whole_is_the_piece_planned_alone(source: str, run: int) -> None:
+    by, draw = made(source, "page_first"), np.random.default_rng(3)
+    target_slots = (draw.permutation(16_384 // run)[:, None] * run + np.arange(run)).reshape(-1)[:4_000]
+    all_runs = by.all_runs(target_slots)
+    assert all_runs is not None
+    pieces = list(by.pieces(4_000))
+    assert len(pieces) > 8
+    for piece in pieces:
+        runs = by.runs_within(piece, all_runs)
+        assert (runs[1:, 0] == runs[:-1, 0] + runs[:-1, 2]).all()
+        assert runs[np.argsort(runs[:, 1])].tolist() == by.runs(piece, target_slots).tolist()
+
+
+def test_pieces_of_few_rows_or_of_many_planes_are_planned_alone() -> None:
+    few = 2 * SLOT_BYTES // (8 * 1_152)
+    assert made("layer_first", "page_first").all_runs(np.arange(few)) is None
+    assert made("layer_first", "page_first").all_runs(np.arange(few + 1)) is not None
+    assert made("layer_first", "layer_first").all_runs(np.arange(4_000)) is None
+
+
 @pytest.mark.parametrize(
     ("names", "run", "long"),
     [

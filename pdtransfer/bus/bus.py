@@ -21,6 +21,7 @@ from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwa
 from .dialled import SOCKETS, Dialled, affordable_dials
 from .keys import Address, AllowList, Endpoint, KeyPair
 from .limits import BusLimits
+from .line import GRANT_MESSAGES, Line
 from .listening import address_bound, reserve
 from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, address_of_frame, open_socket
 from .zap import DOMAIN, Authenticator
@@ -66,6 +67,7 @@ class Bus:
         self._router_drain: Drain | None = None
         self._connections = Connections(self._limits, supersede=supersede)
         self._dialled: dict[str, Dialled] = {}
+        self._lines: dict[int, Line] = {}  # by session
         self._known_names: set[str] = set()  # names on the allow-list that have sent a Hello, connected or not
         self._sweep: Sweep | None = None
         self._auditing = self._loop.call_later(self._limits.audit_ms / 1e3, self._audit)
@@ -157,11 +159,19 @@ class Bus:
         return unreachable is not None
 
     def send(self, peer: str, message: Message) -> bool:
-        """Sends a message; returns whether it was queued. Messages to one peer stay in order. Never blocks or raises.
+        """Sends a message; returns whether it was queued. Messages to one peer stay in order, but for those that go by
+        a line, whose order is their own. Never blocks or raises.
 
         Returns False where the peer is not connected or does not read. A Hello to a dialled peer is stored, and opens
         every later connection.
         """
+        if isinstance(message, GRANT_MESSAGES):
+            line = self._lines.get(message.session)
+            if line is not None and line.peer == peer and line.send(encode(message)):
+                self.sent += 1
+                return True
+        elif type(message) is Reject:
+            self.detach(message.session)  # it ends the session; what still comes by its line would cost more Rejects
         sent = False
         dialled = self._dialled.get(peer)
         route = self._connections.route_of(peer)
@@ -179,6 +189,20 @@ class Bus:
         else:
             self.dropped += 1
         return sent
+
+    def attach(self, peer: str, session: int, socket: socket.socket, *, greeted: bool) -> None:
+        """Takes over a socket as the line of a session with this peer, until `detach`, `hang_up`, or its own end.
+        `greeted` as Line has it."""
+        self.detach(session)
+        self._lines[session] = Line(
+            socket, peer=peer, session=session, greeted=greeted,
+            take=self._on_line_frame, ended=self._on_line_end, limits=self._limits,
+        )  # fmt: skip
+
+    def detach(self, session: int) -> None:
+        """Closes the line of a session: its messages go by ZMQ from now on. Idempotent."""
+        if (line := self._lines.pop(session, None)) is not None:
+            line.close()
 
     def allow(self, allowed: AllowList) -> list[str]:
         """Replaces the allow-list; returns the names of the peers that lost access.
@@ -201,10 +225,13 @@ class Bus:
             if allowed.name_of(dialled.server_key or "") is None:
                 self.hang_up(endpoint)
                 revoked.append(endpoint)
+        self._detach_all(set(revoked))
         return revoked
 
     def hang_up(self, peer: str) -> None:
-        """Closes a dialled peer's connection; a peer that dialled this node must send Hello again. Idempotent."""
+        """Closes a dialled peer's connection; a peer that dialled this node must send Hello again. Its lines are closed
+        too. Idempotent."""
+        self._detach_all({peer})
         dialled = self._dialled.pop(peer, None)
         if dialled is not None:
             dialled.close()
@@ -215,6 +242,7 @@ class Bus:
     async def close(self) -> None:
         """Closes all connections once queued messages have left, or after linger_ms. Idempotent."""
         self._auditing.cancel()
+        self._detach_all({line.peer for line in self._lines.values()})
         for dialled in self._dialled.values():
             dialled.close()
         self._dialled.clear()
@@ -300,6 +328,32 @@ class Bus:
         if self._zap is not None and ban:
             self._zap.ban(connection.user, now + self._limits.banned_ms / 1e3)
         self._on_refused(name, RemoteProtocolError(field, text))
+
+    def _on_line_frame(self, line: Line, frame: bytes) -> None:
+        try:
+            message = decode(frame)
+            if not isinstance(message, GRANT_MESSAGES):
+                raise RemoteProtocolError("kind", f"{type(message).__name__}, which no line carries")
+            if message.session != line.session:
+                text = f"{message.session:#x}, on the line of {line.session:#x}"
+                raise RemoteProtocolError(f"{type(message).__name__}.session", text)
+        except RemoteProtocolError as error:
+            line.close()
+            self._on_line_end(line, error)
+            return
+        self.received += 1
+        self._receive(line.peer, message)
+
+    def _on_line_end(self, line: Line, error: RemoteProtocolError | None) -> None:
+        if self._lines.get(line.session) is line:
+            del self._lines[line.session]
+        if error is not None:
+            self.refused += 1
+            self._on_refused(line.peer, error)
+
+    def _detach_all(self, peers: set[str]) -> None:
+        for session in [session for session, line in self._lines.items() if line.peer in peers]:
+            self.detach(session)
 
     def _on_dialled_frame(self, dialled: Dialled, frame: zmq.Frame) -> None:
         now = self._loop.time()

@@ -15,6 +15,7 @@ class BusLimits:
     stale_ms: int = 10_000  # a named connection silent for this long may be replaced by a new one
     turn_messages: int = 16  # read from one socket in a row, so that other tasks of the loop are served between
     turn_bytes: int = 4 << 20  # read from one socket in a row: a large frame takes longer to decode
+    line_bytes_max: int = 16 << 10  # of a frame on a session's line; a longer one goes by ZMQ
     send_queue: int = 1_024  # messages queued for one peer; beyond it send() returns False, and the protocol repeats
     unread_bytes_max: int = 256 << 20  # of one connection: beyond it the connection is closed
     unread_frames_max: int = 65_536  # the same, estimated from its mean frame: what a loop drops in a tenth of a second

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,7 +41,7 @@ from ..layout.layout import Component
 from ..memory.arena_memory import ArenaMemory
 from ..transports.device_events import Event, EventQueue
 from ..transports.hbm_copier import HbmCopier
-from ..transports.options import ArenaOptions, behind
+from ..transports.options import ArenaOptions, of_node
 from ..transports.select import DecodeTransports, on_loopback
 from ..transports.verifier import Verifier
 from ..wire import Goodbye, Message
@@ -80,7 +81,10 @@ class DecodeNode:
         self._clock = LoopClock.among_peers(settings.limits.ping_ms)
         # To be verified, rows have to land where this process can read them: in the arena.
         self.transport = DecodeTransports(
-            arena, behind(settings.firewall, options or ArenaOptions()), hbm_direct=not verify, lost=self._unoffered
+            arena,
+            of_node(options or ArenaOptions(), settings.firewall, self._keep_line),
+            hbm_direct=not verify,
+            lost=self._unoffered,
         )
         core = self.core = DecodeSessions(
             settings.identity("decode", transports=self.transport.taken),
@@ -226,6 +230,7 @@ class DecodeNode:
                 self._offers.add(task)
                 task.add_done_callback(self._offers.discard)
             case Fence(session):
+                self.bus.detach(session)
                 if self.transport.fence(session):
                     self._run(self.core.fenced(session, self._clock.now()))
             case Forget(session):
@@ -277,6 +282,13 @@ class DecodeNode:
             self._unoffered(session, str(error))
         else:
             self._run(self.core.offered(session, reach, self._clock.now()))
+
+    def _keep_line(self, session: int, line: socket.socket) -> None:
+        known = self.core.prefill_peers.sessions.get(session)
+        if known is None or known.state not in (SessionState.REGISTERING, SessionState.UP):
+            line.close()
+        else:
+            self.bus.attach(known.peer, session, line, greeted=True)
 
     def _unoffered(self, session: int, text: str) -> None:
         self._run(self.core.unoffered(session, text, self._clock.now()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ from ..handoff.ready_gate import ReadyGate
 from ..handoff.sharing import Replicas, holds_of
 from ..layout.layout import Component
 from ..transports.device_events import Event, EventQueue
-from ..transports.options import WriterOptions, behind
+from ..transports.options import WriterOptions, of_node
 from ..transports.select import PrefillTransports
 from ..wire import Goodbye, Landed, Member, Message, Released
 from .core_driver import EffectRunner, LoopClock, Ticker
@@ -68,7 +69,7 @@ class PrefillNode:
         self._loop, self._clock = asyncio.get_running_loop(), LoopClock.among_peers(settings.limits.ping_ms)
         self.transport = PrefillTransports(
             tuple(components),
-            behind(settings.firewall, writer or WriterOptions()),
+            of_node(writer or WriterOptions(), settings.firewall, self._keep_line),
             spans=spans,
             lost=self._end_writer,
             broken=self._broken,
@@ -208,9 +209,16 @@ class PrefillNode:
                 self._spawn(self._map(effect))
             case Unmap(session):
                 self._landed_ns.pop(session, None)
+                self.bus.detach(session)
                 self.transport.unmap(session)
             case FenceWriter(session):
                 self._end_writer(session)
+
+    def _keep_line(self, session: int, line: socket.socket) -> None:
+        if (known := self.core.sessions.get(session)) is None:
+            line.close()
+        else:
+            self.bus.attach(known.peer, session, line, greeted=False)
 
     def _broken(self, room: int, error: Exception | str) -> None:
         self.abort(room, Cause.ENGINE, f"its event: {error}")
@@ -291,6 +299,7 @@ class PrefillNode:
             bytes_ready = await self.transport.map(effect.session, effect.reach, effect.components, mapped, peer=peer)
         except PDTransferError as error:
             log.warning("session %#x: %s", effect.session, error)
+            self.bus.detach(effect.session)
             self._run(self.core.unmappable(effect.session, str(error), self._clock.now()))
         else:
             mapped(bytes_ready)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -10,6 +12,9 @@ if TYPE_CHECKING:
     from .firewall import Firewall
 
 Protocol = Literal["tcp", "rdma"]
+
+KeepLine = Callable[[int, socket.socket], None]
+"""Gets a session, and the connection over which its arena was handed over: it is the session's line, or is closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +27,7 @@ class Network:
     # Whether peers of this node are on its own host alone: auto then takes nothing that listens beyond it.
     loopback: bool = False
     firewall: Firewall | None = None  # opens their ports to peers with a session alone; NodeSettings bring it
+    keep_line: KeepLine | None = None  # on the loop's thread; a node brings it. None: hand-overs leave no line
     streams: int = 0  # parallel connections of a session, at most; 0: as this host's cores allow
 
 
@@ -49,6 +55,7 @@ class ArenaOptions:
 _Options = TypeVar("_Options", WriterOptions, ArenaOptions)
 
 
-def behind(firewall: Firewall | None, options: _Options) -> _Options:
-    """The same options, with this firewall before the ports of transports."""
-    return options if firewall is None else replace(options, network=replace(options.network, firewall=firewall))
+def of_node(options: _Options, firewall: Firewall | None, keep_line: KeepLine) -> _Options:
+    """The same options, with this firewall before the ports of transports, and a place for the lines of sessions."""
+    network = options.network if firewall is None else replace(options.network, firewall=firewall)
+    return replace(options, network=replace(network, keep_line=keep_line))

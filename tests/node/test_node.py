@@ -28,6 +28,7 @@ from pdtransfer.limits import Limits
 from pdtransfer.memory.arena_memory import ArenaMemory, Mapping
 from pdtransfer.node import DecodeNode, PrefillNode
 from pdtransfer.node.core_driver import EffectRunner, LoopClock, Ticker
+from pdtransfer.node.settings import revoked
 from pdtransfer.transports.device_events import POLL_S, Event, EventQueue
 from pdtransfer.transports.options import ArenaOptions, WriterOptions
 from pdtransfer.transports.shm import writer as shm_writer
@@ -48,6 +49,7 @@ from pdtransfer.wire import (
     pack_ids,
 )
 from tests.support.client_pair import LIMITS, Late, component, settings
+from tests.support.internals import lines_of
 from tests.support.layout_tensors import CANARY, Pool, mla
 from tests.support.processes import no_descriptors
 from tests.support.waiting import on_loop, until
@@ -404,6 +406,38 @@ async def test_a_dialled_peer_has_its_session_before_the_first_room_comes() -> N
         await until(lambda: it.prefill.core.sessions and next(iter(it.prefill.core.sessions.values())).granting)
         sessions = it.decode.core.prefill_peers.sessions
         await until(lambda: [session.state.value for session in sessions.values()] == ["up"])
+
+
+@on_loop
+async def test_grants_of_a_session_over_shared_memory_go_by_its_line_until_it_ends() -> None:
+    async with nodes() as it:
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        sessions = set(it.decode.core.prefill_peers.sessions)
+        await until(lambda: set(lines_of(it.prefill.bus)) == set(lines_of(it.decode.bus)) == sessions)
+        zmq_alone = it.prefill.bus._route
+        it.prefill.bus._route = lambda route, frame: False  # as if nothing went by ZMQ
+        it.expect(2)
+        it.send(2)
+        await it.ready(2)
+        it.prefill.bus._route = zmq_alone
+        it.decode.receive(it.endpoint, revoked())
+        assert lines_of(it.decode.bus) == {}
+        await until(lambda: not lines_of(it.prefill.bus))
+
+
+@on_loop
+async def test_a_session_whose_line_has_ended_goes_on_by_zmq() -> None:
+    async with nodes() as it:
+        it.decode.dial(it.endpoint)
+        await until(lambda: lines_of(it.decode.bus))
+        for session in list(lines_of(it.decode.bus)):
+            it.decode.bus.detach(session)
+        it.expect(1)
+        it.send(1)
+        await it.ready(1)
+        assert lines_of(it.decode.bus) == {}
 
 
 @on_loop

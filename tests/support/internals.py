@@ -34,6 +34,11 @@ def route_of(bus: Bus, peer: str) -> bytes | None:
     return bus._connections.route_of(peer)
 
 
+def lines_of(bus: Bus) -> dict[int, Any]:
+    """Its lines, by session."""
+    return bus._lines
+
+
 def dialled_by(bus: Bus) -> dict[str, Any]:
     """What it dials, by endpoint."""
     return bus._dialled

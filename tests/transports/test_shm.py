@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pdtransfer import kernels
+from pdtransfer.bus.line import OPENING
 from pdtransfer.errors import LayoutMismatchError, RemoteProtocolError, TransportError
 from pdtransfer.handoff.effects import Outcome, Write
 from pdtransfer.layout.checksum import Lines, lines_of
@@ -262,6 +263,64 @@ async def test_a_request_with_something_behind_it_is_refused(arena: ArenaMemory,
     assert await said(peer) == b""
     peer.close()
     os.close(await receive(reach, WRITER, seconds=60))
+    await owner.close()
+
+
+@on_loop
+async def test_the_connection_of_a_hand_over_becomes_the_line_of_its_session(
+    arena: ArenaMemory, directory: Path
+) -> None:
+    kept: list[tuple[int, socket.socket]] = []
+    theirs: list[tuple[int, socket.socket]] = []
+    owner = ShmArena(arena, directory=directory, keep_line=lambda *line: kept.append(line))
+    os.close(await receive(await owner.offer(WRITER), WRITER, seconds=60, keep_line=lambda *line: theirs.append(line)))
+    (session, line), *_ = theirs
+    assert session == WRITER
+    assert not line.get_inheritable()
+    for part in (OPENING[:2], OPENING[2:] + b"what follows"):
+        line.sendall(part)
+        await asyncio.sleep(0.01)
+    await until(lambda: kept)
+    assert kept[0][0] == WRITER
+    assert kept[0][1].recv(100) == b"what follows", "not a byte of it is read here"
+    assert not owner._listener._connections
+    line.close()
+    kept[0][1].close()
+    await owner.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"pdt-lime", b"GET / HTTP/1.1"])
+@on_loop
+async def test_whoever_opens_no_line_behind_the_hand_over_is_closed(
+    arena: ArenaMemory, directory: Path, said: bytes
+) -> None:
+    kept: list[int] = []
+    owner = ShmArena(arena, directory=directory, keep_line=lambda session, _: kept.append(session))
+    owner._listener.seconds = 0.2
+    before = open_files()
+    reach = await owner.offer(WRITER)
+    peer, _ = await asked(owner, reach)
+    await until(lambda: owner._listener._connections and not owner._sessions[WRITER].token)
+    if said:
+        peer.send(said)
+    await until(lambda: not owner._listener._connections, "at once, or when its time is over")
+    peer.close()
+    assert kept == []
+    assert open_files() == before
+    await owner.close()
+
+
+@on_loop
+async def test_a_writer_that_shows_no_token_gets_no_line(arena: ArenaMemory, directory: Path) -> None:
+    kept: list[int] = []
+    owner = ShmArena(arena, directory=directory, keep_line=lambda session, _: kept.append(session))
+    reach = msgspec.structs.replace(await owner.offer(WRITER), token=bytes(32))
+    peer, _ = await asked(owner, reach)
+    with suppress(OSError):
+        peer.send(OPENING)
+    assert await said(peer) == b""
+    peer.close()
+    assert kept == []
     await owner.close()
 
 

@@ -34,7 +34,9 @@ class ShmTransport:
         from .arena import ShmArena
 
         del lost  # a hand-over ends with its lock alone
-        return ShmArena(memory, directory=options.socket_directory, hbm_direct=hbm_direct)
+        return ShmArena(
+            memory, directory=options.socket_directory, hbm_direct=hbm_direct, keep_line=options.network.keep_line
+        )
 
     def writer(
         self, components: Components, options: WriterOptions, *, card: WriterCard | None, lost: LostWriter, near: Near

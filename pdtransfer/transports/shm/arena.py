@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from ...memory.arena_memory import ArenaMemory
 from ...wire import Reach
+from ..options import KeepLine
 from .handover import TOKEN_BYTES, HandoverListener, host
 
 # From <fcntl.h>: only some builds of Python have them in the fcntl module.
@@ -46,6 +47,7 @@ class ShmArena:
         directory: Path | None,
         uids: frozenset[int] | None = None,
         hbm_direct: bool = True,
+        keep_line: KeepLine | None = None,
     ) -> None:
         """Without `hbm_direct` no writer gets a card's memory: all rows land in the arena."""
         arena.use("served")
@@ -55,7 +57,9 @@ class ShmArena:
         self._sessions: dict[int, _HandOver] = {}
         self._next_byte = 0  # each byte is used once; a lock may lie beyond the file's end
         self._host = host()  # read now: later no descriptor may be left to read it with
-        self._listener = HandoverListener(self._give, byte_count=arena.byte_count, directory=directory, uids=uids)
+        self._listener = HandoverListener(
+            self._give, byte_count=arena.byte_count, directory=directory, uids=uids, keep_line=keep_line
+        )
 
     async def offer(self, session: int, host: str = "") -> Reach:  # noqa: ARG002
         """Makes a new token for this session, valid once; a token that was offered before is void."""

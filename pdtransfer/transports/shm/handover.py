@@ -1,7 +1,8 @@
 """Both ends of the Unix socket over which an arena's descriptor goes to a peer that sends the session's token.
 
-The listener runs on the loop and never blocks it. A connection sends one short request within a short time; where there
-are too many connections, the oldest is closed.
+The listener runs on the loop and never blocks it. A connection sends one short request within a short time, and behind
+the reply perhaps the opening of a line: then it is the session's line from there on. Where there are too many
+connections, the oldest is closed.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import socket
 import stat
 import struct
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...bus.line import OPENING
 from ...errors import TransportError
 from ...wire import Reach
+from ..options import KeepLine
 
 _MAGIC = b"pdt-shm1"
 _REQUEST = struct.Struct("<8sQ32s")  # magic, session, token
@@ -56,6 +59,7 @@ class _Connection:
     socket: socket.socket
     timer: asyncio.TimerHandle
     shown: bytearray = field(default_factory=bytearray)
+    given: int | None = None  # the session whose arena it has got
 
 
 class HandoverListener:
@@ -72,10 +76,11 @@ class HandoverListener:
         byte_count: int,
         directory: Path | None,
         uids: frozenset[int] | None = None,
+        keep_line: KeepLine | None = None,
         connections_max: int = 64,
         seconds: float = 2.0,
     ) -> None:
-        self._give, self._byte_count, self.seconds = give, byte_count, seconds
+        self._give, self._byte_count, self._keep_line, self.seconds = give, byte_count, keep_line, seconds
         self._uids = uids if uids is not None else frozenset((0, os.geteuid()))
         self._connections_max = connections_max
         self._loop = asyncio.get_running_loop()
@@ -117,45 +122,63 @@ class HandoverListener:
 
     def _read(self, number: int) -> None:
         connection = self._connections[number]
+        wanted = _REQUEST.size if connection.given is None else len(OPENING)
         try:
-            shown = connection.socket.recv(_REQUEST.size + 1)
+            shown = connection.socket.recv(wanted - len(connection.shown) + (connection.given is None))
         except BlockingIOError:
             return
         except OSError:
             shown = b""
         connection.shown += shown
-        if shown and len(connection.shown) < _REQUEST.size:
+        if shown and len(connection.shown) < wanted:
             return
-        if len(connection.shown) == _REQUEST.size:
-            self._answer(connection)
+        if connection.given is not None:
+            self._keep(number, connection, connection.given)
+            return
+        if len(connection.shown) == wanted and self._answer(connection) and self._keep_line is not None:
+            connection.shown.clear()
+            return
         self._drop(number)
 
-    def _answer(self, connection: _Connection) -> None:
+    def _keep(self, number: int, connection: _Connection, session: int) -> None:
+        if bytes(connection.shown) != OPENING or self._keep_line is None:
+            self._drop(number)
+            return
+        self._release(number)
+        self._keep_line(session, connection.socket)
+
+    def _answer(self, connection: _Connection) -> bool:
+        """Whether it has the descriptor now."""
         magic, session, token = _REQUEST.unpack(connection.shown)
         if magic != _MAGIC:
-            return
+            return False
         try:
             fd = self._give(session, token)
         except OSError as error:
             log.warning("no descriptor of the arena for the writer of session %#x: %s", session, error.strerror)
             with suppress(OSError):  # the writer has left
                 connection.socket.send(_NONE_LEFT)
-            return
+            return False
         if fd is None:
-            return
+            return False
         try:
             # The socket's buffer is empty, so that this never waits.
             socket.send_fds(connection.socket, [_REPLY.pack(_MAGIC, self._byte_count)], [fd])
         except OSError:
-            pass  # the writer has left: once our copy is closed, no process has the descriptor
+            return False  # the writer has left: once our copy is closed, no process has the descriptor
         finally:
             os.close(fd)
+        connection.given = session
+        return True
 
     def _drop(self, number: int) -> None:
+        self._release(number).close()
+
+    def _release(self, number: int) -> socket.socket:
         connection = self._connections.pop(number)
         connection.timer.cancel()
         self._loop.remove_reader(number)
-        connection.socket.close()
+        return connection.socket
 
     def close(self) -> None:
         """Closes all connections and removes the socket; idempotent."""
@@ -223,22 +246,35 @@ def _uid_of(peer: socket.socket) -> int:
     return uid
 
 
-async def receive(reach: Reach, session: int, *, seconds: float, uids: frozenset[int] | None = None) -> int:
+async def receive(
+    reach: Reach,
+    session: int,
+    *,
+    seconds: float,
+    uids: frozenset[int] | None = None,
+    keep_line: KeepLine | None = None,
+) -> int:
     """Receives the arena's descriptor, which the caller closes. Raises TransportError, also after `seconds`.
 
-    The token is sent only to an owner that runs as one of `uids`, by default this user or root.
+    The token is sent only to an owner that runs as one of `uids`, by default this user or root. `keep_line` gets the
+    connection, which is closed without it.
     """
     _check_reachable(reach)
     if uids is None:
         uids = frozenset((0, os.geteuid()))
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as peer:
+        with ExitStack() as undo:
+            peer = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
             async with asyncio.timeout(seconds):
                 await _connect(peer, reach.address)
                 if (uid := _uid_of(peer)) not in uids:
                     raise TransportError(f"{reach.address} belongs to user {uid}, not to one of {sorted(uids)}")
                 peer.sendall(_REQUEST.pack(_MAGIC, session, reach.token))
-                return await _answer(peer, reach)
+                fd = await _answer(peer, reach)
+            if keep_line is not None:
+                undo.pop_all()
+                keep_line(session, peer)
+            return fd
     except TimeoutError:
         raise TransportError(f"{reach.address}: no answer within {seconds:g} s") from None
     except OSError as error:

@@ -126,7 +126,7 @@ class ShmWriter:
         near: Near = lambda _: None,
     ) -> None:
         self._components = {component.name: component for component in components}
-        self._pool_address, self._uids = options.pool_address, uids
+        self._pool_address, self._uids, self._keep_line = options.pool_address, uids, options.network.keep_line
         self._loop = asyncio.get_running_loop()
         self._reports: LoopMailbox[CopyWork[Write] | CardWrite] = LoopMailbox(self._ended)
         self._card = card
@@ -153,7 +153,7 @@ class ShmWriter:
             raise TransportError("this writer is closing")
         mapped = self._sessions[session] = _Session(components, reach)
         try:
-            fd = await receive(reach, session, seconds=_HANDOVER_SECONDS, uids=self._uids)
+            fd = await receive(reach, session, seconds=_HANDOVER_SECONDS, uids=self._uids, keep_line=self._keep_line)
             attached = self._apart.submit(self._attach, fd, reach, components)
             try:
                 made = await asyncio.shield(asyncio.wrap_future(attached))

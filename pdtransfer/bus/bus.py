@@ -21,7 +21,7 @@ from .connections import BREACH, HELLO_FIRST, Connection, Connections, TurnedAwa
 from .dialled import SOCKETS, Dialled, affordable_dials
 from .keys import Address, AllowList, Endpoint, KeyPair
 from .limits import BusLimits
-from .line import GRANT_MESSAGES, Line
+from .line import GRANT_MESSAGES, SessionLine
 from .listening import address_bound, reserve
 from .sockets import NOBLOCK, NOBLOCK_MORE, Drain, Frames, Sweep, TcpConnection, address_of_frame, open_socket
 from .zap import DOMAIN, Authenticator
@@ -67,7 +67,7 @@ class Bus:
         self._router_drain: Drain | None = None
         self._connections = Connections(self._limits, supersede=supersede)
         self._dialled: dict[str, Dialled] = {}
-        self._lines: dict[int, Line] = {}  # by session
+        self._lines: dict[int, SessionLine] = {}  # by session
         self._known_names: set[str] = set()  # names on the allow-list that have sent a Hello, connected or not
         self._sweep: Sweep | None = None
         self._auditing = self._loop.call_later(self._limits.audit_ms / 1e3, self._audit)
@@ -192,9 +192,9 @@ class Bus:
 
     def attach(self, peer: str, session: int, socket: socket.socket, *, greeted: bool) -> None:
         """Takes over a socket as the line of a session with this peer, until `detach`, `hang_up`, or its own end.
-        `greeted` as Line has it."""
+        `greeted` as SessionLine has it."""
         self.detach(session)
-        self._lines[session] = Line(
+        self._lines[session] = SessionLine(
             socket, peer=peer, session=session, greeted=greeted,
             take=self._on_line_frame, ended=self._on_line_end, limits=self._limits,
         )  # fmt: skip
@@ -329,7 +329,7 @@ class Bus:
             self._zap.ban(connection.user, now + self._limits.banned_ms / 1e3)
         self._on_refused(name, RemoteProtocolError(field, text))
 
-    def _on_line_frame(self, line: Line, frame: bytes) -> None:
+    def _on_line_frame(self, line: SessionLine, frame: bytes) -> None:
         try:
             message = decode(frame)
             if not isinstance(message, GRANT_MESSAGES):
@@ -344,7 +344,7 @@ class Bus:
         self.received += 1
         self._receive(line.peer, message)
 
-    def _on_line_end(self, line: Line, error: RemoteProtocolError | None) -> None:
+    def _on_line_end(self, line: SessionLine, error: RemoteProtocolError | None) -> None:
         if self._lines.get(line.session) is line:
             del self._lines[line.session]
         if error is not None:

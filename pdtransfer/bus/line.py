@@ -22,7 +22,7 @@ _READ_BYTES = 64 << 10
 _SEND_FLAGS = unix.MSG_DONTWAIT | unix.MSG_NOSIGNAL
 
 
-class Line:
+class SessionLine:
     """Sends frames of at most `line_bytes_max`, and passes those that it receives to `take`.
 
     `take` gets at most `turn_messages` frames in one turn of the loop, and none after close. Its exceptions go to the
@@ -37,8 +37,8 @@ class Line:
         peer: str,
         session: int,
         greeted: bool,
-        take: Callable[[Line, bytes], None],
-        ended: Callable[[Line, RemoteProtocolError | None], None],
+        take: Callable[[SessionLine, bytes], None],
+        ended: Callable[[SessionLine, RemoteProtocolError | None], None],
         limits: BusLimits,
     ) -> None:
         """`greeted`: the peer's OPENING was read already."""

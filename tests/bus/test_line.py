@@ -11,7 +11,7 @@ from struct import pack
 
 import pytest
 
-from pdtransfer.bus.line import OPENING, Line
+from pdtransfer.bus.line import OPENING, SessionLine
 from pdtransfer.errors import RemoteProtocolError
 from pdtransfer.wire import Abort, Grant, Granted, Landed, Part, Ping, Reject, Released, encode
 from tests.support.bus_peers import ANY_PORT, LIMITS, Node
@@ -31,12 +31,12 @@ class Ends:
         self.taken: list[bytes] = []
         self.ended: list[RemoteProtocolError | None] = []
         self._broken = broken
-        self.line = Line(
+        self.line = SessionLine(
             ours, peer="p", session=SESSION, greeted=greeted, take=self._take,
             ended=lambda _, error: self.ended.append(error), limits=replace(LIMITS, **limits),
         )  # fmt: skip
 
-    def _take(self, _: Line, frame: bytes) -> None:
+    def _take(self, _: SessionLine, frame: bytes) -> None:
         self.taken.append(frame)
         if len(self.taken) == self._broken:
             raise ValueError("a defect of the node")
@@ -166,20 +166,21 @@ async def joined() -> AsyncIterator[tuple[Node, Node, str]]:
 
 @on_loop
 async def test_what_is_sent_about_grants_goes_by_the_line_and_all_else_by_zmq() -> None:
-    async with joined() as (prefill, decode_node, peer):
-        route = prefill.bus._router
-        prefill.bus._router = None  # nothing goes by ZMQ
-        assert prefill.bus.send("node:d", LANDED)
+    async with Node("p") as prefill, Node("d") as decode_node:  # they have no connection by ZMQ
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        prefill.bus.attach("node:d", SESSION, ours, greeted=False)
+        theirs.recv(len(OPENING))
+        decode_node.bus.attach("p", SESSION, theirs, greeted=True)
+        await until(lambda: prefill.bus.send("node:d", LANDED))
         assert not prefill.bus.send("node:d", replace_session(LANDED, 6)), "this session has no line"
         assert not prefill.bus.send("node:d", Ping(1))
         assert not prefill.bus.send("node:x", LANDED), "the line is of another peer"
         await until(lambda: decode_node.heard)
-        assert decode_node.heard == [(peer, LANDED)]
-        prefill.bus._router = route
+        assert decode_node.heard == [("p", LANDED)]
         for message in (Released(SESSION, 1), Abort(SESSION, 1, 7)):
-            assert decode_node.bus.send(peer, message)
+            assert decode_node.bus.send("p", message)
         await until(lambda: len(prefill.heard) == 2)
-        assert (decode_node.bus.received, prefill.bus.received) == (1, 3)
+        assert (decode_node.bus.received, prefill.bus.received) == (1, 2)
 
 
 @on_loop

@@ -283,27 +283,24 @@ async def test_the_connection_of_a_hand_over_becomes_the_line_of_its_session(
     await until(lambda: kept)
     assert kept[0][0] == WRITER
     assert kept[0][1].recv(100) == b"what follows", "not a byte of it is read here"
-    assert not owner._listener._connections
     line.close()
     kept[0][1].close()
     await owner.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"pdt-lime", b"GET / HTTP/1.1"])
+@pytest.mark.parametrize("shown", [b"pdt-lime", b"GET / HTTP/1.1"])
 @on_loop
 async def test_whoever_opens_no_line_behind_the_hand_over_is_closed(
-    arena: ArenaMemory, directory: Path, said: bytes
+    arena: ArenaMemory, directory: Path, shown: bytes
 ) -> None:
     kept: list[int] = []
     owner = ShmArena(arena, directory=directory, keep_line=lambda session, _: kept.append(session))
-    owner._listener.seconds = 0.2
     before = open_files()
     reach = await owner.offer(WRITER)
     peer, _ = await asked(owner, reach)
-    await until(lambda: owner._listener._connections and not owner._sessions[WRITER].token)
-    if said:
-        peer.send(said)
-    await until(lambda: not owner._listener._connections, "at once, or when its time is over")
+    await handover.readable(peer)
+    peer.send(shown)
+    assert len(await said(peer)) == 16, "the reply, and the end"
     peer.close()
     assert kept == []
     assert open_files() == before

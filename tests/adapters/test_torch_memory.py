@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 import torch
 
 from pdtransfer.adapters.torch_memory import MeasuredTensors, PooledTensors, arena_tensor, pooled_bytes

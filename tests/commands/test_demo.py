@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.commands import demo
 from pdtransfer.commands.demo import DemoAnswer, run
 from pdtransfer.commands.demo_config import DemoConfig

@@ -119,6 +119,7 @@ def test_a_follower_takes_free_ports_unless_others_are_given() -> None:
 
 
 def test_settings_common_to_all_ranks_include_the_weights_and_the_sizes() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
     from pdtransfer.reference.factory import create
 
     config = PrefillConfig(engine_option=("layers=1",), slots=256)

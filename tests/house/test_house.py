@@ -80,6 +80,7 @@ def test_wheel_carries_package_kernels_and_protocol_and_no_tests(tmp_path: Path)
         "otel",
         "reference",
         "report",
+        "test",
         "text",
         "transformers",
     }
@@ -90,7 +91,7 @@ def test_only_install_commands_that_work_in_a_checkout_are_printed() -> None:
     texts = [*(REPO / "pdtransfer").rglob("*.py"), *(REPO / "examples").glob("*.py")]
     called = r"""pip_install\(['"](\w+)['"]\)|pip install '\.\[(\w+)\]'"""
     named = {extra for path in texts for found in re.findall(called, path.read_text()) for extra in found if extra}
-    assert named == extras - {"dev"}
+    assert named == extras - {"dev", "test"}
     assert not any("pdtransfer[" in path.read_text() for path in texts)
 
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.reference.factory import Generation
 from tests.support import healing
 from tests.support.fleets import (

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.engine_api import EngineConfig
 from pdtransfer.process.fleet import Daemon
 from pdtransfer.reference.factory import Generation, generate_many

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.engine_api import EngineConfig
 from pdtransfer.reference.factory import Generation, generate_many
 from pdtransfer.wire import Sampling

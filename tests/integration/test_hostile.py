@@ -15,6 +15,8 @@ import msgspec
 import pytest
 import zmq.asyncio
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.errors import Cause
 from pdtransfer.memory.arena_memory import map_received
 from pdtransfer.reference.factory import create

@@ -8,6 +8,8 @@ from functools import cache
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.commands.cli import main
 from pdtransfer.engine_api import EngineConfig
 from pdtransfer.layout.layout_builders import ITEM_LAYOUTS

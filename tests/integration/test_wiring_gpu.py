@@ -12,6 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 import torch
 
 from pdtransfer.engine_api import EngineConfig

@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
+import torch
 
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.kernels.hot_pool import HotPool

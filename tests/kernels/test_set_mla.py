@@ -6,6 +6,9 @@ import ctypes
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 import torch
 
 from pdtransfer.errors import LocalProtocolError

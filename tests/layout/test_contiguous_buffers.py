@@ -61,9 +61,9 @@ def test_buffers_are_the_tensors_that_engines_allocate(data: Any) -> None:
     memory, expected = pool.memory.ctypes.data, []
     padding = 0 if pool.model.page_align is None else padding_of(pool.model, pool.page_size)
     for tensor in pool.tensors():
-        assert tensor.is_contiguous()
+        assert tensor.flags.c_contiguous
         pages = pool.slots // pool.page_size
-        expected.append(Buffer(tensor.data_ptr() - memory, tensor.nbytes - padding, tensor.nbytes // pages))
+        expected.append(Buffer(tensor.ctypes.data - memory, tensor.nbytes - padding, tensor.nbytes // pages))
     assert list(pool.layout.contiguous_buffers()) == expected
     moved = [buffer._replace(start=buffer.start + memory) for buffer in expected]
     assert list(pool.layout.rebase(memory).contiguous_buffers()) == moved

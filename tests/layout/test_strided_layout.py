@@ -7,21 +7,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
+import torch
 
 from pdtransfer.errors import LocalProtocolError
 from pdtransfer.layout.layout import DTYPE_BYTES, Component, Layout, Plane, Span
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS, host_layout, strided_layout
 from pdtransfer.layout.pairing import pair
 from tests.support.effort import some
-from tests.support.layout_tensors import TORCH_DTYPES, Model, Pool, mha, mla
+from tests.support.layout_tensors import Model, Pool, mha, mla
 
 bounded = settings(max_examples=some(200), deadline=None)
 
 NAMED = ("page", "row", "head")
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+    "uint8": torch.uint8,
+}
 
 
 @st.composite
@@ -100,10 +110,11 @@ def rows_of(pool: Pool, kind: str, layer: int) -> torch.Tensor:
     """(pages, page_size, heads, elements) of the pool's tensor."""
     heads = [pool.view(kind, layer, head) for head in pool.model.heads]
     one = heads[0]
-    step = heads[-1].storage_offset() - one.storage_offset()
+    step = heads[-1].ctypes.data - one.ctypes.data
     shape = (*one.shape[:2], len(heads), one.shape[2])
-    strides = (*one.stride()[:2], step // max(1, len(heads) - 1), one.stride(2))
-    return one.as_strided(shape, strides, one.storage_offset())
+    strides = (*one.strides[:2], step // max(1, len(heads) - 1), one.strides[2])
+    rows = np.lib.stride_tricks.as_strided(one, shape, strides)
+    return torch.from_numpy(rows).view(TORCH_DTYPES[pool.model.parts[0][1]])
 
 
 def meant(layout: Layout) -> tuple[Plane, ...]:

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.engine_api import Broken, Finished, Token
 from pdtransfer.reference.factory import create, generate
 from pdtransfer.reference.sampling import Handoff

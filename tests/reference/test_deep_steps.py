@@ -10,6 +10,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 import torch
 
 from pdtransfer.engine_api import HiSparse

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.engine_api import Computed
 from pdtransfer.errors import ConfigError
 from pdtransfer.reference.factory import create, generate_many

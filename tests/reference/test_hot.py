@@ -5,6 +5,8 @@ from itertools import count
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.engine_api import Broken, Finished, HiSparse
 from pdtransfer.errors import ConfigError, LocalProtocolError
 from pdtransfer.layout.layout_builders import HOST_LAYOUTS

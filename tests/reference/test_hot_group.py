@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.engine_api import Broken, Finished
 from pdtransfer.errors import ConfigError, WorldError
 from pdtransfer.reference.factory import create, generate_many

@@ -6,6 +6,8 @@ import os
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.engine_api import Computed
 from pdtransfer.errors import WorldError
 from pdtransfer.layout.layout import expand_pages

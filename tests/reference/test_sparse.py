@@ -4,6 +4,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 import torch
 
 from pdtransfer.engine_api import Finished

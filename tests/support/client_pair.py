@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from pdtransfer.client.clients import DecodeClient, PrefillClient
 from pdtransfer.handoff.effects import RoomDrained, RoomFailed, RoomLanded, RoomLeased, RoomReady
@@ -23,7 +22,7 @@ from pdtransfer.limits import Limits
 from pdtransfer.memory.arena_memory import ArenaMemory
 from pdtransfer.node import NodeSettings
 from pdtransfer.transports.options import WriterOptions
-from tests.support.layout_tensors import CANARY, Model, Pool, content, mla
+from tests.support.layout_tensors import CANARY, Model, Pool, mla
 from tests.support.waiting import PATIENCE_S
 
 LIMITS = Limits(resend_ms=50, resend_ms_max=200, ping_ms=200, silence_ms=4_000, fence_poll_ms=20)
@@ -140,12 +139,7 @@ class Expected:
         self.pool = replace(self.like)
 
     def land(self, source_slots: np.ndarray, target_slots: np.ndarray) -> None:
-        pool = self.pool
-        page, row = (torch.from_numpy(at) for at in np.divmod(target_slots, pool.page_size))
-        for kind, layer, head in pool.model.rows():
-            rows = torch.from_numpy(content(kind, layer, head, source_slots, pool.model.head_bytes(kind)))
-            view = pool.view(kind, layer, head)
-            view[page, row] = rows.view(view.dtype)
+        self.pool.land(source_slots, target_slots)
 
     def holds(self, arena: np.ndarray) -> bool:
         return bool((arena == self.pool.memory).all())
@@ -163,11 +157,11 @@ def client_pair(
     decode_options: dict[str, Any] | None = None,
     components: Callable[[Component], Sequence[Component]] = lambda one: [one],
     prefix_cache: bool = True,
-    held: torch.Tensor | None = None,
+    held: Any | None = None,
     start: bool = True,
 ) -> Iterator[Pair]:
-    """`source` and `target` are (host layout, page size, slots). With `held`, as many bytes of a card, the pool that
-    prefill sends is there; `Pair.source` says what it is to hold in the end. Without `start` the test starts
+    """`source` and `target` are (host layout, page size, slots). With `held`, a tensor of as many bytes on a card, the
+    pool that prefill sends is there; `Pair.source` says what it is to hold in the end. Without `start` the test starts
     and closes the clients."""
     model = model or mla(layers=range(2))
     pools = [Pool(name=name, model=model, page_size=page, slots=slots) for name, page, slots in (source, target)]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdtransfer.handoff.effects import Outcome, Write
@@ -23,7 +22,7 @@ from pdtransfer.transports.mooncake.writer import MooncakeWriter
 from pdtransfer.transports.options import Network, WriterOptions
 from tests.support.client_pair import component
 from tests.support.internals import sessions_of
-from tests.support.layout_tensors import CANARY, Model, Pool, bytes_written, c4, content, dsa_index, mha, mla
+from tests.support.layout_tensors import CANARY, Model, Pool, bytes_written, c4, dsa_index, mha, mla
 from tests.support.processes import deliver
 from tests.support.waiting import until
 
@@ -77,11 +76,7 @@ class FarPair:
 
     def want(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
         """These rows, by the tensors' own indexing."""
-        pages, rows = (torch.from_numpy(part) for part in np.divmod(target, self.wanted.page_size))
-        for kind, layer, head in self.ours.model.rows():
-            put = torch.from_numpy(content(kind, layer, head, source, self.ours.model.head_bytes(kind)))
-            view = self.wanted.view(kind, layer, head)
-            view[pages, rows] = put.view(view.dtype)
+        self.wanted.land(source, target)
 
     @property
     def right(self) -> bool:

@@ -39,12 +39,7 @@ class Place:
     def write(self, slots: Any, tokens: Any) -> None:
         """Gives slots the rows of tokens, in every plane."""
         self.look()
-        at = torch.from_numpy(np.asarray(slots, np.int64))
-        size = self.tensors.page_size
-        for kind, layer, head in self.tensors.model.rows():
-            view = self.tensors.view(kind, layer, head)
-            rows = content(kind, layer, head, np.asarray(tokens, np.int64), self.tensors.model.head_bytes(kind))
-            view[at // size, at % size] = torch.from_numpy(rows).view(view.dtype)
+        self.tensors.land(np.asarray(tokens, np.int64), np.asarray(slots, np.int64))
         self.change()
 
     def check(self, slots: Any, tokens: Any, layers: Sequence[int]) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from pdtransfer.layout.deepseek_v4 import deepseek_v4
 from pdtransfer.layout.layout import Component
 from pdtransfer.layout.layout_builders import C4_PARTS, DSA_INDEX_PARTS
-from tests.support.layout_tensors import CANARY, Bytes, Model, Pool, Slots, content
+from tests.support.layout_tensors import CANARY, Bytes, Model, Pool, Slots
 
 RATIOS = (0, 4, 128, 4, 4, 128)  # some layers keep their window alone, none keeps all
 WINDOW = 128
@@ -67,12 +66,7 @@ class Pools:
 
     def land(self, name: str, source_slots: Slots, target_slots: Slots) -> None:
         """What a copy of filled pools' rows has to leave here, by the tensors' own indexing."""
-        pool = self.by_name[name]
-        page, row = (torch.from_numpy(at) for at in np.divmod(target_slots, pool.page_size))
-        for kind, layer, head in pool.model.rows():
-            rows = content(kind, layer, head, self.salted(name, source_slots), pool.model.head_bytes(kind))
-            view = pool.view(kind, layer, head)
-            view[page, row] = torch.from_numpy(rows).view(view.dtype)
+        self.by_name[name].land(self.salted(name, source_slots), target_slots)
 
 
 def pools_of(host_layout: str, *, tokens: int, requests: int, page_tokens: int = 256, granular: bool = False) -> Pools:

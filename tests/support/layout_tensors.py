@@ -1,7 +1,8 @@
-"""Pools as the field allocates them: torch tensors of the real shapes, to hold every layout's table against.
+"""Pools as the field allocates them: tensors of the real shapes, to hold every layout's table against.
 
-A pool's tensors and its layout look at the same bytes. Contents are hashed of (kind, layer, head, token, offset), so
-that no two planes, slots or offsets hold equal rows: what lands in a wrong place shows.
+They are numpy arrays whose elements have the width of the field's. A pool's tensor and its layout look at the same
+bytes. Contents are hashed of (kind, layer, head, token, offset), so that no two planes, slots or offsets hold equal
+rows: what lands in a wrong place shows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -23,12 +23,13 @@ Bytes = NDArray[np.uint8]
 Slots = NDArray[np.int64]
 
 CANARY = 0xEE
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3": torch.float8_e4m3fn,
-    "uint8": torch.uint8,
+# Elements of the same width as the dtype's, as numpy has no bfloat16 and no float8.
+ELEMENTS = {
+    "float32": np.uint32,
+    "float16": np.uint16,
+    "bfloat16": np.uint16,
+    "float8_e4m3": np.uint8,
+    "uint8": np.uint8,
 }
 
 
@@ -107,8 +108,7 @@ class Pool:
                 "page_first": (pages, layers, item_bytes),
                 "page_first_direct": (pages, layers, 1, item_bytes),
             }[self.name]
-        _, dtype, head_bytes = m.parts[0]
-        dim = head_bytes // TORCH_DTYPES[dtype].itemsize
+        dim = m.parts[0][2] // self.element.itemsize
         one = {
             "layer_first": (layers, self.slots, heads, dim),
             "page_first": (self.slots, layers, heads, dim),
@@ -117,56 +117,66 @@ class Pool:
         }[self.name]
         return one if len(m.parts) == 1 else (len(m.parts), *one)
 
+    @property
+    def element(self) -> np.dtype[Any]:
+        """What the tensor's axes count."""
+        return np.dtype(np.uint8 if self.model.page_align is not None else ELEMENTS[self.model.parts[0][1]])
+
     @cached_property
     def memory(self) -> Bytes:
         """The whole mapping: `base` bytes that are not the pool's, the pool, and 64 bytes more."""
-        dtype = torch.uint8 if self.model.page_align is not None else TORCH_DTYPES[self.model.parts[0][1]]
-        byte_count = int(np.prod(self.shape)) * dtype.itemsize
+        byte_count = int(np.prod(self.shape)) * self.element.itemsize
         return np.full(self.base + byte_count + 64, CANARY, dtype=np.uint8)
 
     @cached_property
-    def tensor(self) -> torch.Tensor:
-        dtype = torch.uint8 if self.model.page_align is not None else TORCH_DTYPES[self.model.parts[0][1]]
-        return torch.from_numpy(self.memory[self.base : -64]).view(dtype).view(self.shape)
+    def tensor(self) -> NDArray[Any]:
+        return self.memory[self.base : -64].view(self.element).reshape(self.shape)
 
-    def rows_of(self, kind: str) -> torch.Tensor:
+    def rows_of(self, kind: str) -> NDArray[Any]:
         """All rows of a kind, as a view (layers, heads, pages, page_size, elements) of the tensor."""
-        m, t = self.model, self.tensor
+        m, t, size = self.model, self.tensor, self.page_size
         if m.page_align is not None:
             items = {
                 "layer_first": lambda: t,
-                "page_first": lambda: t.transpose(0, 1),
-                "page_first_direct": lambda: t[:, :, 0].transpose(0, 1),
+                "page_first": lambda: t.swapaxes(0, 1),
+                "page_first_direct": lambda: t[:, :, 0].swapaxes(0, 1),
             }[self.name]()
-            names, sizes = [part[0] for part in m.parts], [self.page_size * part[2] for part in m.parts]
+            names, sizes = [part[0] for part in m.parts], [size * part[2] for part in m.parts]
             part = names.index(kind)
-            return items[:, None, :, sum(sizes[:part]) : sum(sizes[: part + 1])].unflatten(3, (self.page_size, -1))
+            rows = items[:, None, :, sum(sizes[:part]) : sum(sizes[: part + 1])]
+            return rows.reshape(*rows.shape[:3], size, -1)
         if len(m.parts) > 1:
             t = t[[part[0] for part in m.parts].index(kind)]
         return {
-            "layer_first": lambda: t.unflatten(1, (-1, self.page_size)).permute(0, 3, 1, 2, 4),
-            "page_first": lambda: t.unflatten(0, (-1, self.page_size)).permute(2, 3, 0, 1, 4),
-            "page_first_direct": lambda: t.permute(1, 3, 0, 2, 4),
-            "page_head": lambda: t.permute(3, 1, 0, 2, 4),
+            "layer_first": lambda: t.reshape(t.shape[0], -1, size, *t.shape[2:]).transpose(0, 3, 1, 2, 4),
+            "page_first": lambda: t.reshape(-1, size, *t.shape[1:]).transpose(2, 3, 0, 1, 4),
+            "page_first_direct": lambda: t.transpose(1, 3, 0, 2, 4),
+            "page_head": lambda: t.transpose(3, 1, 0, 2, 4),
         }[self.name]()
 
-    def view(self, kind: str, layer: int, head: int) -> torch.Tensor:
+    def view(self, kind: str, layer: int, head: int) -> NDArray[Any]:
         """All rows of one (kind, layer, head) by slot, as a view (pages, page_size, elements) of the tensor."""
         return self.rows_of(kind)[self.model.layers.index(layer), self.model.heads.index(head)]
 
     def read(self, kind: str, layer: int, head: int, slots: Slots) -> Bytes:
         """uint8 (n, head_bytes) by the tensor's indexing."""
-        pages, rows = torch.from_numpy(slots // self.page_size), torch.from_numpy(slots % self.page_size)
-        return self.view(kind, layer, head)[pages, rows].contiguous().view(torch.uint8).numpy()
+        pages, rows = np.divmod(slots, self.page_size)
+        return np.ascontiguousarray(self.view(kind, layer, head)[pages, rows]).view(np.uint8)
+
+    def put(self, kind: str, layer: int, head: int, slots: Slots, rows: Bytes) -> None:
+        """Writes uint8 (n, head_bytes) by the tensor's indexing."""
+        self.view(kind, layer, head)[np.divmod(slots, self.page_size)] = rows.view(self.element)
 
     def fill(self, tokens: Slots) -> None:
         """Gives slot i the content of token tokens[i], by the tensor's indexing."""
-        for kind, layer, head in self.model.rows():
-            rows = torch.from_numpy(content(kind, layer, head, tokens, self.model.head_bytes(kind)))
-            view = self.view(kind, layer, head)
-            view.copy_(rows.view(view.dtype).view(view.shape))
+        self.land(tokens, np.arange(self.slots))
 
-    def tensors(self) -> Iterator[torch.Tensor]:
+    def land(self, tokens: Slots, slots: Slots) -> None:
+        """Gives slot slots[i] the content of token tokens[i], by the tensor's indexing."""
+        for kind, layer, head in self.model.rows():
+            self.put(kind, layer, head, slots, content(kind, layer, head, tokens, self.model.head_bytes(kind)))
+
+    def tensors(self) -> Iterator[NDArray[Any]]:
         """Those that engines allocate, each in one piece and of whole pages or slots."""
         whole = [self.tensor]
         if self.model.page_align is None and len(self.model.parts) > 1:

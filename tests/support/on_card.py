@@ -60,7 +60,7 @@ def by_tensors(source: Tensors, target: Tensors, source_slots: Any, target_slots
     """The same by indexing."""
     after = Tensors(**{name: getattr(target, name) for name in ("name", "model", "page_size", "slots", "base")})
     after.memory[:] = target.memory
-    of, at = (torch.from_numpy(np.asarray(slots, np.int64)) for slots in (source_slots, target_slots))
+    of, at = (np.asarray(slots, np.int64) for slots in (source_slots, target_slots))
     for kind, _, _ in target.model.parts:
         rows = source.rows_of(kind)[:, :, of // source.page_size, of % source.page_size]
         after.rows_of(kind)[:, :, at // target.page_size, at % target.page_size] = rows

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
 
 from pdtransfer.kernels.pools import PageSlots, Pool
@@ -33,9 +32,7 @@ def wanted(source: Tensors, target: Tensors, source_slots: Any, target_slots: An
     after.memory[:] = target.memory
     for kind, layer, head in target.model.rows():
         rows = source.read(kind, layer, head, np.asarray(source_slots, np.int64))
-        view = after.view(kind, layer, head)
-        at = torch.from_numpy(np.asarray(target_slots, np.int64))
-        view[at // target.page_size, at % target.page_size] = torch.from_numpy(rows).view(view.dtype)
+        after.put(kind, layer, head, np.asarray(target_slots, np.int64), rows)
     return after.memory
 
 

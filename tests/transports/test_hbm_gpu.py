@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 import torch
 
 from pdtransfer.kernels import driver

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.config.bounds import card_of
 from pdtransfer.kernels import driver
 from tests.two_gpu.matrix import Case

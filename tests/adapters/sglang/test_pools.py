@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.adapters.heads import Heads
 from pdtransfer.adapters.sglang.pools import DRAFT_LAYER, HeadCounts, KVPools, kv_buffers, pools, state_buffers
 from pdtransfer.errors import ConfigError

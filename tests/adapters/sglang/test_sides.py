@@ -10,6 +10,8 @@ from threading import Event
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.client import KVPoll
 from tests.support.sglang_ranks import AUX, HEADS, LAYERS, WIDTH, Rank, World, rows, slots_of, world
 from tests.support.waiting import wait_for

@@ -8,6 +8,9 @@ import sys
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 import torch
 
 from pdtransfer.handoff.effects import Outcome

@@ -8,6 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.errors import WorldError
 from pdtransfer.wire import Ranks
 from pdtransfer.worker.group.gloo import Gloo

@@ -216,6 +216,7 @@ def test_low_limit_of_open_files_is_a_warning() -> None:
 
 
 def test_with_too_little_memory_the_fix_names_the_slots_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
     enough = host.memory(ROOT)
     assert enough.state == "ok"
     monkeypatch.setattr(host, "available_memory", lambda: AvailableMemory("a small box", 256 << 20))

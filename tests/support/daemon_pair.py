@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry
+
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
 
 from pdtransfer.config.config import DecodeConfig, PrefillConfig
 from pdtransfer.memory.arena_memory import ArenaMemory

@@ -8,6 +8,8 @@ import pytest
 import uvloop
 from prometheus_client import CollectorRegistry
 
+pytest.importorskip("torch", reason="torch is not installed: pip install '.[reference]'")
+
 from pdtransfer.bus.keys import generate
 from pdtransfer.clock_name import clock_digest
 from pdtransfer.config.config import PrefillConfig

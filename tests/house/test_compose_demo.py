@@ -125,15 +125,18 @@ def test_a_fleet_does_not_start_before_it_may(tried: Path) -> None:
 
 
 def integrate(
-    tried: Path, *, test: str = "", containers: str = "exit 3", vllm: int = 3, sglang: int = 3, test_engines: int = 0
-) -> subprocess.CompletedProcess[str]:
+    tried: Path, *, test: str = "", containers: str = "exit 3", vllm: int = 3, sglang: int = 3, test_engines: int = 0,
+    other_python: int | None = None, test_fast: int = 0,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """.ci/run, where `make test` and tools/compose-demo do what is said here, and where tools/venv for each engine and
-    the tests of any end with these statuses."""
+    the tests of any end with these statuses, and tools/venv and the tests for another Python, if there is one."""
     (tried / ".ci").mkdir()
     shutil.copy(REPO / ".ci" / "run", tried / ".ci" / "run")
-    make = f"case $1 in test) {test or ':'} ;; test-vllm | test-sglang) exit {test_engines} ;; esac"
-    venv = f"case $1 in vllm) exit {vllm} ;; sglang) exit {sglang} ;; esac"
-    for name, does in (("tools/compose-demo", containers), ("tools/venv", venv), ("bin/make", make)):
+    fast = f"test-fast) exit {test_fast} ;;"
+    make = f"case $1 in test) {test or ':'} ;; {fast} test-vllm | test-sglang) exit {test_engines} ;; esac"
+    venv = f"case $1 in vllm) exit {vllm} ;; sglang) exit {sglang} ;; 3.13) exit {other_python} ;; *) exit 9 ;; esac"
+    written = [("tools/compose-demo", containers), ("tools/venv", venv), ("bin/make", make)]
+    for name, does in [*written, ("bin/python3.13", "exit 0")] if other_python is not None else written:
         (tried / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
         (tried / name).chmod(0o755)
     environment = {"PATH": str(tried / "bin")}
@@ -170,6 +173,26 @@ def test_continuous_integration_fails_with_the_engines_and_not_for_want_of_them(
     ran = integrate(tried, vllm=vllm, sglang=sglang, test_engines=test_engines)
     assert ran.returncode == ends, ran.stderr
     assert [line.partition(",")[0] for line in ran.stdout.splitlines() if line.startswith("test-")] == said
+
+
+@pytest.mark.parametrize(
+    ("venv", "fast", "ends", "said"),
+    [
+        (None, 0, 0, ["not run", "not run", "not run"]),
+        (0, 0, 0, ["not run", "passed", "not run"]),
+        (3, 0, 0, ["not run", "not run", "not run"]),
+        (0, 124, 0, ["not run", "not finished in the time that was left", "not run"]),
+        (0, 2, 2, ["not run"]),
+        (1, 0, 1, ["not run"]),
+    ],
+)
+def test_continuous_integration_fails_with_another_python_and_not_for_want_of_one(
+    tried: Path, venv: int | None, fast: int, ends: int, said: list[str]
+) -> None:
+    ran = integrate(tried, other_python=venv, test_fast=fast)
+    assert ran.returncode == ends, ran.stderr
+    lines = [line.split(": ")[1] for line in ran.stdout.splitlines() if line.startswith("Python 3.")]
+    assert [line.partition(",")[0] for line in lines] == said
 
 
 def test_an_image_is_built_beside_the_tests_and_its_fleet_starts_after_them(tried: Path) -> None:

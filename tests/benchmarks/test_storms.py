@@ -45,6 +45,12 @@ def test_an_answer_is_right_wrong_or_says_why_there_is_none(status: int, answer:
     assert judged(ONE, status, answer)[0] == verdict
 
 
+@pytest.fixture
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short path: sockets lie in it."""
+    return tmp_path_factory.mktemp("s")
+
+
 def storm(here: Path) -> Storm:
     return Storm(StormFleet(KINDS[0], here, lambda _: None), KINDS[0], [ONE], 1)
 
@@ -69,21 +75,21 @@ def answers(verdicts: str, served: Sequence[str] = WORKERS) -> list[StormAnswer]
     ],
 )
 def test_all_is_right_again_once_no_request_fails_and_every_worker_has_served(
-    seen: list[StormAnswer], since: float | None, tmp_path: Path
+    seen: list[StormAnswer], since: float | None, here: Path
 ) -> None:
-    made = storm(tmp_path)
+    made = storm(here)
     made.answers = seen
     assert made.recovered_at(100.0) == since
 
 
-def test_faults_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
-    nodes = StormFleet(KINDS[0], tmp_path, lambda _: None).nodes
+def test_faults_are_the_same_for_the_same_seed(here: Path) -> None:
+    nodes = StormFleet(KINDS[0], here, lambda _: None).nodes
     first, again, other = (list(strikes(random.Random(seed), nodes, 5.0)) for seed in (1, 1, 2))
     assert first == again != other
     assert [at for at, *_ in first] == sorted(at for at, *_ in first)
 
 
-def test_a_request_that_outlasts_its_deadline_hangs_but_for_a_frozen_routers_time(tmp_path: Path) -> None:
+def test_a_request_that_outlasts_its_deadline_hangs_but_for_a_frozen_routers_time(here: Path) -> None:
     async def asked(*frozen: tuple[float, float]) -> StormAnswer:
         async def late(_: web.Request) -> web.Response:
             await asyncio.sleep(0.3)
@@ -91,7 +97,7 @@ def test_a_request_that_outlasts_its_deadline_hangs_but_for_a_frozen_routers_tim
 
         application = web.Application()
         application.router.add_post("/v1/completions", late)
-        made = storm(tmp_path)
+        made = storm(here)
         made.router_frozen.extend(frozen)
         async with TestServer(application) as server, aiohttp.ClientSession(str(server.make_url(""))) as http:
             return await made.asked(http, ONE)
@@ -105,17 +111,17 @@ def test_a_request_that_outlasts_its_deadline_hangs_but_for_a_frozen_routers_tim
 
 @on_loop
 async def test_a_supervisor_starts_a_killed_worker_once_it_is_released_and_tells_how_long_that_took(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = {"engine": "tests.support.engines.plain:create", "page_size": 1}
     monkeypatch.setattr(storm_fleet, "OPTIONS", {})
     configs = [
         type(each)(**{name: getattr(each, name) for name in each.__slots__ if hasattr(each, name)} | plain)
-        for each in storm_fleet.configs_of(KINDS[0], tmp_path)[:1]
+        for each in storm_fleet.configs_of(KINDS[0], here)[:1]
     ]
     monkeypatch.setattr(storm_fleet, "configs_of", lambda *_: configs)
     before = time.monotonic()
-    async with StormFleet(KINDS[0], tmp_path, lambda _: None) as fleet:
+    async with StormFleet(KINDS[0], here, lambda _: None) as fleet:
         (node,) = fleet.nodes
         ready = time.monotonic()
         assert 0 < fleet.starting(before, ready) <= ready - before

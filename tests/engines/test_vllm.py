@@ -179,6 +179,26 @@ def test_ranks_of_unequal_groups_hand_over_in_both_directions(
         assert [rooms(each) for each in (one, two)] == [{"received": 5, "sent": 5}, {"received": 10, "sent": 10}]
 
 
+def test_prefill_may_have_several_stages(checkpoints: Checkpoints, tmp_path: Path, llama: Family) -> None:
+    """Each stage sends its own layers, and decode learns of both from one answer. Without a graph vLLM's build for CPUs
+    makes no room for what a stage gets from the one before it."""
+    good, single = llama
+    graph = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}}
+    config = {"kv_transfer_config": transfer("kv_producer", time_left_s=TIME_LEFT_S)}
+    staged = graph | config | {"pipeline_parallel_size": 2}
+    with VllmEngine(checkpoints.path("llama"), tmp_path / "staged.log", **CHUNKS | staged) as prefill:
+        pair = VllmPair(prefill, good.decode)
+        pair.ready()
+        asked = prompts(*LENGTHS, seed=25)
+        before = rooms(pair.decode)["received"]
+        made = handed_over(pair, asked, order="serial")
+        assert [each.tokens for each in made] == single.generate(asked, tokens=TOKENS)
+        pair.settles()
+        assert pair.identity["pp_size"] == 2
+        assert rooms(pair.decode)["received"] - before == len(LENGTHS)
+        assert rooms(prefill)["sent"] == 2 * (len(LENGTHS) + 1), "each stage counts for itself"
+
+
 def test_prompts_that_either_engine_has_cached_cross_in_part(checkpoints: Checkpoints, tmp_path: Path) -> None:
     with family(checkpoints, tmp_path, "llama", "float32", enable_prefix_caching=True) as (pair, single):
         shared, one, two, other = prompts(512, 60, 100, 200, seed=5)

@@ -67,8 +67,8 @@ class VllmEngine(JsonProcess):
         super().__init__(PYTHON, "tests.support.vllm_driver", log, ENVIRONMENT)
         self._names = count()
         self._started = self.submit(
-            "start", model=str(model), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True,
-            kv_cache_memory_bytes=KV_BYTES, **{"max_model_len": 1024, "max_num_seqs": 8} | options,
+            "start", model=str(model), dtype=dtype, skip_tokenizer_init=True, kv_cache_memory_bytes=KV_BYTES,
+            **{"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 8} | options,
         )  # fmt: skip
 
     def ready(self) -> dict[str, int]:

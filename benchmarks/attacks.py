@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import zmq
 
@@ -36,7 +37,6 @@ from pdtransfer.wire import (
     encode,
 )
 
-NICE = 19  # an attacker has a host of its own: here it must not take the processors of those it attacks
 _PAUSE_SECONDS = 0.005
 _PATIENCE_MS = 20
 _TRICKLE_SECONDS = 0.2
@@ -242,9 +242,18 @@ ATTACKS: dict[str, Callable[[Target], Iterator[int]]] = {
 }
 
 
+def give_way() -> None:
+    """Takes only what processors others leave: an attacker has a host of its own. A kernel that shares them among
+    sessions first, and only then by priority, is told of a session of its own too."""
+    os.nice(19)
+    with suppress(OSError):
+        os.setsid()
+        Path("/proc/self/autogroup").write_text("19")
+
+
 def run(pipe: Connection, name: str, target: Target) -> None:
     """Attacks until the pipe has a message. Reports first that it is under way, and at last how often it attacked."""
-    os.nice(NICE)
+    give_way()
     prepare()
     attack = ATTACKS[name](target)
     done = next(attack)

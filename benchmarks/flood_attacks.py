@@ -19,7 +19,7 @@ import zmq
 from pdtransfer.bus.keys import KeyPair
 from pdtransfer.wire import VERSION, Goodbye, Hello, Identity, Ping, Pong, Ranks, Reject, Welcome, encode
 
-from .attacks import NICE
+from .attacks import give_way
 
 Role = Literal["prefill", "decode", "router"]
 
@@ -107,7 +107,7 @@ KEYED = {each.__name__: each for each in (other_role, hello_lines, junk, connect
 def run(pipe: Connection, name: str, target: FloodTarget) -> None:
     """Attacks until the pipe has a message. Reports first that it is under way, and at last how often it attacked."""
     if name != busy.__name__:
-        os.nice(NICE)
+        give_way()
     done, attack = 0, (KEYLESS | KEYED)[name](target)
     with suppress(OSError):  # the benchmark has ended
         pipe.send(None)

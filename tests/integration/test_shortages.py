@@ -48,6 +48,16 @@ async def all_served(site: Site, seed: int) -> None:
     assert all(map(right, texts, answers)), answers
 
 
+async def served_on_retry(site: Site) -> bool:
+    """Whether a request is served; if not, it was told when to try again."""
+    answer = await site.complete("once more")
+    if answer.status == 503:
+        assert answer.retry_after, answer
+        return False
+    assert right("once more", answer), answer
+    return True
+
+
 # Descriptors
 
 
@@ -98,6 +108,7 @@ def test_a_worker_without_descriptors_fails_requests_clearly_and_comes_back_with
             answers = await asyncio.gather(*(site.complete(text) for text in prompts(2, 20, 20, 20)))
             assert {answer.status for answer in answers} == {503}, answers
             assert {answer.error["code"] for answer in answers} <= {"peer_lost", "peer_restarted"}, answers
+        await until(lambda: served_on_retry(site), "the two workers find each other")
         await healed(site, before)
 
     on(case)

@@ -199,7 +199,7 @@ def test_continuous_integration_fails_with_another_python_and_not_for_want_of_on
 def test_tests_that_fail_beside_others_run_once_more_alone(tried: Path, alone: int, ends: int) -> None:
     runs = tried / "runs"
     again = '*"-n 0 --last-failed --last-failed-no-failures none"'
-    ran = integrate(tried, test=f'echo run >>{runs}; case $2 in {again}) exit {alone} ;; *) exit 7 ;; esac')
+    ran = integrate(tried, test=f"echo run >>{runs}; case $2 in {again}) exit {alone} ;; *) exit 7 ;; esac")
     assert (ran.returncode, runs.read_text().split()) == (ends, ["run", "run"]), ran.stderr
 
 

@@ -35,7 +35,6 @@ TIME_LEFT_S = 30.0  # after which either side gives a hand-off up
 PREFILL = {"disaggregation_mode": "prefill"}
 # The default backup of what is retracted is pinned by CUDA.
 DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_retraction_backup": "cpu_tensor"}
-CACHES = {"disable_radix_cache": False}
 
 Family = tuple[SglangPair, SglangServer]  # and one server that does both
 
@@ -76,9 +75,10 @@ def test_other_models_continue_as_well(name: str, dtype: str, sglang_checkpoints
 @pytest.fixture(scope="module")
 def llama(sglang_checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
     """Prefill and decode keep what they have computed or received."""
-    model, caches = sglang_checkpoints.path("llama"), CACHES | {"disaggregation_decode_enable_radix_cache": True}
-    folder = tmp_path_factory.mktemp("llama")
-    with servers(model, folder, prefill=PREFILL | CACHES, decode=DECODE | caches, single={}) as (one, two, single):
+    shared: dict[str, Any] = {"disable_radix_cache": False, "enable_metrics": True}
+    model, folder = sglang_checkpoints.path("llama"), tmp_path_factory.mktemp("llama")
+    of_decode = DECODE | shared | {"disaggregation_decode_enable_radix_cache": True}
+    with servers(model, folder, prefill=PREFILL | shared, decode=of_decode, single={}) as (one, two, single):
         yield SglangPair(one, two), single
 
 
@@ -100,14 +100,15 @@ def test_decode_continues_what_prefill_computed(llama: Family, apart_s: float) -
 def test_servers_with_other_pages_and_ranks_hand_over_in_both_directions(
     sglang_checkpoints: Checkpoints, tmp_path: Path, llama: Family
 ) -> None:
-    """Pages of one token and of sixteen; one rank and two, which share the heads."""
+    """Pages of one token, of sixteen and of sixty-four; one rank and two, which share the heads; and both alike."""
     pair, single = llama
     asked = prompts(5, 17, 300, 700, seed=6)
     expected = single.generate(asked, tokens=TOKENS)
     model = sglang_checkpoints.path("llama")
-    for options in ({"page_size": 1}, {"tp_size": 2}):
+    for options in ({"page_size": 1}, {"page_size": 64, "tp_size": 2}):
         with servers(model, tmp_path, prefill=PREFILL | options, decode=DECODE | options) as (prefill, decode):
-            for other in (SglangPair(prefill, pair.decode), SglangPair(pair.prefill, decode)):
+            for one, two in ((prefill, pair.decode), (pair.prefill, decode), (prefill, decode)):
+                other = SglangPair(one, two)
                 assert other.generate(asked, tokens=TOKENS) == expected, options
                 other.settles()
 
@@ -148,6 +149,56 @@ def test_what_decode_has_kept_does_not_cross_again(llama: Family) -> None:
         hits.append(made["meta_info"]["cached_tokens"])
     assert hits[0] < 16 <= 512 <= hits[1] < 512 + 100
     pair.settles()
+
+
+def test_requests_above_the_threshold_land_in_host_memory_and_are_loaded(
+    sglang_checkpoints: Checkpoints, tmp_path: Path, llama: Family
+) -> None:
+    """SGLang's scheduler chooses for each, waits for room on the device, and loads them with its own code; the copies
+    themselves are made by a stand-in for its kernel."""
+    pair, single = llama
+    long, *asked = prompts(700, 5, 17, 300, 600, seed=20)
+    expected = single.generate([long, *asked], tokens=TOKENS)
+    host = DECODE | {
+        "disaggregation_decode_retraction_backup": "host_pool", "disaggregation_decode_host_receive_threshold": 0.1,
+        "hicache_io_backend": "direct", "hicache_ratio": 2.0, "enable_metrics": True,
+    }  # fmt: skip
+    with servers(sglang_checkpoints.path("llama"), tmp_path, decode=host) as [decode]:
+        made, on_host = SglangPair(pair.prefill, decode), "sglang:num_decode_host_receive_reqs_total"
+        room = made.room()
+        sent = pair.prefill.add(long, tokens=1, **room)
+        first = decode.add(long, tokens=300, **room)
+        sent.result()
+        while decode.load()["num_used_tokens"] < len(long) and not first.done():
+            time.sleep(0.05)
+        assert decode.metric(on_host) == 0
+        for server, where in ((pair.decode, "in SGLang's KV cache"), (decode, "in host memory first")):
+            assert f"pdtransfer {where}: " in server.log.read_text()
+        assert made.generate(asked, tokens=TOKENS) == expected[1:]
+        assert first.result()[:TOKENS] == expected[0]
+        assert decode.metric(on_host) == len(asked)
+        # Given up while they land: SGLang has its host pages back.
+        held = decode.add(long, tokens=300, **made.room())
+        for name in ("on host", "on host too"):
+            decode.give_up(decode.add(asked[-1], tokens=4, rid=name, **made.room()), name)
+        decode.give_up(held)
+        assert made.generate(asked, tokens=TOKENS) == expected[1:]
+        made.settles()
+
+
+def test_sglang_exports_what_it_knows_of_a_transfer(llama: Family) -> None:
+    pair, _ = llama
+    [prompt] = prompts(310, seed=21)
+    names = "total_mb_sum", "latency_ms_count", "speed_gb_s_count", "alloc_ms_count"
+
+    def exported() -> list[float]:
+        return [pair.prefill.metric(f"sglang:kv_transfer_{name}") for name in names]
+
+    before = exported()
+    pair.generate([prompt], tokens=4)
+    megabytes, *counts = [after - here for after, here in zip(exported(), before, strict=True)]
+    assert megabytes == pytest.approx(320 * 4_096 / 2**20)  # whole pages, of 4 layers of 2 heads
+    assert counts == [1, 1, 1]
 
 
 # Prefill servers that do not fit
@@ -242,16 +293,20 @@ def test_a_request_that_is_given_up_leaves_nothing(llama: Family, gives_up: str,
 
 
 def test_a_side_whose_peer_is_never_asked_does_not_wait_for_ever(llama: Family) -> None:
-    """Decode waits as long as a hand-off may take; prefill for SGLang's own limit, or until it is given up."""
+    """Decode waits as long as a hand-off may take; prefill for SGLang's own limit, or until it is given up. Then decode
+    does not wait at all."""
     pair, _ = llama
-    [prompt] = prompts(300, seed=9)
-    sent = pair.prefill.add(prompt, tokens=4, rid="never asked", **pair.room())
+    [prompt], room = prompts(300, seed=9), pair.room()
+    failed = pair.decode.metric("sglang:num_transfer_failed_reqs_total")
+    sent = pair.prefill.add(prompt, tokens=4, rid="never asked", **room)
     with pytest.raises(RefusedError, match="deadline"):
         pair.decode.add(prompt, tokens=4, **pair.room()).result(4 * TIME_LEFT_S)
     assert not sent.done()
-    pair.prefill.abort("never asked")
-    sent.exception(2 * TIME_LEFT_S)
+    pair.prefill.give_up(sent, "never asked")
+    with pytest.raises(RefusedError, match=r"aborted: tcp://127\.0\.0\.1:\d+: aborted"):
+        pair.decode.add(prompt, tokens=4, **room).result(4 * TIME_LEFT_S)
     pair.settles()
+    assert pair.decode.metric("sglang:num_transfer_failed_reqs_total") == failed + 2
 
 
 def test_many_requests_at_once_leave_nothing_behind(llama: Family) -> None:

@@ -38,7 +38,8 @@ ENVIRONMENT = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0-1|0-1",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(REPO),
+    # And a plugin that stands in for what only cards have.
+    "PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests" / "engines" / "plugins")]),
 }
 # The engine computes with torch alone, on a cache of 4,096 tokens. It looks at the memory of the whole host, of which
 # others take and give some while it starts: the fraction is what may be missing, not what it takes.
@@ -163,6 +164,12 @@ class SglangServer:
     def load(self) -> dict[str, Any]:
         """What its scheduler has to do."""
         return self.ask("/v1/loads")["loads"][0]
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric that it exports, over all labels; 0 if it has none of that name yet."""
+        text: bytes = self.ask("/metrics")
+        lines = [line.rpartition(" ") for line in text.decode().splitlines() if not line.startswith("#")]
+        return sum(float(value) for labelled, _, value in lines if labelled.partition("{")[0] == name)
 
     def settles(self) -> None:
         """Waits until it has nothing to do; then it passes its own check for leaks, which would end it."""

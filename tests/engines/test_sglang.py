@@ -60,16 +60,33 @@ def family(model: Path, folder: Path, **options: Any) -> Iterator[Family]:
         yield SglangPair(prefill, decode), single
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("qwen3", "bfloat16"), ("gemma3", "float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("qwen3", "bfloat16"), ("gemma3", "float32"), ("deepseek_v3_yarn", "float32")]
+)
 def test_other_models_continue_as_well(name: str, dtype: str, sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
     """They come first, before servers run that the other tests share.
 
-    Two bytes a number; and windows, which have a pool and pages of their own. MLA is missing: without its kernels
-    SGLang computes none on a CPU (its attention with torch multiplies tensors that do not fit)."""
+    Two bytes a number; windows, which have a pool and pages of their own; and MLA, one latent row a token."""
     with family(sglang_checkpoints.path(name), tmp_path, dtype=dtype) as (pair, single):
         for prompt in prompts(*LENGTHS, seed=4):  # one at a time: the bits of two bytes depend on who shares a batch
             assert pair.generate([prompt], tokens=TOKENS) == single.generate([prompt], tokens=TOKENS), len(prompt)
         pair.settles()
+
+
+def test_ranks_of_data_parallel_attention_hand_over(sglang_checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Each rank has requests and a cache of its own; prefill's is told by the request's room. Two ranks to two, and to
+    a server of one rank."""
+    ranks: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "enable_dp_lm_head": True}
+    made = servers(
+        sglang_checkpoints.path("qwen3"), tmp_path, prefill=PREFILL | ranks, decode=DECODE | ranks, single=DECODE
+    )
+    asked = prompts(*LENGTHS, seed=5)
+    expected = sglang_checkpoints.generate("qwen3", asked, tokens=TOKENS)
+    with made as (prefill, decode, single):
+        for target in (decode, single):
+            pair = SglangPair(prefill, target)
+            assert pair.generate(asked, tokens=TOKENS) == expected
+            pair.settles()
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +186,7 @@ def test_requests_above_the_threshold_land_in_host_memory_and_are_loaded(
         sent = pair.prefill.add(long, tokens=1, **room)
         first = decode.add(long, tokens=300, **room)
         sent.result()
-        while decode.load()["num_used_tokens"] < len(long) and not first.done():
+        while decode.used_tokens() < len(long) and not first.done():
             time.sleep(0.05)
         assert decode.metric(on_host) == 0
         for server, where in ((pair.decode, "in SGLang's KV cache"), (decode, "in host memory first")):

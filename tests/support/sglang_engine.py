@@ -161,9 +161,13 @@ class SglangServer:
             self.abort(rid)
             wait([asked], 0.1)
 
-    def load(self) -> dict[str, Any]:
-        """What its scheduler has to do."""
-        return self.ask("/v1/loads")["loads"][0]
+    def loads(self) -> list[dict[str, Any]]:
+        """What each of its schedulers has to do."""
+        return self.ask("/v1/loads")["loads"]
+
+    def used_tokens(self) -> int:
+        """Tokens of its caches that requests have."""
+        return sum(each["num_used_tokens"] for each in self.loads())
 
     def metric(self, name: str) -> float:
         """The sum of a metric that it exports, over all labels; 0 if it has none of that name yet."""
@@ -178,10 +182,10 @@ class SglangServer:
             with suppress(RefusedError):
                 self.ask("/flush_cache", {})  # refused while a request is there
                 break
-            assert time.monotonic() < deadline, f"{self.load()}; {end_of(self.log)}"
+            assert time.monotonic() < deadline, f"{self.loads()}; {end_of(self.log)}"
             time.sleep(0.1)
         # Pages that a peer may still write are given back later, when an idle scheduler takes its next turn.
-        while used := self.load()["num_used_tokens"]:
+        while used := self.used_tokens():
             assert time.monotonic() < deadline, f"{used} tokens are still used; {end_of(self.log)}"
             time.sleep(0.1)
         assert self.process.poll() is None, end_of(self.log)

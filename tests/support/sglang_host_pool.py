@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.pool_host import base, mha
+from sglang.srt.mem_cache.pool_host import mha
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from pdtransfer.adapters.cache_memory import CacheMemory
@@ -20,15 +20,10 @@ from pdtransfer.adapters.sglang.pools import Buffers, HeadCounts, extent_of, kv_
 from pdtransfer.adapters.sglang.prefill import SendingSide
 from pdtransfer.client import DecodeClient, KVPoll, NodeSettings, PrefillClient, WriterOptions
 from pdtransfer.wire import Ranks
+from tests.engines.plugins import sglang_on_cpu
 from tests.support.waiting import wait_for
 
 LAYERS, HEADS, WIDTH, PAGE_SIZE, SLOTS = 3, 2, 16, 16, 128
-
-
-def transfer_kv_direct(src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
-    """Stands in for SGLang's kernel of this name, which needs a card."""
-    for source, target in zip(src_layers, dst_layers, strict=True):
-        target[dst_indices] = source[src_indices]
 
 
 def device_pool() -> MHATokenToKVPool:
@@ -48,9 +43,8 @@ def args_of(pool: MHATokenToKVPool) -> Any:
 def main() -> None:
     hooks.register()
     HookRegistry.apply_hooks()
-    mha.transfer_kv_direct = transfer_kv_direct
+    sglang_on_cpu.plugin()
     hooks._receives_on_host = lambda: True
-    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # of the machine, whose other processes have most of it
     source, target = device_pool(), device_pool()
     for buffer in source.k_buffer + source.v_buffer:
         buffer.normal_()

@@ -4,10 +4,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+
+def plugin() -> None:
+    """Called in each of a server's processes."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.mem_cache.pool_host import base, mha
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
+
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # of the machine, whose other processes have most of it
+    mha.transfer_kv_direct = transfer_kv_direct
+    # Attention with torch has one form for latent rows, in which all heads share a token's one row.
+    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+    # A rank of data parallel attention takes part in steps where it has no token.
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+    for name in ("forward_native", "forward_cpu"):
+        setattr(RotaryEmbedding, name, _unless_empty(getattr(RotaryEmbedding, name)))
 
 
 def transfer_kv_direct(
@@ -19,9 +36,8 @@ def transfer_kv_direct(
         target[dst_indices] = source[src_indices]
 
 
-def plugin() -> None:
-    """Called in each of a server's processes."""
-    from sglang.srt.mem_cache.pool_host import base, mha
+def _unless_empty(turn: Callable[..., Any]) -> Callable[..., Any]:
+    def turned(self: Any, positions: torch.Tensor, query: Any, key: Any, *more: Any, **named: Any) -> Any:
+        return turn(self, positions, query, key, *more, **named) if positions.numel() else (query, key)
 
-    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # of the machine, whose other processes have most of it
-    mha.transfer_kv_direct = transfer_kv_direct
+    return turned

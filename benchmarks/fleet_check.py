@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import aiohttp
 
 from pdtransfer.bench.report import load, print_tables
 from pdtransfer.config.config import DecodeConfig, PrefillConfig, RouterConfig
@@ -27,6 +28,7 @@ from pdtransfer.replay.replay_target import ReplayTarget
 ENGINE = "benchmarks.paced_engine:create"
 ROUNDS = 3  # of each measured rate, of which the median counts
 SHORT = 8  # tokens of a prompt that takes hardly any computing
+START_SECONDS = 60.0
 STEPS = 24  # tokens of an answer whose steps are measured
 LIMITS = Limits(room_deadline_ms=600_000)
 COMPARED = (  # what is held against the model: its name, and where it stands in a report
@@ -131,6 +133,13 @@ def mean_rates(before: Rates, after: Rates) -> Rates:
     )  # fmt: skip
 
 
+async def _serving(url: str) -> None:
+    """Waits until the router has workers. Raises TimeoutError."""
+    async with asyncio.timeout(START_SECONDS), aiohttp.ClientSession(url) as session:
+        while not (await session.get("/health")).ok:  # noqa: ASYNC110 (it is another process)
+            await asyncio.sleep(0.05)
+
+
 async def _check(
     path: Path, workers: CheckedFleet, requests: int, speed: float, scale: float, progress: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -148,8 +157,8 @@ async def _check(
             target = ReplayTarget(url=fleet.url, metrics=tuple(fleet.metrics))
             probes = Probes(target, workers)
             progress("warm up")
-            with suppress(WorldError):
-                await probes.rates(SHORT * 4, lambda _: None)
+            await _serving(fleet.url)
+            await probes.rates(SHORT * 4, lambda _: None)
             before, load_before = await probes.rates(longest, progress), load()
             progress(f"{len(trace.requests)} requests to the fleet")
             real = (await replay(trace, target, Slo())).report()
